@@ -1,0 +1,83 @@
+# On a fresh Debian or Ubuntu machine with git, make and Python >= 3.11 with venv, as root or not:
+#     make demo      watch four ranks train, dense and sparse, then look at the picture
+#     make test      lint, format, types, spelling and all tests on 1, 2, 3, 4, 5 and 8 ranks
+# Each does its own set-up in .venv, once; again when setup.cfg or constraints.txt change.
+
+# The interpreter that makes .venv; unset: the first of these that is new enough.
+PYTHON ?=
+PYTHONS = python3 python3.13 python3.12 python3.11
+# An index with the CPU build of torch (200 MB; the default one may bring CUDA, 2.7 GB). Empty: pip's own configuration.
+TORCH_INDEX ?=
+PIP_ARGS ?=
+TEST_ARGS ?=
+DEMO_ARGS ?=
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format clean
+
+help:
+	@echo "make demo     train VGG on digits with 4 ranks, dense and Ok-Topk, and draw the picture (demo/)"
+	@echo "              WIDTH=1.0 DATA=cifar10.h5 RANKS=4 DENSITY=0.02 or any DEMO_ARGS='...'"
+	@echo "make test     lint, format, types, spelling and every test; TEST_ARGS='--ranks 1,4 -k regions'"
+	@echo "make lint     the four checks alone"
+	@echo "make format   rewrite the sources as the formatter wants them"
+	@echo "make setup    only the virtual environment in .venv; PYTHON=python3.12 picks its interpreter"
+	@echo "make clean    remove .venv and everything generated, except runs and prepared data"
+
+setup: $(READY)
+
+demo: $(READY)
+	@$(BIN)/python -m jobs.demo $(if $(WIDTH),--width $(WIDTH)) $(if $(DATA),--data $(DATA)) \
+		$(if $(RANKS),--ranks $(RANKS)) $(if $(DENSITY),--density $(DENSITY)) $(DEMO_ARGS)
+
+test: $(READY)
+	@$(BIN)/python -m tests.run $(TEST_ARGS)
+
+lint: $(READY)
+	@$(BIN)/python -m tests.run --no-single --no-ranks
+
+format: $(READY)
+	@$(BIN)/ruff check --select I --fix --quiet .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A .venv that no longer works (the checkout was moved, the system's Python was replaced) is made anew.
+$(READY): setup.cfg pyproject.toml constraints.txt
+	@python="$(PYTHON)"; \
+	if [ -z "$$python" ]; then \
+		for candidate in $(PYTHONS); do \
+			if "$$candidate" -c '$(NEW_ENOUGH)' 2>/dev/null; then python=$$candidate; break; fi; \
+		done; \
+	fi; \
+	if [ -z "$$python" ]; then \
+		echo "No Python >= 3.11 among: $(PYTHONS)." >&2; \
+		echo "Install one (apt-get install python3 python3-venv) or name it: make PYTHON=/path/to/python3.12" >&2; \
+		exit 1; \
+	fi; \
+	if ! "$$python" -c '$(NEW_ENOUGH)' 2>/dev/null; then \
+		echo "PYTHON=$$python is missing or older than 3.11: $$("$$python" --version 2>&1)" >&2; \
+		exit 1; \
+	fi; \
+	if $(BIN)/python -c '$(NEW_ENOUGH)' 2>/dev/null && $(PIP) --version >/dev/null 2>&1; then exit 0; fi; \
+	if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+		echo "$$python cannot make virtual environments: its venv module is not installed." >&2; \
+		echo "On Debian and Ubuntu: apt-get install python3-venv (or python3.N-venv, N as in $$python --version)" >&2; \
+		exit 1; \
+	fi; \
+	echo "making $(VENV) with $$("$$python" --version)"; \
+	"$$python" -m venv --clear $(VENV)
+	@if [ -n "$(TORCH_INDEX)" ] && ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
+		$(PIP) install --no-deps --retries 0 --timeout 15 -c constraints.txt --index-url $(TORCH_INDEX) torch || \
+		echo "no CPU build of torch from $(TORCH_INDEX): taking the default one, which may bring CUDA (2.7 GB)"; \
+	fi
+	$(PIP) install $(if $(CI),--quiet) $(PIP_ARGS) -c constraints.txt -e '.[mpi,jobs,dev]'
+	@touch $(READY)
