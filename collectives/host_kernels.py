@@ -1,0 +1,175 @@
+"""Host kernels on sorted COO lists: sum, count, take.
+
+Magnitudes are compared by bits: for finite floats the integer order of `bits & 0x7fffffff` is the order of |x|, a
+denormal counts as what it is, and a threshold of at least 1 bit never takes a zero of either sign.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+TILE = 4096
+"""Elements of a region summed at a time: 16 KB of sums stay in the first-level cache."""
+
+_GROUP = 8  # flags tested at once while a tile is scanned
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+
+
+def magnitude_bits(value: float) -> int:
+    """Bits of |value| as float32, an integer in [0, 2**31)."""
+    return int(np.float32(value).view(np.int32)) & int(_MAGNITUDE)
+
+
+def bits_magnitude(bits: int) -> float:
+    """The float32 magnitude with these bits."""
+    return float(np.int32(bits).view(np.float32))
+
+
+def sum_sorted_lists(
+    pool: NDArray[np.void],
+    begins: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    lower: int,
+    upper: int,
+    threshold_bits: int,
+    out: NDArray[np.void],
+) -> int:
+    """Sum sorted COO lists over [lower, upper), and keep the sums whose magnitude reaches a threshold.
+
+    The region is walked in tiles of TILE sums, so that no buffer as long as a region exists; each entry is read once.
+    Every sum is taken in list order, from left to right, so that it depends on the lists alone.
+
+    Args:
+        pool: ENTRY[...]; list j is pool[begins[j]:ends[j]], its indices ascend strictly within [lower, upper).
+        begins, ends: int64[lists].
+        threshold_bits: bits of the smallest magnitude to keep, >= 1: a sum of zero is never kept.
+        out: ENTRY[m], m >= the sums kept (at most min(entries in the lists, upper - lower)); may lie in the pool,
+            apart from the lists.
+
+    Returns:
+        Entries written to `out`, in ascending index order.
+    """
+    words, values = pool.view(np.int32), pool.view(np.float32)
+    threshold = np.int32(threshold_bits)
+    out_words, out_values = out.view(np.int32), out.view(np.float32)
+    return int(_sum_sorted_lists(words, values, begins, ends, lower, upper, threshold, out_words, out_values))
+
+
+@njit(cache=True)
+def _sum_sorted_lists(pool_index, pool_value, begins, ends, lower, upper, threshold, out_index, out_value):  # type: ignore[no-untyped-def]
+    lists = len(begins)
+    cursor = begins.copy()
+    sums = np.zeros(TILE, np.float32)
+    bits = sums.view(np.int32)
+    kept = np.zeros(TILE, np.uint8)
+    kept_groups = kept.view(np.uint64)
+    hits = np.empty(TILE // _GROUP, np.int32)
+    written = 0
+    start = lower
+    while start < upper:
+        # skip tiles that no list reaches: a region may be long and empty
+        nearest = upper
+        for j in range(lists):
+            if cursor[j] < ends[j]:
+                nearest = min(nearest, np.int64(pool_index[2 * cursor[j]]))
+        if nearest >= upper:
+            break
+        start = nearest
+        stop = min(start + TILE, upper)
+        for j in range(lists):
+            at, end = cursor[j], ends[j]
+            while at < end and pool_index[2 * at] < stop:
+                sums[pool_index[2 * at] - start] += pool_value[2 * at + 1]
+                at += 1
+            cursor[j] = at
+        for i in range(TILE):
+            kept[i] = (bits[i] & _MAGNITUDE) >= threshold
+        found = 0
+        for group in range(TILE // _GROUP):
+            hits[found] = group
+            found += kept_groups[group] != 0
+        for j in range(found):
+            for i in range(_GROUP * hits[j], _GROUP * hits[j] + _GROUP):
+                if kept[i]:
+                    out_index[2 * written] = start + i
+                    out_value[2 * written + 1] = sums[i]
+                    written += 1
+        sums[:] = 0
+        start = stop
+    return written
+
+
+def count_at_least(entries: NDArray[np.void], edges: NDArray[np.int32]) -> NDArray[np.int64]:
+    """How many entries reach each of several magnitudes.
+
+    Args:
+        entries: ENTRY[nnz].
+        edges: int32[m], ascending bits of magnitudes.
+
+    Returns:
+        int64[m], descending: entries with magnitude bits >= edges[j].
+    """
+    return _count_at_least(entries.view(np.int32), edges)
+
+
+@njit(cache=True)
+def _count_at_least(words, edges):  # type: ignore[no-untyped-def]
+    reached = np.zeros(len(edges) + 1, np.int64)
+    for at in range(1, len(words), 2):
+        bits = words[at] & _MAGNITUDE
+        low, high = 0, len(edges)
+        while low < high:
+            middle = (low + high) >> 1
+            if edges[middle] <= bits:
+                low = middle + 1
+            else:
+                high = middle
+        reached[low] += 1
+    counts = np.empty(len(edges), np.int64)
+    above = 0
+    for j in range(len(edges), 0, -1):
+        above += reached[j]
+        counts[j - 1] = above
+    return counts
+
+
+def take_at_least(entries: NDArray[np.void], threshold_bits: int, ties: int, out: NDArray[np.void]) -> int:
+    """Copy the entries whose magnitude reaches a threshold, in order.
+
+    Args:
+        entries: ENTRY[nnz].
+        threshold_bits: bits of the smallest magnitude to take.
+        ties: how many entries of exactly that magnitude to take; the first ones win.
+        out: ENTRY[m], m >= the entries taken; may be `entries` itself.
+
+    Returns:
+        Entries taken.
+    """
+    return int(_take_at_least(entries.view(np.int64), entries.view(np.int32), np.int32(threshold_bits), ties, out.view(np.int64)))
+
+
+@njit(cache=True)
+def _take_at_least(entries, words, threshold, ties, out):  # type: ignore[no-untyped-def]
+    taken = 0
+    for at in range(len(entries)):
+        bits = words[2 * at + 1] & _MAGNITUDE
+        if bits > threshold or (bits == threshold and ties > 0):
+            ties -= bits == threshold
+            out[taken] = entries[at]
+            taken += 1
+    return taken
+
+
+def split_points(entries: NDArray[np.void], boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each region begins in a sorted list.
+
+    Args:
+        entries: ENTRY[nnz], ascending indices.
+        boundaries: int64[P + 1], ascending.
+
+    Returns:
+        int64[P + 1]; region r is entries[points[r]:points[r + 1]].
+    """
+    return np.searchsorted(entries["index"], boundaries).astype(np.int64, copy=False)

@@ -1,0 +1,84 @@
+"""Sparse vectors in coordinate form, in the layout that travels on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+ENTRY = np.dtype([("index", "<i4"), ("value", "<f4")])
+"""One COO entry: 8 bytes, so that one message carries indices and values."""
+
+MAX_LENGTH = 2**31 - 1
+"""Largest vector that an int32 index addresses."""
+
+
+@dataclass(frozen=True)
+class SparseVector:
+    """A vector of `length` elements, of which `entries` are stored.
+
+    Attributes:
+        entries: ENTRY[nnz], indices strictly ascending within [0, length).
+        length: elements of the dense vector (n).
+    """
+
+    entries: NDArray[np.void]
+    length: int
+
+    @property
+    def nnz(self) -> int:
+        """Stored entries."""
+        return len(self.entries)
+
+    @property
+    def indices(self) -> NDArray[np.int32]:
+        """int32[nnz] view, ascending."""
+        return self.entries["index"]
+
+    @property
+    def values(self) -> NDArray[np.float32]:
+        """float32[nnz] view."""
+        return self.entries["value"]
+
+    @classmethod
+    def from_pairs(cls, indices: NDArray[np.integer], values: NDArray[np.floating], length: int) -> SparseVector:
+        """Pack index and value arrays, both [nnz]; indices must ascend strictly within [0, length).
+
+        Raises:
+            ValueError: the arrays differ in shape, or an index is out of range or out of order.
+        """
+        if indices.shape != values.shape or indices.ndim != 1:
+            raise ValueError(f"indices {indices.shape} and values {values.shape} are not one vector each of one length")
+        if len(indices):
+            if indices[0] < 0 or indices[-1] >= length:
+                raise ValueError(f"indices {indices[0]}..{indices[-1]} are not within [0, {length})")
+            if np.any(indices[1:] <= indices[:-1]):
+                raise ValueError("indices do not ascend strictly")
+        entries = np.empty(len(indices), ENTRY)
+        entries["index"] = indices
+        entries["value"] = values
+        return cls(entries, length)
+
+    @classmethod
+    def empty(cls, length: int) -> SparseVector:
+        """A vector with nothing stored."""
+        return cls(np.empty(0, ENTRY), length)
+
+    def to_dense(self) -> NDArray[np.float32]:
+        """float32[length], zero where nothing is stored."""
+        dense = np.zeros(self.length, np.float32)
+        dense[self.indices] = self.values
+        return dense
+
+
+def check_length(length: int) -> None:
+    """Refuse a vector that int32 indices cannot address.
+
+    Raises:
+        ValueError: length is not in [1, 2**31 - 1].
+    """
+    if not 1 <= length <= MAX_LENGTH:
+        raise ValueError(
+            f"length {length} is not in [1, {MAX_LENGTH}]: indices travel as int32; split the gradient into several buckets"
+        )

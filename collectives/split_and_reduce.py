@@ -1,0 +1,137 @@
+"""Split and reduce: every rank sums the sparse contributions of all ranks to its own region."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.sparse import SparseVector
+from collectives.transport import Round, Transport
+
+
+@dataclass(frozen=True)
+class RegionLists:
+    """All contributions to this rank's region, ready to be summed.
+
+    Attributes:
+        pool: ENTRY[m], where the sorted lists lie.
+        begins, ends: int64[lists]; list j is pool[begins[j]:ends[j]]. They are summed in this order.
+        lower, upper: the region, [lower, upper).
+        transport: whose kernels sum and whose workspace holds the result.
+    """
+
+    pool: NDArray[np.void]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    lower: int
+    upper: int
+    transport: Transport
+
+    def sums(self, threshold_bits: int = 1) -> NDArray[np.void]:
+        """ENTRY[nnz] of the region's sums with at least that magnitude, ascending; valid until the next call.
+
+        May be called again with another threshold: the lists stay.
+        """
+        out = self.transport.workspace.entries("region sums", self.most_sums + 1)
+        return out[: self.sum_into(out, threshold_bits)]
+
+    def sum_into(self, out: NDArray[np.void], threshold_bits: int) -> int:
+        """Write the sums to `out`, ENTRY[most_sums + 1] that may lie elsewhere in the pool; returns their number."""
+        return self.transport.kernels.sum_sorted_lists(
+            self.pool, self.begins, self.ends, self.lower, self.upper, threshold_bits, out
+        )
+
+    @property
+    def most_sums(self) -> int:
+        """An upper bound of the number of sums."""
+        return min(int((self.ends - self.begins).sum()), self.upper - self.lower)
+
+
+class FlaggedRanksError(Exception):
+    """Some ranks raised their flag: nothing was sent. Raised on all ranks alike, or on none."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__(f"flagged by ranks {ranks}")
+        self.ranks = ranks
+
+
+def split_and_reduce(
+    packed: SparseVector,
+    boundaries: NDArray[np.int64],
+    transport: Transport,
+    flag: bool = False,
+    bucket_rounds: int = 8,
+    rotate: bool = True,
+) -> RegionLists:
+    """Send each region's entries to the rank that owns it, and collect those of this rank's own region.
+
+    In round i a rank sends to (r+i) mod P and receives from (r-i) mod P, so that no rank is the target of two at once.
+    `bucket_rounds` rounds are in flight; a bucket that has arrived is summed while the next is on the wire. Sums run in
+    rotation order (own, r-1, r-2, ...), whatever arrives first.
+
+    Args:
+        packed: this rank's selection.
+        boundaries: int64[P + 1], ascending, equal on all ranks; rank r owns [boundaries[r], boundaries[r + 1]).
+        flag: raise it on all ranks; it travels with the counts. Collective: every rank must call.
+        bucket_rounds: rounds in flight at once, >= 1.
+        rotate: False sends to ranks 0, 1, 2, ... in the same order everywhere, for comparison.
+
+    Returns:
+        The contributions to [boundaries[r], boundaries[r + 1]), at most one list per rank.
+
+    Raises:
+        FlaggedRanksError: on every rank alike, when any rank raised its flag; no payload was sent.
+
+    Traffic: (P-1) messages; 2·(nnz outside the own region) words, 2k(P-1)/P where regions balance. Control: one alltoall of
+        2 int64 per rank.
+    Source: Li & Hoefler, PPoPP 2022, section 3.1.1.
+    """
+    rank, size = transport.rank, transport.size
+    points = transport.kernels.split_points(packed.entries, boundaries)
+    outgoing_counts = np.empty((size, 2), np.int64)
+    outgoing_counts[:, 0] = np.diff(points)
+    outgoing_counts[:, 1] = flag
+    incoming_counts = transport.alltoall_control(outgoing_counts)
+    flagged = np.flatnonzero(incoming_counts[:, 1])
+    if len(flagged):
+        raise FlaggedRanksError(flagged.tolist())
+
+    # slots in the order of summation; the rounds that fill them may run in another one
+    order = [(rank - i) % size for i in range(size)]
+    counts = incoming_counts[order, 0]
+    ends = np.cumsum(counts)
+    begins = ends - counts
+    lower, upper = int(boundaries[rank]), int(boundaries[rank + 1])
+    total = int(ends[-1])
+    # two slots for partial sums, which alternate while buckets are folded in
+    partial = min(total, upper - lower) + 1 if size - 1 > bucket_rounds else 0
+    pool = transport.workspace.entries("incoming", total + 2 * partial)
+    pool[: counts[0]] = packed.entries[points[rank] : points[rank + 1]]
+
+    rounds = []
+    for i in range(1, size):
+        dest, source = ((rank + i) % size, order[i]) if rotate else (_other(rank, i), _other(rank, i))
+        slot = (rank - source) % size
+        rounds.append(
+            Round(dest, packed.entries[points[dest] : points[dest + 1]], source, pool[begins[slot] : ends[slot]])
+        )
+
+    begins, ends = begins.copy(), ends.copy()
+    first = 0  # lists before it are summed into list `first` already
+    spare = total
+    for bucket in transport.exchange(rounds, bucket_rounds):
+        if not rotate or bucket.stop == len(rounds):
+            continue
+        done = slice(first, bucket.stop + 1)
+        nnz = RegionLists(pool, begins[done], ends[done], lower, upper, transport).sum_into(pool[spare : spare + partial], 1)
+        first = bucket.stop
+        begins[first], ends[first] = spare, spare + nnz
+        spare = total + partial if spare == total else total
+    return RegionLists(pool, begins[first:], ends[first:], lower, upper, transport)
+
+
+def _other(rank: int, i: int) -> int:
+    """The i-th rank, from 1, that is not `rank`."""
+    return i - 1 if i <= rank else i

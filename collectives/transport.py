@@ -1,0 +1,202 @@
+"""The one door from arrays to MPI: counted, non-blocking, on a communicator of its own.
+
+Payload is point to point and counted word by word. Small host control messages (sizes, cuts, histograms, flags) use MPI's
+own collectives and are counted apart. A transport for device buffers has the same methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from collectives import host_kernels
+from collectives.sparse import ENTRY
+from collectives.traffic import WORD_BYTES, Traffic
+from collectives.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Round:
+    """One send and one receive that run at the same time; an empty side is skipped on both ends.
+
+    Attributes:
+        dest: rank that gets `outgoing`.
+        outgoing: contiguous array to send.
+        source: rank that `incoming` comes from.
+        incoming: contiguous array to fill.
+    """
+
+    dest: int
+    outgoing: NDArray[Any]
+    source: int
+    incoming: NDArray[Any]
+
+
+class PersistentRound:
+    """A Round whose buffers never move: set up once, started every step."""
+
+    def __init__(self, requests: list[MPI.Prequest], words: int, messages: int, traffic: Callable[[], Traffic]) -> None:
+        self._requests = requests
+        self._words = words
+        self._messages = messages
+        self._traffic = traffic
+
+    def run(self) -> None:
+        """Exchange and wait: the outgoing buffer is free and the incoming one filled on return."""
+        traffic = self._traffic()
+        traffic.words += self._words
+        traffic.messages += self._messages
+        if self._requests:
+            MPI.Prequest.Startall(self._requests)
+            MPI.Request.Waitall(self._requests)
+
+    def free(self) -> None:
+        """Give the requests back to MPI."""
+        for request in self._requests:
+            request.Free()
+        self._requests = []
+
+
+class Transport:
+    """Host arrays over MPI.
+
+    Args:
+        comm: intracommunicator; duplicated, so that several transports never see each other's messages.
+            Collective: every rank must call.
+
+    Attributes:
+        kernels: the module of kernels that fits the arrays this transport moves.
+        workspace: scratch for whoever communicates through it.
+        traffic: what this rank has sent since `take_traffic`.
+    """
+
+    kernels: ModuleType = host_kernels
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm.Dup()
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self.workspace = Workspace()
+        self.traffic = Traffic()
+
+    def close(self) -> None:
+        """Free the duplicated communicator. Collective."""
+        if self.comm != MPI.COMM_NULL:
+            self.comm.Free()
+
+    def take_traffic(self) -> Traffic:
+        """The traffic since the last call; the counters start again at zero."""
+        taken, self.traffic = self.traffic, Traffic()
+        return taken
+
+    # payload
+
+    def send(self, array: NDArray[Any], dest: int) -> list[MPI.Request]:
+        """Start a counted send; nothing is sent for an empty array. The array must not change until waited for."""
+        if not array.size:
+            return []
+        self.traffic.words += array.nbytes // WORD_BYTES
+        self.traffic.messages += 1
+        return [self.comm.Isend(_wire(array), dest)]
+
+    def receive(self, array: NDArray[Any], source: int) -> list[MPI.Request]:
+        """Start a receive of exactly `array`; nothing is posted for an empty one."""
+        return [self.comm.Irecv(_wire(array), source)] if array.size else []
+
+    def wait(self, requests: list[MPI.Request]) -> None:
+        """Block until all have completed."""
+        MPI.Request.Waitall(requests)
+
+    def exchange(self, rounds: Sequence[Round], in_flight: int) -> Iterator[range]:
+        """Run rounds in buckets of `in_flight`, one bucket ahead of the caller.
+
+        Yields the range of rounds that has arrived while the next bucket is on the wire, so that a caller's work on one
+        hides the transfer of the other. All sends have completed when the iterator ends.
+        """
+        buckets = [range(i, min(i + in_flight, len(rounds))) for i in range(0, len(rounds), in_flight)]
+
+        def post(bucket: range) -> tuple[list[MPI.Request], list[MPI.Request]]:
+            receives = [r for i in bucket for r in self.receive(rounds[i].incoming, rounds[i].source)]
+            return receives, [r for i in bucket for r in self.send(rounds[i].outgoing, rounds[i].dest)]
+
+        receives, sends = post(buckets[0]) if buckets else ([], [])
+        for number, bucket in enumerate(buckets):
+            following = post(buckets[number + 1]) if number + 1 < len(buckets) else ([], [])
+            self.wait(receives)
+            yield bucket
+            self.wait(sends)  # before the next bucket but one is posted, so that no more than two are ever in flight
+            receives, sends = following
+
+    def persistent(self, exchange: Round) -> PersistentRound:
+        """Set up a round whose buffers stay where they are."""
+        requests: list[MPI.Prequest] = []
+        words = messages = 0
+        if exchange.incoming.size:
+            requests.append(self.comm.Recv_init(_wire(exchange.incoming), exchange.source))
+        if exchange.outgoing.size:
+            requests.append(self.comm.Send_init(_wire(exchange.outgoing), exchange.dest))
+            words, messages = exchange.outgoing.nbytes // WORD_BYTES, 1
+        return PersistentRound(requests, words, messages, lambda: self.traffic)
+
+    # control
+
+    def alltoall_control(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Row q of int64[P, m] goes to rank q; returns int64[P, m], row q from rank q."""
+        received = np.empty_like(rows)
+        self.comm.Alltoall(rows, received)
+        self._count_control((self.size - 1) * rows[0].nbytes)
+        return received
+
+    def allgather_control(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64[m] of every rank as int64[P, m]."""
+        received = np.empty((self.size, *row.shape), row.dtype)
+        self.comm.Allgather(row, received)
+        self._count_control((self.size - 1) * row.nbytes)
+        return received
+
+    def allreduce_control(self, array: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Elementwise sum of int64[m] over the ranks."""
+        total = np.empty_like(array)
+        self.comm.Allreduce(array, total)
+        self._count_control(-(-2 * array.nbytes * (self.size - 1) // self.size))
+        return total
+
+    def agree(self, mine: dict[str, Any], problem: str = "") -> None:
+        """Check at construction that all ranks mean the same. Collective.
+
+        Args:
+            mine: name -> plain value; must be equal on all ranks.
+            problem: what is wrong with this rank's own arguments, empty if nothing is.
+
+        Raises:
+            ValueError: on every rank alike, naming the ranks that have a problem, or the name on which ranks disagree
+                and each rank's value.
+        """
+        everyone = self.comm.allgather((problem, mine))
+        problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text]
+        if problems:
+            raise ValueError("; ".join(problems))
+        # not rank 0's names alone: an argument that only another rank was given is a disagreement too
+        for name in dict.fromkeys(name for _, theirs in everyone for name in theirs):
+            given = [[theirs[name]] if name in theirs else [] for _, theirs in everyone]
+            if any(values != given[0] for values in given):
+                listed = ", ".join(
+                    f"rank {rank}: {repr(values[0]) if values else 'not given'}"
+                    for rank, values in enumerate(given)
+                )
+                raise ValueError(f"ranks disagree on {name}: {listed}")
+
+    def _count_control(self, nbytes: int) -> None:
+        self.traffic.control_words += -(-nbytes // WORD_BYTES)
+        self.traffic.control_messages += 1
+
+
+def _wire(array: NDArray[Any]) -> NDArray[Any]:
+    """MPI has no type for a COO entry: it travels as one 64-bit integer."""
+    return array.view(np.int64) if array.dtype == ENTRY else array
