@@ -1,0 +1,34 @@
+"""Near-optimal sparse allreduce for data-parallel training: thresholds, regions, error feedback, optimizer wrapper."""
+
+from typing import TYPE_CHECKING, Any
+
+from oktopk.gradient_allreduce import GradientAllreduce, NonFiniteGradientError
+from oktopk.methods import METHODS
+from oktopk.report import StepReport
+from oktopk.settings import Settings
+
+if TYPE_CHECKING:
+    from oktopk.optimizer import DistributedOptimizer, average_buffers, broadcast_parameters
+
+__all__ = [
+    "METHODS",
+    "DistributedOptimizer",
+    "GradientAllreduce",
+    "NonFiniteGradientError",
+    "Settings",
+    "StepReport",
+    "average_buffers",
+    "broadcast_parameters",
+]
+__version__ = "0.1.0"
+
+_NEEDS_TORCH = ("DistributedOptimizer", "average_buffers", "broadcast_parameters")
+
+
+def __getattr__(name: str) -> Any:
+    """Import the torch wrapper on first use: those who bring flat NumPy vectors need no torch."""
+    if name in _NEEDS_TORCH:
+        from oktopk import optimizer
+
+        return getattr(optimizer, name)
+    raise AttributeError(f"module 'oktopk' has no attribute {name!r}")

@@ -1,0 +1,261 @@
+"""Error feedback around a method: flat gradient in, flat update out."""
+
+from __future__ import annotations
+
+import warnings
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from collectives.sparse import SparseVector, check_length
+from collectives.split_and_reduce import FlaggedRanksError
+from collectives.transport import Transport
+from oktopk import host_kernels
+from oktopk.methods import METHODS, Method, Plan, Reduction
+from oktopk.report import StepReport, Stopwatch
+from oktopk.settings import DENSE_ABOVE, Settings, entries_kept
+
+
+class NonFiniteGradientError(ArithmeticError):
+    """Gradients held NaN or Inf; raised on every rank alike, with the residuals as they were before the step.
+
+    Attributes:
+        ranks: the ranks whose gradients were not finite.
+        step: the step, counted from 0.
+    """
+
+    def __init__(self, ranks: list[int], step: int) -> None:
+        named = ", ".join(str(rank) for rank in ranks)
+        super().__init__(f"step {step}: gradient + residual is NaN or Inf on rank(s) {named}")
+        self.ranks = ranks
+        self.step = step
+
+
+class GradientAllreduce:
+    """Reduces one flat gradient per step over all ranks of a communicator.
+
+    Several instances may live side by side, one per bucket, parameter group or communicator: they share nothing.
+
+    Args:
+        comm: intracommunicator; duplicated. Collective: every rank must construct, with the same arguments.
+        length: elements of the gradient (n).
+        method: a name in `oktopk.METHODS`.
+        settings: keywords of `oktopk.Settings`.
+
+    Raises:
+        ValueError: an argument is out of range, or ranks disagree on one; on every rank alike.
+
+    Memory: n words of update; n of residual from the first sparse step on, n of velocity with momentum correction; O(k) lists.
+
+    Example:
+        >>> reducer = GradientAllreduce(MPI.COMM_WORLD, length=len(gradient), method="oktopk", density=0.01)
+        >>> report = reducer.step(gradient)
+        >>> parameters -= learning_rate * reducer.update
+    """
+
+    def __init__(self, comm: MPI.Intracomm, length: int, method: str = "oktopk", **settings: Any) -> None:
+        self.transport = Transport(comm)
+        problem = ""
+        try:
+            self.settings = Settings(**settings)
+            check_length(length)
+            if method not in METHODS:
+                raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
+        except (TypeError, ValueError) as error:
+            problem = str(error)
+        self.transport.agree({"length": length, "method": method, **settings}, problem)
+        self.length = length
+        self.method = method
+        self.update: NDArray[np.float32] = np.zeros(length, np.float32)
+        """float32[n], the last step's result: the mean over the ranks, or the sum. Valid until the next step."""
+        self.residual: NDArray[np.float32] | None = None
+        self.velocity: NDArray[np.float32] | None = None
+        self.steps = 0
+        self._kernels: ModuleType = host_kernels
+        self._methods: dict[str, Method] = {}
+        self._support: SparseVector | None = None  # where `update` is not zero; None: anywhere
+        self._pending = False  # whether the residual may hold anything
+        self._sparse_steps = 0
+        self._last_k: int | None = None
+        self._said_dense = False
+
+    def step(self, gradient: NDArray[np.float32]) -> StepReport:
+        """Reduce one gradient; the result is in `update`. Collective: every rank must call.
+
+        Args:
+            gradient: float32[n], C-contiguous, on the host; unchanged.
+
+        Raises:
+            NonFiniteGradientError: a sum is NaN or Inf on some rank, and settings say to raise; on every rank alike.
+            TypeError, ValueError: not float32, of another length, or not contiguous.
+        """
+        self._check(gradient)
+        settings, transport, kernels = self.settings, self.transport, self._kernels
+        stopwatch = Stopwatch()
+        step = self.steps
+        method, k = self._method_at(step)
+        scale = 1.0 / transport.size if settings.average else 1.0
+        changed = k != self._last_k
+        plan = Plan(
+            k=k,
+            exact=changed or self._sparse_steps % settings.threshold_interval == 0,
+            new_boundaries=changed or self._sparse_steps % settings.boundary_interval == 0,
+            scale=scale,
+            stopwatch=stopwatch,
+        )
+        self.steps += 1
+        self._last_k = k
+        self._sparse_steps += method.sparse
+        if method.sparse and self.residual is None:
+            self.residual = np.zeros(self.length, np.float32)
+        corrected = gradient
+        if settings.momentum_correction:
+            corrected = self._correct(gradient)
+        self._clear_update(method)
+        stopwatch.lap("apply")
+        residual = self.residual if method.sparse or self._pending else None
+        try:
+            reduction = method.reduce(corrected, residual, self.update, plan)
+        except FlaggedRanksError as flagged:
+            self._undo(gradient)
+            if settings.nonfinite == "raise":
+                raise NonFiniteGradientError(flagged.ranks, step) from None
+            return self._report(step, method, k, None, stopwatch)
+        self._apply(reduction, scale)
+        stopwatch.lap("apply")
+        return self._report(step, method, k, reduction, stopwatch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, copied: plain numbers and arrays."""
+        return {
+            "length": self.length,
+            "method": self.method,
+            "steps": self.steps,
+            "sparse_steps": self._sparse_steps,
+            "last_k": self._last_k,
+            "residual": self.residual.copy() if self._pending and self.residual is not None else None,
+            "velocity": None if self.velocity is None else self.velocity.copy(),
+            "methods": {name: method.state_dict() for name, method in self._methods.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the `state_dict` of this rank was taken, bit for bit.
+
+        Raises:
+            ValueError: the state is of another length or method.
+        """
+        for name in ("length", "method"):
+            if state[name] != getattr(self, name):
+                raise ValueError(f"state has {name} {state[name]!r}, this reducer {getattr(self, name)!r}")
+        self.steps = state["steps"]
+        self._sparse_steps = state["sparse_steps"]
+        self._last_k = state["last_k"]
+        self._pending = state["residual"] is not None
+        self.residual = np.array(state["residual"], np.float32) if self._pending else None
+        velocity = state["velocity"]
+        self.velocity = None if velocity is None else np.array(velocity, np.float32)
+        for name, method_state in state["methods"].items():
+            self._instance(name).load_state_dict(method_state)
+
+    def close(self) -> None:
+        """Free what MPI holds. Collective."""
+        for method in self._methods.values():
+            method.close()
+        self.transport.close()
+
+    def _check(self, gradient: NDArray[np.float32]) -> None:
+        if gradient.dtype != np.float32:
+            raise TypeError(f"gradient dtype {gradient.dtype} is not float32")
+        if gradient.shape != (self.length,):
+            raise ValueError(f"gradient shape {gradient.shape} is not ({self.length},)")
+        if not gradient.flags.c_contiguous:
+            raise ValueError("gradient is not contiguous")
+
+    def _method_at(self, step: int) -> tuple[Method, int]:
+        """The method that runs, and its k."""
+        density = self.settings.density_at(step)
+        warming = step < self.settings.dense_warmup_steps
+        if self.method == "dense" or warming:
+            return self._instance("dense"), self.length
+        if density > DENSE_ABOVE:
+            if not self._said_dense and self.transport.rank == 0:
+                warnings.warn(
+                    f"density {density} is above {DENSE_ABOVE}: COO entries cost more words than they save, "
+                    "so the dense path runs",
+                    stacklevel=3,
+                )
+            self._said_dense = True
+            return self._instance("dense"), self.length
+        return self._instance(self.method), entries_kept(density, self.length)
+
+    def _instance(self, name: str) -> Method:
+        if name not in self._methods:
+            self._methods[name] = METHODS[name](self.length, self.transport, self._kernels, self.settings)
+        return self._methods[name]
+
+    def _correct(self, gradient: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Momentum before selection. A non-finite gradient goes on as it is, so that the method raises its flag."""
+        if self.velocity is None:
+            self.velocity = np.zeros(self.length, np.float32)
+        momentum = self.settings.momentum_correction
+        if self._kernels.accumulate_momentum(gradient, self.velocity, momentum):
+            return gradient
+        return self.velocity
+
+    def _clear_update(self, method: Method) -> None:
+        if not method.sparse:
+            return  # overwritten as a whole
+        if self._support is None:
+            self.update.fill(0)
+        else:
+            self._kernels.clear_support(self.update, self._support.entries)
+        self._support = SparseVector.empty(self.length)
+
+    def _undo(self, gradient: NDArray[np.float32]) -> None:
+        if self.velocity is not None:
+            self._kernels.undo_momentum(gradient, self.velocity, self.settings.momentum_correction)
+        self.update.fill(0)
+        self._support = SparseVector.empty(self.length)
+
+    def _apply(self, reduction: Reduction, scale: float) -> None:
+        kernels = self._kernels
+        if reduction.update is not None:
+            kernels.write_scaled(self.update, reduction.update.entries, scale)
+        self._support = reduction.update
+        if reduction.cleared is None:
+            if self._pending and self.residual is not None:
+                self.residual.fill(0)
+            self._pending = False
+            return
+        assert self.residual is not None
+        self._pending = True
+        kernels.clear_at(self.residual, reduction.cleared)
+        if reduction.returned.nnz:
+            kernels.add_entries(self.residual, reduction.returned.entries)
+        if self.velocity is not None:
+            kernels.clear_at(self.velocity, reduction.cleared)
+
+    def _report(
+        self, step: int, method: Method, k: int, reduction: Reduction | None, stopwatch: Stopwatch
+    ) -> StepReport:
+        traffic = self.transport.take_traffic()
+        return StepReport(
+            step=step,
+            method=method.name,
+            exact=reduction is not None and reduction.exact,
+            skipped=reduction is None,
+            k=k,
+            length=self.length,
+            local_nnz=reduction.local_nnz if reduction else 0,
+            global_nnz=reduction.global_nnz if reduction else 0,
+            local_threshold=reduction.local_threshold if reduction else float("nan"),
+            global_threshold=reduction.global_threshold if reduction else float("nan"),
+            words=traffic.words,
+            messages=traffic.messages,
+            control_words=traffic.control_words,
+            control_messages=traffic.control_messages,
+            seconds=stopwatch.seconds,
+        )

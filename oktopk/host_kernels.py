@@ -1,0 +1,298 @@
+"""Host kernels that touch gradients: accumulate-select-pack, histogram, apply.
+
+All magnitudes are compared by bits, as in `collectives.host_kernels`. A vector is read and written once per call, in
+blocks that stay in the first-level cache; no call allocates more than a block.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+BLOCK = 4096
+"""Elements handled at a time; a list to pack into needs this many spare entries at its end."""
+
+LEVELS = ((20, 11), (10, 10), (0, 10))
+"""(shift, width) of the digits of a radix histogram over the 31 bits of a magnitude, coarsest first."""
+
+_GROUP = 8  # flags tested at once
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_INFINITY = np.int32(0x7F800000)
+
+
+def accumulate_select(
+    gradient: NDArray[np.float32], residual: NDArray[np.float32], threshold_bits: int, entries: NDArray[np.void]
+) -> tuple[int, int]:
+    """Add the gradient to the residual and pack what reaches a threshold, in one pass.
+
+    Args:
+        gradient: float32[n], read.
+        residual: float32[n]; becomes gradient + residual, except where that is NaN or Inf: there it stays.
+        threshold_bits: bits of the smallest magnitude to pack, >= 1.
+        entries: ENTRY[capacity + BLOCK], filled in ascending index order; what does not fit is counted, not packed.
+
+    Returns:
+        (nnz, nonfinite): elements that reach the threshold, and elements whose sum is not finite (never packed). The list is
+        whole when nnz <= capacity.
+
+    Memory traffic: 12n bytes.
+    """
+    words, values = entries.view(np.int32), entries.view(np.float32)
+    nnz, nonfinite = _accumulate_select(
+        gradient, residual, np.int32(threshold_bits), words, values, len(entries) - BLOCK
+    )
+    return int(nnz), int(nonfinite)
+
+
+@njit(cache=True)
+def _accumulate_select(gradient, residual, threshold, out_index, out_value, capacity):  # type: ignore[no-untyped-def]
+    accumulated = np.empty(BLOCK, np.float32)
+    bits = accumulated.view(np.int32)
+    taken = np.zeros(BLOCK, np.uint8)
+    taken_groups = taken.view(np.uint64)
+    hits = np.empty(BLOCK // _GROUP, np.int32)
+    packed = nonfinite = 0
+    for start in range(0, len(gradient), BLOCK):
+        size = min(BLOCK, len(gradient) - start)
+        g, e = gradient[start : start + size], residual[start : start + size]
+        largest = np.int32(0)
+        for i in range(size):
+            accumulated[i] = g[i] + e[i]
+        for i in range(size):
+            magnitude = bits[i] & _MAGNITUDE
+            taken[i] = magnitude >= threshold
+            largest = max(largest, magnitude)
+        if largest < _INFINITY:
+            for i in range(size):
+                e[i] = accumulated[i]
+        else:
+            for i in range(size):
+                if (bits[i] & _MAGNITUDE) < _INFINITY:
+                    e[i] = accumulated[i]
+                else:
+                    taken[i] = 0
+                    nonfinite += 1
+        taken[size:] = 0
+        # branchless twice: which groups of flags hold any, then which of their elements are taken
+        found = 0
+        for group in range((size + _GROUP - 1) // _GROUP):
+            hits[found] = group
+            found += taken_groups[group] != 0
+        if packed > capacity:
+            for i in range(size):
+                packed += taken[i]
+            continue
+        index, value = out_index[2 * packed :], out_value[2 * packed :]
+        fresh = 0
+        for j in range(found):
+            for i in range(_GROUP * hits[j], _GROUP * hits[j] + _GROUP):
+                index[2 * fresh] = start + i
+                value[2 * fresh + 1] = accumulated[i]
+                fresh += taken[i]
+        packed += fresh
+    return packed, nonfinite
+
+
+def undo_accumulate(gradient: NDArray[np.float32], residual: NDArray[np.float32]) -> None:
+    """Take the gradient back out of the residual, where `accumulate_select` put it in; exact to rounding."""
+    _undo_accumulate(gradient, residual)
+
+
+@njit(cache=True)
+def _undo_accumulate(gradient, residual):  # type: ignore[no-untyped-def]
+    for i in range(len(gradient)):
+        if np.isfinite(gradient[i]) and np.isfinite(gradient[i] + residual[i]):
+            residual[i] -= gradient[i]
+
+
+def accumulate(
+    gradient: NDArray[np.float32], residual: NDArray[np.float32] | None, out: NDArray[np.float32]
+) -> int:
+    """out = gradient + residual, all float32[n]; a residual of None counts as zero.
+
+    Returns:
+        Elements of `out` that are not finite.
+    """
+    return int(_copy(gradient, out) if residual is None else _accumulate(gradient, residual, out))
+
+
+@njit(cache=True)
+def _accumulate(gradient, residual, out):  # type: ignore[no-untyped-def]
+    nonfinite = 0
+    for i in range(len(gradient)):
+        out[i] = gradient[i] + residual[i]
+        nonfinite += not np.isfinite(out[i])
+    return nonfinite
+
+
+@njit(cache=True)
+def _copy(gradient, out):  # type: ignore[no-untyped-def]
+    nonfinite = 0
+    for i in range(len(gradient)):
+        out[i] = gradient[i]
+        nonfinite += not np.isfinite(out[i])
+    return nonfinite
+
+
+def accumulate_momentum(gradient: NDArray[np.float32], velocity: NDArray[np.float32], momentum: float) -> int:
+    """velocity = momentum * velocity + gradient, both float32[n], except where that is not finite: there it stays.
+
+    Returns:
+        Elements that are not finite.
+    """
+    return int(_accumulate_momentum(gradient, velocity, np.float32(momentum)))
+
+
+@njit(cache=True)
+def _accumulate_momentum(gradient, velocity, momentum):  # type: ignore[no-untyped-def]
+    nonfinite = 0
+    for i in range(len(gradient)):
+        moved = momentum * velocity[i] + gradient[i]
+        if np.isfinite(moved):
+            velocity[i] = moved
+        else:
+            nonfinite += 1
+    return nonfinite
+
+
+def undo_momentum(gradient: NDArray[np.float32], velocity: NDArray[np.float32], momentum: float) -> None:
+    """Take one `accumulate_momentum` back, exact to rounding; momentum is not 0."""
+    _undo_momentum(gradient, velocity, np.float32(momentum))
+
+
+@njit(cache=True)
+def _undo_momentum(gradient, velocity, momentum):  # type: ignore[no-untyped-def]
+    for i in range(len(gradient)):
+        if np.isfinite(momentum * velocity[i] + gradient[i]):  # else it did not move
+            velocity[i] = (velocity[i] - gradient[i]) / momentum
+
+
+def select_at_least(
+    vector: NDArray[np.float32], threshold_bits: int, ties: int, entries: NDArray[np.void]
+) -> int:
+    """Pack the elements of float32[n] whose magnitude reaches a threshold, in ascending index order.
+
+    Args:
+        threshold_bits: bits of the smallest magnitude to pack, >= 1.
+        ties: how many of exactly that magnitude to pack; the lowest indices win.
+        entries: ENTRY[m], m >= the elements packed.
+
+    Returns:
+        Entries packed.
+    """
+    words, values = entries.view(np.int32), entries.view(np.float32)
+    return int(_select_at_least(vector, vector.view(np.int32), np.int32(threshold_bits), ties, words, values))
+
+
+@njit(cache=True)
+def _select_at_least(vector, vector_bits, threshold, ties, out_index, out_value):  # type: ignore[no-untyped-def]
+    packed = 0
+    for i in range(len(vector)):
+        bits = vector_bits[i] & _MAGNITUDE
+        if bits >= threshold:
+            if bits == threshold:
+                if ties <= 0:
+                    continue
+                ties -= 1
+            out_index[2 * packed] = i
+            out_value[2 * packed + 1] = vector[i]
+            packed += 1
+    return packed
+
+
+def magnitude_histogram(values: NDArray[np.float32] | NDArray[np.void], level: int, prefix: int) -> NDArray[np.int64]:
+    """Count nonzero magnitudes by one digit of their bits.
+
+    Args:
+        values: float32[n], or ENTRY[n] whose values are counted.
+        level: which digit, an index into LEVELS.
+        prefix: the digits above it that a magnitude must have to be counted; 0 at level 0.
+
+    Returns:
+        int64[2**width], counts by digit, ascending.
+    """
+    shift, width = LEVELS[level]
+    words = values.view(np.int32)
+    packed = values.dtype.fields is not None
+    return _magnitude_histogram(words, 1 if packed else 0, 2 if packed else 1, shift, width, prefix)
+
+
+@njit(cache=True)
+def _magnitude_histogram(words, first, stride, shift, width, prefix):  # type: ignore[no-untyped-def]
+    counts = np.zeros(1 << width, np.int64)
+    mask = (1 << width) - 1
+    for at in range(first, len(words), stride):
+        bits = words[at] & _MAGNITUDE
+        if bits != 0 and (bits >> (shift + width)) == prefix:
+            counts[(bits >> shift) & mask] += 1
+    return counts
+
+
+def common_indices(mine: NDArray[np.void], theirs: NDArray[np.void], out: NDArray[np.int32]) -> int:
+    """Indices that occur in both of two sorted lists.
+
+    Args:
+        mine, theirs: ENTRY[...], ascending indices.
+        out: int32[m], m > the indices in common; ascending.
+
+    Returns:
+        How many were written.
+    """
+    return int(_common_indices(mine.view(np.int32), theirs.view(np.int32), out))
+
+
+@njit(cache=True)
+def _common_indices(mine, theirs, out):  # type: ignore[no-untyped-def]
+    i = j = common = 0
+    while i < len(mine) and j < len(theirs):
+        a, b = mine[i], theirs[j]
+        out[common] = a
+        common += a == b
+        i += 2 * (a <= b)
+        j += 2 * (b <= a)
+    return common
+
+
+def clear_at(vector: NDArray[np.float32], indices: NDArray[np.int32]) -> None:
+    """Zero float32[n] at the given indices."""
+    _clear_at(vector, indices)
+
+
+@njit(cache=True)
+def _clear_at(vector, indices):  # type: ignore[no-untyped-def]
+    for j in range(len(indices)):
+        vector[indices[j]] = 0
+
+
+def clear_support(vector: NDArray[np.float32], entries: NDArray[np.void]) -> None:
+    """Zero float32[n] where `entries` has an index."""
+    _clear_support(vector, entries.view(np.int32))
+
+
+@njit(cache=True)
+def _clear_support(vector, words):  # type: ignore[no-untyped-def]
+    for at in range(0, len(words), 2):
+        vector[words[at]] = 0
+
+
+def write_scaled(vector: NDArray[np.float32], entries: NDArray[np.void], scale: float) -> None:
+    """vector[index] = value * scale, for every entry."""
+    _write_scaled(vector, entries.view(np.int32), entries.view(np.float32), np.float32(scale))
+
+
+@njit(cache=True)
+def _write_scaled(vector, words, values, scale):  # type: ignore[no-untyped-def]
+    for at in range(0, len(words), 2):
+        vector[words[at]] = values[at + 1] * scale
+
+
+def add_entries(vector: NDArray[np.float32], entries: NDArray[np.void]) -> None:
+    """vector[index] += value, for every entry."""
+    _add_entries(vector, entries.view(np.int32), entries.view(np.float32))
+
+
+@njit(cache=True)
+def _add_entries(vector, words, values):  # type: ignore[no-untyped-def]
+    for at in range(0, len(words), 2):
+        vector[words[at]] += values[at + 1]

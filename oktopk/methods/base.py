@@ -1,0 +1,159 @@
+"""The one shape of all methods: an accumulated gradient in, a summed update and what to clear out."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.sparse import SparseVector
+from collectives.split_and_reduce import FlaggedRanksError
+from collectives.transport import Transport
+from oktopk.report import Stopwatch
+from oktopk.selection import LocalSelection, Selection
+from oktopk.settings import Settings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one step is asked to do, equal on all ranks.
+
+    Attributes:
+        k: entries wanted.
+        exact: name exact thresholds.
+        new_boundaries: agree on new region boundaries.
+        scale: factor on the sum for methods that write a dense update.
+        stopwatch: books the time of the stages.
+    """
+
+    k: int
+    exact: bool
+    new_boundaries: bool
+    scale: float
+    stopwatch: Stopwatch
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What one step gave, before it is applied.
+
+    Attributes:
+        update: the sum over the ranks, equal on all of them; None when `out` was filled with it, scaled.
+        cleared: int32[m], ascending: where this rank's residual is applied and becomes zero; None for everywhere.
+        returned: entries to add to this rank's residual: what was pruned on the way.
+        exact: thresholds were exact.
+        local_nnz, global_nnz: entries selected here, and applied.
+        local_threshold, global_threshold: magnitudes, NaN where there is none.
+    """
+
+    update: SparseVector | None
+    cleared: NDArray[np.int32] | None
+    returned: SparseVector
+    exact: bool
+    local_nnz: int
+    global_nnz: int
+    local_threshold: float = math.nan
+    global_threshold: float = math.nan
+
+
+class Method(ABC):
+    """A gradient allreduce on one transport.
+
+    Args:
+        length: elements of the gradient (n).
+        transport: where the ranks meet.
+        kernels: the module of kernels that fits the arrays.
+        settings: equal on all ranks.
+    """
+
+    name: ClassVar[str]
+    sparse: ClassVar[bool] = True
+    """Whether it leaves entries behind, so that it needs a residual."""
+
+    def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
+        self.length = length
+        self.transport = transport
+        self.kernels = kernels
+        self.settings = settings
+
+    @abstractmethod
+    def reduce(
+        self,
+        gradient: NDArray[np.float32],
+        residual: NDArray[np.float32] | None,
+        out: NDArray[np.float32],
+        plan: Plan,
+    ) -> Reduction:
+        """Reduce gradient + residual over the ranks. Collective: every rank must call, with the same plan.
+
+        Args:
+            gradient: float32[n], unchanged.
+            residual: float32[n], what earlier steps left; None counts as zero. Sparse methods need it, and leave
+                gradient + residual in it.
+            out: float32[n], zero; a method whose result is dense writes it here.
+
+        Raises:
+            FlaggedRanksError: a sum is NaN or Inf on the ranks it names; on every rank alike. The residual is as it was.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and arrays that the next step depends on, besides the residual."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+
+    def close(self) -> None:  # noqa: B027 - most methods hold nothing
+        """Free what MPI holds for this method."""
+
+
+class SparseMethod(Method):
+    """A method that starts from a local selection."""
+
+    def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
+        super().__init__(length, transport, kernels, settings)
+        self.selection = LocalSelection(length, kernels, transport)
+
+    def reduce(
+        self,
+        gradient: NDArray[np.float32],
+        residual: NDArray[np.float32] | None,
+        out: NDArray[np.float32],
+        plan: Plan,
+    ) -> Reduction:
+        assert residual is not None, f"{self.name} needs a residual"
+        selection = self.selection.select(gradient, residual, plan.k, plan.exact)
+        plan.stopwatch.lap("select")
+        try:
+            return self.exchange(selection, plan)
+        except FlaggedRanksError:
+            self.kernels.undo_accumulate(gradient, residual)
+            raise
+
+    @abstractmethod
+    def exchange(self, selection: Selection, plan: Plan) -> Reduction:
+        """Turn every rank's selection into the update. Collective.
+
+        Raises:
+            FlaggedRanksError: a selection has non-finite elements; on every rank alike, before any payload is sent.
+        """
+
+    def cleared(self, packed: SparseVector, update: SparseVector) -> NDArray[np.int32]:
+        """int32[m]: indices that this rank selected and that are in the update."""
+        out = self.transport.workspace.indices("cleared", min(packed.nnz, update.nnz) + 1)
+        return out[: self.kernels.common_indices(packed.entries, update.entries, out)]
+
+    def nothing(self) -> SparseVector:
+        """No entries."""
+        return SparseVector(self.transport.workspace.entries("nothing", 0), self.length)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"selection": self.selection.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.selection.load_state_dict(state["selection"])

@@ -1,0 +1,53 @@
+"""Dense: every entry, by Rabenseifner's allreduce."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.dense import DenseAllreduce
+from collectives.sparse import SparseVector
+from collectives.split_and_reduce import FlaggedRanksError
+from oktopk.methods.base import Method, Plan, Reduction
+
+
+class Dense(Method):
+    """The exact sum; nothing stays behind.
+
+    Traffic: `collectives.traffic.dense_words`. Control: one allgather of a flag.
+    """
+
+    name = "dense"
+    sparse = False
+    _allreduce: DenseAllreduce | None = None
+
+    def reduce(
+        self,
+        gradient: NDArray[np.float32],
+        residual: NDArray[np.float32] | None,
+        out: NDArray[np.float32],
+        plan: Plan,
+    ) -> Reduction:
+        nonfinite = self.kernels.accumulate(gradient, residual, out)
+        plan.stopwatch.lap("select")
+        flags = self.transport.allgather_control(np.array([nonfinite > 0], np.int64))
+        if flags.any():
+            raise FlaggedRanksError(np.flatnonzero(flags).tolist())
+        if self._allreduce is None or self._allreduce.vector is not out:
+            self.close()
+            self._allreduce = DenseAllreduce(out, self.transport)
+        self._allreduce.run(plan.scale)
+        plan.stopwatch.lap("allreduce")
+        return Reduction(
+            update=None,
+            cleared=None,
+            returned=SparseVector.empty(self.length),
+            exact=True,
+            local_nnz=self.length,
+            global_nnz=self.length,
+        )
+
+    def close(self) -> None:
+        if self._allreduce is not None:
+            self._allreduce.free()
+            self._allreduce = None

@@ -1,0 +1,209 @@
+"""Algorithm 2 around any torch optimizer: momentum, weight decay and Adam act on the reduced average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+from collectives.dense import DenseAllreduce
+from collectives.transport import Transport
+from oktopk.gradient_allreduce import GradientAllreduce
+from oktopk.report import StepReport
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Reduces the gradients of all ranks, then lets the wrapped optimizer step on the average.
+
+    The gradients of all parameters live in one flat buffer, of which each `p.grad` is a view. A parameter without a gradient in
+    a step counts as zero. Learning-rate schedulers take either this optimizer or the wrapped one.
+
+    Args:
+        optimizer: the torch optimizer that owns the parameters; float32 on the CPU.
+        comm: intracommunicator. Collective: every rank must construct, with the same model and settings.
+        method: a name in `oktopk.METHODS`.
+        settings: keywords of `oktopk.Settings`.
+
+    Raises:
+        TypeError: a parameter is not float32 on the CPU.
+        ValueError: no parameter needs a gradient; a setting is out of range, ranks disagree, or momentum correction meets an
+            optimizer with momentum of its own.
+
+    Example:
+        >>> optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), MPI.COMM_WORLD, density=0.01)
+        >>> optimizer.zero_grad()
+        >>> loss(model(x), y).backward()
+        >>> report = optimizer.step()
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, comm: MPI.Intracomm, method: str = "oktopk", **settings: Any
+    ) -> None:
+        # the base class is not initialised: groups, state and defaults are those of the wrapped optimizer
+        self.inner = optimizer
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        for parameter in self._parameters:
+            if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
+                raise TypeError(f"a parameter is {parameter.dtype} on {parameter.device}, not torch.float32 on cpu")
+        if not self._parameters:
+            raise ValueError("no parameter of the optimizer needs a gradient")
+        if settings.get("momentum_correction") and any(_momentum(group) for group in optimizer.param_groups):
+            raise ValueError(
+                f"momentum_correction {settings['momentum_correction']} needs an optimizer without momentum of its own"
+            )
+        self.length = sum(p.numel() for p in self._parameters)
+        self.reducer = GradientAllreduce(comm, self.length, method, **settings)
+        self._flat = torch.zeros(self.length)
+        self._gradients = _views(self._flat, self._parameters)
+        self._updates = _views(torch.from_numpy(self.reducer.update), self._parameters)
+        self._attach()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.inner.defaults
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Zero all gradients in place; they are views of one buffer, so `set_to_none` makes no difference."""
+        self._flat.zero_()
+        self._attach()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> StepReport:  # type: ignore[override]
+        """Reduce the gradients and step. Collective: every rank must call.
+
+        Args:
+            closure: computes the gradients first, if given.
+
+        Returns:
+            What was selected, sent and timed. A skipped step leaves parameters and optimizer state untouched.
+
+        Raises:
+            NonFiniteGradientError: on every rank alike, if settings say so; nothing was stepped.
+        """
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        self._collect()
+        report = self.reducer.step(self._flat.numpy())
+        if not report.skipped:
+            for parameter, update in zip(self._parameters, self._updates, strict=True):
+                parameter.grad = update
+            try:
+                self.inner.step()
+            finally:
+                self._attach()
+        return report
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the flat gradient is laid out at construction.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("parameters cannot be added to a DistributedOptimizer: wrap the optimizer that has them all")
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """State of the wrapped optimizer and of this rank's reducer: tensors and plain values only."""
+        return {"optimizer": self.inner.state_dict(), "reducer": _to_tensors(self.reducer.state_dict())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Continue where this rank's `state_dict` was taken, bit for bit.
+
+        Raises:
+            ValueError: the state is of another length or method.
+        """
+        self.reducer.load_state_dict(_to_arrays(state_dict["reducer"]))
+        self.inner.load_state_dict(state_dict["optimizer"])
+
+    def close(self) -> None:
+        """Free what MPI holds. Collective."""
+        self.reducer.close()
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.inner!r}, method={self.reducer.method!r}, length={self.length})"
+
+    def _attach(self) -> None:
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+
+    def _collect(self) -> None:
+        """Bring gradients that autograd or the user put elsewhere into the flat buffer."""
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            if parameter.grad is None:
+                gradient.zero_()
+            elif parameter.grad is not gradient:
+                if parameter.grad.is_sparse:
+                    raise TypeError("a gradient is sparse; build the embedding with sparse=False")
+                gradient.copy_(parameter.grad)
+
+
+def broadcast_parameters(module: nn.Module, comm: MPI.Intracomm, root: int = 0) -> None:
+    """Give all ranks the parameters and buffers of rank `root`, in place. Collective."""
+    for tensor in _tensors(module.parameters(), module.buffers()):
+        flat = tensor.contiguous().reshape(-1)
+        comm.Bcast(flat.numpy().view(np.uint8), root)
+        tensor.copy_(flat.view_as(tensor))
+
+
+def average_buffers(module: nn.Module, comm: MPI.Intracomm) -> None:
+    """Average the floating-point buffers (batch-norm statistics) over the ranks, in place. Collective.
+
+    Bit-identical on all ranks.
+
+    Traffic: one dense allreduce of all such buffers together.
+    """
+    buffers = [b for b in _tensors(module.buffers()) if b.is_floating_point()]
+    if not buffers:
+        return
+    flat = torch.cat([b.reshape(-1).to(torch.float32) for b in buffers])
+    transport = Transport(comm)
+    allreduce = DenseAllreduce(flat.numpy(), transport)
+    allreduce.run(scale=1.0 / transport.size)
+    allreduce.free()
+    transport.close()
+    for buffer, average in zip(buffers, _views(flat, buffers), strict=True):
+        buffer.copy_(average)
+
+
+def _tensors(*groups: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.detach() for group in groups for tensor in group]
+
+
+def _views(flat: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
+    """Consecutive pieces of a flat tensor, in the shapes of `like`."""
+    views, start = [], 0
+    for tensor in like:
+        views.append(flat[start : start + tensor.numel()].view_as(tensor))
+        start += tensor.numel()
+    return views
+
+
+def _momentum(group: dict[str, Any]) -> bool:
+    return bool(group.get("momentum") or group.get("betas"))
+
+
+def _to_tensors(state: Any) -> Any:
+    """Arrays become tensors, which torch.load reads with weights_only."""
+    if isinstance(state, dict):
+        return {name: _to_tensors(value) for name, value in state.items()}
+    return torch.from_numpy(state) if isinstance(state, np.ndarray) else state
+
+
+def _to_arrays(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _to_arrays(value) for name, value in state.items()}
+    return state.numpy() if isinstance(state, Tensor) else state

@@ -1,0 +1,87 @@
+"""The oracle: Ok-Topk in one process, in float64, as the paper states it.
+
+Slow, short and obvious; the library is held against it. Thresholds are exact in every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oktopk.settings import selection_cap
+
+Vector = NDArray[np.float64]
+
+
+def top_k(x: Vector, k: int) -> NDArray[np.int64]:
+    """Ascending indices of the k largest magnitudes of float64[n].
+
+    All ties at the k-th magnitude belong to it, up to a total of 5k/4, the lowest indices first. Zeros never do.
+    """
+    magnitude = np.abs(x)
+    nonzero = np.flatnonzero(magnitude)
+    if len(nonzero) <= k:
+        return nonzero
+    threshold = np.sort(magnitude)[-k]
+    above = np.flatnonzero(magnitude > threshold)
+    ties = np.flatnonzero(magnitude == threshold)
+    return np.sort(np.concatenate([above, ties[: selection_cap(k) - len(above)]]))
+
+
+def masked(x: Vector, indices: NDArray[np.int64]) -> Vector:
+    """float64[n]: x at the indices, zero elsewhere."""
+    kept = np.zeros_like(x)
+    kept[indices] = x[indices]
+    return kept
+
+
+@dataclass
+class Step:
+    """What one step gave, over all ranks.
+
+    Attributes:
+        accumulated: float64[P, n], gradient + residual.
+        selected: per rank, the indices it sent.
+        update: float64[n], the sum that is applied (u).
+        applied: indices of `update`.
+        residuals: float64[P, n], what stays behind.
+    """
+
+    accumulated: Vector
+    selected: list[NDArray[np.int64]]
+    update: Vector
+    applied: NDArray[np.int64]
+    residuals: Vector
+
+
+def ok_topk(gradients: Vector, residuals: Vector, k: int) -> Step:
+    """One step of algorithm 2 with algorithm 1 inside: the top k of the sum of the local top ks.
+
+    Args:
+        gradients, residuals: float64[P, n], one row per rank.
+        k: entries to apply.
+
+    Source: Li & Hoefler, PPoPP 2022, algorithms 1 and 2.
+    """
+    accumulated = gradients + residuals
+    selected = [top_k(row, k) for row in accumulated]
+    total = np.sum([masked(row, mine) for row, mine in zip(accumulated, selected, strict=True)], axis=0)
+    applied = top_k(total, k)
+    left = accumulated.copy()
+    for row, mine in zip(left, selected, strict=True):
+        row[np.intersect1d(mine, applied)] = 0
+    return Step(accumulated, selected, masked(total, applied), applied, left)
+
+
+def dense(gradients: Vector, residuals: Vector, k: int) -> Step:
+    """The exact sum, whatever k; nothing stays behind."""
+    accumulated = gradients + residuals
+    everything = np.arange(gradients.shape[1])
+    selected = [everything] * len(gradients)
+    return Step(accumulated, selected, accumulated.sum(axis=0), everything, np.zeros_like(accumulated))
+
+
+ORACLES = {"dense": dense, "oktopk": ok_topk}
+"""One step of each method, by its name in the registry."""

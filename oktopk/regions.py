@@ -1,0 +1,51 @@
+"""Regions: which rank reduces which part of the gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.transport import Transport
+
+
+def equal_boundaries(length: int, ranks: int) -> NDArray[np.int64]:
+    """int64[ranks + 1]: regions of equal length."""
+    return length * np.arange(ranks + 1, dtype=np.int64) // ranks
+
+
+def propose_cuts(local_indices: NDArray[np.int32], length: int, ranks: int) -> NDArray[np.int64]:
+    """The ranks - 1 cut points that split one rank's selection into equal counts.
+
+    Args:
+        local_indices: int32[nnz], ascending.
+        length: elements of the gradient (n).
+        ranks: regions wanted.
+
+    Returns:
+        int64[ranks - 1], ascending; equal lengths when nothing is selected.
+    """
+    if len(local_indices) == 0:
+        return equal_boundaries(length, ranks)[1:-1]
+    places = len(local_indices) * np.arange(1, ranks, dtype=np.int64) // ranks
+    return local_indices[places].astype(np.int64)
+
+
+def region_boundaries(local_indices: NDArray[np.int32], length: int, transport: Transport) -> NDArray[np.int64]:
+    """Cut the gradient into one contiguous region per rank, balanced by nnz.
+
+    Args:
+        local_indices: int32[nnz], ascending positions of the local selection.
+        length: elements of the gradient (n).
+        transport: where the ranks meet. Collective: every rank must call.
+
+    Returns:
+        int64[P + 1], ascending, equal on all ranks; rank r reduces [boundaries[r], boundaries[r + 1]). The cuts are the mean of
+        what the ranks propose.
+
+    Traffic: control only: one allreduce of P - 1 int64.
+    Source: Li & Hoefler, PPoPP 2022, section 3.1.1.
+    """
+    size = transport.size
+    boundaries = equal_boundaries(length, size)
+    boundaries[1:-1] = transport.allreduce_control(propose_cuts(local_indices, length, size)) // size
+    return boundaries

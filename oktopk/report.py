@@ -1,0 +1,61 @@
+"""What happened in one step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step on one rank.
+
+    Attributes:
+        step: counted from 0.
+        method: the method that ran; "dense" during a dense warm-up or above a density of 0.25.
+        exact: thresholds were exact in this step.
+        skipped: a gradient was not finite and the settings say to skip: nothing was applied.
+        k: entries wanted.
+        length: elements of the gradient (n).
+        local_nnz: entries this rank selected; n for dense.
+        global_nnz: entries applied; n for dense.
+        local_threshold, global_threshold: magnitudes selected by; NaN where the method has none.
+        words, messages: payload this rank sent.
+        control_words, control_messages: sizes, cuts, histograms, flags; see `collectives.Traffic`.
+        seconds: time by stage, in the order in which the stages ran.
+    """
+
+    step: int
+    method: str
+    exact: bool
+    skipped: bool
+    k: int
+    length: int
+    local_nnz: int
+    global_nnz: int
+    local_threshold: float
+    global_threshold: float
+    words: int
+    messages: int
+    control_words: int
+    control_messages: int
+    seconds: dict[str, float]
+
+    @property
+    def total_seconds(self) -> float:
+        """Time of all stages."""
+        return sum(self.seconds.values())
+
+
+@dataclass
+class Stopwatch:
+    """Time by stage: each lap ends the stage that it names."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, stage: str) -> None:
+        """Book the time since the last lap on `stage`."""
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now

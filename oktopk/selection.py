@@ -1,0 +1,148 @@
+"""Local selection: accumulate, select and pack in one pass, under a threshold that follows its own count."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.host_kernels import bits_magnitude, magnitude_bits
+from collectives.sparse import SparseVector
+from collectives.transport import Transport
+from oktopk.settings import selection_cap
+from oktopk.thresholds import NOTHING, kth_magnitude
+
+_MARGIN = 1.3  # an exact step packs about this times k and finds the k-th largest among them
+_SLOPES = (0.5, 32.0)  # plausible range of -d log(nnz) / d log(threshold)
+_DRIFT = (0.8, 1.25)  # most that the threshold moves after one step
+_ALL = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What one rank selected in one step.
+
+    Attributes:
+        packed: the selected entries of the accumulated gradient, in ascending order, at most 5k/4.
+        nonfinite: elements whose sum was NaN or Inf; they are not packed and their residual is unchanged.
+        exact: the threshold was the k-th largest magnitude of this very step.
+        threshold: the magnitude that was selected by.
+    """
+
+    packed: SparseVector
+    nonfinite: int
+    exact: bool
+    threshold: float
+
+
+class LocalSelection:
+    """Selects about k of n accumulated entries per step.
+
+    An exact step packs a little more than k in the one pass, by a lower threshold, and finds the k-th largest in the packed
+    list; only when the guess misses does it read the vector again. In between the threshold moves by the ratio of the last
+    count to k, through the slope of the tail measured at the last exact step.
+
+    Args:
+        length: elements of the gradient (n).
+        kernels: the module of kernels that fits the arrays.
+        transport: whose workspace holds the packed list: 2k entries and one block.
+
+    Attributes:
+        bits: the threshold of the next step, None before the first.
+        slope: -d log(nnz) / d log(threshold).
+        exact_due: the next step must be exact.
+    """
+
+    def __init__(self, length: int, kernels: ModuleType, transport: Transport) -> None:
+        self.bits: int | None = None
+        self.slope = 4.0
+        self.exact_due = True
+        self._length = length
+        self._kernels = kernels
+        self._transport = transport
+
+    def select(self, gradient: NDArray[np.float32], residual: NDArray[np.float32], k: int, exact: bool) -> Selection:
+        """Accumulate `gradient` into `residual`, both float32[n], and pack the largest of it.
+
+        Args:
+            k: entries wanted.
+            exact: pack the exact top k; else reuse the threshold.
+
+        Returns:
+            The selection; its entries lie in the workspace until the next call.
+        """
+        buffer = self._transport.workspace.entries("packed", 2 * k + self._kernels.BLOCK)
+        exact = exact or self.exact_due or self.bits is None
+        bits = (self._lower_threshold() if exact else self.bits) if self.bits is not None else NOTHING
+        nnz, nonfinite = self._kernels.accumulate_select(gradient, residual, bits, buffer)
+        if nonfinite:  # nobody applies this step: learn nothing from it, but start afresh
+            self.exact_due = True
+            return Selection(SparseVector(buffer[:0], self._length), nonfinite, False, bits_magnitude(bits))
+        if exact and not (k <= nnz <= 2 * k):
+            nnz, bits = self._repack(residual, k, buffer)
+        elif nnz > 2 * k:
+            nnz, bits = self._repack(residual, k, buffer)
+            exact = True
+        if exact or nnz > selection_cap(k):
+            packed, threshold_bits = self._tighten(buffer[:nnz], k, bits)
+            exact = True
+        else:
+            packed, threshold_bits = buffer[:nnz], bits
+            self._follow(nnz, k, bits)
+        return Selection(SparseVector(packed, self._length), 0, exact, bits_magnitude(threshold_bits))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"bits": self.bits, "slope": self.slope, "exact_due": self.exact_due}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.bits = state["bits"]
+        self.slope = state["slope"]
+        self.exact_due = state["exact_due"]
+
+    def _lower_threshold(self) -> int:
+        assert self.bits is not None
+        return max(1, magnitude_bits(bits_magnitude(self.bits) * _MARGIN ** (-1 / self.slope)))
+
+    def _repack(self, residual: NDArray[np.float32], k: int, buffer: NDArray[np.void]) -> tuple[int, int]:
+        """Pack a superset of the top k that fits the buffer, by a histogram of the whole vector.
+
+        Returns (nnz, bits): entries packed, and the threshold they reach.
+        """
+        kernels = self._kernels
+        coarse = kernels.magnitude_histogram(residual, 0, 0)
+        reached = np.cumsum(coarse[::-1])
+        if reached[-1] <= 2 * k:
+            return kernels.select_at_least(residual, 1, _ALL, buffer), 1
+        place = int(np.searchsorted(reached, k))
+        if reached[place] <= 2 * k:
+            shift, _ = kernels.LEVELS[0]
+            edge = max(1, (len(coarse) - 1 - place) << shift)
+            return kernels.select_at_least(residual, edge, _ALL, buffer), edge
+        bits, larger = kth_magnitude(lambda level, prefix: kernels.magnitude_histogram(residual, level, prefix), k)
+        return kernels.select_at_least(residual, bits, selection_cap(k) - larger, buffer), bits
+
+    def _tighten(self, candidates: NDArray[np.void], k: int, lowest: int) -> tuple[NDArray[np.void], int]:
+        """Cut a list that holds the top k down to it, in O(nnz); ties at the cap keep the lowest indices."""
+        kernels = self._kernels
+        bits, larger = kth_magnitude(lambda level, prefix: kernels.magnitude_histogram(candidates, level, prefix), k)
+        self._measure_slope(len(candidates), k, lowest, bits)
+        self.bits, self.exact_due = bits, False
+        ties = selection_cap(k) - larger
+        taken = self._transport.kernels.take_at_least(candidates, bits, ties, candidates)
+        return candidates[:taken], bits
+
+    def _measure_slope(self, nnz: int, k: int, lowest: int, bits: int) -> None:
+        """Measure the slope between two thresholds and their counts."""
+        if nnz > k and lowest < bits:
+            octaves = math.log(bits_magnitude(bits) / bits_magnitude(lowest))
+            self.slope = min(max(math.log(nnz / k) / octaves, _SLOPES[0]), _SLOPES[1])
+
+    def _follow(self, nnz: int, k: int, bits: int) -> None:
+        """Move the threshold to where this step's count would have been k."""
+        self.exact_due = bool(2 * nnz < k and bits > 1)
+        factor = min(max((nnz / k) ** (1 / self.slope), _DRIFT[0]), _DRIFT[1])
+        self.bits = max(1, min(magnitude_bits(bits_magnitude(bits) * factor), NOTHING - 1))

@@ -1,0 +1,91 @@
+"""Everything that can be set about a gradient allreduce, validated once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+DENSE_ABOVE = 0.25
+"""A density above this runs the dense path: COO entries cost twice their value, in both phases."""
+
+SELECTION_CAP = 1.25
+"""No selection, local or global, exceeds this times k."""
+
+DENSITY_STAGES = 4
+"""A density warm-up falls from DENSE_ABOVE to the target in this many equal stages."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How gradients are reduced.
+
+    Attributes:
+        density: share of the entries that is applied per step, in (0, 1]; k = max(1, ceil(density * length)).
+        threshold_interval: steps between exact thresholds (tau'), >= 1.
+        boundary_interval: steps between new region boundaries (tau), >= 1.
+        dense_warmup_steps: first steps that reduce densely, >= 0.
+        density_warmup_steps: steps after those in which the density falls to `density` by stages, >= 0.
+        momentum_correction: momentum applied locally before selection, in [0, 1); 0 is off. The optimizer on top must then
+            have none of its own. Source: Lin et al., Deep Gradient Compression, ICLR 2018.
+        nonfinite: "raise" an error on all ranks when a gradient is NaN or Inf, or "skip" the step on all of them.
+        balance_trigger: even out the kept entries when one rank holds more than this times the mean, >= 1.
+        bucket_rounds: rounds of split-and-reduce in flight at once, >= 1.
+        drift_tolerance: in between exact steps the global threshold follows when it would keep a count that is further
+            from k than this share of k, in [0, 0.25].
+        average: give back the mean over the ranks, else the sum.
+    """
+
+    density: float = 0.01
+    threshold_interval: int = 32
+    boundary_interval: int = 64
+    dense_warmup_steps: int = 0
+    density_warmup_steps: int = 0
+    momentum_correction: float = 0.0
+    nonfinite: Literal["raise", "skip"] = "raise"
+    balance_trigger: float = 4.0
+    bucket_rounds: int = 8
+    drift_tolerance: float = 0.01
+    average: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.density <= 1:
+            raise ValueError(f"density {self.density} is not in (0, 1]")
+        for name, least in (
+            ("threshold_interval", 1),
+            ("boundary_interval", 1),
+            ("bucket_rounds", 1),
+            ("dense_warmup_steps", 0),
+            ("density_warmup_steps", 0),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} {value!r} is not an integer >= {least}")
+        if not 0 <= self.momentum_correction < 1:
+            raise ValueError(f"momentum_correction {self.momentum_correction} is not in [0, 1)")
+        if self.nonfinite not in ("raise", "skip"):
+            raise ValueError(f"nonfinite {self.nonfinite!r} is not 'raise' or 'skip'")
+        if not self.balance_trigger >= 1:
+            raise ValueError(f"balance_trigger {self.balance_trigger} is not >= 1")
+        if not 0 <= self.drift_tolerance <= 0.25:
+            raise ValueError(f"drift_tolerance {self.drift_tolerance} is not in [0, 0.25]")
+
+    def density_at(self, step: int) -> float:
+        """Density of step `step`, counted from 0; 1.0 while the dense warm-up lasts."""
+        if step < self.dense_warmup_steps:
+            return 1.0
+        into = step - self.dense_warmup_steps
+        if into >= self.density_warmup_steps or self.density >= DENSE_ABOVE:
+            return self.density
+        stage = into * DENSITY_STAGES // self.density_warmup_steps
+        return float(DENSE_ABOVE * (self.density / DENSE_ABOVE) ** (stage / DENSITY_STAGES))
+
+
+def entries_kept(density: float, length: int) -> int:
+    """k = max(1, ceil(density * length))."""
+    return max(1, math.ceil(density * length))
+
+
+def selection_cap(k: int) -> int:
+    """The most entries a selection of k may hold: 5k/4, rounded down."""
+    return int(k * SELECTION_CAP)

@@ -1,0 +1,147 @@
+"""Thresholds: exact by radix histogram, reused in between with drift control.
+
+A threshold is kept as the bits of a float32 magnitude. It is at least 1, the smallest denormal, so that a zero is never
+selected; 1 selects every nonzero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.host_kernels import bits_magnitude, magnitude_bits
+from collectives.split_and_reduce import RegionLists
+from oktopk.host_kernels import LEVELS
+from oktopk.settings import selection_cap
+
+NOTHING = 0x7F800000
+"""Bits that no finite magnitude reaches."""
+
+_RUNGS = 65  # counts exchanged per step, around the reused global threshold
+_RUNG_BITS = 1 << 16  # 1/128 octave between two of them
+_MISS = 0.05  # share of k that the nearest rung may be off before the threshold is named exactly, at once
+_ALL = 2**31 - 1
+
+
+def kth_magnitude(histogram: Callable[[int, int], NDArray[np.int64]], k: int) -> tuple[int, int]:
+    """The k-th largest magnitude, digit by digit.
+
+    Args:
+        histogram: (level, prefix) -> counts by digit, as `magnitude_histogram`; may sum over ranks.
+        k: >= 1.
+
+    Returns:
+        (bits, larger): bits of the k-th largest nonzero magnitude, and how many are strictly larger; (1, 0) when fewer than k
+        are nonzero.
+    """
+    prefix, wanted = 0, k
+    for level, (_, width) in enumerate(LEVELS):
+        counts = histogram(level, prefix)
+        reached = np.cumsum(counts[::-1])
+        if reached[-1] < wanted:
+            return 1, 0
+        place = int(np.searchsorted(reached, wanted))
+        digit = len(counts) - 1 - place
+        wanted -= int(reached[place] - counts[digit])
+        prefix = prefix << width | digit
+    return prefix, k - wanted
+
+
+class GlobalThreshold:
+    """The magnitude that a reduced sum must reach to be applied.
+
+    Every exact step names the k-th largest sum. In between the last threshold is reused: the sizes exchange that precedes the
+    allgatherv carries the counts on a ladder of thresholds around it, and the threshold moves to the rung whose count is
+    nearest k when its own is off by more than the tolerance. A ladder that misses makes the step exact. So drift is followed
+    within the step, and the cap holds.
+
+    Attributes:
+        bits: the last threshold, None before the first step.
+    """
+
+    def __init__(self, kernels: ModuleType, drift_tolerance: float) -> None:
+        self.bits: int | None = None
+        self._kernels = kernels
+        self._tolerance = drift_tolerance
+
+    @property
+    def value(self) -> float:
+        """The last threshold as a magnitude, NaN before the first step."""
+        return math.nan if self.bits is None else bits_magnitude(self.bits)
+
+    def keep(self, lists: RegionLists, k: int, exact: bool) -> tuple[NDArray[np.void], NDArray[np.int64]]:
+        """Sum this rank's region and keep what reaches the threshold.
+
+        Args:
+            lists: contributions to the region. Collective: every rank must call.
+            k: entries wanted over all ranks.
+            exact: name the exact threshold.
+
+        Returns:
+            (ENTRY[counts[r]], int64[P]): this rank's kept sums, ascending, and how many each rank keeps. The counts add up to
+            at most 5k/4; ties at the cap keep the lowest indices.
+
+        Traffic: control only: one allgather of 65 int64, or for an exact threshold three allreduces of a histogram and one
+            allgather of 2 int64.
+        """
+        if exact or self.bits is None:
+            return self._keep_exact(lists, k)
+        edges = self._ladder()
+        sums = lists.sums(int(edges[0]))
+        counts = _counts(sums, edges, lists)
+        totals = counts.sum(axis=0)
+        rung = _RUNGS // 2
+        if abs(totals[rung] - k) > self._tolerance * k:
+            rung = int(np.argmin(np.abs(totals - k)))
+        all_kept = edges[0] == 1 and totals[0] <= k
+        if abs(totals[rung] - k) > _MISS * k and not all_kept:
+            return self._keep_exact(lists, k)
+        self.bits = int(edges[rung])
+        return _take(sums, self.bits, _ALL, lists), counts[:, rung]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"bits": self.bits}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.bits = state["bits"]
+
+    def _ladder(self) -> NDArray[np.int32]:
+        assert self.bits is not None
+        rungs = self.bits + _RUNG_BITS * np.arange(-(_RUNGS // 2), _RUNGS // 2 + 1, dtype=np.int64)
+        return np.clip(rungs, 1, NOTHING - 1).astype(np.int32)
+
+    def _keep_exact(self, lists: RegionLists, k: int) -> tuple[NDArray[np.void], NDArray[np.int64]]:
+        transport = lists.transport
+        lowest = 1 if self.bits is None else int(self._ladder()[0])
+        while True:
+            sums = lists.sums(lowest)
+
+            def histogram(level: int, prefix: int, sums: NDArray[np.void] = sums) -> NDArray[np.int64]:
+                return transport.allreduce_control(self._kernels.magnitude_histogram(sums, level, prefix))
+
+            self.bits, larger = kth_magnitude(histogram, k)
+            if self.bits >= lowest or lowest == 1:
+                break
+            lowest = 1  # fewer than k sums reach the lowest rung
+        counts = _counts(sums, np.array([self.bits, self.bits + 1], np.int32), lists)
+        at_least, above = counts[:, 0], counts[:, 1]
+        ties = at_least - above
+        allowed = max(0, selection_cap(k) - int(above.sum()))
+        before = np.cumsum(ties) - ties
+        ties = np.clip(allowed - before, 0, ties)
+        rank = transport.rank
+        return _take(sums, self.bits, int(ties[rank]), lists), above + ties
+
+
+def _counts(sums: NDArray[np.void], edges: NDArray[np.int32], lists: RegionLists) -> NDArray[np.int64]:
+    """int64[P, len(edges)]: every rank's sums that reach each edge."""
+    return lists.transport.allgather_control(lists.transport.kernels.count_at_least(sums, edges))
+
+
+def _take(sums: NDArray[np.void], bits: int, ties: int, lists: RegionLists) -> NDArray[np.void]:
+    return sums[: lists.transport.kernels.take_at_least(sums, bits, ties, sums)]
