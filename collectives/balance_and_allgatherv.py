@@ -11,8 +11,11 @@ from collectives.transport import Transport
 
 
 def needs_balancing(counts: NDArray[np.int64], trigger: float) -> bool:
-    """Whether the largest of int64[P] counts exceeds `trigger` times their mean; never for trigger >= P."""
-    return bool(counts.max() * len(counts) > trigger * counts.sum())
+    """Whether the largest of int64[P] counts exceeds `trigger` times their mean; never for trigger >= P.
+
+    Nor for two ranks: what one moves to the other it would send it anyway.
+    """
+    return len(counts) > 2 and int(counts.max()) * len(counts) > trigger * int(counts.sum())
 
 
 def balance_and_allgatherv(
@@ -40,18 +43,16 @@ def balance_and_allgatherv(
         words a rank on average, and at most P-1 messages.
     Source: Li & Hoefler, PPoPP 2022, section 3.1.2.
     """
-    rank = transport.rank
     total = int(counts.sum())
     gathered = transport.workspace.entries("gathered", total)
     ends = np.cumsum(counts)
-    shares = counts
     if needs_balancing(counts, trigger):
         cuts = total * np.arange(transport.size + 1, dtype=np.int64) // transport.size
         shares = np.diff(cuts)
         _redistribute(kept, ends - counts, ends, cuts, gathered, transport)
+        allgatherv(gathered, shares, transport)
     else:
-        gathered[ends[rank] - counts[rank] : ends[rank]] = kept
-    allgatherv(gathered, shares, transport)
+        allgatherv(gathered, counts, transport, own=kept)
     return SparseVector(gathered, length)
 
 

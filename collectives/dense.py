@@ -15,16 +15,15 @@ from collectives.transport import PersistentRound, Round, Transport
 
 @dataclass(frozen=True)
 class _Step:
-    """Exchange, then add what came to what is kept, if anything is."""
+    """Exchange, then add what came to what is kept; both may be empty."""
 
     exchange: PersistentRound
-    kept: NDArray[np.float32] | None = None
-    incoming: NDArray[np.float32] | None = None
+    kept: NDArray[np.float32]
+    incoming: NDArray[np.float32]
 
     def run(self) -> None:
         self.exchange.run()
-        if self.kept is not None:
-            np.add(self.kept, self.incoming, out=self.kept)
+        np.add(self.kept, self.incoming, out=self.kept)
 
 
 class DenseAllreduce:
@@ -93,7 +92,9 @@ class DenseAllreduce:
             other = place ^ distance
             partner = 2 * other if other < surplus else other + surplus
             self._add_sum_step(partner, outgoing=self.vector[given], kept=self.vector[kept])
-            self._gather_steps.insert(0, self._plain_step(partner, outgoing=self.vector[kept], incoming=self.vector[given]))
+            self._gather_steps.insert(
+                0, self._plain_step(partner, outgoing=self.vector[kept], incoming=self.vector[given])
+            )
             start, stop = kept.start, kept.stop
             distance //= 2
         self._owned = self.vector[start:stop]
@@ -103,5 +104,10 @@ class DenseAllreduce:
         exchange = self._transport.persistent(Round(partner, outgoing, partner, incoming))
         self._reduce_steps.append(_Step(exchange, kept, incoming))
 
-    def _plain_step(self, partner: int, outgoing: NDArray[np.float32], incoming: NDArray[np.float32]) -> _Step:
-        return _Step(self._transport.persistent(Round(partner, outgoing, partner, incoming)))
+    def _plain_step(
+        self, partner: int, outgoing: NDArray[np.float32], incoming: NDArray[np.float32]
+    ) -> _Step:
+        nothing = self.vector[:0]
+        return _Step(
+            self._transport.persistent(Round(partner, outgoing, partner, incoming)), nothing, nothing
+        )

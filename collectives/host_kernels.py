@@ -147,7 +147,11 @@ def take_at_least(entries: NDArray[np.void], threshold_bits: int, ties: int, out
     Returns:
         Entries taken.
     """
-    return int(_take_at_least(entries.view(np.int64), entries.view(np.int32), np.int32(threshold_bits), ties, out.view(np.int64)))
+    return int(
+        _take_at_least(
+            entries.view(np.int64), entries.view(np.int32), np.int32(threshold_bits), ties, out.view(np.int64)
+        )
+    )
 
 
 @njit(cache=True)
@@ -173,3 +177,114 @@ def split_points(entries: NDArray[np.void], boundaries: NDArray[np.int64]) -> ND
         int64[P + 1]; region r is entries[points[r]:points[r + 1]].
     """
     return np.searchsorted(entries["index"], boundaries).astype(np.int64, copy=False)
+
+
+def equal_count_cuts(entries: NDArray[np.void], length: int, parts: int) -> NDArray[np.int64]:
+    """The points that split a sorted list into parts of equal count.
+
+    Args:
+        entries: ENTRY[nnz].
+        length: elements of the dense vector.
+        parts: >= 1.
+
+    Returns:
+        int64[parts - 1], ascending indices; those of equal lengths when the list is empty.
+    """
+    places = np.arange(1, parts, dtype=np.int64)
+    if len(entries) == 0:
+        return length * places // parts
+    return entries["index"][len(entries) * places // parts].astype(np.int64)
+
+
+class CountedSums:
+    """A region's sums around a threshold, counted on a ladder, before it is known which of them to keep.
+
+    Attributes:
+        counts: int64[m], descending: sums that reach each edge.
+    """
+
+    def __init__(self, sums: NDArray[np.void], edges: NDArray[np.int32]) -> None:
+        self._sums = sums
+        self.counts = count_at_least(sums, edges)
+
+    def take(self, threshold_bits: int) -> NDArray[np.void]:
+        """ENTRY[nnz], the sums that reach one of the edges; may be called once."""
+        return self._sums[: take_at_least(self._sums, threshold_bits, len(self._sums), self._sums)]
+
+
+def counted_sums(
+    pool: NDArray[np.void],
+    begins: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    lower: int,
+    upper: int,
+    expected_bits: int,
+    edges: NDArray[np.int32],
+    out: NDArray[np.void],
+) -> CountedSums:
+    """Sum sorted COO lists over [lower, upper), as `sum_sorted_lists`, and count the sums on a ladder.
+
+    Args:
+        expected_bits: the edge that `take` will most likely be asked for; only a device makes use of it.
+        edges: int32[m], ascending bits of magnitudes, >= 1; steps of 65536 except where they are clipped.
+    """
+    nnz = sum_sorted_lists(pool, begins, ends, lower, upper, int(edges[0]), out)
+    return CountedSums(out[:nnz], edges)
+
+
+def split_at_least(
+    entries: NDArray[np.void],
+    threshold_bits: int,
+    ties: int,
+    kept: NDArray[np.void],
+    rest: NDArray[np.void],
+) -> tuple[int, int]:
+    """Part a list by magnitude, in order.
+
+    Args:
+        entries: ENTRY[nnz].
+        threshold_bits: bits of the smallest magnitude to keep.
+        ties: how many entries of exactly that magnitude to keep; the first ones win.
+        kept, rest: ENTRY[...], long enough for what goes there.
+
+    Returns:
+        Entries kept, and entries in `rest`.
+    """
+    words, threshold = entries.view(np.int32), np.int32(threshold_bits)
+    nnz, others = _split_at_least(
+        entries.view(np.int64), words, threshold, ties, kept.view(np.int64), rest.view(np.int64)
+    )
+    return int(nnz), int(others)
+
+
+@njit(cache=True)
+def _split_at_least(entries, words, threshold, ties, kept, rest):  # type: ignore[no-untyped-def]
+    nnz = others = 0
+    for at in range(len(entries)):
+        bits = words[2 * at + 1] & _MAGNITUDE
+        if bits > threshold or (bits == threshold and ties > 0):
+            ties -= bits == threshold
+            kept[nnz] = entries[at]
+            nnz += 1
+        else:
+            rest[others] = entries[at]
+            others += 1
+    return nnz, others
+
+
+def write_block(entries: NDArray[np.void], lower: int, block: NDArray[np.void]) -> None:
+    """Lay out a region densely, two values where an entry would be.
+
+    Args:
+        entries: ENTRY[nnz], indices in [lower, lower + 2 * len(block)).
+        lower: index of the block's first element.
+        block: ENTRY[m], filled with float32[2m]; zero where nothing is stored.
+    """
+    _write_block(entries.view(np.int32), entries.view(np.float32), lower, block.view(np.float32))
+
+
+@njit(cache=True)
+def _write_block(words, values, lower, block):  # type: ignore[no-untyped-def]
+    block[:] = 0
+    for at in range(0, len(words), 2):
+        block[words[at] - lower] = values[at + 1]

@@ -42,14 +42,18 @@ class SparseVector:
         return self.entries["value"]
 
     @classmethod
-    def from_pairs(cls, indices: NDArray[np.integer], values: NDArray[np.floating], length: int) -> SparseVector:
+    def from_pairs(
+        cls, indices: NDArray[np.integer], values: NDArray[np.floating], length: int
+    ) -> SparseVector:
         """Pack index and value arrays, both [nnz]; indices must ascend strictly within [0, length).
 
         Raises:
             ValueError: the arrays differ in shape, or an index is out of range or out of order.
         """
         if indices.shape != values.shape or indices.ndim != 1:
-            raise ValueError(f"indices {indices.shape} and values {values.shape} are not one vector each of one length")
+            raise ValueError(
+                f"indices {indices.shape} and values {values.shape} are not one vector each of one length"
+            )
         if len(indices):
             if indices[0] < 0 or indices[-1] >= length:
                 raise ValueError(f"indices {indices[0]}..{indices[-1]} are not within [0, {length})")

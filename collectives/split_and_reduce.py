@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,13 @@ class RegionLists:
         out = self.transport.workspace.entries("region sums", self.most_sums + 1)
         return out[: self.sum_into(out, threshold_bits)]
 
+    def counted(self, expected_bits: int, edges: NDArray[np.int32]) -> Any:
+        """The sums, counted on a ladder of thresholds; see `counted_sums` of the kernels. Valid until the next call."""
+        out = self.transport.workspace.entries("region sums", self.most_sums + 1)
+        return self.transport.kernels.counted_sums(
+            self.pool, self.begins, self.ends, self.lower, self.upper, expected_bits, edges, out
+        )
+
     def sum_into(self, out: NDArray[np.void], threshold_bits: int) -> int:
         """Write the sums to `out`, ENTRY[most_sums + 1] that may lie elsewhere in the pool; returns their number."""
         return self.transport.kernels.sum_sorted_lists(
@@ -62,6 +70,7 @@ def split_and_reduce(
     boundaries: NDArray[np.int64],
     transport: Transport,
     flag: bool = False,
+    points: NDArray[np.int64] | None = None,
     bucket_rounds: int = 8,
     rotate: bool = True,
 ) -> RegionLists:
@@ -75,6 +84,7 @@ def split_and_reduce(
         packed: this rank's selection.
         boundaries: int64[P + 1], ascending, equal on all ranks; rank r owns [boundaries[r], boundaries[r + 1]).
         flag: raise it on all ranks; it travels with the counts. Collective: every rank must call.
+        points: int64[P + 1], where each region begins in `packed`, if that is known already.
         bucket_rounds: rounds in flight at once, >= 1.
         rotate: False sends to ranks 0, 1, 2, ... in the same order everywhere, for comparison.
 
@@ -89,7 +99,8 @@ def split_and_reduce(
     Source: Li & Hoefler, PPoPP 2022, section 3.1.1.
     """
     rank, size = transport.rank, transport.size
-    points = transport.kernels.split_points(packed.entries, boundaries)
+    if points is None:
+        points = transport.kernels.split_points(packed.entries, boundaries)
     outgoing_counts = np.empty((size, 2), np.int64)
     outgoing_counts[:, 0] = np.diff(points)
     outgoing_counts[:, 1] = flag
@@ -115,7 +126,9 @@ def split_and_reduce(
         dest, source = ((rank + i) % size, order[i]) if rotate else (_other(rank, i), _other(rank, i))
         slot = (rank - source) % size
         rounds.append(
-            Round(dest, packed.entries[points[dest] : points[dest + 1]], source, pool[begins[slot] : ends[slot]])
+            Round(
+                dest, packed.entries[points[dest] : points[dest + 1]], source, pool[begins[slot] : ends[slot]]
+            )
         )
 
     begins, ends = begins.copy(), ends.copy()
@@ -125,7 +138,9 @@ def split_and_reduce(
         if not rotate or bucket.stop == len(rounds):
             continue
         done = slice(first, bucket.stop + 1)
-        nnz = RegionLists(pool, begins[done], ends[done], lower, upper, transport).sum_into(pool[spare : spare + partial], 1)
+        nnz = RegionLists(pool, begins[done], ends[done], lower, upper, transport).sum_into(
+            pool[spare : spare + partial], 1
+        )
         first = bucket.stop
         begins[first], ends[first] = spare, spare + nnz
         spare = total + partial if spare == total else total

@@ -65,3 +65,27 @@ def dense_words(length: int, ranks: int) -> float:
     """
     core = 1 << (ranks.bit_length() - 1)
     return (2 * length * (core - 1) + 2.5 * length * (ranks - core)) / ranks
+
+
+def topka_words(k: int, ranks: int) -> float:
+    """Words per rank of TopkA and Gaussiank: an allgather of k entries from every rank."""
+    return 2.0 * k * (ranks - 1)
+
+
+def gtopk_words(k: int, ranks: int) -> float:
+    """Words per rank of gTopk, averaged over the ranks: every rank but rank 0 sends k entries up and gets k back."""
+    return 4 * k * (ranks - 1) / ranks
+
+
+def gtopk_busiest_words(k: int, ranks: int) -> float:
+    """Words that rank 0 sends in gTopk's broadcast; it receives as many on the way up, so that 4k·ceil(log2 P) pass it."""
+    return 2.0 * k * (ranks - 1).bit_length()
+
+
+def topkdsa_words(k: int, length: int, ranks: int) -> tuple[float, float]:
+    """The least and the most words per rank of TopkDSA, averaged over the ranks.
+
+    2k(P-1)/P to split, and to gather 2k(P-1)/P where all supports coincide, at most n(P-1)/P where every region is dense.
+    """
+    share = (ranks - 1) / ranks
+    return 4 * k * share, max(4 * k, 2 * k + length) * share

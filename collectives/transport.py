@@ -41,7 +41,9 @@ class Round:
 class PersistentRound:
     """A Round whose buffers never move: set up once, started every step."""
 
-    def __init__(self, requests: list[MPI.Prequest], words: int, messages: int, traffic: Callable[[], Traffic]) -> None:
+    def __init__(
+        self, requests: list[MPI.Prequest], words: int, messages: int, traffic: Callable[[], Traffic]
+    ) -> None:
         self._requests = requests
         self._words = words
         self._messages = messages
@@ -97,9 +99,12 @@ class Transport:
 
     # payload
 
-    def send(self, array: NDArray[Any], dest: int) -> list[MPI.Request]:
-        """Start a counted send; nothing is sent for an empty array. The array must not change until waited for."""
-        if not array.size:
+    def send(self, array: NDArray[Any], dest: int, even_if_empty: bool = False) -> list[MPI.Request]:
+        """Start a counted send; the array must not change until waited for.
+
+        Nothing is sent for an empty array, unless the other side cannot know that it is empty.
+        """
+        if not array.size and not even_if_empty:
             return []
         self.traffic.words += array.nbytes // WORD_BYTES
         self.traffic.messages += 1
@@ -108,6 +113,12 @@ class Transport:
     def receive(self, array: NDArray[Any], source: int) -> list[MPI.Request]:
         """Start a receive of exactly `array`; nothing is posted for an empty one."""
         return [self.comm.Irecv(_wire(array), source)] if array.size else []
+
+    def receive_counted(self, array: NDArray[Any], source: int) -> int:
+        """Receive at most `array`; returns how many of its elements came."""
+        status = MPI.Status()
+        self.comm.Recv(_wire(array), source, status=status)
+        return status.Get_count(MPI.BYTE) // array.itemsize
 
     def wait(self, requests: list[MPI.Request]) -> None:
         """Block until all have completed."""
@@ -130,7 +141,8 @@ class Transport:
             following = post(buckets[number + 1]) if number + 1 < len(buckets) else ([], [])
             self.wait(receives)
             yield bucket
-            self.wait(sends)  # before the next bucket but one is posted, so that no more than two are ever in flight
+            # before the next bucket but one is posted, so that no more than two are ever in flight
+            self.wait(sends)
             receives, sends = following
 
     def persistent(self, exchange: Round) -> PersistentRound:

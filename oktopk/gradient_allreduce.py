@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
@@ -66,7 +67,12 @@ class GradientAllreduce:
                 raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
         except (TypeError, ValueError) as error:
             problem = str(error)
-        self.transport.agree({"length": length, "method": method, **settings}, problem)
+        resolved = settings if problem else asdict(self.settings)
+        try:
+            self.transport.agree({"length": length, "method": method, **resolved}, problem)
+        except ValueError:
+            self.transport.close()  # on every rank alike, as the error is
+            raise
         self.length = length
         self.method = method
         self.update: NDArray[np.float32] = np.zeros(length, np.float32)
@@ -93,27 +99,26 @@ class GradientAllreduce:
             TypeError, ValueError: not float32, of another length, or not contiguous.
         """
         self._check(gradient)
-        settings, transport, kernels = self.settings, self.transport, self._kernels
+        settings, transport = self.settings, self.transport
         stopwatch = Stopwatch()
         step = self.steps
         method, k = self._method_at(step)
         scale = 1.0 / transport.size if settings.average else 1.0
         changed = k != self._last_k
+        corrected, overflowed = self._correct(gradient)
         plan = Plan(
             k=k,
             exact=changed or self._sparse_steps % settings.threshold_interval == 0,
             new_boundaries=changed or self._sparse_steps % settings.boundary_interval == 0,
             scale=scale,
             stopwatch=stopwatch,
+            nonfinite=overflowed,
         )
         self.steps += 1
         self._last_k = k
         self._sparse_steps += method.sparse
         if method.sparse and self.residual is None:
             self.residual = np.zeros(self.length, np.float32)
-        corrected = gradient
-        if settings.momentum_correction:
-            corrected = self._correct(gradient)
         self._clear_update(method)
         stopwatch.lap("apply")
         residual = self.residual if method.sparse or self._pending else None
@@ -196,14 +201,16 @@ class GradientAllreduce:
             self._methods[name] = METHODS[name](self.length, self.transport, self._kernels, self.settings)
         return self._methods[name]
 
-    def _correct(self, gradient: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Momentum before selection. A non-finite gradient goes on as it is, so that the method raises its flag."""
+    def _correct(self, gradient: NDArray[np.float32]) -> tuple[NDArray[np.float32], bool]:
+        """Momentum before selection, if asked for; and whether it is no longer finite."""
+        momentum = self.settings.momentum_correction
+        if not momentum:
+            return gradient, False
         if self.velocity is None:
             self.velocity = np.zeros(self.length, np.float32)
-        momentum = self.settings.momentum_correction
         if self._kernels.accumulate_momentum(gradient, self.velocity, momentum):
-            return gradient
-        return self.velocity
+            return gradient, True
+        return self.velocity, False
 
     def _clear_update(self, method: Method) -> None:
         if not method.sparse:
@@ -225,18 +232,27 @@ class GradientAllreduce:
         if reduction.update is not None:
             kernels.write_scaled(self.update, reduction.update.entries, scale)
         self._support = reduction.update
-        if reduction.cleared is None:
+        if reduction.selected is None:
             if self._pending and self.residual is not None:
                 self.residual.fill(0)
             self._pending = False
             return
         assert self.residual is not None
         self._pending = True
-        kernels.clear_at(self.residual, reduction.cleared)
-        if reduction.returned.nnz:
-            kernels.add_entries(self.residual, reduction.returned.entries)
+        self._clear_applied(self.residual, reduction)
+        for pruned in reduction.returned:
+            kernels.add_entries(self.residual, pruned.entries)
         if self.velocity is not None:
-            kernels.clear_at(self.velocity, reduction.cleared)
+            self._clear_applied(self.velocity, reduction)
+
+    def _clear_applied(self, vector: NDArray[np.float32], reduction: Reduction) -> None:
+        """Zero what this rank sent and what counts as applied."""
+        assert reduction.selected is not None
+        if reduction.only_applied:
+            assert reduction.update is not None
+            self._kernels.clear_common(vector, reduction.selected.entries, reduction.update.entries)
+        else:
+            self._kernels.clear_support(vector, reduction.selected.entries)
 
     def _report(
         self, step: int, method: Method, k: int, reduction: Reduction | None, stopwatch: Stopwatch

@@ -6,6 +6,8 @@ blocks that stay in the first-level cache; no call allocates more than a block.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -21,9 +23,28 @@ _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 
 
+@dataclass(frozen=True)
+class Packing:
+    """The outcome of `accumulate_select`.
+
+    Attributes:
+        nnz: elements that reach the threshold, packed or not.
+        nonfinite: elements whose sum is NaN or Inf; never packed.
+        points: int64[P + 1], where each region begins in the list, if that was found on the way.
+    """
+
+    nnz: int
+    nonfinite: int
+    points: NDArray[np.int64] | None = None
+
+
 def accumulate_select(
-    gradient: NDArray[np.float32], residual: NDArray[np.float32], threshold_bits: int, entries: NDArray[np.void]
-) -> tuple[int, int]:
+    gradient: NDArray[np.float32],
+    residual: NDArray[np.float32],
+    threshold_bits: int,
+    entries: NDArray[np.void],
+    boundaries: NDArray[np.int64] | None = None,
+) -> Packing:
     """Add the gradient to the residual and pack what reaches a threshold, in one pass.
 
     Args:
@@ -31,10 +52,10 @@ def accumulate_select(
         residual: float32[n]; becomes gradient + residual, except where that is NaN or Inf: there it stays.
         threshold_bits: bits of the smallest magnitude to pack, >= 1.
         entries: ENTRY[capacity + BLOCK], filled in ascending index order; what does not fit is counted, not packed.
+        boundaries: int64[P + 1], regions whose beginning in the list a device finds on the way; of no use here.
 
     Returns:
-        (nnz, nonfinite): elements that reach the threshold, and elements whose sum is not finite (never packed). The list is
-        whole when nnz <= capacity.
+        What was packed; the list is whole when nnz <= capacity.
 
     Memory traffic: 12n bytes.
     """
@@ -42,7 +63,7 @@ def accumulate_select(
     nnz, nonfinite = _accumulate_select(
         gradient, residual, np.int32(threshold_bits), words, values, len(entries) - BLOCK
     )
-    return int(nnz), int(nonfinite)
+    return Packing(int(nnz), int(nonfinite))
 
 
 @njit(cache=True)
@@ -92,6 +113,54 @@ def _accumulate_select(gradient, residual, threshold, out_index, out_value, capa
                 fresh += taken[i]
         packed += fresh
     return packed, nonfinite
+
+
+def accumulate_moments(
+    gradient: NDArray[np.float32], residual: NDArray[np.float32]
+) -> tuple[float, float, int]:
+    """Add the gradient to the residual, and sum it up on the way.
+
+    Args:
+        gradient, residual: float32[n], as in `accumulate_select`.
+
+    Returns:
+        (total, squares, nonfinite): sum and sum of squares of the finite sums, in float64, and how many are not finite.
+    """
+    total, squares, nonfinite = _accumulate_moments(gradient, residual)
+    return float(total), float(squares), int(nonfinite)
+
+
+@njit(cache=True)
+def _accumulate_moments(gradient, residual):  # type: ignore[no-untyped-def]
+    total = squares = 0.0
+    nonfinite = 0
+    for start in range(0, len(gradient), BLOCK):
+        size = min(BLOCK, len(gradient) - start)
+        g, e = gradient[start : start + size], residual[start : start + size]
+        # eight partial sums: one alone would wait for itself at every element
+        partial = np.zeros(8, np.float64)
+        partial_squares = np.zeros(8, np.float64)
+        finite = True
+        for i in range(size):
+            finite &= np.isfinite(g[i] + e[i])
+        if finite:
+            for i in range(size):
+                x = g[i] + e[i]
+                e[i] = x
+                partial[i & 7] += x
+                partial_squares[i & 7] += np.float64(x) * x
+        else:
+            for i in range(size):
+                x = g[i] + e[i]
+                if np.isfinite(x):
+                    e[i] = x
+                    partial[0] += x
+                    partial_squares[0] += np.float64(x) * x
+                else:
+                    nonfinite += 1
+        total += partial.sum()
+        squares += partial_squares.sum()
+    return total, squares, nonfinite
 
 
 def undo_accumulate(gradient: NDArray[np.float32], residual: NDArray[np.float32]) -> None:
@@ -201,7 +270,37 @@ def _select_at_least(vector, vector_bits, threshold, ties, out_index, out_value)
     return packed
 
 
-def magnitude_histogram(values: NDArray[np.float32] | NDArray[np.void], level: int, prefix: int) -> NDArray[np.int64]:
+def select_counting(vector: NDArray[np.float32], threshold_bits: int, entries: NDArray[np.void]) -> int:
+    """Pack the elements of float32[n] whose magnitude reaches a threshold, in ascending order, as long as they fit.
+
+    Args:
+        threshold_bits: bits of the smallest magnitude to pack, >= 1.
+        entries: ENTRY[capacity]; what does not fit is counted, not packed.
+
+    Returns:
+        Elements that reach the threshold.
+    """
+    words, values = entries.view(np.int32), entries.view(np.float32)
+    return int(
+        _select_counting(vector, vector.view(np.int32), np.int32(threshold_bits), words, values, len(entries))
+    )
+
+
+@njit(cache=True)
+def _select_counting(vector, vector_bits, threshold, out_index, out_value, capacity):  # type: ignore[no-untyped-def]
+    reached = 0
+    for i in range(len(vector)):
+        if (vector_bits[i] & _MAGNITUDE) >= threshold:
+            if reached < capacity:
+                out_index[2 * reached] = i
+                out_value[2 * reached + 1] = vector[i]
+            reached += 1
+    return reached
+
+
+def magnitude_histogram(
+    values: NDArray[np.float32] | NDArray[np.void], level: int, prefix: int
+) -> NDArray[np.int64]:
     """Count nonzero magnitudes by one digit of their bits.
 
     Args:
@@ -229,40 +328,20 @@ def _magnitude_histogram(words, first, stride, shift, width, prefix):  # type: i
     return counts
 
 
-def common_indices(mine: NDArray[np.void], theirs: NDArray[np.void], out: NDArray[np.int32]) -> int:
-    """Indices that occur in both of two sorted lists.
-
-    Args:
-        mine, theirs: ENTRY[...], ascending indices.
-        out: int32[m], m > the indices in common; ascending.
-
-    Returns:
-        How many were written.
-    """
-    return int(_common_indices(mine.view(np.int32), theirs.view(np.int32), out))
+def clear_common(vector: NDArray[np.float32], mine: NDArray[np.void], theirs: NDArray[np.void]) -> None:
+    """Zero float32[n] at the indices that occur in both of two sorted lists, ENTRY[...] each."""
+    _clear_common(vector, mine.view(np.int32), theirs.view(np.int32))
 
 
 @njit(cache=True)
-def _common_indices(mine, theirs, out):  # type: ignore[no-untyped-def]
-    i = j = common = 0
+def _clear_common(vector, mine, theirs):  # type: ignore[no-untyped-def]
+    i = j = 0
     while i < len(mine) and j < len(theirs):
         a, b = mine[i], theirs[j]
-        out[common] = a
-        common += a == b
+        # always a store, never a branch that cannot be foreseen
+        vector[a] = np.float32(0) if a == b else vector[a]
         i += 2 * (a <= b)
         j += 2 * (b <= a)
-    return common
-
-
-def clear_at(vector: NDArray[np.float32], indices: NDArray[np.int32]) -> None:
-    """Zero float32[n] at the given indices."""
-    _clear_at(vector, indices)
-
-
-@njit(cache=True)
-def _clear_at(vector, indices):  # type: ignore[no-untyped-def]
-    for j in range(len(indices)):
-        vector[indices[j]] = 0
 
 
 def clear_support(vector: NDArray[np.float32], entries: NDArray[np.void]) -> None:
@@ -296,3 +375,8 @@ def add_entries(vector: NDArray[np.float32], entries: NDArray[np.void]) -> None:
 def _add_entries(vector, words, values):  # type: ignore[no-untyped-def]
     for at in range(0, len(words), 2):
         vector[words[at]] += values[at + 1]
+
+
+def write_block_scaled(block: NDArray[np.void], scale: float, out: NDArray[np.float32]) -> None:
+    """out = values * scale, where ENTRY[ceil(m / 2)] holds float32[m] values, and out is float32[m]."""
+    np.multiply(block.view(np.float32)[: len(out)], np.float32(scale), out=out)

@@ -48,7 +48,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for parameter in self._parameters:
             if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
-                raise TypeError(f"a parameter is {parameter.dtype} on {parameter.device}, not torch.float32 on cpu")
+                raise TypeError(
+                    f"a parameter is {parameter.dtype} on {parameter.device}, not torch.float32 on cpu"
+                )
         if not self._parameters:
             raise ValueError("no parameter of the optimizer needs a gradient")
         if settings.get("momentum_correction") and any(_momentum(group) for group in optimizer.param_groups):
@@ -114,13 +116,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError("parameters cannot be added to a DistributedOptimizer: wrap the optimizer that has them all")
+        raise RuntimeError(
+            "parameters cannot be added to a DistributedOptimizer: wrap the optimizer that has them all"
+        )
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """State of the wrapped optimizer and of this rank's reducer: tensors and plain values only."""
         return {"optimizer": self.inner.state_dict(), "reducer": _to_tensors(self.reducer.state_dict())}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where this rank's `state_dict` was taken, bit for bit.
 
         Raises:

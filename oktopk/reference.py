@@ -83,5 +83,40 @@ def dense(gradients: Vector, residuals: Vector, k: int) -> Step:
     return Step(accumulated, selected, accumulated.sum(axis=0), everything, np.zeros_like(accumulated))
 
 
-ORACLES = {"dense": dense, "oktopk": ok_topk}
+def sum_of_top_ks(gradients: Vector, residuals: Vector, k: int) -> Step:
+    """One step of TopkA, TopkDSA and Gaussiank: the whole sum of the local top ks."""
+    accumulated = gradients + residuals
+    selected = [top_k(row, k) for row in accumulated]
+    update = np.sum([masked(row, mine) for row, mine in zip(accumulated, selected, strict=True)], axis=0)
+    left = accumulated.copy()
+    for row, mine in zip(left, selected, strict=True):
+        row[mine] = 0
+    return Step(accumulated, selected, update, np.flatnonzero(update), left)
+
+
+def gtopk(gradients: Vector, residuals: Vector, k: int) -> Step:
+    """One step of gTopk: pairs of ranks merge and keep k, again and again; what a merge prunes stays where it was merged."""
+    accumulated = gradients + residuals
+    selected = [top_k(row, k) for row in accumulated]
+    held = [masked(row, mine) for row, mine in zip(accumulated, selected, strict=True)]
+    left = accumulated - np.array(held)
+    distance = 1
+    while distance < len(held):
+        for rank in range(0, len(held) - distance, 2 * distance):
+            merged = held[rank] + held[rank + distance]
+            order = np.argsort(-np.abs(merged), kind="stable")  # ties by lowest index
+            held[rank] = masked(merged, order[:k])
+            left[rank] += merged - held[rank]
+        distance *= 2
+    return Step(accumulated, selected, held[0], np.flatnonzero(held[0]), left)
+
+
+ORACLES = {
+    "dense": dense,
+    "oktopk": ok_topk,
+    "topka": sum_of_top_ks,
+    "topkdsa": sum_of_top_ks,
+    "gaussiank": sum_of_top_ks,
+    "gtopk": gtopk,
+}
 """One step of each method, by its name in the registry."""

@@ -13,28 +13,11 @@ def equal_boundaries(length: int, ranks: int) -> NDArray[np.int64]:
     return length * np.arange(ranks + 1, dtype=np.int64) // ranks
 
 
-def propose_cuts(local_indices: NDArray[np.int32], length: int, ranks: int) -> NDArray[np.int64]:
-    """The ranks - 1 cut points that split one rank's selection into equal counts.
-
-    Args:
-        local_indices: int32[nnz], ascending.
-        length: elements of the gradient (n).
-        ranks: regions wanted.
-
-    Returns:
-        int64[ranks - 1], ascending; equal lengths when nothing is selected.
-    """
-    if len(local_indices) == 0:
-        return equal_boundaries(length, ranks)[1:-1]
-    places = len(local_indices) * np.arange(1, ranks, dtype=np.int64) // ranks
-    return local_indices[places].astype(np.int64)
-
-
-def region_boundaries(local_indices: NDArray[np.int32], length: int, transport: Transport) -> NDArray[np.int64]:
+def region_boundaries(cuts: NDArray[np.int64], length: int, transport: Transport) -> NDArray[np.int64]:
     """Cut the gradient into one contiguous region per rank, balanced by nnz.
 
     Args:
-        local_indices: int32[nnz], ascending positions of the local selection.
+        cuts: int64[P - 1], what this rank proposes: the points that split its own selection into equal counts.
         length: elements of the gradient (n).
         transport: where the ranks meet. Collective: every rank must call.
 
@@ -47,5 +30,5 @@ def region_boundaries(local_indices: NDArray[np.int32], length: int, transport: 
     """
     size = transport.size
     boundaries = equal_boundaries(length, size)
-    boundaries[1:-1] = transport.allreduce_control(propose_cuts(local_indices, length, size)) // size
+    boundaries[1:-1] = transport.allreduce_control(cuts) // size
     return boundaries

@@ -31,12 +31,14 @@ class Selection:
         nonfinite: elements whose sum was NaN or Inf; they are not packed and their residual is unchanged.
         exact: the threshold was the k-th largest magnitude of this very step.
         threshold: the magnitude that was selected by.
+        points: int64[P + 1], where each region begins in `packed`, if that was found on the way.
     """
 
     packed: SparseVector
     nonfinite: int
     exact: bool
     threshold: float
+    points: NDArray[np.int64] | None = None
 
 
 class LocalSelection:
@@ -65,12 +67,20 @@ class LocalSelection:
         self._kernels = kernels
         self._transport = transport
 
-    def select(self, gradient: NDArray[np.float32], residual: NDArray[np.float32], k: int, exact: bool) -> Selection:
+    def select(
+        self,
+        gradient: NDArray[np.float32],
+        residual: NDArray[np.float32],
+        k: int,
+        exact: bool,
+        boundaries: NDArray[np.int64] | None = None,
+    ) -> Selection:
         """Accumulate `gradient` into `residual`, both float32[n], and pack the largest of it.
 
         Args:
             k: entries wanted.
             exact: pack the exact top k; else reuse the threshold.
+            boundaries: int64[P + 1], the regions that the list will be split by, where they are known already.
 
         Returns:
             The selection; its entries lie in the workspace until the next call.
@@ -78,7 +88,8 @@ class LocalSelection:
         buffer = self._transport.workspace.entries("packed", 2 * k + self._kernels.BLOCK)
         exact = exact or self.exact_due or self.bits is None
         bits = (self._lower_threshold() if exact else self.bits) if self.bits is not None else NOTHING
-        nnz, nonfinite = self._kernels.accumulate_select(gradient, residual, bits, buffer)
+        packing = self._kernels.accumulate_select(gradient, residual, bits, buffer, boundaries)
+        nnz, nonfinite, points = packing.nnz, packing.nonfinite, packing.points
         if nonfinite:  # nobody applies this step: learn nothing from it, but start afresh
             self.exact_due = True
             return Selection(SparseVector(buffer[:0], self._length), nonfinite, False, bits_magnitude(bits))
@@ -89,11 +100,11 @@ class LocalSelection:
             exact = True
         if exact or nnz > selection_cap(k):
             packed, threshold_bits = self._tighten(buffer[:nnz], k, bits)
-            exact = True
+            exact, points = True, None
         else:
             packed, threshold_bits = buffer[:nnz], bits
             self._follow(nnz, k, bits)
-        return Selection(SparseVector(packed, self._length), 0, exact, bits_magnitude(threshold_bits))
+        return Selection(SparseVector(packed, self._length), 0, exact, bits_magnitude(threshold_bits), points)
 
     def state_dict(self) -> dict[str, Any]:
         return {"bits": self.bits, "slope": self.slope, "exact_due": self.exact_due}
@@ -122,13 +133,17 @@ class LocalSelection:
             shift, _ = kernels.LEVELS[0]
             edge = max(1, (len(coarse) - 1 - place) << shift)
             return kernels.select_at_least(residual, edge, _ALL, buffer), edge
-        bits, larger = kth_magnitude(lambda level, prefix: kernels.magnitude_histogram(residual, level, prefix), k)
+        bits, larger = kth_magnitude(
+            lambda level, prefix: kernels.magnitude_histogram(residual, level, prefix), k
+        )
         return kernels.select_at_least(residual, bits, selection_cap(k) - larger, buffer), bits
 
     def _tighten(self, candidates: NDArray[np.void], k: int, lowest: int) -> tuple[NDArray[np.void], int]:
         """Cut a list that holds the top k down to it, in O(nnz); ties at the cap keep the lowest indices."""
         kernels = self._kernels
-        bits, larger = kth_magnitude(lambda level, prefix: kernels.magnitude_histogram(candidates, level, prefix), k)
+        bits, larger = kth_magnitude(
+            lambda level, prefix: kernels.magnitude_histogram(candidates, level, prefix), k
+        )
         self._measure_slope(len(candidates), k, lowest, bits)
         self.bits, self.exact_due = bits, False
         ties = selection_cap(k) - larger

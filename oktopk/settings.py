@@ -49,6 +49,12 @@ class Settings:
     average: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("density", "momentum_correction", "balance_trigger", "drift_tolerance"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"{name} {value!r} is not a number")
+        if not isinstance(self.average, bool):
+            raise ValueError(f"average {self.average!r} is not True or False")
         if not 0 < self.density <= 1:
             raise ValueError(f"density {self.density} is not in (0, 1]")
         for name, least in (

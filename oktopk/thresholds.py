@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.host_kernels import bits_magnitude, magnitude_bits
+from collectives.host_kernels import bits_magnitude
 from collectives.split_and_reduce import RegionLists
 from oktopk.host_kernels import LEVELS
 from oktopk.settings import selection_cap
@@ -25,7 +25,6 @@ NOTHING = 0x7F800000
 _RUNGS = 65  # counts exchanged per step, around the reused global threshold
 _RUNG_BITS = 1 << 16  # 1/128 octave between two of them
 _MISS = 0.05  # share of k that the nearest rung may be off before the threshold is named exactly, at once
-_ALL = 2**31 - 1
 
 
 def kth_magnitude(histogram: Callable[[int, int], NDArray[np.int64]], k: int) -> tuple[int, int]:
@@ -92,17 +91,17 @@ class GlobalThreshold:
         if exact or self.bits is None:
             return self._keep_exact(lists, k)
         edges = self._ladder()
-        sums = lists.sums(int(edges[0]))
-        counts = _counts(sums, edges, lists)
+        sums = lists.counted(self.bits, edges)
+        counts = lists.transport.allgather_control(sums.counts)
         totals = counts.sum(axis=0)
         rung = _RUNGS // 2
         if abs(totals[rung] - k) > self._tolerance * k:
             rung = int(np.argmin(np.abs(totals - k)))
-        all_kept = edges[0] == 1 and totals[0] <= k
-        if abs(totals[rung] - k) > _MISS * k and not all_kept:
-            return self._keep_exact(lists, k)
+            all_kept = edges[0] == 1 and totals[0] <= k
+            if abs(totals[rung] - k) > _MISS * k and not all_kept:
+                return self._keep_exact(lists, k)
         self.bits = int(edges[rung])
-        return _take(sums, self.bits, _ALL, lists), counts[:, rung]
+        return sums.take(self.bits), counts[:, rung]
 
     def state_dict(self) -> dict[str, Any]:
         return {"bits": self.bits}
@@ -124,7 +123,7 @@ class GlobalThreshold:
             def histogram(level: int, prefix: int, sums: NDArray[np.void] = sums) -> NDArray[np.int64]:
                 return transport.allreduce_control(self._kernels.magnitude_histogram(sums, level, prefix))
 
-            self.bits, larger = kth_magnitude(histogram, k)
+            self.bits, _ = kth_magnitude(histogram, k)
             if self.bits >= lowest or lowest == 1:
                 break
             lowest = 1  # fewer than k sums reach the lowest rung

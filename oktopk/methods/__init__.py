@@ -2,8 +2,14 @@
 
 from oktopk.methods.base import Method, Plan, Reduction, SparseMethod
 from oktopk.methods.dense import Dense
+from oktopk.methods.gaussiank import Gaussiank
+from oktopk.methods.gtopk import GTopk
 from oktopk.methods.oktopk import OkTopk
+from oktopk.methods.topka import TopkA
+from oktopk.methods.topkdsa import TopkDSA
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in (Dense, OkTopk)}
+METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (Dense, OkTopk, TopkA, TopkDSA, GTopk, Gaussiank)
+}
 
 __all__ = ["METHODS", "Method", "Plan", "Reduction", "SparseMethod"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -29,6 +29,7 @@ class Plan:
         new_boundaries: agree on new region boundaries.
         scale: factor on the sum for methods that write a dense update.
         stopwatch: books the time of the stages.
+        nonfinite: this rank knows already, and alone, that the step must not be applied.
     """
 
     k: int
@@ -36,6 +37,7 @@ class Plan:
     new_boundaries: bool
     scale: float
     stopwatch: Stopwatch
+    nonfinite: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,21 @@ class Reduction:
 
     Attributes:
         update: the sum over the ranks, equal on all of them; None when `out` was filled with it, scaled.
-        cleared: int32[m], ascending: where this rank's residual is applied and becomes zero; None for everywhere.
-        returned: entries to add to this rank's residual: what was pruned on the way.
+        selected: what this rank packed and sent: its residual becomes zero there; None for everywhere.
+        only_applied: it becomes zero only where `update` has an entry too; what was selected but rejected stays.
+        returned: lists of entries to add to this rank's residual: what was pruned on the way.
         exact: thresholds were exact.
         local_nnz, global_nnz: entries selected here, and applied.
         local_threshold, global_threshold: magnitudes, NaN where there is none.
     """
 
     update: SparseVector | None
-    cleared: NDArray[np.int32] | None
-    returned: SparseVector
+    selected: SparseVector | None
+    returned: tuple[SparseVector, ...]
     exact: bool
     local_nnz: int
     global_nnz: int
+    only_applied: bool = False
     local_threshold: float = math.nan
     global_threshold: float = math.nan
 
@@ -105,10 +109,10 @@ class Method(ABC):
         """Plain numbers and arrays that the next step depends on, besides the residual."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - dense has no state
         """Continue from a `state_dict`."""
 
-    def close(self) -> None:  # noqa: B027 - most methods hold nothing
+    def close(self) -> None:  # noqa: B027 - most methods hold nothing of MPI's
         """Free what MPI holds for this method."""
 
 
@@ -127,30 +131,32 @@ class SparseMethod(Method):
         plan: Plan,
     ) -> Reduction:
         assert residual is not None, f"{self.name} needs a residual"
-        selection = self.selection.select(gradient, residual, plan.k, plan.exact)
+        selection = self.selection.select(gradient, residual, plan.k, plan.exact, self.regions(plan))
+        if plan.nonfinite:
+            selection = replace(selection, nonfinite=selection.nonfinite + 1)
         plan.stopwatch.lap("select")
         try:
-            return self.exchange(selection, plan)
+            return self.exchange(selection, out, plan)
         except FlaggedRanksError:
             self.kernels.undo_accumulate(gradient, residual)
             raise
 
+    def regions(self, plan: Plan) -> NDArray[np.int64] | None:
+        """int64[P + 1], the regions that the selection will be split by, where they are known before."""
+        return None
+
     @abstractmethod
-    def exchange(self, selection: Selection, plan: Plan) -> Reduction:
+    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> Reduction:
         """Turn every rank's selection into the update. Collective.
+
+        Args:
+            selection: what this rank selected.
+            out: float32[n], zero; where a result that is dense goes, scaled.
+            plan: k and scale.
 
         Raises:
             FlaggedRanksError: a selection has non-finite elements; on every rank alike, before any payload is sent.
         """
-
-    def cleared(self, packed: SparseVector, update: SparseVector) -> NDArray[np.int32]:
-        """int32[m]: indices that this rank selected and that are in the update."""
-        out = self.transport.workspace.indices("cleared", min(packed.nnz, update.nnz) + 1)
-        return out[: self.kernels.common_indices(packed.entries, update.entries, out)]
-
-    def nothing(self) -> SparseVector:
-        """No entries."""
-        return SparseVector(self.transport.workspace.entries("nothing", 0), self.length)
 
     def state_dict(self) -> dict[str, Any]:
         return {"selection": self.selection.state_dict()}

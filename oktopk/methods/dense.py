@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.dense import DenseAllreduce
-from collectives.sparse import SparseVector
 from collectives.split_and_reduce import FlaggedRanksError
 from oktopk.methods.base import Method, Plan, Reduction
 
@@ -30,7 +29,7 @@ class Dense(Method):
     ) -> Reduction:
         nonfinite = self.kernels.accumulate(gradient, residual, out)
         plan.stopwatch.lap("select")
-        flags = self.transport.allgather_control(np.array([nonfinite > 0], np.int64))
+        flags = self.transport.allgather_control(np.array([nonfinite > 0 or plan.nonfinite], np.int64))
         if flags.any():
             raise FlaggedRanksError(np.flatnonzero(flags).tolist())
         if self._allreduce is None or self._allreduce.vector is not out:
@@ -40,8 +39,8 @@ class Dense(Method):
         plan.stopwatch.lap("allreduce")
         return Reduction(
             update=None,
-            cleared=None,
-            returned=SparseVector.empty(self.length),
+            selected=None,
+            returned=(),
             exact=True,
             local_nnz=self.length,
             global_nnz=self.length,

@@ -32,31 +32,41 @@ class OkTopk(SparseMethod):
         self.threshold = GlobalThreshold(kernels, settings.drift_tolerance)
         self.boundaries: NDArray[np.int64] | None = None
 
-    def exchange(self, selection: Selection, plan: Plan) -> Reduction:
+    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> Reduction:
         packed, transport, stopwatch = selection.packed, self.transport, plan.stopwatch
+        points = selection.points
         if plan.new_boundaries or self.boundaries is None:
-            self.boundaries = region_boundaries(packed.indices, self.length, transport)
+            cuts = transport.kernels.equal_count_cuts(packed.entries, self.length, transport.size)
+            self.boundaries = region_boundaries(cuts, self.length, transport)
+            points = None
             stopwatch.lap("boundaries")
         lists = split_and_reduce(
-            packed, self.boundaries, transport, selection.nonfinite > 0, self.settings.bucket_rounds
+            packed,
+            self.boundaries,
+            transport,
+            flag=selection.nonfinite > 0,
+            points=points,
+            bucket_rounds=self.settings.bucket_rounds,
         )
         stopwatch.lap("exchange")
         kept, counts = self.threshold.keep(lists, plan.k, plan.exact)
         stopwatch.lap("reduce")
         update = balance_and_allgatherv(kept, counts, self.length, transport, self.settings.balance_trigger)
         stopwatch.lap("allgather")
-        cleared = self.cleared(packed, update)
-        stopwatch.lap("apply")
         return Reduction(
             update=update,
-            cleared=cleared,
-            returned=self.nothing(),
+            selected=packed,
+            only_applied=True,
+            returned=(),
             exact=plan.exact,
             local_nnz=packed.nnz,
             global_nnz=update.nnz,
             local_threshold=selection.threshold,
             global_threshold=self.threshold.value,
         )
+
+    def regions(self, plan: Plan) -> NDArray[np.int64] | None:
+        return None if plan.new_boundaries else self.boundaries
 
     def state_dict(self) -> dict[str, Any]:
         boundaries = None if self.boundaries is None else self.boundaries.copy()

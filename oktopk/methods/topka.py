@@ -1,0 +1,57 @@
+"""TopkA: every rank gets every rank's selection, and sums."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.recursive_doubling import allgatherv
+from collectives.sparse import SparseVector
+from collectives.split_and_reduce import FlaggedRanksError
+from oktopk.methods.base import Plan, Reduction, SparseMethod
+from oktopk.selection import Selection
+
+
+class TopkA(SparseMethod):
+    """Allgather of the local top ks; the update is their whole sum, up to kP entries.
+
+    Traffic: 2k(P-1) words and ceil(log2 P) rounds a rank. Control: one allgather of 2 int64.
+    Source: Renggli et al., SparCML, SC 2019; Li & Hoefler, PPoPP 2022, table 1.
+    """
+
+    name = "topka"
+
+    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> Reduction:
+        packed, transport = selection.packed, self.transport
+        mine = np.array([packed.nnz, selection.nonfinite > 0], np.int64)
+        counts = gather_counts(self, mine)[:, 0]
+        ends = np.cumsum(counts)
+        begins = ends - counts
+        gathered = transport.workspace.entries("gathered", int(ends[-1]))
+        allgatherv(gathered, counts, transport, own=packed.entries)
+        plan.stopwatch.lap("allgather")
+        most = min(int(ends[-1]), self.length)
+        sums = transport.workspace.entries("sums", most)
+        nnz = transport.kernels.sum_sorted_lists(gathered, begins, ends, 0, self.length, 1, sums)
+        plan.stopwatch.lap("reduce")
+        return Reduction(
+            update=SparseVector(sums[:nnz], self.length),
+            selected=packed,
+            returned=(),
+            exact=selection.exact,
+            local_nnz=packed.nnz,
+            global_nnz=nnz,
+            local_threshold=selection.threshold,
+        )
+
+
+def gather_counts(method: SparseMethod, mine: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64[P, m] of every rank's counts, the last of which is its flag.
+
+    Raises:
+        FlaggedRanksError: a rank raised its flag; on every rank alike.
+    """
+    counts = method.transport.allgather_control(mine)
+    if counts[:, -1].any():
+        raise FlaggedRanksError(np.flatnonzero(counts[:, -1]).tolist())
+    return counts

@@ -1,0 +1,66 @@
+"""TopkDSA: SparCML's dynamic sparse allreduce."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.dynamic_allgather import GatheredRegions, allgather_regions
+from collectives.sparse import SparseVector
+from collectives.split_and_reduce import split_and_reduce
+from oktopk.methods.base import Plan, Reduction, SparseMethod
+from oktopk.regions import equal_boundaries
+from oktopk.selection import Selection
+
+
+class TopkDSA(SparseMethod):
+    """Split into equal regions, reduce sparsely, allgather each region as COO or, once fill-in makes that longer, dense.
+
+    The update is the whole sum of the local top ks.
+
+    Traffic: 4k(P-1)/P words a rank where the supports coincide, up to (2k+n)(P-1)/P where fill-in makes every region dense;
+        P + ceil(log2 P) messages. Control: one alltoall and one allgather of 1 int64.
+    Source: Renggli et al., SparCML, SC 2019.
+    """
+
+    name = "topkdsa"
+
+    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> Reduction:
+        packed, transport = selection.packed, self.transport
+        boundaries = equal_boundaries(self.length, transport.size)
+        lists = split_and_reduce(
+            packed,
+            boundaries,
+            transport,
+            flag=selection.nonfinite > 0,
+            bucket_rounds=self.settings.bucket_rounds,
+        )
+        plan.stopwatch.lap("exchange")
+        sums = lists.sums()
+        plan.stopwatch.lap("reduce")
+        counts = transport.allgather_control(np.array([len(sums)], np.int64))[:, 0]
+        regions = allgather_regions(sums, counts, boundaries, transport)
+        plan.stopwatch.lap("allgather")
+        return Reduction(
+            update=self._write_if_dense(regions, out, plan.scale),
+            selected=packed,
+            returned=(),
+            exact=selection.exact,
+            local_nnz=packed.nnz,
+            global_nnz=int(counts.sum()),
+            local_threshold=selection.threshold,
+        )
+
+    def _write_if_dense(
+        self, regions: GatheredRegions, out: NDArray[np.float32], scale: float
+    ) -> SparseVector | None:
+        """The update as COO; or None, once it is written to `out` because a region is dense."""
+        if not regions.dense.any():
+            return SparseVector(regions.entries, self.length)
+        for region in range(self.transport.size):
+            if regions.dense[region]:
+                lower, upper = regions.boundaries[region : region + 2]
+                self.kernels.write_block_scaled(regions.block(region), scale, out[lower:upper])
+            else:
+                self.kernels.write_scaled(out, regions.block(region), scale)
+        return None

@@ -1,0 +1,85 @@
+"""What every test may count on.
+
+A test marked `@pytest.mark.mpi` takes the fixture `comm` and must hold for any number of ranks; the runner
+gives it 1, 2, 3, 4, 5 and 8. `@pytest.mark.mpi(min_size=2)` skips it on fewer. Every rank runs it; it fails
+when it fails on any rank (see multirank.py). By hand:
+
+    python -m jobs.launch -n 4 -m pytest --with-mpi -m mpi tests/test_transport.py
+
+Starting torch costs every rank about 3 s of a core: a file with tests marked `mpi` imports it at its top only
+when those need it. Single-process tests of the same subject that do can live in a file of their own.
+
+Hypothesis draws the same examples on all ranks and from run to run: no database, no deadline, seeds taken
+from the test's source.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import hypothesis
+import pytest
+import pytest_mpi
+
+from tests.outcomes import OutcomeFile
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+hypothesis.settings.register_profile(
+    "same_on_all_ranks",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=50,
+    report_multiple_bugs=False,
+    # What depends on the clock differs between ranks. Explaining traces every line, and changes no verdict.
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink],
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("same_on_all_ranks")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("several ranks")
+    group.addoption(
+        "--outcomes", metavar="FILE", help="rank 0 appends each test's state to FILE as it changes"
+    )
+    group.addoption(
+        "--rank-patience",
+        type=float,
+        default=15.0,
+        metavar="SECONDS",
+        help="how long a rank on which a test failed waits for the others before it ends the job",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    rank = 0
+    if config.getoption("--with-mpi"):
+        # Not before: a process that started MPI must not start an mpiexec, as single-process tests do.
+        from mpi4py import MPI
+
+        from tests.multirank import OneReport
+
+        rank = MPI.COMM_WORLD.rank
+        if MPI.COMM_WORLD.size > 1:
+            patience = config.getoption("--rank-patience")
+            config.pluginmanager.register(OneReport(MPI.COMM_WORLD, patience), "one report")
+    outcomes = config.getoption("--outcomes")
+    if outcomes and rank == 0:
+        config.pluginmanager.register(OutcomeFile(outcomes), "outcome file")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    for plugin in session.config.pluginmanager.get_plugins():
+        if isinstance(plugin, pytest_mpi.MPIPlugin):
+            plugin._is_testing_mpi = False  # spares every report its lines about mpi4py's build
+
+
+@pytest.fixture(scope="session")
+def comm() -> MPI.Intracomm:
+    """All ranks of the job."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD

@@ -1,0 +1,94 @@
+"""Gradients for the contract's tests: small integers as float32, so that every sum is exact in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float32]
+Draw = Callable[[np.random.Generator, int, int, int], Vector]
+
+DENORMAL = np.float32(1e-45)
+
+
+def _iid(rng: np.random.Generator, length: int, rank: int, size: int) -> Vector:
+    return rng.integers(-999, 1000, length).astype(np.float32)
+
+
+def _heavy_tailed(rng: np.random.Generator, length: int, rank: int, size: int) -> Vector:
+    return np.trunc(np.clip(rng.standard_cauchy(length) * 8, -60000, 60000)).astype(np.float32)
+
+
+def _clustered(rng: np.random.Generator, length: int, rank: int, size: int) -> Vector:
+    gradient = rng.integers(-3, 4, length)
+    hot = slice(length // 3, length // 3 + max(1, length // 16))
+    gradient[hot] *= rng.integers(50, 200, gradient[hot].shape)
+    return gradient.astype(np.float32)
+
+
+def _one_element_region(rng: np.random.Generator, length: int, rank: int, size: int) -> Vector:
+    gradient = np.zeros(length, np.float32)
+    gradient[: max(1, length // 50)] = rng.integers(1, 99, max(1, length // 50))
+    return gradient
+
+
+def _silent_rank(rng: np.random.Generator, length: int, rank: int, size: int) -> Vector:
+    return _iid(rng, length, rank, size) * (rank != 0)
+
+
+def _zero(rng: np.random.Generator, length: int, rank: int, size: int) -> Vector:
+    return np.zeros(length, np.float32)
+
+
+def _negative_zero(rng: np.random.Generator, length: int, rank: int, size: int) -> Vector:
+    return np.full(length, -0.0, np.float32)
+
+
+def _constant(rng: np.random.Generator, length: int, rank: int, size: int) -> Vector:
+    return np.full(length, 3.0, np.float32)
+
+
+def _ties(rng: np.random.Generator, length: int, rank: int, size: int) -> Vector:
+    return rng.integers(-1, 2, length).astype(np.float32)
+
+
+def _denormal(rng: np.random.Generator, length: int, rank: int, size: int) -> Vector:
+    return rng.integers(-99, 100, length).astype(np.float32) * DENORMAL
+
+
+def _few_nonzeros(rng: np.random.Generator, length: int, rank: int, size: int) -> Vector:
+    gradient = np.zeros(length, np.float32)
+    gradient[rng.integers(0, length)] = rank + 1
+    return gradient
+
+
+def _disjoint(rng: np.random.Generator, length: int, rank: int, size: int) -> Vector:
+    gradient = _iid(rng, length, rank, size)
+    return gradient * (np.arange(length) * size // length == rank)
+
+
+def _cancelling(rng: np.random.Generator, length: int, rank: int, size: int) -> Vector:
+    same_everywhere = np.random.default_rng(7).integers(1, 500, length).astype(np.float32)
+    return same_everywhere * (1 if rank % 2 else -1)
+
+
+GRADIENTS: dict[str, Draw] = {
+    "iid": _iid,
+    "heavy tailed": _heavy_tailed,
+    "clustered": _clustered,
+    "one region": _one_element_region,
+    "silent rank": _silent_rank,
+    "zero": _zero,
+    "negative zero": _negative_zero,
+    "constant": _constant,
+    "ties": _ties,
+    "denormal": _denormal,
+    "few nonzeros": _few_nonzeros,
+    "disjoint": _disjoint,
+    "cancelling": _cancelling,
+}
+
+SHAPES = ((1, 0.01), (3, 0.25), (7, 0.2), (257, 0.25), (1000, 0.05), (9001, 0.01))
+"""(length, density): shorter than the ranks, k = 1, the densest that is still sparse, several blocks long."""

@@ -1,0 +1,138 @@
+"""Balance and allgatherv: the blocks in rank order on all ranks, evened out only where that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from collectives.balance_and_allgatherv import balance_and_allgatherv, needs_balancing
+from collectives.sparse import ENTRY
+from collectives.traffic import Traffic
+from collectives.transport import Transport
+
+SKEWED: dict[str, Callable[[int], list[int]]] = {
+    "equal": lambda size: [30] * size,
+    "all on the first": lambda size: [240] + [0] * (size - 1),
+    "all on the last": lambda size: [0] * (size - 1) + [240],
+    "one entry": lambda size: [0] * (size - 1) + [1],
+    "fewer than ranks": lambda size: ([2, 0, 0, 1] + [0] * size)[:size],
+    "nothing": lambda size: [0] * size,
+    "a slope": lambda size: list(range(0, 10 * size, 10)),
+}
+RANKS = 8  # as many as a test may have; fewer take the first of what was drawn
+counts_of_ranks = st.lists(
+    st.one_of(st.just(0), st.integers(0, 9), st.integers(0, 300)), min_size=RANKS, max_size=RANKS
+)
+
+
+@pytest.fixture(scope="module")
+def transport(comm: MPI.Intracomm) -> Iterator[Transport]:
+    made = Transport(comm)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("counts", "trigger", "needed"),
+    [
+        ([4, 0, 0, 0], 4.0, False),
+        ([4, 0, 0, 0], 3.99, True),
+        ([5, 0, 0, 0, 0], 4.0, True),
+        ([4, 1, 0, 0, 0], 4.0, False),
+        ([2, 2], 1.0, False),
+        ([3, 2], 1.0, True),
+        ([0, 0, 0], 1.0, False),
+        ([7], 1.0, False),
+    ],
+)
+def test_balancing_is_for_more_than_the_trigger_times_the_mean(
+    counts: list[int], trigger: float, needed: bool
+) -> None:
+    assert needs_balancing(np.array(counts, np.int64), trigger) is needed
+
+
+def test_the_default_trigger_never_fires_on_four_ranks() -> None:
+    assert not needs_balancing(np.array([10**9, 0, 0, 0]), 4.0)
+
+
+def gather(
+    counts: list[int], transport: Transport, trigger: float | None
+) -> tuple[NDArray[np.void], Traffic]:
+    """What arrived, checked against the blocks in rank order, and what this rank sent."""
+    rank = transport.rank
+    expected = np.zeros(sum(counts), ENTRY)
+    expected["index"] = 3 * np.arange(len(expected))
+    expected["value"] = np.repeat(np.arange(len(counts)) + 0.5, counts)
+    kept = expected[sum(counts[:rank]) : sum(counts[: rank + 1])].copy()
+    before = kept.copy()
+    options = {} if trigger is None else {"trigger": trigger}
+    transport.take_traffic()
+    vector = balance_and_allgatherv(kept, np.array(counts, np.int64), 10_000, transport, **options)
+    sent = transport.take_traffic()
+    result = vector.entries.copy()
+    everyone = transport.comm.allgather(result.tobytes())
+    assert vector.length == 10_000
+    assert everyone == [expected.tobytes()] * transport.size
+    assert np.array_equal(kept, before)
+    assert sent.control_words == sent.control_messages == 0
+    return result, sent
+
+
+def moved_by(rank: int, counts: list[int]) -> list[int]:
+    """Entries that one rank must hand to each other so that all hold an equal share, counted one by one."""
+    total, size = sum(counts), len(counts)
+    cuts = [total * i // size for i in range(size + 1)]
+    begin = sum(counts[:rank])
+    targets = [sum(place >= cut for cut in cuts[1:]) for place in range(begin, begin + counts[rank])]
+    return [sum(target == other for target in targets) for other in range(size) if other != rank]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", SKEWED)
+def test_all_ranks_get_all_blocks_in_order_with_and_without_balancing(
+    transport: Transport, kind: str
+) -> None:
+    for trigger in (None, 4.0, 1.0, float("inf")):
+        gather(SKEWED[kind](transport.size), transport, trigger)
+
+
+@pytest.mark.mpi
+@settings(max_examples=20)
+@given(counts=counts_of_ranks, trigger=st.sampled_from([1.0, 1.5, 4.0]))
+def test_words_are_the_allgatherv_and_what_balancing_moves(
+    transport: Transport, counts: list[int], trigger: float
+) -> None:
+    size, rank = transport.size, transport.rank
+    counts = counts[:size]
+    _, sent = gather(counts, transport, trigger)
+    words = transport.comm.allreduce(sent.words)
+    moved = sum(moved_by(rank, counts)) if needs_balancing(np.array(counts), trigger) else 0
+    moved_by_all = transport.comm.allreduce(moved)
+    gathered = 2 * sum(counts) * (size - 1)
+    assert words == gathered + 2 * moved_by_all
+    # the bound that the volume rests on; a share that does not divide moves one entry more
+    assert moved_by_all * size <= sum(counts) * (size - 1) + size
+
+
+@pytest.mark.mpi
+def test_everything_on_one_rank_is_moved_out_in_equal_shares_and_passed_round(transport: Transport) -> None:
+    size, rank = transport.size, transport.rank
+    counts = [0] * size
+    counts[size // 2] = 100 * size
+    plain, sent_plain = gather(counts, transport, float(size))
+    balanced, sent = gather(counts, transport, 1.0)
+    assert plain.tobytes() == balanced.tobytes()
+    holder = rank == size // 2
+    if size > 2:
+        # shares of 100 entries: moved by the holder, then the allgatherv of equal blocks
+        assert sent.words == 2 * 100 * (size - 1) * (1 + holder)
+    else:
+        assert sent.words == sent_plain.words == 2 * 100 * size * (size - 1) * holder
+    words_plain = transport.comm.allreduce(sent_plain.words)
+    assert words_plain == 2 * 100 * size * (size - 1)

@@ -1,0 +1,150 @@
+"""What must hold for every method, on any number of ranks and any input: the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from collectives.traffic import dense_words, step_limit, upper_bound
+from oktopk import METHODS, GradientAllreduce, StepReport, reference
+from oktopk.settings import selection_cap
+from tests.inputs import GRADIENTS, SHAPES, Vector
+
+STEPS = 5
+
+pytestmark = pytest.mark.mpi
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One step as all ranks see it."""
+
+    gradients: Vector
+    before: Vector
+    update: Vector
+    after: Vector
+    report: StepReport
+    words: float
+
+
+def run(
+    comm: MPI.Intracomm,
+    method: str,
+    kind: str,
+    length: int,
+    density: float,
+    steps: int = STEPS,
+    **settings: object,
+) -> Iterator[Observed]:
+    """Run a reducer that gives the sum, and gather what every rank put in and kept."""
+    reducer = GradientAllreduce(comm, length, method, density=density, average=False, **settings)
+    rng = np.random.default_rng((comm.rank, length))
+    residual = np.zeros(length, np.float32)
+    for _ in range(steps):
+        gradient = GRADIENTS[kind](rng, length, comm.rank, comm.size)
+        kept = gradient.copy()
+        report = reducer.step(gradient)
+        assert np.array_equal(gradient, kept), "the caller's gradient was changed"
+        left = np.zeros(length, np.float32) if reducer.residual is None else reducer.residual.copy()
+        updates = comm.allgather(reducer.update.tobytes())
+        assert len(set(updates)) == 1, "the ranks disagree on the update"
+        yield Observed(
+            gradients=np.array(comm.allgather(gradient)),
+            before=np.array(comm.allgather(residual)),
+            update=reducer.update.copy(),
+            after=np.array(comm.allgather(left)),
+            report=report,
+            words=comm.allreduce(report.words) / comm.size,
+        )
+        residual = left
+    reducer.close()
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_is_lost_and_nothing_counted_twice(comm: MPI.Intracomm, method: str, kind: str) -> None:
+    for length, density in SHAPES:
+        for step in run(comm, method, kind, length, density, threshold_interval=3, boundary_interval=2):
+            put_in = (step.gradients.astype(np.float64) + step.before).sum(axis=0)
+            came_out = step.after.astype(np.float64).sum(axis=0) + step.update
+            assert np.array_equal(put_in, came_out), (length, density, step.report)
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_exact_thresholds_give_the_oracles_update_and_residuals(
+    comm: MPI.Intracomm, method: str, kind: str
+) -> None:
+    for length, density in SHAPES:
+        for step in run(comm, method, kind, length, density, threshold_interval=1, boundary_interval=3):
+            gradients, before = step.gradients.astype(np.float64), step.before.astype(np.float64)
+            expected = reference.ORACLES[method](gradients, before, step.report.k)
+            assert step.report.exact
+            assert np.array_equal(step.update, expected.update), (length, density)
+            assert np.array_equal(step.after, expected.residuals), (length, density)
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_no_step_sends_or_applies_more_than_the_caps_allow(
+    comm: MPI.Intracomm, method: str, kind: str
+) -> None:
+    for length, density in SHAPES:
+        for step in run(comm, method, kind, length, density, threshold_interval=4, boundary_interval=2):
+            if method == "dense":
+                assert step.words == pytest.approx(dense_words(length, comm.size), abs=1)
+                continue
+            k = step.report.k
+            assert step.report.local_nnz <= selection_cap(k)
+            if method == "oktopk":
+                assert np.count_nonzero(step.update) == step.report.global_nnz <= selection_cap(k)
+                assert step.words <= step_limit(k, comm.size), (length, density, step.report)
+
+
+def test_ok_topk_stays_under_its_bound_and_near_k_on_drifting_gradients(comm: MPI.Intracomm) -> None:
+    length, density = 40_000, 0.02
+    reducer = GradientAllreduce(comm, length, "oktopk", density=density)
+    rng = np.random.default_rng(comm.rank)
+    scale = np.repeat(10.0 ** np.random.default_rng(1).uniform(-2, 0, 40), length // 40)
+    words, deviation = [], []
+    for step in range(100):
+        drift = 1 + 0.2 * np.sin(step / 9)
+        report = reducer.step((rng.standard_t(4, length) * scale * drift).astype(np.float32))
+        words.append(comm.allreduce(report.words) / comm.size)
+        deviation.append(abs(report.global_nnz - report.k) / report.k)
+    assert np.mean(words) <= upper_bound(report.k, comm.size)
+    assert np.mean(deviation) <= 0.05
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_second_run_gives_the_same_bits(comm: MPI.Intracomm, method: str) -> None:
+    def updates() -> list[bytes]:
+        reducer = GradientAllreduce(
+            comm, 5000, method, density=0.02, threshold_interval=4, boundary_interval=3
+        )
+        rng = np.random.default_rng(comm.rank)
+        results = []
+        for _ in range(9):
+            reducer.step(rng.standard_normal(5000).astype(np.float32))
+            results.append(reducer.update.tobytes())
+        reducer.close()
+        return results
+
+    assert updates() == updates()
+
+
+@pytest.mark.parametrize("trigger", [1.0, 4.0])
+@pytest.mark.parametrize("bucket_rounds", [1, 2, 8])
+def test_balancing_and_bucketing_change_no_bit(
+    comm: MPI.Intracomm, trigger: float, bucket_rounds: int
+) -> None:
+    plain = run(comm, "oktopk", "clustered", 3000, 0.05, boundary_interval=4)
+    settings = {"balance_trigger": trigger, "bucket_rounds": bucket_rounds}
+    other = run(comm, "oktopk", "clustered", 3000, 0.05, boundary_interval=4, **settings)
+    for one, two in zip(plain, other, strict=True):
+        assert np.array_equal(one.update, two.update)
+        assert np.array_equal(one.after, two.after)

@@ -1,0 +1,306 @@
+"""The functional form: settings, faults, state, several instances."""
+
+from __future__ import annotations
+
+import tracemalloc
+import warnings
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
+from oktopk.methods import Reduction
+from oktopk.settings import entries_kept
+from tests.inputs import GRADIENTS
+
+pytestmark = pytest.mark.mpi
+
+SPARSE = [name for name, method in METHODS.items() if method.sparse]
+
+
+def gradients(comm: MPI.Intracomm, length: int, steps: int) -> list[np.ndarray]:
+    rng = np.random.default_rng((3, comm.rank))
+    return [GRADIENTS["iid"](rng, length, comm.rank, comm.size) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_update_is_the_mean_or_the_sum(comm: MPI.Intracomm, method: str, average: bool) -> None:
+    reducer = GradientAllreduce(comm, 64, method, density=0.25, average=average)
+    gradient = np.zeros(64, np.float32)
+    gradient[:8] = 8 - np.arange(8)
+    reducer.step(gradient)
+    expected = gradient.astype(np.float64) * (1 if average else comm.size)
+    assert np.allclose(reducer.update, expected, rtol=1e-6)
+    assert np.count_nonzero(reducer.update) == 8
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_nonfinite_gradient_raises_on_every_rank_and_is_undone(
+    comm: MPI.Intracomm, method: str, bad: float
+) -> None:
+    length, culprit = 5000, comm.size - 1
+    reducer = GradientAllreduce(comm, length, method, density=0.05)
+    first, second, third = gradients(comm, length, 3)
+    reducer.step(first)
+    before = None if reducer.residual is None else reducer.residual.copy()
+    poisoned = second.copy()
+    if comm.rank == culprit:
+        poisoned[[0, 4097]] = bad
+    with pytest.raises(NonFiniteGradientError, match=rf"rank\(s\) {culprit}$") as caught:
+        reducer.step(poisoned)
+    assert caught.value.ranks == [culprit]
+    if before is not None:
+        assert np.array_equal(reducer.residual, before)
+    assert not reducer.update.any()
+    reducer.step(third)
+    assert np.isfinite(reducer.update).all()
+    assert reducer.update.any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_skipped_step_conserves_what_is_finite(comm: MPI.Intracomm, method: str) -> None:
+    length = 3000
+    reducer = GradientAllreduce(comm, length, method, density=0.05, nonfinite="skip", average=False)
+    first, second, third = gradients(comm, length, 3)
+    applied = np.zeros(length)
+    for step, gradient in enumerate((first, second, third)):
+        if step == 1 and comm.rank == 0:
+            gradient[7] = np.nan
+        report = reducer.step(gradient)
+        assert report.skipped == (step == 1)
+        assert report.step == step
+        applied += reducer.update
+    left = np.zeros(length) if reducer.residual is None else reducer.residual.astype(np.float64)
+    total = np.sum(comm.allgather(first.astype(np.float64) + third), axis=0)
+    assert np.array_equal(np.sum(comm.allgather(left), axis=0) + applied, total)
+
+
+def test_an_overflowing_sum_is_nonfinite(comm: MPI.Intracomm) -> None:
+    reducer = GradientAllreduce(comm, 100, "oktopk", density=0.01)
+    gradient = np.full(100, 3e38, np.float32)
+    gradient[50] = 3.2e38
+    reducer.step(gradient)
+    with pytest.raises(NonFiniteGradientError):
+        reducer.step(gradient)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("density", (0.01, 0.02)), ("threshold_interval", (32, 16)), ("nonfinite", ("raise", "skip"))],
+)
+def test_ranks_that_disagree_on_a_setting_all_raise(comm: MPI.Intracomm, name: str, values: tuple) -> None:
+    if comm.size == 1:
+        pytest.skip("one rank agrees with itself")
+    with pytest.raises(ValueError, match=f"ranks disagree on {name}.*rank {comm.size - 1}"):
+        GradientAllreduce(comm, 100, "oktopk", **{name: values[comm.rank == comm.size - 1]})
+
+
+def test_a_default_spelled_out_on_one_rank_is_no_disagreement(comm: MPI.Intracomm) -> None:
+    GradientAllreduce(comm, 100, "oktopk", **({"density": 0.01} if comm.rank == 0 else {})).close()
+
+
+def test_ranks_that_disagree_on_length_or_method_all_raise(comm: MPI.Intracomm) -> None:
+    if comm.size == 1:
+        pytest.skip("one rank agrees with itself")
+    with pytest.raises(ValueError, match="ranks disagree on length: rank 0: 100, rank 1: 101"):
+        GradientAllreduce(comm, 100 + comm.rank, "oktopk")
+    with pytest.raises(ValueError, match="ranks disagree on method"):
+        GradientAllreduce(comm, 100, "oktopk" if comm.rank else "dense")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"density": 0.0}, r"density 0.0 is not in \(0, 1\]"),
+        ({"density": 1.5}, r"density 1.5 is not in \(0, 1\]"),
+        ({"threshold_interval": 0}, "threshold_interval 0 is not an integer >= 1"),
+        ({"method": "topkk"}, "method 'topkk' is not one of dense, "),
+        ({"length": 0}, r"length 0 is not in \[1, 2147483647\]"),
+        ({"length": 2**31}, r"length 2147483648 is not in \[1, 2147483647\].*several buckets"),
+        ({"speed": 3}, "unexpected keyword argument 'speed'"),
+        ({"density": "0.1"}, "density '0.1' is not a number"),
+        ({"average": 1}, "average 1 is not True or False"),
+    ],
+)
+def test_a_bad_argument_on_one_rank_raises_on_all(comm: MPI.Intracomm, arguments: dict, message: str) -> None:
+    good = {"length": 100, "method": "oktopk"}
+    culprit = comm.size // 2
+    with pytest.raises(ValueError, match=rf"rank {culprit}: .*{message}"):
+        GradientAllreduce(comm, **(good | (arguments if comm.rank == culprit else {})))
+
+
+def test_a_gradient_of_another_kind_is_named(comm: MPI.Intracomm) -> None:
+    reducer = GradientAllreduce(comm, 100, "oktopk")
+    with pytest.raises(TypeError, match="float64 is not float32"):
+        reducer.step(np.zeros(100))
+    with pytest.raises(ValueError, match=r"\(99,\) is not \(100,\)"):
+        reducer.step(np.zeros(99, np.float32))
+    with pytest.raises(ValueError, match="not contiguous"):
+        reducer.step(np.zeros(200, np.float32)[::2])
+
+
+@pytest.mark.parametrize("method", SPARSE)
+def test_a_density_above_a_quarter_runs_dense_and_says_so_once(comm: MPI.Intracomm, method: str) -> None:
+    reducer = GradientAllreduce(comm, 100, method, density=0.26)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reports = [reducer.step(gradient) for gradient in gradients(comm, 100, 3)]
+    assert [report.method for report in reports] == ["dense"] * 3
+    assert len(caught) == (1 if comm.rank == 0 else 0)
+    assert reducer.residual is None
+    at_the_limit = GradientAllreduce(comm, 100, method, density=0.25)
+    assert at_the_limit.step(gradients(comm, 100, 1)[0]).method == method
+
+
+@pytest.mark.parametrize("method", SPARSE)
+def test_warmups_run_dense_then_ever_sparser(comm: MPI.Intracomm, method: str) -> None:
+    length = 1000
+    settings = {"density": 0.01, "dense_warmup_steps": 2, "density_warmup_steps": 8}
+    reducer = GradientAllreduce(comm, length, method, average=False, **settings)
+    drawn = gradients(comm, length, 12)
+    reports, applied = [], np.zeros(length)
+    for gradient in drawn:
+        reports.append(reducer.step(gradient))
+        applied += reducer.update
+    assert [report.method for report in reports] == ["dense"] * 2 + [method] * 10
+    ks = [report.k for report in reports[2:]]
+    assert ks[0] == entries_kept(0.25, length)
+    assert ks[-1] == entries_kept(0.01, length)
+    assert ks == sorted(ks, reverse=True)
+    assert len(set(ks)) == 5
+    put_in = np.sum(comm.allgather(np.sum(drawn, axis=0, dtype=np.float64)), axis=0)
+    assert reducer.residual is not None
+    left = np.sum(comm.allgather(reducer.residual.astype(np.float64)), axis=0)
+    assert np.array_equal(put_in, left + applied)
+
+
+def test_dense_momentum_correction_is_momentum(comm: MPI.Intracomm) -> None:
+    length, momentum = 500, 0.5
+    reducer = GradientAllreduce(comm, length, "dense", momentum_correction=momentum, average=False)
+    velocity = np.zeros(length)
+    for gradient in gradients(comm, length, 5):
+        reducer.step(gradient)
+        velocity = momentum * velocity + np.sum(comm.allgather(gradient.astype(np.float64)), axis=0)
+        assert np.allclose(reducer.update, velocity, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", SPARSE)
+def test_momentum_correction_forgets_momentum_where_it_sent(
+    comm: MPI.Intracomm, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length = 1000
+    reducer = GradientAllreduce(comm, length, method, density=0.02, momentum_correction=0.5, average=False)
+    sent: list[np.ndarray] = []
+    apply = reducer._apply
+
+    def spy(reduction: Reduction, scale: float) -> None:
+        assert reduction.selected is not None
+        indices = reduction.selected.indices
+        if reduction.only_applied:
+            assert reduction.update is not None
+            indices = np.intersect1d(indices, reduction.update.indices)
+        sent.append(indices.copy())
+        apply(reduction, scale)
+
+    monkeypatch.setattr(reducer, "_apply", spy)
+    expected = np.zeros(length, np.float32)
+    for gradient in gradients(comm, length, 4):
+        reducer.step(gradient)
+        expected = np.float32(0.5) * expected + gradient
+        expected[sent[-1]] = 0
+        assert np.array_equal(reducer.velocity, expected)
+    assert comm.allreduce(len(sent[-1])) > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_momentum_that_overflows_raises_on_every_rank(comm: MPI.Intracomm, method: str) -> None:
+    reducer = GradientAllreduce(comm, 100, method, density=0.1, momentum_correction=0.9)
+    gradient = np.zeros(100, np.float32)
+    gradient[3] = 3e38 if comm.rank == comm.size - 1 else 0
+    reducer.step(np.zeros(100, np.float32))
+    assert reducer.velocity is not None
+    reducer.velocity[3] = gradient[3]  # as if it had not been sent
+    with pytest.raises(NonFiniteGradientError, match=rf"rank\(s\) {comm.size - 1}$"):
+        reducer.step(gradient)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_reloaded_reducer_continues_bit_for_bit(comm: MPI.Intracomm, method: str, momentum: float) -> None:
+    length = 4000
+    settings = {
+        "density": 0.02,
+        "threshold_interval": 4,
+        "boundary_interval": 6,
+        "momentum_correction": momentum,
+    }
+    drawn = gradients(comm, length, 14)
+    undisturbed = GradientAllreduce(comm, length, method, **settings)
+    for gradient in drawn[:5]:
+        undisturbed.step(gradient)
+    state = undisturbed.state_dict()
+    expected = []
+    for gradient in drawn[5:]:
+        undisturbed.step(gradient)
+        expected.append(undisturbed.update.tobytes())
+    resumed = GradientAllreduce(comm, length, method, **settings)
+    resumed.load_state_dict(state)
+    for gradient, update in zip(drawn[5:], expected, strict=True):
+        resumed.step(gradient)
+        assert resumed.update.tobytes() == update
+    assert resumed.steps == undisturbed.steps == 14
+
+
+def test_state_of_another_reducer_is_refused(comm: MPI.Intracomm) -> None:
+    state = GradientAllreduce(comm, 100, "oktopk").state_dict()
+    with pytest.raises(ValueError, match="state has length 100, this reducer 101"):
+        GradientAllreduce(comm, 101, "oktopk").load_state_dict(state)
+    with pytest.raises(ValueError, match="state has method 'oktopk', this reducer 'dense'"):
+        GradientAllreduce(comm, 100, "dense").load_state_dict(state)
+
+
+def test_instances_side_by_side_share_nothing(comm: MPI.Intracomm) -> None:
+    lengths = (300, 1100, 300)
+    together = [GradientAllreduce(comm, length, "oktopk", density=0.1) for length in lengths]
+    alone = [GradientAllreduce(comm, length, "oktopk", density=0.1) for length in lengths]
+    drawn = [gradients(comm, length, 6) for length in lengths]
+    interleaved: list[list[bytes]] = [[] for _ in lengths]
+    for step in range(6):
+        for i in (1, 0, 2):
+            together[i].step(drawn[i][step])
+            interleaved[i].append(together[i].update.tobytes())
+    for i in range(len(lengths)):
+        for step in range(6):
+            alone[i].step(drawn[i][step])
+            assert alone[i].update.tobytes() == interleaved[i][step]
+
+
+def test_a_sub_communicator_works_by_itself(comm: MPI.Intracomm) -> None:
+    half = comm.Split(comm.rank % 2, comm.rank)
+    reducer = GradientAllreduce(half, 500, "oktopk", density=0.1, average=False)
+    gradient = np.zeros(500, np.float32)
+    gradient[comm.rank % 2] = 1
+    reducer.step(gradient)
+    assert reducer.update[comm.rank % 2] == half.size
+    assert reducer.update.sum() == half.size
+    reducer.close()
+    half.Free()
+
+
+def test_a_regular_step_allocates_nothing_as_long_as_the_gradient(comm: MPI.Intracomm) -> None:
+    length = 400_000
+    reducer = GradientAllreduce(comm, length, "oktopk", density=0.01)
+    drawn = gradients(comm, length, 1)[0]
+    for _ in range(3):
+        reducer.step(drawn)
+    tracemalloc.start()
+    try:
+        report = reducer.step(drawn)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert not report.exact
+    assert peak < 4 * length / 10, f"{peak} bytes"

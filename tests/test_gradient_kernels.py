@@ -1,0 +1,231 @@
+"""Kernels that touch gradients, against NumPy and plain Python, around the edges of their blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from collectives.sparse import ENTRY
+from oktopk import host_kernels as kernels
+from oktopk.host_kernels import BLOCK, LEVELS
+
+Vector = NDArray[np.float32]
+
+TINY = np.float32(1e-45)  # the smallest denormal, whose bits are 1
+LARGEST = np.finfo(np.float32).max
+INFINITY_BITS = 0x7F800000
+LENGTHS = [1, 7, 8, 9, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 13]
+SENTINEL = np.array((-7, -7.0), ENTRY)
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+UGLY = st.sampled_from([0.0, -0.0, float(TINY), -float(TINY), 1.0, -1.0, float(LARGEST)])
+WILD = st.one_of(FLOATS, UGLY, st.sampled_from([math.nan, math.inf, -math.inf, -float(LARGEST)]))
+
+
+def magnitude_bits(values: Any) -> NDArray[np.int32]:
+    return np.atleast_1d(np.abs(np.asarray(values, np.float32))).view(np.int32)
+
+
+def integers(seed: int, length: int, most: int = 50) -> Vector:
+    return np.random.default_rng((seed, length)).integers(-most, most + 1, length).astype(np.float32)
+
+
+def check_accumulate_select(
+    gradient: Vector, residual: Vector, threshold_bits: int, capacity: int | None = None
+) -> None:
+    """One call against NumPy; capacity None is just enough."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        accumulated = gradient + residual
+    finite = np.isfinite(accumulated)
+    wanted = np.flatnonzero(finite & (magnitude_bits(accumulated) >= threshold_bits))
+    room = len(wanted) if capacity is None else capacity
+    memory = np.full(room + BLOCK + 3, SENTINEL)
+    given_gradient, after = gradient.copy(), residual.copy()
+    packing = kernels.accumulate_select(given_gradient, after, threshold_bits, memory[: room + BLOCK])
+    nnz, nonfinite = packing.nnz, packing.nonfinite
+    assert nnz == len(wanted)
+    assert nonfinite == np.count_nonzero(~finite)
+    assert after.tobytes() == np.where(finite, accumulated, residual).tobytes()
+    assert given_gradient.tobytes() == gradient.tobytes()
+    assert np.all(memory[room + BLOCK :] == SENTINEL), "wrote past the end of the list"
+    if nnz <= room:
+        assert memory["index"][:nnz].tolist() == wanted.tolist()
+        assert memory["value"][:nnz].tobytes() == accumulated[wanted].tobytes()
+
+
+@pytest.mark.parametrize("threshold", [TINY, 40, 101])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_pass_accumulates_and_packs_what_reaches_the_threshold(length: int, threshold: float) -> None:
+    bits = int(magnitude_bits(threshold)[0])
+    check_accumulate_select(integers(1, length), integers(2, length), bits)
+
+
+@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, 3 * BLOCK + 13])
+def test_the_pass_can_pack_everything(length: int) -> None:
+    check_accumulate_select(np.full(length, 2, np.float32), integers(2, length, most=1), 1)
+
+
+@pytest.mark.parametrize("missing", [0, 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1, 3 * BLOCK + 13])
+def test_a_pass_that_overflows_counts_on_and_stays_in_its_list(missing: int) -> None:
+    length = 3 * BLOCK + 13
+    check_accumulate_select(np.ones(length, np.float32), np.zeros(length, np.float32), 1, length - missing)
+
+
+def test_a_pass_that_overflows_midway_still_accumulates_and_counts_nonfinite_to_the_end() -> None:
+    gradient, residual = integers(5, 4 * BLOCK), integers(6, 4 * BLOCK)
+    gradient[[3, BLOCK + 2, 4 * BLOCK - 1]] = np.nan, np.inf, -np.inf
+    check_accumulate_select(gradient, residual, int(magnitude_bits(30)[0]), capacity=100)
+
+
+@st.composite
+def wild_vectors(draw: st.DrawFn) -> tuple[Vector, Vector]:
+    """Gradient and residual, ugly around the edges of blocks and of groups of eight."""
+    length = draw(st.sampled_from([1, 8, 13, BLOCK, BLOCK + 1, 2 * BLOCK + 7]))
+    near = [i for i in (0, 1, 7, 8, 12, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, length - 1) if i < length]
+    place = st.one_of(st.sampled_from(near), st.integers(0, length - 1))
+    gradient, residual = np.zeros(length, np.float32), np.zeros(length, np.float32)
+    for vector, values in ((gradient, WILD), (residual, st.one_of(FLOATS, UGLY))):
+        for i, value in draw(st.dictionaries(place, values, max_size=10)).items():
+            vector[i] = value
+    return gradient, residual
+
+
+@given(
+    wild_vectors(),
+    st.one_of(st.sampled_from([1, 2, INFINITY_BITS]), FLOATS.map(lambda x: int(magnitude_bits(x)[0]))),
+)
+def test_nonfinite_sums_leave_the_residual_and_the_list_alone(
+    vectors: tuple[Vector, Vector], bits: int
+) -> None:
+    check_accumulate_select(*vectors, max(1, bits))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_undo_gives_the_residual_back(length: int) -> None:
+    gradient, residual = integers(3, length), integers(4, length)
+    # not finite; finite but overflowing; -0.0
+    gradient[0], gradient[length // 2], gradient[length - 1] = np.nan, LARGEST, -np.inf
+    residual[length // 2] = LARGEST
+    after = residual.copy()
+    kernels.accumulate_select(gradient, after, INFINITY_BITS, np.empty(BLOCK, ENTRY))
+    assert length < 4 or not np.array_equal(after, residual)
+    kernels.undo_accumulate(gradient, after)
+    assert after.tolist() == residual.tolist()
+
+
+@pytest.mark.parametrize("length", [1, 9, BLOCK + 1])
+def test_accumulate_into_another_vector_counts_what_is_not_finite(length: int) -> None:
+    gradient, residual = integers(1, length), integers(2, length)
+    out = np.full(length, np.nan, np.float32)
+    assert kernels.accumulate(gradient, residual, out) == 0
+    assert np.array_equal(out, gradient + residual)
+    assert kernels.accumulate(gradient, None, out) == 0
+    assert np.array_equal(out, gradient)
+    gradient[-1], residual[-1] = LARGEST, LARGEST
+    assert kernels.accumulate(gradient, residual, out) == 1
+    gradient[-1] = np.nan
+    assert kernels.accumulate(gradient, None, out) == 1
+
+
+def test_momentum_accumulates_and_is_undone() -> None:
+    gradient, velocity = integers(1, 100), integers(2, 100)
+    moved = velocity.copy()
+    assert kernels.accumulate_momentum(gradient, moved, 0.5) == 0
+    assert np.array_equal(moved, velocity * np.float32(0.5) + gradient)
+    kernels.undo_momentum(gradient, moved, 0.5)
+    assert np.array_equal(moved, velocity)
+
+
+def test_momentum_stays_where_it_would_not_be_finite() -> None:
+    gradient = np.array([1, np.nan, np.inf, LARGEST], np.float32)
+    velocity = np.array([2, 4, 6, LARGEST], np.float32)
+    moved = velocity.copy()
+    assert kernels.accumulate_momentum(gradient, moved, 0.5) == 3
+    assert moved.tolist() == [2, 4, 6, LARGEST]
+    moved[0] = 6
+    kernels.undo_momentum(gradient, moved, 0.5)
+    assert moved.tolist() == [10, 4, 6, LARGEST]
+
+
+@given(st.lists(st.one_of(UGLY, FLOATS), max_size=40), UGLY, st.integers(0, 6))
+def test_select_packs_the_larger_ones_and_the_lowest_ties(
+    values: list[float], threshold: float, ties: int
+) -> None:
+    vector = np.array(values, np.float32)
+    magnitudes, bits = magnitude_bits(vector), max(1, int(magnitude_bits(threshold)[0]))
+    wanted = sorted([*np.flatnonzero(magnitudes > bits), *np.flatnonzero(magnitudes == bits)[:ties]])
+    entries = np.full(len(wanted) + 1, SENTINEL)
+    packed = kernels.select_at_least(vector, bits, ties, entries)
+    assert entries["index"][:packed].tolist() == wanted
+    assert entries["value"][:packed].tobytes() == vector[wanted].tobytes()
+    assert entries[packed] == SENTINEL
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["vector", "entries"])
+@given(values=st.lists(st.one_of(UGLY, FLOATS), min_size=1, max_size=40), chosen=st.integers(0, 39))
+def test_histograms_count_nonzero_magnitudes_by_digit(packed: bool, values: list[float], chosen: int) -> None:
+    vector = np.array(values, np.float32)
+    given_values: NDArray[Any] = vector
+    if packed:
+        given_values = np.zeros(len(vector), ENTRY)
+        given_values["index"], given_values["value"] = -1 - np.arange(len(vector)), vector
+    nonzero = [int(bits) for bits in magnitude_bits(vector) if bits]
+    followed = int(magnitude_bits(vector)[chosen % len(vector)])
+    for level, (shift, width) in enumerate(LEVELS):
+        prefix = followed >> (shift + width)
+        expected = [0] * 2**width
+        for bits in nonzero:
+            if bits >> (shift + width) == prefix:
+                expected[(bits >> shift) % 2**width] += 1
+        counts = kernels.magnitude_histogram(given_values, level, prefix)
+        assert counts.dtype == np.int64
+        assert counts.tolist() == expected
+
+
+def test_the_digits_of_a_histogram_tile_the_bits_of_a_magnitude() -> None:
+    shifts = [shift for shift, _ in LEVELS]
+    assert [shift + width for shift, width in LEVELS] == [31, *shifts[:-1]]
+    assert shifts[-1] == 0
+
+
+INDICES = st.lists(st.integers(0, 30), unique=True, max_size=20).map(sorted)
+
+
+def pack(indices: list[int], values: list[float] | None = None) -> NDArray[np.void]:
+    entries = np.zeros(len(indices), ENTRY)
+    entries["index"] = indices
+    entries["value"] = 1 if values is None else values
+    return entries
+
+
+@given(INDICES, INDICES)
+def test_clearing_common_places_zeroes_the_intersection_alone(mine: list[int], theirs: list[int]) -> None:
+    expected = [0.0 if i in mine and i in theirs else i + 1.0 for i in range(31)]
+    vector = np.arange(1, 32, dtype=np.float32)
+    kernels.clear_common(vector, pack(mine), pack(theirs))
+    assert vector.tolist() == expected
+
+
+@given(INDICES)
+def test_clearing_zeroes_the_given_places_alone(indices: list[int]) -> None:
+    expected = [0.0 if i in indices else i + 1.0 for i in range(31)]
+    vector = np.arange(1, 32, dtype=np.float32)
+    kernels.clear_support(vector, pack(indices))
+    assert vector.tolist() == expected
+
+
+@given(INDICES)
+def test_entries_are_written_scaled_and_added(indices: list[int]) -> None:
+    entries = pack(indices, [3.0 * i + 1 for i in indices])
+    vector = np.arange(31, dtype=np.float32)
+    kernels.write_scaled(vector, entries, 0.25)
+    assert vector.tolist() == [(3.0 * i + 1) / 4 if i in indices else i for i in range(31)]
+    vector = np.arange(31, dtype=np.float32)
+    kernels.add_entries(vector, entries)
+    assert vector.tolist() == [4.0 * i + 1 if i in indices else i for i in range(31)]

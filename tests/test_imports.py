@@ -1,0 +1,102 @@
+"""The house has one direction of imports, so that every file knows its floor."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# package -> the packages of this house that it may import
+FLOORS: dict[str, set[str]] = {
+    "collectives": set(),
+    "oktopk": {"collectives"},
+    "models": set(),
+    "data": set(),
+    "jobs": {"models", "data", "oktopk", "collectives"},
+}
+# package -> what it must do without
+WITHOUT: dict[str, set[str]] = {
+    "collectives": {"torch", "h5py", "pydantic", "sklearn", "matplotlib"},
+    "oktopk": {"h5py", "pydantic", "sklearn", "matplotlib", "tqdm"},
+    "models": {"mpi4py", "h5py"},
+    "data": {"mpi4py"},
+    "jobs": set(),
+}
+
+
+def imported_modules(source: str, module: str, is_package: bool) -> Iterator[str]:
+    """Absolute names of all modules that a module imports, wherever in it, relative imports resolved."""
+    parts = module.split(".")
+    package = parts if is_package else parts[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            found = [*base, *(node.module.split(".") if node.module else [])]
+            # `from .. import x` and `from house import x` may name modules
+            yield from (".".join([*found, name.name]) for name in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from (
+                arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+            )
+
+
+def files_of(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imports_of(path: Path) -> set[str]:
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    is_package = path.name == "__init__.py"
+    name = module.removesuffix(".__init__")
+    found = imported_modules(path.read_text(encoding="utf-8"), name, is_package)
+    return {imported.split(".")[0] for imported in found}
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_packages_import_only_what_lies_below_them(package: str) -> None:
+    files = files_of(package)
+    assert files, f"{package} has no files: has the house changed?"
+    forbidden = (set(FLOORS) | {"tests"}) - FLOORS[package] - {package} | WITHOUT[package]
+    found = {str(path.relative_to(ROOT)): imports_of(path) & forbidden for path in files}
+    assert not {path: names for path, names in found.items() if names}
+
+
+def test_every_package_of_the_house_has_a_floor() -> None:
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+    assert packages == set(FLOORS)
+
+
+@pytest.mark.parametrize("package", ["collectives", "oktopk"])
+def test_the_library_takes_its_communicator_from_the_caller(package: str) -> None:
+    for path in files_of(package):
+        names = [
+            node.lineno
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if (isinstance(node, ast.Attribute) and node.attr == "COMM_WORLD")
+            or (isinstance(node, ast.ImportFrom) and any(name.name == "COMM_WORLD" for name in node.names))
+        ]
+        assert not names, f"{path.relative_to(ROOT)} uses COMM_WORLD in lines {names}"
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "is_package", "expected"),
+    [
+        ("import jobs.train", "oktopk.x", False, {"jobs.train"}),
+        ("from .. import jobs", "oktopk.methods.x", False, {"oktopk.jobs"}),
+        ("from ..sparse import y", "oktopk.methods.x", False, {"oktopk.sparse.y"}),
+        ("from . import y", "oktopk", True, {"oktopk.y"}),
+        ("from ...jobs import y", "oktopk.methods", True, {"jobs.y"}),
+        ("def f():\n    from models import vgg", "oktopk.x", False, {"models.vgg"}),
+        ("importlib.import_module('data.digits')", "oktopk.x", False, {"data.digits"}),
+    ],
+)
+def test_imports_are_seen_in_every_form(
+    source: str, module: str, is_package: bool, expected: set[str]
+) -> None:
+    assert set(imported_modules(source, module, is_package)) == expected

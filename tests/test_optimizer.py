@@ -1,0 +1,216 @@
+"""The torch wrapper: what it steps on, and that it fits into a loop that others wrote."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+from oktopk import (
+    METHODS,
+    DistributedOptimizer,
+    NonFiniteGradientError,
+    average_buffers,
+    broadcast_parameters,
+)
+
+pytestmark = pytest.mark.mpi
+
+INNER = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-2),
+    "sgd foreach": lambda p: torch.optim.SGD(
+        p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-2, foreach=True
+    ),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=1e-2),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(5)
+    # no bias before the batch norm: its gradient is rounding noise, which Adam would blow up to full steps
+    return nn.Sequential(nn.Linear(20, 30, bias=False), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 7))
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(8, 20, generator=drawn), torch.randint(0, 7, (8,), generator=drawn)
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    x, y = batch(rank, step)
+    nn.functional.cross_entropy(model(x), y).backward()
+
+
+def flat(model: nn.Module) -> np.ndarray:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
+
+
+def train(
+    comm: MPI.Intracomm, method: str, inner: str, steps: int, **settings: object
+) -> tuple[nn.Module, DistributedOptimizer]:
+    model = network()
+    optimizer = DistributedOptimizer(INNER[inner](model.parameters()), comm, method, **settings)
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(model, comm.rank, step)
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_dense_equals_torchs_own_step_on_the_averaged_gradient(comm: MPI.Intracomm, inner: str) -> None:
+    model, _ = train(comm, "dense", inner, steps=4)
+    plain = network()
+    optimizer = INNER[inner](plain.parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank in range(comm.size):
+            x, y = batch(rank, step)
+            (nn.functional.cross_entropy(plain(x), y) / comm.size).backward()
+        optimizer.step()
+    assert np.allclose(flat(model), flat(plain), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("method", METHODS)
+def test_parameters_stay_bit_identical_and_the_update_zero_off_its_support(
+    comm: MPI.Intracomm, method: str, inner: str
+) -> None:
+    model, optimizer = train(comm, method, inner, steps=6, density=0.05, threshold_interval=3)
+    assert len(set(comm.allgather(flat(model).tobytes()))) == 1
+    assert not np.array_equal(flat(model), flat(network()))
+    if METHODS[method].sparse:
+        optimizer.zero_grad()
+        backward(model, comm.rank, 6)
+        report = optimizer.step()
+        assert np.count_nonzero(optimizer.reducer.update) <= report.global_nnz
+
+
+def test_a_parameter_without_a_gradient_counts_as_zero(comm: MPI.Intracomm) -> None:
+    model = nn.ModuleDict({"used": nn.Linear(3, 1, bias=False), "unused": nn.Linear(3, 1, bias=False)})
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), comm, "dense")
+    before = model["unused"].weight.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = None
+    model["used"](torch.ones(1, 3)).sum().backward()
+    if comm.rank == comm.size - 1:  # autograd made a new tensor; a user may put another one still
+        model["used"].weight.grad = 2 * torch.ones(1, 3)
+    weight = model["used"].weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(model["unused"].weight, before)
+    assert torch.allclose(weight - model["used"].weight, torch.full((1, 3), (comm.size + 1) / comm.size))
+
+
+def test_a_skipped_step_leaves_parameters_and_momenta_alone(comm: MPI.Intracomm) -> None:
+    model, optimizer = train(comm, "oktopk", "adam", steps=2, nonfinite="skip")
+    parameters, moments = flat(model), str(optimizer.inner.state_dict())
+    optimizer.zero_grad()
+    backward(model, comm.rank, 2)
+    if comm.rank == 0:
+        next(model.parameters()).grad[0, 0] = torch.nan
+    assert optimizer.step().skipped
+    assert np.array_equal(flat(model), parameters)
+    assert str(optimizer.inner.state_dict()) == moments
+
+
+def test_a_nonfinite_gradient_names_the_rank_everywhere(comm: MPI.Intracomm) -> None:
+    model, optimizer = train(comm, "oktopk", "sgd", steps=1)
+    backward(model, comm.rank, 1)
+    if comm.rank == 0:
+        next(model.parameters()).grad[0, 0] = torch.inf
+    with pytest.raises(NonFiniteGradientError, match=r"step 1: .* rank\(s\) 0"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_killed_and_reloaded_continues_bit_for_bit(comm: MPI.Intracomm, method: str) -> None:
+    settings = {"density": 0.05, "threshold_interval": 3, "boundary_interval": 4}
+    undisturbed, _ = train(comm, method, "sgd", steps=9, **settings)
+    model, optimizer = train(comm, method, "sgd", steps=4, **settings)
+    saved = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+    del model, optimizer
+    saved.seek(0)
+    state = torch.load(saved, weights_only=True)
+    resumed = network()
+    resumed.load_state_dict(state["model"])
+    optimizer = DistributedOptimizer(INNER["sgd"](resumed.parameters()), comm, method, **settings)
+    optimizer.load_state_dict(state["optimizer"])
+    for step in range(4, 9):
+        optimizer.zero_grad()
+        backward(resumed, comm.rank, step)
+        optimizer.step()
+    assert np.array_equal(flat(resumed), flat(undisturbed))
+
+
+def test_learning_rate_schedulers_and_closures_work_on_the_wrapper(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), comm, density=0.1)
+    schedules = [
+        torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5),
+        torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=3),
+    ]
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(batch(comm.rank, 0)[0]), batch(comm.rank, 0)[1])
+        loss.backward()
+        return loss
+
+    report = optimizer.step(closure)
+    assert report.global_nnz > 0
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    for schedule in schedules:
+        schedule.step()
+    assert optimizer.inner.param_groups[0]["lr"] == pytest.approx(0.5 * 0.4)
+
+
+def test_what_cannot_be_wrapped_is_named(comm: MPI.Intracomm) -> None:
+    double = nn.Linear(2, 2).double()
+    with pytest.raises(TypeError, match=r"torch\.float64 on cpu, not torch\.float32"):
+        DistributedOptimizer(torch.optim.SGD(double.parameters(), lr=1), comm)
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter"):
+        DistributedOptimizer(torch.optim.SGD(frozen.parameters(), lr=1), comm)
+    plain = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"momentum_correction 0.9 needs an optimizer without momentum"):
+        DistributedOptimizer(
+            torch.optim.SGD(plain.parameters(), lr=1, momentum=0.9), comm, momentum_correction=0.9
+        )
+    optimizer = DistributedOptimizer(torch.optim.SGD(plain.parameters(), lr=1), comm)
+    with pytest.raises(RuntimeError, match="cannot be added"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    embedding = nn.Embedding(5, 2, sparse=True)
+    optimizer = DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1), comm)
+    embedding.weight.grad = None
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match="sparse=False"):
+        optimizer.step()
+
+
+def test_broadcast_gives_everyone_rank_0s_parameters_and_buffers(comm: MPI.Intracomm) -> None:
+    torch.manual_seed(comm.rank)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    model(torch.randn(8, 4))
+    broadcast_parameters(model, comm)
+    mine = [tensor.numpy().tobytes() for tensor in model.state_dict().values()]
+    assert len({tuple(theirs) for theirs in comm.allgather(mine)}) == 1
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    assert torch.equal(model[0].weight, first[0].weight)
+
+
+def test_average_buffers_is_the_mean_and_spares_counters(comm: MPI.Intracomm) -> None:
+    model = nn.BatchNorm1d(3)
+    model.running_mean.fill_(comm.rank)
+    model.num_batches_tracked.fill_(comm.rank)
+    average_buffers(model, comm)
+    assert torch.allclose(model.running_mean, torch.full((3,), (comm.size - 1) / 2))
+    assert model.num_batches_tracked == comm.rank
+    average_buffers(nn.Linear(2, 2), comm)

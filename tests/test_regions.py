@@ -1,0 +1,128 @@
+"""Region boundaries: they tile the gradient, balance the selections, and are the same on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from collectives.host_kernels import equal_count_cuts
+from collectives.sparse import ENTRY
+from collectives.traffic import Traffic
+from collectives.transport import Transport
+from oktopk.regions import equal_boundaries, region_boundaries
+
+HUGE = 2**31 - 1
+RANKS = 8  # as many as a test may have; fewer take the first of what was drawn
+INDICES = st.lists(st.integers(0, 299), unique=True, max_size=60).map(sorted)
+
+
+@pytest.fixture(scope="module")
+def transport(comm: MPI.Intracomm) -> Iterator[Transport]:
+    made = Transport(comm)
+    yield made
+    made.close()
+
+
+def cuts_of(indices: list[int] | NDArray[np.int32], length: int, ranks: int) -> NDArray[np.int64]:
+    entries = np.zeros(len(indices), ENTRY)
+    entries["index"] = indices
+    return equal_count_cuts(entries, length, ranks)
+
+
+def oracle_cuts(indices: list[int], length: int, ranks: int) -> list[int]:
+    """The first index of every share but the first, in plain Python."""
+    if not indices:
+        return [length * i // ranks for i in range(1, ranks)]
+    return [indices[len(indices) * i // ranks] for i in range(1, ranks)]
+
+
+@given(st.integers(1, HUGE), st.integers(1, 9))
+def test_equal_boundaries_tile_the_gradient_evenly(length: int, ranks: int) -> None:
+    boundaries = equal_boundaries(length, ranks).tolist()
+    assert boundaries[0] == 0
+    assert boundaries[-1] == length
+    lengths = np.diff(boundaries)
+    assert len(lengths) == ranks
+    assert lengths.min() >= 0
+    assert lengths.max() - lengths.min() <= 1
+
+
+@given(INDICES, st.integers(1, 9))
+def test_a_proposal_splits_its_selection_into_equal_counts(indices: list[int], ranks: int) -> None:
+    cuts = cuts_of(indices, 300, ranks)
+    assert cuts.dtype == np.int64
+    edges = [0, *cuts.tolist(), 300]
+    assert len(edges) == ranks + 1
+    assert edges == sorted(edges)
+    counts = [sum(a <= i < b for i in indices) for a, b in itertools.pairwise(edges)]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_a_proposal_without_a_selection_is_equal_lengths() -> None:
+    assert cuts_of([], 10, 4).tolist() == [2, 5, 7]
+
+
+def agreed(indices: NDArray[np.int32], length: int, transport: Transport) -> NDArray[np.int64]:
+    """region_boundaries, checked for what always holds."""
+    transport.take_traffic()
+    boundaries = region_boundaries(cuts_of(indices, length, transport.size), length, transport)
+    size = transport.size
+    sent = transport.take_traffic()
+    everyone = transport.comm.allgather((indices.tolist(), boundaries.tolist()))
+    proposals = [oracle_cuts(theirs, length, size) for theirs, _ in everyone]
+    assert boundaries.dtype == np.int64
+    assert [theirs for _, theirs in everyone] == [boundaries.tolist()] * size
+    assert boundaries.tolist() == [0, *(sum(cuts) // size for cuts in zip(*proposals, strict=True)), length]
+    assert boundaries.tolist() == sorted(boundaries.tolist())
+    # an allreduce of P - 1 integers of two words
+    assert sent == Traffic(0, 0, -(-4 * (size - 1) * (size - 1) // size), 1)
+    return boundaries
+
+
+@pytest.mark.mpi
+@settings(max_examples=20)
+@given(selections=st.lists(INDICES, min_size=RANKS, max_size=RANKS))
+def test_boundaries_are_the_mean_of_the_proposals(transport: Transport, selections: list[list[int]]) -> None:
+    agreed(np.array(selections[transport.rank], np.int32), 300, transport)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("length", [1, 2, 3, 1000, HUGE])
+def test_boundaries_are_equal_cuts_when_nobody_selects(transport: Transport, length: int) -> None:
+    boundaries = agreed(np.empty(0, np.int32), length, transport)
+    assert np.array_equal(boundaries, equal_boundaries(length, transport.size))
+
+
+@pytest.mark.mpi
+def test_boundaries_balance_a_selection_that_all_ranks_share(transport: Transport) -> None:
+    indices = np.concatenate([np.arange(100), np.arange(700, 740)]).astype(np.int32)
+    boundaries = agreed(indices, 1000, transport)
+    counts = np.diff(np.searchsorted(indices, boundaries))
+    assert counts.max() - counts.min() <= 1
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("index", [0, 17, 999])
+def test_boundaries_may_coincide_when_all_mass_is_at_one_place(transport: Transport, index: int) -> None:
+    boundaries = agreed(np.array([index], np.int32), 1000, transport)
+    assert boundaries[1:-1].tolist() == [index] * (transport.size - 1)
+
+
+@pytest.mark.mpi
+def test_boundaries_of_disjoint_halves_and_of_silent_ranks_ascend(transport: Transport) -> None:
+    half = np.arange(500, dtype=np.int32) + (500 if transport.rank % 2 else 0)
+    agreed(half, 1000, transport)
+    agreed(half if transport.rank == transport.size - 1 else half[:0], 1000, transport)
+
+
+@pytest.mark.mpi
+def test_boundaries_of_the_longest_gradient_do_not_overflow(transport: Transport) -> None:
+    boundaries = agreed(np.arange(HUGE - 9, HUGE, dtype=np.int32), HUGE, transport)
+    assert transport.size == 1 or boundaries[1] >= HUGE - 9

@@ -1,0 +1,107 @@
+"""Settings: what is refused, by name, value and bound; the density over the steps; k and its cap."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oktopk.settings import DENSE_ABOVE, DENSITY_STAGES, Settings, entries_kept, selection_cap
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "bound"),
+    [
+        *[("density", value, "is not in (0, 1]") for value in (0.0, -0.1, 1.0001, math.nan, math.inf)],
+        *[("momentum_correction", value, "is not in [0, 1)") for value in (-0.1, 1.0, math.nan)],
+        *[("balance_trigger", value, "is not >= 1") for value in (0.99, -1.0, math.nan)],
+        *[("drift_tolerance", value, "is not in [0, 0.25]") for value in (-0.01, 0.26, math.nan)],
+        *[
+            (name, value, "is not an integer >= 1")
+            for name in ("threshold_interval", "boundary_interval", "bucket_rounds")
+            for value in (0, -1, 1.5, "8", True)
+        ],
+        *[
+            (name, value, "is not an integer >= 0")
+            for name in ("dense_warmup_steps", "density_warmup_steps")
+            for value in (-1, 0.0, None, False)
+        ],
+        *[("nonfinite", value, "is not 'raise' or 'skip'") for value in ("ignore", "", None)],
+    ],
+)
+def test_a_bad_value_is_refused_with_its_name_and_bound(name: str, value: Any, bound: str) -> None:
+    message = f"{name} {value!r} {bound}"
+    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+        Settings(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("density", value) for value in (1e-9, 0.25, 1, 1.0)],
+        *[("momentum_correction", value) for value in (0, 0.999)],
+        *[("balance_trigger", value) for value in (1, 1.0, math.inf)],
+        *[("drift_tolerance", value) for value in (0, 0.25)],
+        *[(name, 1) for name in ("threshold_interval", "boundary_interval", "bucket_rounds")],
+        *[(name, 0) for name in ("dense_warmup_steps", "density_warmup_steps")],
+        *[("nonfinite", value) for value in ("raise", "skip")],
+    ],
+)
+def test_values_at_their_bounds_are_accepted(name: str, value: Any) -> None:
+    assert getattr(Settings(**{name: value}), name) == value
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().density = 0.5  # type: ignore[misc]
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(TypeError, match="compression"):
+        Settings(compression=0.1)  # type: ignore[call-arg]
+
+
+def test_density_is_one_in_the_dense_warmup_then_the_target() -> None:
+    settings = Settings(density=0.02, dense_warmup_steps=3)
+    assert [settings.density_at(step) for step in range(6)] == [1.0] * 3 + [0.02] * 3
+
+
+def test_density_falls_by_equal_stages_of_equal_ratio() -> None:
+    settings = Settings(density=DENSE_ABOVE / 81, dense_warmup_steps=2, density_warmup_steps=8)
+    densities = [settings.density_at(step) for step in range(12)]
+    stages = [DENSE_ABOVE / 3**stage for stage in range(DENSITY_STAGES) for _ in range(2)]
+    assert densities == pytest.approx([1, 1, *stages, DENSE_ABOVE / 81, DENSE_ABOVE / 81])
+
+
+@given(st.floats(1e-6, 1), st.integers(0, 5), st.integers(0, 40))
+def test_density_never_rises_and_ends_at_the_target(density: float, dense: int, warmup: int) -> None:
+    settings = Settings(density=density, dense_warmup_steps=dense, density_warmup_steps=warmup)
+    densities = [settings.density_at(step) for step in range(dense + warmup + 2)]
+    assert densities == sorted(densities, reverse=True)
+    assert densities[-2:] == [density, density]
+    assert all(0 < value <= max(density, DENSE_ABOVE) for value in densities[dense:])
+
+
+@pytest.mark.parametrize(
+    ("density", "length", "k"),
+    [(0.01, 1, 1), (0.01, 100, 1), (0.01, 101, 2), (1, 7, 7), (0.25, 7, 2), (0.02, 14_728_266, 294_566)],
+)
+def test_entries_kept(density: float, length: int, k: int) -> None:
+    assert entries_kept(density, length) == k
+
+
+@given(st.floats(1e-9, 1), st.integers(1, 2**31 - 1))
+def test_entries_kept_is_at_least_one_and_at_most_all(density: float, length: int) -> None:
+    assert 1 <= entries_kept(density, length) <= length
+    assert entries_kept(density, length) >= Fraction(density) * length * (1 - Fraction(1, 2**52))
+
+
+@given(st.integers(1, 2**31 - 1))
+def test_the_cap_is_five_quarters_rounded_down(k: int) -> None:
+    assert selection_cap(k) == 5 * k // 4

@@ -1,0 +1,264 @@
+"""The door to MPI: what arrives, what is counted, how much is in flight, and agreement at construction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from collectives.sparse import ENTRY
+from collectives.traffic import Traffic
+from collectives.transport import Round, Transport
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def transport(comm: MPI.Intracomm) -> Iterator[Transport]:
+    made = Transport(comm)
+    yield made
+    made.close()
+
+
+def ring(transport: Transport, step: int = 1) -> tuple[int, int]:
+    """(dest, source) at a distance."""
+    return (transport.rank + step) % transport.size, (transport.rank - step) % transport.size
+
+
+@pytest.mark.parametrize(("dtype", "words"), [(np.float32, 1), (np.int32, 1), (ENTRY, 2), (np.int64, 2)])
+def test_what_is_sent_arrives_and_is_counted_word_by_word(
+    transport: Transport, dtype: Any, words: int
+) -> None:
+    dest, source = ring(transport)
+    outgoing, incoming = np.zeros(5, dtype), np.ones(5, dtype)
+    outgoing.view(np.int32)[:] = 100 * transport.rank + np.arange(5 * words)
+    expected = (100 * source + np.arange(5 * words)).tolist()
+    transport.wait(transport.receive(incoming, source) + transport.send(outgoing, dest))
+    assert incoming.view(np.int32).tolist() == expected
+    assert transport.traffic == Traffic(words=5 * words, messages=1)
+
+
+def test_a_slice_of_entries_travels_as_it_is(transport: Transport) -> None:
+    dest, source = ring(transport)
+    outgoing, incoming = np.zeros(9, ENTRY), np.zeros(9, ENTRY)
+    outgoing["index"], outgoing["value"] = np.arange(9), transport.rank + np.arange(9) / 8
+    transport.wait(transport.receive(incoming[3:5], source) + transport.send(outgoing[6:8], dest))
+    assert incoming[3:5].tolist() == [(6, source + 0.75), (7, source + 0.875)]
+    assert not incoming[[0, 1, 2, 5, 6, 7, 8]]["value"].any()
+
+
+def test_nothing_is_sent_for_an_empty_array(transport: Transport) -> None:
+    dest, source = ring(transport)
+    empty = np.empty(0, ENTRY)
+    assert transport.send(empty, dest) == []
+    assert transport.receive(empty, source) == []
+    transport.persistent(Round(dest, empty, source, empty)).run()
+    assert list(transport.exchange([], 3)) == []
+    assert transport.traffic == Traffic()
+
+
+@pytest.mark.parametrize("count", [0, 1, 6])
+def test_a_list_of_unknown_length_says_how_long_it_is(transport: Transport, count: int) -> None:
+    dest, source = ring(transport)
+    outgoing, incoming = np.full(count, np.array((3, 0.5), ENTRY)), np.zeros(6, ENTRY)
+    sends = transport.send(outgoing, dest, even_if_empty=True)
+    received = transport.receive_counted(incoming, source)
+    transport.wait(sends)
+    assert received == count
+    assert incoming[:count].tolist() == [(3, 0.5)] * count
+    assert transport.traffic == Traffic(words=2 * count, messages=1)
+
+
+def test_taking_the_traffic_starts_the_counters_again(transport: Transport) -> None:
+    dest, source = ring(transport)
+    incoming = np.empty(3, np.float32)
+    exchange = transport.persistent(Round(dest, np.ones(3, np.float32), source, incoming))
+    exchange.run()
+    assert transport.take_traffic() == Traffic(words=3, messages=1)
+    assert transport.take_traffic() == Traffic()
+    exchange.run()
+    exchange.run()
+    assert transport.take_traffic() == Traffic(words=6, messages=2)
+    exchange.free()
+
+
+def test_a_persistent_round_sends_what_its_buffer_holds_each_time(transport: Transport) -> None:
+    dest, source = ring(transport)
+    outgoing, incoming = np.zeros(4, np.float32), np.zeros(4, np.float32)
+    exchange = transport.persistent(Round(dest, outgoing, source, incoming))
+    arrived = []
+    for step in range(3):
+        outgoing[:] = 10 * step + transport.rank
+        exchange.run()
+        arrived.append(incoming.tolist())
+    exchange.free()
+    assert arrived == [[10 * step + source] * 4 for step in range(3)]
+
+
+class InFlight(Transport):
+    """Knows how many messages have been started and not been waited for."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        super().__init__(comm)
+        self.started: dict[str, int] = {"sends": 0, "receives": 0}
+        self.most = {"sends": 0, "receives": 0}
+        self._kind: dict[int, str] = {}
+        self._alive: list[MPI.Request] = []  # so that no id is used twice
+
+    def send(self, array: NDArray[Any], dest: int, even_if_empty: bool = False) -> list[MPI.Request]:
+        return self._note("sends", super().send(array, dest, even_if_empty))
+
+    def receive(self, array: NDArray[Any], source: int) -> list[MPI.Request]:
+        return self._note("receives", super().receive(array, source))
+
+    def wait(self, requests: list[MPI.Request]) -> None:
+        super().wait(requests)
+        for request in requests:
+            self.started[self._kind[id(request)]] -= 1
+
+    def _note(self, kind: str, requests: list[MPI.Request]) -> list[MPI.Request]:
+        self._alive += requests
+        for request in requests:
+            self._kind[id(request)] = kind
+            self.started[kind] += 1
+        self.most[kind] = max(self.most[kind], self.started[kind])
+        return requests
+
+
+@pytest.mark.parametrize("count", [1, 7, 12])
+@pytest.mark.parametrize("in_flight", [1, 2, 5, 100])
+def test_rounds_arrive_bucket_by_bucket_with_a_bounded_number_in_flight(
+    comm: MPI.Intracomm, count: int, in_flight: int
+) -> None:
+    transport = InFlight(comm)
+    rounds, sources = [], []
+    for i in range(count):
+        dest, source = ring(transport, i)
+        # every third message is empty
+        lengths = [0 if i % 3 == 2 else 10 + i] * 2
+        outgoing, incoming = np.full(lengths[0], 100 * transport.rank + i), np.zeros(lengths[1], np.int64)
+        rounds.append(Round(dest, outgoing, source, incoming))
+        sources.append(source)
+    arrived: list[int] = []
+    complete = True
+    for bucket in transport.exchange(rounds, in_flight):
+        arrived += bucket
+        complete &= len(bucket) <= in_flight
+        complete &= all(np.all(rounds[i].incoming == 100 * sources[i] + i) for i in bucket)
+    most, left = transport.most, transport.started
+    transport.close()
+    assert complete, "a round was handed over before it had arrived"
+    assert arrived == list(range(count))
+    assert left == {"sends": 0, "receives": 0}, "not waited for at the end"
+    assert max(most.values()) <= 2 * in_flight
+
+
+def test_an_exchange_has_the_next_bucket_on_the_wire_while_one_is_worked_on(comm: MPI.Intracomm) -> None:
+    transport = InFlight(comm)
+    buffers = [(np.full(3, i), np.zeros(3, np.int64)) for i in range(4)]
+    dest, source = ring(transport)
+    rounds = [Round(dest, outgoing, source, incoming) for outgoing, incoming in buffers]
+    ahead = [transport.started["receives"] for _ in transport.exchange(rounds, 1)]
+    transport.close()
+    assert ahead == [1, 1, 1, 0]
+
+
+def test_an_alltoall_delivers_rows_and_counts_the_peers(transport: Transport) -> None:
+    rank, size = transport.rank, transport.size
+    rows = np.array([[100 * rank + q, -rank] for q in range(size)], np.int64)
+    received = transport.alltoall_control(rows)
+    assert received.tolist() == [[100 * q + rank, -q] for q in range(size)]
+    assert transport.traffic == Traffic(0, 0, control_words=4 * (size - 1), control_messages=1)
+
+
+def test_an_allgather_delivers_rows_and_counts_the_peers(transport: Transport) -> None:
+    size = transport.size
+    received = transport.allgather_control(np.array([transport.rank, 2**40, 7], np.int64))
+    assert received.tolist() == [[q, 2**40, 7] for q in range(size)]
+    assert transport.traffic == Traffic(0, 0, control_words=6 * (size - 1), control_messages=1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 2048])
+def test_an_allreduce_sums_and_counts_two_passes_over_its_words(transport: Transport, count: int) -> None:
+    size = transport.size
+    total = transport.allreduce_control(np.arange(count, dtype=np.int64) + 2**40 * transport.rank)
+    assert total.tolist() == [size * i + 2**40 * (size * (size - 1) // 2) for i in range(count)]
+    words = 2 * count  # of 4 bytes
+    assert transport.traffic == Traffic(0, 0, -(-2 * words * (size - 1) // size), 1)
+
+
+def test_transports_side_by_side_do_not_take_each_others_messages(comm: MPI.Intracomm) -> None:
+    first, second = Transport(comm), Transport(comm)
+    dest, source = ring(first)
+    mine = np.array([comm.rank, 10], np.int64), np.array([comm.rank, 20], np.int64)
+    received = np.zeros(2, np.int64), np.zeros(2, np.int64)
+    # received in the other order than sent
+    sends = first.send(mine[0], dest) + second.send(mine[1], dest)
+    second.wait(second.receive(received[1], source))
+    first.wait(first.receive(received[0], source))
+    MPI.Request.Waitall(sends)
+    traffic = first.traffic, second.traffic
+    first.close()
+    second.close()
+    assert [array.tolist() for array in received] == [[source, 10], [source, 20]]
+    assert traffic == (Traffic(2 * 2, 1), Traffic(2 * 2, 1))
+    assert first.workspace is not second.workspace
+
+
+def test_closing_twice_is_harmless(comm: MPI.Intracomm) -> None:
+    transport = Transport(comm)
+    transport.close()
+    transport.close()
+    assert transport.comm == MPI.COMM_NULL
+    assert comm.allreduce(1) == comm.size
+
+
+def refusal(transport: Transport, mine: dict[str, Any], problem: str = "") -> str:
+    """The one message with which all ranks refuse; "" when none does."""
+    try:
+        transport.agree(mine, problem)
+        message = ""
+    except ValueError as error:
+        message = str(error)
+    messages = transport.comm.allgather(message)
+    assert messages == [messages[0]] * transport.size
+    return messages[0]
+
+
+def test_ranks_that_agree_go_on(transport: Transport) -> None:
+    assert refusal(transport, {"length": 5, "method": "dense", "density": 0.5}) == ""
+    assert refusal(transport, {}) == ""
+
+
+def test_a_problem_on_one_rank_is_raised_on_all_and_names_it(transport: Transport) -> None:
+    last = transport.size - 1
+    problem = "density 2 is not in (0, 1]" if transport.rank == last else ""
+    assert refusal(transport, {"length": 5}, problem) == f"rank {last}: density 2 is not in (0, 1]"
+
+
+def test_problems_on_several_ranks_are_all_named(transport: Transport) -> None:
+    message = refusal(transport, {"length": 5}, f"trouble {transport.rank}")
+    assert message == "; ".join(f"rank {rank}: trouble {rank}" for rank in range(transport.size))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_disagreement_is_raised_on_all_with_every_ranks_value(transport: Transport) -> None:
+    odd = transport.rank == transport.size - 1
+    message = refusal(transport, {"method": "dense", "length": 7 if odd else 5})
+    values = [5] * (transport.size - 1) + [7]
+    listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+    assert message == f"ranks disagree on length: {listed}"
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("holder", [0, 1])
+def test_a_name_that_one_rank_alone_has_is_a_disagreement(transport: Transport, holder: int) -> None:
+    mine = {"length": 5} | ({"density": 0.5} if transport.rank == holder else {})
+    message = refusal(transport, mine)
+    assert message.startswith("ranks disagree on density: ")
+    assert f"rank {holder}: 0.5" in message
+    assert f"rank {1 - holder}: not given" in message
