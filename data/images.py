@@ -1,0 +1,178 @@
+"""Labelled images in memory (or mapped into it), standardised and augmented by the batch."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data import DataError
+
+__all__ = ["Augment", "DataError", "ImageSet"]
+
+
+@dataclass(frozen=True)
+class Augment:
+    """Random crop and horizontal flip of training images.
+
+    Args:
+        crop: pixels of black added on every side before a window of the original size is cut at random; 0
+            cuts none.
+        flip: mirror every second image, left to right. Not for digits: a mirrored digit is no digit.
+
+    Raises:
+        ValueError: crop < 0.
+    """
+
+    crop: int = 4
+    flip: bool = True
+
+    def __post_init__(self) -> None:
+        if self.crop < 0:
+            raise ValueError(f"crop {self.crop} is not at least 0")
+
+    def apply(self, images: NDArray[np.uint8], draws: NDArray[np.uint64]) -> NDArray[np.uint8]:
+        """Crop and flip each image as its random number says.
+
+        Args:
+            images: uint8[batch, channels, height, width].
+            draws: uint64[batch], uniform. Bits 0-30 place the window vertically, 31-61 horizontally; bit 63
+                flips.
+
+        Returns:
+            uint8 of the same shape, a new array unless nothing is to be done.
+        """
+        if self.crop:
+            count, channels, height, width = images.shape
+            span, bits, mask = np.uint64(2 * self.crop + 1), np.uint64(31), np.uint64(2**31 - 1)
+            top = ((draws & mask) % span).astype(np.intp)
+            left = ((draws >> bits & mask) % span).astype(np.intp)
+            padded = np.zeros((count, channels, height + 2 * self.crop, width + 2 * self.crop), np.uint8)
+            padded[:, :, self.crop : self.crop + height, self.crop : self.crop + width] = images
+            windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
+            images = windows[np.arange(count), :, top, left]
+        if self.flip:
+            mirrored = (draws >> np.uint64(63)).astype(bool)
+            images = np.where(mirrored[:, None, None, None], images[..., ::-1], images)
+        return images
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSet:
+    """Images of one split with their labels and what standardises them.
+
+    Args:
+        images: uint8[count, channels, height, width]; may be a read-only memory map.
+        labels: int64[count], each in [0, len(classes)).
+        mean: per channel, of pixels scaled to [0, 1]; of the training split, also in a test set.
+        std: per channel, positive, in the same unit.
+        classes: names, in the order of the labels.
+        name: of the data set.
+        source: where the pixels came from, in words for a run's record.
+
+    Raises:
+        DataError: arrays, labels, mean or std that do not fit this description.
+    """
+
+    images: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    classes: tuple[str, ...]
+    name: str = ""
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.images.dtype != np.uint8 or self.images.ndim != 4 or 0 in self.images.shape[1:]:
+            shape = f"{self.images.dtype}{list(self.images.shape)}"
+            raise DataError(f"images {shape} are not uint8[count, channels, height, width]")
+        if self.labels.dtype != np.int64 or self.labels.shape != self.images.shape[:1]:
+            shape = f"{self.labels.dtype}{list(self.labels.shape)}"
+            raise DataError(f"labels {shape} are not int64[{len(self.images)}], one for each image")
+        check_labels(self.labels, len(self.classes), self.name or "images")
+        channels = self.images.shape[1]
+        if len(self.mean) != channels or not np.all(np.isfinite(self.mean)):
+            raise DataError(f"mean {self.mean} is not one finite number for each of {channels} channels")
+        if len(self.std) != channels or not np.all(np.isfinite(self.std)) or min(self.std) <= 0:
+            raise DataError(f"std {self.std} is not one positive number for each of {channels} channels")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        channels, height, width = self.images.shape[1:]
+        return channels, height, width
+
+    def batch(
+        self,
+        indices: NDArray[np.int64],
+        augment: Augment | None = None,
+        draws: NDArray[np.uint64] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Some of the images, standardised, with their labels.
+
+        Args:
+            indices: int64[batch], each in [0, len(self)).
+            augment: how to crop and flip; None leaves the images as they are.
+            draws: uint64[batch], the random numbers of augment; not needed without it.
+
+        Returns:
+            float32[batch, channels, height, width] of mean 0 and variance 1 per channel over the training
+            split, and int64[batch]. New tensors, free to be changed.
+
+        Raises:
+            ValueError: augment without draws.
+        """
+        pixels = self.images[indices]
+        if augment is not None:
+            if draws is None:
+                raise ValueError("augment needs draws, one uint64 for each image")
+            pixels = augment.apply(pixels, draws)
+        scale = torch.tensor([1 / (255 * std) for std in self.std], dtype=torch.float32)[:, None, None]
+        shift = torch.tensor([-m / s for m, s in zip(self.mean, self.std, strict=True)])[:, None, None]
+        images = torch.from_numpy(pixels).to(torch.float32).mul_(scale).add_(shift)
+        return images, torch.from_numpy(self.labels[indices])
+
+
+def check_labels(labels: NDArray[np.integer], classes: int, where: str) -> None:
+    """Refuse labels outside [0, classes).
+
+    Args:
+        labels: integers[count].
+        classes: how many there are, at least 1.
+        where: file or data set, for the message.
+
+    Raises:
+        DataError: a label out of range (the first is named), or classes < 1.
+    """
+    if classes < 1:
+        raise DataError(f"{where}: {classes} classes, not at least 1")
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(wrong):
+        first = wrong[0]
+        raise DataError(f"{where}: label {labels[first]} of record {first} is not in [0, {classes - 1}]")
+
+
+def channel_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per channel.
+
+    Args:
+        images: uint8[count, channels, height, width], at least one; also an HDF5 data set, read in blocks.
+
+    Returns:
+        mean and std of pixels scaled to [0, 1], one number per channel each. The std of a constant channel is
+        given as one grey level: it is a divisor.
+    """
+    total = np.zeros(images.shape[1], np.int64)
+    squares = np.zeros(images.shape[1], np.int64)
+    for start in range(0, len(images), 500):
+        block = images[start : start + 500].astype(np.int64)
+        total += block.sum(axis=(0, 2, 3))
+        squares += np.square(block, out=block).sum(axis=(0, 2, 3))
+    pixels = images.shape[0] * images.shape[2] * images.shape[3]
+    mean = total / pixels
+    # Rounding may leave a constant channel slightly below zero.
+    std = np.sqrt(np.maximum(squares / pixels - mean**2, 0.0))
+    return tuple((mean / 255).tolist()), tuple((np.where(std > 0, std, 1.0) / 255).tolist())

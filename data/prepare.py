@@ -1,0 +1,210 @@
+"""Write a data set into the one HDF5 layout that training reads.
+
+python -m data.prepare cifar10 SOURCE -o cifar10.h5       directory of the binary version, or its .tar.gz
+python -m data.prepare cifar10 --download -o cifar10.h5   fetches 170 MB beside the output first
+python -m data.prepare digits -o digits.h5
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+
+from tqdm import tqdm
+
+from data import DataError, cifar10, digits
+from data.download import download, md5_of
+from data.image_file import ImageFileWriter, open_image_file
+from data.images import ImageSet
+
+
+def prepare_cifar10(
+    source: Path, output: Path, *, partial: bool = False, force: bool = False, progress: bool = True
+) -> str:
+    """Write CIFAR-10 from its official binary layout.
+
+    Args:
+        source: directory or archive of the binary version.
+        output: HDF5 file to write.
+        partial: accept fewer images than 50,000 + 10,000.
+        force: replace an output that exists.
+        progress: show a bar where the output is a terminal.
+
+    Returns:
+        What was done, in a line.
+
+    Raises:
+        DataError: a source that is missing, incomplete or damaged; an output that exists and is something
+            else.
+    """
+    if kept := kept_cifar10(output, partial=partial, force=force):
+        return kept
+    batches = cifar10.find_batches(source, partial=partial)
+    counts = {split: sum(b.records for b in batches if b.split == split) for split in ("train", "test")}
+    writer = ImageFileWriter(
+        output,
+        name="cifar10",
+        classes=cifar10.CLASSES,
+        source=f"CIFAR-10 binary version, {provenance(source)}",
+        shape=cifar10.SHAPE,
+        counts=counts,
+    )
+    # disable=None: no bar where the output is not a terminal.
+    hidden = None if progress else True
+    with writer, tqdm(total=sum(counts.values()), unit="image", desc="cifar10", disable=hidden) as bar:
+        for batch, images, labels in cifar10.read_batches(source, batches):
+            writer.put(batch.split, batch.start, images, labels)
+            bar.update(len(labels))
+    return f"{output}: wrote {description(*cifar10.open_cifar10(output))}"
+
+
+def prepare_digits(output: Path, *, size: int, held_out: float, seed: int, force: bool = False) -> str:
+    """Write scikit-learn's digits, as data.digits.load_digits returns them.
+
+    Args:
+        output: HDF5 file to write.
+        size, held_out, seed: as in load_digits.
+        force: replace an output that exists.
+
+    Returns:
+        What was done, in a line.
+
+    Raises:
+        DataError: size or held_out out of bounds; an output that exists and is something else.
+        ValueError: seed < 0.
+    """
+    train, test = digits.load_digits(size, held_out, seed)
+
+    def same(found: ImageSet, _: ImageSet) -> bool:
+        return found.source == train.source
+
+    if kept := kept_output(output, train.source, same, force=force):
+        return kept
+    with ImageFileWriter(
+        output,
+        name=train.name,
+        classes=train.classes,
+        source=train.source,
+        shape=train.shape,
+        counts={"train": len(train), "test": len(test)},
+    ) as writer:
+        writer.put("train", 0, train.images, train.labels)
+        writer.put("test", 0, test.images, test.labels)
+    return f"{output}: wrote {description(*open_image_file(output))}"
+
+
+def kept_cifar10(output: Path, *, partial: bool, force: bool) -> str | None:
+    """As kept_output, for CIFAR-10: whole, or (partial) any part of it."""
+    train_count, test_count = len(cifar10.TRAIN_FILES) * cifar10.BATCH_RECORDS, cifar10.BATCH_RECORDS
+
+    def same(train: ImageSet, test: ImageSet) -> bool:
+        whole = (len(train), len(test)) == (train_count, test_count)
+        return train.name == "cifar10" and (whole or partial)
+
+    return kept_output(
+        output, f"'cifar10' of {train_count} training and {test_count} test images", same, force=force
+    )
+
+
+def kept_output(
+    output: Path, wanted: str, same: Callable[[ImageSet, ImageSet], bool], *, force: bool
+) -> str | None:
+    """Whether the output is there already.
+
+    Args:
+        output: HDF5 file to be written.
+        wanted: what is to be written, in words.
+        same: whether the splits that are there are what is wanted.
+        force: the output is to be replaced, whatever it is.
+
+    Returns:
+        A line that says that it is kept, after its checksums were verified; None when it is to be written.
+
+    Raises:
+        DataError: the output exists and is damaged, or something else than wanted.
+    """
+    if force or not output.exists():
+        return None
+    try:
+        train, test = open_image_file(output, verify=True)
+    except DataError as error:
+        raise DataError(f"{error}; --force replaces it") from error
+    if not same(train, test):
+        found = f"{description(train, test)} ({train.source})"
+        raise DataError(f"{output}: exists and holds {found}, not {wanted}; --force replaces it")
+    return f"{output}: kept, it holds {description(train, test)}; --force writes it anew"
+
+
+def description(train: ImageSet, test: ImageSet) -> str:
+    """A prepared data set in words."""
+    channels, height, width = train.shape
+    return f"{train.name!r} of {len(train)} training and {len(test)} test images, {channels}x{height}x{width}"
+
+
+def provenance(source: Path) -> str:
+    """Where the pixels come from, and whether they are known to be the published ones."""
+    if source.is_file() and md5_of(source) == cifar10.MD5:
+        return f"official archive, md5 {cifar10.MD5}"
+    return f"{source.name}, not compared with the official archive"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m data.prepare",
+        description="Write a data set into the HDF5 layout that training reads.",
+    )
+    sets = parser.add_subparsers(dest="set", required=True)
+
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("-o", "--output", type=Path, required=True, help="HDF5 file to write")
+    common.add_argument("--force", action="store_true", help="replace the output if it exists")
+
+    cifar = sets.add_parser("cifar10", parents=[common], help="CIFAR-10, from its official binary version")
+    origin = cifar.add_mutually_exclusive_group(required=True)
+    origin.add_argument(
+        "source", nargs="?", type=Path, help="directory of the binary version, or its .tar.gz"
+    )
+    origin.add_argument(
+        "--download", action="store_true", help="fetch the archive (170 MB) beside the output"
+    )
+    cifar.add_argument(
+        "--url", default=cifar10.URL, help="another address of the same archive (default: %(default)s)"
+    )
+    cifar.add_argument("--partial", action="store_true", help="accept fewer than 50,000 + 10,000 images")
+
+    digit = sets.add_parser(
+        "digits", parents=[common], help="scikit-learn's handwritten digits; no network needed"
+    )
+    digit.add_argument("--size", type=int, default=32, help="pixels on a side (default: %(default)s)")
+    digit.add_argument(
+        "--held-out", type=float, default=0.5, help="part of the test split (default: %(default)s)"
+    )
+    digit.add_argument("--seed", type=int, default=0, help="of the split (default: %(default)s)")
+
+    options = parser.parse_args(arguments)
+    try:
+        if options.set == "digits":
+            line = prepare_digits(
+                options.output,
+                size=options.size,
+                held_out=options.held_out,
+                seed=options.seed,
+                force=options.force,
+            )
+        else:
+            source = options.source
+            if options.download:
+                source = options.output.parent / PurePosixPath(cifar10.URL).name
+                if not kept_cifar10(options.output, partial=options.partial, force=options.force):
+                    download(options.url, source, cifar10.MD5)
+            line = prepare_cifar10(source, options.output, partial=options.partial, force=options.force)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

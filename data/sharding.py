@@ -1,0 +1,174 @@
+"""Which samples belong to which rank, in which order: index arithmetic that every rank repeats alike.
+
+All of it is a function of its arguments. No generator advances, so a run resumes at any (epoch, step) without
+replaying what went before.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data import DataError
+
+# Streams of random numbers within one (seed, epoch), so that order and augmentation are independent.
+ORDER, AUGMENTATION = 0, 1
+
+
+def epoch_draws(count: int, seed: int, epoch: int, stream: int) -> NDArray[np.uint64]:
+    """One random number for each sample of an epoch, the same on every rank and every machine.
+
+    Raw 64-bit output of Philox: NumPy promises that stream across its versions, and not that of its
+    distributions.
+
+    Args:
+        count: samples.
+        seed, epoch: at least 0.
+        stream: ORDER or AUGMENTATION.
+
+    Returns:
+        uint64[count], uniform.
+
+    Raises:
+        ValueError: seed or epoch < 0.
+    """
+    if seed < 0:
+        raise ValueError(f"seed {seed} is not at least 0")
+    if epoch < 0:
+        raise ValueError(f"epoch {epoch} is not at least 0")
+    sequence = np.random.SeedSequence(seed, spawn_key=(stream, epoch))
+    return np.random.Philox(sequence).random_raw(count)
+
+
+class ShardedBatches:
+    """Training batches of one rank: every epoch a new order, cut into disjoint batches.
+
+    Step s of an epoch takes the s-th run of size * batch_size samples in that epoch's order, and rank r the
+    r-th part of them. What a step trains on together therefore depends on size * batch_size alone. The
+    remainder that fills no step on all ranks is left out, another one in each epoch; every rank has the same
+    number of steps.
+
+    Args:
+        count: samples in the training split.
+        batch_size: samples per rank and step, at least 1.
+        rank, size: this rank and the number of ranks, 0 <= rank < size.
+        seed: at least 0, the same on all ranks.
+
+    Raises:
+        DataError: fewer samples than ranks, or than one step of all ranks needs.
+        ValueError: batch_size, rank, size or seed out of bounds.
+    """
+
+    def __init__(self, count: int, *, batch_size: int, rank: int, size: int, seed: int) -> None:
+        check_rank(rank, size)
+        if batch_size < 1:
+            raise ValueError(f"batch_size {batch_size} is not at least 1")
+        if seed < 0:
+            raise ValueError(f"seed {seed} is not at least 0")
+        if count < size:
+            raise DataError(f"{count} samples are fewer than {size} ranks")
+        if count < size * batch_size:
+            raise DataError(
+                f"{count} samples are fewer than the {size * batch_size} of one step,"
+                f" {size} ranks x {batch_size} samples per batch"
+            )
+        self.count = count
+        self.batch_size = batch_size
+        self.rank = rank
+        self.size = size
+        self.seed = seed
+        self._ordered: tuple[int, NDArray[np.int64]] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of one epoch, equal on all ranks and at least 1."""
+        return self.count // (self.size * self.batch_size)
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """The order of an epoch.
+
+        Args:
+            epoch: at least 0.
+
+        Returns:
+            int64[count], a permutation, equal on all ranks. Read-only.
+
+        Raises:
+            ValueError: epoch < 0.
+        """
+        if self._ordered is None or self._ordered[0] != epoch:
+            draws = epoch_draws(self.count, self.seed, epoch, ORDER)
+            permutation = np.argsort(draws, kind="stable").astype(np.int64, copy=False)
+            permutation.flags.writeable = False
+            self._ordered = (epoch, permutation)
+        return self._ordered[1]
+
+    def indices(self, epoch: int, step: int) -> NDArray[np.int64]:
+        """What this rank trains on in one step.
+
+        Args:
+            epoch: at least 0.
+            step: within the epoch, 0 <= step < steps_per_epoch.
+
+        Returns:
+            int64[batch_size], positions in the training split. Read-only.
+
+        Raises:
+            ValueError: epoch or step out of bounds.
+        """
+        if not 0 <= step < self.steps_per_epoch:
+            raise ValueError(f"step {step} is not in [0, {self.steps_per_epoch})")
+        start = (step * self.size + self.rank) * self.batch_size
+        return self.order(epoch)[start : start + self.batch_size]
+
+
+def evaluation_shard(count: int, *, rank: int, size: int) -> range:
+    """This rank's part of a set that every sample of which is to be seen exactly once.
+
+    Args:
+        count: samples, 0 or more; fewer than ranks leaves some ranks with none.
+        rank, size: this rank and the number of ranks, 0 <= rank < size.
+
+    Returns:
+        A contiguous range; the ranges of all ranks tile [0, count) in order, and their lengths differ by at
+        most 1.
+
+    Raises:
+        ValueError: rank or size out of bounds, or count < 0.
+    """
+    check_rank(rank, size)
+    if count < 0:
+        raise ValueError(f"count {count} is not at least 0")
+    return range(count * rank // size, count * (rank + 1) // size)
+
+
+def evaluation_batches(count: int, *, batch_size: int, rank: int, size: int) -> Iterator[NDArray[np.int64]]:
+    """This rank's evaluation shard in batches; the last may be short, and ranks may differ in their number.
+
+    Args:
+        count, rank, size: as in evaluation_shard.
+        batch_size: samples per batch, at least 1.
+
+    Returns:
+        An iterator over int64[1 ... batch_size].
+
+    Raises:
+        ValueError: an argument out of bounds.
+    """
+    shard = evaluation_shard(count, rank=rank, size=size)
+    if batch_size < 1:
+        raise ValueError(f"batch_size {batch_size} is not at least 1")
+    parts = (shard[start : start + batch_size] for start in range(0, len(shard), batch_size))
+    return (np.arange(part.start, part.stop, dtype=np.int64) for part in parts)
+
+
+def check_rank(rank: int, size: int) -> None:
+    """Refuse a rank that is not one of size ranks.
+
+    Raises:
+        ValueError: size < 1 or rank not in [0, size).
+    """
+    if size < 1:
+        raise ValueError(f"size {size} is not at least 1")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is not in [0, {size})")

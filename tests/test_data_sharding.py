@@ -1,0 +1,132 @@
+"""Shards: every rank the same arithmetic, every sample at most once, any step without those before it."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import DataError
+from data.sharding import (
+    AUGMENTATION,
+    ORDER,
+    ShardedBatches,
+    epoch_draws,
+    evaluation_batches,
+    evaluation_shard,
+)
+
+
+def shards(count: int, batch_size: int, size: int, seed: int) -> list[ShardedBatches]:
+    return [
+        ShardedBatches(count, batch_size=batch_size, rank=rank, size=size, seed=seed) for rank in range(size)
+    ]
+
+
+@settings(deadline=None)
+@given(
+    size=st.integers(1, 8),
+    batch_size=st.integers(1, 9),
+    extra=st.integers(0, 300),
+    seed=st.integers(0, 2**64),
+    epoch=st.integers(0, 10**6),
+)
+def test_the_batches_of_all_ranks_tile_the_permutation(
+    size: int, batch_size: int, extra: int, seed: int, epoch: int
+) -> None:
+    count = size * batch_size + extra
+    ranks = shards(count, batch_size, size, seed)
+    assert len({rank.steps_per_epoch for rank in ranks}) == 1
+    steps = ranks[0].steps_per_epoch
+    taken = np.concatenate([rank.indices(epoch, step) for step in range(steps) for rank in ranks])
+    order = ranks[0].order(epoch)
+    assert np.array_equal(np.sort(order), np.arange(count))
+    assert np.array_equal(taken, order[: steps * size * batch_size])
+    assert count - len(taken) < size * batch_size
+
+
+def test_any_step_is_found_without_those_before_it() -> None:
+    (walked,) = shards(100, 7, 1, 3)
+    all_steps = {(epoch, step): walked.indices(epoch, step) for epoch in range(3) for step in range(14)}
+    for (epoch, step), indices in reversed(all_steps.items()):
+        (fresh,) = shards(100, 7, 1, 3)
+        assert np.array_equal(fresh.indices(epoch, step), indices)
+        assert np.array_equal(walked.indices(epoch, step), indices)
+
+
+def test_a_step_of_all_ranks_depends_on_its_samples_in_total_only() -> None:
+    four, two = shards(64, 4, 4, 9), shards(64, 8, 2, 9)
+    for step in range(4):
+        left = np.concatenate([rank.indices(1, step) for rank in four])
+        assert np.array_equal(left, np.concatenate([rank.indices(1, step) for rank in two]))
+
+
+def test_orders_differ_by_epoch_and_by_seed() -> None:
+    (first,), (second,) = shards(50, 5, 1, 0), shards(50, 5, 1, 1)
+    orders = [first.order(0), first.order(1), second.order(0), second.order(1)]
+    assert len({order.tobytes() for order in orders}) == 4
+
+
+def test_the_streams_of_an_epoch_are_independent_and_pinned() -> None:
+    assert not np.array_equal(epoch_draws(8, 0, 0, ORDER), epoch_draws(8, 0, 0, AUGMENTATION))
+    # Runs of years apart are to be compared: these values may never change.
+    assert epoch_draws(2, 7, 3, ORDER).tolist() == [18267088067172210171, 5482394028614596188]
+    assert shards(10, 10, 1, 7)[0].indices(3, 0).tolist() == [2, 1, 7, 9, 6, 5, 4, 3, 8, 0]
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (0, "0 samples are fewer than 4 ranks"),
+        (3, "3 samples are fewer than 4 ranks"),
+        (15, "15 samples are fewer than the 16 of one step, 4 ranks x 4 samples per batch"),
+    ],
+)
+def test_too_few_samples_are_refused_with_the_numbers(count: int, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        ShardedBatches(count, batch_size=4, rank=0, size=4, seed=0)
+    assert ShardedBatches(16, batch_size=4, rank=0, size=4, seed=0).steps_per_epoch == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("batch_size", 0, "batch_size 0 is not at least 1"),
+        ("rank", 2, r"rank 2 is not in \[0, 2\)"),
+        ("rank", -1, r"rank -1 is not in \[0, 2\)"),
+        ("size", 0, "size 0 is not at least 1"),
+        ("seed", -1, "seed -1 is not at least 0"),
+    ],
+)
+def test_arguments_out_of_bounds_are_refused_with_their_value(name: str, value: int, message: str) -> None:
+    arguments = {"batch_size": 4, "rank": 0, "size": 2, "seed": 0} | {name: value}
+    with pytest.raises(ValueError, match=message):
+        ShardedBatches(100, **arguments)
+
+
+def test_steps_and_epochs_out_of_bounds_are_refused() -> None:
+    (one,) = shards(20, 5, 1, 0)
+    for step in (-1, 4):
+        with pytest.raises(ValueError, match=rf"step {step} is not in \[0, 4\)"):
+            one.indices(0, step)
+    with pytest.raises(ValueError, match="epoch -1 is not at least 0"):
+        one.indices(-1, 0)
+
+
+@given(count=st.integers(0, 200), size=st.integers(1, 9), batch_size=st.integers(1, 20))
+def test_evaluation_sees_every_sample_exactly_once(count: int, size: int, batch_size: int) -> None:
+    lengths = [len(evaluation_shard(count, rank=rank, size=size)) for rank in range(size)]
+    assert max(lengths) - min(lengths) <= 1
+    batches = [
+        list(evaluation_batches(count, batch_size=batch_size, rank=rank, size=size)) for rank in range(size)
+    ]
+    assert all(1 <= len(batch) <= batch_size for rank in batches for batch in rank)
+    assert [index for rank in batches for batch in rank for index in batch] == list(range(count))
+
+
+def test_evaluation_arguments_are_checked_before_the_first_batch() -> None:
+    with pytest.raises(ValueError, match=r"rank 3 is not in \[0, 3\)"):
+        evaluation_batches(10, batch_size=1, rank=3, size=3)
+    with pytest.raises(ValueError, match="batch_size 0 is not at least 1"):
+        evaluation_batches(10, batch_size=0, rank=0, size=3)
+    with pytest.raises(ValueError, match="count -1 is not at least 0"):
+        evaluation_shard(-1, rank=0, size=3)
