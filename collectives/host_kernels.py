@@ -226,7 +226,7 @@ def counted_sums(
 
     Args:
         expected_bits: the edge that `take` will most likely be asked for; only a device makes use of it.
-        edges: int32[m], ascending bits of magnitudes, >= 1; steps of 65536 except where they are clipped.
+        edges: int32[m], ascending bits of magnitudes, >= 1.
     """
     nnz = sum_sorted_lists(pool, begins, ends, lower, upper, int(edges[0]), out)
     return CountedSums(out[:nnz], edges)

@@ -22,8 +22,9 @@ from oktopk.settings import selection_cap
 NOTHING = 0x7F800000
 """Bits that no finite magnitude reaches."""
 
-_RUNGS = 65  # counts exchanged per step, around the reused global threshold
-_RUNG_BITS = 1 << 16  # 1/128 octave between two of them
+_REACH = 1 << 21  # how far the ladder reaches from the reused threshold, in bits of a magnitude: a quarter octave
+_SIDE = np.geomspace(1 << 9, _REACH, 32).astype(np.int64)  # finest near it: gradients may crowd at the threshold
+_OFFSETS = np.concatenate([-_SIDE[::-1], [0], _SIDE])
 _MISS = 0.05  # share of k that the nearest rung may be off before the threshold is named exactly, at once
 
 
@@ -94,7 +95,7 @@ class GlobalThreshold:
         sums = lists.counted(self.bits, edges)
         counts = lists.transport.allgather_control(sums.counts)
         totals = counts.sum(axis=0)
-        rung = _RUNGS // 2
+        rung = len(_OFFSETS) // 2
         if abs(totals[rung] - k) > self._tolerance * k:
             rung = int(np.argmin(np.abs(totals - k)))
             all_kept = edges[0] == 1 and totals[0] <= k
@@ -111,8 +112,7 @@ class GlobalThreshold:
 
     def _ladder(self) -> NDArray[np.int32]:
         assert self.bits is not None
-        rungs = self.bits + _RUNG_BITS * np.arange(-(_RUNGS // 2), _RUNGS // 2 + 1, dtype=np.int64)
-        return np.clip(rungs, 1, NOTHING - 1).astype(np.int32)
+        return np.clip(self.bits + _OFFSETS, 1, NOTHING - 1).astype(np.int32)
 
     def _keep_exact(self, lists: RegionLists, k: int) -> tuple[NDArray[np.void], NDArray[np.int64]]:
         transport = lists.transport
