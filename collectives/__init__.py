@@ -1,7 +1,20 @@
 """Communication patterns for sparse and dense allreduce over MPI: no gradients, no thresholds, no torch."""
 
+from typing import TYPE_CHECKING, Any
+
 from collectives.sparse import ENTRY, SparseVector
 from collectives.traffic import Traffic
-from collectives.transport import Transport
+
+if TYPE_CHECKING:
+    from collectives.transport import Transport
 
 __all__ = ["ENTRY", "SparseVector", "Traffic", "Transport"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the transport on first use: it starts MPI, which whoever wants a formula alone does not need."""
+    if name == "Transport":
+        from collectives.transport import Transport
+
+        return Transport
+    raise AttributeError(f"module 'collectives' has no attribute {name!r}")

@@ -1,0 +1,104 @@
+"""What all ranks must decide alike: whether to go on, and whether they still hold the same parameters."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TypeVar
+
+from mpi4py import MPI
+from torch import nn
+
+Result = TypeVar("Result")
+
+
+class Refused(Exception):  # noqa: N818 - a decision of all ranks together, not one rank's error
+    """What was asked for cannot be done; raised on every rank together, the message meant for the user."""
+
+
+class RanksDiverged(RuntimeError):  # noqa: N818
+    """The ranks hold different parameters, which data-parallel training must never do."""
+
+
+def decide_on_root(
+    comm: MPI.Intracomm, action: Callable[[], Result], faults: tuple[type[Exception], ...]
+) -> Result:
+    """Run the action on rank 0 alone and give its result to every rank.
+
+    Args:
+        comm: collective.
+        action: returns something that pickles.
+        faults: what counts as the user's fault; any other exception ends the job as usual.
+
+    Raises:
+        Refused: on every rank, with the fault's message.
+
+    Traffic: one broadcast.
+    """
+    results: list[Result] = []
+    message: str | None = None
+    if comm.rank == 0:
+        try:
+            results.append(action())
+        except faults as fault:
+            message = str(fault)
+    message, results = comm.bcast((message, results))
+    if message is not None:
+        raise Refused(message)
+    return results[0]
+
+
+def decide_together(
+    comm: MPI.Intracomm, action: Callable[[], Result], faults: tuple[type[Exception], ...]
+) -> Result:
+    """Run the action on every rank; when it fails on any, all of them give up with the same message.
+
+    The action must not communicate: a rank whose action failed would be missing.
+
+    Returns:
+        This rank's own result.
+
+    Raises:
+        Refused: on every rank, naming the ranks unless the fault is the same on all.
+
+    Traffic: one allgather.
+    """
+    results: list[Result] = []
+    message: str | None = None
+    try:
+        results.append(action())
+    except faults as fault:
+        message = str(fault)
+    messages = comm.allgather(message)
+    distinct = {text for text in messages if text is not None}
+    if not distinct:
+        return results[0]
+    if len(distinct) == 1 and None not in messages:
+        raise Refused(distinct.pop())
+    raise Refused("\n".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None))
+
+
+def check_same_parameters(module: nn.Module, comm: MPI.Intracomm, step: int) -> None:
+    """Check that parameters and buffers are bit-identical on all ranks.
+
+    Args:
+        module: on CPU.
+        comm: collective.
+        step: for the message.
+
+    Raises:
+        RanksDiverged: on every rank, naming which ranks hold what.
+
+    Traffic: one allgather of a digest.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in module.state_dict().values():
+        digest.update(tensor.detach().contiguous().numpy().tobytes())
+    digests: list[str] = comm.allgather(digest.hexdigest())
+    if len(set(digests)) == 1:
+        return
+    holders: dict[str, list[int]] = {}
+    for rank, value in enumerate(digests):
+        holders.setdefault(value, []).append(rank)
+    parts = "; ".join(f"{value} on ranks {ranks}" for value, ranks in holders.items())
+    raise RanksDiverged(f"parameters differ between ranks after step {step}: {parts}")

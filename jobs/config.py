@@ -1,0 +1,217 @@
+"""What a training run is: typed, validated, frozen. Every default of a run is here, or in oktopk.Settings.
+
+jobs.configfile reads it from a file and a command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from oktopk import METHODS, Settings
+
+
+class _Section(BaseModel):
+    # strict: "16" is not 16. A string that reads as a number is more often a slip than an intention.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(_Section):
+    """The network. width multiplies every layer's channels."""
+
+    name: Literal["vgg16"] = "vgg16"
+    width: float = Field(default=1.0, gt=0.0, le=8.0)
+
+
+class DataConfig(_Section):
+    """The images. `digits` needs no file; the others are read from `path`, written by data.prepare."""
+
+    name: Literal["digits", "cifar10", "prepared"] = "digits"
+    path: str = ""
+    size: int = Field(default=32, ge=32, le=512, description="pixels per side of the digits")
+    held_out: float = Field(
+        default=0.5, gt=0.0, lt=1.0, description="fraction of the digits that is never trained on"
+    )
+    crop: int = Field(
+        default=0, ge=0, description="pixels of padding that training images are cropped from at random"
+    )
+    flip: bool = Field(default=False, description="mirror training images at random; not for digits")
+
+    @model_validator(mode="after")
+    def _has_its_file(self) -> Self:
+        if self.name != "digits" and not self.path:
+            raise ValueError(
+                f"path is empty, but the data set {self.name!r} is read from a file: "
+                "write one with data.prepare"
+            )
+        if self.name == "digits" and self.path:
+            raise ValueError(
+                f"path is {self.path!r}, but digits are read from no file: set data.name to 'prepared'"
+            )
+        return self
+
+
+class OptimizerConfig(_Section):
+    """The torch optimizer that sees the reduced, averaged gradient."""
+
+    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: float = Field(default=0.1, gt=0.0)
+    momentum: float = Field(default=0.0, ge=0.0, lt=1.0, description="sgd only")
+    nesterov: bool = Field(default=False, description="sgd only")
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="adam and adamw only")
+    beta2: float = Field(default=0.999, ge=0.0, lt=1.0, description="adam and adamw only")
+    eps: float = Field(default=1e-8, gt=0.0, description="adam and adamw only")
+
+    @model_validator(mode="after")
+    def _momentum_is_used(self) -> Self:
+        if self.name != "sgd" and (self.momentum or self.nesterov):
+            raise ValueError(f"momentum {self.momentum} and nesterov are for sgd, not for {self.name}")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum above 0")
+        return self
+
+
+class ScheduleConfig(_Section):
+    """The learning rate over the run, as a factor of optimizer.lr, set at every step.
+
+    warmup and milestones count in `unit`. The warm-up rises linearly from warmup_start (a fraction, or
+    "1/ranks") to 1; then `step` multiplies by gamma at each milestone, `cosine` and `linear` fall to `final`
+    at the last step.
+    """
+
+    name: Literal["constant", "step", "cosine", "linear"] = "constant"
+    unit: Literal["steps", "epochs"] = "steps"
+    warmup: float = Field(default=0.0, ge=0.0)
+    warmup_start: float | Literal["1/ranks"] = 0.0
+    milestones: tuple[float, ...] = Field(default=(), strict=False)
+    gamma: float = Field(default=0.1, gt=0.0, le=1.0)
+    final: float = Field(default=0.0, ge=0.0, le=1.0)
+
+    @field_validator("warmup_start")
+    @classmethod
+    def _is_a_fraction(cls, value: float | str) -> float | str:
+        if not isinstance(value, str) and not 0.0 <= value <= 1.0:
+            raise ValueError(f"{value} is not in [0, 1]")
+        return value
+
+    @model_validator(mode="after")
+    def _milestones_ascend(self) -> Self:
+        if any(b <= a for a, b in zip(self.milestones, self.milestones[1:], strict=False)):
+            raise ValueError(f"milestones {list(self.milestones)} do not ascend")
+        if self.milestones and self.name != "step":
+            raise ValueError(f"milestones are for the schedule 'step', not for {self.name!r}")
+        if self.name == "step" and not self.milestones:
+            raise ValueError("the schedule 'step' needs milestones")
+        return self
+
+
+class ReductionConfig(_Section):
+    """How gradients are summed over the ranks. The keys besides `method` are those of oktopk.Settings."""
+
+    method: str = "oktopk"
+    density: float = Settings.density
+    threshold_interval: int = Settings.threshold_interval
+    boundary_interval: int = Settings.boundary_interval
+    dense_warmup_steps: int = Settings.dense_warmup_steps
+    density_warmup_steps: int = Settings.density_warmup_steps
+    momentum_correction: float = Settings.momentum_correction
+    nonfinite: Literal["raise", "skip"] = Settings.nonfinite
+    balance_trigger: float = Settings.balance_trigger
+    bucket_rounds: int = Settings.bucket_rounds
+    drift_tolerance: float = Settings.drift_tolerance
+    average: bool = Settings.average
+
+    @field_validator("method")
+    @classmethod
+    def _is_registered(cls, value: str) -> str:
+        if value not in METHODS:
+            raise ValueError(f"{value!r} is not one of {', '.join(sorted(METHODS))}")
+        return value
+
+    @model_validator(mode="after")
+    def _settings_hold(self) -> Self:
+        Settings(**self.settings())
+        return self
+
+    def settings(self) -> dict[str, Any]:
+        """The keywords of oktopk.Settings."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)}
+
+
+class TrainingConfig(_Section):
+    """How long and on what: the run ends after `steps` or `epochs`, whichever comes first."""
+
+    batch_size: int = Field(default=16, ge=1, description="images per rank and step")
+    steps: int = Field(default=0, ge=0, description="0: no limit")
+    epochs: int = Field(default=0, ge=0, description="0: no limit")
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    eval_every: int = Field(
+        default=0, ge=0, description="steps between evaluations; 0: at the end of each epoch"
+    )
+    eval_batch_size: int = Field(
+        default=128, ge=1, description="images per rank and forward pass of an evaluation"
+    )
+    threads: int = Field(default=1, ge=1, description="torch threads per rank")
+
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        if not self.steps and not self.epochs:
+            raise ValueError("steps and epochs are both 0: the run would never end")
+        return self
+
+
+class RunConfig(_Section):
+    """The run file."""
+
+    file: str = "runs/run.h5"
+    overwrite: bool = False
+    flush_every: int = Field(default=20, ge=1, description="steps between writes to the run file")
+
+    @field_validator("file")
+    @classmethod
+    def _is_a_name(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("the run file's name is empty")
+        return value
+
+
+class Config(_Section):
+    """One run."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    reduction: ReductionConfig = ReductionConfig()
+    training: TrainingConfig
+    run: RunConfig = RunConfig()
+
+    @model_validator(mode="after")
+    def _one_momentum(self) -> Self:
+        correction = self.reduction.momentum_correction
+        if correction and (self.optimizer.momentum or self.optimizer.name != "sgd"):
+            raise ValueError(
+                f"reduction.momentum_correction {correction} is the run's momentum: it needs optimizer.name "
+                f"'sgd' with momentum 0, not {self.optimizer.name!r} with {self.optimizer.momentum}"
+            )
+        return self
+
+    def to_json(self) -> str:
+        """The whole configuration, defaults included."""
+        return self.model_dump_json()
+
+    def to_toml(self) -> str:
+        """The whole configuration as a file that load() reads back to an equal one."""
+        lines: list[str] = []
+        for section, keys in self.model_dump(mode="json").items():
+            # A JSON string, number, boolean or flat list is also a TOML one.
+            lines += [
+                f"[{section}]",
+                *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()),
+                "",
+            ]
+        return "\n".join(lines)

@@ -1,0 +1,111 @@
+"""The demo: train the same network with each method on several ranks, then compare.
+
+    python -m jobs.demo
+
+Writes a run file of each method, the picture and the CSV files into demo/, which it may replace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jobs.launch import LaunchError, available_cores, mpiexec_command
+from jobs.report import report
+from jobs.runfile import RunFileError
+
+CONFIG = Path(__file__).parent / "configs" / "digits.toml"
+METHODS = ("dense", "oktopk")
+
+
+def training_arguments(options: argparse.Namespace, method: str) -> list[str]:
+    """What follows `python -m mpi4py` to train with one method."""
+    settings: dict[str, object] = {
+        "reduction.method": method,
+        "reduction.density": options.density,
+        "model.width": options.width,
+        "run.file": str(options.output / f"{method}.h5"),
+        "run.overwrite": True,
+    }
+    if options.data is not None:
+        settings.update({"data.name": "prepared", "data.path": str(options.data)})
+    if options.steps is not None:
+        settings["training.steps"] = options.steps
+    # A JSON string or number is a TOML one, whatever characters a path has.
+    overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
+    return ["-m", "jobs.train", str(CONFIG), "--set", *overrides]
+
+
+def run_job(ranks: int, module_args: Sequence[str]) -> int:
+    """Run one job to its end and return its exit status. An interrupt ends the job first."""
+    argv, environment = mpiexec_command(ranks, module_args)
+    process = subprocess.Popen(
+        argv, env=environment, cwd=Path(__file__).parent.parent, stdin=subprocess.DEVNULL
+    )
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; paths made absolute, because jobs run in the checkout's root."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.demo", description="Train VGG-16 with each method on several ranks, and compare."
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
+    parser.add_argument(
+        "--width", type=float, default=0.25, help="1.0 is the full VGG-16; default: %(default)s"
+    )
+    parser.add_argument("--density", type=float, default=0.02, help="default: %(default)s")
+    parser.add_argument(
+        "--data", type=Path, metavar="FILE.h5", help="written by data.prepare; default: the digits"
+    )
+    parser.add_argument("--steps", type=int, help=f"default: that of {CONFIG.name}")
+    parser.add_argument(
+        "--output", type=Path, default=Path("demo"), metavar="DIR", help="default: %(default)s"
+    )
+    options = parser.parse_args(argv)
+    options.output = options.output.absolute()
+    options.data = None if options.data is None else options.data.absolute()
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: that of the first job that failed, 2 where nothing could be started."""
+    options = parse(argv)
+    began = time.monotonic()
+    paths = [options.output / f"{method}.h5" for method in METHODS]
+    try:
+        for number, method in enumerate(METHODS, start=1):
+            print(
+                f"[{number}/{len(METHODS)}] {method} on {options.ranks} ranks and {available_cores()} cores",
+                flush=True,
+            )
+            status = run_job(options.ranks, training_arguments(options, method))
+            if status:
+                print(f"jobs.demo: training with {method} ended with status {status}", file=sys.stderr)
+                return status
+        table = report(paths, options.output)
+    except (LaunchError, RunFileError) as error:
+        print(f"jobs.demo: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    print(f"\n{table}\n")
+    print(f"picture: {options.output / 'report.png'}; all of it took {time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

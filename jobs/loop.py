@@ -1,0 +1,161 @@
+"""The training loop: what every rank does in every step, and the evaluations in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from tqdm import tqdm
+
+from collectives.traffic import dense_words
+from data.loader import Batch
+from jobs.agreement import check_same_parameters
+from jobs.config import Config
+from jobs.recording import StepRecorder
+from jobs.runfile import RunFile
+from jobs.schedule import learning_rate_factor
+from jobs.workloads import Workload
+from oktopk import DistributedOptimizer, average_buffers
+
+
+def run_length(config: Config, steps_per_epoch: int) -> int:
+    """Steps of the run: training.steps or training.epochs, whichever ends first."""
+    training = config.training
+    return min(limit for limit in (training.steps, training.epochs * steps_per_epoch) if limit)
+
+
+class TrainingLoop:
+    """The loop with what it carries from step to step; run() is collective.
+
+    Args:
+        config: a run's.
+        comm: the ranks that train together.
+        workload: this rank's side of the task.
+        inner: the torch optimizer, whose learning rate follows the schedule.
+        optimizer: the one around it that reduces.
+        file: where rank 0 records, None on the others.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        comm: MPI.Intracomm,
+        workload: Workload,
+        inner: torch.optim.Optimizer,
+        optimizer: DistributedOptimizer,
+        file: RunFile | None,
+    ) -> None:
+        self.config, self.comm, self.workload = config, comm, workload
+        self.inner, self.optimizer, self.file = inner, optimizer, file
+        self.steps = run_length(config, workload.steps_per_epoch)
+        self.recorder = StepRecorder(comm)
+        self.figures: dict[str, str] = {}
+        self.bar: tqdm[Any] = tqdm(
+            total=self.steps,
+            desc=config.reduction.method,
+            unit="step",
+            disable=comm.rank != 0,
+            # mpiexec puts a pipe between the ranks and the terminal, so its width is not to be asked for.
+            bar_format="{desc} {percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+            mininterval=0.5,
+        )
+
+    def run(self) -> None:
+        """Train to the end.
+
+        Raises:
+            NonFiniteGradientError: on every rank, when reduction.nonfinite is "raise".
+            RanksDiverged: on every rank: their parameters are no longer the same.
+        """
+        batches = self._batches()
+        began = time.perf_counter()
+        self.workload.model.train()
+        with self.bar:
+            for step in range(self.steps):
+                self._step(step, batches, began)
+                evaluate = self._evaluates_after(step)
+                if len(self.recorder) >= self.config.run.flush_every or evaluate:
+                    self._write()
+                if evaluate:
+                    self._evaluate(step + 1)
+
+    def _batches(self) -> Iterator[Batch]:
+        epoch = 0
+        while True:
+            yield from self.workload.batches(epoch)
+            epoch += 1
+
+    def _step(self, step: int, batches: Iterator[Batch], began: float) -> None:
+        rate = self.config.optimizer.lr * learning_rate_factor(
+            self.config.schedule,
+            step,
+            steps=self.steps,
+            steps_per_epoch=self.workload.steps_per_epoch,
+            ranks=self.comm.size,
+        )
+        for group in self.inner.param_groups:
+            group["lr"] = rate
+        times = [time.perf_counter()]
+        batch = next(batches)
+        times.append(time.perf_counter())
+        self.optimizer.zero_grad()
+        loss = self.workload.loss(batch)
+        times.append(time.perf_counter())
+        loss.backward()
+        times.append(time.perf_counter())
+        report = self.optimizer.step()
+        times.append(time.perf_counter())
+        data, forward, backward, whole = np.diff(times).tolist()
+        seconds = {
+            "data": data,
+            "forward": forward,
+            "backward": backward,
+            "reduction": report.total_seconds,
+            "optimizer": max(0.0, whole - report.total_seconds),
+        }
+        self.recorder.add(
+            report, loss=loss.item(), seconds=seconds, learning_rate=rate, elapsed=times[-1] - began
+        )
+        self.bar.update()
+
+    def _evaluates_after(self, step: int) -> bool:
+        every = self.config.training.eval_every or self.workload.steps_per_epoch
+        return (step + 1) % every == 0 or step + 1 == self.steps
+
+    def _write(self) -> None:
+        gathered = self.recorder.gather()
+        if gathered is None or self.file is None:
+            return
+        columns, stages = gathered
+        self.file.append_steps(columns, stages)
+        words = float(columns["words"].mean())
+        dense = dense_words(self.optimizer.length, self.comm.size)
+        self.figures["loss"] = f"{columns['loss'].mean():.3f}"
+        self.figures["words"] = f"{words / 1e3:,.1f}k" + (f" ({words / dense:.1%} of dense)" if dense else "")
+        self.bar.set_postfix(self.figures, refresh=False)
+
+    def _evaluate(self, done: int) -> None:
+        # Each rank's batch norm has seen its own batches only; all must measure the same network.
+        began = time.perf_counter()
+        average_buffers(self.workload.model, self.comm)
+        check_same_parameters(self.workload.model, self.comm, done)
+        mine = self.workload.score()
+        sums = np.array([mine.loss, mine.correct, mine.samples], np.float64)
+        self.comm.Allreduce(MPI.IN_PLACE, sums)
+        loss, correct, samples = sums.tolist()
+        if self.file is None:
+            return
+        self.file.append_evaluation(
+            step=done,
+            epoch=done / self.workload.steps_per_epoch,
+            loss=loss / max(1.0, samples),
+            accuracy=correct / max(1.0, samples),
+            samples=samples,
+            seconds=time.perf_counter() - began,
+        )
+        self.figures["held-out"] = f"{correct / max(1.0, samples):.2%}"
+        self.bar.set_postfix(self.figures)

@@ -1,0 +1,65 @@
+"""Where a result comes from: versions, machine, commit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import socket
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy
+import torch
+from mpi4py import MPI
+
+
+def versions() -> dict[str, str]:
+    """What the run's numbers depend on: name -> version. "mpi" is the MPI library's own words."""
+    try:
+        own = importlib.metadata.version("oktopk")
+    except importlib.metadata.PackageNotFoundError:
+        own = "not installed"
+    return {
+        "oktopk": own,
+        "python": platform.python_version(),
+        "numpy": numpy.__version__,
+        "torch": torch.__version__,
+        "mpi4py": importlib.metadata.version("mpi4py"),
+        "numba": importlib.metadata.version("numba"),
+        "h5py": importlib.metadata.version("h5py"),
+        # MPICH ends it with a NUL and several lines of how it was configured.
+        "mpi": MPI.Get_library_version().rstrip("\0").splitlines()[0].strip(),
+    }
+
+
+def versions_json() -> str:
+    """versions() as JSON."""
+    return json.dumps(versions())
+
+
+def commit() -> str:
+    """The checkout's commit, with "-dirty" where files differ from it; "" where this is no checkout."""
+    try:
+        answer = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout.strip() if answer.returncode == 0 else ""
+
+
+def host() -> str:
+    """This machine's name."""
+    return socket.gethostname()
+
+
+def now() -> str:
+    """UTC, ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,111 @@
+"""Reading a run file, whatever became of its writer."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from jobs.runfile import FORMAT, RunFileError, RunInfo
+
+PATIENCE = 20  # tenths of a second
+
+
+def _check_whole(path: Path) -> None:
+    """Raise RunFileError for a file shorter than its superblock says: HDF5 in SWMR mode would wait for the rest.
+
+    Superblock 3: eight bytes of signature, version, size of offsets, size of lengths, flags, then the base
+    address, that of the extension and the end of the file, eight bytes each.
+    """
+    for attempt in range(PATIENCE):
+        with open(path, "rb") as file:
+            head = file.read(36)
+            size = file.seek(0, os.SEEK_END)
+        if len(head) < 36 or head[8] != 3 or int.from_bytes(head[28:36], "little") <= size:
+            return
+        # A writer at work may have written the superblock and not yet the rest.
+        time.sleep(0.1 * (attempt + 1 < PATIENCE))
+    raise RunFileError(f"{path} is not a run file: truncated, {size} bytes of it are left")
+
+
+class RunReader:
+    """A run file opened for reading, whatever state its writer is in. A context manager.
+
+    Raises:
+        RunFileError: no such file, or not a run file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            _check_whole(self.path)
+            self._file = h5py.File(self.path, "r", swmr=True, libver="latest", locking="best-effort")
+        except FileNotFoundError:
+            raise RunFileError(f"{self.path}: no such file") from None
+        except OSError as error:
+            raise RunFileError(f"{self.path} is not a run file: {error}") from error
+        if self._file.attrs.get("format") != FORMAT:
+            found = self._file.attrs.get("format", "none")
+            self._file.close()
+            raise RunFileError(f"{self.path} is not a run file: its format is {found!r}, not {FORMAT!r}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close; again is allowed."""
+        self._file.close()
+
+    @property
+    def info(self) -> RunInfo:
+        """The attributes."""
+        values = {name: self._file.attrs[name] for name in RunInfo.__dataclass_fields__}
+        return RunInfo(**{name: v.item() if isinstance(v, np.generic) else v for name, v in values.items()})
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration, section by section."""
+        return dict(json.loads(self.info.config))
+
+    @property
+    def status(self) -> str:
+        """One of STATUSES. "running" is also what a killed run says."""
+        self._file["status"].refresh()
+        return bytes(self._file["status"][0]).decode()
+
+    def steps(self) -> dict[str, NDArray[Any]]:
+        """Every column of STEP_COLUMNS as of now, all of one length."""
+        return self._columns("steps")
+
+    def evaluations(self) -> dict[str, NDArray[Any]]:
+        """Every column of EVALUATION_COLUMNS as of now, all of one length."""
+        return self._columns("evaluations")
+
+    def stages(self) -> dict[str, NDArray[np.float64]]:
+        """Stage of the reduction -> seconds[steps], mean over the ranks."""
+        for name in ("stages/names", "stages/seconds"):
+            self._file[name].refresh()
+        names = [bytes(name).decode() for name in self._file["stages/names"][...]]
+        seconds = self._file["stages/seconds"][...]
+        return {name: seconds[:, slot] for slot, name in enumerate(names) if name}
+
+    def _columns(self, group: str) -> dict[str, NDArray[Any]]:
+        columns = {}
+        for name, dataset in self._file[group].items():
+            dataset.refresh()
+            columns[name] = dataset[...]
+        # The writer extends one column after another: a row that some columns lack is not there yet.
+        shortest = min((len(values) for values in columns.values()), default=0)
+        return {name: values[:shortest] for name, values in columns.items()}

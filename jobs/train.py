@@ -1,0 +1,193 @@
+"""Train a network on many ranks.
+
+    mpiexec -n 4 python -m mpi4py -m jobs.train CONFIG.toml [--set section.key=value ...]
+
+Every rank computes the gradient of its own batches; oktopk reduces it, and all ranks take the same step.
+Rank 0 shows a progress bar and writes the run file.
+
+Exit status: 0; 1 when the gradients ceased to be finite; 2 when what was asked for cannot be done, with one
+message and before any training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
+from typing import Protocol
+
+import torch
+from mpi4py import MPI
+
+from data import DataError
+from jobs import provenance
+from jobs.agreement import Refused, decide_on_root, decide_together
+from jobs.config import Config
+from jobs.configfile import ConfigError, apply_overrides, read_toml, validate
+from jobs.loop import TrainingLoop
+from jobs.runfile import RunFile, RunFileError, RunInfo, check_creatable
+from jobs.workloads import Workload, WorkloadError, build_optimizer, build_workload
+from oktopk import DistributedOptimizer, NonFiniteGradientError, broadcast_parameters
+from oktopk.settings import entries_kept
+
+
+class Build(Protocol):
+    """What makes the workload of a rank; jobs.workloads.build_workload unless main() is given another."""
+
+    def __call__(self, config: Config, *, rank: int, size: int) -> Workload:
+        """See build_workload."""
+        ...
+
+
+def main(
+    argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WORLD, build: Build = build_workload
+) -> int:
+    """Train as the command line says; collective.
+
+    Args:
+        argv: default the process's own. Read on rank 0 only.
+        comm: the ranks that train together.
+        build: makes each rank's workload.
+
+    Returns:
+        The exit status, the same on all ranks. Finalize MPI before leaving with another than 0: else mpi4py's
+        runner aborts the job.
+    """
+    options = comm.bcast(_parse(argv) if comm.rank == 0 else None)
+    if isinstance(options, int):
+        return options
+    try:
+        check_launch(comm, os.environ)
+        document = decide_on_root(
+            comm, lambda: apply_overrides(read_toml(options.config), options.overrides), (ConfigError,)
+        )
+        config = decide_together(comm, lambda: validate(document), (ConfigError,))
+        with terminated_by_exception(comm):
+            train(config, comm, build)
+    except Refused as refusal:
+        _say(comm, f"jobs.train: {refusal}")
+        return 2
+    except NonFiniteGradientError as error:
+        _say(comm, f"jobs.train: {error}: try a smaller optimizer.lr, or reduction.nonfinite=skip")
+        return 1
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace | int:
+    parser = argparse.ArgumentParser(
+        prog="mpiexec -n RANKS python -m mpi4py -m jobs.train",
+        description="Train a network on many ranks, gradients reduced by oktopk.",
+    )
+    parser.add_argument("config", metavar="CONFIG.toml")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="section.key=value",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="override keys of the configuration",
+    )
+    try:
+        return parser.parse_args(argv)
+    except SystemExit as leaving:
+        # Printed already. The other ranks must hear of it, so it must not leave from here.
+        return leaving.code if isinstance(leaving.code, int) else 0
+
+
+def _say(comm: MPI.Intracomm, message: str) -> None:
+    if comm.rank == 0:
+        print(message, file=sys.stderr, flush=True)
+
+
+def check_launch(comm: MPI.Intracomm, environ: Mapping[str, str]) -> None:
+    """Refuse to run as many jobs of one rank each, which is what a launcher of another MPI makes of a job.
+
+    Raises:
+        Refused: the launcher started more processes than this MPI knows of.
+    """
+    started = next((environ[name] for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in environ), "1")
+    if comm.size == 1 and MPI.COMM_WORLD.size == 1 and started.isdigit() and int(started) > 1:
+        raise Refused(
+            f"mpiexec started {started} ranks, but mpi4py's MPI sees 1: they belong to different MPI "
+            f"installations (mpi4py uses {provenance.versions()['mpi']})"
+        )
+
+
+@contextmanager
+def terminated_by_exception(comm: MPI.Intracomm) -> Iterator[None]:
+    """Within it a SIGTERM on rank 0 raises SystemExit, so that the run file is closed."""
+    if comm.rank != 0:
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
+    """Train from the first step to the last; collective.
+
+    Raises:
+        Refused: on every rank and before training: data or a run file that cannot be used.
+        NonFiniteGradientError: on every rank, when reduction.nonfinite is "raise".
+        RanksDiverged: on every rank: their parameters are no longer the same.
+    """
+    torch.set_num_threads(config.training.threads)
+    # Before minutes of loading, and again when it is created.
+    decide_on_root(
+        comm, lambda: check_creatable(config.run.file, overwrite=config.run.overwrite), (RunFileError,)
+    )
+    workload = decide_together(
+        comm, lambda: build(config, rank=comm.rank, size=comm.size), (DataError, WorkloadError, OSError)
+    )
+    inner = build_optimizer(config.optimizer, workload.model.parameters())
+    optimizer = DistributedOptimizer(
+        inner, comm, method=config.reduction.method, **config.reduction.settings()
+    )
+    broadcast_parameters(workload.model, comm)
+    with open_run_file(config, comm, optimizer.length) as file:
+        TrainingLoop(config, comm, workload, inner, optimizer, file).run()
+    optimizer.close()
+
+
+def open_run_file(config: Config, comm: MPI.Intracomm, length: int) -> AbstractContextManager[RunFile | None]:
+    """The run file on rank 0, None elsewhere; collective. Raises Refused."""
+    created: list[RunFile] = []
+
+    def create() -> None:
+        info = RunInfo(
+            config=config.to_json(),
+            versions=provenance.versions_json(),
+            method=config.reduction.method,
+            ranks=comm.size,
+            length=length,
+            k=entries_kept(config.reduction.density, length),
+            batch_size=config.training.batch_size,
+            seed=config.training.seed,
+            host=provenance.host(),
+            commit=provenance.commit(),
+            started=provenance.now(),
+        )
+        created.append(RunFile(config.run.file, info, overwrite=config.run.overwrite))
+
+    decide_on_root(comm, create, (RunFileError,))
+    return created[0] if created else nullcontext()
+
+
+if __name__ == "__main__":
+    status = main()
+    if status:
+        # All ranks leave alike; finalized, so that the runner does not turn the status into an abort.
+        MPI.Finalize()
+    sys.exit(status)

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import csv
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from numpy.typing import NDArray
+
+from jobs.figures import smoothed
+from jobs.report import main, report
+from jobs.runfile import EVALUATION_COLUMNS, STEP_COLUMNS, RunFile, RunFileError, RunInfo
+from jobs.summary import figures, read_runs
+
+LENGTH = 1000
+K = 20
+DENSE_WORDS = 1500.0  # 2n(P-1)/P on 4 ranks
+SPARSE_WORDS = 60.0  # between 2k(P-1)/P = 30 and 6k(P-1)/P = 90
+
+
+def write_run(
+    path: Path,
+    *,
+    method: str = "oktopk",
+    steps: int = 50,
+    ranks: int = 4,
+    dense_steps: int = 0,
+    status: str = "complete",
+    **replaced: NDArray[Any],
+) -> Path:
+    """A run whose figures can be worked out by hand: constant but for the loss and the first step's time."""
+    info = RunInfo("{}", "{}", method, ranks, LENGTH, K, 16, 0, "here", "", "2026-01-01T00:00:00+00:00")
+    dense = (np.arange(steps) < dense_steps) | (method == "dense")
+    words = np.where(dense, DENSE_WORDS, SPARSE_WORDS) * (ranks > 1)
+    columns: dict[str, NDArray[Any]] = {name: np.zeros(steps) for name in STEP_COLUMNS}
+    columns.update(
+        step=np.arange(1, steps + 1),
+        elapsed=np.arange(1, steps + 1) * 0.5,
+        loss=2.0 * 0.9 ** np.arange(steps),
+        words=words,
+        words_busiest=words * 1.1,
+        dense=dense,
+        k=np.where(dense, LENGTH, K),
+        global_nnz=np.where(dense, LENGTH, K * 1.25),
+        seconds_forward=np.where(np.arange(steps) == 0, 9.0, 0.004),
+        seconds_reduction=np.where(np.arange(steps) == 0, 9.0, 0.002),
+    )
+    columns.update(replaced)
+    with RunFile(path, info) as file:
+        if steps:
+            file.append_steps(columns, {"select": columns["seconds_reduction"]})
+            file.append_evaluation(**{**dict.fromkeys(EVALUATION_COLUMNS, 0.0), "accuracy": 0.5, "step": 1})
+            file.append_evaluation(
+                **{**dict.fromkeys(EVALUATION_COLUMNS, 0.5), "accuracy": 0.9, "step": steps}
+            )
+        if status != "complete":
+            file.close(status)
+    return path
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_two_runs_make_a_picture_csv_files_and_a_table(tmp_path: Path) -> None:
+    dense = write_run(tmp_path / "a.h5", method="dense")
+    sparse = write_run(tmp_path / "b.h5", steps=80)
+    table = report([dense, sparse], tmp_path / "out" / "deeper")
+    folder = tmp_path / "out" / "deeper"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "a-evaluations.csv",
+        "a-steps.csv",
+        "b-evaluations.csv",
+        "b-steps.csv",
+        "report.png",
+        "summary.csv",
+    ]
+    height, width, _ = imread(folder / "report.png").shape
+    assert width > 1200
+    assert height > 400
+    lines = {line[:28].strip(): line[28:].split() for line in table.splitlines()}
+    assert lines["steps"] == ["50", "80"]
+    assert lines["held-out accuracy"] == ["90.00%", "90.00%"]
+    assert lines["words per rank and step"] == ["1,500", "60"]
+    assert lines["busiest rank"] == ["1,650", "66"]
+    assert lines["share of dense, 2n(P−1)/P"] == ["100.00%", "4.00%"]
+    assert lines["lower bound 2k(P−1)/P"] == ["–", "30"]
+    assert lines["upper bound 6k(P−1)/P"] == ["–", "90"]
+    assert lines["mean |global nnz − k| / k"] == ["–", "25.00%"]
+    assert lines["step, ms"] == ["6.0", "6.0"]
+    assert lines["forward"] == ["4.0", "4.0"]
+    assert lines["training, s"] == ["25.0", "40.0"]
+    assert "unfinished" not in table
+
+
+def test_csv_files_hold_every_step_and_the_summary(tmp_path: Path) -> None:
+    report([write_run(tmp_path / "a.h5", method="dense"), write_run(tmp_path / "b.h5", steps=3)], tmp_path)
+    steps = rows(tmp_path / "b-steps.csv")
+    assert [row["step"] for row in steps] == ["1", "2", "3"]
+    assert [float(row["words_sent"]) for row in steps] == [60.0, 120.0, 180.0]
+    assert [float(row["loss"]) for row in steps] == pytest.approx([2.0, 1.8, 1.62])
+    assert {*STEP_COLUMNS, "words_sent", "stage_select"} == steps[0].keys()
+    assert [row["accuracy"] for row in rows(tmp_path / "b-evaluations.csv")] == ["0.5", "0.9"]
+    summary = rows(tmp_path / "summary.csv")
+    assert [row["run"] for row in summary] == ["Dense", "Ok-Topk"]
+    assert float(summary[1]["share_of_dense"]) == pytest.approx(60 / 1500)
+    assert summary[0]["global_nnz_deviation"] == ""
+
+
+def test_dense_warmup_steps_count_as_words_and_not_as_deviation(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a.h5", steps=10, dense_steps=4)
+    figure = figures(read_runs([path])[0])
+    assert figure["words"] == pytest.approx((4 * DENSE_WORDS + 6 * SPARSE_WORDS) / 10)
+    assert figure["words_sparse_steps"] == SPARSE_WORDS
+    assert figure["global_nnz_deviation"] == pytest.approx(0.25)
+    assert "Ok-Topk: 4 of 10 steps were dense; 60 words per step in the others" in report([path], tmp_path)
+
+
+def test_skipped_steps_are_said_and_not_measured(tmp_path: Path) -> None:
+    skipped = np.arange(10) == 2
+    path = write_run(
+        tmp_path / "a.h5",
+        steps=10,
+        skipped=skipped,
+        local_nnz=np.where(skipped, 0.0, K),
+        loss=np.full(10, np.nan),
+    )
+    table = report([path], tmp_path)
+    assert "Ok-Topk: 1 steps skipped" in table
+    assert figures(read_runs([path])[0])["local_nnz_deviation"] == 0.0
+
+
+@pytest.mark.parametrize("status", ["running", "failed", "interrupted"])
+def test_an_unfinished_run_is_reported_as_one(tmp_path: Path, status: str) -> None:
+    path = write_run(tmp_path / "a.h5", status=status)
+    if status == "running":
+        with RunFile(tmp_path / "b.h5", read_runs([path])[0].info):
+            table = report([tmp_path / "b.h5"], tmp_path)
+        assert "Ok-Topk: unfinished after 0 steps: still running, or killed" in table
+    else:
+        assert f"Ok-Topk: unfinished after 50 steps: {status}" in report([path], tmp_path)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_smallest_runs_are_drawn(tmp_path: Path, steps: int, ranks: int) -> None:
+    table = report([write_run(tmp_path / "a.h5", steps=steps, ranks=ranks)], tmp_path)
+    assert "ranks" in table
+    assert ("lower bound" in table) == (steps > 0 and ranks > 1)
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+def test_runs_of_one_method_are_told_apart_by_their_files(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a.h5")
+    (tmp_path / "other").mkdir()
+    second = write_run(tmp_path / "other" / "a.h5")
+    third = write_run(tmp_path / "c.h5", method="dense")
+    runs = read_runs([first, second, third])
+    assert [run.label for run in runs] == ["Ok-Topk (a)", "Ok-Topk (a-2)", "Dense"]
+    report([first, second, third], tmp_path / "out")
+    assert (tmp_path / "out" / "a-2-steps.csv").exists()
+
+
+def test_a_file_given_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path / "a.h5")
+    (tmp_path / "link.h5").symlink_to(path)
+    for other in (path, tmp_path / "." / "a.h5", tmp_path / "link.h5"):
+        assert main([str(path), str(other), "-o", str(tmp_path / "out")]) == 2
+        assert capsys.readouterr().err == f"jobs.report: {other} is given twice\n"
+    assert not (tmp_path / "out").exists()
+    shutil.copy(path, tmp_path / "copy.h5")
+    assert main([str(path), str(tmp_path / "copy.h5"), "-o", str(tmp_path / "out")]) == 0
+
+
+def test_bad_input_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = write_run(tmp_path / "a.h5")
+    (tmp_path / "text.h5").write_text("no run")
+    for bad, message in (("none.h5", "no such file"), ("text.h5", "is not a run file")):
+        assert main([str(good), str(tmp_path / bad), "-o", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"jobs.report: {tmp_path / bad}")
+        assert message in error
+        assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    assert main([str(good), "-o", str(tmp_path / "text.h5")]) == 2
+    assert "text.h5 cannot be written" in capsys.readouterr().err
+
+
+def test_a_report_names_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(write_run(tmp_path / "a.h5")), "-o", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.endswith(f"\npicture: {tmp_path / 'out' / 'report.png'}\n")
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.runfile.FORMAT", "oktopk run 99")
+    path = write_run(tmp_path / "a.h5")
+    monkeypatch.undo()
+    with pytest.raises(RunFileError, match="its format is 'oktopk run 99', not 'oktopk run 1'"):
+        read_runs([path])
+
+
+def test_info_has_every_attribute(tmp_path: Path) -> None:
+    info = read_runs([write_run(tmp_path / "a.h5")])[0].info
+    assert [type(getattr(info, field.name)).__name__ for field in dataclasses.fields(info)] == [
+        field.type for field in dataclasses.fields(RunInfo)
+    ]
+
+
+def test_smoothing_keeps_constants_and_length_and_skips_what_is_not_finite() -> None:
+    values = np.full(200, 3.0)
+    values[[0, 50, 51]] = [np.inf, np.nan, -np.inf]
+    assert smoothed(values).tolist() == [3.0] * 200
+    assert smoothed(np.array([])).tolist() == []
+    assert smoothed(np.array([1.0, 2.0])).tolist() == [1.0, 2.0]
+    ramp = np.arange(200.0)
+    assert smoothed(ramp)[10:-10] == pytest.approx(ramp[10:-10])

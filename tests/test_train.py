@@ -1,0 +1,364 @@
+"""Training as it is started: by mpiexec where ranks matter, in this process where they do not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+from jobs.agreement import Refused
+from jobs.demo import main as demo
+from jobs.launch import LaunchError, find_mpiexec, launch_environment, mpiexec_command, mpiexec_flavour
+from jobs.runreader import RunReader
+from jobs.summary import read_runs
+from jobs.train import check_launch, main
+
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "jobs" / "configs" / "digits.toml"
+# Seconds for a job of several ranks that takes some 10 on two free cores.
+PATIENCE = 120
+TINY = ["model.width=0.0625", "training.batch_size=4", "training.eval_every=100"]
+
+
+def run_ranks(ranks: int, *module_args: str) -> subprocess.CompletedProcess[str]:
+    argv, environment = mpiexec_command(ranks, module_args)
+    return subprocess.run(
+        argv, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE - 5, check=False
+    )
+
+
+def train_alone(path: Path, *overrides: str) -> int:
+    return main([str(CONFIG), "--set", *TINY, f"run.file={path}", *overrides], comm=MPI.COMM_SELF)
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_a_training_run_on_four_ranks_learns_and_keeps_to_the_bound(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    overrides = [
+        "model.width=0.0625",
+        "training.steps=120",
+        "training.eval_every=60",
+        "schedule.warmup=10",
+        "optimizer.lr=0.05",
+    ]
+    done = run_ranks(4, "-m", "jobs.train", str(CONFIG), "--set", f"run.file={path}", *overrides)
+    assert done.returncode == 0, done.stderr
+    assert "120/120" in done.stderr
+    assert "held-out" in done.stderr
+    (run,) = read_runs([path])
+    assert (run.status, run.count, run.info.ranks, run.info.method) == ("complete", 120, 4, "oktopk")
+    assert run.steps["step"].tolist() == list(range(1, 121))
+    assert run.steps["loss"][-20:].mean() < 0.3 * run.steps["loss"][:20].mean()
+    assert run.evaluations["accuracy"][-1] > 0.8
+    assert run.evaluations["samples"].tolist() == [898, 898]
+    assert run.steps["words"].mean() <= run.upper_bound
+    assert np.all(run.steps["words_busiest"] >= run.steps["words"])
+    assert np.all(run.steps["k"] == run.info.k)
+    assert np.all(run.steps["seconds_reduction"] > 0)
+    assert {"select", "reduce", "allgather"} <= run.stages.keys()
+    stages = np.sum(list(run.stages.values()), axis=0)
+    assert stages == pytest.approx(run.steps["seconds_reduction"])
+    assert run.steps["learning_rate"][9] == pytest.approx(0.05)
+
+
+# One job, because a job's start is what these tests wait for.
+REFUSALS = """
+    import sys
+    from mpi4py import MPI
+    from torch import nn
+    from jobs.agreement import RanksDiverged, check_same_parameters
+    from jobs.train import check_launch, main
+    from jobs.workloads import build_workload
+
+    config, folder = sys.argv[1:3]
+    comm = MPI.COMM_WORLD
+
+    def attempt(*arguments, **keys):
+        code = main([config, "--set", f"run.file={folder}/run.h5", *arguments], **keys)
+        codes = comm.gather(code)
+        if comm.rank == 0:
+            print("codes", codes, file=sys.stderr, flush=True)
+        comm.barrier()
+
+    def unreadable_on_rank_1(config, *, rank, size):
+        if rank == 1:
+            raise PermissionError(13, "Permission denied", "data.h5")
+        return build_workload(config, rank=rank, size=size)
+
+    attempt("reduction.densty=0.1")
+    attempt("model.width=0.0")
+    attempt("run.file=" + folder)
+    attempt("training.batch_size=450")
+    attempt("data.name=prepared", f"data.path={folder}/none.h5")
+    attempt("model.width=0.001")
+    attempt("--no-such-option")
+    attempt(build=unreadable_on_rank_1)
+    attempt("optimizer.lr=1e30", "model.width=0.0625", "training.steps=20")
+
+    model = nn.Linear(3, 2)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 1.0)
+    check_same_parameters(model, comm, 7)
+    nn.init.constant_(model.bias, 1.0 + (comm.rank == 1) * 1e-7)
+    try:
+        check_same_parameters(model, comm, 8)
+    except RanksDiverged as error:
+        messages = comm.gather(str(error))
+        if comm.rank == 0:
+            print("diverged", len(messages), set(messages), file=sys.stderr)
+"""
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_what_cannot_be_done_is_said_once_and_ends_every_rank_alike(tmp_path: Path) -> None:
+    script = tmp_path / "refusals.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(REFUSALS))
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    done = run_ranks(2, str(script), str(CONFIG), str(folder))
+    assert done.returncode == 0, done.stderr
+    blocks = re.split(r"codes (.*)\n", done.stderr)
+    said, codes, last = blocks[:-1:2], blocks[1::2], blocks[-1]
+    expected = [
+        r"jobs\.train: reduction\.densty: unknown key in \[reduction\] .*; valid: method, density, .*",
+        r"jobs\.train: model\.width = 0\.0: Input should be greater than 0",
+        rf"jobs\.train: run file {folder} is a directory",
+        r"jobs\.train: 899 samples are fewer than .*900.*",
+        rf"jobs\.train: {folder}/none\.h5: no such file.*",
+        r"jobs\.train: model: width 0\.001 leaves no channel.*",
+        r"usage: (.|\n)*unrecognized arguments: --no-such-option",
+        r"jobs\.train: rank 1: .*Permission denied: 'data\.h5'",
+    ]
+    for text, pattern in zip(said, expected, strict=False):
+        assert re.fullmatch(pattern + r"\n", text)
+    assert codes[:-1] == ["[2, 2]"] * len(expected)
+    # Not before, but in training: the progress bar comes first.
+    assert len(re.findall(r"jobs\.train: .*try a smaller optimizer\.lr", said[-1])) == 1
+    assert codes[-1] == "[1, 1]"
+    assert "Traceback" not in done.stderr
+    assert re.search(r"diverged 2 \{.*after step 8: \w+ on ranks \[0\]; \w+ on ranks \[1\]", last)
+    # The refused ones left no run file, and the one that diverged says so.
+    assert [path.name for path in folder.iterdir()] == ["run.h5"]
+    with RunReader(folder / "run.h5") as reader:
+        assert reader.status == "failed"
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_a_run_file_that_exists_ends_every_rank_with_one_message(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    path.write_text("precious")
+    done = run_ranks(2, "-m", "jobs.train", str(CONFIG), "--set", f"run.file={path}")
+    assert done.returncode == 2
+    assert (
+        done.stderr.count(f"jobs.train: run file {path} exists: choose another name (run.file) or allow") == 1
+    )
+    assert "Traceback" not in done.stderr
+    assert "MPI_ABORT" not in done.stderr
+    assert path.read_text() == "precious"
+
+
+FAILING = """
+    import sys, time
+    from jobs.train import check_launch, main
+    from jobs.workloads import build_workload
+
+    config, file, when = sys.argv[1:4]
+
+    def build(config, *, rank, size):
+        workload = build_workload(config, rank=rank, size=size)
+        steps = iter(range(1, 100))
+        loss = workload.loss
+
+        def failing(batch):
+            if next(steps) == 3 and rank == 1:
+                with open(when, "w") as written:
+                    written.write(str(time.time()))
+                raise RuntimeError("the disk of rank 1 is on fire")
+            return loss(batch)
+
+        workload.loss = failing
+        return workload
+
+    main([config, "--set", f"run.file={file}", "model.width=0.0625", "run.flush_every=1"], build=build)
+"""
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_a_rank_that_raises_ends_the_job_within_ten_seconds_with_its_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(FAILING))
+    path, when = tmp_path / "run.h5", tmp_path / "when"
+    done = run_ranks(3, str(script), str(CONFIG), str(path), str(when))
+    assert time.time() - float(when.read_text()) < 10
+    assert done.returncode not in (0, 2)
+    assert "Traceback (most recent call last)" in done.stderr
+    assert "RuntimeError: the disk of rank 1 is on fire" in done.stderr
+    with RunReader(path) as reader:
+        assert reader.status != "complete"
+        assert reader.steps()["step"].tolist() == [1, 2]
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_a_terminated_run_leaves_its_file_readable_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    overrides = [*TINY, f"run.file={path}", "training.steps=100000", "run.flush_every=1"]
+    command = [sys.executable, "-m", "mpi4py", "-m", "jobs.train", str(CONFIG), "--set", *overrides]
+    environment = launch_environment(1, mpiexec_flavour(find_mpiexec()))
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL) as job:
+        for _ in range(400):
+            if path.exists():
+                with RunReader(path) as reader:
+                    if len(reader.steps()["step"]):
+                        break
+            time.sleep(0.1)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(10) == 128 + signal.SIGTERM
+    with RunReader(path) as reader:
+        assert reader.status == "interrupted"
+        assert len(reader.steps()["loss"]) > 0
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_one_rank_needs_no_mpiexec_and_repeats_itself(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert train_alone(tmp_path / f"{name}.h5", "training.steps=12", "data.crop=4") == 0
+    assert train_alone(tmp_path / "c.h5", "training.steps=12", "data.crop=4", "training.seed=1") == 0
+    a, b, c = read_runs([tmp_path / f"{name}.h5" for name in "abc"])
+    assert a.steps["loss"].tolist() == b.steps["loss"].tolist()
+    assert a.evaluations["loss"].tolist() == b.evaluations["loss"].tolist()
+    assert a.steps["loss"].tolist() != c.steps["loss"].tolist()
+    assert not a.steps["words"].any()
+
+
+def test_the_run_file_says_what_ran(tmp_path: Path) -> None:
+    assert train_alone(tmp_path / "a.h5", "training.steps=2", "reduction.method=dense") == 0
+    with RunReader(tmp_path / "a.h5") as reader:
+        info, config = reader.info, reader.config
+        steps = reader.steps()
+    assert (info.method, info.ranks, info.batch_size, info.seed) == ("dense", 1, 4, 0)
+    assert info.length == sum(p.numel() for p in _tiny_model().parameters())
+    assert info.k == -(-info.length // 50)
+    assert config["training"]["steps"] == 2
+    assert '"torch": "' in info.versions
+    assert '"mpi": "' in info.versions
+    assert re.fullmatch(r"([0-9a-f]{40}(-dirty)?)?", info.commit)
+    assert steps["dense"].tolist() == [1, 1]
+    assert np.isnan(steps["global_threshold"]).all()
+
+
+def _tiny_model() -> torch.nn.Module:
+    from models.vgg import VGG16
+
+    return VGG16(width=0.0625)
+
+
+def test_steps_and_evaluations_follow_the_settings(tmp_path: Path) -> None:
+    epoch = 899 // 300
+    overrides = ["training.batch_size=300", "training.eval_every=0", "run.flush_every=4"]
+    assert train_alone(tmp_path / "a.h5", *overrides, "training.steps=0", "training.epochs=2") == 0
+    assert train_alone(tmp_path / "b.h5", *overrides, "training.steps=5", "training.epochs=3") == 0
+    a, b = read_runs([tmp_path / "a.h5", tmp_path / "b.h5"])
+    assert (a.count, a.evaluations["epoch"].tolist()) == (2 * epoch, [1.0, 2.0])
+    assert (b.count, b.evaluations["step"].tolist()) == (5, [epoch, 2 * epoch, 5])
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_every_optimizer_takes_steps(tmp_path: Path, name: str) -> None:
+    momentum = [] if name == "sgd" else ["optimizer.momentum=0.0"]
+    overrides = [f"optimizer.name={name}", "optimizer.lr=0.001", "training.steps=10", *momentum]
+    assert train_alone(tmp_path / "a.h5", *overrides) == 0
+    (run,) = read_runs([tmp_path / "a.h5"])
+    assert np.isfinite(run.steps["loss"]).all()
+    assert len(set(run.steps["loss"])) == 10
+
+
+def test_skipped_steps_are_recorded(tmp_path: Path) -> None:
+    overrides = ["optimizer.lr=1e30", "schedule.warmup=0", "reduction.nonfinite=skip", "training.steps=6"]
+    assert train_alone(tmp_path / "a.h5", *overrides) == 0
+    (run,) = read_runs([tmp_path / "a.h5"])
+    assert run.steps["skipped"].tolist()[0] == 0
+    assert run.steps["skipped"].sum() > 0
+
+
+def test_a_finished_run_is_not_overwritten_unless_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_alone(tmp_path / "a.h5", "training.steps=1") == 0
+    assert train_alone(tmp_path / "a.h5", "training.steps=2") == 2
+    assert "exists: choose another name" in capsys.readouterr().err
+    assert train_alone(tmp_path / "a.h5", "training.steps=2", "run.overwrite=true") == 0
+    assert read_runs([tmp_path / "a.h5"])[0].count == 2
+
+
+def test_a_launcher_of_another_mpi_is_noticed() -> None:
+    check_launch(MPI.COMM_SELF, {"OMPI_COMM_WORLD_SIZE": "1"})
+    check_launch(MPI.COMM_SELF, {})
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        with pytest.raises(Refused, match="mpiexec started 4 ranks, but mpi4py's MPI sees 1"):
+            check_launch(MPI.COMM_SELF, {name: "4"})
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "demo"
+    options = ["--ranks", "2", "--width", "0.0625", "--steps", "12", "--output", str(folder)]
+    assert demo(options) == 0
+    said = capfd.readouterr().out
+    assert "[1/2] dense on 2 ranks" in said
+    assert re.search(r"^ +Dense +Ok-Topk$", said, re.MULTILINE)
+    made = {path.name for path in folder.iterdir()}
+    assert {"dense.h5", "oktopk.h5", "report.png", "summary.csv"} <= made
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_the_demo_refuses_what_its_training_refuses(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert demo(["--ranks", "1", "--density", "0", "--output", str(tmp_path / "demo")]) == 2
+    said = capfd.readouterr().err
+    assert "density 0.0 is not in (0, 1]" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "demo").exists()
+
+
+def test_a_command_goes_through_the_runner() -> None:
+    argv, environment = mpiexec_command(3, ["-m", "jobs.train", "x.toml"])
+    assert argv == [find_mpiexec(), "-n", "3", sys.executable, "-m", "mpi4py", "-m", "jobs.train", "x.toml"]
+    assert environment["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
+    with pytest.raises(LaunchError, match="ranks 0 is not at least 1"):
+        mpiexec_command(0, [])
+    with pytest.raises(LaunchError, match="does not run"):
+        mpiexec_command(1, [], mpiexec="/nonexistent/mpiexec")
+
+
+def test_the_environment_has_what_is_needed_and_no_more() -> None:
+    base = {"PATH": "/bin", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "1", "PMI_SIZE": "4"}
+    plain = {"PATH": "/bin", "OMP_NUM_THREADS": "1"}
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    crowded = {
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":OVERSUBSCRIBE",
+    }
+    assert launch_environment(4, "mpich", cores=2, root=True, base=base) == plain
+    assert launch_environment(2, "openmpi", cores=2, root=False, base=base) == plain
+    assert launch_environment(2, "openmpi", cores=2, root=True, base=base) == plain | root
+    assert launch_environment(4, "openmpi", cores=2, root=False, base=base) == plain | crowded
+    own = {"OMP_NUM_THREADS": "2", "OMPI_MCA_mpi_yield_when_idle": "0", "PMIX_MCA_gds": "hash"}
+    assert launch_environment(4, "openmpi", cores=2, root=False, base=own) == crowded | own
