@@ -11,6 +11,10 @@ TORCH_INDEX ?=
 PIP_ARGS ?=
 TEST_ARGS ?=
 DEMO_ARGS ?=
+# bench-net: links of this rate; where the JSON goes; further arguments of jobs.bench.
+RATE ?= 1gbit
+JSON ?=
+BENCH_ARGS ?=
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -19,12 +23,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test bench-net lint format clean
 
 help:
 	@echo "make demo     train VGG on digits with 4 ranks, dense and Ok-Topk, and draw the picture (demo/)"
 	@echo "              WIDTH=1.0 DATA=cifar10.h5 RANKS=4 DENSITY=0.02 or any DEMO_ARGS='...'"
 	@echo "make test     lint, format, types, spelling and every test; TEST_ARGS='--ranks 1,4 -k regions'"
+	@echo "make bench-net  every method over TCP between four hosts on links of RATE=1gbit, as root; JSON=FILE BENCH_ARGS='...'"
 	@echo "make lint     the four checks alone"
 	@echo "make format   rewrite the sources as the formatter wants them"
 	@echo "make setup    only the virtual environment in .venv; PYTHON=python3.12 picks its interpreter"
@@ -38,6 +43,10 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m tests.run $(TEST_ARGS)
+
+# The script checks its arguments, says what is missing, and leaves nothing behind.
+bench-net: $(READY)
+	@jobs/bench_net.sh --python $(BIN)/python --rate $(RATE) $(if $(JSON),--json $(JSON)) $(BENCH_ARGS)
 
 lint: $(READY)
 	@$(BIN)/python -m tests.run --no-single --no-ranks

@@ -124,6 +124,8 @@ class ReductionConfig(_Section):
     bucket_rounds: int = Settings.bucket_rounds
     drift_tolerance: float = Settings.drift_tolerance
     average: bool = Settings.average
+    balanced_regions: bool = Settings.balanced_regions
+    rotate: bool = Settings.rotate
 
     @field_validator("method")
     @classmethod
@@ -170,6 +172,12 @@ class RunConfig(_Section):
     file: str = "runs/run.h5"
     overwrite: bool = False
     flush_every: int = Field(default=20, ge=1, description="steps between writes to the run file")
+    record_gradients: str = Field(
+        default="", description="folder to record gradients in, for jobs.bench --replay"
+    )
+    record_steps: int = Field(
+        default=16, ge=1, description="gradients to record, 4n bytes each, on every rank"
+    )
 
     @field_validator("file")
     @classmethod

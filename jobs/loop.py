@@ -15,6 +15,7 @@ from collectives.traffic import dense_words
 from data.loader import Batch
 from jobs.agreement import check_same_parameters
 from jobs.config import Config
+from jobs.gradient_file import GradientRecorder
 from jobs.recording import StepRecorder
 from jobs.runfile import RunFile
 from jobs.schedule import learning_rate_factor
@@ -38,6 +39,7 @@ class TrainingLoop:
         inner: the torch optimizer, whose learning rate follows the schedule.
         optimizer: the one around it that reduces.
         file: where rank 0 records, None on the others.
+        gradients: where this rank's gradients are recorded, None for nowhere.
     """
 
     def __init__(
@@ -48,9 +50,10 @@ class TrainingLoop:
         inner: torch.optim.Optimizer,
         optimizer: DistributedOptimizer,
         file: RunFile | None,
+        gradients: GradientRecorder | None = None,
     ) -> None:
         self.config, self.comm, self.workload = config, comm, workload
-        self.inner, self.optimizer, self.file = inner, optimizer, file
+        self.inner, self.optimizer, self.file, self.gradients = inner, optimizer, file, gradients
         self.steps = run_length(config, workload.steps_per_epoch)
         self.recorder = StepRecorder(comm)
         self.figures: dict[str, str] = {}
@@ -109,6 +112,8 @@ class TrainingLoop:
         times.append(time.perf_counter())
         report = self.optimizer.step()
         times.append(time.perf_counter())
+        if self.gradients is not None:
+            self.gradients.add(self.optimizer.gradient)
         data, forward, backward, whole = np.diff(times).tolist()
         seconds = {
             "data": data,

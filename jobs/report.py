@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 from tabulate import tabulate
 
+from jobs.bench_document import BenchError
+from jobs.bench_figures import report_bench
 from jobs.figures import draw
 from jobs.runfile import PHASES, RunFileError
 from jobs.summary import Run, figures, read_runs
@@ -135,16 +137,22 @@ def notes(runs: Sequence[Run]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m jobs.report RUN... -o DIR`. Returns the exit status, 2 for input that cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m jobs.report", description="Compare runs of jobs.train.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run file")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run file, or a JSON of jobs.bench")
     parser.add_argument("-o", "--output", default="report", metavar="DIR", help="default: %(default)s")
     options = parser.parse_args(argv)
+    documents = [path for path in options.runs if Path(path).suffix == ".json"]
+    runs = [path for path in options.runs if path not in documents]
     try:
-        table = report(options.runs, options.output)
-    except RunFileError as error:
+        for document in documents:
+            print(report_bench(document, options.output))
+        if runs:
+            table = report(runs, options.output)
+    except (BenchError, RunFileError) as error:
         print(f"jobs.report: {error}", file=sys.stderr)
         return 2
-    print(table)
-    print(f"\npicture: {Path(options.output) / 'report.png'}")
+    if runs:
+        print(table)
+        print(f"\npicture: {Path(options.output) / 'report.png'}")
     return 0
 
 

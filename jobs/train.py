@@ -28,6 +28,7 @@ from jobs import provenance
 from jobs.agreement import Refused, decide_on_root, decide_together
 from jobs.config import Config
 from jobs.configfile import ConfigError, apply_overrides, read_toml, validate
+from jobs.gradient_file import GradientFileError, GradientRecorder
 from jobs.loop import TrainingLoop
 from jobs.runfile import RunFile, RunFileError, RunInfo, check_creatable
 from jobs.workloads import Workload, WorkloadError, build_optimizer, build_workload
@@ -156,9 +157,33 @@ def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
         inner, comm, method=config.reduction.method, **config.reduction.settings()
     )
     broadcast_parameters(workload.model, comm)
-    with open_run_file(config, comm, optimizer.length) as file:
-        TrainingLoop(config, comm, workload, inner, optimizer, file).run()
+    with (
+        open_gradient_file(config, comm, optimizer.length) as gradients,
+        open_run_file(config, comm, optimizer.length) as file,
+    ):
+        TrainingLoop(config, comm, workload, inner, optimizer, file, gradients).run()
     optimizer.close()
+
+
+def open_gradient_file(
+    config: Config, comm: MPI.Intracomm, length: int
+) -> AbstractContextManager[GradientRecorder | None]:
+    """This rank's recording of gradients, None if none is asked for; collective. Raises Refused."""
+    if not config.run.record_gradients:
+        return nullcontext()
+
+    def create() -> GradientRecorder:
+        return GradientRecorder(
+            config.run.record_gradients,
+            comm.rank,
+            comm.size,
+            length,
+            steps=config.run.record_steps,
+            source=f"{config.model.name} of width {config.model.width} on {config.data.name}",
+            overwrite=config.run.overwrite,
+        )
+
+    return decide_together(comm, create, (GradientFileError,))
 
 
 def open_run_file(config: Config, comm: MPI.Intracomm, length: int) -> AbstractContextManager[RunFile | None]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from mpi4py import MPI
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from collectives.dense import DenseAllreduce
@@ -78,6 +79,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The wrapped optimizer's."""
         return self.inner.defaults
+
+    @property
+    def gradient(self) -> NDArray[np.float32]:
+        """float32[n]: this rank's flat gradient, as the last step took it; valid until the next backward pass."""
+        return self._flat.numpy()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero all gradients in place; they are views of one buffer, so `set_to_none` makes no difference."""

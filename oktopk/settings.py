@@ -34,6 +34,8 @@ class Settings:
         drift_tolerance: in between exact steps the global threshold follows when it would keep a count that is further
             from k than this share of k, in [0, 0.25].
         average: give back the mean over the ranks, else the sum.
+        balanced_regions: cut the regions by what the ranks select, else into equal lengths; for comparison.
+        rotate: in each round of split-and-reduce every rank sends to another one, else all to the same; for comparison.
     """
 
     density: float = 0.01
@@ -47,14 +49,17 @@ class Settings:
     bucket_rounds: int = 8
     drift_tolerance: float = 0.01
     average: bool = True
+    balanced_regions: bool = True
+    rotate: bool = True
 
     def __post_init__(self) -> None:
         for name in ("density", "momentum_correction", "balance_trigger", "drift_tolerance"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"{name} {value!r} is not a number")
-        if not isinstance(self.average, bool):
-            raise ValueError(f"average {self.average!r} is not True or False")
+        for name in ("average", "balanced_regions", "rotate"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} {getattr(self, name)!r} is not True or False")
         if not 0 < self.density <= 1:
             raise ValueError(f"density {self.density} is not in (0, 1]")
         for name, least in (

@@ -22,8 +22,12 @@ from oktopk.settings import selection_cap
 NOTHING = 0x7F800000
 """Bits that no finite magnitude reaches."""
 
-_REACH = 1 << 21  # how far the ladder reaches from the reused threshold, in bits of a magnitude: a quarter octave
-_SIDE = np.geomspace(1 << 9, _REACH, 32).astype(np.int64)  # finest near it: gradients may crowd at the threshold
+_REACH = (
+    1 << 21
+)  # how far the ladder reaches from the reused threshold, in bits of a magnitude: a quarter octave
+_SIDE = np.geomspace(1 << 9, _REACH, 32).astype(
+    np.int64
+)  # finest near it: gradients may crowd at the threshold
 _OFFSETS = np.concatenate([-_SIDE[::-1], [0], _SIDE])
 _MISS = 0.05  # share of k that the nearest rung may be off before the threshold is named exactly, at once
 

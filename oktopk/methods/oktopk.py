@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.balance_and_allgatherv import balance_and_allgatherv
+from collectives.sparse import SparseVector
 from collectives.split_and_reduce import split_and_reduce
 from collectives.transport import Transport
 from oktopk.methods.base import Plan, Reduction, SparseMethod
-from oktopk.regions import region_boundaries
+from oktopk.regions import equal_boundaries, region_boundaries
 from oktopk.selection import Selection
 from oktopk.settings import Settings
 from oktopk.thresholds import GlobalThreshold
@@ -36,8 +37,7 @@ class OkTopk(SparseMethod):
         packed, transport, stopwatch = selection.packed, self.transport, plan.stopwatch
         points = selection.points
         if plan.new_boundaries or self.boundaries is None:
-            cuts = transport.kernels.equal_count_cuts(packed.entries, self.length, transport.size)
-            self.boundaries = region_boundaries(cuts, self.length, transport)
+            self.boundaries = self._new_boundaries(packed)
             points = None
             stopwatch.lap("boundaries")
         lists = split_and_reduce(
@@ -47,6 +47,7 @@ class OkTopk(SparseMethod):
             flag=selection.nonfinite > 0,
             points=points,
             bucket_rounds=self.settings.bucket_rounds,
+            rotate=self.settings.rotate,
         )
         stopwatch.lap("exchange")
         kept, counts = self.threshold.keep(lists, plan.k, plan.exact)
@@ -67,6 +68,12 @@ class OkTopk(SparseMethod):
 
     def regions(self, plan: Plan) -> NDArray[np.int64] | None:
         return None if plan.new_boundaries else self.boundaries
+
+    def _new_boundaries(self, packed: SparseVector) -> NDArray[np.int64]:
+        if not self.settings.balanced_regions:
+            return equal_boundaries(self.length, self.transport.size)
+        cuts = self.transport.kernels.equal_count_cuts(packed.entries, self.length, self.transport.size)
+        return region_boundaries(cuts, self.length, self.transport)
 
     def state_dict(self) -> dict[str, Any]:
         boundaries = None if self.boundaries is None else self.boundaries.copy()

@@ -1,0 +1,170 @@
+"""What a stage must take at least: the bytes it must move and the messages it must wait for, at this run's speeds.
+
+The speeds are measured with all ranks at work at once, as they are in a step, so that a floor holds for cores and
+links that are shared.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from mpi4py import MPI
+
+ENTRY_BYTES = 8
+_WIRE_BYTES = 4 << 20
+_ROUNDS = 50
+_REPEATS = 4
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What each rank gets done while all others do the same; the best of several tries.
+
+    Attributes:
+        memory: bytes per second, read and written together, of adding one n-sized vector to another.
+        wire: bytes per second sent, while as many are received.
+        message: seconds that an 8-byte message takes in a ring in which every rank sends one.
+    """
+
+    memory: float
+    wire: float
+    message: float
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least that a stage of one rank can do.
+
+    Attributes:
+        memory_bytes: read and written.
+        wire_bytes: sent, or received where that is more.
+        messages: that must be waited for one after another.
+        seconds: all three at the run's speeds, none hidden behind another.
+    """
+
+    memory_bytes: float
+    wire_bytes: float
+    messages: int
+    seconds: float
+
+
+def measure_speeds(comm: MPI.Intracomm, length: int) -> Speeds:
+    """Measure on all ranks at once. Collective. Takes 2n words while it runs."""
+    memory = 12 * length * _REPEATS / _best_seconds(comm, 5, _adder(length))
+    if comm.size == 1:
+        return Speeds(memory, math.inf, 0.0)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+    def ring(nbytes: int) -> Callable[[], None]:
+        outgoing, incoming = np.zeros(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+        return lambda: comm.Sendrecv(outgoing, right, recvbuf=incoming, source=left)
+
+    short, long = ring(8), ring(_WIRE_BYTES)
+    wire = _best_seconds(comm, 3, lambda: [long() for _ in range(_REPEATS)]) / _REPEATS
+    message = _best_seconds(comm, 3, lambda: [short() for _ in range(_ROUNDS)]) / _ROUNDS
+    return Speeds(memory, _WIRE_BYTES / wire, message)
+
+
+def _adder(length: int) -> Callable[[], None]:
+    gradient, residual = np.ones(length, np.float32), np.zeros(length, np.float32)
+
+    def add() -> None:
+        for _ in range(_REPEATS):
+            np.add(residual, gradient, out=residual)
+
+    return add
+
+
+def _best_seconds(comm: MPI.Intracomm, tries: int, work: Callable[[], object]) -> float:
+    """The time until all ranks have done the work, in the best try."""
+    best = math.inf
+    work()
+    for _ in range(tries):
+        comm.Barrier()
+        start = time.perf_counter()
+        work()
+        comm.Barrier()  # ranks that share a core would else be timed one by one
+        best = min(best, comm.allreduce(time.perf_counter() - start, MPI.MAX))
+    return best
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a step had to reduce, in numbers.
+
+    Attributes:
+        length: n.
+        ranks: P.
+        selected: entries that a rank selected, on average.
+        applied: entries of the update, on average.
+    """
+
+    length: int
+    ranks: int
+    selected: float
+    applied: float
+
+
+def stage_floors(method: str, work: Workload, speeds: Speeds) -> dict[str, dict[str, float]]:
+    """The floor of every stage that has one: stage -> Floor as a dict. Stages that only exchange control have none."""
+    n, ranks = work.length, work.ranks
+    share, rounds = (ranks - 1) / ranks, (ranks - 1).bit_length()
+    selected, applied = ENTRY_BYTES * work.selected, ENTRY_BYTES * work.applied
+    # (bytes of memory, bytes on the wire, messages)
+    select = (12 * n, 0, 0)  # gradient and residual read, residual written
+    split = (0, selected * share, ranks - 1)
+    sum_region = (selected + applied / ranks, 0, 0)
+    # lists read, and one element each of the residual, the last update and this one written; that they lie scattered
+    # over cache lines is no law of nature
+    apply = (2 * applied + 3 * 4 * work.applied, 0, 0)
+    stages: dict[str, dict[str, tuple[float, float, int]]] = {
+        "dense": {
+            "select": (8 * n, 0, 0),
+            "allreduce": (12 * n * share, 8 * n * share, 2 * rounds),
+        },
+        "oktopk": {
+            "select": select,
+            "exchange": split,
+            "reduce": sum_region,
+            "allgather": (0, applied * share, rounds),
+            "apply": apply,
+        },
+        "topka": {
+            "select": select,
+            "allgather": (0, selected * (ranks - 1), rounds),
+            "reduce": (selected * ranks + applied, 0, 0),
+            "apply": apply,
+        },
+        "topkdsa": {
+            "select": select,
+            "exchange": split,
+            "reduce": sum_region,
+            "allgather": (0, min(applied, 4 * n) * share, rounds),
+            "apply": apply,
+        },
+        "gtopk": {
+            "select": select,
+            # along the longest path of the tree: read two lists, write one
+            "reduce": (3 * selected * rounds, selected * rounds, rounds),
+            "allgather": (0, applied * rounds, rounds),
+            "apply": apply,
+        },
+    }
+    stages["gaussiank"] = stages["topka"] | {"select": (16 * n, 0, 0)}  # a second pass selects
+    for library in ("mpi", "mpi-ring", "mpi-rabenseifner"):
+        stages[library] = {"allreduce": stages["dense"]["allreduce"]}
+    return {
+        stage: asdict(
+            Floor(
+                memory,
+                wire,
+                messages,
+                memory / speeds.memory + wire / speeds.wire + messages * speeds.message,
+            )
+        )
+        for stage, (memory, wire, messages) in stages.get(method, {}).items()
+    }

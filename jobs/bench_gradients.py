@@ -1,0 +1,135 @@
+"""Gradients to measure on: drawn fresh in every step, one pass over the vector, the same from run to run.
+
+A gradient is `memory` times the last one plus an innovation, which is the sum of a part that all ranks share and
+a part of this rank's own, each block of BLOCK elements with a scale of its own. The innovations are read from a
+pool of random draws, for every block and step at another place, because drawing 14.7 M variates takes longer
+than reducing them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+BLOCK = 4096
+POOL = 1 << 20
+"""Draws to read from, 4 MB: they stay in the cache."""
+
+
+class GradientSource(Protocol):
+    """What the bench takes its gradients from."""
+
+    length: int
+
+    def next(self) -> NDArray[np.float32]:
+        """float32[n]: this rank's gradient of the next step; valid, and writable by nobody, until the next call."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values that say what they are, for the record."""
+        ...
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How drawn gradients are distributed.
+
+    Attributes:
+        tail: degrees of freedom of Student's t; 0 for a Gaussian.
+        memory: share of the last gradient that the next one keeps, in [0, 1).
+        shared: share of an innovation's variance that is the same on all ranks, in [0, 1].
+        spread: standard deviation of the logarithm of the blocks' scales.
+        hot: a stretch of 1/`hot` of the vector has HOT_SCALE times the scale of the rest, and its first eighth is shared
+            by all ranks whatever `shared` says, so that the sums are skewed even where the selections are not; 0 for none.
+    """
+
+    tail: float = 0.0
+    memory: float = 0.0
+    shared: float = 0.0
+    spread: float = 0.0
+    hot: int = 0
+
+
+HOT_SCALE = 8.0
+PROFILES = {
+    "iid": Profile(),
+    # as measured on VGG-16 in training: see docs/results/README.md
+    "heavy": Profile(tail=4.0, memory=0.3, shared=0.3, spread=0.5),
+    "clustered": Profile(tail=4.0, memory=0.3, hot=16),
+}
+"""The kinds of drawn gradients, by name."""
+
+
+class DrawnGradients:
+    """Gradients of one profile on one rank.
+
+    Args:
+        name: of PROFILES.
+        length: elements (n).
+        rank: draws its own part; rank r of P draws the same as rank r of any other number of ranks.
+        seed: equal on all ranks.
+
+    Memory: n words for the gradient, 4 MB for the pool.
+    """
+
+    def __init__(self, name: str, length: int, rank: int, seed: int) -> None:
+        self.length = length
+        self._name, self._seed = name, seed
+        self._profile = profile = PROFILES[name]
+        common = np.random.default_rng([seed, 0])
+        self._pool = _draw_pool(profile.tail, common)
+        blocks = -(-length // BLOCK)
+        scales = np.exp(profile.spread * common.standard_normal(blocks))
+        shared = np.full(blocks, profile.shared)
+        if profile.hot:
+            first, width = blocks // 3, max(1, blocks // profile.hot)
+            scales[first : first + width] *= HOT_SCALE
+            shared[first : first + max(1, width // 8)] = 1.0
+        scales *= np.sqrt(1 - profile.memory**2)
+        self._common_weights = (scales * np.sqrt(shared)).astype(np.float32)
+        # the own part is the sum of two reads: one alone would repeat each magnitude all over the vector
+        self._own_weights = (scales * np.sqrt((1 - shared) / 2)).astype(np.float32)
+        self._common = common
+        self._own = np.random.default_rng([seed, 1, rank])
+        self._vector = np.zeros(length, np.float32)
+
+    def next(self) -> NDArray[np.float32]:
+        """See GradientSource."""
+        blocks = len(self._own_weights)
+        _advance(
+            self._vector,
+            self._pool,
+            np.float32(self._profile.memory),
+            self._common_weights,
+            self._common.integers(0, POOL, blocks),
+            self._own_weights,
+            self._own.integers(0, POOL, (2, blocks)),
+        )
+        return self._vector
+
+    def describe(self) -> dict[str, Any]:
+        """See GradientSource."""
+        return {"name": self._name, "seed": self._seed, **asdict(self._profile)}
+
+
+def _draw_pool(tail: float, generator: np.random.Generator) -> NDArray[np.float32]:
+    """float32[POOL + BLOCK] of unit variance; its end repeats its beginning, so that a block may start anywhere."""
+    draws = generator.standard_t(tail, POOL) if tail else generator.standard_normal(POOL)
+    return np.concatenate([draws, draws[:BLOCK]]).astype(np.float32) / np.float32(draws.std())
+
+
+@njit(cache=True)
+def _advance(vector, pool, memory, common_weights, common_starts, own_weights, own_starts):  # type: ignore[no-untyped-def]
+    for block in range(len(common_weights)):
+        part = vector[block * BLOCK : (block + 1) * BLOCK]
+        size = len(part)
+        common = pool[common_starts[block] : common_starts[block] + size]
+        own = pool[own_starts[0, block] : own_starts[0, block] + size]
+        second = pool[own_starts[1, block] : own_starts[1, block] + size]
+        common_weight, own_weight = common_weights[block], own_weights[block]
+        for i in range(size):
+            part[i] = memory * part[i] + common_weight * common[i] + own_weight * (own[i] + second[i])

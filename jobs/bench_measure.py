@@ -1,0 +1,236 @@
+"""The measuring loop: every contestant reduces the same gradients, one after another within each step.
+
+The time of a step is that of its slowest rank, from a barrier until the device has finished; drawing the
+gradient and the barrier are outside. All contestants live in one process, so that a ratio is within one run.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from jobs.bench_device import Device, Growth
+from jobs.bench_gradients import GradientSource
+from oktopk import StepReport
+
+FIELDS = (
+    "seconds",
+    "exact",
+    "k",
+    "local_nnz",
+    "global_nnz",
+    "words",
+    "messages",
+    "control_words",
+    "control_messages",
+)
+"""What is kept of each step: "seconds" is this rank's time, the rest is as in StepReport."""
+
+HOUSE = ("oktopk", "collectives", "jobs")
+"""Packages whose objects are walked through in search of arrays."""
+
+DENSE_WARMUP = 2
+"""Steps discarded of a contestant that leaves nothing behind; the first one sets up its requests."""
+
+
+class Reducer(Protocol):
+    """What is measured: oktopk.GradientAllreduce, or anything of its shape."""
+
+    update: Any
+
+    def step(self, gradient: Any) -> StepReport:
+        """Reduce one gradient; collective."""
+        ...
+
+    def close(self) -> None:
+        """Free what MPI holds; collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One who takes part.
+
+    Attributes:
+        name: unique in a run.
+        method: a name in oktopk.METHODS or jobs.bench_mpi.ALGORITHMS.
+        settings: keywords of oktopk.Settings in which it differs from the others.
+        sparse: leaves entries behind, so that it must settle before it is measured.
+        counted: its words are counted; else they are a formula's.
+    """
+
+    name: str
+    method: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    sparse: bool = True
+    counted: bool = True
+
+
+@dataclass(frozen=True)
+class Course:
+    """How long it takes.
+
+    Attributes:
+        warmup: steps that are discarded.
+        steps: steps that are measured.
+        dense_steps: steps that are measured of contestants that are not sparse, at most `steps`.
+        watched: last steps of the warm-up in which allocations are watched.
+    """
+
+    warmup: int
+    steps: int
+    dense_steps: int
+    watched: int
+
+    def runs(self, contestant: Contestant, step: int) -> bool:
+        """Whether a contestant takes part in a step, counted from 0 for the first measured one."""
+        return contestant.sparse or -DENSE_WARMUP <= step < self.dense_steps
+
+
+@dataclass
+class Samples:
+    """What the ranks measured of one contestant.
+
+    Attributes:
+        fields: each of FIELDS, float64[ranks, steps].
+        stages: seconds by stage, float64[ranks, steps].
+        growth: {True, False: exact step or not} -> [Growth of each watched step], all ranks'.
+        held: bytes of arrays kept between steps, by what they are; the largest of all ranks.
+        agreed: the last update was bit-identical on all ranks.
+    """
+
+    fields: dict[str, NDArray[np.float64]]
+    stages: dict[str, NDArray[np.float64]]
+    growth: dict[bool, list[Growth]]
+    held: dict[str, int]
+    agreed: bool
+
+
+class _Log:
+    """One rank's side of Samples."""
+
+    def __init__(self, contestant: Contestant) -> None:
+        self._sparse = contestant.sparse
+        self.rows: list[list[float]] = []
+        self.stages: list[dict[str, float]] = []
+        self.growth: dict[bool, list[Growth]] = {True: [], False: []}
+        self.held: dict[str, int] = {}
+        self.checksum = 0
+
+    def add(self, seconds: float, report: StepReport) -> None:
+        rest = (float(getattr(report, name)) for name in FIELDS[2:])
+        self.rows.append([seconds, float(self.exact(report)), *rest])
+        self.stages.append(report.seconds)
+
+    def exact(self, report: StepReport) -> bool:
+        # a dense step has no thresholds: it is like any other
+        return self._sparse and report.exact
+
+
+def measure(
+    comm: MPI.Intracomm,
+    contestants: Sequence[tuple[Contestant, Reducer]],
+    source: GradientSource,
+    device: Device,
+    course: Course,
+    progress: Callable[[], object] = lambda: None,
+) -> dict[str, Samples]:
+    """Run the course. Collective: every rank must call, with the same contestants and course.
+
+    Args:
+        progress: called before each step.
+
+    Returns:
+        name -> samples on rank 0, nothing on the others.
+    """
+    logs = {contestant.name: _Log(contestant) for contestant, _ in contestants}
+    begun: set[str] = set()
+    for step in range(-course.warmup, course.steps):
+        progress()
+        gradient = device.place(source.next())
+        # everyone is first in turn: the first one finds the gradient, but nothing of its own, in the caches
+        turn = step % len(contestants)
+        for contestant, reducer in [*contestants[turn:], *contestants[:turn]]:
+            if not course.runs(contestant, step):
+                continue
+            log = logs[contestant.name]
+            if -course.watched <= step < 0 and contestant.name in begun:
+                with device.watch() as growth:
+                    report = reducer.step(gradient)
+                    device.finish()
+                log.growth[log.exact(report)].append(growth)
+                continue
+            begun.add(contestant.name)
+            comm.Barrier()
+            start = time.perf_counter()
+            report = reducer.step(gradient)
+            device.finish()
+            seconds = time.perf_counter() - start
+            if step >= 0:
+                log.add(seconds, report)
+    for contestant, reducer in contestants:
+        logs[contestant.name].held = held_bytes(reducer)
+        logs[contestant.name].checksum = zlib.crc32(device.fetch(reducer.update).data)
+    everyone = comm.gather(logs)
+    if everyone is None:
+        return {}
+    return {name: _combine([theirs[name] for theirs in everyone]) for name in logs}
+
+
+def _combine(logs: list[_Log]) -> Samples:
+    table = np.array([log.rows for log in logs], np.float64).reshape(len(logs), -1, len(FIELDS))
+    names = dict.fromkeys(stage for log in logs for step in log.stages for stage in step)
+    stages = {
+        # a stage that only some steps have took no time in the others
+        name: np.array([[step.get(name, 0.0) for step in log.stages] for log in logs])
+        for name in names
+    }
+    growth = {exact: [one for log in logs for one in log.growth[exact]] for exact in (True, False)}
+    kinds = dict.fromkeys(kind for log in logs for kind in log.held)
+    return Samples(
+        fields={name: table[:, :, i] for i, name in enumerate(FIELDS)},
+        stages=stages,
+        growth=growth,
+        held={kind: max(log.held.get(kind, 0) for log in logs) for kind in kinds},
+        agreed=len({log.checksum for log in logs}) == 1,
+    )
+
+
+def held_bytes(reducer: Reducer) -> dict[str, int]:
+    """Bytes of the arrays that a reducer keeps between steps, found by walking through its attributes.
+
+    Returns:
+        "update", "residual", and "scratch" for all others; memory that several arrays share counts once.
+    """
+    held = {"update": 0, "residual": 0, "scratch": 0}
+    seen: set[int] = set()
+
+    def walk(thing: Any, kind: str) -> None:
+        while getattr(thing, "base", None) is not None and hasattr(thing.base, "nbytes"):
+            thing = thing.base
+        if id(thing) in seen:
+            return
+        seen.add(id(thing))
+        if hasattr(thing, "nbytes") and hasattr(thing, "dtype"):
+            held[kind] += int(thing.nbytes)
+        elif isinstance(thing, dict):
+            for value in thing.values():
+                walk(value, kind)
+        elif isinstance(thing, list | tuple | set):
+            for value in thing:
+                walk(value, kind)
+        elif type(thing).__module__.split(".")[0] in HOUSE and hasattr(thing, "__dict__"):
+            for value in vars(thing).values():
+                walk(value, kind)
+
+    for name in ("update", "residual"):
+        walk(getattr(reducer, name, None), name)
+    walk(reducer, "scratch")
+    return held

@@ -1,0 +1,136 @@
+"""The MPI library's own Allreduce, as a method among the others."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from collectives.traffic import dense_words
+from oktopk import StepReport
+
+ALGORITHMS: dict[str, int | None] = {"mpi": None, "mpi-ring": 4, "mpi-rabenseifner": 6}
+"""Method -> its number in Open MPI's `coll_tuned_allreduce_algorithm`; None leaves the choice to the library."""
+
+
+class AlgorithmError(RuntimeError):
+    """This MPI library does not let the algorithm be chosen."""
+
+
+class MpiAllreduce:
+    """The sum by one call of MPI; the same shape as `oktopk.GradientAllreduce`, without its average and its checks.
+
+    Args:
+        comm: intracommunicator; duplicated. Collective: every rank must construct.
+        length: elements of the gradient (n).
+        method: a name in ALGORITHMS.
+
+    Raises:
+        AlgorithmError: the algorithm cannot be chosen here; on every rank alike.
+
+    Memory: n words of update; what the library takes besides is its own affair, and measured.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, length: int, method: str = "mpi") -> None:
+        self.length = length
+        self.method = method
+        self.update: NDArray[np.float32] = np.zeros(length, np.float32)
+        algorithm = ALGORITHMS[method]
+        if algorithm is None:
+            self._comm = comm.Dup()
+        else:
+            with _tuned_algorithm(algorithm, method):
+                self._comm = comm.Dup()  # a communicator keeps the algorithm that it was made under
+        self._steps = 0
+
+    def step(self, gradient: NDArray[np.float32]) -> StepReport:
+        """Sum float32[n] over the ranks into `update`. Collective.
+
+        The library does not say what it sends: words are `collectives.traffic.dense_words`, not counted.
+        """
+        began = time.perf_counter()
+        self._comm.Allreduce(gradient, self.update)
+        seconds = time.perf_counter() - began
+        self._steps += 1
+        return StepReport(
+            step=self._steps - 1,
+            method=self.method,
+            exact=False,
+            skipped=False,
+            k=self.length,
+            length=self.length,
+            local_nnz=self.length,
+            global_nnz=self.length,
+            local_threshold=float("nan"),
+            global_threshold=float("nan"),
+            words=round(dense_words(self.length, self._comm.size)),
+            messages=0,
+            control_words=0,
+            control_messages=0,
+            seconds={"allreduce": seconds},
+        )
+
+    def close(self) -> None:
+        """Free the communicator. Collective."""
+        self._comm.Free()
+
+
+class _Variable:
+    """A control variable of MPI's tool interface, which mpi4py lacks."""
+
+    def __init__(
+        self, library: ctypes.CDLL, name: str, kind: type[ctypes.c_bool] | type[ctypes.c_int]
+    ) -> None:
+        index, count = ctypes.c_int(), ctypes.c_int()
+        self._library, self._kind, self._handle = library, kind, ctypes.c_void_p()
+        if library.MPI_T_cvar_get_index(name.encode(), ctypes.byref(index)):
+            raise LookupError(name)
+        if library.MPI_T_cvar_handle_alloc(index, None, ctypes.byref(self._handle), ctypes.byref(count)):
+            raise LookupError(name)
+
+    def read(self) -> int:
+        value = self._kind()
+        self._library.MPI_T_cvar_read(self._handle, ctypes.byref(value))
+        return int(value.value)
+
+    def write(self, value: int) -> None:
+        self._library.MPI_T_cvar_write(self._handle, ctypes.byref(self._kind(value)))
+
+
+@contextmanager
+def _tuned_algorithm(number: int, method: str) -> Iterator[None]:
+    """Within it, Open MPI gives new communicators this allreduce algorithm."""
+    library = _loaded_library()
+    level = ctypes.c_int()
+    if library is None or library.MPI_T_init_thread(0, ctypes.byref(level)):
+        raise AlgorithmError(f"method {method!r}: this MPI has no tool interface to choose the algorithm by")
+    try:
+        forced = _Variable(library, "coll_tuned_use_dynamic_rules", ctypes.c_bool)
+        algorithm = _Variable(library, "coll_tuned_allreduce_algorithm", ctypes.c_int)
+    except LookupError as missing:
+        words = MPI.Get_library_version().splitlines()[0].rstrip("\0")
+        raise AlgorithmError(f"method {method!r} needs Open MPI: {words!r} has no {missing}") from None
+    before = forced.read(), algorithm.read()
+    forced.write(True)
+    algorithm.write(number)
+    try:
+        yield
+    finally:
+        forced.write(before[0])
+        algorithm.write(before[1])
+
+
+def _loaded_library() -> ctypes.CDLL | None:
+    """The MPI library of this process, found among what it has mapped."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/libmpi.so" in line}
+    return ctypes.CDLL(sorted(paths)[0]) if paths else None

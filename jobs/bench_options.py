@@ -1,0 +1,252 @@
+"""The bench's command line, checked as a whole before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from collectives.sparse import check_length
+from jobs.bench_device import DEVICES
+from jobs.bench_document import BenchError
+from jobs.bench_gradients import PROFILES
+from jobs.bench_mpi import ALGORITHMS
+from oktopk import METHODS, Settings
+from oktopk.settings import DENSE_ABOVE
+
+VGG_LENGTH = 14_728_266
+DENSITY = 0.01
+SWEEP_LENGTH = 100_000
+SWEEP_DENSITY = 0.02  # an allgather of every selection crosses dense at 1/density ranks: within a sweep to 64
+ABLATION_RANKS = (4, 8)
+LIBRARY_METHODS = tuple(ALGORITHMS)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for; the same on all ranks.
+
+    Attributes:
+        methods: names in oktopk.METHODS or LIBRARY_METHODS, each once.
+        length: n; None with a recording, whose it is.
+        warmup: steps discarded.
+        dense_steps: steps measured of dense methods.
+        gradients: a name in PROFILES.
+        replay: a folder written by jobs.gradient_file, instead.
+        settings: keywords of oktopk.Settings besides density, for all methods.
+        ranks: numbers of ranks that an ablation is started on; empty: the surrounding mpiexec's.
+        sweep_ranks: numbers of ranks of a sweep; empty: no sweep.
+        memory: watch allocations in the last steps of the warm-up.
+        network: what joins the ranks, in words for the record.
+    """
+
+    methods: tuple[str, ...]
+    length: int | None
+    density: float
+    steps: int
+    warmup: int
+    dense_steps: int
+    gradients: str
+    replay: Path | None
+    seed: int
+    device: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    ablate: bool = False
+    ranks: tuple[int, ...] = ()
+    sweep_ranks: tuple[int, ...] = ()
+    json: Path | None = None
+    memory: bool = True
+    network: str = ""
+    quiet: bool = False
+
+    @property
+    def threshold_interval(self) -> int:
+        """Steps between exact ones."""
+        return int(self.settings.get("threshold_interval", Settings.threshold_interval))
+
+    def words(self) -> list[str]:
+        """The command line of one run of these, on ranks that are started already."""
+        words = ["--methods", *self.methods, "--density", str(self.density), "--steps", str(self.steps)]
+        words += ["--warmup", str(self.warmup), "--dense-steps", str(self.dense_steps)]
+        words += ["--seed", str(self.seed), "--device", self.device]
+        words += ["--replay", str(self.replay)] if self.replay else ["--gradients", self.gradients]
+        words += [] if self.length is None else ["--length", str(self.length)]
+        words += [f"--set={name}={json.dumps(value)}" for name, value in self.settings.items()]
+        words += ["--network", self.network] if self.network else []
+        words += [] if self.memory else ["--no-memory"]
+        words += ["--ablate"] if self.ablate else []
+        return words + (["--quiet"] if self.quiet else [])
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # not printed from here: every rank parses, one speaks
+        raise BenchError(message)
+
+
+def usage() -> str:
+    """The text of --help."""
+    return _parser().format_help()
+
+
+def parse(words: Sequence[str], *, launched: bool) -> Options:
+    """Check a command line.
+
+    Args:
+        words: what follows the program's name.
+        launched: by mpiexec; then nothing that starts one can be done.
+
+    Raises:
+        BenchError: it cannot be done; the message says what and why.
+    """
+    given = _parser().parse_args(words)
+    sweep = _numbers("--sweep-ranks", given.sweep_ranks)
+    ranks = _numbers("--ranks", given.ranks)
+    if sweep and given.ablate:
+        raise BenchError("--ablate and --sweep-ranks are two different benches: ask for one")
+    if launched and (sweep or ranks):
+        raise BenchError(
+            f"{'--sweep-ranks' if sweep else '--ranks'} starts mpiexec itself: run it without one"
+        )
+    if ranks and not given.ablate:
+        raise BenchError("--ranks is for --ablate; else start the bench with mpiexec")
+    methods = _methods(given.methods, ("oktopk",) if given.ablate else tuple(METHODS) if sweep else None)
+    if given.ablate and methods != ("oktopk",):
+        raise BenchError(f"--ablate compares settings of oktopk, not methods {', '.join(methods)}")
+    density = given.density if given.density is not None else SWEEP_DENSITY if sweep else DENSITY
+    if not 0 < density <= DENSE_ABOVE:
+        raise BenchError(f"density {density} is not in (0, {DENSE_ABOVE}]: above, every method runs densely")
+    warmup = math.ceil(2 / density) if given.warmup is None else given.warmup
+    if warmup < 0:
+        raise BenchError(f"warmup {warmup} is not at least 0")
+    length = given.length
+    if length is None and given.replay is None:
+        length = SWEEP_LENGTH if sweep else VGG_LENGTH
+    if length is not None:
+        try:
+            check_length(length)
+        except ValueError as error:
+            raise BenchError(str(error)) from None
+    options = Options(
+        methods=methods,
+        length=length,
+        density=density,
+        steps=given.steps,
+        warmup=warmup,
+        dense_steps=given.steps if given.dense_steps is None else given.dense_steps,
+        gradients=given.gradients or ("clustered" if given.ablate else "heavy"),
+        replay=given.replay,
+        seed=given.seed,
+        device=given.device,
+        settings=_settings(given.settings, density),
+        ablate=given.ablate,
+        ranks=ranks or (ABLATION_RANKS if given.ablate and not launched else ()),
+        sweep_ranks=sweep,
+        json=given.json,
+        memory=given.memory and not sweep,
+        network=given.network,
+        quiet=given.quiet,
+    )
+    _check_steps(options)
+    return options
+
+
+def _check_steps(options: Options) -> None:
+    interval = options.threshold_interval
+    if options.steps < interval:
+        raise BenchError(
+            f"steps {options.steps} is not at least {interval}, the threshold interval: "
+            "no exact step would be sure to be among them (--set threshold_interval=... is the other way out)"
+        )
+    if not 1 <= options.dense_steps <= options.steps:
+        raise BenchError(f"dense-steps {options.dense_steps} is not in [1, {options.steps}], the steps")
+
+
+def _numbers(name: str, text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    try:
+        numbers = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise BenchError(f"{name} {text!r} is not a list of numbers such as 2,4,8") from None
+    if min(numbers) < 1:
+        raise BenchError(f"{name} {text!r} has a number of ranks that is not at least 1")
+    return numbers
+
+
+def _methods(given: Sequence[str] | None, default: tuple[str, ...] | None) -> tuple[str, ...]:
+    known = (*METHODS, *LIBRARY_METHODS)
+    if given is None:
+        return default or (*METHODS, LIBRARY_METHODS[0])
+    names = [name for words in given for name in words.split(",") if name]
+    for name in names:
+        if name not in known:
+            raise BenchError(f"method {name!r} is not one of {', '.join(known)}")
+    if not names:
+        raise BenchError(f"no method is named; there are {', '.join(known)}")
+    return tuple(dict.fromkeys(names))
+
+
+def _settings(given: Sequence[str], density: float) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    known = [setting.name for setting in dataclasses.fields(Settings) if setting.name != "density"]
+    for word in given:
+        name, equals, text = word.partition("=")
+        if not equals or name not in known:
+            raise BenchError(f"--set {word!r} is not NAME=VALUE with a name of {', '.join(known)}")
+        try:
+            settings[name] = math.inf if text == "inf" else json.loads(text)
+        except ValueError:
+            settings[name] = text
+    try:
+        Settings(density=density, **settings)
+    except (TypeError, ValueError) as error:
+        raise BenchError(str(error)) from None
+    return settings
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="mpiexec -n RANKS python -m mpi4py -m jobs.bench",
+        description="Measure gradient allreduces on the same gradients, in one run.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--methods",
+        nargs="+",
+        metavar="NAME",
+        help=f"of {', '.join((*METHODS, *LIBRARY_METHODS))}; default: all but the last two",
+    )
+    add("--length", type=int, metavar="N", help=f"elements of the gradient; default {VGG_LENGTH}, VGG-16's")
+    add("--density", type=float, help=f"share of them that is applied; default {DENSITY}, or {SWEEP_DENSITY}")
+    add("--steps", type=int, default=64, help="steps to measure; default %(default)s")
+    add("--warmup", type=int, metavar="STEPS", help="steps discarded first; default 2/density")
+    add("--dense-steps", type=int, metavar="STEPS", help="steps to measure of dense methods; default: all")
+    add("--gradients", choices=tuple(PROFILES), help="default heavy; clustered with --ablate")
+    add("--replay", type=Path, metavar="DIR", help="gradients that jobs.train recorded, instead")
+    add("--seed", type=int, default=1, help="of the gradients; default %(default)s")
+    add("--device", choices=tuple(DEVICES), default="cpu", help="default %(default)s")
+    add(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of the reduction, such as threshold_interval=32; may be repeated",
+    )
+    add("--ablate", action="store_true", help="Ok-Topk with one idea taken away at a time")
+    add("--ranks", metavar="P,P", help="numbers of ranks for --ablate; default 4,8, or mpiexec's")
+    add(
+        "--sweep-ranks", metavar="P,P,...", help="volume against the number of ranks; starts mpiexec for each"
+    )
+    add("--json", type=Path, metavar="FILE", help="where everything is written")
+    add("--no-memory", dest="memory", action="store_false", help="do not watch allocations in the warm-up")
+    add("--network", default="", metavar="TEXT", help="what joins the ranks, for the record")
+    add("--quiet", action="store_true", help="no tables and no progress")
+    return parser

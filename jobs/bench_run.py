@@ -1,0 +1,215 @@
+"""One run of the bench on the ranks of an mpiexec."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from mpi4py import MPI
+from tqdm import tqdm
+
+from collectives import traffic
+from jobs.bench_ablate import variants
+from jobs.bench_device import DEVICES, Device
+from jobs.bench_document import BenchError, Output, command_line, document
+from jobs.bench_floors import Speeds, measure_speeds
+from jobs.bench_gradients import DrawnGradients, GradientSource
+from jobs.bench_measure import Contestant, Course, Reducer, measure
+from jobs.bench_mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
+from jobs.bench_options import Options
+from jobs.bench_summary import summarize
+from jobs.bench_tables import run_tables
+from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
+from oktopk.settings import entries_kept
+
+Result = TypeVar("Result")
+
+
+def run(options: Options | str, comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:
+    """Measure what rank 0's options ask for; collective.
+
+    Args:
+        options: or a text to print instead of measuring: the usage, or what is wrong with the command line.
+
+    Returns:
+        The exit status, the same on all ranks.
+    """
+    options = comm.bcast(options)
+    if isinstance(options, str):
+        wrong = options.startswith("jobs.bench: ")
+        _say(comm, options, sys.stderr if wrong else sys.stdout)
+        return 2 if wrong else 0
+    output: Output | None = None
+    try:
+        _check_launch(comm)
+        path = options.json
+        if path is not None:
+            output = _together(comm, lambda: Output(path) if comm.rank == 0 else None)
+        result = _measure(options, comm)
+        if comm.rank == 0:
+            kind = "ablation" if options.ablate else "bench"
+            command = command_line(comm.size)
+            library = " ".join(MPI.Get_library_version().rstrip("\0").splitlines()[0].split())
+            if not options.quiet:
+                print(run_tables(result), flush=True)
+            if output is not None:
+                output.write(document(kind, [result], library, command))
+    except (BenchError, NonFiniteGradientError) as error:
+        _say(comm, f"jobs.bench: {error}", sys.stderr)
+        return 2
+    finally:
+        if output is not None:
+            output.discard()
+    return 0
+
+
+def _measure(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
+    """The run as it stands in the document; on rank 0."""
+    device = DEVICES[options.device]()
+    source = _together(comm, lambda: _source(options, comm))
+    length = source.length
+    contestants = variants(comm.size) if options.ablate else _contestants(options)
+    _check_memory(comm, device, length, contestants)
+    speeds = measure_speeds(comm, length)
+    reducers = [(one, _together(comm, partial(_reducer, one, options, length, comm))) for one in contestants]
+    course = Course(
+        options.warmup,
+        options.steps,
+        options.dense_steps,
+        watched=min(options.warmup, options.threshold_interval) if options.memory else 0,
+    )
+    with tqdm(
+        total=course.warmup + course.steps,
+        desc=f"bench, {comm.size} ranks",
+        unit="step",
+        disable=comm.rank != 0 or options.quiet,
+        ncols=100,
+        mininterval=1.0,
+    ) as bar:
+        samples = measure(comm, reducers, source, device, course, bar.update)
+    for _, reducer in reducers:
+        reducer.close()
+    k = entries_kept(options.density, length)
+    return {
+        "ranks": comm.size,
+        "length": length,
+        "density": options.density,
+        "k": k,
+        "device": options.device,
+        "network": options.network,
+        "gradients": source.describe(),
+        "settings": options.settings,
+        "course": vars(course),
+        "speeds": vars(speeds),
+        "bounds": _bounds(k, length, comm.size),
+        "methods": _summaries(contestants, samples, length, speeds),
+    }
+
+
+def _summaries(
+    contestants: list[Contestant], samples: dict[str, Any], length: int, speeds: Speeds
+) -> list[dict[str, Any]]:
+    return [summarize(one, samples[one.name], length, speeds) for one in contestants if one.name in samples]
+
+
+def _bounds(k: int, length: int, ranks: int) -> dict[str, float]:
+    return {
+        "lower": traffic.lower_bound(k, ranks),
+        "upper": traffic.upper_bound(k, ranks),
+        "step_limit": traffic.step_limit(k, ranks),
+        "dense": traffic.dense_words(length, ranks),
+    }
+
+
+def _contestants(options: Options) -> list[Contestant]:
+    return [
+        Contestant(
+            name=name,
+            method=name,
+            sparse=name in METHODS and METHODS[name].sparse,
+            counted=name not in ALGORITHMS,
+        )
+        for name in options.methods
+    ]
+
+
+def _reducer(contestant: Contestant, options: Options, length: int, comm: MPI.Intracomm) -> Reducer:
+    if contestant.method in ALGORITHMS:
+        try:
+            return MpiAllreduce(comm, length, contestant.method)
+        except AlgorithmError as error:
+            raise BenchError(str(error)) from None
+    settings = {**options.settings, **contestant.settings, "density": options.density}
+    return GradientAllreduce(comm, length, contestant.method, **settings)
+
+
+def _source(options: Options, comm: MPI.Intracomm) -> GradientSource:
+    if options.replay is None:
+        assert options.length is not None
+        return DrawnGradients(options.gradients, options.length, comm.rank, options.seed)
+    from jobs.gradient_file import GradientFileError, RecordedGradients
+
+    try:
+        source = RecordedGradients(options.replay, comm.rank, comm.size)
+    except GradientFileError as error:
+        raise BenchError(str(error)) from None
+    if options.length not in (None, source.length):
+        raise BenchError(f"length {options.length} is not {source.length}, that of {options.replay}")
+    return source
+
+
+def _check_memory(comm: MPI.Intracomm, device: Device, length: int, contestants: list[Contestant]) -> None:
+    """Refuse, on all ranks, what would bring the machine down: update, residual and scratch of each contestant."""
+    vectors = 2 + sum(2.2 if one.sparse else 2.5 for one in contestants)
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    needed = int(4 * length * vectors * node.size)
+    free = device.free_bytes()
+    node.Free()
+
+    def check() -> None:
+        if free is not None and needed > free:
+            raise BenchError(
+                f"about {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free: "
+                f"try fewer methods or a length below {length}"
+            )
+
+    _together(comm, check)
+
+
+def _check_launch(comm: MPI.Intracomm) -> None:
+    """Refuse to run as many jobs of one rank each, which is what a launcher of another MPI makes of a job."""
+    started = next(
+        (os.environ[name] for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in os.environ), "1"
+    )
+    if comm.size == 1 and started.isdigit() and int(started) > 1:
+        library = MPI.Get_library_version().splitlines()[0].rstrip("\0")
+        raise BenchError(
+            f"mpiexec started {started} ranks, but mpi4py's MPI sees 1: they belong to different MPI installations "
+            f"(mpi4py uses {library})"
+        )
+
+
+def _together(comm: MPI.Intracomm, action: Callable[[], Result]) -> Result:
+    """Run the action on every rank; if it fails on any, it fails on all of them with the same message.
+
+    An action that communicates must fail on all ranks or on none.
+    """
+    result: Result | None = None
+    message: str | None = None
+    try:
+        result = action()
+    except (BenchError, ValueError, OSError, MemoryError) as error:
+        message = str(error) or type(error).__name__
+    messages = comm.allgather(message)
+    distinct = list(dict.fromkeys(text for text in messages if text is not None))
+    if distinct:
+        raise BenchError("\n".join(distinct))
+    return result  # type: ignore[return-value]
+
+
+def _say(comm: MPI.Intracomm, message: str, stream: Any) -> None:
+    if comm.rank == 0:
+        print(message, file=stream, flush=True)

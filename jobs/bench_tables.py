@@ -1,0 +1,163 @@
+"""What the bench prints: times, traffic, stages beside their floors, memory; of a sweep, words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+MISSING = "–"
+REFERENCES = ("mpi", "mpi-rabenseifner", "mpi-ring", "dense", "full")
+"""What times are compared with: the first of these that takes part; "full" is an ablation's Ok-Topk as it is."""
+
+
+BUSIER = 1.1
+"""The busiest rank is worth a word, or a line, when it sends this times the mean."""
+
+
+def run_tables(run: dict[str, Any]) -> str:
+    """All tables of one run of a document, with a heading."""
+    gradients = run["gradients"]["name"]
+    heading = (
+        f"{run['ranks']} ranks, n = {run['length']:,}, density {run['density']:g}, k = {run['k']:,}, "
+        f"{gradients} gradients, {run['course']['steps']} steps after {run['course']['warmup']} discarded"
+    )
+    methods = run["methods"]
+    tables = [heading, times_table(methods), traffic_table(methods), stages_table(methods)]
+    if any(method["memory"]["regular"] for method in methods):
+        tables.append(memory_table(methods))
+    return "\n\n".join(tables)
+
+
+def reference(methods: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The entry that times are compared with, None if there is none."""
+    by_name = {method["name"]: method for method in methods}
+    return next((by_name[name] for name in REFERENCES if name in by_name), None)
+
+
+def times_table(methods: list[dict[str, Any]]) -> str:
+    """Milliseconds of a step, slowest rank."""
+    against = reference(methods)
+    rows = []
+    for method in methods:
+        seconds = method["seconds"]
+        regular, exact = seconds["regular"], seconds["exact"]
+        ratio = None
+        if against is not None:
+            ratio = seconds["all"]["mean"] / against["seconds"]["all"]["mean"]
+        rows.append(
+            [
+                method["name"],
+                _ms(seconds["all"], "mean"),
+                _ms(seconds["all"], "median"),
+                _ms(regular, "mean"),
+                _ms(regular, "median"),
+                _ms(exact, "mean"),
+                _ms(exact, "median"),
+                MISSING if not (regular and exact) else f"{exact['mean'] / regular['mean']:.2f}",
+                MISSING if ratio is None else f"{ratio:.2f}",
+            ]
+        )
+    headers = ["step, ms", "mean", "median", "regular: mean", "median", "exact: mean", "median"]
+    name = against["name"] if against else "dense"
+    return _table(rows, [*headers, "exact / regular", f"mean / {name}'s"])
+
+
+def traffic_table(methods: list[dict[str, Any]]) -> str:
+    """Words and messages that a rank sends in a step, and entries."""
+    rows = []
+    for method in methods:
+        formula, words, nnz = method["formulas"], method["words"], method["nnz"]
+        least, most = f"{formula['least']:,.0f}", f"{formula['most']:,.0f}"
+        counted = method["counted"]
+        rows.append(
+            [
+                method["name"],
+                f"{words['mean']:,.0f}" if counted else "not counted",
+                f"{words['busiest']:,.0f}" if counted else MISSING,
+                least if least == most else f"{least} … {most}",
+                f"{method['control_words']['mean']:,.0f}" if counted else MISSING,
+                f"{method['messages']['mean']:.1f}" if counted else MISSING,
+                f"{method['control_messages']['mean']:.1f}" if counted else MISSING,
+                f"{nnz['local']:,.0f}",
+                f"{nnz['global']:,.0f}",
+                f"{nnz['local_deviation']:.2%}",
+                MISSING if nnz["global_deviation"] is None else f"{nnz['global_deviation']:.2%}",
+            ]
+        )
+    headers = ["words per rank", "mean", "busiest", "by formula", "control", "messages", "control"]
+    return _table(rows, [*headers, "selected", "applied", "|selected/k − 1|", "|applied/k − 1|"])
+
+
+def stages_table(methods: list[dict[str, Any]]) -> str:
+    """Milliseconds of each stage: mean over the ranks / the rank that took least, and in brackets the floor."""
+    blocks = []
+    for kind in ("regular", "exact"):
+        stages = dict.fromkeys(stage for method in methods for stage in method["stages"][kind] or {})
+        if not stages:
+            continue
+        rows = []
+        for stage in [*(name for name in stages if name != "between"), "between"]:
+            cells = []
+            for method in methods:
+                found = (method["stages"][kind] or {}).get(stage)
+                floor = method["floors"].get(stage)
+                cell = MISSING
+                if found is not None:
+                    cell = f"{found['mean'] * 1e3:.2f} / {found['least'] * 1e3:.2f}"
+                    cell += "" if floor is None else f" ({floor['seconds'] * 1e3:.2f})"
+                cells.append(cell)
+            rows.append([stage, *cells])
+        title = f"{kind} steps, ms: mean / least rank (floor)"
+        blocks.append(_table(rows, [title, *(method["name"] for method in methods)]))
+    return "\n\n".join(blocks)
+
+
+def memory_table(methods: list[dict[str, Any]]) -> str:
+    """Megabytes kept between steps, and taken on top within one."""
+    rows = []
+    for method in methods:
+        memory = method["memory"]
+        held = memory["held"]
+        row = [method["name"], *(f"{held[kind] / 1e6:.2f}" for kind in ("update", "residual", "scratch"))]
+        for kind in ("regular", "exact"):
+            growth = memory[kind]
+            row.append(MISSING if growth is None else f"{growth['allocated'] / 1e6:.3f}")
+            resident = None if growth is None else growth["resident"]
+            row.append(MISSING if resident is None else f"{resident / 1e6:.2f}")
+        row.append("yes" if (memory["regular"] or {}).get("n_sized") else "no")
+        rows.append(row)
+    headers = ["MB kept", "update", "residual", "scratch", "regular: allocated", "process grew"]
+    return _table(rows, [*headers, "exact: allocated", "process grew", "n-sized"])
+
+
+def sweep_table(runs: Sequence[dict[str, Any]]) -> str:
+    """Words per rank and step against the number of ranks; the busiest rank in brackets where it differs."""
+    names = list(dict.fromkeys(method["name"] for run in runs for method in run["methods"]))
+    rows = []
+    for run in runs:
+        by_name = {method["name"]: method for method in run["methods"]}
+        bounds = run["bounds"]
+        row = [str(run["ranks"]), f"{bounds['lower']:,.0f}", f"{bounds['upper']:,.0f}"]
+        for name in names:
+            words = by_name[name]["words"]
+            cell = f"{words['mean']:,.0f}"
+            if words["busiest"] > BUSIER * words["mean"]:
+                cell += f" ({words['busiest']:,.0f})"
+            row.append(cell)
+        rows.append(row)
+    first = runs[0]
+    heading = f"words per rank and step (busiest rank), n = {first['length']:,}, density {first['density']:g}"
+    headers = ["ranks", "2k(P−1)/P", "6k(P−1)/P", *names]
+    align = ("right",) * len(headers)
+    return f"{heading}\n\n{tabulate(rows, headers=headers, colalign=align, disable_numparse=True)}"
+
+
+def _ms(times: dict[str, float] | None, name: str) -> str:
+    return MISSING if times is None else f"{times[name] * 1e3:.2f}"
+
+
+def _table(rows: list[list[str]], headers: list[str]) -> str:
+    align = ("left", *("right" for _ in headers[1:]))
+    return tabulate(rows, headers=headers, colalign=align, disable_numparse=True)
