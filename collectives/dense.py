@@ -21,10 +21,6 @@ class _Step:
     kept: NDArray[np.float32]
     incoming: NDArray[np.float32]
 
-    def run(self) -> None:
-        self.exchange.run()
-        np.add(self.kept, self.incoming, out=self.kept)
-
 
 class DenseAllreduce:
     """Sum one fixed vector over all ranks, in place, bit-identically on all of them.
@@ -44,7 +40,7 @@ class DenseAllreduce:
     def __init__(self, vector: NDArray[np.float32], transport: Transport) -> None:
         self.vector = vector
         self._transport = transport
-        self._scratch = np.empty((len(vector) + 1) // 2, np.float32)
+        self._scratch = transport.allocate((len(vector) + 1) // 2)
         self._reduce_steps: list[_Step] = []
         self._gather_steps: list[_Step] = []
         self._owned = vector[:0]
@@ -68,12 +64,15 @@ class DenseAllreduce:
 
     def run(self, scale: float = 1.0) -> None:
         """Sum over the ranks, times `scale`, into `vector`. Collective."""
+        kernels = self._transport.kernels
         for step in self._reduce_steps:
-            step.run()
-        if scale != 1.0:
-            np.multiply(self._owned, np.float32(scale), out=self._owned)
+            step.exchange.run()
+            if step.kept.size:
+                kernels.add_values(step.kept, step.incoming)
+        if scale != 1.0 and self._owned.size:
+            kernels.scale_values(self._owned, scale)
         for step in self._gather_steps:
-            step.run()
+            step.exchange.run()
 
     def free(self) -> None:
         """Give the persistent requests back to MPI."""

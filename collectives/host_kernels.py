@@ -13,6 +13,14 @@ from numpy.typing import NDArray
 TILE = 4096
 """Elements of a region summed at a time: 16 KB of sums stay in the first-level cache."""
 
+LADDER_REACH = 1 << 21
+"""How far a ladder of thresholds reaches from its centre, in bits of a magnitude: a quarter of an octave."""
+
+LADDER_STEP = 1 << 9
+"""Every rung lies a multiple of this many bits from the centre."""
+
+_LADDER_SHIFT = 9
+_NO_HISTOGRAM = np.empty(0, np.int32)
 _GROUP = 8  # flags tested at once while a tile is scanned
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
@@ -54,11 +62,17 @@ def sum_sorted_lists(
     words, values = pool.view(np.int32), pool.view(np.float32)
     threshold = np.int32(threshold_bits)
     out_words, out_values = out.view(np.int32), out.view(np.float32)
-    return int(_sum_sorted_lists(words, values, begins, ends, lower, upper, threshold, out_words, out_values))
+    return int(
+        _sum_sorted_lists(
+            words, values, begins, ends, lower, upper, threshold, out_words, out_values, 0, _NO_HISTOGRAM
+        )
+    )
 
 
 @njit(cache=True)
-def _sum_sorted_lists(pool_index, pool_value, begins, ends, lower, upper, threshold, out_index, out_value):  # type: ignore[no-untyped-def]
+def _sum_sorted_lists(  # type: ignore[no-untyped-def]
+    pool_index, pool_value, begins, ends, lower, upper, threshold, out_index, out_value, centre, histogram
+):
     lists = len(begins)
     cursor = begins.copy()
     sums = np.zeros(TILE, np.float32)
@@ -98,6 +112,10 @@ def _sum_sorted_lists(pool_index, pool_value, begins, ends, lower, upper, thresh
                     written += 1
         sums[:] = 0
         start = stop
+    if len(histogram):
+        for at in range(written):
+            bits_above = (out_index[2 * at + 1] & _MAGNITUDE) - centre + LADDER_REACH
+            histogram[min(bits_above >> _LADDER_SHIFT, len(histogram) - 1)] += 1
     return written
 
 
@@ -200,15 +218,15 @@ class CountedSums:
     """A region's sums around a threshold, counted on a ladder, before it is known which of them to keep.
 
     Attributes:
-        counts: int64[m], descending: sums that reach each edge.
+        counts: int64[m], descending: sums that reach each rung.
     """
 
-    def __init__(self, sums: NDArray[np.void], edges: NDArray[np.int32]) -> None:
+    def __init__(self, sums: NDArray[np.void], counts: NDArray[np.int64]) -> None:
         self._sums = sums
-        self.counts = count_at_least(sums, edges)
+        self.counts = counts
 
     def take(self, threshold_bits: int) -> NDArray[np.void]:
-        """ENTRY[nnz], the sums that reach one of the edges; may be called once."""
+        """ENTRY[nnz], the sums that reach one of the rungs; may be called once."""
         return self._sums[: take_at_least(self._sums, threshold_bits, len(self._sums), self._sums)]
 
 
@@ -219,17 +237,25 @@ def counted_sums(
     lower: int,
     upper: int,
     expected_bits: int,
-    edges: NDArray[np.int32],
+    offsets: NDArray[np.int64],
     out: NDArray[np.void],
 ) -> CountedSums:
-    """Sum sorted COO lists over [lower, upper), as `sum_sorted_lists`, and count the sums on a ladder.
+    """Sum sorted COO lists over [lower, upper), as `sum_sorted_lists`, and count the sums on a ladder on the way.
 
     Args:
-        expected_bits: the edge that `take` will most likely be asked for; only a device makes use of it.
-        edges: int32[m], ascending bits of magnitudes, >= 1.
+        expected_bits: bits of the threshold that `take` will most likely be asked for, the centre of the ladder.
+        offsets: int64[m], ascending multiples of LADDER_STEP within +-LADDER_REACH; the rungs are expected_bits + offsets, of
+            which those below 1 take every sum that is not zero.
     """
-    nnz = sum_sorted_lists(pool, begins, ends, lower, upper, int(edges[0]), out)
-    return CountedSums(out[:nnz], edges)
+    histogram = np.zeros(2 * LADDER_REACH // LADDER_STEP + 1, np.int32)
+    lowest = np.int32(max(1, expected_bits + int(offsets[0])))
+    words, values = pool.view(np.int32), pool.view(np.float32)
+    out_words, out_values = out.view(np.int32), out.view(np.float32)
+    nnz = _sum_sorted_lists(
+        words, values, begins, ends, lower, upper, lowest, out_words, out_values, expected_bits, histogram
+    )
+    reached = histogram[::-1].cumsum(dtype=np.int64)[::-1]
+    return CountedSums(out[:nnz], reached[(offsets + LADDER_REACH) // LADDER_STEP])
 
 
 def split_at_least(
@@ -288,3 +314,13 @@ def _write_block(words, values, lower, block):  # type: ignore[no-untyped-def]
     block[:] = 0
     for at in range(0, len(words), 2):
         block[words[at] - lower] = values[at + 1]
+
+
+def add_values(kept: NDArray[np.float32], incoming: NDArray[np.float32]) -> None:
+    """kept += incoming, both float32[n]."""
+    np.add(kept, incoming, out=kept)
+
+
+def scale_values(values: NDArray[np.float32], scale: float) -> None:
+    """values *= scale, float32[n]."""
+    np.multiply(values, np.float32(scale), out=values)

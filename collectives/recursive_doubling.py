@@ -29,7 +29,7 @@ def allgatherv(
     Source: Li & Hoefler, PPoPP 2022, section 3.1.2; Bruck et al., IEEE TPDS 1997.
     """
     rank, size = transport.rank, transport.size
-    offsets = np.concatenate([[0], np.cumsum(counts)])
+    offsets = [0, *counts.cumsum().tolist()]
 
     def pieces(first: int, blocks: int) -> list[NDArray[np.void]]:
         first %= size

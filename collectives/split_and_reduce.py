@@ -38,11 +38,11 @@ class RegionLists:
         out = self.transport.workspace.entries("region sums", self.most_sums + 1)
         return out[: self.sum_into(out, threshold_bits)]
 
-    def counted(self, expected_bits: int, edges: NDArray[np.int32]) -> Any:
+    def counted(self, expected_bits: int, offsets: NDArray[np.int64]) -> Any:
         """The sums, counted on a ladder of thresholds; see `counted_sums` of the kernels. Valid until the next call."""
         out = self.transport.workspace.entries("region sums", self.most_sums + 1)
         return self.transport.kernels.counted_sums(
-            self.pool, self.begins, self.ends, self.lower, self.upper, expected_bits, edges, out
+            self.pool, self.begins, self.ends, self.lower, self.upper, expected_bits, offsets, out
         )
 
     def sum_into(self, out: NDArray[np.void], threshold_bits: int) -> int:
@@ -102,39 +102,38 @@ def split_and_reduce(
     if points is None:
         points = transport.kernels.split_points(packed.entries, boundaries)
     outgoing_counts = np.empty((size, 2), np.int64)
-    outgoing_counts[:, 0] = np.diff(points)
+    outgoing_counts[:, 0] = points[1:] - points[:-1]
     outgoing_counts[:, 1] = flag
     incoming_counts = transport.alltoall_control(outgoing_counts)
-    flagged = np.flatnonzero(incoming_counts[:, 1])
-    if len(flagged):
-        raise FlaggedRanksError(flagged.tolist())
+    if incoming_counts[:, 1].any():
+        raise FlaggedRanksError(np.flatnonzero(incoming_counts[:, 1]).tolist())
 
     # slots in the order of summation; the rounds that fill them may run in another one
     order = [(rank - i) % size for i in range(size)]
     counts = incoming_counts[order, 0]
-    ends = np.cumsum(counts)
+    ends = counts.cumsum()
     begins = ends - counts
     lower, upper = int(boundaries[rank]), int(boundaries[rank + 1])
     total = int(ends[-1])
     # two slots for partial sums, which alternate while buckets are folded in
     partial = min(total, upper - lower) + 1 if size - 1 > bucket_rounds else 0
     pool = transport.workspace.entries("incoming", total + 2 * partial)
-    pool[: counts[0]] = packed.entries[points[rank] : points[rank + 1]]
-
+    # plain integers: slicing by them costs a fraction of slicing by NumPy's
+    starts, stops, cut = begins.tolist(), ends.tolist(), points.tolist()
     rounds = []
     for i in range(1, size):
         dest, source = ((rank + i) % size, order[i]) if rotate else (_other(rank, i), _other(rank, i))
         slot = (rank - source) % size
-        rounds.append(
-            Round(
-                dest, packed.entries[points[dest] : points[dest + 1]], source, pool[begins[slot] : ends[slot]]
-            )
-        )
+        outgoing = packed.entries[cut[dest] : cut[dest + 1]]
+        rounds.append(Round(dest, outgoing, source, pool[starts[slot] : stops[slot]]))
 
     begins, ends = begins.copy(), ends.copy()
     first = 0  # lists before it are summed into list `first` already
     spare = total
-    for bucket in transport.exchange(rounds, bucket_rounds):
+    arrivals = transport.exchange(rounds, bucket_rounds)
+    # while the first bucket is on the wire
+    pool[: stops[0]] = packed.entries[cut[rank] : cut[rank + 1]]
+    for bucket in arrivals:
         if not rotate or bucket.stop == len(rounds):
             continue
         done = slice(first, bucket.stop + 1)

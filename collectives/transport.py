@@ -92,6 +92,10 @@ class Transport:
         if self.comm != MPI.COMM_NULL:
             self.comm.Free()
 
+    def allocate(self, length: int) -> NDArray[np.float32]:
+        """float32[length] where this transport's arrays live, contents undefined."""
+        return np.empty(length, np.float32)
+
     def take_traffic(self) -> Traffic:
         """The traffic since the last call; the counters start again at zero."""
         taken, self.traffic = self.traffic, Traffic()
@@ -108,16 +112,16 @@ class Transport:
             return []
         self.traffic.words += array.nbytes // WORD_BYTES
         self.traffic.messages += 1
-        return [self.comm.Isend(_wire(array), dest)]
+        return [self.comm.Isend(self._wire(array), dest)]
 
     def receive(self, array: NDArray[Any], source: int) -> list[MPI.Request]:
         """Start a receive of exactly `array`; nothing is posted for an empty one."""
-        return [self.comm.Irecv(_wire(array), source)] if array.size else []
+        return [self.comm.Irecv(self._wire(array), source)] if array.size else []
 
     def receive_counted(self, array: NDArray[Any], source: int) -> int:
         """Receive at most `array`; returns how many of its elements came."""
         status = MPI.Status()
-        self.comm.Recv(_wire(array), source, status=status)
+        self.comm.Recv(self._wire(array), source, status=status)
         return status.Get_count(MPI.BYTE) // array.itemsize
 
     def wait(self, requests: list[MPI.Request]) -> None:
@@ -125,7 +129,7 @@ class Transport:
         MPI.Request.Waitall(requests)
 
     def exchange(self, rounds: Sequence[Round], in_flight: int) -> Iterator[range]:
-        """Run rounds in buckets of `in_flight`, one bucket ahead of the caller.
+        """Run rounds in buckets of `in_flight`, one bucket ahead of the caller. The first is posted at once.
 
         Yields the range of rounds that has arrived while the next bucket is on the wire, so that a caller's work on one
         hides the transfer of the other. All sends have completed when the iterator ends.
@@ -136,25 +140,34 @@ class Transport:
             receives = [r for i in bucket for r in self.receive(rounds[i].incoming, rounds[i].source)]
             return receives, [r for i in bucket for r in self.send(rounds[i].outgoing, rounds[i].dest)]
 
-        receives, sends = post(buckets[0]) if buckets else ([], [])
-        for number, bucket in enumerate(buckets):
-            following = post(buckets[number + 1]) if number + 1 < len(buckets) else ([], [])
-            self.wait(receives)
-            yield bucket
-            # before the next bucket but one is posted, so that no more than two are ever in flight
-            self.wait(sends)
-            receives, sends = following
+        first = post(buckets[0]) if buckets else ([], [])
+
+        def arrivals() -> Iterator[range]:
+            receives, sends = first
+            for number, bucket in enumerate(buckets):
+                following = post(buckets[number + 1]) if number + 1 < len(buckets) else ([], [])
+                self.wait(receives)
+                yield bucket
+                # before the next bucket but one is posted, so that no more than two are ever in flight
+                self.wait(sends)
+                receives, sends = following
+
+        return arrivals()
 
     def persistent(self, exchange: Round) -> PersistentRound:
         """Set up a round whose buffers stay where they are."""
         requests: list[MPI.Prequest] = []
         words = messages = 0
         if exchange.incoming.size:
-            requests.append(self.comm.Recv_init(_wire(exchange.incoming), exchange.source))
+            requests.append(self.comm.Recv_init(self._wire(exchange.incoming), exchange.source))
         if exchange.outgoing.size:
-            requests.append(self.comm.Send_init(_wire(exchange.outgoing), exchange.dest))
+            requests.append(self.comm.Send_init(self._wire(exchange.outgoing), exchange.dest))
             words, messages = exchange.outgoing.nbytes // WORD_BYTES, 1
-        return PersistentRound(requests, words, messages, lambda: self.traffic)
+        return PersistentRound(requests, words, messages, self._starting)
+
+    def _starting(self) -> Traffic:
+        """Called before every persistent round; returns where to count it."""
+        return self.traffic
 
     # control
 
@@ -204,11 +217,10 @@ class Transport:
                 )
                 raise ValueError(f"ranks disagree on {name}: {listed}")
 
+    def _wire(self, array: NDArray[Any]) -> Any:
+        """What MPI is given. It has no type for a COO entry: that travels as one 64-bit integer."""
+        return array.view(np.int64) if array.dtype == ENTRY else array
+
     def _count_control(self, nbytes: int) -> None:
         self.traffic.control_words += -(-nbytes // WORD_BYTES)
         self.traffic.control_messages += 1
-
-
-def _wire(array: NDArray[Any]) -> NDArray[Any]:
-    """MPI has no type for a COO entry: it travels as one 64-bit integer."""
-    return array.view(np.int64) if array.dtype == ENTRY else array

@@ -335,13 +335,25 @@ def clear_common(vector: NDArray[np.float32], mine: NDArray[np.void], theirs: ND
 
 @njit(cache=True)
 def _clear_common(vector, mine, theirs):  # type: ignore[no-untyped-def]
+    # tile by tile through flags in the first-level cache: a merge would wait for its last comparison at every entry
+    flags = np.zeros(BLOCK, np.uint8)
+    common = np.empty(BLOCK + 1, np.int32)
     i = j = 0
     while i < len(mine) and j < len(theirs):
-        a, b = mine[i], theirs[j]
-        # always a store, never a branch that cannot be foreseen
-        vector[a] = np.float32(0) if a == b else vector[a]
-        i += 2 * (a <= b)
-        j += 2 * (b <= a)
+        start = min(mine[i], theirs[j])
+        stop = np.int64(start) + BLOCK
+        first, found = j, 0
+        while j < len(theirs) and theirs[j] < stop:
+            flags[theirs[j] - start] = 1
+            j += 2
+        while i < len(mine) and mine[i] < stop:
+            common[found] = mine[i]
+            found += flags[mine[i] - start]
+            i += 2
+        for at in range(found):
+            vector[common[at]] = 0
+        for at in range(first, j, 2):
+            flags[theirs[at] - start] = 0
 
 
 def clear_support(vector: NDArray[np.float32], entries: NDArray[np.void]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives import host_kernels
 from collectives.host_kernels import bits_magnitude
 from collectives.split_and_reduce import RegionLists
 from oktopk.host_kernels import LEVELS
@@ -22,12 +23,9 @@ from oktopk.settings import selection_cap
 NOTHING = 0x7F800000
 """Bits that no finite magnitude reaches."""
 
-_REACH = (
-    1 << 21
-)  # how far the ladder reaches from the reused threshold, in bits of a magnitude: a quarter octave
-_SIDE = np.geomspace(1 << 9, _REACH, 32).astype(
-    np.int64
-)  # finest near it: gradients may crowd at the threshold
+_REACH, _STEP = host_kernels.LADDER_REACH, host_kernels.LADDER_STEP
+# counts exchanged per step: finest near the reused threshold, where gradients may crowd
+_SIDE = np.geomspace(1, _REACH // _STEP, 32).astype(np.int64) * _STEP
 _OFFSETS = np.concatenate([-_SIDE[::-1], [0], _SIDE])
 _MISS = 0.05  # share of k that the nearest rung may be off before the threshold is named exactly, at once
 
@@ -95,17 +93,16 @@ class GlobalThreshold:
         """
         if exact or self.bits is None:
             return self._keep_exact(lists, k)
-        edges = self._ladder()
-        sums = lists.counted(self.bits, edges)
+        sums = lists.counted(self.bits, _OFFSETS)
         counts = lists.transport.allgather_control(sums.counts)
         totals = counts.sum(axis=0)
         rung = len(_OFFSETS) // 2
         if abs(totals[rung] - k) > self._tolerance * k:
             rung = int(np.argmin(np.abs(totals - k)))
-            all_kept = edges[0] == 1 and totals[0] <= k
+            all_kept = self.bits + _OFFSETS[0] <= 1 and totals[0] <= k
             if abs(totals[rung] - k) > _MISS * k and not all_kept:
                 return self._keep_exact(lists, k)
-        self.bits = int(edges[rung])
+        self.bits = min(max(self.bits + int(_OFFSETS[rung]), 1), NOTHING - 1)
         return sums.take(self.bits), counts[:, rung]
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,13 +111,9 @@ class GlobalThreshold:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.bits = state["bits"]
 
-    def _ladder(self) -> NDArray[np.int32]:
-        assert self.bits is not None
-        return np.clip(self.bits + _OFFSETS, 1, NOTHING - 1).astype(np.int32)
-
     def _keep_exact(self, lists: RegionLists, k: int) -> tuple[NDArray[np.void], NDArray[np.int64]]:
         transport = lists.transport
-        lowest = 1 if self.bits is None else int(self._ladder()[0])
+        lowest = 1 if self.bits is None else max(1, self.bits + int(_OFFSETS[0]))
         while True:
             sums = lists.sums(lowest)
 
