@@ -2,13 +2,17 @@
 
 from typing import TYPE_CHECKING, Any
 
+from collectives.cuda_mpi import load_cuda_ucx
 from collectives.sparse import ENTRY, SparseVector
 from collectives.traffic import Traffic
 
 if TYPE_CHECKING:
     from collectives.transport import Transport
 
-__all__ = ["ENTRY", "SparseVector", "Traffic", "Transport"]
+WITHOUT_CUDA_UCX = load_cuda_ucx()  # before anything imports mpi4py.MPI
+"""Why the wheel's UCX with CUDA is not loaded; empty if it is."""
+
+__all__ = ["ENTRY", "WITHOUT_CUDA_UCX", "SparseVector", "Traffic", "Transport"]
 
 
 def __getattr__(name: str) -> Any:

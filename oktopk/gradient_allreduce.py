@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import asdict
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ from numpy.typing import NDArray
 
 from collectives.sparse import SparseVector, check_length
 from collectives.split_and_reduce import FlaggedRanksError
-from collectives.transport import Transport
-from oktopk import host_kernels
+from oktopk.backend import GRADIENT_TYPES, Backend, HostBackend, make_backend
 from oktopk.methods import METHODS, Method, Plan, Reduction
 from oktopk.report import StepReport, Stopwatch
 from oktopk.settings import DENSE_ABOVE, Settings, entries_kept
@@ -44,6 +42,9 @@ class GradientAllreduce:
         comm: intracommunicator; duplicated. Collective: every rank must construct, with the same arguments.
         length: elements of the gradient (n).
         method: a name in `oktopk.METHODS`.
+        device: "cpu" for NumPy arrays, "cuda" for CuPy arrays on the current GPU.
+        gradient_type: "float32"; on a GPU also "bfloat16" or "float16". The update is float32.
+        stream: on a GPU, the cupy stream that gradients are produced on; None: the current one.
         settings: keywords of `oktopk.Settings`.
 
     Raises:
@@ -57,30 +58,51 @@ class GradientAllreduce:
         >>> parameters -= learning_rate * reducer.update
     """
 
-    def __init__(self, comm: MPI.Intracomm, length: int, method: str = "oktopk", **settings: Any) -> None:
-        self.transport = Transport(comm)
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        length: int,
+        method: str = "oktopk",
+        *,
+        device: str = "cpu",
+        gradient_type: str = "float32",
+        stream: Any = None,
+        **settings: Any,
+    ) -> None:
+        self.backend: Backend = HostBackend(comm)  # type: ignore[assignment]
+        self.transport = self.backend.transport
         problem = ""
         try:
             self.settings = Settings(**settings)
             check_length(length)
             if method not in METHODS:
                 raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
+            if device not in GRADIENT_TYPES:
+                raise ValueError(f"device {device!r} is not one of {', '.join(GRADIENT_TYPES)}")
+            if gradient_type not in GRADIENT_TYPES[device]:
+                taken = ", ".join(GRADIENT_TYPES[device])
+                raise ValueError(f"gradient_type {gradient_type!r} on {device} is not one of {taken}")
         except (TypeError, ValueError) as error:
             problem = str(error)
         resolved = settings if problem else asdict(self.settings)
         try:
-            self.transport.agree({"length": length, "method": method, **resolved}, problem)
+            means = {"length": length, "method": method, "device": device, "gradient_type": gradient_type}
+            self.transport.agree(means | resolved, problem)
         except ValueError:
             self.transport.close()  # on every rank alike, as the error is
             raise
+        if device != "cpu":
+            self.transport.close()
+            self.backend = make_backend(device, comm, gradient_type, stream)
+            self.transport = self.backend.transport
         self.length = length
         self.method = method
-        self.update: NDArray[np.float32] = np.zeros(length, np.float32)
+        self.update: NDArray[np.float32] = self.backend.zeros(length)
         """float32[n], the last step's result: the mean over the ranks, or the sum. Valid until the next step."""
         self.residual: NDArray[np.float32] | None = None
         self.velocity: NDArray[np.float32] | None = None
         self.steps = 0
-        self._kernels: ModuleType = host_kernels
+        self._kernels = self.backend.kernels
         self._methods: dict[str, Method] = {}
         self._support: SparseVector | None = None  # where `update` is not zero; None: anywhere
         self._pending = False  # whether the residual may hold anything
@@ -92,13 +114,17 @@ class GradientAllreduce:
         """Reduce one gradient; the result is in `update`. Collective: every rank must call.
 
         Args:
-            gradient: float32[n], C-contiguous, on the host; unchanged.
+            gradient: [n] of the gradient type, C-contiguous, on the device; unchanged. bfloat16 is given as uint16.
 
         Raises:
             NonFiniteGradientError: a sum is NaN or Inf on some rank, and settings say to raise; on every rank alike.
             TypeError, ValueError: not float32, of another length, or not contiguous.
         """
-        self._check(gradient)
+        gradient = self.backend.accept(gradient, self.length)
+        with self.backend.running():
+            return self._step(gradient)
+
+    def _step(self, gradient: NDArray[np.float32]) -> StepReport:
         settings, transport = self.settings, self.transport
         stopwatch = Stopwatch()
         step = self.steps
@@ -118,7 +144,7 @@ class GradientAllreduce:
         self._last_k = k
         self._sparse_steps += method.sparse
         if method.sparse and self.residual is None:
-            self.residual = np.zeros(self.length, np.float32)
+            self.residual = self.backend.zeros(self.length)
         self._clear_update(method)
         stopwatch.lap("apply")
         residual = self.residual if method.sparse or self._pending else None
@@ -141,8 +167,10 @@ class GradientAllreduce:
             "steps": self.steps,
             "sparse_steps": self._sparse_steps,
             "last_k": self._last_k,
-            "residual": self.residual.copy() if self._pending and self.residual is not None else None,
-            "velocity": None if self.velocity is None else self.velocity.copy(),
+            "residual": self.backend.to_host(self.residual)
+            if self._pending and self.residual is not None
+            else None,
+            "velocity": None if self.velocity is None else self.backend.to_host(self.velocity),
             "methods": {name: method.state_dict() for name, method in self._methods.items()},
         }
 
@@ -159,9 +187,9 @@ class GradientAllreduce:
         self._sparse_steps = state["sparse_steps"]
         self._last_k = state["last_k"]
         self._pending = state["residual"] is not None
-        self.residual = np.array(state["residual"], np.float32) if self._pending else None
+        self.residual = self.backend.from_host(state["residual"]) if self._pending else None
         velocity = state["velocity"]
-        self.velocity = None if velocity is None else np.array(velocity, np.float32)
+        self.velocity = None if velocity is None else self.backend.from_host(velocity)
         for name, method_state in state["methods"].items():
             self._instance(name).load_state_dict(method_state)
 
@@ -170,14 +198,6 @@ class GradientAllreduce:
         for method in self._methods.values():
             method.close()
         self.transport.close()
-
-    def _check(self, gradient: NDArray[np.float32]) -> None:
-        if gradient.dtype != np.float32:
-            raise TypeError(f"gradient dtype {gradient.dtype} is not float32")
-        if gradient.shape != (self.length,):
-            raise ValueError(f"gradient shape {gradient.shape} is not ({self.length},)")
-        if not gradient.flags.c_contiguous:
-            raise ValueError("gradient is not contiguous")
 
     def _method_at(self, step: int) -> tuple[Method, int]:
         """The method that runs, and its k."""
@@ -207,7 +227,7 @@ class GradientAllreduce:
         if not momentum:
             return gradient, False
         if self.velocity is None:
-            self.velocity = np.zeros(self.length, np.float32)
+            self.velocity = self.backend.zeros(self.length)
         if self._kernels.accumulate_momentum(gradient, self.velocity, momentum):
             return gradient, True
         return self.velocity, False
@@ -217,7 +237,7 @@ class GradientAllreduce:
             return  # overwritten as a whole
         if self._support is None:
             self.update.fill(0)
-        else:
+        elif self._support.nnz:
             self._kernels.clear_support(self.update, self._support.entries)
         self._support = SparseVector.empty(self.length)
 

@@ -12,6 +12,7 @@ from mpi4py import MPI
 from collectives.traffic import dense_words, step_limit, upper_bound
 from oktopk import METHODS, GradientAllreduce, StepReport, reference
 from oktopk.settings import selection_cap
+from tests.devices import DEVICES, get, put, use
 from tests.inputs import GRADIENTS, SHAPES, Vector
 
 STEPS = 5
@@ -33,6 +34,7 @@ class Observed:
 
 def run(
     comm: MPI.Intracomm,
+    device: str,
     method: str,
     kind: str,
     length: int,
@@ -41,21 +43,25 @@ def run(
     **settings: object,
 ) -> Iterator[Observed]:
     """Run a reducer that gives the sum, and gather what every rank put in and kept."""
-    reducer = GradientAllreduce(comm, length, method, density=density, average=False, **settings)
+    use(device, comm)
+    reducer = GradientAllreduce(
+        comm, length, method, device=device, density=density, average=False, **settings
+    )
     rng = np.random.default_rng((comm.rank, length))
     residual = np.zeros(length, np.float32)
     for _ in range(steps):
         gradient = GRADIENTS[kind](rng, length, comm.rank, comm.size)
         kept = gradient.copy()
-        report = reducer.step(gradient)
-        assert np.array_equal(gradient, kept), "the caller's gradient was changed"
-        left = np.zeros(length, np.float32) if reducer.residual is None else reducer.residual.copy()
-        updates = comm.allgather(reducer.update.tobytes())
+        given = put(device, gradient)
+        report = reducer.step(given)
+        assert np.array_equal(get(given), kept), "the caller's gradient was changed"
+        left = np.zeros(length, np.float32) if reducer.residual is None else get(reducer.residual)
+        updates = comm.allgather(get(reducer.update).tobytes())
         assert len(set(updates)) == 1, "the ranks disagree on the update"
         yield Observed(
             gradients=np.array(comm.allgather(gradient)),
             before=np.array(comm.allgather(residual)),
-            update=reducer.update.copy(),
+            update=get(reducer.update),
             after=np.array(comm.allgather(left)),
             report=report,
             words=comm.allreduce(report.words) / comm.size,
@@ -66,9 +72,14 @@ def run(
 
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("method", METHODS)
-def test_nothing_is_lost_and_nothing_counted_twice(comm: MPI.Intracomm, method: str, kind: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_is_lost_and_nothing_counted_twice(
+    comm: MPI.Intracomm, device: str, method: str, kind: str
+) -> None:
     for length, density in SHAPES:
-        for step in run(comm, method, kind, length, density, threshold_interval=3, boundary_interval=2):
+        for step in run(
+            comm, device, method, kind, length, density, threshold_interval=3, boundary_interval=2
+        ):
             put_in = (step.gradients.astype(np.float64) + step.before).sum(axis=0)
             came_out = step.after.astype(np.float64).sum(axis=0) + step.update
             assert np.array_equal(put_in, came_out), (length, density, step.report)
@@ -76,11 +87,14 @@ def test_nothing_is_lost_and_nothing_counted_twice(comm: MPI.Intracomm, method: 
 
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("device", DEVICES)
 def test_exact_thresholds_give_the_oracles_update_and_residuals(
-    comm: MPI.Intracomm, method: str, kind: str
+    comm: MPI.Intracomm, device: str, method: str, kind: str
 ) -> None:
     for length, density in SHAPES:
-        for step in run(comm, method, kind, length, density, threshold_interval=1, boundary_interval=3):
+        for step in run(
+            comm, device, method, kind, length, density, threshold_interval=1, boundary_interval=3
+        ):
             gradients, before = step.gradients.astype(np.float64), step.before.astype(np.float64)
             expected = reference.ORACLES[method](gradients, before, step.report.k)
             assert step.report.exact
@@ -90,11 +104,14 @@ def test_exact_thresholds_give_the_oracles_update_and_residuals(
 
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("device", DEVICES)
 def test_no_step_sends_or_applies_more_than_the_caps_allow(
-    comm: MPI.Intracomm, method: str, kind: str
+    comm: MPI.Intracomm, device: str, method: str, kind: str
 ) -> None:
     for length, density in SHAPES:
-        for step in run(comm, method, kind, length, density, threshold_interval=4, boundary_interval=2):
+        for step in run(
+            comm, device, method, kind, length, density, threshold_interval=4, boundary_interval=2
+        ):
             if method == "dense":
                 assert step.words == pytest.approx(dense_words(length, comm.size), abs=1)
                 continue
@@ -105,15 +122,20 @@ def test_no_step_sends_or_applies_more_than_the_caps_allow(
                 assert step.words <= step_limit(k, comm.size), (length, density, step.report)
 
 
-def test_ok_topk_stays_under_its_bound_and_near_k_on_drifting_gradients(comm: MPI.Intracomm) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_ok_topk_stays_under_its_bound_and_near_k_on_drifting_gradients(
+    comm: MPI.Intracomm, device: str
+) -> None:
+    use(device, comm)
     length, density = 40_000, 0.02
-    reducer = GradientAllreduce(comm, length, "oktopk", density=density)
+    reducer = GradientAllreduce(comm, length, "oktopk", device=device, density=density)
     rng = np.random.default_rng(comm.rank)
     scale = np.repeat(10.0 ** np.random.default_rng(1).uniform(-2, 0, 40), length // 40)
     words, deviation = [], []
     for step in range(100):
         drift = 1 + 0.2 * np.sin(step / 9)
-        report = reducer.step((rng.standard_t(4, length) * scale * drift).astype(np.float32))
+        gradient = (rng.standard_t(4, length) * scale * drift).astype(np.float32)
+        report = reducer.step(put(device, gradient))
         words.append(comm.allreduce(report.words) / comm.size)
         deviation.append(abs(report.global_nnz - report.k) / report.k)
     assert np.mean(words) <= upper_bound(report.k, comm.size)
@@ -121,16 +143,19 @@ def test_ok_topk_stays_under_its_bound_and_near_k_on_drifting_gradients(comm: MP
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_second_run_gives_the_same_bits(comm: MPI.Intracomm, method: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_second_run_gives_the_same_bits(comm: MPI.Intracomm, device: str, method: str) -> None:
+    use(device, comm)
+
     def updates() -> list[bytes]:
         reducer = GradientAllreduce(
-            comm, 5000, method, density=0.02, threshold_interval=4, boundary_interval=3
+            comm, 5000, method, device=device, density=0.02, threshold_interval=4, boundary_interval=3
         )
         rng = np.random.default_rng(comm.rank)
         results = []
         for _ in range(9):
-            reducer.step(rng.standard_normal(5000).astype(np.float32))
-            results.append(reducer.update.tobytes())
+            reducer.step(put(device, rng.standard_normal(5000).astype(np.float32)))
+            results.append(get(reducer.update).tobytes())
         reducer.close()
         return results
 
@@ -139,12 +164,39 @@ def test_a_second_run_gives_the_same_bits(comm: MPI.Intracomm, method: str) -> N
 
 @pytest.mark.parametrize("trigger", [1.0, 4.0])
 @pytest.mark.parametrize("bucket_rounds", [1, 2, 8])
+@pytest.mark.parametrize("device", DEVICES)
 def test_balancing_and_bucketing_change_no_bit(
-    comm: MPI.Intracomm, trigger: float, bucket_rounds: int
+    comm: MPI.Intracomm, device: str, trigger: float, bucket_rounds: int
 ) -> None:
-    plain = run(comm, "oktopk", "clustered", 3000, 0.05, boundary_interval=4)
+    plain = run(comm, device, "oktopk", "clustered", 3000, 0.05, boundary_interval=4)
     settings = {"balance_trigger": trigger, "bucket_rounds": bucket_rounds}
-    other = run(comm, "oktopk", "clustered", 3000, 0.05, boundary_interval=4, **settings)
+    other = run(comm, device, "oktopk", "clustered", 3000, 0.05, boundary_interval=4, **settings)
     for one, two in zip(plain, other, strict=True):
         assert np.array_equal(one.update, two.update)
         assert np.array_equal(one.after, two.after)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_real_gradients_are_conserved_to_rounding_over_many_blocks(
+    comm: MPI.Intracomm, device: str, method: str
+) -> None:
+    use(device, comm)
+    length = 300_007
+    reducer = GradientAllreduce(
+        comm, length, method, device=device, density=0.01, average=False, threshold_interval=4
+    )
+    rng = np.random.default_rng((comm.rank, 5))
+    before = np.zeros(length, np.float32)
+    for _ in range(10):
+        gradient = rng.standard_t(3, length).astype(np.float32)
+        gradient[1000:6000] *= 50
+        report = reducer.step(put(device, gradient))
+        left = np.zeros(length, np.float32) if reducer.residual is None else get(reducer.residual)
+        update = get(reducer.update)
+        put_in = np.sum(comm.allgather(gradient.astype(np.float64) + before), axis=0)
+        came_out = np.sum(comm.allgather(left.astype(np.float64)), axis=0) + update
+        assert np.allclose(put_in, came_out, rtol=1e-5, atol=1e-3)
+        assert np.count_nonzero(update) <= report.global_nnz
+        assert len(set(comm.allgather(update.tobytes()))) == 1
+        before = left

@@ -1,0 +1,282 @@
+"""One GPU as one instance uses it: its stream, plain device memory, compiled kernels, and reports in pinned memory.
+
+Communication buffers come from plain cudaMalloc: memory from an asynchronous or expandable pool has no CUDA IPC handle,
+and MPI would stage it through the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.sparse import ENTRY
+
+GRADIENT_TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
+"""dtype name -> what the kernels call it."""
+
+_FOLDERS = [Path(__file__).parent / "kernels", Path(__file__).parent.parent / "oktopk" / "kernels"]
+
+
+@functools.cache
+def compiled(source: Path, gradient: str) -> Any:
+    """A `.cu` file compiled for the current device and one gradient type, once a process."""
+    includes = [f"-I{folder}" for folder in _FOLDERS]
+    options = ("-std=c++17", *includes, f"-DGRADIENT={GRADIENT_TYPES[gradient]}")
+    return cupy.RawModule(code=source.read_text(), options=options)
+
+
+@functools.cache
+def _driver() -> Any:
+    library = ctypes.CDLL("libcuda.so.1")
+    sizes = [ctypes.c_uint] * 7
+    library.cuLaunchKernel.argtypes = [ctypes.c_void_p, *sizes, *[ctypes.c_void_p] * 3]
+    return library
+
+
+class Kernel:
+    """One kernel of a module, with its arguments' memory laid out once: a launch costs a third of CuPy's.
+
+    Arguments are integers of up to 8 bytes (addresses among them); a float goes in by `float_bits`.
+    """
+
+    def __init__(self, module: Any, name: str, arguments: int) -> None:
+        self.name = name
+        self._raw = module.get_function(name)  # keeps the module loaded
+        self._function = self._raw.kernel.ptr
+        self._values = (ctypes.c_uint64 * arguments)()
+        base = ctypes.addressof(self._values)
+        self._pointers = (ctypes.c_void_p * arguments)(*[base + 8 * i for i in range(arguments)])
+        self._launch = _driver().cuLaunchKernel
+
+    def __call__(self, blocks: int, rows: int, threads: int, stream: int, arguments: tuple[int, ...]) -> None:
+        """Put it on a stream: grid (blocks, rows), so many threads a block.
+
+        Raises:
+            RuntimeError: the driver refused.
+        """
+        self._values[:] = list(arguments)
+        status = self._launch(self._function, blocks, rows, 1, threads, 1, 1, 0, stream, self._pointers, None)
+        if status:
+            raise RuntimeError(
+                f"cuLaunchKernel of {self.name} in {blocks} x {rows} blocks of {threads}: CUDA error {status}"
+            )
+
+
+def float_bits(value: float) -> int:
+    """A float32 as a kernel argument."""
+    return int(np.float32(value).view(np.uint32))
+
+
+class DeviceEntries:
+    """ENTRY[n] in device memory: what slices and copies of a NumPy array of entries mean, and no more.
+
+    Attributes:
+        pointer: device address.
+        size: entries.
+    """
+
+    __slots__ = ("_device", "_owner", "pointer", "size")
+    itemsize = ENTRY.itemsize
+    dtype = ENTRY
+
+    def __init__(self, device: Device, pointer: int, size: int, owner: Any) -> None:
+        self._device = device
+        self._owner = owner  # keeps the memory alive
+        self.pointer = pointer
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+    def _slice(self, key: slice) -> tuple[int, int]:
+        start, stop, step = key.indices(self.size)
+        if step != 1:
+            raise ValueError(f"step {step} of a slice of entries is not 1")
+        return self.pointer + start * self.itemsize, max(0, stop - start)
+
+    def __getitem__(self, key: slice) -> DeviceEntries:
+        pointer, size = self._slice(key)
+        return DeviceEntries(self._device, pointer, size, self._owner)
+
+    def __setitem__(self, key: slice, entries: DeviceEntries) -> None:
+        """Copy on the stream; returns before it is done."""
+        pointer, size = self._slice(key)
+        if size != entries.size:
+            raise ValueError(f"{entries.size} entries do not fit a slice of {size}")
+        if size and pointer != entries.pointer:
+            self._device.copy(pointer, entries.pointer, size * self.itemsize)
+
+    def get(self) -> NDArray[np.void]:
+        """A copy on the host."""
+        host = np.empty(self.size, ENTRY)
+        if self.size:
+            self._device.synchronize()
+            cupy.cuda.runtime.memcpy(
+                host.ctypes.data, self.pointer, self.nbytes, cupy.cuda.runtime.memcpyDeviceToHost
+            )
+        return host
+
+
+@dataclass
+class Scan:
+    """Look-back state of one kernel: see lookback.cuh.
+
+    Attributes:
+        status, second: device addresses, for kernels with one or two prefixes.
+        ticket: device address.
+        epoch, tickets_before: launches and blocks so far.
+    """
+
+    status: int = 0
+    second: int = 0
+    ticket: int = 0
+    epoch: int = 0
+    tickets_before: int = 0
+    tiles: int = 0
+    owner: Any = None
+
+
+class Device:
+    """The current GPU, on one stream.
+
+    Args:
+        stream: the cupy stream that all work is ordered on; None: the current one.
+    """
+
+    def __init__(self, stream: Any = None) -> None:
+        self.id = cupy.cuda.Device().id
+        self.stream = stream or cupy.cuda.get_current_stream()
+        self._stream = self.stream.ptr
+        self.processors = cupy.cuda.Device().attributes["MultiProcessorCount"]
+        self.pending = False
+        """Whether anything was put on the stream since it was last waited for."""
+        self._reports: dict[str, tuple[Any, NDArray[np.uint32]]] = {}
+        self._memory: dict[str, Any] = {}
+        self._scans: dict[str, Scan] = {}
+        self._last_blocks: dict[str, int] = {}
+        self._tables: dict[bytes, Any] = {}
+
+    def allocate(self, count: int, dtype: Any) -> Any:
+        """cupy array [count] of plain cudaMalloc memory, contents undefined."""
+        nbytes = max(1, count) * np.dtype(dtype).itemsize
+        return cupy.ndarray((count,), dtype, memptr=cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0))
+
+    def scratch(self, name: str, count: int, dtype: Any) -> Any:
+        """cupy array [>= count] that outlives the call, zeroed when it is made or grows."""
+        array = self._memory.get(name)
+        if array is None or array.size < count:
+            array = self.allocate(max(count, 0 if array is None else array.size * 3 // 2), dtype)
+            with self.stream:
+                array.fill(0)
+            self._memory[name] = array
+        return array
+
+    def report(self, name: str, words: int) -> NDArray[np.uint32]:
+        """uint32[words] in pinned memory, which kernels write into; read it after `synchronize`."""
+        found = self._reports.get(name)
+        if found is None or len(found[1]) < words:
+            memory = cupy.cuda.alloc_pinned_memory(4 * words)
+            found = self._reports[name] = (memory, np.frombuffer(memory, np.uint32, words))
+            found[1][:] = 0
+        return found[1]
+
+    def address(self, name: str) -> int:
+        """Where kernels write a report."""
+        return int(self._reports[name][0].ptr)
+
+    def scan(self, name: str, tiles: int) -> Scan:
+        """Look-back state for a launch of so many blocks."""
+        scan = self._scans.get(name)
+        if scan is None or scan.tiles < tiles or scan.epoch >= 2**29:
+            grown = max(tiles, 0 if scan is None else scan.tiles * 3 // 2)
+            memory = self.allocate(2 * grown + 1, np.uint64)
+            with self.stream:
+                memory.fill(0)
+            base = memory.data.ptr
+            scan = self._scans[name] = Scan(
+                base, base + 8 * grown, base + 16 * grown, tiles=grown, owner=memory
+            )
+            blocks = 0
+        else:
+            blocks = self._last_blocks[name]
+        scan.epoch += 1
+        scan.tickets_before = (scan.tickets_before + blocks) % 2**32
+        self._last_blocks[name] = tiles
+        return scan
+
+    def launch(self, kernel: Kernel, blocks: int, threads: int, *arguments: int, rows: int = 1) -> None:
+        """Put a kernel on the stream."""
+        self.pending = True
+        kernel(blocks, rows, threads, self._stream, arguments)
+
+    def launch_for(self, kernel: Kernel, elements: int, *arguments: int) -> None:
+        """Put a grid-stride kernel over so many elements on the stream."""
+        if elements:
+            blocks = min(-(-elements // 256), 16 * self.processors)
+            self.launch(kernel, blocks, 256, *arguments)
+
+    def copy(self, dest: int, source: int, nbytes: int) -> None:
+        """Copy within device memory, on the stream."""
+        self.pending = True
+        kind = cupy.cuda.runtime.memcpyDeviceToDevice
+        cupy.cuda.runtime.memcpyAsync(dest, source, nbytes, kind, self.stream.ptr)
+
+    def zero(self, pointer: int, nbytes: int) -> None:
+        """Zero device memory, on the stream."""
+        self.pending = True
+        cupy.cuda.runtime.memsetAsync(pointer, 0, nbytes, self.stream.ptr)
+
+    def post(self, name: str, array: NDArray[np.int64]) -> int:
+        """Write a few numbers where kernels can read them, in pinned memory; returns the address.
+
+        What was posted under the same name before must have been read: the stream is waited for once a step.
+        """
+        words = self.report(f"post {name}", 2 * len(array))
+        words.view(np.int64)[: len(array)] = array
+        return self.address(f"post {name}")
+
+    def table(self, array: NDArray[Any]) -> int:
+        """A small constant array in device memory, copied there once; returns its address."""
+        key = array.tobytes()
+        if key not in self._tables:
+            with self.stream:
+                self._tables[key] = cupy.asarray(array)
+        return int(self._tables[key].data.ptr)
+
+    def synchronize(self) -> None:
+        """Wait for everything on the stream."""
+        self.stream.synchronize()
+        self.pending = False
+
+
+class DeviceWorkspace:
+    """Named device buffers that grow by half and never shrink; as `Workspace`."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._buffers: dict[str, DeviceEntries] = {}
+
+    def entries(self, name: str, count: int) -> DeviceEntries:
+        """ENTRY[count], contents undefined; valid until the same name is asked for again."""
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < count:
+            size = max(count, 0 if buffer is None else len(buffer) * 3 // 2)
+            memory = self._device.allocate(size, np.uint64)
+            buffer = self._buffers[name] = DeviceEntries(self._device, memory.data.ptr, size, memory)
+        return buffer[:count]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())

@@ -1,0 +1,257 @@
+"""Device kernels on sorted COO lists: the functions of `collectives.host_kernels`, on one GPU and stream.
+
+They are methods of an object, because a kernel needs a stream and scratch, and instances side by side share neither.
+Counts are read from pinned memory after a wait for the stream; every function that returns one waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.device import Device, DeviceEntries, Kernel, compiled, float_bits
+
+_KERNELS = Path(__file__).parent / "kernels"
+_TILE = 4096  # of sum_sorted_lists.cu
+_RUNGS = 65
+_COMPACT_TILE = 2048
+_COMPACT_THREADS = 256
+
+
+class CountedSums:
+    """A region's sums around a threshold, kept speculatively by the expected one; as the host's.
+
+    Attributes:
+        counts: int64[m], descending: sums that reach each rung.
+    """
+
+    def __init__(
+        self,
+        launch: Callable[..., tuple[int, NDArray[np.uint32]]],
+        out: DeviceEntries,
+        expected_bits: int,
+        offsets: NDArray[np.int64],
+    ) -> None:
+        self._launch = launch
+        self._out = out
+        self._expected_bits = expected_bits
+        self._nnz, rungs = launch(threshold_bits=expected_bits, offsets=offsets)
+        self.counts = rungs[::-1].cumsum(dtype=np.int64)[::-1].copy()  # MPI takes no negative stride
+
+    def take(self, threshold_bits: int) -> DeviceEntries:
+        """ENTRY[nnz], the sums that reach one of the rungs; may be called once. Sums again where the guess was wrong."""
+        if threshold_bits != self._expected_bits:
+            self._nnz, _ = self._launch(threshold_bits=threshold_bits)
+        return self._out[: self._nnz]
+
+
+class DeviceKernels:
+    """The kernels of one transport.
+
+    Args:
+        device: where they run.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        sums = compiled(_KERNELS / "sum_sorted_lists.cu", "float32")
+        lists = compiled(_KERNELS / "lists.cu", "float32")
+        self._tile_cuts = Kernel(sums, "tile_cuts", 6)
+        self._sum_sorted_lists = Kernel(sums, "sum_sorted_lists", 14)
+        self._split_at_least = Kernel(lists, "split_at_least", 13)
+        self._split_points = Kernel(lists, "split_points", 5)
+        self._equal_count_cuts = Kernel(lists, "equal_count_cuts", 4)
+        self._write_block = Kernel(lists, "write_block", 4)
+        self._add_values = Kernel(lists, "add_values", 3)
+        self._scale_values = Kernel(lists, "scale_values", 3)
+        self._state = device.scratch("sums state", 1 + _RUNGS, np.uint32)
+
+    def launch_sums(
+        self,
+        pool: DeviceEntries,
+        begins: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        lower: int,
+        upper: int,
+        out: DeviceEntries,
+        threshold_bits: int,
+        offsets: NDArray[np.int64] | None = None,
+    ) -> tuple[int, NDArray[np.uint32]]:
+        """Sum, keep, count; waits. Returns (sums kept, uint32[65] sums on each rung)."""
+        device, lists = self.device, len(begins)
+        tiles = max(1, -(-(upper - lower) // _TILE))
+        ranges = device.post("ranges", np.concatenate([begins, ends]))
+        cuts = device.scratch("tile cuts", lists * (tiles + 1), np.uint32).data.ptr
+        device.launch(
+            self._tile_cuts,
+            -(-(tiles + 1) // 128),
+            128,
+            pool.pointer,
+            ranges,
+            lists,
+            lower,
+            tiles,
+            cuts,
+            rows=lists,
+        )
+        report = device.report("sums", 1 + _RUNGS)
+        scan = device.scan("sums", tiles)
+        device.launch(
+            self._sum_sorted_lists,
+            tiles,
+            256,
+            pool.pointer,
+            cuts,
+            lists,
+            lower,
+            threshold_bits,
+            0 if offsets is None else device.table(offsets),
+            out.pointer,
+            len(out),
+            self._state.data.ptr,
+            scan.status,
+            scan.ticket,
+            scan.epoch,
+            scan.tickets_before,
+            device.address("sums"),
+        )
+        device.synchronize()
+        return int(report[0]), report[1:]
+
+    def sum_sorted_lists(
+        self,
+        pool: DeviceEntries,
+        begins: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        lower: int,
+        upper: int,
+        threshold_bits: int,
+        out: DeviceEntries,
+    ) -> int:
+        """As the host's."""
+        return self.launch_sums(pool, begins, ends, lower, upper, out, threshold_bits)[0]
+
+    def counted_sums(
+        self,
+        pool: DeviceEntries,
+        begins: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        lower: int,
+        upper: int,
+        expected_bits: int,
+        offsets: NDArray[np.int64],
+        out: DeviceEntries,
+    ) -> CountedSums:
+        """As the host's, for 65 offsets."""
+        launch = partial(
+            self.launch_sums, pool=pool, begins=begins, ends=ends, lower=lower, upper=upper, out=out
+        )
+        return CountedSums(launch, out, expected_bits, offsets)
+
+    def split_at_least(
+        self,
+        entries: DeviceEntries,
+        threshold_bits: int,
+        ties: int,
+        kept: DeviceEntries,
+        rest: DeviceEntries | None,
+    ) -> tuple[int, int]:
+        """As the host's."""
+        if not len(entries):
+            return 0, 0
+        device = self.device
+        tiles = -(-len(entries) // _COMPACT_TILE)
+        scan = device.scan("split", tiles)
+        report = device.report("split", 2)
+        device.launch(
+            self._split_at_least,
+            tiles,
+            _COMPACT_THREADS,
+            entries.pointer,
+            len(entries),
+            threshold_bits,
+            max(0, ties),
+            kept.pointer,
+            len(kept),
+            0 if rest is None else rest.pointer,
+            scan.status,
+            scan.second,
+            scan.ticket,
+            scan.epoch,
+            scan.tickets_before,
+            device.address("split"),
+        )
+        device.synchronize()
+        return int(report[0]), int(report[1])
+
+    def take_at_least(
+        self, entries: DeviceEntries, threshold_bits: int, ties: int, out: DeviceEntries
+    ) -> int:
+        """As the host's."""
+        return self.split_at_least(entries, threshold_bits, ties, out, None)[0]
+
+    def count_at_least(self, entries: DeviceEntries, edges: NDArray[np.int32]) -> NDArray[np.int64]:
+        """As the host's, one pass for each of few edges."""
+        out = self.device.scratch("counted", len(entries), np.uint64)
+        target = DeviceEntries(self.device, out.data.ptr, len(entries), out)
+        return np.array(
+            [self.take_at_least(entries, int(edge), 2**31 - 1, target) for edge in edges], np.int64
+        )
+
+    def split_points(self, entries: DeviceEntries, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As the host's."""
+        device = self.device
+        report = device.report("points", len(boundaries))
+        at = device.post("boundaries to find", boundaries)
+        device.launch(
+            self._split_points, 1, 128, entries.pointer, len(entries), at, len(boundaries),
+            device.address("points"),
+        )  # fmt: skip
+        device.synchronize()
+        return report[: len(boundaries)].astype(np.int64)
+
+    def equal_count_cuts(self, entries: DeviceEntries, length: int, parts: int) -> NDArray[np.int64]:
+        """As the host's."""
+        if not len(entries) or parts == 1:
+            return length * np.arange(1, parts, dtype=np.int64) // parts
+        device = self.device
+        report = device.report("cuts", parts)
+        device.launch(
+            self._equal_count_cuts,
+            1,
+            128,
+            entries.pointer,
+            len(entries),
+            parts,
+            device.address("cuts"),
+        )
+        device.synchronize()
+        return report[: parts - 1].astype(np.int64)
+
+    def write_block(self, entries: DeviceEntries, lower: int, block: DeviceEntries) -> None:
+        """As the host's; waits, since what it writes is sent next."""
+        self.device.zero(block.pointer, block.nbytes)
+        self.device.launch_for(
+            self._write_block,
+            len(entries),
+            entries.pointer,
+            len(entries),
+            lower,
+            block.pointer,
+        )
+        self.device.synchronize()
+
+    def add_values(self, kept: Any, incoming: Any) -> None:
+        """As the host's."""
+        self.device.launch_for(self._add_values, kept.size, kept.data.ptr, incoming.data.ptr, kept.size)
+
+    def scale_values(self, values: Any, scale: float) -> None:
+        """As the host's."""
+        self.device.launch_for(
+            self._scale_values, values.size, values.data.ptr, values.size, float_bits(scale)
+        )

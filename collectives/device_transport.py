@@ -1,0 +1,67 @@
+"""The door from device arrays to a CUDA-aware MPI."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+import numpy as np
+from mpi4py import MPI
+
+from collectives.device import Device, DeviceEntries, DeviceWorkspace
+from collectives.device_kernels import DeviceKernels
+from collectives.traffic import Traffic
+from collectives.transport import Transport
+
+
+class DeviceTransport(Transport):
+    """Device arrays over an MPI that moves device memory.
+
+    MPI knows no streams: before a send everything on the stream must have finished. It is waited for here, and only
+    if something was put on it since it was last waited for.
+
+    Args:
+        comm: as `Transport`. Collective.
+        device: the GPU and stream of this instance.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, device: Device) -> None:
+        super().__init__(comm)
+        self.device = device
+        self.workspace = DeviceWorkspace(device)  # type: ignore[assignment]
+        self.kernels = DeviceKernels(device)  # type: ignore[assignment]
+
+    def allocate(self, length: int) -> Any:
+        return self.device.allocate(length, np.float32)
+
+    def send(self, array: Any, dest: int, even_if_empty: bool = False) -> list[MPI.Request]:
+        self._settle()
+        return super().send(array, dest, even_if_empty)
+
+    def _starting(self) -> Traffic:
+        self._settle()
+        return self.traffic
+
+    def _settle(self) -> None:
+        if self.device.pending:
+            self.device.synchronize()
+
+    def _wire(self, array: Any) -> Any:
+        pointer = array.pointer if isinstance(array, DeviceEntries) else array.data.ptr
+        return [MPI.buffer.fromaddress(pointer, array.nbytes), MPI.BYTE]
+
+
+def local_rank(comm: MPI.Intracomm) -> int:
+    """Place of this rank among those of its host. Collective."""
+    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    try:
+        return int(host.Get_rank())
+    finally:
+        host.Free()
+
+
+def select_device(comm: MPI.Intracomm) -> int:
+    """Make the GPU of this rank's place on its host the current one, round robin; returns its number. Collective."""
+    number = local_rank(comm) % cupy.cuda.runtime.getDeviceCount()
+    cupy.cuda.Device(number).use()
+    return number

@@ -1,0 +1,58 @@
+// Decoupled look-back: the exclusive prefix of a tile's count over all tiles before it, in one pass.
+//
+// status[tile] packs (epoch, state, count) in 64 bits, so that one load sees all three and no launch has to clear the array:
+// a state of an earlier epoch counts as not there yet. Counts are below 2^32, epochs below 2^30.
+//
+// Blocks take their tiles in the order in which they start, by a ticket that is never reset (the host knows how many were drawn
+// before), so that every tile looked at belongs to a block that runs.
+#pragma once
+
+#include "coo.cuh"
+
+constexpr unsigned TILE_COUNTED = 1, TILE_PREFIXED = 2;
+
+__device__ __forceinline__ unsigned long long pack_status(unsigned epoch, unsigned state, unsigned count) {
+  return static_cast<unsigned long long>(epoch << 2 | state) << 32 | count;
+}
+
+__device__ __forceinline__ unsigned long long load_status(const unsigned long long* status) {
+  unsigned long long word;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(status) : "memory");
+  return word;
+}
+
+__device__ __forceinline__ void store_status(unsigned long long* status, unsigned long long word) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(status), "l"(word) : "memory");
+}
+
+// Called by one whole warp. Returns, on every lane, the sum of the counts of tiles 0 .. tile-1.
+__device__ __forceinline__ unsigned look_back(unsigned long long* status, unsigned tile, unsigned count, unsigned epoch,
+                                              int lane) {
+  if (tile == 0) {
+    if (lane == 0) store_status(status, pack_status(epoch, TILE_PREFIXED, count));
+    return 0;
+  }
+  if (lane == 0) store_status(status + tile, pack_status(epoch, TILE_COUNTED, count));
+  unsigned before = 0;
+  long long nearest = static_cast<long long>(tile) - 1;
+  while (true) {
+    const long long looked_at = nearest - lane;
+    unsigned state = TILE_PREFIXED, theirs = 0;  // before the first tile: a prefix of nothing
+    if (looked_at >= 0) {
+      unsigned long long word;
+      do {
+        word = load_status(status + looked_at);
+      } while (static_cast<unsigned>(word >> 34) != epoch || (word >> 32 & 3) == 0);
+      state = static_cast<unsigned>(word >> 32 & 3);
+      theirs = static_cast<unsigned>(word);
+    }
+    // add what lies between here and the nearest tile that knows its prefix, that one included
+    const unsigned prefixed = __ballot_sync(FULL_WARP, state == TILE_PREFIXED);
+    const int last = prefixed ? __ffs(prefixed) - 1 : 31;
+    before += __reduce_add_sync(FULL_WARP, lane <= last ? theirs : 0u);
+    if (prefixed) break;
+    nearest -= 32;
+  }
+  if (lane == 0) store_status(status + tile, pack_status(epoch, TILE_PREFIXED, before + count));
+  return before;
+}

@@ -1,0 +1,73 @@
+"""CuPy arrays and raw kernels on one GPU."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import cupy
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from collectives.device import Device
+from collectives.device_transport import DeviceTransport
+from oktopk.device_kernels import DeviceKernels
+
+_STORED = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
+
+
+class DeviceBackend:
+    """A GPU and a stream.
+
+    Args:
+        comm: intracommunicator. Collective.
+        gradient_type: "float32", "bfloat16" (given as its bits, uint16) or "float16".
+        stream: the cupy stream that gradients are produced on; None: the current one.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, gradient_type: str, stream: Any = None) -> None:
+        self.device = Device(stream)
+        self.transport = DeviceTransport(comm, self.device)
+        self.kernels = DeviceKernels(self.device, gradient_type)
+        self._gradient_type = gradient_type
+
+    def zeros(self, length: int) -> Any:
+        """As the protocol says."""
+        array = self.device.allocate(length, np.float32)
+        with self.device.stream:
+            array.fill(0)
+        return array
+
+    def accept(self, gradient: Any, length: int) -> Any:
+        """As the protocol says."""
+        if not isinstance(gradient, cupy.ndarray):
+            raise TypeError(
+                f"gradient is a {type(gradient).__name__}, not a cupy array on GPU {self.device.id}"
+            )
+        stored = np.dtype(_STORED[self._gradient_type])
+        if gradient.dtype != stored:
+            raise TypeError(
+                f"gradient dtype {gradient.dtype} is not {stored}, which holds {self._gradient_type}"
+            )
+        if gradient.shape != (length,):
+            raise ValueError(f"gradient shape {gradient.shape} is not ({length},)")
+        if not gradient.flags.c_contiguous:
+            raise ValueError("gradient is not contiguous")
+        if gradient.device.id != self.device.id:
+            raise ValueError(f"gradient is on GPU {gradient.device.id}, not on GPU {self.device.id}")
+        return gradient
+
+    def running(self) -> AbstractContextManager[Any]:
+        """As the protocol says."""
+        return self.device.stream
+
+    def to_host(self, array: Any) -> NDArray[np.float32]:
+        """As the protocol says."""
+        return np.asarray(array.get(stream=self.device.stream))
+
+    def from_host(self, array: NDArray[np.float32]) -> Any:
+        """As the protocol says."""
+        copied = self.device.allocate(len(array), np.float32)
+        copied.set(np.ascontiguousarray(array, np.float32), stream=self.device.stream)
+        return copied

@@ -1,0 +1,277 @@
+"""Device kernels that touch gradients: the functions of `oktopk.host_kernels`, on one GPU and stream.
+
+Gradients may be float32, bfloat16 or float16; residual, velocity and update are float32. Methods of an object, for the
+reason that `collectives.device_kernels` gives.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.device import Device, DeviceEntries, Kernel, compiled, float_bits
+from oktopk.host_kernels import LEVELS, Packing
+
+_KERNELS = Path(__file__).parent / "kernels"
+_CHUNK = 1024  # of accumulate_select.cu: elements a warp
+_WARPS = 8
+_GROUP = 128  # chunks that one block compacts
+_COMPACT_TILE = 2048
+_COMPACT_THREADS = 256
+
+
+def _gradient_kernels(gradient_type: str) -> dict[str, Kernel]:
+    """The kernels that read a gradient, by name."""
+    fused = compiled(_KERNELS / "accumulate_select.cu", gradient_type)
+    passes = compiled(_KERNELS / "accumulate.cu", gradient_type)
+    sizes = {
+        "accumulate": 5,
+        "accumulate_moments": 5,
+        "undo_accumulate": 3,
+        "accumulate_momentum": 5,
+        "undo_momentum": 4,
+        "copy_scaled": 4,
+    }
+    return {name: Kernel(passes, name, size) for name, size in sizes.items()} | {
+        "accumulate_select": Kernel(fused, "accumulate_select", 8),
+        "compact_selection": Kernel(fused, "compact_selection", 17),
+    }
+
+
+class DeviceKernels:
+    """The gradient kernels of one instance.
+
+    Args:
+        device: where they run.
+        gradient_type: "float32", "bfloat16" or "float16".
+    """
+
+    BLOCK = 0
+    """Spare entries that a list to pack into needs at its end."""
+    LEVELS = LEVELS
+
+    def __init__(self, device: Device, gradient_type: str = "float32") -> None:
+        self.device = device
+        # momentum correction selects from a velocity, which is float32 whatever the gradient is
+        self._typed = {16: _gradient_kernels(gradient_type), 32: _gradient_kernels("float32")}
+        select = compiled(_KERNELS / "select.cu", "float32")
+        apply = compiled(_KERNELS / "apply.cu", "float32")
+        self._select_at_least = Kernel(select, "select_at_least", 12)
+        self._magnitude_histogram = Kernel(select, "magnitude_histogram", 8)
+        sizes = {"clear_support": 3, "clear_common": 5, "write_scaled": 4, "add_entries": 3}
+        self._apply = {name: Kernel(apply, name, size) for name, size in sizes.items()}
+        self._nonfinite = device.scratch("nonfinite", 1, np.uint32)
+
+    def accumulate_select(
+        self,
+        gradient: Any,
+        residual: Any,
+        threshold_bits: int,
+        entries: DeviceEntries,
+        boundaries: NDArray[np.int64] | None = None,
+    ) -> Packing:
+        """As the host's; finds where the regions begin on the way."""
+        device, n, kernels = self.device, residual.size, self._of(gradient)
+        chunks = -(-n // _CHUNK)
+        # four times what a chunk holds on average, and at least one for every lane
+        slot = min(_CHUNK, max(32, -(-(4 * _CHUNK * (len(entries) // 2)) // n)))
+        slots = device.scratch("slots", chunks * slot, np.uint64).data.ptr
+        counts = device.scratch("chunk counts", chunks, np.uint32).data.ptr
+        regions = 0 if boundaries is None else len(boundaries) - 1
+        at = 0 if boundaries is None else device.post("boundaries", boundaries)
+        report = device.report("select", 2 + regions + 1)
+        bits, nonfinite = threshold_bits, self._nonfinite.data.ptr
+        device.launch(
+            kernels["accumulate_select"],
+            -(-chunks // _WARPS),
+            32 * _WARPS,
+            gradient.data.ptr,
+            residual.data.ptr,
+            n,
+            bits,
+            slots,
+            slot,
+            counts,
+            nonfinite,
+        )
+        groups = -(-chunks // _GROUP)
+        scan = device.scan("select", groups)
+        device.launch(
+            kernels["compact_selection"],
+            groups,
+            32 * _WARPS,
+            residual.data.ptr,
+            n,
+            bits,
+            slots,
+            slot,
+            counts,
+            chunks,
+            entries.pointer,
+            len(entries),
+            at,
+            regions if at else -1,
+            nonfinite,
+            scan.status,
+            scan.ticket,
+            scan.epoch,
+            scan.tickets_before,
+            device.address("select"),
+        )
+        device.synchronize()
+        found = report[: 3 + regions].tolist()
+        return Packing(found[0], found[1], np.array(found[2:], np.int64) if at else None)
+
+    def accumulate(self, gradient: Any, residual: Any, out: Any) -> int:
+        """As the host's."""
+        pointer = 0 if residual is None else residual.data.ptr
+        return self._counted(
+            gradient, "accumulate", out.size, gradient.data.ptr, pointer, out.data.ptr, out.size
+        )
+
+    def accumulate_moments(self, gradient: Any, residual: Any) -> tuple[float, float, int]:
+        """As the host's; the last bits of the sums depend on the run."""
+        n = residual.size
+        sums = self.device.scratch("moments", 2, np.float64)
+        self.device.zero(sums.data.ptr, 16)
+        nonfinite = self._counted(
+            gradient,
+            "accumulate_moments",
+            n,
+            gradient.data.ptr,
+            residual.data.ptr,
+            n,
+            sums.data.ptr,
+        )
+        total, squares = sums[:2].get(stream=self.device.stream)
+        return float(total), float(squares), nonfinite
+
+    def undo_accumulate(self, gradient: Any, residual: Any) -> None:
+        """As the host's."""
+        n = residual.size
+        kernel = self._of(gradient)["undo_accumulate"]
+        self.device.launch_for(kernel, n, gradient.data.ptr, residual.data.ptr, n)
+
+    def accumulate_momentum(self, gradient: Any, velocity: Any, momentum: float) -> int:
+        """As the host's."""
+        n = velocity.size
+        return self._counted(
+            gradient,
+            "accumulate_momentum",
+            n,
+            gradient.data.ptr,
+            velocity.data.ptr,
+            n,
+            float_bits(momentum),
+        )
+
+    def undo_momentum(self, gradient: Any, velocity: Any, momentum: float) -> None:
+        """As the host's."""
+        n = velocity.size
+        kernel = self._of(gradient)["undo_momentum"]
+        self.device.launch_for(kernel, n, gradient.data.ptr, velocity.data.ptr, n, float_bits(momentum))
+
+    def select_at_least(self, vector: Any, threshold_bits: int, ties: int, entries: DeviceEntries) -> int:
+        """As the host's."""
+        device, n = self.device, vector.size
+        tiles = -(-n // _COMPACT_TILE)
+        scan = device.scan("select at least", tiles)
+        report = device.report("select at least", 2)
+        device.launch(
+            self._select_at_least,
+            tiles,
+            _COMPACT_THREADS,
+            vector.data.ptr,
+            n,
+            threshold_bits,
+            max(0, ties),
+            entries.pointer,
+            len(entries),
+            scan.status,
+            scan.second,
+            scan.ticket,
+            scan.epoch,
+            scan.tickets_before,
+            device.address("select at least"),
+        )
+        device.synchronize()
+        return int(report[0])
+
+    def select_counting(self, vector: Any, threshold_bits: int, entries: DeviceEntries) -> int:
+        """As the host's."""
+        return self.select_at_least(vector, threshold_bits, 2**31 - 1, entries)
+
+    def magnitude_histogram(self, values: Any, level: int, prefix: int) -> NDArray[np.int64]:
+        """As the host's."""
+        device = self.device
+        shift, width = LEVELS[level]
+        counts = device.scratch("histogram", 1 << max(width for _, width in LEVELS), np.uint32)
+        device.zero(counts.data.ptr, 4 << width)
+        packed = isinstance(values, DeviceEntries)
+        pointer = values.pointer if packed else values.data.ptr
+        device.launch_for(
+            self._magnitude_histogram,
+            values.size,
+            pointer,
+            values.size,
+            1 if packed else 0,
+            2 if packed else 1,
+            shift,
+            width,
+            prefix,
+            counts.data.ptr,
+        )
+        found = counts[: 1 << width].get(stream=device.stream)
+        device.pending = False
+        return np.asarray(found).astype(np.int64)
+
+    def clear_support(self, vector: Any, entries: DeviceEntries) -> None:
+        """As the host's."""
+        self._on_entries("clear_support", vector, entries)
+
+    def clear_common(self, vector: Any, mine: DeviceEntries, theirs: DeviceEntries) -> None:
+        """As the host's."""
+        self.device.launch_for(
+            self._apply["clear_common"],
+            len(theirs),
+            vector.data.ptr,
+            mine.pointer,
+            len(mine),
+            theirs.pointer,
+            len(theirs),
+        )
+
+    def write_scaled(self, vector: Any, entries: DeviceEntries, scale: float) -> None:
+        """As the host's."""
+        self._on_entries("write_scaled", vector, entries, float_bits(scale))
+
+    def add_entries(self, vector: Any, entries: DeviceEntries) -> None:
+        """As the host's."""
+        self._on_entries("add_entries", vector, entries)
+
+    def write_block_scaled(self, block: DeviceEntries, scale: float, out: Any) -> None:
+        """As the host's."""
+        kernel, n = self._of(out)["copy_scaled"], out.size
+        self.device.launch_for(kernel, n, block.pointer, out.data.ptr, n, float_bits(scale))
+
+    def _on_entries(self, name: str, vector: Any, entries: DeviceEntries, *more: Any) -> None:
+        count = len(entries)
+        self.device.launch_for(self._apply[name], count, vector.data.ptr, entries.pointer, count, *more)
+
+    def _of(self, gradient: Any) -> dict[str, Kernel]:
+        """The kernels for a gradient's type."""
+        return self._typed[8 * gradient.dtype.itemsize]
+
+    def _counted(self, gradient: Any, name: str, n: int, *arguments: Any) -> int:
+        """Run a pass that counts what is not finite; waits."""
+        pointer = self._nonfinite.data.ptr
+        self.device.launch_for(self._of(gradient)[name], n, *arguments, pointer)
+        found = int(cupy.asnumpy(self._nonfinite[:1], stream=self.device.stream)[0])
+        self.device.pending = False
+        if found:
+            self.device.zero(pointer, 4)
+        return found

@@ -1,0 +1,91 @@
+// accumulate: the passes over whole vectors that select nothing. GRADIENT is float, __nv_bfloat16 or __half.
+//
+// Shapes   gradient[n], residual[n], velocity[n], out[n]; sums[2] double; nonfinite[1], zero before, counts what is not finite.
+// Launch   grid-stride, any grid of blocks of 256.
+// NaN, Inf an element whose result is not finite stays as it was and is counted, except in `accumulate`, which only counts.
+// Order    `moments` adds block sums by atomics: the last bits depend on the run, and only a threshold depends on them.
+
+#include "coo.cuh"
+#include "gradient.cuh"
+
+#define FOR_EACH(i, n)                                                                                     \
+  for (long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x; i < (n);               \
+       i += gridDim.x * static_cast<long long>(blockDim.x))
+
+__device__ __forceinline__ bool finite(float x) { return magnitude(x) < INFINITY_BITS; }
+
+// out = gradient + residual; residual may be null and counts as zero then
+extern "C" __global__ void accumulate(const GRADIENT* __restrict__ gradient, const float* __restrict__ residual,
+                                      float* __restrict__ out, long long n, unsigned* nonfinite) {
+  unsigned bad = 0;
+  FOR_EACH(i, n) {
+    const float sum = add(widen(gradient[i]), residual ? residual[i] : 0.0f);
+    bad += !finite(sum);
+    out[i] = sum;
+  }
+  if (bad) atomicAdd(nonfinite, bad);
+}
+
+// residual += gradient; sums gains the total and the sum of squares of the finite results
+extern "C" __global__ void accumulate_moments(const GRADIENT* __restrict__ gradient, float* __restrict__ residual,
+                                              long long n, double* sums, unsigned* nonfinite) {
+  unsigned bad = 0;
+  double total = 0, squares = 0;
+  FOR_EACH(i, n) {
+    const float sum = add(widen(gradient[i]), residual[i]);
+    if (finite(sum)) {
+      residual[i] = sum;
+      total += sum;
+      squares += static_cast<double>(sum) * sum;
+    } else {
+      ++bad;
+    }
+  }
+#pragma unroll
+  for (int d = 16; d; d /= 2) {
+    total += __shfl_down_sync(FULL_WARP, total, d);
+    squares += __shfl_down_sync(FULL_WARP, squares, d);
+  }
+  if ((threadIdx.x & 31) == 0) {
+    atomicAdd(&sums[0], total);
+    atomicAdd(&sums[1], squares);
+  }
+  if (bad) atomicAdd(nonfinite, bad);
+}
+
+// residual -= gradient, where accumulate_select added it
+extern "C" __global__ void undo_accumulate(const GRADIENT* __restrict__ gradient, float* __restrict__ residual,
+                                           long long n) {
+  FOR_EACH(i, n) {
+    const float g = widen(gradient[i]);
+    if (finite(g) && finite(add(g, residual[i]))) residual[i] = add(residual[i], -g);
+  }
+}
+
+// velocity = momentum · velocity + gradient
+extern "C" __global__ void accumulate_momentum(const GRADIENT* __restrict__ gradient, float* __restrict__ velocity,
+                                               long long n, float momentum, unsigned* nonfinite) {
+  unsigned bad = 0;
+  FOR_EACH(i, n) {
+    const float moved = add(multiply(momentum, velocity[i]), widen(gradient[i]));
+    if (finite(moved))
+      velocity[i] = moved;
+    else
+      ++bad;
+  }
+  if (bad) atomicAdd(nonfinite, bad);
+}
+
+// velocity = (velocity - gradient) / momentum, where accumulate_momentum moved it
+extern "C" __global__ void undo_momentum(const GRADIENT* __restrict__ gradient, float* __restrict__ velocity, long long n,
+                                         float momentum) {
+  FOR_EACH(i, n) {
+    const float g = widen(gradient[i]);
+    if (finite(add(multiply(momentum, velocity[i]), g))) velocity[i] = add(velocity[i], -g) / momentum;
+  }
+}
+
+// out = values · scale
+extern "C" __global__ void copy_scaled(const float* __restrict__ values, float* __restrict__ out, long long n, float scale) {
+  FOR_EACH(i, n) out[i] = multiply(values[i], scale);
+}

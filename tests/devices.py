@@ -1,0 +1,50 @@
+"""Where a multi-rank test runs its reducer: on the host, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+
+@functools.cache
+def gpus() -> int:
+    """GPUs that CuPy can use."""
+    if importlib.util.find_spec("cupy") is None or not os.path.exists("/dev/nvidiactl"):
+        return 0
+    import cupy
+
+    return int(cupy.cuda.runtime.getDeviceCount())
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not gpus(), reason="no GPU"))]
+
+
+def use(device: str, comm: MPI.Intracomm) -> None:
+    """Make this rank's GPU the current one."""
+    if device == "cuda":
+        from collectives.device_transport import select_device
+
+        select_device(comm)
+
+
+def put(device: str, array: NDArray[Any]) -> Any:
+    """A host array where the reducer wants it."""
+    if device == "cpu":
+        return array
+    import cupy
+
+    return cupy.asarray(array)
+
+
+def get(array: Any) -> NDArray[Any]:
+    """An array as a host array, copied."""
+    if isinstance(array, np.ndarray):
+        return array.copy()
+    return np.asarray(array.get())
