@@ -17,18 +17,21 @@ JSON ?=
 BENCH_ARGS ?=
 
 VENV ?= .venv
+# What is installed: mpi brings Open MPI, mpich MPICH; both in one environment would shadow each other.
+EXTRAS ?= mpi,jobs,dev
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench-net lint format clean
+.PHONY: help setup demo test test-mpich bench-net lint format clean
 
 help:
 	@echo "make demo     train VGG on digits with 4 ranks, dense and Ok-Topk, and draw the picture (demo/)"
 	@echo "              WIDTH=1.0 DATA=cifar10.h5 RANKS=4 DENSITY=0.02 or any DEMO_ARGS='...'"
 	@echo "make test     lint, format, types, spelling and every test; TEST_ARGS='--ranks 1,4 -k regions'"
+	@echo "make test-mpich  the same tests on MPICH instead of Open MPI, in .venv-mpich"
 	@echo "make bench-net  every method over TCP between four hosts on links of RATE=1gbit, as root; JSON=FILE BENCH_ARGS='...'"
 	@echo "make lint     the four checks alone"
 	@echo "make format   rewrite the sources as the formatter wants them"
@@ -47,6 +50,9 @@ test: $(READY)
 # The script checks its arguments, says what is missing, and leaves nothing behind.
 bench-net: $(READY)
 	@jobs/bench_net.sh --python $(BIN)/python --rate $(RATE) $(if $(JSON),--json $(JSON)) $(BENCH_ARGS)
+
+test-mpich:
+	@$(MAKE) --no-print-directory VENV=.venv-mpich EXTRAS=mpich,jobs,dev test TEST_ARGS="--no-lint $(TEST_ARGS)"
 
 lint: $(READY)
 	@$(BIN)/python -m tests.run --no-single --no-ranks
@@ -88,5 +94,5 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 		$(PIP) install --no-deps --retries 0 --timeout 15 -c constraints.txt --index-url $(TORCH_INDEX) torch || \
 		echo "no CPU build of torch from $(TORCH_INDEX): taking the default one, which may bring CUDA (2.7 GB)"; \
 	fi
-	$(PIP) install $(if $(CI),--quiet) $(PIP_ARGS) -c constraints.txt -e '.[mpi,jobs,dev]'
+	$(PIP) install $(if $(CI),--quiet) $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $(READY)

@@ -13,7 +13,7 @@ from typing import Any
 from jobs.bench_document import BenchError, Output, command_line, document, read
 from jobs.bench_options import Options
 from jobs.bench_tables import sweep_table
-from jobs.launch import LaunchError, mpiexec_command
+from jobs.launch import LaunchError, end_on_sigterm, mpiexec_command
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -69,7 +69,8 @@ def _run_all(options: Options) -> tuple[list[dict[str, Any]], str, int]:
 
 
 def _run(ranks: int, words: Sequence[str]) -> int:
-    """Run one job to its end; an interrupt ends the job first."""
+    """Run one job to its end; an interrupt or a SIGTERM ends the job first."""
+    end_on_sigterm()
     command, environment = mpiexec_command(ranks, ["-m", "jobs.bench", *words])
     process = subprocess.Popen(command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL)
     try:

@@ -1,6 +1,6 @@
 """The measuring loop: every contestant reduces the same gradients, one after another within each step.
 
-The time of a step is that of its slowest rank, from a barrier until the device has finished; drawing the
+The time of a step is that of its slowest rank, from a barrier until all ranks have finished; drawing the
 gradient and the barrier are outside. All contestants live in one process, so that a ratio is within one run.
 """
 
@@ -172,6 +172,8 @@ def measure(
             start = time.perf_counter()
             report = reducer.step(gradient)
             device.finish()
+            # with more ranks than cores some start late: a step ends when the last one has
+            comm.Barrier()
             seconds = time.perf_counter() - start
             if step >= 0:
                 log.add(seconds, report)

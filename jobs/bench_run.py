@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 from mpi4py import MPI
@@ -74,7 +73,10 @@ def _measure(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
     contestants = variants(comm.size) if options.ablate else _contestants(options)
     _check_memory(comm, device, length, contestants)
     speeds = measure_speeds(comm, length)
-    reducers = [(one, _together(comm, partial(_reducer, one, options, length, comm))) for one in contestants]
+    try:
+        reducers = [(one, _reducer(one, options, length, comm)) for one in contestants]
+    except ValueError as error:  # raised on every rank alike; anything else ends the job
+        raise BenchError(str(error)) from error
     course = Course(
         options.warmup,
         options.steps,

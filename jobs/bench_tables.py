@@ -126,7 +126,10 @@ def memory_table(methods: list[dict[str, Any]]) -> str:
             row.append(MISSING if growth is None else f"{growth['allocated'] / 1e6:.3f}")
             resident = None if growth is None else growth["resident"]
             row.append(MISSING if resident is None else f"{resident / 1e6:.2f}")
-        row.append("yes" if (memory["regular"] or {}).get("n_sized") else "no")
+        watched = [memory[kind] for kind in ("regular", "exact") if memory[kind] is not None]
+        row.append(
+            MISSING if not watched else "yes" if any(growth["n_sized"] for growth in watched) else "no"
+        )
         rows.append(row)
     headers = ["MB kept", "update", "residual", "scratch", "regular: allocated", "process grew"]
     return _table(rows, [*headers, "exact: allocated", "process grew", "n-sized"])

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jobs.launch import LaunchError, available_cores, mpiexec_command
+from jobs.launch import LaunchError, available_cores, end_on_sigterm, mpiexec_command
 from jobs.report import report
 from jobs.runfile import RunFileError
 
@@ -84,6 +84,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: that of the first job that failed, 2 where nothing could be started."""
     options = parse(argv)
+    end_on_sigterm()
     began = time.monotonic()
     paths = [options.output / f"{method}.h5" for method in METHODS]
     try:

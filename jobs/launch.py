@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,11 @@ _INHERITED = (
 
 class LaunchError(RuntimeError):
     """No usable mpiexec, or a number of ranks that cannot be started."""
+
+
+def end_on_sigterm() -> None:
+    """Let a SIGTERM raise SystemExit, so that whoever started a job ends it before leaving."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def find_mpiexec() -> str:

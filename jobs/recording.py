@@ -25,7 +25,7 @@ _REPORTED = (
     "skipped",
 )
 # Equal on all ranks, so rank 0's value stands for all; every other column is a mean.
-_COMMON = ("step", "k", "global_nnz", "global_threshold", "exact", "skipped", "dense")
+_COMMON = ("step", "k", "global_nnz", "global_threshold", "skipped", "dense")
 
 
 class StepRecorder:
@@ -100,6 +100,9 @@ class StepRecorder:
         every = np.stack([table[:, : len(names)] for _, table in gathered])
         for position, name in enumerate(names):
             columns[name] = every[0, :, position] if name in _COMMON else every[:, :, position].mean(axis=0)
+        columns["exact"] = every[:, :, names.index("exact")].max(
+            axis=0
+        )  # a rank may name its own threshold alone
         columns["words_busiest"] = every[:, :, names.index("words")].max(axis=0)
         stages: dict[str, NDArray[np.float64]] = {}
         for known, table in gathered:

@@ -58,7 +58,8 @@ def _write_series(run: Run, folder: Path) -> None:
         with open(folder / f"{run.stem}-{name}.csv", "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(columns)
-            writer.writerows(zip(*(np.asarray(values).tolist() for values in columns.values()), strict=True))
+            # a run that was killed may have a row of steps whose stages were not written any more
+            writer.writerows(zip(*(np.asarray(values).tolist() for values in columns.values()), strict=False))
 
 
 def _write_summary(runs: Sequence[Run], path: Path) -> None:

@@ -13,7 +13,7 @@ class StepReport:
     Attributes:
         step: counted from 0.
         method: the method that ran; "dense" during a dense warm-up or above a density of 0.25.
-        exact: thresholds were exact in this step.
+        exact: a threshold was named exactly in this step, on this rank or by all, planned or because a count missed.
         skipped: a gradient was not finite and the settings say to skip: nothing was applied.
         k: entries wanted.
         length: elements of the gradient (n).

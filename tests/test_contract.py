@@ -115,11 +115,23 @@ def test_no_step_sends_or_applies_more_than_the_caps_allow(
             if method == "dense":
                 assert step.words == pytest.approx(dense_words(length, comm.size), abs=1)
                 continue
-            k = step.report.k
+            k, ranks = step.report.k, comm.size
             assert step.report.local_nnz <= selection_cap(k)
-            if method == "oktopk":
+            selected = comm.allreduce(step.report.local_nnz)
+            if method in ("topka", "gaussiank"):  # every rank's list goes to every other
+                assert step.words == 2 * selected * (ranks - 1) / ranks
+            elif method == "topkdsa":  # a region goes round as COO or dense, whichever is shorter
+                assert step.words <= 2 * selected / ranks + (length + ranks) * (ranks - 1) / ranks
+                assert (
+                    step.words
+                    <= 2 * selected / ranks + 2 * step.report.global_nnz * (ranks - 1) / ranks + ranks
+                )
+            elif method == "gtopk":  # every rank but one sends its list up once, and receives k entries once
+                assert step.report.global_nnz <= max(k, selected if ranks == 1 else 0)
+                assert step.words <= 2 * (selection_cap(k) + k) * (ranks - 1) / ranks
+            else:
                 assert np.count_nonzero(step.update) == step.report.global_nnz <= selection_cap(k)
-                assert step.words <= step_limit(k, comm.size), (length, density, step.report)
+                assert step.words <= step_limit(k, ranks), (length, density, step.report)
 
 
 @pytest.mark.parametrize("device", DEVICES)

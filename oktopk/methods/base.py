@@ -49,7 +49,7 @@ class Reduction:
         selected: what this rank packed and sent: its residual becomes zero there; None for everywhere.
         only_applied: it becomes zero only where `update` has an entry too; what was selected but rejected stays.
         returned: lists of entries to add to this rank's residual: what was pruned on the way.
-        exact: thresholds were exact.
+        exact: a threshold was named exactly, planned or because a count missed.
         local_nnz, global_nnz: entries selected here, and applied.
         local_threshold, global_threshold: magnitudes, NaN where there is none.
     """

@@ -59,7 +59,7 @@ class OkTopk(SparseMethod):
             selected=packed,
             only_applied=True,
             returned=(),
-            exact=plan.exact,
+            exact=selection.exact or self.threshold.exact,
             local_nnz=packed.nnz,
             global_nnz=update.nnz,
             local_threshold=selection.threshold,
