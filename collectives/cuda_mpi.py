@@ -6,6 +6,7 @@ an NVIDIA GPU, its UCX is loaded first, and the same libmpi moves device memory.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import sys
@@ -36,3 +37,26 @@ def load_cuda_ucx() -> str:
     for name, value in UCX_SETTINGS.items():
         os.environ.setdefault(name, value)
     return ""
+
+
+def device_memory_problem() -> str:
+    """Why device memory must not be given to MPI; "" if it may be. Touches no device memory: a wrong guess would crash.
+
+    It may where the wheel's UCX was loaded, where the MPI library says so itself (MPIX_Query_cuda_support), and where the
+    site says so (MPICH_GPU_SUPPORT_ENABLED=1, as on Cray systems, or OKTOPK_CUDA_AWARE_MPI=1).
+    """
+    import collectives
+
+    if not collectives.WITHOUT_CUDA_UCX:
+        return ""
+    if "1" in (os.environ.get("MPICH_GPU_SUPPORT_ENABLED"), os.environ.get("OKTOPK_CUDA_AWARE_MPI")):
+        return ""
+    from mpi4py import MPI
+
+    query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+    if query is not None and query() == 1:
+        return ""
+    return (
+        f"{collectives.WITHOUT_CUDA_UCX}. Install the extra mpi-cuda13 (or mpi-cuda12), or set OKTOPK_CUDA_AWARE_MPI=1 "
+        "where the site's MPI is known to be CUDA-aware"
+    )

@@ -18,17 +18,19 @@ from numpy.typing import NDArray
 
 from collectives.sparse import ENTRY
 
-GRADIENT_TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
-"""dtype name -> what the kernels call it."""
-
-_FOLDERS = [Path(__file__).parent / "kernels", Path(__file__).parent.parent / "oktopk" / "kernels"]
+_HEADERS = Path(__file__).parent / "kernels"
 
 
 @functools.cache
-def compiled(source: Path, gradient: str) -> Any:
-    """A `.cu` file compiled for the current device and one gradient type, once a process."""
-    includes = [f"-I{folder}" for folder in _FOLDERS]
-    options = ("-std=c++17", *includes, f"-DGRADIENT={GRADIENT_TYPES[gradient]}")
+def compiled(source: Path, *defines: str) -> Any:
+    """A `.cu` file compiled for the current device, once a process.
+
+    Args:
+        source: the file; it finds headers beside it and those of `collectives/kernels`.
+        defines: NAME=VALUE for the preprocessor.
+    """
+    includes = [f"-I{folder}" for folder in (_HEADERS, source.parent)]
+    options = ("-std=c++17", *includes, *(f"-D{define}" for define in defines))
     return cupy.RawModule(code=source.read_text(), options=options)
 
 

@@ -59,8 +59,8 @@ class DeviceKernels:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        sums = compiled(_KERNELS / "sum_sorted_lists.cu", "float32")
-        lists = compiled(_KERNELS / "lists.cu", "float32")
+        sums = compiled(_KERNELS / "sum_sorted_lists.cu")
+        lists = compiled(_KERNELS / "lists.cu")
         self._tile_cuts = Kernel(sums, "tile_cuts", 6)
         self._sum_sorted_lists = Kernel(sums, "sum_sorted_lists", 14)
         self._split_at_least = Kernel(lists, "split_at_least", 13)

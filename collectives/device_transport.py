@@ -17,8 +17,8 @@ from collectives.transport import Transport
 class DeviceTransport(Transport):
     """Device arrays over an MPI that moves device memory.
 
-    MPI knows no streams: before a send everything on the stream must have finished. It is waited for here, and only
-    if something was put on it since it was last waited for.
+    MPI knows no streams: before a send or a receive everything on the stream must have finished. It is waited for here, and
+    only if something was put on it since it was last waited for.
 
     Args:
         comm: as `Transport`. Collective.
@@ -37,6 +37,14 @@ class DeviceTransport(Transport):
     def send(self, array: Any, dest: int, even_if_empty: bool = False) -> list[MPI.Request]:
         self._settle()
         return super().send(array, dest, even_if_empty)
+
+    def receive(self, array: Any, source: int) -> list[MPI.Request]:
+        self._settle()
+        return super().receive(array, source)
+
+    def receive_counted(self, array: Any, source: int) -> int:
+        self._settle()
+        return super().receive_counted(array, source)
 
     def _starting(self) -> Traffic:
         self._settle()

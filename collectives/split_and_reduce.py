@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.sparse import SparseVector
-from collectives.transport import Round, Transport
+from collectives.transport import FlaggedRanksError, Round, Transport
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,6 @@ class RegionLists:
     def most_sums(self) -> int:
         """An upper bound of the number of sums."""
         return min(int((self.ends - self.begins).sum()), self.upper - self.lower)
-
-
-class FlaggedRanksError(Exception):
-    """Some ranks raised their flag: nothing was sent. Raised on all ranks alike, or on none."""
-
-    def __init__(self, ranks: list[int]) -> None:
-        super().__init__(f"flagged by ranks {ranks}")
-        self.ranks = ranks
 
 
 def split_and_reduce(

@@ -38,6 +38,14 @@ class Round:
     incoming: NDArray[Any]
 
 
+class FlaggedRanksError(Exception):
+    """Some ranks raised their flag: nothing was sent. Raised on all ranks alike, or on none."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__(f"flagged by ranks {ranks}")
+        self.ranks = ranks
+
+
 class PersistentRound:
     """A Round whose buffers never move: set up once, started every step."""
 

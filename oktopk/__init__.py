@@ -8,7 +8,8 @@ from oktopk.report import StepReport
 from oktopk.settings import Settings
 
 if TYPE_CHECKING:
-    from oktopk.optimizer import DistributedOptimizer, average_buffers, broadcast_parameters
+    from oktopk.modules import average_buffers, broadcast_parameters
+    from oktopk.optimizer import DistributedOptimizer
 
 __all__ = [
     "METHODS",
@@ -28,7 +29,7 @@ _NEEDS_TORCH = ("DistributedOptimizer", "average_buffers", "broadcast_parameters
 def __getattr__(name: str) -> Any:
     """Import the torch wrapper on first use: those who bring flat NumPy vectors need no torch."""
     if name in _NEEDS_TORCH:
-        from oktopk import optimizer
+        from oktopk import modules, optimizer
 
-        return getattr(optimizer, name)
+        return getattr(optimizer if name == "DistributedOptimizer" else modules, name)
     raise AttributeError(f"module 'oktopk' has no attribute {name!r}")

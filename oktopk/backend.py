@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.cuda_mpi import device_memory_problem
 from collectives.transport import Transport
 from oktopk import host_kernels
 
@@ -18,15 +19,16 @@ GRADIENT_TYPES = {"cpu": ("float32",), "cuda": ("float32", "bfloat16", "float16"
 
 
 class Backend(Protocol):
-    """Arrays, kernels and transport of one device.
+    """Arrays and kernels of one device.
 
     Attributes:
-        transport: the door to MPI for arrays of this backend.
         kernels: the gradient kernels.
     """
 
-    transport: Transport
     kernels: ModuleType
+
+    def connect(self, door: Transport) -> Transport:
+        """The transport for arrays of this backend, made of a host transport, which it replaces. Collective."""
 
     def zeros(self, length: int) -> Any:
         """float32[length] of zeros."""
@@ -51,9 +53,11 @@ class Backend(Protocol):
 class HostBackend:
     """NumPy arrays and numba kernels."""
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self.transport = Transport(comm)
-        self.kernels = host_kernels
+    kernels = host_kernels
+
+    def connect(self, door: Transport) -> Transport:
+        """As the protocol says."""
+        return door
 
     def zeros(self, length: int) -> NDArray[np.float32]:
         """As the protocol says."""
@@ -82,16 +86,30 @@ class HostBackend:
         return np.array(array, np.float32)
 
 
-def make_backend(device: str, comm: MPI.Intracomm, gradient_type: str, stream: Any) -> Backend:
-    """The backend of a device by name. Collective.
+def make_backend(device: str, gradient_type: str, stream: Any, ranks: int) -> Backend:
+    """The backend of a device by name; talks to no other rank.
 
     Args:
         device: "cpu" or "cuda", the current GPU.
         gradient_type: one of `GRADIENT_TYPES[device]`.
         stream: for "cuda", the cupy stream that gradients are produced on; None: the current one.
+        ranks: several need an MPI that moves the device's memory.
+
+    Raises:
+        ValueError: device or gradient type is unknown.
+        RuntimeError, ImportError: the device cannot be used; the message says why, and what to do.
     """
+    if device not in GRADIENT_TYPES:
+        raise ValueError(f"device {device!r} is not one of {', '.join(GRADIENT_TYPES)}")
+    if gradient_type not in GRADIENT_TYPES[device]:
+        taken = ", ".join(GRADIENT_TYPES[device])
+        raise ValueError(f"gradient_type {gradient_type!r} on {device} is not one of {taken}")
     if device == "cpu":
-        return HostBackend(comm)  # type: ignore[return-value]
+        return HostBackend()  # type: ignore[return-value]
+    if importlib.util.find_spec("cupy") is None:
+        raise ImportError("device 'cuda' needs CuPy: pip install 'oktopk[cuda13]' (or cuda12)")
+    if ranks > 1 and (problem := device_memory_problem()):
+        raise RuntimeError(f"MPI does not move device memory: {problem}")
     from oktopk.device_backend import DeviceBackend
 
-    return DeviceBackend(comm, gradient_type, stream)  # type: ignore[return-value]
+    return DeviceBackend(gradient_type, stream)  # type: ignore[return-value]

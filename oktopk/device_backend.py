@@ -7,11 +7,11 @@ from typing import Any
 
 import cupy
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.device import Device
 from collectives.device_transport import DeviceTransport
+from collectives.transport import Transport
 from oktopk.device_kernels import DeviceKernels
 
 _STORED = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
@@ -21,16 +21,23 @@ class DeviceBackend:
     """A GPU and a stream.
 
     Args:
-        comm: intracommunicator. Collective.
         gradient_type: "float32", "bfloat16" (given as its bits, uint16) or "float16".
         stream: the cupy stream that gradients are produced on; None: the current one.
+
+    Raises:
+        RuntimeError: there is no GPU, or a kernel does not compile for it.
     """
 
-    def __init__(self, comm: MPI.Intracomm, gradient_type: str, stream: Any = None) -> None:
+    def __init__(self, gradient_type: str, stream: Any = None) -> None:
         self.device = Device(stream)
-        self.transport = DeviceTransport(comm, self.device)
         self.kernels = DeviceKernels(self.device, gradient_type)
         self._gradient_type = gradient_type
+
+    def connect(self, door: Transport) -> Transport:
+        """As the protocol says."""
+        transport = DeviceTransport(door.comm, self.device)
+        door.close()
+        return transport
 
     def zeros(self, length: int) -> Any:
         """As the protocol says."""

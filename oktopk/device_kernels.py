@@ -17,6 +17,7 @@ from collectives.device import Device, DeviceEntries, Kernel, compiled, float_bi
 from oktopk.host_kernels import LEVELS, Packing
 
 _KERNELS = Path(__file__).parent / "kernels"
+_CUDA_TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
 _CHUNK = 1024  # of accumulate_select.cu: elements a warp
 _WARPS = 8
 _GROUP = 128  # chunks that one block compacts
@@ -26,8 +27,9 @@ _COMPACT_THREADS = 256
 
 def _gradient_kernels(gradient_type: str) -> dict[str, Kernel]:
     """The kernels that read a gradient, by name."""
-    fused = compiled(_KERNELS / "accumulate_select.cu", gradient_type)
-    passes = compiled(_KERNELS / "accumulate.cu", gradient_type)
+    define = f"GRADIENT={_CUDA_TYPES[gradient_type]}"
+    fused = compiled(_KERNELS / "accumulate_select.cu", define)
+    passes = compiled(_KERNELS / "accumulate.cu", define)
     sizes = {
         "accumulate": 5,
         "accumulate_moments": 5,
@@ -58,8 +60,8 @@ class DeviceKernels:
         self.device = device
         # momentum correction selects from a velocity, which is float32 whatever the gradient is
         self._typed = {16: _gradient_kernels(gradient_type), 32: _gradient_kernels("float32")}
-        select = compiled(_KERNELS / "select.cu", "float32")
-        apply = compiled(_KERNELS / "apply.cu", "float32")
+        select = compiled(_KERNELS / "select.cu")
+        apply = compiled(_KERNELS / "apply.cu")
         self._select_at_least = Kernel(select, "select_at_least", 12)
         self._magnitude_histogram = Kernel(select, "magnitude_histogram", 8)
         sizes = {"clear_support": 3, "clear_common": 5, "write_scaled": 4, "add_entries": 3}

@@ -11,15 +11,17 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.sparse import SparseVector, check_length
-from collectives.split_and_reduce import FlaggedRanksError
-from oktopk.backend import GRADIENT_TYPES, Backend, HostBackend, make_backend
+from collectives.transport import FlaggedRanksError, Transport
+from oktopk.backend import Backend, make_backend
 from oktopk.methods import METHODS, Method, Plan, Reduction
 from oktopk.report import StepReport, Stopwatch
 from oktopk.settings import DENSE_ABOVE, Settings, entries_kept
 
 
 class NonFiniteGradientError(ArithmeticError):
-    """Gradients held NaN or Inf; raised on every rank alike, with the residuals as they were before the step.
+    """Gradients held NaN or Inf; raised on every rank alike.
+
+    The gradient was taken back out of the residuals: they are as before the step, to the rounding of what was accumulated.
 
     Attributes:
         ranks: the ranks whose gradients were not finite.
@@ -45,12 +47,16 @@ class GradientAllreduce:
         device: "cpu" for NumPy arrays, "cuda" for CuPy arrays on the current GPU.
         gradient_type: "float32"; on a GPU also "bfloat16" or "float16". The update is float32.
         stream: on a GPU, the cupy stream that gradients are produced on; None: the current one.
+        problem: what the caller found wrong on this rank alone; every rank then raises it.
         settings: keywords of `oktopk.Settings`.
 
     Raises:
-        ValueError: an argument is out of range, or ranks disagree on one; on every rank alike.
+        ValueError: an argument is out of range, the device cannot be used, or ranks disagree; on every rank alike.
 
-    Memory: n words of update; n of residual from the first sparse step on, n of velocity with momentum correction; O(k) lists.
+    Memory: n words of update; n of residual from the first sparse step on; n of velocity with momentum correction; n/2 of
+        scratch from the first dense step on; the lists of the method, O(k) for Ok-Topk where regions balance.
+    Traffic: that of the method, see `oktopk.methods`; one allgather of the settings at construction.
+    Source: Li & Hoefler, PPoPP 2022, algorithm 2.
 
     Example:
         >>> reducer = GradientAllreduce(MPI.COMM_WORLD, length=len(gradient), method="oktopk", density=0.01)
@@ -67,34 +73,29 @@ class GradientAllreduce:
         device: str = "cpu",
         gradient_type: str = "float32",
         stream: Any = None,
+        problem: str = "",
         **settings: Any,
     ) -> None:
-        self.backend: Backend = HostBackend(comm)  # type: ignore[assignment]
-        self.transport = self.backend.transport
-        problem = ""
+        door = Transport(comm)
+        backend: Backend | None = None
         try:
             self.settings = Settings(**settings)
             check_length(length)
             if method not in METHODS:
                 raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
-            if device not in GRADIENT_TYPES:
-                raise ValueError(f"device {device!r} is not one of {', '.join(GRADIENT_TYPES)}")
-            if gradient_type not in GRADIENT_TYPES[device]:
-                taken = ", ".join(GRADIENT_TYPES[device])
-                raise ValueError(f"gradient_type {gradient_type!r} on {device} is not one of {taken}")
-        except (TypeError, ValueError) as error:
-            problem = str(error)
+            backend = make_backend(device, gradient_type, stream, ranks=comm.size)
+        except (TypeError, ValueError, RuntimeError, ImportError) as error:
+            problem = problem or str(error)
         resolved = settings if problem else asdict(self.settings)
+        means = {"length": length, "method": method, "device": device, "gradient_type": gradient_type}
         try:
-            means = {"length": length, "method": method, "device": device, "gradient_type": gradient_type}
-            self.transport.agree(means | resolved, problem)
+            door.agree(means | resolved, problem)
         except ValueError:
-            self.transport.close()  # on every rank alike, as the error is
+            door.close()  # on every rank alike, as the error is
             raise
-        if device != "cpu":
-            self.transport.close()
-            self.backend = make_backend(device, comm, gradient_type, stream)
-            self.transport = self.backend.transport
+        assert backend is not None
+        self.backend = backend
+        self.transport = backend.connect(door)
         self.length = length
         self.method = method
         self.update: NDArray[np.float32] = self.backend.zeros(length)
@@ -118,7 +119,8 @@ class GradientAllreduce:
 
         Raises:
             NonFiniteGradientError: a sum is NaN or Inf on some rank, and settings say to raise; on every rank alike.
-            TypeError, ValueError: not float32, of another length, or not contiguous.
+            TypeError, ValueError: not float32, of another length, or not contiguous; on this rank alone, so that the job must be
+                one that ends when a rank raises (`python -m mpi4py`).
         """
         gradient = self.backend.accept(gradient, self.length)
         with self.backend.running():
@@ -152,7 +154,9 @@ class GradientAllreduce:
             reduction = method.reduce(corrected, residual, self.update, plan)
         except FlaggedRanksError as flagged:
             self._undo(gradient)
+            self._last_k = None  # what this step was to renew, the next one renews
             if settings.nonfinite == "raise":
+                transport.take_traffic()
                 raise NonFiniteGradientError(flagged.ranks, step) from None
             return self._report(step, method, k, None, stopwatch)
         self._apply(reduction, scale)
@@ -175,14 +179,22 @@ class GradientAllreduce:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the `state_dict` of this rank was taken, bit for bit.
+        """Continue where the `state_dict` of this rank was taken, bit for bit. Collective.
 
         Raises:
-            ValueError: the state is of another length or method.
+            ValueError: the state is of another length or method, or the ranks' states are not of one moment; on every rank
+                alike.
         """
+        problem = ""
         for name in ("length", "method"):
             if state[name] != getattr(self, name):
-                raise ValueError(f"state has {name} {state[name]!r}, this reducer {getattr(self, name)!r}")
+                problem = f"state has {name} {state[name]!r}, this reducer {getattr(self, name)!r}"
+        common = {name: state[name] for name in ("steps", "sparse_steps", "last_k")}
+        agreed = {name: METHODS[name].agreed_state(theirs) for name, theirs in state["methods"].items()}
+        self.transport.agree(common | agreed, problem)
+        for method in self._methods.values():
+            method.close()
+        self._methods = {}
         self.steps = state["steps"]
         self._sparse_steps = state["sparse_steps"]
         self._last_k = state["last_k"]
@@ -192,6 +204,10 @@ class GradientAllreduce:
         self.velocity = None if velocity is None else self.backend.from_host(velocity)
         for name, method_state in state["methods"].items():
             self._instance(name).load_state_dict(method_state)
+
+    def forget_support(self) -> None:
+        """Say that `update` was written to: the next step zeroes all of it, not only where it was applied."""
+        self._support = None
 
     def close(self) -> None:
         """Free what MPI holds. Collective."""

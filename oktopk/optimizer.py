@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from collectives.dense import DenseAllreduce
-from collectives.transport import Transport
 from oktopk.gradient_allreduce import GradientAllreduce
 from oktopk.report import StepReport
 
@@ -30,9 +28,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         settings: keywords of `oktopk.Settings`.
 
     Raises:
-        TypeError: a parameter is not float32 on the CPU.
-        ValueError: no parameter needs a gradient; a setting is out of range, ranks disagree, or momentum correction meets an
-            optimizer with momentum of its own.
+        ValueError: a parameter is not float32 on the CPU, none needs a gradient, a setting is out of range, ranks disagree, or
+            momentum correction meets an optimizer with momentum of its own; on every rank alike.
+
+    Traffic: that of the method, once a step.
+    Source: Li & Hoefler, PPoPP 2022, algorithm 2.
 
     Example:
         >>> optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), MPI.COMM_WORLD, density=0.01)
@@ -47,22 +47,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # the base class is not initialised: groups, state and defaults are those of the wrapped optimizer
         self.inner = optimizer
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        for parameter in self._parameters:
-            if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
-                raise TypeError(
-                    f"a parameter is {parameter.dtype} on {parameter.device}, not torch.float32 on cpu"
-                )
-        if not self._parameters:
-            raise ValueError("no parameter of the optimizer needs a gradient")
-        if settings.get("momentum_correction") and any(_momentum(group) for group in optimizer.param_groups):
-            raise ValueError(
-                f"momentum_correction {settings['momentum_correction']} needs an optimizer without momentum of its own"
-            )
         self.length = sum(p.numel() for p in self._parameters)
-        self.reducer = GradientAllreduce(comm, self.length, method, **settings)
+        problem = _problem(optimizer, self._parameters, settings)
+        self.reducer = GradientAllreduce(comm, self.length, method, problem=problem, **settings)
         self._flat = torch.zeros(self.length)
         self._gradients = _views(self._flat, self._parameters)
-        self._updates = _views(torch.from_numpy(self.reducer.update), self._parameters)
+        self._update = torch.from_numpy(self.reducer.update)
+        self._updates = _views(self._update, self._parameters)
         self._attach()
 
     @property
@@ -110,10 +101,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not report.skipped:
             for parameter, update in zip(self._parameters, self._updates, strict=True):
                 parameter.grad = update
+            version = self._update._version
             try:
                 self.inner.step()
             finally:
                 self._attach()
+                if self._update._version != version:  # some optimizers work in place on p.grad
+                    self.reducer.forget_support()
         return report
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -161,38 +155,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 gradient.copy_(parameter.grad)
 
 
-def broadcast_parameters(module: nn.Module, comm: MPI.Intracomm, root: int = 0) -> None:
-    """Give all ranks the parameters and buffers of rank `root`, in place. Collective."""
-    for tensor in _tensors(module.parameters(), module.buffers()):
-        flat = tensor.contiguous().reshape(-1)
-        comm.Bcast(flat.numpy().view(np.uint8), root)
-        tensor.copy_(flat.view_as(tensor))
-
-
-def average_buffers(module: nn.Module, comm: MPI.Intracomm) -> None:
-    """Average the floating-point buffers (batch-norm statistics) over the ranks, in place. Collective.
-
-    Bit-identical on all ranks.
-
-    Traffic: one dense allreduce of all such buffers together.
-    """
-    buffers = [b for b in _tensors(module.buffers()) if b.is_floating_point()]
-    if not buffers:
-        return
-    flat = torch.cat([b.reshape(-1).to(torch.float32) for b in buffers])
-    transport = Transport(comm)
-    allreduce = DenseAllreduce(flat.numpy(), transport)
-    allreduce.run(scale=1.0 / transport.size)
-    allreduce.free()
-    transport.close()
-    for buffer, average in zip(buffers, _views(flat, buffers), strict=True):
-        buffer.copy_(average)
-
-
-def _tensors(*groups: Iterable[Tensor]) -> list[Tensor]:
-    return [tensor.detach() for group in groups for tensor in group]
-
-
 def _views(flat: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
     """Consecutive pieces of a flat tensor, in the shapes of `like`."""
     views, start = [], 0
@@ -200,6 +162,19 @@ def _views(flat: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
         views.append(flat[start : start + tensor.numel()].view_as(tensor))
         start += tensor.numel()
     return views
+
+
+def _problem(optimizer: torch.optim.Optimizer, parameters: list[Tensor], settings: dict[str, Any]) -> str:
+    """What keeps this optimizer from being wrapped, in a sentence; "" if nothing does."""
+    if not parameters:
+        return "no parameter of the optimizer needs a gradient"
+    for parameter in parameters:
+        if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
+            return f"a parameter is {parameter.dtype} on {parameter.device}, not torch.float32 on cpu"
+    correction = settings.get("momentum_correction")
+    if correction and any(_momentum(group) for group in optimizer.param_groups):
+        return f"momentum_correction {correction} needs an optimizer without momentum of its own"
+    return ""
 
 
 def _momentum(group: dict[str, Any]) -> bool:

@@ -14,9 +14,9 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.sparse import SparseVector
-from collectives.split_and_reduce import FlaggedRanksError, split_and_reduce
+from collectives.split_and_reduce import split_and_reduce
 from collectives.traffic import Traffic
-from collectives.transport import Transport
+from collectives.transport import FlaggedRanksError, Transport
 
 pytestmark = pytest.mark.mpi
 

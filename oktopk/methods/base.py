@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.sparse import SparseVector
-from collectives.split_and_reduce import FlaggedRanksError
-from collectives.transport import Transport
+from collectives.transport import FlaggedRanksError, Transport
 from oktopk.report import Stopwatch
 from oktopk.selection import LocalSelection, Selection
 from oktopk.settings import Settings
@@ -102,8 +101,14 @@ class Method(ABC):
             out: float32[n], zero; a method whose result is dense writes it here.
 
         Raises:
-            FlaggedRanksError: a sum is NaN or Inf on the ranks it names; on every rank alike. The residual is as it was.
+            FlaggedRanksError: a sum is NaN or Inf on the ranks it names; on every rank alike. The residual is as it
+                was, to rounding.
         """
+
+    @staticmethod
+    def agreed_state(state: dict[str, Any]) -> Any:
+        """What of a `state_dict` must be equal on all ranks, as a plain value."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and arrays that the next step depends on, besides the residual."""
@@ -140,6 +145,17 @@ class SparseMethod(Method):
         except FlaggedRanksError:
             self.kernels.undo_accumulate(gradient, residual)
             raise
+
+    def gather_counts(self, mine: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64[P, m] of every rank's counts, the last of which is its flag. Collective.
+
+        Raises:
+            FlaggedRanksError: a rank raised its flag; on every rank alike.
+        """
+        counts = self.transport.allgather_control(mine)
+        if counts[:, -1].any():
+            raise FlaggedRanksError(np.flatnonzero(counts[:, -1]).tolist())
+        return counts
 
     def regions(self, plan: Plan) -> NDArray[np.int64] | None:
         """int64[P + 1], the regions that the selection will be split by, where they are known before."""

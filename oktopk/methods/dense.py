@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.dense import DenseAllreduce
-from collectives.split_and_reduce import FlaggedRanksError
+from collectives.transport import FlaggedRanksError
 from oktopk.methods.base import Method, Plan, Reduction
 
 

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from collectives.sparse import SparseVector
 from collectives.tree import broadcast, parent_and_children
 from oktopk.methods.base import Plan, Reduction, SparseMethod
-from oktopk.methods.topka import gather_counts
 from oktopk.selection import Selection
 from oktopk.thresholds import kth_magnitude
 
@@ -28,7 +27,7 @@ class GTopk(SparseMethod):
     def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> Reduction:
         transport, workspace = self.transport, self.transport.workspace
         mine = np.array([selection.packed.nnz, selection.nonfinite > 0], np.int64)
-        largest = max(plan.k, int(gather_counts(self, mine)[:, 0].max()))
+        largest = max(plan.k, int(self.gather_counts(mine)[:, 0].max()))
         parent, children = parent_and_children(transport.rank, transport.size)
         pruned: list[SparseVector] = []
 
@@ -52,7 +51,8 @@ class GTopk(SparseMethod):
             transport.wait(transport.send(held, parent, even_if_empty=True))
         plan.stopwatch.lap("reduce")
         gathered = workspace.entries("gathered", largest)
-        gathered[: len(held)] = held
+        if parent is None:
+            gathered[: len(held)] = held
         nnz = broadcast(gathered, len(held), transport)
         plan.stopwatch.lap("allgather")
         return Reduction(

@@ -75,6 +75,11 @@ class OkTopk(SparseMethod):
         cuts = self.transport.kernels.equal_count_cuts(packed.entries, self.length, self.transport.size)
         return region_boundaries(cuts, self.length, self.transport)
 
+    @staticmethod
+    def agreed_state(state: dict[str, Any]) -> Any:
+        boundaries = state["boundaries"]
+        return state["threshold"], None if boundaries is None else [int(cut) for cut in boundaries]
+
     def state_dict(self) -> dict[str, Any]:
         boundaries = None if self.boundaries is None else self.boundaries.copy()
         return super().state_dict() | {"threshold": self.threshold.state_dict(), "boundaries": boundaries}

@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 
 from collectives.recursive_doubling import allgatherv
 from collectives.sparse import SparseVector
-from collectives.split_and_reduce import FlaggedRanksError
 from oktopk.methods.base import Plan, Reduction, SparseMethod
 from oktopk.selection import Selection
 
@@ -24,7 +23,7 @@ class TopkA(SparseMethod):
     def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> Reduction:
         packed, transport = selection.packed, self.transport
         mine = np.array([packed.nnz, selection.nonfinite > 0], np.int64)
-        counts = gather_counts(self, mine)[:, 0]
+        counts = self.gather_counts(mine)[:, 0]
         ends = np.cumsum(counts)
         begins = ends - counts
         gathered = transport.workspace.entries("gathered", int(ends[-1]))
@@ -43,15 +42,3 @@ class TopkA(SparseMethod):
             global_nnz=nnz,
             local_threshold=selection.threshold,
         )
-
-
-def gather_counts(method: SparseMethod, mine: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64[P, m] of every rank's counts, the last of which is its flag.
-
-    Raises:
-        FlaggedRanksError: a rank raised its flag; on every rank alike.
-    """
-    counts = method.transport.allgather_control(mine)
-    if counts[:, -1].any():
-        raise FlaggedRanksError(np.flatnonzero(counts[:, -1]).tolist())
-    return counts

@@ -1,0 +1,48 @@
+"""What else a data-parallel run needs of a torch module: the same start, and the same batch-norm statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+from collectives.dense import DenseAllreduce
+from collectives.transport import Transport
+
+
+def broadcast_parameters(module: nn.Module, comm: MPI.Intracomm, root: int = 0) -> None:
+    """Give all ranks the parameters and buffers of rank `root`, in place. Collective.
+
+    Traffic: one broadcast of each.
+    """
+    for tensor in _tensors(module.parameters(), module.buffers()):
+        flat = tensor.contiguous().reshape(-1)
+        comm.Bcast(flat.numpy().view(np.uint8), root)
+        tensor.copy_(flat.view_as(tensor))
+
+
+def average_buffers(module: nn.Module, comm: MPI.Intracomm) -> None:
+    """Average the floating-point buffers (batch-norm statistics) over the ranks, in place. Collective.
+
+    Bit-identical on all ranks.
+
+    Traffic: one dense allreduce of all such buffers together.
+    """
+    buffers = [b for b in _tensors(module.buffers()) if b.is_floating_point()]
+    if not buffers:
+        return
+    flat = torch.cat([b.reshape(-1).to(torch.float32) for b in buffers])
+    transport = Transport(comm)
+    allreduce = DenseAllreduce(flat.numpy(), transport)
+    allreduce.run(scale=1.0 / transport.size)
+    allreduce.free()
+    transport.close()
+    for buffer, average in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+        buffer.copy_(average.view_as(buffer))
+
+
+def _tensors(*groups: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.detach() for group in groups for tensor in group]

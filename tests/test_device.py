@@ -1,0 +1,106 @@
+"""What a GPU must do beyond the contract that all devices share; skipped where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
+from tests.devices import get, gpus, put, use
+
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(not gpus(), reason="no GPU")]
+
+LENGTH = 50_003
+
+
+def normal(comm: MPI.Intracomm, step: int) -> NDArray[np.float32]:
+    return np.random.default_rng((comm.rank, step)).standard_normal(LENGTH).astype(np.float32)
+
+
+def reducer(comm: MPI.Intracomm, method: str, device: str = "cuda", **settings: Any) -> GradientAllreduce:
+    use("cuda", comm)
+    settings = {"density": 0.02, "threshold_interval": 4, "boundary_interval": 6} | settings
+    return GradientAllreduce(comm, LENGTH, method, device=device, average=False, **settings)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "gaussiank"])
+def test_gpu_and_cpu_give_the_same_bits(comm: MPI.Intracomm, method: str) -> None:
+    # Gaussiank's fit sums in another order
+    on_gpu, on_cpu = reducer(comm, method), reducer(comm, method, device="cpu")
+    for step in range(9):
+        gradient = normal(comm, step)
+        first = on_gpu.step(put("cuda", gradient))
+        second = on_cpu.step(gradient)
+        assert (first.local_nnz, first.global_nnz, first.words) == (
+            second.local_nnz,
+            second.global_nnz,
+            second.words,
+        )
+        assert np.array_equal(get(on_gpu.update), on_cpu.update)
+        if on_cpu.residual is not None:
+            assert np.array_equal(get(on_gpu.residual), on_cpu.residual)
+
+
+@pytest.mark.parametrize("gradient_type", ["bfloat16", "float16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_narrow_gradients_are_widened_before_anything_is_added(
+    comm: MPI.Intracomm, method: str, gradient_type: str
+) -> None:
+    narrow = reducer(comm, method, gradient_type=gradient_type)
+    wide = reducer(comm, method)
+    for step in range(5):
+        gradient = normal(comm, step)
+        if gradient_type == "bfloat16":
+            bits = (gradient.view(np.uint32) >> 16).astype(np.uint16)
+            stored, widened = bits, (bits.astype(np.uint32) << 16).view(np.float32)
+        else:
+            stored = gradient.astype(np.float16)
+            widened = stored.astype(np.float32)
+        narrow.step(put("cuda", stored))
+        wide.step(put("cuda", widened))
+        assert np.array_equal(get(narrow.update), get(wide.update))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_nonfinite_gradient_raises_everywhere_and_is_undone(comm: MPI.Intracomm, method: str) -> None:
+    reduced = reducer(comm, method)
+    reduced.step(put("cuda", np.rint(8 * normal(comm, 0))))
+    before = None if reduced.residual is None else get(reduced.residual)
+    poisoned = np.rint(8 * normal(comm, 1))
+    if comm.rank == comm.size - 1:
+        poisoned[[5, 40_000]] = np.nan
+    with pytest.raises(NonFiniteGradientError, match=rf"rank\(s\) {comm.size - 1}$"):
+        reduced.step(put("cuda", poisoned))
+    if before is not None:
+        assert np.array_equal(get(reduced.residual), before)
+    assert not get(reduced.update).any()
+    reduced.step(put("cuda", np.rint(8 * normal(comm, 2))))
+    assert get(reduced.update).any()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "gaussiank"])
+def test_a_reloaded_reducer_continues_bit_for_bit(comm: MPI.Intracomm, method: str, momentum: float) -> None:
+    undisturbed = reducer(comm, method, momentum_correction=momentum, dense_warmup_steps=1)
+    for step in range(5):
+        undisturbed.step(put("cuda", normal(comm, step)))
+    resumed = reducer(comm, method, momentum_correction=momentum, dense_warmup_steps=1)
+    resumed.load_state_dict(undisturbed.state_dict())
+    for step in range(5, 11):
+        undisturbed.step(put("cuda", normal(comm, step)))
+        resumed.step(put("cuda", normal(comm, step)))
+        assert np.array_equal(get(undisturbed.update), get(resumed.update))
+
+
+def test_what_a_gpu_does_not_take_is_named(comm: MPI.Intracomm) -> None:
+    reduced = reducer(comm, "oktopk")
+    with pytest.raises(TypeError, match="ndarray, not a cupy array on GPU"):
+        reduced.step(normal(comm, 0))
+    with pytest.raises(TypeError, match="float64 is not float32"):
+        reduced.step(put("cuda", normal(comm, 0).astype(np.float64)))
+    with pytest.raises(ValueError, match="not contiguous"):
+        reduced.step(put("cuda", np.repeat(normal(comm, 0), 2))[::2])
