@@ -159,6 +159,8 @@ def test_whatever_ends_it_nothing_is_left(networks: None, number: signal.Signals
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        # a shell that was born ignoring SIGINT, as in the background of another, cannot trap it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - before bash, not Python
     ) as job:
         deadline = time.monotonic() + 60
         while len(ranks()) < 2 and time.monotonic() < deadline:
@@ -166,7 +168,10 @@ def test_whatever_ends_it_nothing_is_left(networks: None, number: signal.Signals
         assert len(ranks()) == 2
         time.sleep(1)  # into the measuring
         job.send_signal(number)
-        assert job.wait(timeout=10) in (128 + number, -number)
+        try:
+            assert job.wait(timeout=10) in (128 + number, -number)
+        finally:
+            job.kill()
     deadline = time.monotonic() + 10
     while processes("--length 20011") and time.monotonic() < deadline:
         time.sleep(0.1)
