@@ -172,6 +172,12 @@ class RunConfig(_Section):
     file: str = "runs/run.h5"
     overwrite: bool = False
     flush_every: int = Field(default=20, ge=1, description="steps between writes to the run file")
+    measure_every: int = Field(
+        default=0,
+        ge=0,
+        description="steps between measurements of xi and fill-in, two dense allreduces each; 0: none. "
+        "A multiple of reduction.threshold_interval would meet only exact steps, or none",
+    )
     record_gradients: str = Field(
         default="", description="folder to record gradients in, for jobs.bench --replay"
     )

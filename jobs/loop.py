@@ -110,17 +110,19 @@ class TrainingLoop:
         times.append(time.perf_counter())
         loss.backward()
         times.append(time.perf_counter())
-        report = self.optimizer.step()
+        every = self.config.run.measure_every
+        report = self.optimizer.step(measure=bool(every) and (step + 1) % every == 0)
         times.append(time.perf_counter())
         if self.gradients is not None:
             self.gradients.add(self.optimizer.gradient)
         data, forward, backward, whole = np.diff(times).tolist()
+        measuring = report.measures.seconds if report.measures else 0.0
         seconds = {
             "data": data,
             "forward": forward,
             "backward": backward,
             "reduction": report.total_seconds,
-            "optimizer": max(0.0, whole - report.total_seconds),
+            "optimizer": max(0.0, whole - report.total_seconds - measuring),
         }
         self.recorder.add(
             report, loss=loss.item(), seconds=seconds, learning_rate=rate, elapsed=times[-1] - began
@@ -132,11 +134,13 @@ class TrainingLoop:
         return (step + 1) % every == 0 or step + 1 == self.steps
 
     def _write(self) -> None:
-        gathered = self.recorder.gather()
+        gathered, measures = self.recorder.gather(), self.recorder.gather_measures()
         if gathered is None or self.file is None:
             return
         columns, stages = gathered
         self.file.append_steps(columns, stages)
+        if measures is not None:
+            self.file.append_measures(measures)
         words = float(columns["words"].mean())
         dense = dense_words(self.optimizer.length, self.comm.size)
         self.figures["loss"] = f"{columns['loss'].mean():.3f}"

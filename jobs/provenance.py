@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
+import shlex
 import socket
 import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy
 import torch
 from mpi4py import MPI
+
+from jobs.machine import machine
 
 
 def versions() -> dict[str, str]:
@@ -58,6 +63,20 @@ def commit() -> str:
 def host() -> str:
     """This machine's name."""
     return socket.gethostname()
+
+
+def hardware_json() -> str:
+    """This machine's processor, cores, memory and GPUs as JSON."""
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    # mpiexec may have bound this rank to one of the cores
+    return json.dumps({**machine(), "cores": os.cpu_count(), "gpus": gpus})
+
+
+def command() -> str:
+    """The command line of this process, as it would be typed after `mpiexec -n RANKS python -m mpi4py -m`."""
+    program = sys.modules["__main__"].__spec__
+    name = Path(sys.argv[0]).name if program is None else program.name.removesuffix(".__main__")
+    return shlex.join([name, *sys.argv[1:]])
 
 
 def now() -> str:

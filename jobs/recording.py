@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.traffic import lower_bound, upper_bound
 from jobs.runfile import PHASES
 from oktopk import StepReport
 
@@ -27,6 +29,8 @@ _REPORTED = (
 # Equal on all ranks, so rank 0's value stands for all; every other column is a mean.
 _COMMON = ("step", "k", "global_nnz", "global_threshold", "skipped", "dense")
 
+Columns = dict[str, NDArray[Any]]
+
 
 class StepRecorder:
     """Keeps the steps since the last gather, on every rank.
@@ -40,6 +44,7 @@ class StepRecorder:
         self._rows: list[dict[str, float]] = []
         self._stages: list[dict[str, float]] = []
         self._local: list[tuple[float, float]] = []
+        self._measures: list[dict[str, float]] = []
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -62,8 +67,10 @@ class StepRecorder:
         self._rows.append(row)
         self._stages.append(dict(report.seconds))
         self._local.append((learning_rate, elapsed))
+        if report.measures is not None:
+            self._measures.append(_measured(report, self._comm.size))
 
-    def gather(self) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[np.float64]]] | None:
+    def gather(self) -> tuple[Columns, dict[str, NDArray[np.float64]]] | None:
         """Collect the kept steps of all ranks and forget them.
 
         Returns:
@@ -89,14 +96,31 @@ class StepRecorder:
             return None
         return self._combine(names, gathered, local)
 
+    def gather_measures(self) -> Columns | None:
+        """Collect the measured steps of all ranks and forget them.
+
+        Returns:
+            On rank 0 and if there are any: the columns of runfile.MEASURE_COLUMNS; else None.
+
+        Traffic: one gather of float64[measured steps, columns], none without any.
+        """
+        if not self._measures:
+            return None
+        names = tuple(self._measures[0])
+        gathered = self._comm.gather(np.array([list(row.values()) for row in self._measures]))
+        self._measures = []
+        if gathered is None:
+            return None
+        return dict(zip(names, np.mean(gathered, axis=0).T, strict=True))
+
     def _combine(
         self,
         names: tuple[str, ...],
         gathered: list[tuple[tuple[str, ...], NDArray[np.float64]]],
         local: NDArray[np.float64],
-    ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[np.float64]]]:
+    ) -> tuple[Columns, dict[str, NDArray[np.float64]]]:
         ranks = len(gathered)
-        columns: dict[str, NDArray[Any]] = {"learning_rate": local[:, 0], "elapsed": local[:, 1]}
+        columns: Columns = {"learning_rate": local[:, 0], "elapsed": local[:, 1]}
         every = np.stack([table[:, : len(names)] for _, table in gathered])
         for position, name in enumerate(names):
             columns[name] = every[0, :, position] if name in _COMMON else every[:, :, position].mean(axis=0)
@@ -110,3 +134,22 @@ class StepRecorder:
                 share = table[:, len(names) + position] / ranks
                 stages[name] = stages[name] + share if name in stages else share
         return columns, stages
+
+
+def _measured(report: StepReport, ranks: int) -> dict[str, float]:
+    """A row of MEASURE_COLUMNS as this rank sees it."""
+    measures, k = report.measures, report.k
+    assert measures is not None
+    lower, upper = lower_bound(k, ranks), upper_bound(k, ranks)
+    return {
+        "step": report.step + 1.0,
+        "xi": measures.xi,
+        "missed": measures.missed,
+        "gradient_norm": measures.gradient_norm,
+        "fill_in": measures.fill_in,
+        "local_deviation": abs(report.local_nnz - k) / k,
+        "global_deviation": abs(report.global_nnz - k) / k,
+        "words_over_lower": report.words / lower if lower else math.nan,
+        "words_over_upper": report.words / upper if upper else math.nan,
+        "seconds": measures.seconds,
+    }

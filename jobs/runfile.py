@@ -2,12 +2,13 @@
 
 Layout:
     attributes            format, config (JSON), versions (JSON), method, ranks, length, k, batch_size, seed,
-                          host, commit, started (UTC, ISO 8601)
+                          host, commit, started (UTC, ISO 8601), hardware (JSON), command
     status                one of STATUSES
     steps/<column>        one value per step: STEP_COLUMNS
     stages/names          what the columns of stages/seconds are, "" where unused
     stages/seconds        [steps, STAGE_SLOTS]: seconds of each stage of the reduction, mean over the ranks
     evaluations/<column>  one value per evaluation: EVALUATION_COLUMNS
+    measures/<column>     one value per measured step: MEASURE_COLUMNS
 
 A killed writer leaves a file that HDF5 opens in SWMR mode only, so read it with jobs.runreader.
 """
@@ -66,6 +67,19 @@ EVALUATION_COLUMNS: dict[str, tuple[str, str]] = {
     "samples": ("i8", ""),
     "seconds": ("f8", "rank 0"),
 }
+# NaN where a bound is 0 or xi has no meaning.
+MEASURE_COLUMNS: dict[str, tuple[str, str]] = {
+    "step": ("i8", "1 for the first"),
+    "xi": ("f8", "missed / gradient_norm, the paper's assumption 1"),
+    "missed": ("f8", "norm of the exact top k of the mean accumulated gradient minus the applied update"),
+    "gradient_norm": ("f8", "norm of the mean gradient"),
+    "fill_in": ("f8", "entries that any rank selected, counted once, over k"),
+    "local_deviation": ("f8", "|local nnz - k| / k, mean over the ranks"),
+    "global_deviation": ("f8", "|global nnz - k| / k"),
+    "words_over_lower": ("f8", "words / (2k(P-1)/P)"),
+    "words_over_upper": ("f8", "words / (6k(P-1)/P)"),
+    "seconds": ("f8", "seconds that measuring took, in no phase of the step, mean over the ranks"),
+}
 
 
 class RunFileError(RuntimeError):
@@ -77,7 +91,7 @@ class RunInfo:
     """What is known before the first step; stored as attributes.
 
     length is n, the elements of the gradient; k the entries asked for after any density warm-up.
-    config and versions are JSON.
+    config, versions and hardware are JSON.
     """
 
     config: str
@@ -91,6 +105,8 @@ class RunInfo:
     host: str
     commit: str
     started: str
+    hardware: str = "{}"
+    command: str = ""
 
 
 class RunFile:
@@ -123,6 +139,7 @@ class RunFile:
         self._status = file.create_dataset("status", data=np.array([b"running"], "S16"), chunks=(1,))
         self._steps = self._create_columns("steps", STEP_COLUMNS)
         self._evaluations = self._create_columns("evaluations", EVALUATION_COLUMNS)
+        self._measures = self._create_columns("measures", MEASURE_COLUMNS)
         stages = file.create_group("stages")
         self._stage_names = stages.create_dataset(
             "names", shape=(STAGE_SLOTS,), dtype=_STAGE_NAME, chunks=(STAGE_SLOTS,)
@@ -171,6 +188,11 @@ class RunFile:
     def append_evaluation(self, **values: float) -> None:
         """Append one evaluation, every name of EVALUATION_COLUMNS, and flush."""
         _append(self._evaluations, {name: np.array([value]) for name, value in values.items()})
+        self._file.flush()
+
+    def append_measures(self, columns: Mapping[str, NDArray[np.float64]]) -> None:
+        """Append some measured steps, every name of MEASURE_COLUMNS, and flush. Raises ValueError as append_steps."""
+        _append(self._measures, columns)
         self._file.flush()
 
     def _slot(self, stage: str) -> int:

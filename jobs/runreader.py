@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.runfile import FORMAT, RunFileError, RunInfo
+from jobs.runfile import FORMAT, MEASURE_COLUMNS, RunFileError, RunInfo
 
 PATIENCE = 20  # tenths of a second
 
@@ -71,7 +71,8 @@ class RunReader:
     @property
     def info(self) -> RunInfo:
         """The attributes."""
-        values = {name: self._file.attrs[name] for name in RunInfo.__dataclass_fields__}
+        attributes = self._file.attrs  # older files lack the newest, which have defaults
+        values = {name: attributes[name] for name in RunInfo.__dataclass_fields__ if name in attributes}
         return RunInfo(**{name: v.item() if isinstance(v, np.generic) else v for name, v in values.items()})
 
     @property
@@ -92,6 +93,12 @@ class RunReader:
     def evaluations(self) -> dict[str, NDArray[Any]]:
         """Every column of EVALUATION_COLUMNS as of now, all of one length."""
         return self._columns("evaluations")
+
+    def measures(self) -> dict[str, NDArray[Any]]:
+        """Every column of MEASURE_COLUMNS as of now, all of one length; empty ones where the file has none."""
+        if "measures" not in self._file:
+            return {name: np.empty(0) for name in MEASURE_COLUMNS}
+        return self._columns("measures")
 
     def stages(self) -> dict[str, NDArray[np.float64]]:
         """Stage of the reduction -> seconds[steps], mean over the ranks."""

@@ -203,6 +203,8 @@ def open_run_file(config: Config, comm: MPI.Intracomm, length: int) -> AbstractC
             host=provenance.host(),
             commit=provenance.commit(),
             started=provenance.now(),
+            hardware=provenance.hardware_json(),
+            command=provenance.command(),
         )
         created.append(RunFile(config.run.file, info, overwrite=config.run.overwrite))
 

@@ -49,6 +49,12 @@ class Backend(Protocol):
     def from_host(self, array: NDArray[np.float32]) -> Any:
         """A copy on this backend."""
 
+    def indices(self, entries: Any) -> NDArray[np.int32]:
+        """int32[nnz] on the host: the indices of ENTRY[nnz]."""
+
+    def wait(self) -> None:
+        """Until all work on arrays is done, however it was started, so that MPI may read them."""
+
 
 class HostBackend:
     """NumPy arrays and numba kernels."""
@@ -84,6 +90,13 @@ class HostBackend:
     def from_host(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
         """As the protocol says."""
         return np.array(array, np.float32)
+
+    def indices(self, entries: NDArray[np.void]) -> NDArray[np.int32]:
+        """As the protocol says."""
+        return np.asarray(entries["index"])
+
+    def wait(self) -> None:
+        """As the protocol says."""
 
 
 def make_backend(device: str, gradient_type: str, stream: Any, ranks: int) -> Backend:

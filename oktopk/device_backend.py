@@ -78,3 +78,11 @@ class DeviceBackend:
         copied = self.device.allocate(len(array), np.float32)
         copied.set(np.ascontiguousarray(array, np.float32), stream=self.device.stream)
         return copied
+
+    def indices(self, entries: Any) -> NDArray[np.int32]:
+        """As the protocol says."""
+        return np.asarray(entries.get()["index"])
+
+    def wait(self) -> None:
+        """As the protocol says."""
+        self.device.synchronize()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from collectives.sparse import SparseVector, check_length
 from collectives.transport import FlaggedRanksError, Transport
 from oktopk.backend import Backend, make_backend
+from oktopk.measures import Sampler
 from oktopk.methods import METHODS, Method, Plan, Reduction
 from oktopk.report import StepReport, Stopwatch
 from oktopk.settings import DENSE_ABOVE, Settings, entries_kept
@@ -54,7 +55,8 @@ class GradientAllreduce:
         ValueError: an argument is out of range, the device cannot be used, or ranks disagree; on every rank alike.
 
     Memory: n words of update; n of residual from the first sparse step on; n of velocity with momentum correction; n/2 of
-        scratch from the first dense step on; the lists of the method, O(k) for Ok-Topk where regions balance.
+        scratch from the first dense step on; 3n/2 from the first measured step on; the lists of the method, O(k) for Ok-Topk
+        where regions balance.
     Traffic: that of the method, see `oktopk.methods`; one allgather of the settings at construction.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
 
@@ -106,16 +108,20 @@ class GradientAllreduce:
         self._kernels = self.backend.kernels
         self._methods: dict[str, Method] = {}
         self._support: SparseVector | None = None  # where `update` is not zero; None: anywhere
+        self._selected: SparseVector | None = None  # what this rank sent, in scratch until the next step
+        self._sampler: Sampler | None = None
         self._pending = False  # whether the residual may hold anything
         self._sparse_steps = 0
         self._last_k: int | None = None
         self._said_dense = False
 
-    def step(self, gradient: NDArray[np.float32]) -> StepReport:
+    def step(self, gradient: NDArray[np.float32], *, measure: bool = False) -> StepReport:
         """Reduce one gradient; the result is in `update`. Collective: every rank must call.
 
         Args:
             gradient: [n] of the gradient type, C-contiguous, on the device; unchanged. bfloat16 is given as uint16.
+            measure: take the paper's measures of a sparse step, see `oktopk.measures`: costs two dense allreduces, which
+                neither the report's traffic nor its seconds include. Equal on all ranks; the update is the same either way.
 
         Raises:
             NonFiniteGradientError: a sum is NaN or Inf on some rank, and settings say to raise; on every rank alike.
@@ -124,7 +130,21 @@ class GradientAllreduce:
         """
         gradient = self.backend.accept(gradient, self.length)
         with self.backend.running():
+            return self._measured_step(gradient) if measure else self._step(gradient)
+
+    def _measured_step(self, gradient: NDArray[np.float32]) -> StepReport:
+        method, k = self._method_at(self.steps)
+        if not method.sparse:
             return self._step(gradient)
+        if self._sampler is None:
+            self._sampler = Sampler(self.length, self.backend, self.transport)
+        self._sampler.before(gradient, self.residual, self.velocity, self.settings.momentum_correction)
+        report = self._step(gradient)
+        if report.skipped:
+            return report
+        assert self._selected is not None
+        to_sum = float(self.transport.size) if self.settings.average else 1.0
+        return replace(report, measures=self._sampler.after(self.update, self._selected, k, to_sum))
 
     def _step(self, gradient: NDArray[np.float32]) -> StepReport:
         settings, transport = self.settings, self.transport
@@ -211,6 +231,8 @@ class GradientAllreduce:
 
     def close(self) -> None:
         """Free what MPI holds. Collective."""
+        if self._sampler is not None:
+            self._sampler.close()
         for method in self._methods.values():
             method.close()
         self.transport.close()
@@ -268,6 +290,7 @@ class GradientAllreduce:
         if reduction.update is not None:
             kernels.write_scaled(self.update, reduction.update.entries, scale)
         self._support = reduction.update
+        self._selected = reduction.selected
         if reduction.selected is None:
             if self._pending and self.residual is not None:
                 self.residual.fill(0)

@@ -81,11 +81,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._flat.zero_()
         self._attach()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> StepReport:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, measure: bool = False
+    ) -> StepReport:
         """Reduce the gradients and step. Collective: every rank must call.
 
         Args:
             closure: computes the gradients first, if given.
+            measure: take the paper's measures of this step, see `GradientAllreduce.step`.
 
         Returns:
             What was selected, sent and timed. A skipped step leaves parameters and optimizer state untouched.
@@ -97,7 +100,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 closure()
         self._collect()
-        report = self.reducer.step(self._flat.numpy())
+        report = self.reducer.step(self._flat.numpy(), measure=measure)
         if not report.skipped:
             for parameter, update in zip(self._parameters, self._updates, strict=True):
                 parameter.grad = update

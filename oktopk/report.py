@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from oktopk.measures import Measures
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -23,6 +25,7 @@ class StepReport:
         words, messages: payload this rank sent.
         control_words, control_messages: sizes, cuts, histograms, flags; see `collectives.Traffic`.
         seconds: time by stage, in the order in which the stages ran.
+        measures: the paper's measures, where they were asked for and the step was sparse and applied; else None.
     """
 
     step: int
@@ -40,6 +43,7 @@ class StepReport:
     control_words: int
     control_messages: int
     seconds: dict[str, float]
+    measures: Measures | None = None
 
     @property
     def total_seconds(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -51,6 +52,7 @@ def test_a_training_run_on_four_ranks_learns_and_keeps_to_the_bound(tmp_path: Pa
         "training.eval_every=60",
         "schedule.warmup=10",
         "optimizer.lr=0.05",
+        "run.measure_every=25",
     ]
     done = run_ranks(4, "-m", "jobs.train", str(CONFIG), "--set", f"run.file={path}", *overrides)
     assert done.returncode == 0, done.stderr
@@ -70,6 +72,20 @@ def test_a_training_run_on_four_ranks_learns_and_keeps_to_the_bound(tmp_path: Pa
     stages = np.sum(list(run.stages.values()), axis=0)
     assert stages == pytest.approx(run.steps["seconds_reduction"])
     assert run.steps["learning_rate"][9] == pytest.approx(0.05)
+    with RunReader(path) as reader:
+        measures, hardware = reader.measures(), json.loads(reader.info.hardware)
+        assert reader.info.command.startswith(f"jobs.train {CONFIG} --set run.file={path}")
+    assert measures["step"].tolist() == [25, 50, 75, 100]
+    assert np.all((measures["xi"] > 0) & (measures["xi"] < 4))
+    assert np.all((measures["fill_in"] > 1) & (measures["fill_in"] < 4 * 1.25))
+    places = measures["step"] - 1
+    assert measures["words_over_upper"] * run.upper_bound == pytest.approx(run.steps["words"][places])
+    assert measures["words_over_lower"] * run.lower_bound == pytest.approx(run.steps["words"][places])
+    assert measures["global_deviation"] == pytest.approx(
+        np.abs(run.steps["global_nnz"][places] / run.info.k - 1)
+    )
+    assert np.all(measures["seconds"] > 0)
+    assert hardware["cores"] == os.cpu_count()
 
 
 # One job, because a job's start is what these tests wait for.
