@@ -7,9 +7,11 @@ an NVIDIA GPU, its UCX is loaded first, and the same libmpi moves device memory.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
 UCX_SETTINGS = {
     "OMPI_MCA_pml": "ucx",
@@ -17,6 +19,17 @@ UCX_SETTINGS = {
     "OMPI_MCA_opal_common_ucx_devices": "any",
 }
 """Open MPI picks UCX by itself only on networks that it knows."""
+
+NO_DRIVER = "this host has no NVIDIA driver"
+_NO_WHEEL = "no libucx wheel is installed, and the MPI library does not say that it moves device memory"
+_TOO_EARLY = (
+    "mpi4py.MPI was imported before oktopk, so that the UCX with CUDA could not be loaded any more: "
+    "import oktopk (or collectives) first"
+)
+_ADVICE = (
+    "install the extra mpi-cuda13 (or mpi-cuda12), or set OKTOPK_CUDA_AWARE_MPI=1 "
+    "where the site's MPI is known to be CUDA-aware"
+)
 
 
 def load_cuda_ucx() -> str:
@@ -26,14 +39,17 @@ def load_cuda_ucx() -> str:
         "" when it is loaded; else why it is not, in a sentence.
     """
     if not os.path.exists("/dev/nvidiactl"):
-        return "this host has no NVIDIA driver"
+        return NO_DRIVER
     if importlib.util.find_spec("libucx") is None:
-        return "no libucx wheel is installed: the MPI library is used as it is"
-    if "mpi4py.MPI" in sys.modules and os.environ.get("OMPI_MCA_pml") != "ucx":  # noqa: SIM112
-        return "mpi4py.MPI was imported before oktopk: import oktopk (or collectives) first, so that UCX with CUDA is loaded"
+        return _NO_WHEEL
     import libucx
 
-    libucx.load_library()
+    if "mpi4py.MPI" in sys.modules and not _of_wheel(_mapped("libucp.so")):
+        return _TOO_EARLY
+    try:
+        libucx.load_library()
+    except OSError as error:
+        return f"the UCX of the libucx wheel does not load ({error})"
     for name, value in UCX_SETTINGS.items():
         os.environ.setdefault(name, value)
     return ""
@@ -42,21 +58,95 @@ def load_cuda_ucx() -> str:
 def device_memory_problem() -> str:
     """Why device memory must not be given to MPI; "" if it may be. Touches no device memory: a wrong guess would crash.
 
-    It may where the wheel's UCX was loaded, where the MPI library says so itself (MPIX_Query_cuda_support), and where the
-    site says so (MPICH_GPU_SUPPORT_ENABLED=1, as on Cray systems, or OKTOPK_CUDA_AWARE_MPI=1).
+    It may where UCX is the wheel's, is what Open MPI sends through, and says that it knows CUDA; where the MPI library says
+    so itself (MPIX_Query_cuda_support); and where the site says so (MPICH_GPU_SUPPORT_ENABLED=1, as on Cray systems, or
+    OKTOPK_CUDA_AWARE_MPI=1). OKTOPK_CUDA_AWARE_MPI=0 says that it may not, whatever the others say.
     """
     import collectives
 
-    if not collectives.WITHOUT_CUDA_UCX:
+    said = os.environ.get("OKTOPK_CUDA_AWARE_MPI")
+    if said == "0":
+        return "OKTOPK_CUDA_AWARE_MPI=0 is set"
+    if "1" in (said, os.environ.get("MPICH_GPU_SUPPORT_ENABLED")):
         return ""
-    if "1" in (os.environ.get("MPICH_GPU_SUPPORT_ENABLED"), os.environ.get("OKTOPK_CUDA_AWARE_MPI")):
+    why = collectives.WITHOUT_CUDA_UCX or _wheel_problem()
+    if not why or _says_so_itself():
         return ""
+    return f"{why}; {_ADVICE}" if why == _NO_WHEEL else why
+
+
+def _says_so_itself() -> bool:
     from mpi4py import MPI
 
     query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
-    if query is not None and query() == 1:
-        return ""
-    return (
-        f"{collectives.WITHOUT_CUDA_UCX}. Install the extra mpi-cuda13 (or mpi-cuda12), or set OKTOPK_CUDA_AWARE_MPI=1 "
-        "where the site's MPI is known to be CUDA-aware"
-    )
+    return query is not None and query() == 1
+
+
+@functools.cache
+def _wheel_problem() -> str:
+    """Why Open MPI may not send device memory although the wheel's UCX was loaded: asked of both."""
+    from mpi4py import MPI
+
+    library = " ".join(MPI.Get_library_version().split()[:3]).rstrip(",")
+    if not library.startswith("Open MPI"):
+        return f"the MPI library is {library}, which does not send through the UCX of the libucx wheel"
+    if (pml := os.environ.get("OMPI_MCA_pml")) != "ucx":  # noqa: SIM112
+        return f"OMPI_MCA_pml is {pml!r}, not 'ucx': unset it, so that Open MPI sends through UCX"
+    loaded = _mapped("libucp.so")
+    if others := sorted(set(loaded) - set(_of_wheel(loaded))):
+        return f"MPI has loaded a UCX of its own beside that of the libucx wheel, {others[0]}"
+    try:
+        knows = ucx_memory_types(loaded[0]) & _CUDA
+    except OSError as error:
+        return str(error)
+    if not knows:
+        tls = os.environ.get("UCX_TLS")
+        return "UCX says that it does not know CUDA memory: " + (
+            f"UCX_TLS={tls} leaves it out, unset it"
+            if tls
+            else "run ucx_info -d of the libucx wheel to see why, and check that its CUDA major version is the driver's"
+        )
+    return ""
+
+
+_CUDA = 1 << 1  # UCS_MEMORY_TYPE_CUDA
+
+
+def ucx_memory_types(library: Path) -> int:
+    """The memory types that a UCX knows with the settings of this process, as bits: 1 host, 2 CUDA.
+
+    Raises:
+        OSError: UCX does not start.
+    """
+    ucp = ctypes.CDLL(str(library))
+    version = [ctypes.c_uint() for _ in range(3)]
+    ucp.ucp_get_version(*(ctypes.byref(part) for part in version))
+    # ucp_params_t: which fields are given (bit 0: features), the features (bit 0: tag matching), and fields not given
+    params = (ctypes.c_uint64 * 64)(1, 1)
+    context = ctypes.c_void_p()
+    status = ucp.ucp_init_version(version[0], version[1], params, None, ctypes.byref(context))
+    if status:
+        raise OSError(f"UCX of {library} does not start: status {ctypes.c_byte(status).value}")
+    try:
+        # ucp_context_attr_t: which fields are asked for (bit 2: memory types), request size, thread mode, memory types
+        attributes = (ctypes.c_uint64 * 64)(1 << 2)
+        if status := ucp.ucp_context_query(context, attributes):
+            raise OSError(f"UCX of {library} does not answer: status {ctypes.c_byte(status).value}")
+        return int(attributes[3])
+    finally:
+        ucp.ucp_cleanup(context)
+
+
+def _of_wheel(libraries: list[Path]) -> list[Path]:
+    """Those that lie in the libucx wheel."""
+    import libucx
+
+    wheel = Path(libucx.__file__).resolve().parent
+    return [path for path in libraries if wheel in path.parents]
+
+
+def _mapped(name: str) -> list[Path]:
+    """Files of that name that this process has loaded."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in lines if f"/{name}" in line}
+    return sorted(Path(path) for path in paths)

@@ -16,6 +16,7 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.cuda_problems import device_memory
 from collectives.sparse import ENTRY
 
 _HEADERS = Path(__file__).parent / "kernels"
@@ -172,7 +173,7 @@ class Device:
     def allocate(self, count: int, dtype: Any) -> Any:
         """cupy array [count] of plain cudaMalloc memory, contents undefined."""
         nbytes = max(1, count) * np.dtype(dtype).itemsize
-        return cupy.ndarray((count,), dtype, memptr=cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0))
+        return cupy.ndarray((count,), dtype, memptr=cupy.cuda.MemoryPointer(device_memory(nbytes), 0))
 
     def scratch(self, name: str, count: int, dtype: Any) -> Any:
         """cupy array [>= count] that outlives the call, zeroed when it is made or grows."""

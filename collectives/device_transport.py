@@ -1,4 +1,4 @@
-"""The door from device arrays to a CUDA-aware MPI."""
+"""The doors from device arrays to MPI: one for an MPI that moves device memory, one for any other."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 import cupy
 import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
+from collectives.cuda_problems import pinned_memory
 from collectives.device import Device, DeviceEntries, DeviceWorkspace
 from collectives.device_kernels import DeviceKernels
+from collectives.staging_transport import StagingTransport
 from collectives.traffic import Traffic
 from collectives.transport import Transport
 
@@ -55,8 +58,61 @@ class DeviceTransport(Transport):
             self.device.synchronize()
 
     def _wire(self, array: Any) -> Any:
-        pointer = array.pointer if isinstance(array, DeviceEntries) else array.data.ptr
-        return [MPI.buffer.fromaddress(pointer, array.nbytes), MPI.BYTE]
+        return [MPI.buffer.fromaddress(_address(array), array.nbytes), MPI.BYTE]
+
+
+class PinnedCopies:
+    """Copies between a device and page-locked memory, on the device's stream; see `staging_transport.Copies`."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    @property
+    def pending(self) -> bool:
+        """As the protocol says."""
+        return self._device.pending
+
+    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        """As the protocol says."""
+        return np.frombuffer(pinned_memory(nbytes), np.uint8, nbytes)
+
+    def copy_out(self, host: NDArray[np.uint8], array: Any) -> None:
+        """As the protocol says."""
+        self._copy(host.ctypes.data, _address(array), len(host), cupy.cuda.runtime.memcpyDeviceToHost)
+
+    def copy_in(self, array: Any, host: NDArray[np.uint8]) -> None:
+        """As the protocol says."""
+        self._copy(_address(array), host.ctypes.data, len(host), cupy.cuda.runtime.memcpyHostToDevice)
+
+    def synchronize(self) -> None:
+        """As the protocol says."""
+        self._device.synchronize()
+
+    def _copy(self, dest: int, source: int, nbytes: int, kind: int) -> None:
+        self._device.pending = True
+        cupy.cuda.runtime.memcpyAsync(dest, source, nbytes, kind, self._device.stream.ptr)
+
+
+class StagedDeviceTransport(StagingTransport):
+    """Device arrays over an MPI that moves host memory only.
+
+    Args:
+        comm: as `Transport`. Collective.
+        device: the GPU and stream of this instance.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, device: Device) -> None:
+        super().__init__(comm, PinnedCopies(device))
+        self.device = device
+        self.workspace = DeviceWorkspace(device)  # type: ignore[assignment]
+        self.kernels = DeviceKernels(device)  # type: ignore[assignment]
+
+    def allocate(self, length: int) -> Any:
+        return self.device.allocate(length, np.float32)
+
+
+def _address(array: Any) -> int:
+    return int(array.pointer if isinstance(array, DeviceEntries) else array.data.ptr)
 
 
 def local_rank(comm: MPI.Intracomm) -> int:

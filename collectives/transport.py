@@ -122,6 +122,10 @@ class Transport:
         self.traffic.messages += 1
         return [self.comm.Isend(self._wire(array), dest)]
 
+    def send_all(self, messages: Sequence[tuple[NDArray[Any], int]]) -> list[MPI.Request]:
+        """Start a send for each (array, dest), as `send` does."""
+        return [request for array, dest in messages for request in self.send(array, dest)]
+
     def receive(self, array: NDArray[Any], source: int) -> list[MPI.Request]:
         """Start a receive of exactly `array`; nothing is posted for an empty one."""
         return [self.comm.Irecv(self._wire(array), source)] if array.size else []
@@ -146,7 +150,7 @@ class Transport:
 
         def post(bucket: range) -> tuple[list[MPI.Request], list[MPI.Request]]:
             receives = [r for i in bucket for r in self.receive(rounds[i].incoming, rounds[i].source)]
-            return receives, [r for i in bucket for r in self.send(rounds[i].outgoing, rounds[i].dest)]
+            return receives, self.send_all([(rounds[i].outgoing, rounds[i].dest) for i in bucket])
 
         first = post(buckets[0]) if buckets else ([], [])
 

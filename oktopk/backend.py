@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
@@ -10,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.cuda_mpi import device_memory_problem
+from collectives.cuda_problems import gpu_problem, kernel_problem
 from collectives.transport import Transport
 from oktopk import host_kernels
 
@@ -99,18 +98,17 @@ class HostBackend:
         """As the protocol says."""
 
 
-def make_backend(device: str, gradient_type: str, stream: Any, ranks: int) -> Backend:
+def make_backend(device: str, gradient_type: str, stream: Any) -> Backend:
     """The backend of a device by name; talks to no other rank.
 
     Args:
         device: "cpu" or "cuda", the current GPU.
         gradient_type: one of `GRADIENT_TYPES[device]`.
         stream: for "cuda", the cupy stream that gradients are produced on; None: the current one.
-        ranks: several need an MPI that moves the device's memory.
 
     Raises:
         ValueError: device or gradient type is unknown.
-        RuntimeError, ImportError: the device cannot be used; the message says why, and what to do.
+        RuntimeError, MemoryError: the device cannot be used; the message says why, and what to do.
     """
     if device not in GRADIENT_TYPES:
         raise ValueError(f"device {device!r} is not one of {', '.join(GRADIENT_TYPES)}")
@@ -119,10 +117,13 @@ def make_backend(device: str, gradient_type: str, stream: Any, ranks: int) -> Ba
         raise ValueError(f"gradient_type {gradient_type!r} on {device} is not one of {taken}")
     if device == "cpu":
         return HostBackend()  # type: ignore[return-value]
-    if importlib.util.find_spec("cupy") is None:
-        raise ImportError("device 'cuda' needs CuPy: pip install 'oktopk[cuda13]' (or cuda12)")
-    if ranks > 1 and (problem := device_memory_problem()):
-        raise RuntimeError(f"MPI does not move device memory: {problem}")
+    if problem := gpu_problem():
+        raise RuntimeError(f"device 'cuda' cannot be used: {problem}")
     from oktopk.device_backend import DeviceBackend
 
-    return DeviceBackend(gradient_type, stream)  # type: ignore[return-value]
+    try:
+        return DeviceBackend(gradient_type, stream)  # type: ignore[return-value]
+    except MemoryError:
+        raise
+    except Exception as error:  # CuPy's errors have no common base
+        raise RuntimeError(f"device 'cuda' cannot be used: {kernel_problem(error)}") from error

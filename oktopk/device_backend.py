@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,8 +10,10 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.cuda_mpi import device_memory_problem
 from collectives.device import Device
-from collectives.device_transport import DeviceTransport
+from collectives.device_kernels import DeviceKernels as CollectiveKernels
+from collectives.device_transport import DeviceTransport, StagedDeviceTransport
 from collectives.transport import Transport
 from oktopk.device_kernels import DeviceKernels
 
@@ -25,17 +28,29 @@ class DeviceBackend:
         stream: the cupy stream that gradients are produced on; None: the current one.
 
     Raises:
-        RuntimeError: there is no GPU, or a kernel does not compile for it.
+        MemoryError: the GPU's memory does not suffice.
+        Exception: a kernel does not compile for the GPU: whatever CuPy raises.
     """
 
     def __init__(self, gradient_type: str, stream: Any = None) -> None:
         self.device = Device(stream)
         self.kernels = DeviceKernels(self.device, gradient_type)
+        CollectiveKernels(self.device)  # compiled before ranks wait for each other
         self._gradient_type = gradient_type
 
     def connect(self, door: Transport) -> Transport:
-        """As the protocol says."""
-        transport = DeviceTransport(door.comm, self.device)
+        """As the protocol says. Says on rank 0 where device memory is staged through the host."""
+        problem = device_memory_problem() if door.size > 1 else ""
+        staged = {rank: text for rank, text in enumerate(door.comm.allgather(problem)) if text}
+        if staged and door.rank == 0:
+            where = "" if len(staged) == door.size else f" on rank(s) {', '.join(map(str, staged))}"
+            warnings.warn(
+                f"MPI does not move device memory{where}, so messages are staged through pinned host memory, which is slower: "
+                f"{next(iter(staged.values()))}. `python -m jobs.doctor` says what this host can do",
+                stacklevel=3,
+            )
+        kind = StagedDeviceTransport if problem else DeviceTransport
+        transport: Transport = kind(door.comm, self.device)
         door.close()
         return transport
 

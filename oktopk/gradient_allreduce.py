@@ -85,9 +85,10 @@ class GradientAllreduce:
             check_length(length)
             if method not in METHODS:
                 raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
-            backend = make_backend(device, gradient_type, stream, ranks=comm.size)
-        except (TypeError, ValueError, RuntimeError, ImportError) as error:
-            problem = problem or str(error)
+            backend = make_backend(device, gradient_type, stream)
+            update = backend.zeros(length)
+        except (TypeError, ValueError, RuntimeError, MemoryError) as error:
+            problem = problem or str(error) or type(error).__name__
         resolved = settings if problem else asdict(self.settings)
         means = {"length": length, "method": method, "device": device, "gradient_type": gradient_type}
         try:
@@ -100,7 +101,7 @@ class GradientAllreduce:
         self.transport = backend.connect(door)
         self.length = length
         self.method = method
-        self.update: NDArray[np.float32] = self.backend.zeros(length)
+        self.update: NDArray[np.float32] = update
         """float32[n], the last step's result: the mean over the ranks, or the sum. Valid until the next step."""
         self.residual: NDArray[np.float32] | None = None
         self.velocity: NDArray[np.float32] | None = None

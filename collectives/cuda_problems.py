@@ -1,0 +1,170 @@
+"""What keeps a GPU from being used, in sentences that say what to do.
+
+Needs neither a GPU nor CuPy: that they are missing or broken is what it is for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+from typing import Any
+
+NEEDED = (8, 0)
+"""Least compute capability: the kernels add over a warp in one instruction (`__reduce_add_sync`), which came with 8.0."""
+
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+
+
+def gpu_problem() -> str:
+    """Why the current GPU cannot be used through CuPy, and what to do about it; "" if it can.
+
+    Asks, in this order: CuPy, the driver, whether CuPy's CUDA is one of the driver's, the GPU, its age, a context on it.
+    """
+    try:
+        import cupy
+    except ModuleNotFoundError as error:
+        if error.name == "cupy":
+            return f"CuPy is not installed: {installation()}"
+        return _broken(error)
+    except Exception as error:  # a broken installation raises whatever it likes
+        return _broken(error)
+    if len(packages := cupy_packages()) > 1:
+        return _several(packages)
+    runtime = cupy.cuda.runtime
+    try:
+        driver, mine = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+        if not driver:
+            return "there is no NVIDIA driver on this host: use device 'cpu', or install the driver"
+        if mine // 1000 > driver // 1000:
+            return (
+                f"CuPy is built for CUDA {mine // 1000}, and the driver supports CUDA {_dotted(driver)} at most: "
+                f"pip uninstall {' '.join(packages) or 'cupy'}, then {installation()}; or install a newer driver"
+            )
+        if not runtime.getDeviceCount():
+            return _NO_GPU
+        device = cupy.cuda.Device()
+        digits = device.compute_capability  # "80", "90", "120"
+        capability = int(digits[:-1]), int(digits[-1])
+        if capability < NEEDED:
+            return (
+                f"GPU {device.id} has compute capability {capability[0]}.{capability[1]}, and the kernels need "
+                f"{NEEDED[0]}.{NEEDED[1]} (Ampere) or later: use another GPU or device 'cpu'"
+            )
+        runtime.memGetInfo()  # needs a context, which an exclusive or broken GPU refuses
+    except Exception as error:
+        if "NoDevice" in str(error):
+            return _NO_GPU
+        if "InsufficientDriver" in str(error):
+            return f"the NVIDIA driver is missing or too old for CuPy ({error}): {installation()}, or a newer driver"
+        return f"the GPU cannot be used ({error}): see nvidia-smi for its state and compute mode"
+    return ""
+
+
+_NO_GPU = (
+    "there is no GPU, or CUDA_VISIBLE_DEVICES hides it: use device 'cpu', or ask the batch system for GPUs"
+)
+
+
+def kernel_problem(error: Exception) -> str:
+    """Why the kernels cannot be made, from what CuPy raised."""
+    return (
+        f"the kernels cannot be compiled for this GPU ({first_line(error)}): CuPy takes NVRTC and CUDA's headers "
+        f"from its [ctk] extra, {installation()}"
+    )
+
+
+def cupy_packages() -> list[str]:
+    """The installed distributions that bring a module `cupy`, by name; more than one overwrite each other."""
+    names = {str(found.metadata["Name"] or "").lower() for found in importlib.metadata.distributions()}
+    return sorted(name for name in names if name == "cupy" or name.startswith(("cupy-cuda", "cupy-rocm")))
+
+
+def installation() -> str:
+    """The command that installs the CuPy that fits this host's driver."""
+    major = driver_version() // 1000
+    if major in (12, 13):
+        return f"pip install 'oktopk[cuda{major}]'"
+    return "pip install 'oktopk[cuda13]' (or cuda12, as the driver is)"
+
+
+@functools.cache
+def driver_version() -> int:
+    """The newest CUDA that the driver supports, as 1000 * major + 10 * minor; 0 without a driver."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    version = ctypes.c_int()
+    return 0 if library.cuDriverGetVersion(ctypes.byref(version)) else version.value
+
+
+def device_memory(nbytes: int) -> Any:
+    """cupy.cuda.Memory of so many bytes, from cudaMalloc itself.
+
+    Raises:
+        MemoryError: with the bytes wanted and free.
+    """
+    import cupy
+
+    try:
+        return cupy.cuda.Memory(nbytes)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        if error.status != _OUT_OF_MEMORY:
+            raise
+        free, total = cupy.cuda.runtime.memGetInfo()
+        raise MemoryError(
+            f"GPU {cupy.cuda.Device().id} is out of memory: {nbytes:,} bytes wanted, {free:,} of {total:,} free. "
+            "Other processes hold it, or this one's pools do: torch.cuda.empty_cache() and "
+            "cupy.get_default_memory_pool().free_all_blocks() give back what they keep"
+        ) from None
+
+
+def pinned_memory(nbytes: int) -> Any:
+    """Page-locked host memory of so many bytes.
+
+    Raises:
+        MemoryError: with the bytes wanted.
+    """
+    import cupy
+
+    try:
+        return cupy.cuda.alloc_pinned_memory(nbytes)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        if error.status != _OUT_OF_MEMORY:
+            raise
+        raise MemoryError(
+            f"{nbytes:,} bytes of page-locked host memory cannot be had for staging: "
+            "see free -g, the memory limit of the job and ulimit -l"
+        ) from None
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in a line; of CuPy's report on a failed import the original error."""
+    text = str(error)
+    lines = [
+        line.strip(" =") for line in text.partition("Original error:")[2].splitlines() or text.splitlines()
+    ]
+    return next((line for line in lines if line), type(error).__name__)
+
+
+def _broken(error: Exception) -> str:
+    packages = cupy_packages()
+    if len(packages) > 1:
+        return _several(packages)
+    return (
+        f"CuPy is installed but does not import ({first_line(error)}): "
+        f"pip uninstall {' '.join(packages) or 'cupy'}, then {installation()}"
+    )
+
+
+def _several(packages: list[str]) -> str:
+    names = " ".join(packages)
+    return (
+        f"several CuPy packages are installed, {names}, which overwrite each other's files: "
+        f"pip uninstall {names}, then {installation()}"
+    )
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"

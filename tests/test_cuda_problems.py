@@ -1,0 +1,321 @@
+"""What keeps a GPU from being used is a sentence that says what to do, the same on every rank, and never a crash.
+
+CuPy is a double here: these tests need no GPU, and a host with one is none of what they are about.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+import collectives
+from collectives import cuda_mpi, cuda_problems
+from collectives.cuda_problems import cupy_packages, device_memory, gpu_problem, kernel_problem, pinned_memory
+from collectives.transport import Transport
+from oktopk import GradientAllreduce, gradient_allreduce
+from oktopk.backend import HostBackend, make_backend
+
+
+class FakeCUDAError(RuntimeError):
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+OUT_OF_MEMORY = FakeCUDAError(2, "cudaErrorMemoryAllocation: out of memory")
+NO_DEVICE = FakeCUDAError(100, "cudaErrorNoDevice: no CUDA-capable device is detected")
+OLD_DRIVER = FakeCUDAError(35, "cudaErrorInsufficientDriver: CUDA driver version is insufficient")
+BUSY = FakeCUDAError(46, "cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable")
+
+
+def fake_cupy(
+    capability: str = "90",
+    driver: int = 13000,
+    runtime: int = 13000,
+    count: Any = 4,
+    memory: Any = (80 * 10**9, 81 * 10**9),
+    allocation: Exception | None = None,
+) -> ModuleType:
+    """A CuPy whose answers are given; an exception among them is raised."""
+
+    def answer(given: Any) -> Any:
+        def called(*_: Any) -> Any:
+            if isinstance(given, Exception):
+                raise given
+            return given
+
+        return called
+
+    made = ModuleType("cupy")
+    made.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+        Device=lambda: SimpleNamespace(id=3, compute_capability=capability),
+        Memory=answer(allocation),
+        alloc_pinned_memory=answer(allocation),
+        runtime=SimpleNamespace(
+            driverGetVersion=answer(driver),
+            runtimeGetVersion=answer(runtime),
+            getDeviceCount=answer(count),
+            memGetInfo=answer(memory),
+            CUDARuntimeError=FakeCUDAError,
+        ),
+    )
+    return made
+
+
+@pytest.fixture(autouse=True)
+def known_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with one CuPy, and a driver of CUDA 12."""
+    monkeypatch.setattr(cuda_problems, "driver_version", lambda: 12040)
+    monkeypatch.setattr(cuda_problems, "cupy_packages", lambda: ["cupy-cuda13x"])
+
+
+@pytest.mark.parametrize(
+    ("cupy", "sentence"),
+    [
+        (fake_cupy(), ""),
+        (fake_cupy("80", driver=13000, runtime=12080), ""),
+        (fake_cupy("120"), ""),
+        (
+            fake_cupy("75"),
+            r"GPU 3 has compute capability 7\.5, and the kernels need 8\.0 \(Ampere\) or later: use another",
+        ),
+        (fake_cupy("70"), r"compute capability 7\.0"),
+        (
+            fake_cupy(driver=12040),
+            r"CuPy is built for CUDA 13, and the driver supports CUDA 12\.4 at most: pip uninstall cupy-cuda13x, then "
+            r"pip install 'oktopk\[cuda12\]'; or install a newer driver",
+        ),
+        (fake_cupy(driver=0), "there is no NVIDIA driver on this host: use device 'cpu'"),
+        (fake_cupy(count=0), "there is no GPU, or CUDA_VISIBLE_DEVICES hides it"),
+        (fake_cupy(count=NO_DEVICE), "there is no GPU, or CUDA_VISIBLE_DEVICES hides it"),
+        (
+            fake_cupy(count=OLD_DRIVER),
+            "driver is missing or too old for CuPy .*InsufficientDriver.*newer driver",
+        ),
+        (fake_cupy(memory=BUSY), "the GPU cannot be used .*DevicesUnavailable.*nvidia-smi"),
+    ],
+    ids=str,
+)
+def test_a_gpu_that_cannot_be_used_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, cupy: ModuleType, sentence: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    if sentence:
+        with pytest.raises(RuntimeError, match=f"^device 'cuda' cannot be used: .*{sentence}"):
+            make_backend("cuda", "float32", None)
+    else:
+        assert gpu_problem() == ""
+
+
+def test_no_cupy_is_a_sentence_with_the_extra_that_the_driver_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert gpu_problem() == "CuPy is not installed: pip install 'oktopk[cuda12]'"
+    monkeypatch.setattr(cuda_problems, "driver_version", lambda: 0)
+    assert (
+        gpu_problem() == "CuPy is not installed: pip install 'oktopk[cuda13]' (or cuda12, as the driver is)"
+    )
+
+
+REPORT = """
+================================================================
+Failed to import CuPy.
+
+Original error:
+  ImportError: libcublas.so.13: cannot open shared object file
+================================================================
+"""
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (f"raise ImportError({REPORT!r})", "ImportError: libcublas.so.13: cannot open shared object file"),
+        ("import no_such_module_of_cupy", "No module named 'no_such_module_of_cupy'"),
+        ("raise AttributeError('half a CuPy')", "half a CuPy"),
+        ("raise OSError", "OSError"),
+    ],
+)
+def test_a_cupy_that_does_not_import_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, raised: str, said: str
+) -> None:
+    (tmp_path / "cupy.py").write_text(raised + "\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    assert gpu_problem() == (
+        f"CuPy is installed but does not import ({said}): pip uninstall cupy-cuda13x, then pip install 'oktopk[cuda12]'"
+    )
+    monkeypatch.setattr(cuda_problems, "cupy_packages", lambda: ["cupy-cuda12x", "cupy-cuda13x"])
+    assert gpu_problem().startswith("several CuPy packages are installed, cupy-cuda12x cupy-cuda13x, which")
+
+
+def test_two_cupy_packages_are_found_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["numpy", "cupy-cuda13x", "CuPy", "cupy-xarray", "cupy-cuda12x"]
+    found = [SimpleNamespace(metadata={"Name": name}) for name in names]
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: found)
+    assert cupy_packages() == ["cupy", "cupy-cuda12x", "cupy-cuda13x"]
+    monkeypatch.setattr(cuda_problems, "cupy_packages", cupy_packages)
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
+    assert gpu_problem().startswith(
+        "several CuPy packages are installed, cupy cupy-cuda12x cupy-cuda13x, which"
+    )
+
+
+def test_memory_that_is_not_to_be_had_is_named_with_what_is_wanted_and_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(memory=(123456, 7654321), allocation=OUT_OF_MEMORY))
+    with pytest.raises(
+        MemoryError, match="GPU 3 is out of memory: 1,000,000 bytes wanted, 123,456 of 7,654,321 free"
+    ):
+        device_memory(10**6)
+    with pytest.raises(MemoryError, match="1,000,000 bytes of page-locked host memory .*ulimit -l"):
+        pinned_memory(10**6)
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(allocation=BUSY))
+    with pytest.raises(FakeCUDAError):
+        device_memory(10**6)
+
+
+def test_kernels_that_do_not_compile_point_to_the_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
+
+    class Broken:
+        def __init__(self, *_: Any) -> None:
+            raise OSError("cannot open source file cuda_bf16.h\nand so on")
+
+    monkeypatch.setitem(sys.modules, "oktopk.device_backend", SimpleNamespace(DeviceBackend=Broken))  # type: ignore[arg-type]
+    with pytest.raises(
+        RuntimeError, match=r"cannot be compiled .*\(cannot open source file cuda_bf16.h\).*\[ctk\]"
+    ):
+        make_backend("cuda", "float32", None)
+    assert "and so on" not in kernel_problem(OSError("first\nand so on"))
+
+
+# several ranks
+
+
+@pytest.mark.mpi
+def test_a_gpu_that_one_rank_cannot_use_is_refused_on_all(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = comm.size - 1
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy("75" if comm.rank == last else "90"))
+    if comm.rank != last:
+        monkeypatch.setattr(gradient_allreduce, "make_backend", lambda *_: HostBackend())
+    with pytest.raises(
+        ValueError, match=rf"^rank {last}: device 'cuda' cannot be used: GPU 3 has compute capability 7\.5"
+    ):
+        GradientAllreduce(comm, 100, device="cuda")
+
+
+@pytest.mark.mpi
+def test_out_of_memory_on_one_rank_is_the_same_error_on_all(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(HostBackend):
+        def zeros(self, length: int) -> NDArray[np.float32]:
+            device_memory(4 * length)
+            raise AssertionError("there is memory")
+
+    last = comm.size - 1
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(memory=(5, 10), allocation=OUT_OF_MEMORY))
+    backend = Full() if comm.rank == last else HostBackend()
+    monkeypatch.setattr(gradient_allreduce, "make_backend", lambda *_: backend)
+    for _ in range(2):  # a communicator that leaks or hangs shows the second time
+        with pytest.raises(
+            ValueError, match=f"^rank {last}: GPU 3 is out of memory: 400 bytes wanted, 5 of 10 free"
+        ):
+            GradientAllreduce(comm, 100)
+
+
+@pytest.fixture
+def device_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module `oktopk.device_backend`, on the double whatever CuPy there is."""
+    names = [f"collectives.device{part}" for part in ("", "_kernels", "_transport")]
+    names += ["oktopk.device_kernels", "oktopk.device_backend"]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
+    yield importlib.import_module("oktopk.device_backend")
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("staged", ["none", "all", "last"])
+def test_staging_is_chosen_where_it_must_be_and_said_once(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, device_backend: ModuleType, staged: str
+) -> None:
+    mine = staged == "all" or (staged == "last" and comm.rank == comm.size - 1)
+    monkeypatch.setattr(device_backend, "device_memory_problem", lambda: "it is made of wood" if mine else "")
+    monkeypatch.setattr(device_backend, "DeviceTransport", lambda *_: "straight")
+    monkeypatch.setattr(device_backend, "StagedDeviceTransport", lambda *_: "staged")
+    backend = device_backend.DeviceBackend.__new__(device_backend.DeviceBackend)
+    backend.device = None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        chosen = backend.connect(Transport(comm))
+    assert chosen == ("staged" if mine and comm.size > 1 else "straight")
+    if comm.rank or staged == "none" or comm.size == 1:
+        assert not said
+    else:
+        (warning,) = said
+        where = "" if staged == "all" else f" on rank(s) {comm.size - 1}"
+        assert str(warning.message).startswith(
+            f"MPI does not move device memory{where}, so messages are staged"
+        )
+        assert "it is made of wood" in str(warning.message)
+
+
+# MPI and device memory
+
+
+@pytest.mark.parametrize(
+    ("variables", "ucx", "says", "sentence"),
+    [
+        ({}, "", False, ""),
+        ({}, cuda_mpi._NO_WHEEL, False, "no libucx wheel is installed.*; install the extra mpi-cuda13"),
+        ({}, cuda_mpi._NO_WHEEL, True, ""),
+        (
+            {},
+            cuda_mpi._TOO_EARLY,
+            False,
+            r"^mpi4py\.MPI was imported before oktopk.*: import oktopk \(or collectives\) first$",
+        ),
+        ({}, cuda_mpi.NO_DRIVER, False, f"^{cuda_mpi.NO_DRIVER}$"),
+        ({"OKTOPK_CUDA_AWARE_MPI": "0"}, "", True, "^OKTOPK_CUDA_AWARE_MPI=0 is set$"),
+        (
+            {"OKTOPK_CUDA_AWARE_MPI": "0", "MPICH_GPU_SUPPORT_ENABLED": "1"},
+            "",
+            True,
+            "^OKTOPK_CUDA_AWARE_MPI=0 is set$",
+        ),
+        ({"OKTOPK_CUDA_AWARE_MPI": "1"}, cuda_mpi._NO_WHEEL, False, ""),
+        ({"MPICH_GPU_SUPPORT_ENABLED": "1"}, cuda_mpi._NO_WHEEL, False, ""),
+    ],
+)
+def test_whether_mpi_moves_device_memory_is_asked_and_can_be_said(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], ucx: str, says: bool, sentence: str
+) -> None:
+    for name in ("OKTOPK_CUDA_AWARE_MPI", "MPICH_GPU_SUPPORT_ENABLED"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(collectives, "WITHOUT_CUDA_UCX", ucx)
+    monkeypatch.setattr(cuda_mpi, "_wheel_problem", lambda: "")
+    monkeypatch.setattr(cuda_mpi, "_says_so_itself", lambda: says)
+    problem = cuda_mpi.device_memory_problem()
+    if sentence:
+        assert re.search(sentence, problem), problem
+    else:
+        assert problem == ""

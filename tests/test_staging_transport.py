@@ -1,0 +1,308 @@
+"""Staging: what a device sends through pinned memory is what it would have sent itself, bit for bit and word for word.
+
+The device is a double (tests/fake_device.py): memory that MPI must not be given, and a stream as late as it may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from collectives.dense import DenseAllreduce
+from collectives.sparse import ENTRY
+from collectives.staging_transport import StagingBuffers, size_class
+from collectives.traffic import Traffic
+from collectives.transport import Round, Transport
+from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError, gradient_allreduce, host_kernels
+from oktopk.backend import HostBackend
+from tests.fake_device import POISON, FakeDeviceTransport, InOrder, LateStream
+
+LENGTH = 20_011
+
+
+@pytest.fixture
+def transport(comm: MPI.Intracomm) -> Iterator[FakeDeviceTransport]:
+    made = FakeDeviceTransport(comm)
+    yield made
+    made.close()
+
+
+def ring(transport: Transport, step: int = 1) -> tuple[int, int]:
+    return (transport.rank + step) % transport.size, (transport.rank - step) % transport.size
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("dtype", "words"), [(np.float32, 1), (ENTRY, 2), (np.int64, 2)])
+def test_what_is_sent_arrives_and_is_counted_word_by_word(
+    transport: FakeDeviceTransport, dtype: Any, words: int
+) -> None:
+    dest, source = ring(transport)
+    outgoing, incoming = np.zeros(5, dtype), np.ones(5, dtype)
+    outgoing.view(np.int32)[:] = 100 * transport.rank + np.arange(5 * words)
+    transport.wait(transport.receive(incoming, source) + transport.send(outgoing, dest))
+    transport.stream.run()
+    assert incoming.view(np.int32).tolist() == (100 * source + np.arange(5 * words)).tolist()
+    assert transport.traffic == Traffic(words=5 * words, messages=1)
+
+
+@pytest.mark.mpi
+def test_a_slice_arrives_where_it_was_asked_for_and_nowhere_else(transport: FakeDeviceTransport) -> None:
+    dest, source = ring(transport)
+    outgoing, incoming = np.zeros(9, ENTRY), np.zeros(9, ENTRY)
+    outgoing["index"], outgoing["value"] = np.arange(9), transport.rank + np.arange(9) / 8
+    transport.wait(transport.receive(incoming[3:5], source) + transport.send(outgoing[6:8], dest))
+    transport.stream.run()
+    assert incoming[3:5].tolist() == [(6, source + 0.75), (7, source + 0.875)]
+    assert not incoming[[0, 1, 2, 5, 6, 7, 8]]["value"].any()
+
+
+@pytest.mark.mpi
+def test_nothing_is_sent_nor_waited_for_for_an_empty_array(transport: FakeDeviceTransport) -> None:
+    dest, source = ring(transport)
+    empty = np.empty(0, ENTRY)
+    assert transport.send(empty, dest) == []
+    assert transport.receive(empty, source) == []
+    transport.persistent(Round(dest, empty, source, empty)).run()
+    assert list(transport.exchange([], 3)) == []
+    assert transport.traffic == Traffic()
+    assert (transport.stream.waits, transport.buffers.nbytes) == (0, 0)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("count", [0, 1, 6])
+def test_a_list_of_unknown_length_says_how_long_it_is(transport: FakeDeviceTransport, count: int) -> None:
+    dest, source = ring(transport)
+    outgoing = np.full(count, np.array((3, 0.5), ENTRY))
+    incoming = np.full(6, np.array((9, 9.0), ENTRY))
+    sends = transport.send(outgoing, dest, even_if_empty=True)
+    received = transport.receive_counted(incoming, source)
+    transport.wait(sends)
+    transport.stream.run()
+    assert received == count
+    assert incoming.tolist() == [(3, 0.5)] * count + [(9, 9.0)] * (6 - count)
+    assert transport.traffic == Traffic(words=2 * count, messages=1)
+
+
+@pytest.mark.mpi
+def test_a_round_sends_what_its_array_holds_each_time_and_shares_its_buffers(
+    transport: FakeDeviceTransport,
+) -> None:
+    dest, source = ring(transport)
+    outgoing, incoming = np.zeros(4, np.float32), np.zeros(4, np.float32)
+    rounds = [transport.persistent(Round(dest, outgoing, source, incoming)) for _ in range(5)]
+    arrived = []
+    for step, exchange in enumerate(rounds + rounds):
+        outgoing[:] = 10 * step + transport.rank
+        exchange.run()
+        transport.stream.run()
+        arrived.append(incoming.tolist())
+    assert arrived == [[10.0 * step + source] * 4 for step in range(10)]
+    assert transport.traffic == Traffic(words=40, messages=10)
+    # one that goes out, one that comes in, and one that the stream may still be reading
+    assert len(transport.stream.pinned_memory) <= 3
+    for exchange in rounds:
+        exchange.free()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("count", [1, 7, 12])
+@pytest.mark.parametrize("in_flight", [1, 2, 5, 100])
+def test_rounds_arrive_bucket_by_bucket_with_one_wait_for_the_stream_each(
+    transport: FakeDeviceTransport, count: int, in_flight: int
+) -> None:
+    rounds, sources = [], []
+    for i in range(count):
+        dest, source = ring(transport, i)
+        length = 0 if i % 3 == 2 else 10 + i  # every third message is empty
+        outgoing, incoming = np.full(length, 100 * transport.rank + i), np.zeros(length, np.int64)
+        rounds.append(Round(dest, outgoing, source, incoming))
+        sources.append(source)
+    arrived: list[int] = []
+    for bucket in transport.exchange(rounds, in_flight):
+        transport.stream.run()
+        arrived += bucket
+        assert all(np.all(rounds[i].incoming == 100 * sources[i] + i) for i in bucket)
+    assert arrived == list(range(count))
+    assert transport.stream.waits <= -(-count // in_flight)
+    taken = transport.buffers.take(80)
+    assert np.all(taken == POISON), "a buffer was handed back before it was done with"
+
+
+@pytest.mark.mpi
+def test_a_device_array_may_be_sent_on_as_soon_as_it_was_waited_for(transport: FakeDeviceTransport) -> None:
+    # as the rounds of an allgather do, with nothing in between that waits for the stream
+    dest, source = ring(transport)
+    outgoing, incoming = np.full(100, transport.rank), np.zeros(100, np.int64)
+    for _ in range(transport.size):
+        transport.wait(transport.receive(incoming, source) + transport.send(outgoing, dest))
+        outgoing, incoming = incoming, outgoing
+    transport.stream.run()
+    assert outgoing.tolist() == [transport.rank] * 100
+
+
+@pytest.mark.mpi
+def test_a_dense_allreduce_gives_the_bits_and_counts_the_words_of_the_host(
+    comm: MPI.Intracomm, transport: FakeDeviceTransport
+) -> None:
+    host = Transport(comm)
+    for length in [*range(18), 1000, 10_007]:
+        vector = np.random.default_rng((length, comm.rank)).standard_normal(length).astype(np.float32)
+        results = []
+        for door in (host, transport):
+            result = vector.copy()
+            allreduce = DenseAllreduce(result, door)
+            for _ in range(2):
+                allreduce.run(0.5)
+            allreduce.free()
+            transport.stream.run()
+            results.append((result.tobytes(), door.take_traffic()))
+        assert results[0] == results[1], length
+    host.close()
+
+
+class FakeBackend(HostBackend):
+    """The library's host kernels, on the double."""
+
+    def __init__(self) -> None:
+        self.stream = LateStream()
+        self.kernels = InOrder(host_kernels, self.stream)  # type: ignore[assignment]
+
+    def connect(self, door: Transport) -> Transport:
+        transport = FakeDeviceTransport(door.comm, self.stream)
+        door.close()
+        return transport
+
+    def to_host(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
+        self.stream.run()
+        return array.copy()
+
+
+def both(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, method: str, **settings: Any
+) -> tuple[GradientAllreduce, GradientAllreduce, FakeBackend]:
+    """The same reducer on the host and staged."""
+    settings = {"density": 0.02, "threshold_interval": 3, "boundary_interval": 2} | settings
+    backend = FakeBackend()
+    on_host = GradientAllreduce(comm, LENGTH, method, **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(gradient_allreduce, "make_backend", lambda *_, **__: backend)
+        return on_host, GradientAllreduce(comm, LENGTH, method, **settings), backend
+
+
+def gradient_of(comm: MPI.Intracomm, step: int) -> NDArray[np.float32]:
+    gradient = np.random.default_rng((comm.rank, step)).standard_normal(LENGTH)
+    if step % 2:
+        gradient[: LENGTH // 20] *= 50  # one region has most of it: balancing moves entries
+    return gradient.astype(np.float32)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("settings", [{}, {"bucket_rounds": 1, "momentum_correction": 0.5}], ids=str)
+def test_every_method_gives_the_bits_and_counts_the_words_of_the_host(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, method: str, settings: dict[str, Any]
+) -> None:
+    on_host, staged, backend = both(comm, monkeypatch, method, **settings)
+    for step in range(7):
+        gradient = gradient_of(comm, step)
+        wanted, got = on_host.step(gradient), staged.step(gradient)
+        backend.stream.run()
+        for name in ("words", "messages", "control_words", "local_nnz", "global_nnz", "exact"):
+            assert getattr(got, name) == getattr(wanted, name), (step, name)
+        assert np.array_equal(staged.update, on_host.update), step
+        if on_host.residual is not None:
+            assert np.array_equal(staged.residual, on_host.residual), step
+    on_host.close()
+    staged.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_alike_allocate_no_pinned_memory_after_the_first(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    on_host, staged, _ = both(comm, monkeypatch, method, threshold_interval=100, boundary_interval=100)
+    gradient = gradient_of(comm, 0)
+    buffers = staged.transport.buffers  # type: ignore[attr-defined]
+    held = []
+    for _ in range(8):
+        staged.residual = None if staged.residual is None else 0 * staged.residual
+        staged.step(gradient)
+        held.append(buffers.nbytes)
+    assert held[3] == held[-1], held
+    on_host.close()
+    staged.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("method", METHODS)
+def test_a_nonfinite_gradient_leaves_nothing_in_flight(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    on_host, staged, backend = both(comm, monkeypatch, method)
+    for step in range(4):
+        gradient = gradient_of(comm, step)
+        if step == 2:
+            gradient[7] = np.nan
+            with pytest.raises(NonFiniteGradientError):
+                on_host.step(gradient)
+            with pytest.raises(NonFiniteGradientError):
+                staged.step(gradient)
+            continue
+        on_host.step(gradient)
+        staged.step(gradient)
+        backend.stream.run()
+        assert np.array_equal(staged.update, on_host.update)
+    on_host.close()
+    staged.close()
+
+
+# one process
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 40_000, 2**20, 2**20 + 1, 58_800_000, 2**31 + 5])
+def test_a_buffer_is_large_enough_and_at_most_a_quarter_too_large(nbytes: int) -> None:
+    size = size_class(nbytes)
+    assert nbytes <= size <= max(4096, nbytes + max(4096, nbytes // 4))
+    assert size_class(size) == size
+
+
+def test_sizes_of_one_octave_share_four_classes() -> None:
+    assert {size_class(nbytes) for nbytes in range(2**20 + 1, 2**21 + 1, 1000)} == {
+        2**20 + quarter * 2**18 for quarter in (1, 2, 3, 4)
+    }
+
+
+def test_a_buffer_that_the_stream_still_reads_is_not_given_out() -> None:
+    stream = LateStream()
+    buffers = StagingBuffers(stream)
+    array = np.zeros(3, np.float32)
+    first = buffers.take(12)
+    first[:12] = 1
+    stream.copy_in(array, first[:12])
+    buffers.give_after_copy(first)
+    second = buffers.take(12)
+    assert not np.shares_memory(first, second)
+    assert np.all(second == POISON)
+    stream.synchronize()
+    assert np.shares_memory(first, buffers.take(12))
+    assert buffers.nbytes == 2 * 4096
+
+
+def test_a_rank_that_receives_and_never_sends_does_not_pile_up_buffers() -> None:
+    stream = LateStream()
+    buffers = StagingBuffers(stream)
+    array = np.zeros(3, np.float32)
+    for number in range(10):
+        buffer = buffers.take(12)
+        buffer[:12].view(np.float32)[:] = number
+        stream.copy_in(array, buffer[:12])
+        buffers.give_after_copy(buffer)
+    assert buffers.nbytes == 2 * 4096
+    stream.run()
+    assert array.tolist() == [9, 9, 9]
