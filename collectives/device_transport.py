@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.cuda_problems import pinned_memory
+from collectives.cuda_problems import gpu_problem, pinned_memory
 from collectives.device import Device, DeviceEntries, DeviceWorkspace
 from collectives.device_kernels import DeviceKernels
 from collectives.staging_transport import StagingTransport
@@ -125,7 +125,18 @@ def local_rank(comm: MPI.Intracomm) -> int:
 
 
 def select_device(comm: MPI.Intracomm) -> int:
-    """Make the GPU of this rank's place on its host the current one, round robin; returns its number. Collective."""
-    number = local_rank(comm) % cupy.cuda.runtime.getDeviceCount()
+    """Make the GPU of this rank's place on its host the current one, round robin; returns its number. Collective.
+
+    Raises:
+        RuntimeError: there is none that can be used; the message says why, and what to do.
+    """
+    place = local_rank(comm)
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        count = 0
+    if not count:
+        raise RuntimeError(f"no GPU can be selected: {gpu_problem()}")
+    number = place % count
     cupy.cuda.Device(number).use()
     return number

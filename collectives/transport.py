@@ -216,9 +216,14 @@ class Transport:
                 and each rank's value.
         """
         everyone = self.comm.allgather((problem, mine))
-        problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text]
-        if problems:
-            raise ValueError("; ".join(problems))
+        holders: dict[str, list[int]] = {}  # a host without a GPU is said once, not by each of its ranks
+        for rank, (text, _) in enumerate(everyone):
+            if text:
+                holders.setdefault(text, []).append(rank)
+        if holders:
+            raise ValueError(
+                "; ".join(f"{_named(ranks, self.size)}: {text}" for text, ranks in holders.items())
+            )
         # not rank 0's names alone: an argument that only another rank was given is a disagreement too
         for name in dict.fromkeys(name for _, theirs in everyone for name in theirs):
             given = [[theirs[name]] if name in theirs else [] for _, theirs in everyone]
@@ -236,3 +241,10 @@ class Transport:
     def _count_control(self, nbytes: int) -> None:
         self.traffic.control_words += -(-nbytes // WORD_BYTES)
         self.traffic.control_messages += 1
+
+
+def _named(ranks: list[int], size: int) -> str:
+    """Some of so many ranks, in words."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return "all ranks" if len(ranks) == size else f"ranks {', '.join(map(str, ranks))}"

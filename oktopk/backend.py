@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.cuda_problems import gpu_problem, kernel_problem
+from collectives.cuda_problems import gpu_problem, is_cuda_error, kernel_problem
 from collectives.transport import Transport
 from oktopk import host_kernels
 
@@ -123,7 +123,7 @@ def make_backend(device: str, gradient_type: str, stream: Any) -> Backend:
 
     try:
         return DeviceBackend(gradient_type, stream)  # type: ignore[return-value]
-    except MemoryError:
-        raise
-    except Exception as error:  # CuPy's errors have no common base
+    except Exception as error:
+        if not is_cuda_error(error):
+            raise
         raise RuntimeError(f"device 'cuda' cannot be used: {kernel_problem(error)}") from error

@@ -65,7 +65,8 @@ class DeviceBackend:
         """As the protocol says."""
         if not isinstance(gradient, cupy.ndarray):
             raise TypeError(
-                f"gradient is a {type(gradient).__name__}, not a cupy array on GPU {self.device.id}"
+                f"gradient is a {type(gradient).__name__}, not a cupy array on GPU {self.device.id}: "
+                "cupy.asarray(gradient) copies it there, cupy.from_dlpack(tensor) shares a CUDA tensor's memory"
             )
         stored = np.dtype(_STORED[self._gradient_type])
         if gradient.dtype != stored:
@@ -75,9 +76,12 @@ class DeviceBackend:
         if gradient.shape != (length,):
             raise ValueError(f"gradient shape {gradient.shape} is not ({length},)")
         if not gradient.flags.c_contiguous:
-            raise ValueError("gradient is not contiguous")
+            raise ValueError("gradient is not contiguous: pass cupy.ascontiguousarray(gradient)")
         if gradient.device.id != self.device.id:
-            raise ValueError(f"gradient is on GPU {gradient.device.id}, not on GPU {self.device.id}")
+            raise ValueError(
+                f"gradient is on GPU {gradient.device.id}, not on GPU {self.device.id}, the current one at construction: "
+                f"call cupy.cuda.Device({gradient.device.id}).use() before that"
+            )
         return gradient
 
     def running(self) -> AbstractContextManager[Any]:

