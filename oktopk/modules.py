@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor, nn
@@ -16,25 +15,27 @@ from collectives.transport import Transport
 def broadcast_parameters(module: nn.Module, comm: MPI.Intracomm, root: int = 0) -> None:
     """Give all ranks the parameters and buffers of rank `root`, in place. Collective.
 
+    From a GPU they pass through host memory: it is done once.
+
     Traffic: one broadcast of each.
     """
     for tensor in _tensors(module.parameters(), module.buffers()):
-        flat = tensor.contiguous().reshape(-1)
-        comm.Bcast(flat.numpy().view(np.uint8), root)
-        tensor.copy_(flat.view_as(tensor))
+        host = tensor.cpu().contiguous()
+        comm.Bcast(host.reshape(-1).view(torch.uint8).numpy(), root)
+        tensor.copy_(host)
 
 
 def average_buffers(module: nn.Module, comm: MPI.Intracomm) -> None:
     """Average the floating-point buffers (batch-norm statistics) over the ranks, in place. Collective.
 
-    Bit-identical on all ranks.
+    Bit-identical on all ranks. From a GPU they pass through host memory: they are few.
 
     Traffic: one dense allreduce of all such buffers together.
     """
     buffers = [b for b in _tensors(module.buffers()) if b.is_floating_point()]
     if not buffers:
         return
-    flat = torch.cat([b.reshape(-1).to(torch.float32) for b in buffers])
+    flat = torch.cat([b.reshape(-1).to(torch.float32) for b in buffers]).cpu()
     transport = Transport(comm)
     allreduce = DenseAllreduce(flat.numpy(), transport)
     allreduce.run(scale=1.0 / transport.size)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import hashlib
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,27 +14,43 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import Tensor
 
+from oktopk.flat_gradients import FlatGradients, dense_views, is_dense
 from oktopk.gradient_allreduce import GradientAllreduce
 from oktopk.report import StepReport
+from oktopk.tensor_memory import HostMemory, TensorMemory, memory_of
+
+GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What `GradientAllreduce` calls a type of torch's."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """Reduces the gradients of all ranks, then lets the wrapped optimizer step on the average.
 
-    The gradients of all parameters live in one flat buffer, of which each `p.grad` is a view. A parameter without a gradient in
-    a step counts as zero. Learning-rate schedulers take either this optimizer or the wrapped one.
+    The gradients of all parameters live in one flat buffer of `gradient_type`. Where that is the parameters' own type, each
+    `p.grad` is a view of it; else autograd makes gradients of the parameters' type, which `step` casts into it. Residual and
+    update are float32; the wrapped optimizer sees the update, in the parameters' type. A parameter without a gradient in a
+    step counts as zero. Learning-rate schedulers take either this optimizer or the wrapped one.
+
+    Parameters on a GPU share their memory and torch's current stream with the reducer: nothing is copied to the host.
 
     Args:
-        optimizer: the torch optimizer that owns the parameters; float32 on the CPU.
+        optimizer: the torch optimizer that owns the parameters: all on one device (the CPU, or the current GPU), all float32,
+            bfloat16 or float16, each dense in memory.
         comm: intracommunicator. Collective: every rank must construct, with the same model and settings.
         method: a name in `oktopk.METHODS`.
+        gradient_type: of what is selected and reduced, "float32", "bfloat16" or "float16"; "" is that of the parameters. The
+            CPU takes float32 only. bfloat16 gradients of float32 parameters halve what selection reads, and their rounding
+            is not fed back.
+        clip_norm: scale what the wrapped optimizer sees down to this Euclidean norm; 0 for never. It is the norm of the reduced
+            gradient, equal on all ranks, not of what one rank computed.
         settings: keywords of `oktopk.Settings`.
 
     Raises:
-        ValueError: a parameter is not float32 on the CPU, none needs a gradient, a setting is out of range, ranks disagree, or
-            momentum correction meets an optimizer with momentum of its own; on every rank alike.
+        ValueError: parameters that are not as said, a setting out of range, ranks that disagree, a GPU or an MPI that cannot be
+            used, or momentum correction with an optimizer that has momentum of its own; on every rank alike.
 
-    Traffic: that of the method, once a step.
+    Memory: that of `GradientAllreduce`; n elements of gradients; n more of updates where parameters are not float32.
+    Traffic: that of the method, once a step; two allgathers at construction.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
 
     Example:
@@ -42,19 +61,48 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, comm: MPI.Intracomm, method: str = "oktopk", **settings: Any
+        self,
+        optimizer: torch.optim.Optimizer,
+        comm: MPI.Intracomm,
+        method: str = "oktopk",
+        *,
+        gradient_type: str = "",
+        clip_norm: float = 0.0,
+        **settings: Any,
     ) -> None:
         # the base class is not initialised: groups, state and defaults are those of the wrapped optimizer
         self.inner = optimizer
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self.length = sum(p.numel() for p in self._parameters)
-        problem = _problem(optimizer, self._parameters, settings)
-        self.reducer = GradientAllreduce(comm, self.length, method, problem=problem, **settings)
-        self._flat = torch.zeros(self.length)
-        self._gradients = _views(self._flat, self._parameters)
-        self._update = torch.from_numpy(self.reducer.update)
-        self._updates = _views(self._update, self._parameters)
-        self._attach()
+        self.clip_norm = clip_norm
+        memory: TensorMemory = HostMemory()
+        problem = _problem(optimizer, self._parameters, clip_norm, settings)
+        if not problem:
+            gradient_type = gradient_type or _type_name(self._parameters[0].dtype)
+            try:
+                memory = memory_of(self._parameters[0].device)
+            except (ValueError, ImportError) as error:
+                problem = str(error)
+        disagreement = _disagreement(comm, self._parameters, clip_norm, problem)
+        self.reducer = GradientAllreduce(
+            comm,
+            self.length,
+            method,
+            device=memory.device,
+            gradient_type=gradient_type,
+            stream=memory.stream,
+            problem=problem or disagreement,
+            **settings,
+        )
+        self._memory = memory
+        self._gradients = FlatGradients(self._parameters, GRADIENT_TYPES[gradient_type])
+        self._array = memory.array(self._gradients.vector)
+        self._update = memory.tensor(self.reducer.update)
+        # what the wrapped optimizer sees must be of the parameters' type
+        self._applied = self._update.to(self._parameters[0].dtype)
+        self._updates = dense_views(self._applied, self._parameters)
+        self._version = -1  # of the update, when it was handed out; -1: it is not
+        self._gradients.attach()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -73,13 +121,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def gradient(self) -> NDArray[np.float32]:
-        """float32[n]: this rank's flat gradient, as the last step took it; valid until the next backward pass."""
-        return self._flat.numpy()
+        """float32[n]: this rank's flat gradient, as the last step took it, on the host.
+
+        On the CPU a view, valid until the next backward pass; from a GPU a copy.
+        """
+        return self._gradients.vector.float().cpu().numpy()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zero all gradients in place; they are views of one buffer, so `set_to_none` makes no difference."""
-        self._flat.zero_()
-        self._attach()
+        """Zero all gradients; they live in one buffer, so `set_to_none` makes no difference."""
+        self._gradients.zero()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """For loops written for DistributedDataParallel: backward passes add up locally until `step`, with it or without."""
+        return nullcontext()
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, measure: bool = False
@@ -99,19 +153,54 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 closure()
-        self._collect()
-        report = self.reducer.step(self._flat.numpy(), measure=measure)
-        if not report.skipped:
-            for parameter, update in zip(self._parameters, self._updates, strict=True):
-                parameter.grad = update
-            version = self._update._version
-            try:
-                self.inner.step()
-            finally:
-                self._attach()
-                if self._update._version != version:  # some optimizers work in place on p.grad
-                    self.reducer.forget_support()
+        report = self.reduce(measure=measure)
+        self.apply()
         return report
+
+    def reduce(self, *, measure: bool = False) -> StepReport:
+        """The first half of a step: from here to `apply`, each `p.grad` is its piece of the update. Collective.
+
+        In between the update may be looked at or changed, as long as all ranks change it alike; a skipped step has none.
+
+        Args:
+            measure: as `step`.
+
+        Returns:
+            As `step`.
+
+        Raises:
+            NonFiniteGradientError: as `step`.
+            RuntimeError: the last update was not applied.
+        """
+        if self._version >= 0:
+            raise RuntimeError(
+                "reduce() again before apply(): each p.grad still is its piece of the last update"
+            )
+        self._gradients.collect()
+        with self._memory.running():
+            report = self.reducer.step(self._array, measure=measure)
+        if report.skipped:
+            return report
+        if self.clip_norm:
+            clip_(self._update, self.clip_norm)
+        if self._applied is not self._update:
+            self._applied.copy_(self._update)
+        for parameter, update in zip(self._parameters, self._updates, strict=True):
+            parameter.grad = update
+        self._version = self._update._version
+        return report
+
+    def apply(self) -> None:
+        """The second half of a step: the wrapped optimizer's own, unless the step was skipped."""
+        if self._version < 0:
+            return
+        try:
+            self.inner.step()
+        finally:
+            self._gradients.attach()
+            if self._update._version != self._version:  # some optimizers work in place on p.grad
+                self.reducer.forget_support()
+            self._version = -1
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the flat gradient is laid out at construction.
@@ -143,41 +232,62 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.inner!r}, method={self.reducer.method!r}, length={self.length})"
 
-    def _attach(self) -> None:
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
 
-    def _collect(self) -> None:
-        """Bring gradients that autograd or the user put elsewhere into the flat buffer."""
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            if parameter.grad is None:
-                gradient.zero_()
-            elif parameter.grad is not gradient:
-                if parameter.grad.is_sparse:
-                    raise TypeError("a gradient is sparse; build the embedding with sparse=False")
-                gradient.copy_(parameter.grad)
+def clip_(vector: Tensor, norm: float) -> None:
+    """Scale a vector in place so that its Euclidean norm is at most `norm`; without waiting for a GPU."""
+    scale = norm / (torch.linalg.vector_norm(vector) + 1e-6)
+    vector.mul_(scale.clamp(max=1.0))
 
 
-def _views(flat: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
-    """Consecutive pieces of a flat tensor, in the shapes of `like`."""
-    views, start = [], 0
-    for tensor in like:
-        views.append(flat[start : start + tensor.numel()].view_as(tensor))
-        start += tensor.numel()
-    return views
-
-
-def _problem(optimizer: torch.optim.Optimizer, parameters: list[Tensor], settings: dict[str, Any]) -> str:
+def _problem(
+    optimizer: torch.optim.Optimizer, parameters: list[Tensor], clip_norm: float, settings: dict[str, Any]
+) -> str:
     """What keeps this optimizer from being wrapped, in a sentence; "" if nothing does."""
     if not parameters:
         return "no parameter of the optimizer needs a gradient"
+    first = parameters[0]
     for parameter in parameters:
-        if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
-            return f"a parameter is {parameter.dtype} on {parameter.device}, not torch.float32 on cpu"
+        if parameter.dtype not in GRADIENT_TYPES.values():
+            return (
+                f"a parameter is {parameter.dtype} on {parameter.device}, "
+                "not torch.float32, torch.bfloat16 or torch.float16"
+            )
+        if parameter.dtype != first.dtype:
+            return f"parameters are {first.dtype} and {parameter.dtype}: all must be of one type"
+        if parameter.device != first.device:
+            return f"parameters are on {first.device} and {parameter.device}: all must be on one device"
+        if not is_dense(parameter):
+            return (
+                f"a parameter of shape {tuple(parameter.shape)} with strides {parameter.stride()} is not contiguous in any "
+                "order of its dimensions: make it a tensor of its own, by clone()"
+            )
+    if not (math.isfinite(clip_norm) and clip_norm >= 0):
+        return f"clip_norm {clip_norm} is not in [0, inf)"
     correction = settings.get("momentum_correction")
     if correction and any(_momentum(group) for group in optimizer.param_groups):
         return f"momentum_correction {correction} needs an optimizer without momentum of its own"
     return ""
+
+
+def _disagreement(comm: MPI.Intracomm, parameters: list[Tensor], clip_norm: float, problem: str) -> str:
+    """What differs between the ranks and the reducer cannot see, in a sentence; "" if nothing does. Collective."""
+    layout = repr([(tuple(p.shape), p.stride()) for p in parameters]).encode()
+    mine = (
+        sum(p.numel() for p in parameters),
+        hashlib.blake2b(layout, digest_size=8).digest(),
+        clip_norm,
+        problem,
+    )
+    lengths, layouts, norms, problems = (set(values) for values in zip(*comm.allgather(mine), strict=True))
+    if any(problems) or len(lengths) > 1:  # of these the reducer says more
+        return ""
+    if len(layouts) > 1:
+        return "the parameters' shapes, order or memory layouts differ between ranks"
+    return f"ranks disagree on clip_norm: {sorted(norms)}" if len(norms) > 1 else ""
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return next(name for name, known in GRADIENT_TYPES.items() if known == dtype)
 
 
 def _momentum(group: dict[str, Any]) -> bool:

@@ -1,0 +1,118 @@
+"""Tensors and the arrays that the reducer takes, over the same memory: the one place that knows where tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class TensorMemory(Protocol):
+    """Memory that torch and the reducer share.
+
+    Attributes:
+        device: what `GradientAllreduce` calls it.
+        stream: the stream that torch works on, as the reducer takes it; None where there is none.
+    """
+
+    device: str
+    stream: Any
+
+    def array(self, tensor: Tensor) -> Any:
+        """A flat tensor as the reducer's array; the memory is shared."""
+
+    def tensor(self, array: Any) -> Tensor:
+        """An array of the reducer's as a tensor; the memory is shared."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Within it the reducer works after what torch was asked for before, and before what torch is asked for next."""
+
+
+class HostMemory:
+    """NumPy arrays."""
+
+    device = "cpu"
+    stream = None
+
+    def array(self, tensor: Tensor) -> Any:
+        """As the protocol says."""
+        return tensor.numpy()
+
+    def tensor(self, array: Any) -> Tensor:
+        """As the protocol says."""
+        return torch.from_numpy(array)
+
+    def running(self) -> AbstractContextManager[None]:
+        """As the protocol says."""
+        return nullcontext()
+
+
+class CudaMemory:
+    """CuPy arrays on the current GPU, handed over by DLPack, on the stream that is torch's current one now.
+
+    Args:
+        place: a CUDA device.
+
+    Raises:
+        ValueError: it is not the current GPU.
+        ImportError: there is no CuPy.
+    """
+
+    device = "cuda"
+
+    def __init__(self, place: torch.device) -> None:
+        try:
+            import cupy
+        except ImportError:
+            raise ImportError(
+                f"parameters on {place} need CuPy: pip install 'oktopk[cuda13]' (or cuda12)"
+            ) from None
+        current = torch.cuda.current_device(), cupy.cuda.Device().id
+        if current != (place.index, place.index):
+            raise ValueError(
+                f"parameters are on {place}, but the current GPU is {current[0]} in torch and {current[1]} in CuPy: call "
+                f"torch.cuda.set_device({place.index}) before"
+            )
+        self._cupy = cupy
+        self._torch_stream = torch.cuda.current_stream(place)
+        self.stream = cupy.cuda.ExternalStream(self._torch_stream.cuda_stream, place.index)
+
+    def array(self, tensor: Tensor) -> Any:
+        """As the protocol says; bfloat16, which CuPy does not have, as the bits in uint16."""
+        if tensor.dtype == torch.bfloat16:
+            return self._cupy.from_dlpack(tensor.view(torch.int16)).view("uint16")
+        return self._cupy.from_dlpack(tensor)
+
+    def tensor(self, array: Any) -> Tensor:
+        """As the protocol says."""
+        tensor: Tensor = torch.from_dlpack(array)
+        return tensor
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """As the protocol says. Nothing to do unless torch's current stream has changed."""
+        current = torch.cuda.current_stream()
+        if current == self._torch_stream:
+            yield
+            return
+        self._torch_stream.wait_stream(current)
+        try:
+            yield
+        finally:
+            current.wait_stream(self._torch_stream)
+
+
+def memory_of(place: torch.device) -> TensorMemory:
+    """The memory of a device.
+
+    Raises:
+        ValueError, ImportError: it cannot be used; the message says why, and what to do.
+    """
+    if place.type == "cpu":
+        return HostMemory()
+    if place.type == "cuda":
+        return CudaMemory(place)
+    raise ValueError(f"parameters are on {place}, not on cpu or cuda")

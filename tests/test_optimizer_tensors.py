@@ -1,0 +1,325 @@
+"""The torch wrapper and the tensors it is given: devices, types and layouts, and one clear sentence for what it does not take."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+from oktopk import METHODS, DistributedOptimizer, average_buffers, broadcast_parameters
+from tests.devices import DEVICES, get, gpus, use
+
+pytestmark = pytest.mark.mpi
+
+
+def torch_device(device: str, comm: MPI.Intracomm) -> torch.device:
+    """This rank's device, made the current one."""
+    use(device, comm)
+    if device == "cpu":
+        return torch.device("cpu")
+    import cupy
+
+    number = cupy.cuda.Device().id
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Flatten(), nn.Linear(144, 7, bias=False)
+    )
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(4, 3, 8, 8, generator=drawn), torch.randint(0, 7, (4,), generator=drawn)
+
+
+def backward(model: nn.Module, rank: int, step: int, share: int = 1) -> None:
+    parameter = next(model.parameters())
+    images, labels = batch(rank, step)
+    scores = model(images.to(parameter.device, parameter.dtype))
+    (nn.functional.cross_entropy(scores, labels.to(parameter.device)) / share).backward()
+
+
+def flat(model: nn.Module) -> np.ndarray:
+    return torch.cat([p.detach().float().cpu().reshape(-1) for p in model.parameters()]).numpy().copy()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_step_subtracts_exactly_the_update_that_was_reduced(
+    comm: MPI.Intracomm, method: str, device: str
+) -> None:
+    place = torch_device(device, comm)
+    model = network().to(place)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = DistributedOptimizer(inner, comm, method, density=0.05, threshold_interval=3)
+    for step in range(6):
+        before = flat(model)
+        optimizer.zero_grad()
+        backward(model, comm.rank, step)
+        report = optimizer.step()
+        update = get(optimizer.reducer.update)
+        assert np.array_equal(flat(model), before - update)
+        assert 0 < np.count_nonzero(update) <= report.global_nnz
+        assert len(set(comm.allgather(flat(model).tobytes()))) == 1
+        assert optimizer.gradient.dtype == np.float32
+        assert np.count_nonzero(optimizer.gradient)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dense_equals_the_mean_of_what_torch_computes(comm: MPI.Intracomm, device: str) -> None:
+    place = torch_device(device, comm)
+    model, plain = network().to(place), network().to(place)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), comm, "dense")
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model, comm.rank, step)
+        optimizer.step()
+        reference.zero_grad()
+        for rank in range(comm.size):
+            backward(plain, rank, step, share=comm.size)
+        reference.step()
+    assert np.allclose(flat(model), flat(plain), rtol=1e-3, atol=1e-4)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_state_saved_on_a_device_continues_bit_for_bit(comm: MPI.Intracomm, device: str) -> None:
+    place = torch_device(device, comm)
+    settings = {"density": 0.05, "threshold_interval": 3, "boundary_interval": 4}
+
+    def gradients(step: int) -> torch.Tensor:  # not by autograd, which may sum in another order each time
+        drawn = torch.Generator().manual_seed(77 * step + comm.rank)
+        return torch.randn(4000, generator=drawn).to(place)
+
+    def take_steps(parameter: nn.Parameter, optimizer: DistributedOptimizer, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            parameter.grad.copy_(gradients(step))
+            optimizer.step()
+
+    def fresh() -> tuple[nn.Parameter, DistributedOptimizer]:
+        parameter = nn.Parameter(torch.zeros(4000, device=place))
+        return parameter, DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=0.1, momentum=0.9), comm, "oktopk", **settings
+        )
+
+    undisturbed, whole = fresh()
+    take_steps(undisturbed, whole, range(9))
+    first, optimizer = fresh()
+    take_steps(first, optimizer, range(4))
+    state = optimizer.state_dict()
+    resumed, continued = fresh()
+    resumed.data.copy_(first.data)
+    continued.load_state_dict(state)
+    take_steps(resumed, continued, range(4, 9))
+    assert torch.equal(resumed, undisturbed)
+    for each in (whole, optimizer, continued):
+        each.close()
+
+
+@pytest.mark.parametrize("gradient_type", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("parameter_type", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_one_type_reach_parameters_of_another(
+    comm: MPI.Intracomm, device: str, parameter_type: torch.dtype, gradient_type: str
+) -> None:
+    place = torch_device(device, comm)
+    parameter = nn.Parameter(torch.zeros(300, dtype=parameter_type, device=place))
+    inner = torch.optim.SGD([parameter], lr=1.0)
+    if device == "cpu" and gradient_type != "float32":
+        with pytest.raises(ValueError, match=f"gradient_type '{gradient_type}' on cpu is not one of float32"):
+            DistributedOptimizer(inner, comm, "dense", gradient_type=gradient_type)
+        return
+    optimizer = DistributedOptimizer(inner, comm, "dense", gradient_type=gradient_type)
+    weights = torch.arange(300, device=place, dtype=parameter_type) - 150  # exact in every type
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(2):  # two backward passes add up
+            (parameter * weights * (comm.rank + 1)).sum().backward()
+        optimizer.step()
+    expected = torch.zeros(300, dtype=parameter_type, device=place)
+    mean = weights.float() * (comm.size + 1)  # 2 * sum(r + 1) / size
+    for _ in range(2):
+        expected -= mean.to(parameter_type)
+    assert torch.allclose(parameter.detach().float(), expected.float(), rtol=0.02)
+    assert parameter.dtype == parameter_type
+    optimizer.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_channels_last_parameters_keep_their_layout_and_their_values(
+    comm: MPI.Intracomm, device: str
+) -> None:
+    place = torch_device(device, comm)
+    plain, last = network().to(place), network().to(place)
+    last = last.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for model in (plain, last):
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), comm, "dense")
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, comm.rank, step)
+            assert all(p.grad.stride() == p.stride() for p in model.parameters())
+            optimizer.step()
+        optimizer.close()
+    assert last[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert np.allclose(flat(plain), flat(last), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("method", ["dense", "oktopk"])
+def test_clipping_bounds_the_norm_of_the_reduced_gradient_and_no_other(
+    comm: MPI.Intracomm, method: str, device: str
+) -> None:
+    place = torch_device(device, comm)
+    plain, clipped = network().to(place), network().to(place)
+    settings = {"density": 0.1, "threshold_interval": 1}
+
+    def update(model: nn.Module, step: int, clip_norm: float) -> np.ndarray:
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), comm, method, clip_norm=clip_norm, **settings
+        )
+        before = flat(model)
+        backward(model, comm.rank, step)
+        optimizer.step()
+        optimizer.close()
+        return before - flat(model)
+
+    whole = update(plain, 0, 0.0)
+    norm = float(np.linalg.norm(whole))
+    halved = update(clipped, 0, norm / 2)
+    assert np.linalg.norm(halved) == pytest.approx(norm / 2, rel=1e-3)
+    assert np.allclose(halved, whole / 2, rtol=1e-2, atol=1e-5 * norm)
+    untouched = update(network().to(place), 0, 2 * norm)
+    assert np.allclose(untouched, whole, rtol=1e-3, atol=1e-5 * norm)
+
+
+def test_a_clipped_update_is_zero_off_the_next_ones_support(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), comm, "oktopk", clip_norm=1e-3, density=0.05
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model, comm.rank, step)
+        report = optimizer.step()
+        assert np.count_nonzero(optimizer.reducer.update) <= report.global_nnz
+    optimizer.close()
+
+
+def test_between_reduce_and_apply_the_gradients_are_the_update(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), comm, "oktopk", density=0.1)
+    for step in range(3):
+        before = flat(model)
+        optimizer.zero_grad()
+        backward(model, comm.rank, step)
+        optimizer.reduce()
+        seen = torch.cat([p.grad.reshape(-1) for p in model.parameters()]).numpy().copy()
+        assert np.array_equal(seen, optimizer.reducer.update)
+        with pytest.raises(RuntimeError, match=r"reduce\(\) again before apply\(\)"):
+            optimizer.reduce()
+        next(model.parameters()).grad.mul_(0.5)  # as a loop of one's own may
+        seen[: next(model.parameters()).numel()] *= 0.5
+        optimizer.apply()
+        assert np.array_equal(flat(model), before - seen)
+        assert np.array_equal(flat(model) != before, seen != 0)
+    optimizer.apply()  # nothing was reduced since: nothing to apply
+    assert np.array_equal(flat(model), before - seen)
+    optimizer.close()
+
+
+@pytest.mark.skipif(not gpus(), reason="no GPU")
+def test_another_current_stream_is_waited_for_on_both_sides(comm: MPI.Intracomm) -> None:
+    place = torch_device("cuda", comm)
+    parameter = nn.Parameter(torch.zeros(1 << 22, device=place))
+    optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), comm, "dense")
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        for _ in range(5):
+            optimizer.zero_grad()
+            torch.cuda._sleep(10_000_000)
+            parameter.grad.fill_(1.0)
+            optimizer.step()
+    other.synchronize()
+    assert torch.equal(parameter.detach(), torch.full_like(parameter, -5.0))
+    optimizer.close()
+
+
+def test_tensors_it_cannot_take_are_named_on_every_rank(comm: MPI.Intracomm) -> None:
+    odd = comm.rank == comm.size - 1  # wrong on one rank, said on all
+    where = f"rank {comm.size - 1}: "
+
+    def attempt(*parameters: torch.Tensor, **keys: float) -> None:
+        DistributedOptimizer(torch.optim.SGD(map(nn.Parameter, parameters), lr=1), comm, **keys)
+
+    good = torch.zeros(2, 6)
+    with pytest.raises(
+        ValueError, match=where + r"parameters are torch\.float32 and torch\.float16: all .* one type"
+    ):
+        attempt(good, good.half() if odd else good)
+    with pytest.raises(ValueError, match=where + "parameters are on cpu and meta: all must be on one device"):
+        attempt(good, torch.zeros(2, 6, device="meta") if odd else good)
+    with pytest.raises(ValueError, match=where + "parameters are on meta, not on cpu or cuda"):
+        attempt(torch.zeros(12, device="meta") if odd else torch.zeros(12))
+    with pytest.raises(
+        ValueError, match=where + r".*shape \(2, 6\) with strides \(12, 2\) is not contiguous .* clone\(\)"
+    ):
+        attempt(torch.zeros(2, 12)[:, ::2] if odd else good)
+    with pytest.raises(ValueError, match=where + r"clip_norm -1 is not in \[0, inf\)"):
+        attempt(good, clip_norm=-1 if odd else 0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_whose_parameters_do_not_match_are_refused(comm: MPI.Intracomm) -> None:
+    odd = comm.rank == 1
+    for mine in (
+        [torch.zeros(2, 6)] if odd else [torch.zeros(6, 2)],
+        [torch.zeros(6, 2).t()] if odd else [torch.zeros(2, 6)],
+        [torch.zeros(3), torch.zeros(4)] if odd else [torch.zeros(4), torch.zeros(3)],
+    ):
+        with pytest.raises(ValueError, match="shapes, order or memory layouts differ between ranks"):
+            DistributedOptimizer(torch.optim.SGD(map(nn.Parameter, mine), lr=1), comm)
+    with pytest.raises(ValueError, match="ranks disagree on length"):
+        DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(3 + odd))], lr=1), comm)
+    with pytest.raises(ValueError, match=r"ranks disagree on clip_norm: \[0\.5, 1\.0\]"):
+        DistributedOptimizer(
+            torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1), comm, clip_norm=0.5 if odd else 1.0
+        )
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_a_gpu_that_is_not_the_current_one_is_named(comm: MPI.Intracomm) -> None:
+    place = torch_device("cuda", comm)
+    other = (place.index + 1) % torch.cuda.device_count()
+    parameter = nn.Parameter(torch.zeros(3, device=f"cuda:{other}"))
+    with pytest.raises(ValueError, match=rf"torch\.cuda\.set_device\({other}\)"):
+        DistributedOptimizer(torch.optim.SGD([parameter], lr=1), comm)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_modules_are_broadcast_and_averaged_where_they_lie(comm: MPI.Intracomm, device: str) -> None:
+    place = torch_device(device, comm)
+    torch.manual_seed(comm.rank)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(3, 2, dtype=torch.bfloat16))
+    model = model.to(place)
+    model[0].weight.data = model[0].weight.data.contiguous(memory_format=torch.channels_last)
+    model[1].register_buffer("flag", torch.tensor(comm.rank == 0, device=place))
+    broadcast_parameters(model, comm)
+    mine = [
+        t.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+        for t in model.state_dict().values()
+    ]
+    assert len({tuple(theirs) for theirs in comm.allgather(mine)}) == 1
+    assert bool(model[1].flag)
+    assert all(tensor.device == place for tensor in model.state_dict().values())
+    model[1].running_mean.fill_(comm.rank)
+    average_buffers(model, comm)
+    assert torch.allclose(model[1].running_mean, torch.full((4,), (comm.size - 1) / 2, device=place))
