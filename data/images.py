@@ -42,19 +42,33 @@ class Augment:
         Returns:
             uint8 of the same shape, a new array unless nothing is to be done.
         """
+        top, left, mirrored = self.places(draws)
         if self.crop:
             count, channels, height, width = images.shape
-            span, bits, mask = np.uint64(2 * self.crop + 1), np.uint64(31), np.uint64(2**31 - 1)
-            top = ((draws & mask) % span).astype(np.intp)
-            left = ((draws >> bits & mask) % span).astype(np.intp)
             padded = np.zeros((count, channels, height + 2 * self.crop, width + 2 * self.crop), np.uint8)
             padded[:, :, self.crop : self.crop + height, self.crop : self.crop + width] = images
             windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
             images = windows[np.arange(count), :, top, left]
         if self.flip:
-            mirrored = (draws >> np.uint64(63)).astype(bool)
-            images = np.where(mirrored[:, None, None, None], images[..., ::-1], images)
+            images = np.where(mirrored[:, None, None, None] > 0, images[..., ::-1], images)
         return images
+
+    def places(self, draws: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Where each random number puts the window, and whether it mirrors what is in it.
+
+        Args:
+            draws: uint64[batch], as in apply.
+
+        Returns:
+            int64[3, batch]: top and left of the window, from the top left corner of the padding; 1 for mirrored.
+        """
+        span, bits, mask = np.uint64(2 * self.crop + 1), np.uint64(31), np.uint64(2**31 - 1)
+        places = np.zeros((3, len(draws)), np.int64)
+        places[0] = (draws & mask) % span
+        places[1] = (draws >> bits & mask) % span
+        if self.flip:
+            places[2] = draws >> np.uint64(63)
+        return places
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,10 +144,15 @@ class ImageSet:
             if draws is None:
                 raise ValueError("augment needs draws, one uint64 for each image")
             pixels = augment.apply(pixels, draws)
-        scale = torch.tensor([1 / (255 * std) for std in self.std], dtype=torch.float32)[:, None, None]
-        shift = torch.tensor([-m / s for m, s in zip(self.mean, self.std, strict=True)])[:, None, None]
+        scale, shift = self.standardisation()
         images = torch.from_numpy(pixels).to(torch.float32).mul_(scale).add_(shift)
         return images, torch.from_numpy(self.labels[indices])
+
+    def standardisation(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32[channels, 1, 1] each: what pixels are multiplied with, and what is added then."""
+        scale = torch.tensor([1 / (255 * std) for std in self.std], dtype=torch.float32)
+        shift = torch.tensor([-m / s for m, s in zip(self.mean, self.std, strict=True)])
+        return scale[:, None, None], shift[:, None, None]
 
 
 def check_labels(labels: NDArray[np.integer], classes: int, where: str) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,6 +19,27 @@ from data.sharding import (
 )
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class TrainingSource(Protocol):
+    """One rank's training batches, wherever they come from."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of one epoch, equal on all ranks and at least 1."""
+        ...
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch, from first_step on."""
+        ...
+
+
+class EvaluationSource(Protocol):
+    """One rank's part of the test split."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Every sample of the part once."""
+        ...
 
 
 class TrainingLoader:
@@ -79,9 +101,13 @@ class TrainingLoader:
         indices = self.shards.indices(epoch, step)
         if self.augment is None:
             return self.images.batch(indices)
+        return self.images.batch(indices, self.augment, self.draws(epoch)[indices])
+
+    def draws(self, epoch: int) -> NDArray[np.uint64]:
+        """uint64[samples]: the random number that crops and mirrors each of them in an epoch."""
         if self._drawn is None or self._drawn[0] != epoch:
             self._drawn = (epoch, epoch_draws(len(self.images), self.shards.seed, epoch, AUGMENTATION))
-        return self.images.batch(indices, self.augment, self._drawn[1][indices])
+        return self._drawn[1]
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from first_step on: 0 for all of it, another to resume in its middle."""

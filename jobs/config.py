@@ -110,7 +110,7 @@ class ScheduleConfig(_Section):
 
 
 class ReductionConfig(_Section):
-    """How gradients are summed over the ranks. The keys besides `method` are those of oktopk.Settings."""
+    """How gradients are summed over the ranks. The keys besides `method` and `gradient_type` are those of oktopk.Settings."""
 
     method: str = "oktopk"
     density: float = Settings.density
@@ -126,6 +126,10 @@ class ReductionConfig(_Section):
     average: bool = Settings.average
     balanced_regions: bool = Settings.balanced_regions
     rotate: bool = Settings.rotate
+    gradient_type: Literal["", "float32", "bfloat16", "float16"] = Field(
+        default="",
+        description="of what is reduced; empty: float32, that of the parameters. Others on GPUs only",
+    )
 
     @field_validator("method")
     @classmethod
@@ -156,6 +160,9 @@ class TrainingConfig(_Section):
     )
     eval_batch_size: int = Field(
         default=128, ge=1, description="images per rank and forward pass of an evaluation"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: the GPU of the rank's place on its host, where there is one"
     )
     threads: int = Field(default=1, ge=1, description="torch threads per rank")
 

@@ -16,6 +16,8 @@ from data.loader import Batch
 from jobs.agreement import check_same_parameters
 from jobs.config import Config
 from jobs.gradient_file import GradientRecorder
+from jobs.laps import Laps, TimedStep, measure
+from jobs.placement import Placement
 from jobs.recording import StepRecorder
 from jobs.runfile import RunFile
 from jobs.schedule import learning_rate_factor
@@ -35,6 +37,7 @@ class TrainingLoop:
     Args:
         config: a run's.
         comm: the ranks that train together.
+        placement: this rank's device.
         workload: this rank's side of the task.
         inner: the torch optimizer, whose learning rate follows the schedule.
         optimizer: the one around it that reduces.
@@ -46,6 +49,7 @@ class TrainingLoop:
         self,
         config: Config,
         comm: MPI.Intracomm,
+        placement: Placement,
         workload: Workload,
         inner: torch.optim.Optimizer,
         optimizer: DistributedOptimizer,
@@ -55,7 +59,10 @@ class TrainingLoop:
         self.config, self.comm, self.workload = config, comm, workload
         self.inner, self.optimizer, self.file, self.gradients = inner, optimizer, file, gradients
         self.steps = run_length(config, workload.steps_per_epoch)
+        self.placement = placement
         self.recorder = StepRecorder(comm)
+        self.timed: list[TimedStep] = []
+        self.began = 0.0
         self.figures: dict[str, str] = {}
         self.bar: tqdm[Any] = tqdm(
             total=self.steps,
@@ -75,13 +82,13 @@ class TrainingLoop:
             RanksDiverged: on every rank: their parameters are no longer the same.
         """
         batches = self._batches()
-        began = time.perf_counter()
+        self.began = time.perf_counter()
         self.workload.model.train()
         with self.bar:
             for step in range(self.steps):
-                self._step(step, batches, began)
+                self._step(step, batches)
                 evaluate = self._evaluates_after(step)
-                if len(self.recorder) >= self.config.run.flush_every or evaluate:
+                if len(self.timed) >= self.config.run.flush_every or evaluate:
                     self._write()
                 if evaluate:
                     self._evaluate(step + 1)
@@ -92,7 +99,7 @@ class TrainingLoop:
             yield from self.workload.batches(epoch)
             epoch += 1
 
-    def _step(self, step: int, batches: Iterator[Batch], began: float) -> None:
+    def _step(self, step: int, batches: Iterator[Batch]) -> None:
         rate = self.config.optimizer.lr * learning_rate_factor(
             self.config.schedule,
             step,
@@ -102,31 +109,23 @@ class TrainingLoop:
         )
         for group in self.inner.param_groups:
             group["lr"] = rate
-        times = [time.perf_counter()]
+        laps = Laps(self.placement)
         batch = next(batches)
-        times.append(time.perf_counter())
+        laps.end("data")
         self.optimizer.zero_grad()
         loss = self.workload.loss(batch)
-        times.append(time.perf_counter())
+        laps.end("forward")
         loss.backward()
-        times.append(time.perf_counter())
+        laps.end("backward")
         every = self.config.run.measure_every
-        report = self.optimizer.step(measure=bool(every) and (step + 1) % every == 0)
-        times.append(time.perf_counter())
-        if self.gradients is not None:
+        report = self.optimizer.reduce(measure=bool(every) and (step + 1) % every == 0)
+        laps.end("reduction")
+        self.optimizer.apply()
+        laps.end("optimizer")
+        if self.gradients is not None and not self.gradients.full:
             self.gradients.add(self.optimizer.gradient)
-        data, forward, backward, whole = np.diff(times).tolist()
-        measuring = report.measures.seconds if report.measures else 0.0
-        seconds = {
-            "data": data,
-            "forward": forward,
-            "backward": backward,
-            "reduction": report.total_seconds,
-            "optimizer": max(0.0, whole - report.total_seconds - measuring),
-        }
-        self.recorder.add(
-            report, loss=loss.item(), seconds=seconds, learning_rate=rate, elapsed=times[-1] - began
-        )
+        # read when the run file is written: until then a GPU need not be waited for
+        self.timed.append(TimedStep(report, [loss.detach()], laps, rate))
         self.bar.update()
 
     def _evaluates_after(self, step: int) -> bool:
@@ -134,6 +133,15 @@ class TrainingLoop:
         return (step + 1) % every == 0 or step + 1 == self.steps
 
     def _write(self) -> None:
+        for step in measure(self.timed):
+            self.recorder.add(
+                step.report,
+                loss=step.loss,
+                seconds=step.seconds,
+                learning_rate=step.learning_rate,
+                elapsed=step.ended - self.began,
+            )
+        self.timed.clear()
         gathered, measures = self.recorder.gather(), self.recorder.gather_measures()
         if gathered is None or self.file is None:
             return

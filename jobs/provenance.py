@@ -39,9 +39,9 @@ def versions() -> dict[str, str]:
     }
 
 
-def versions_json() -> str:
-    """versions() as JSON."""
-    return json.dumps(versions())
+def versions_json(**more: str) -> str:
+    """versions(), and more of the kind, as JSON."""
+    return json.dumps(versions() | more)
 
 
 def commit() -> str:

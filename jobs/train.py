@@ -26,10 +26,11 @@ from mpi4py import MPI
 from data import DataError
 from jobs import provenance
 from jobs.agreement import Refused, decide_on_root, decide_together
-from jobs.config import Config
+from jobs.config import Config, ReductionConfig
 from jobs.configfile import ConfigError, apply_overrides, read_toml, validate
 from jobs.gradient_file import GradientFileError, GradientRecorder
 from jobs.loop import TrainingLoop
+from jobs.placement import Placement, find_placement
 from jobs.runfile import RunFile, RunFileError, RunInfo, check_creatable
 from jobs.workloads import Workload, WorkloadError, build_optimizer, build_workload
 from oktopk import DistributedOptimizer, NonFiniteGradientError, broadcast_parameters
@@ -149,20 +150,35 @@ def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
     decide_on_root(
         comm, lambda: check_creatable(config.run.file, overwrite=config.run.overwrite), (RunFileError,)
     )
-    workload = decide_together(
-        comm, lambda: build(config, rank=comm.rank, size=comm.size), (DataError, WorkloadError, OSError)
-    )
-    inner = build_optimizer(config.optimizer, workload.model.parameters())
-    optimizer = DistributedOptimizer(
-        inner, comm, method=config.reduction.method, **config.reduction.settings()
-    )
+    placement = find_placement(config.training.device, comm)
+
+    def build_here() -> Workload:
+        workload = build(config, rank=comm.rank, size=comm.size)
+        workload.place(placement)
+        return workload
+
+    workload = decide_together(comm, build_here, (DataError, WorkloadError, OSError, torch.OutOfMemoryError))
+    inner = build_optimizer(config.optimizer, workload.model.parameters(), fused=placement.fused)
+    optimizer = build_reduction(config.reduction, inner, comm)
     broadcast_parameters(workload.model, comm)
     with (
         open_gradient_file(config, comm, optimizer.length) as gradients,
-        open_run_file(config, comm, optimizer.length) as file,
+        open_run_file(config, comm, optimizer.length, placement) as file,
     ):
-        TrainingLoop(config, comm, workload, inner, optimizer, file, gradients).run()
+        TrainingLoop(config, comm, placement, workload, inner, optimizer, file, gradients).run()
     optimizer.close()
+
+
+def build_reduction(
+    config: ReductionConfig, inner: torch.optim.Optimizer, comm: MPI.Intracomm
+) -> DistributedOptimizer:
+    """The optimizer that reduces; collective. Raises Refused: the device or this MPI cannot do it."""
+    try:
+        return DistributedOptimizer(
+            inner, comm, config.method, gradient_type=config.gradient_type, **config.settings()
+        )
+    except ValueError as error:  # the same on every rank
+        raise Refused(str(error)) from error
 
 
 def open_gradient_file(
@@ -186,14 +202,16 @@ def open_gradient_file(
     return decide_together(comm, create, (GradientFileError,))
 
 
-def open_run_file(config: Config, comm: MPI.Intracomm, length: int) -> AbstractContextManager[RunFile | None]:
+def open_run_file(
+    config: Config, comm: MPI.Intracomm, length: int, placement: Placement
+) -> AbstractContextManager[RunFile | None]:
     """The run file on rank 0, None elsewhere; collective. Raises Refused."""
     created: list[RunFile] = []
 
     def create() -> None:
         info = RunInfo(
             config=config.to_json(),
-            versions=provenance.versions_json(),
+            versions=provenance.versions_json(device=placement.description),
             method=config.reduction.method,
             ranks=comm.size,
             length=length,

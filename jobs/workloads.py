@@ -14,8 +14,9 @@ from data.cifar10 import open_cifar10
 from data.digits import load_digits
 from data.image_file import open_image_file
 from data.images import Augment, ImageSet
-from data.loader import Batch, EvaluationLoader, TrainingLoader
+from data.loader import Batch, EvaluationLoader, EvaluationSource, TrainingLoader, TrainingSource
 from jobs.config import Config, DataConfig, OptimizerConfig
+from jobs.placement import Placement
 from models.vgg import REDUCTION, VGG16
 
 
@@ -37,6 +38,10 @@ class Workload(Protocol):
 
     model: nn.Module
     steps_per_epoch: int
+
+    def place(self, placement: Placement) -> None:
+        """Move network and data to a device. Raises DataError: they do not fit."""
+        ...
 
     def batches(self, epoch: int) -> Iterator[Batch]:
         """This rank's batches of an epoch, steps_per_epoch of them."""
@@ -63,8 +68,16 @@ class Classification:
     def __init__(self, model: nn.Module, training: TrainingLoader, held_out: EvaluationLoader) -> None:
         self.model = model
         self.steps_per_epoch = training.steps_per_epoch
-        self._training = training
-        self._held_out = held_out
+        self._loaders = training, held_out
+        self._training: TrainingSource = training
+        self._held_out: EvaluationSource = held_out
+
+    def place(self, placement: Placement) -> None:
+        """Move network and data to a device. Raises DataError: they do not fit."""
+        training, held_out = self._loaders
+        self._training = placement.training_source(training)
+        self._held_out = placement.evaluation_source(held_out)
+        self.model.to(placement.device)
 
     def batches(self, epoch: int) -> Iterator[Batch]:
         """This rank's batches of an epoch."""
@@ -77,18 +90,21 @@ class Classification:
 
     def score(self) -> Score:
         """Summed cross entropy, and how many of the held-out samples are classed right."""
-        loss, correct, samples = 0.0, 0, 0
+        samples = 0
+        # on the device, so that it is waited for once
+        device = next(self.model.parameters()).device
+        loss, correct = torch.zeros(2, dtype=torch.float64, device=device)
         self.model.eval()
         try:
             with torch.inference_mode():
                 for images, labels in self._held_out:
                     logits = self.model(images)
-                    loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
-                    correct += int((logits.argmax(dim=1) == labels).sum())
+                    loss += nn.functional.cross_entropy(logits, labels, reduction="sum")
+                    correct += (logits.argmax(dim=1) == labels).sum()
                     samples += len(labels)
         finally:
             self.model.train()
-        return Score(loss, correct, samples)
+        return Score(float(loss), int(correct), samples)
 
 
 def build_workload(config: Config, *, rank: int, size: int) -> Workload:
@@ -145,8 +161,10 @@ def build_model(config: Config, images: ImageSet) -> nn.Module:
         raise WorkloadError(f"model: {error}") from error
 
 
-def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The torch optimizer that applies the reduced gradient."""
+def build_optimizer(
+    config: OptimizerConfig, parameters: Iterable[nn.Parameter], *, fused: bool = False
+) -> torch.optim.Optimizer:
+    """The torch optimizer that applies the reduced gradient; fused into one kernel where that is asked for."""
     if config.name == "sgd":
         return torch.optim.SGD(
             parameters,
@@ -154,6 +172,7 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
             momentum=config.momentum,
             weight_decay=config.weight_decay,
             nesterov=config.nesterov,
+            fused=fused or None,
         )
     adam = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
     return adam(
@@ -162,4 +181,5 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         weight_decay=config.weight_decay,
+        fused=fused or None,
     )

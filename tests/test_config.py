@@ -32,7 +32,11 @@ def test_defaults_fill_what_is_not_written() -> None:
 def test_reduction_section_has_the_settings_and_their_defaults() -> None:
     config = ReductionConfig()
     assert Settings(**config.settings()) == Settings()
-    assert set(ReductionConfig.model_fields) == {"method", *(f.name for f in dataclasses.fields(Settings))}
+    assert set(ReductionConfig.model_fields) == {
+        "method",
+        "gradient_type",
+        *(f.name for f in dataclasses.fields(Settings)),
+    }
 
 
 def test_shipped_digits_file_is_valid() -> None:

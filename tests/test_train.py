@@ -24,6 +24,7 @@ from jobs.launch import LaunchError, find_mpiexec, launch_environment, mpiexec_c
 from jobs.runreader import RunReader
 from jobs.summary import read_runs
 from jobs.train import check_launch, main
+from tests.devices import gpus
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "jobs" / "configs" / "digits.toml"
@@ -88,6 +89,32 @@ def test_a_training_run_on_four_ranks_learns_and_keeps_to_the_bound(tmp_path: Pa
     assert hardware["cores"] == os.cpu_count()
 
 
+@pytest.mark.skipif(not gpus(), reason="no GPU")
+@pytest.mark.timeout(PATIENCE)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_ranks_train_on_gpus_and_may_share_one(tmp_path: Path, ranks: int) -> None:
+    path = tmp_path / "run.h5"
+    overrides = [
+        "training.device=auto",
+        "model.width=0.0625",
+        "training.steps=120",
+        "training.eval_every=60",
+        "schedule.warmup=10",
+        "optimizer.lr=0.05",
+        "data.crop=2",
+    ]
+    done = run_ranks(ranks, "-m", "jobs.train", str(CONFIG), "--set", f"run.file={path}", *overrides)
+    assert done.returncode == 0, done.stderr
+    (run,) = read_runs([path])
+    assert (run.status, run.count, run.info.ranks) == ("complete", 120, ranks)
+    assert '"device": "NVIDIA' in run.info.versions
+    assert run.steps["loss"][-20:].mean() < 0.5 * run.steps["loss"][:20].mean()
+    assert run.evaluations["samples"].tolist() == [898, 898]
+    stages = np.sum(list(run.stages.values()), axis=0)
+    assert stages == pytest.approx(run.steps["seconds_reduction"])
+    assert np.all(np.diff(run.steps["elapsed"]) > -1e-3)
+
+
 # One job, because a job's start is what these tests wait for.
 REFUSALS = """
     import sys
@@ -119,6 +146,7 @@ REFUSALS = """
     attempt("data.name=prepared", f"data.path={folder}/none.h5")
     attempt("model.width=0.001")
     attempt("--no-such-option")
+    attempt("reduction.gradient_type=bfloat16")
     attempt(build=unreadable_on_rank_1)
     attempt("optimizer.lr=1e30", "model.width=0.0625", "training.steps=20")
 
@@ -154,6 +182,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank_alike(tmp_path: Pa
         rf"jobs\.train: {folder}/none\.h5: no such file.*",
         r"jobs\.train: model: width 0\.001 leaves no channel.*",
         r"usage: (.|\n)*unrecognized arguments: --no-such-option",
+        r"jobs\.train: rank 0: gradient_type 'bfloat16' on cpu is not one of float32; rank 1: .*",
         r"jobs\.train: rank 1: .*Permission denied: 'data\.h5'",
     ]
     for text, pattern in zip(said, expected, strict=False):

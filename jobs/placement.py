@@ -1,0 +1,166 @@
+"""Where a rank computes: the one place among the jobs that knows a GPU from the host."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from mpi4py import MPI
+
+from data.loader import EvaluationLoader, EvaluationSource, TrainingLoader, TrainingSource
+from data.resident import ResidentEvaluationLoader, ResidentTrainingLoader
+from jobs.agreement import Refused, decide_together
+
+
+class PlacementError(RuntimeError):
+    """A device that was asked for and cannot be used."""
+
+
+class Placement(Protocol):
+    """One rank's device.
+
+    Attributes:
+        device: torch's name of it.
+        description: of the hardware, in words.
+        fused: whether torch's fused optimizers are the fast ones.
+    """
+
+    device: torch.device
+    description: str
+    fused: bool
+
+    def mark(self) -> Any:
+        """Now, after all work that was asked for before; for `read`. Waits for nothing."""
+
+    def read(self, marks: Sequence[Any]) -> list[float]:
+        """When the marks were passed, as time.perf_counter() counts; the last one is waited for."""
+
+    def training_source(self, loader: TrainingLoader) -> TrainingSource:
+        """The same batches, on the device."""
+
+    def evaluation_source(self, loader: EvaluationLoader) -> EvaluationSource:
+        """The same batches, on the device."""
+
+
+class HostPlacement:
+    """The CPU."""
+
+    device = torch.device("cpu")
+    fused = False
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.description = platform.processor() or platform.machine()
+
+    def mark(self) -> float:
+        """As the protocol says."""
+        return time.perf_counter()
+
+    def read(self, marks: Sequence[float]) -> list[float]:
+        """As the protocol says."""
+        return list(marks)
+
+    def training_source(self, loader: TrainingLoader) -> TrainingSource:
+        """As the protocol says."""
+        return loader
+
+    def evaluation_source(self, loader: EvaluationLoader) -> EvaluationSource:
+        """As the protocol says."""
+        return loader
+
+
+class CudaPlacement:
+    """The GPU of this rank's place on its host, round robin: several ranks may share one.
+
+    The images stay in its memory as uint8, and are cropped, mirrored and standardised there.
+
+    Args:
+        comm: collective.
+
+    Raises:
+        Refused: it cannot be used; on every rank alike.
+    """
+
+    fused = True
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        from collectives.device_transport import select_device
+
+        number = select_device(comm)
+
+        def probe() -> None:
+            torch.cuda.set_device(number)
+            torch.zeros(1, device="cuda").add_(1).cpu()
+
+        decide_together(comm, probe, (RuntimeError,))
+        self.device = torch.device("cuda", number)
+        self.description = torch.cuda.get_device_name(number)
+        # convolutions have fixed shapes here, so that the search for their fastest algorithm pays
+        torch.backends.cudnn.benchmark = True
+
+    def mark(self) -> torch.cuda.Event:
+        """As the protocol says."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        """As the protocol says."""
+        last = marks[-1]
+        last.synchronize()
+        now = time.perf_counter()
+        return [now - mark.elapsed_time(last) / 1e3 for mark in marks]
+
+    def training_source(self, loader: TrainingLoader) -> TrainingSource:
+        """As the protocol says."""
+        return ResidentTrainingLoader(loader, self.device)
+
+    def evaluation_source(self, loader: EvaluationLoader) -> EvaluationSource:
+        """As the protocol says."""
+        return ResidentEvaluationLoader(loader, self.device)
+
+
+_PLACEMENTS: dict[str, type[HostPlacement | CudaPlacement]] = {"cpu": HostPlacement, "cuda": CudaPlacement}
+
+
+def find_placement(wanted: str, comm: MPI.Intracomm) -> Placement:
+    """This rank's device; collective.
+
+    Args:
+        wanted: "cpu", "cuda", or "auto": a GPU where torch has one to use.
+        comm: the ranks that train together.
+
+    Raises:
+        Refused: there is none, or the ranks would not all compute on the same kind; on every rank alike.
+    """
+    kind = decide_together(comm, lambda: _kind(wanted), (PlacementError, ImportError, RuntimeError))
+    kinds = comm.allgather(kind)
+    if len(set(kinds)) > 1:
+        found = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+        raise Refused(
+            f"training.device {wanted!r} means different devices ({found}): set it to 'cpu' or 'cuda'"
+        )
+    return _PLACEMENTS[kind](comm)
+
+
+def _kind(wanted: str) -> str:
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        raise PlacementError(
+            f"training.device is 'cuda', but torch {torch.__version__}, {built}, sees no GPU"
+        )
+    if wanted == "cpu" or not available:
+        return "cpu"
+    if importlib.util.find_spec("cupy") is None:
+        raise PlacementError(
+            "training on a GPU needs CuPy: pip install 'oktopk[cuda13]' (or cuda12), or set training.device=cpu"
+        )
+    import cupy
+
+    if not cupy.cuda.runtime.getDeviceCount():
+        raise PlacementError(f"torch sees {torch.cuda.device_count()} GPUs, CuPy {cupy.__version__} none")
+    return "cuda"
