@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from mpi4py import MPI
 
+from collectives.cuda_problems import gpu_problem
 from data.loader import EvaluationLoader, EvaluationSource, TrainingLoader, TrainingSource
 from data.resident import ResidentEvaluationLoader, ResidentTrainingLoader
 from jobs.agreement import Refused, decide_together
@@ -87,15 +87,18 @@ class CudaPlacement:
     fused = True
 
     def __init__(self, comm: MPI.Intracomm) -> None:
+        decide_together(comm, _load_cupy, (PlacementError,))
         from collectives.device_transport import select_device
 
         number = select_device(comm)
 
-        def probe() -> None:
+        def use() -> None:
             torch.cuda.set_device(number)
+            if problem := gpu_problem():
+                raise PlacementError(f"training on a GPU: {problem}")
             torch.zeros(1, device="cuda").add_(1).cpu()
 
-        decide_together(comm, probe, (RuntimeError,))
+        decide_together(comm, use, (RuntimeError,))
         self.device = torch.device("cuda", number)
         self.description = torch.cuda.get_device_name(number)
         # convolutions have fixed shapes here, so that the search for their fastest algorithm pays
@@ -136,7 +139,7 @@ def find_placement(wanted: str, comm: MPI.Intracomm) -> Placement:
     Raises:
         Refused: there is none, or the ranks would not all compute on the same kind; on every rank alike.
     """
-    kind = decide_together(comm, lambda: _kind(wanted), (PlacementError, ImportError, RuntimeError))
+    kind = decide_together(comm, lambda: _kind(wanted), (PlacementError,))
     kinds = comm.allgather(kind)
     if len(set(kinds)) > 1:
         found = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
@@ -153,14 +156,14 @@ def _kind(wanted: str) -> str:
         raise PlacementError(
             f"training.device is 'cuda', but torch {torch.__version__}, {built}, sees no GPU"
         )
-    if wanted == "cpu" or not available:
-        return "cpu"
-    if importlib.util.find_spec("cupy") is None:
-        raise PlacementError(
-            "training on a GPU needs CuPy: pip install 'oktopk[cuda13]' (or cuda12), or set training.device=cpu"
-        )
-    import cupy
+    return "cuda" if available and wanted != "cpu" else "cpu"
 
-    if not cupy.cuda.runtime.getDeviceCount():
-        raise PlacementError(f"torch sees {torch.cuda.device_count()} GPUs, CuPy {cupy.__version__} none")
-    return "cuda"
+
+def _load_cupy() -> None:
+    """Import what selects the GPU, before there is a CUDA context on another one."""
+    try:
+        from collectives import device_transport
+
+        device_transport.cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # a broken installation raises whatever it likes
+        raise PlacementError(f"training on a GPU: {gpu_problem() or error}") from error

@@ -81,7 +81,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gradient_type = gradient_type or _type_name(self._parameters[0].dtype)
             try:
                 memory = memory_of(self._parameters[0].device)
-            except (ValueError, ImportError) as error:
+            except ValueError as error:
                 problem = str(error)
         disagreement = _disagreement(comm, self._parameters, clip_norm, problem)
         self.reducer = GradientAllreduce(

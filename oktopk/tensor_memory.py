@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from collectives.cuda_problems import gpu_problem
+
 
 class TensorMemory(Protocol):
     """Memory that torch and the reducer share.
@@ -57,19 +59,16 @@ class CudaMemory:
         place: a CUDA device.
 
     Raises:
-        ValueError: it is not the current GPU.
-        ImportError: there is no CuPy.
+        ValueError: it is not the current GPU, or CuPy cannot use it.
     """
 
     device = "cuda"
 
     def __init__(self, place: torch.device) -> None:
-        try:
-            import cupy
-        except ImportError:
-            raise ImportError(
-                f"parameters on {place} need CuPy: pip install 'oktopk[cuda13]' (or cuda12)"
-            ) from None
+        if problem := gpu_problem():
+            raise ValueError(f"parameters are on {place}, but {problem}")
+        import cupy
+
         current = torch.cuda.current_device(), cupy.cuda.Device().id
         if current != (place.index, place.index):
             raise ValueError(
@@ -109,7 +108,7 @@ def memory_of(place: torch.device) -> TensorMemory:
     """The memory of a device.
 
     Raises:
-        ValueError, ImportError: it cannot be used; the message says why, and what to do.
+        ValueError: it cannot be used; the message says why, and what to do.
     """
     if place.type == "cpu":
         return HostMemory()
