@@ -25,7 +25,10 @@ def gpu_problem() -> str:
         import cupy
     except ModuleNotFoundError as error:
         if error.name == "cupy":
-            return f"CuPy is not installed: {installation()}"
+            without = (
+                "" if driver_version() else ", and this host has no NVIDIA driver: use device 'cpu', or both"
+            )
+            return f"CuPy is not installed{without}: {installation()}"
         return _broken(error)
     except Exception as error:  # a broken installation raises whatever it likes
         return _broken(error)
