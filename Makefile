@@ -1,5 +1,5 @@
 # On a fresh Debian or Ubuntu machine with git, make and Python >= 3.11 with venv, as root or not:
-#     make demo      watch four ranks train, dense and sparse, then look at the picture
+#     make demo      watch four ranks train, dense and sparse, then look at the page
 #     make test      lint, format, types, spelling and all tests on 1, 2, 3, 4, 5 and 8 ranks
 # Each does its own set-up in .venv, once; again when setup.cfg or constraints.txt change.
 
@@ -28,7 +28,7 @@ NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 .PHONY: help setup demo test test-mpich bench-net lint format clean
 
 help:
-	@echo "make demo     train VGG on digits with 4 ranks, dense and Ok-Topk, and draw the picture (demo/)"
+	@echo "make demo     train VGG on digits with 4 ranks, dense and Ok-Topk, and compare them on a page (demo/)"
 	@echo "              WIDTH=1.0 DATA=cifar10.h5 RANKS=4 DENSITY=0.02 or any DEMO_ARGS='...'"
 	@echo "make test     lint, format, types, spelling and every test; TEST_ARGS='--ranks 1,4 -k regions'"
 	@echo "make test-mpich  the same tests on MPICH instead of Open MPI, in .venv-mpich"
