@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import tracemalloc
 import zlib
@@ -16,6 +15,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.cuda_problems import gpu_problem
 from jobs.bench_document import BenchError
 from jobs.bench_floors import Speeds, measure_speeds
 from jobs.bench_gradients import DrawnGradients, GradientSource
@@ -149,41 +149,44 @@ DEVICES = ("cpu", "cuda")
 """What `--device` takes."""
 
 
-def device_problem(name: str) -> str:
-    """Why this process cannot use a device, and what to do; "" if it can. Talks to no other rank, touches no memory."""
-    if name == "cpu":
-        return ""
-    if importlib.util.find_spec("cupy") is None:
-        return "--device cuda needs CuPy: pip install 'oktopk[cuda13]' (or cuda12)"
-    try:
-        import cupy
-
-        count = cupy.cuda.runtime.getDeviceCount()
-    except (ImportError, RuntimeError) as error:  # CuPy's CUDA errors are RuntimeErrors
-        return f"--device cuda: CuPy can use no GPU here: {error}"
-    return "" if count else "--device cuda: CuPy sees no GPU here (is CUDA_VISIBLE_DEVICES set?)"
-
-
 def open_device(name: str, gradient_type: str, comm: MPI.Intracomm) -> Device:
     """The device of this rank. Collective.
 
     Raises:
         BenchError: some rank has none; on every rank alike.
     """
-    problems = comm.allgather(device_problem(name))
-    found = list(dict.fromkeys(problem for problem in problems if problem))
-    if found:
-        everyone = len(found) == 1 and all(problems)
-        which = [str(rank) for rank, problem in enumerate(problems) if problem]
-        raise BenchError("; ".join(found) + ("" if everyone else f" (rank {', '.join(which)})"))
     if name == "cpu":
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
         sharers = node.size
         node.Free()
         return Host(sharers)
+    _agree_on(comm, no_gpu())
     from jobs.bench_cuda import open_cuda
 
-    return open_cuda(gradient_type, comm)
+    # the first call that makes a context comes after each rank has its GPU
+    device = open_cuda(gradient_type, comm)
+    _agree_on(comm, gpu_problem())
+    return device
+
+
+def no_gpu() -> str:
+    """Why there is no GPU for this process, and what to do; "" if there is one. Makes no context on any."""
+    try:
+        import cupy
+
+        there = cupy.cuda.runtime.getDeviceCount() > 0
+    except Exception:  # whatever it was, gpu_problem names it
+        there = False
+    return "" if there else gpu_problem()
+
+
+def _agree_on(comm: MPI.Intracomm, problem: str) -> None:
+    problems = comm.allgather(problem)
+    found = list(dict.fromkeys(text for text in problems if text))
+    if found:
+        which = ", ".join(str(rank) for rank, text in enumerate(problems) if text)
+        where = "" if all(problems) else f" on rank(s) {which}"
+        raise BenchError(f"--device cuda cannot be used{where}: {'; '.join(found)}")
 
 
 def _peak_resident_bytes(*, reset: bool) -> int | None:

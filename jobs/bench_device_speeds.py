@@ -66,10 +66,10 @@ def copy_bandwidth(comm: MPI.Intracomm, timer: Timer) -> float:
 
 
 def measure_device_speeds(comm: MPI.Intracomm, length: int) -> Speeds:
-    """Copy bandwidth; the bandwidth of a ring of 64 MB messages between GPUs; the latency of one between hosts. Collective.
+    """Copy bandwidth; the bandwidth of a ring of 64 MB messages between GPUs; the latency of one through host memory. Collective.
 
-    A message between GPUs by MPI takes longer than one between hosts, and writing to a peer's memory may not: the floor is the
-    lower one. Takes 1.7 GB while it runs.
+    A small message between GPUs takes MPI longer than one through host memory, and writing into a peer's memory need not: the
+    floor is the lower one. Takes 1.7 GB while it runs.
     """
     memory = copy_bandwidth(comm, Timer())
     if comm.size == 1:

@@ -10,6 +10,8 @@ from typing import Any
 from tabulate import tabulate
 
 from jobs.bench_document import BenchError
+from jobs.bench_nccl import ROWS
+from jobs.bench_tables import ordered
 
 MISSING = "–"
 OURS = "oktopk"
@@ -83,16 +85,16 @@ def _heading(content: dict[str, Any]) -> str:
 
 
 def _targets(runs: Sequence[dict[str, Any]]) -> str:
-    """Microseconds, slowest rank; all ratios are to the baseline of the same run."""
+    """Microseconds, slowest rank; all ratios are to NCCL's mean in the same run, of the gradients' own type."""
     rows = []
     for run in runs:
-        ours, baseline = _method(run, OURS), _method(run, run["baseline"])
+        ours = _method(run, OURS)
         seconds = None if ours is None else ours["seconds"]
         ratio, met = verdict(run)
         rows.append(
             [
                 _cell(run),
-                MISSING if baseline is None else _us(baseline["seconds"]["all"]["mean"]),
+                *(MISSING if found is None else _us(found["seconds"]["all"]["mean"]) for found in _nccl(run)),
                 *(_of(seconds, kind, which) for kind, which in _SHOWN),
                 _times(ratio),
                 MISSING if run["target"] is None else f"≥ {run['target']['at_least']:.1f}x",
@@ -102,7 +104,7 @@ def _targets(runs: Sequence[dict[str, Any]]) -> str:
             ]
         )
     kinds = [f"{kind if kind != 'all' else 'every step'}: {which}" for kind, which in _SHOWN]
-    headers = ["step, us", "NCCL: mean", *(f"Ok-Topk, {kind}" for kind in kinds)]
+    headers = ["step, us", "NCCL fp32: mean", "NCCL bf16: mean", *(f"Ok-Topk, {kind}" for kind in kinds)]
     return _table(rows, [*headers, "times NCCL's", "target", "", "into g", "MPI alone"])
 
 
@@ -180,8 +182,7 @@ def _stages(runs: Sequence[dict[str, Any]], kind: str) -> str:
     found = [(run, method) for run in runs if (method := _method(run, OURS)) and method["stages"][kind]]
     if not found:
         return ""
-    names = dict.fromkeys(name for _, method in found for name in method["stages"][kind])
-    names = dict.fromkeys([*(name for name in names if name != "between"), "between"])
+    names = ordered(dict.fromkeys(name for _, method in found for name in method["stages"][kind]))
     rows = []
     for run, method in found:
         cells = []
@@ -207,6 +208,10 @@ def _left_out(runs: Iterable[dict[str, Any]]) -> list[str]:
 
 def _method(run: dict[str, Any], name: str) -> dict[str, Any] | None:
     return next((method for method in run["methods"] if method["name"] == name), None)
+
+
+def _nccl(run: dict[str, Any]) -> list[dict[str, Any] | None]:
+    return [_method(run, name) for name in ROWS]
 
 
 def _median(speeds: Sequence[dict[str, Any]], name: str) -> float:

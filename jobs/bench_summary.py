@@ -167,6 +167,7 @@ def formulas(method: str, k: int, length: int, ranks: int) -> dict[str, float]:
         "topka": {"least": topka, "most": topka},
         "gaussiank": {"least": topka, "most": topka},
         "topkdsa": {"least": dsa_least, "most": dsa_most},
+        "nccl-bf16": {"least": dense / 2, "most": dense / 2},
         "gtopk": {"least": gtopk, "most": gtopk, "busiest": traffic.gtopk_busiest_words(k, ranks)},
     }
     return by_method.get(method, {"least": dense, "most": dense})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def stages_table(methods: list[dict[str, Any]], digits: int = 2) -> str:
         if not stages:
             continue
         rows = []
-        for stage in [*(name for name in stages if name != "between"), "between"]:
+        for stage in ordered(stages):
             cells = []
             for method in methods:
                 found = (method["stages"][kind] or {}).get(stage)
@@ -129,6 +129,13 @@ def stages_table(methods: list[dict[str, Any]], digits: int = 2) -> str:
         title = f"{kind} steps, ms: mean / least rank (floor)"
         blocks.append(_table(rows, [title, *(method["name"] for method in methods)]))
     return "\n\n".join(blocks)
+
+
+def ordered(stages: Iterable[str]) -> list[str]:
+    """Stages as they ran, then what was left of a step."""
+    found = list(stages)
+    last = [name for name in ("finish", "between") if name in found]
+    return [*(name for name in found if name not in last), *last]
 
 
 def memory_table(methods: list[dict[str, Any]]) -> str:
