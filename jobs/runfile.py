@@ -9,6 +9,10 @@ Layout:
     stages/seconds        [steps, STAGE_SLOTS]: seconds of each stage of the reduction, mean over the ranks
     evaluations/<column>  one value per evaluation: EVALUATION_COLUMNS
     measures/<column>     one value per measured step: MEASURE_COLUMNS
+    segments/<column>     one value per job that the run took: SEGMENT_COLUMNS
+
+The attributes are those of the last job, except `started`. A run that continues from a checkpoint gets a new file with the
+steps up to it, which replaces the old one.
 
 A killed writer leaves a file that HDF5 opens in SWMR mode only, so read it with jobs.runreader.
 """
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -80,6 +84,12 @@ MEASURE_COLUMNS: dict[str, tuple[str, str]] = {
     "words_over_upper": ("f8", "words / (6k(P-1)/P)"),
     "seconds": ("f8", "seconds that measuring took, in no phase of the step, mean over the ranks"),
 }
+SEGMENT_COLUMNS: dict[str, tuple[str, str]] = {
+    "step": ("i8", "steps done when the job began"),
+    "ranks": ("i8", ""),
+    "host": ("S64", "rank 0's"),
+    "started": ("S32", "UTC, ISO 8601"),
+}
 
 
 class RunFileError(RuntimeError):
@@ -109,11 +119,29 @@ class RunInfo:
     command: str = ""
 
 
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run file holds: every column, as the reader gives it."""
+
+    started: str
+    steps: Mapping[str, NDArray[Any]]
+    stages: Mapping[str, NDArray[np.float64]]
+    evaluations: Mapping[str, NDArray[Any]]
+    measures: Mapping[str, NDArray[Any]]
+    segments: Mapping[str, NDArray[Any]]
+
+
 class RunFile:
     """The writer; one process, rank 0, holds it. A context manager that notes how its block ended."""
 
-    def __init__(self, path: str | Path, info: RunInfo, *, overwrite: bool = False) -> None:
-        """Create the file. Raises RunFileError: it exists and overwrite is False, or it cannot be written."""
+    def __init__(
+        self, path: str | Path, info: RunInfo, *, overwrite: bool = False, earlier: RunRecord | None = None
+    ) -> None:
+        """Create the file, with what earlier jobs of the run recorded.
+
+        Raises:
+            RunFileError: it exists and overwrite is False, or it cannot be written.
+        """
         self.path = Path(path)
         check_creatable(self.path, overwrite=overwrite)
         # Built beside and renamed: no reader meets half a file, and one that a run still writes is safe.
@@ -122,7 +150,8 @@ class RunFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = h5py.File(draft, "w", libver="latest", locking="best-effort")
             try:
-                self._create(info)
+                self._create(info if earlier is None else replace(info, started=earlier.started))
+                self._begin(info, earlier)
                 os.replace(draft, self.path)
             except BaseException:
                 self._file.close()
@@ -140,6 +169,7 @@ class RunFile:
         self._steps = self._create_columns("steps", STEP_COLUMNS)
         self._evaluations = self._create_columns("evaluations", EVALUATION_COLUMNS)
         self._measures = self._create_columns("measures", MEASURE_COLUMNS)
+        self._segments = self._create_columns("segments", SEGMENT_COLUMNS)
         stages = file.create_group("stages")
         self._stage_names = stages.create_dataset(
             "names", shape=(STAGE_SLOTS,), dtype=_STAGE_NAME, chunks=(STAGE_SLOTS,)
@@ -154,6 +184,29 @@ class RunFile:
         self._slots: dict[str, int] = {}
         # From here on nothing new can be created: hence a table of stages whose names come later.
         file.swmr_mode = True
+
+    def _begin(self, info: RunInfo, earlier: RunRecord | None) -> None:
+        if earlier is not None:
+            _append(self._segments, earlier.segments)
+            _append(self._evaluations, earlier.evaluations)
+            _append(self._measures, earlier.measures)
+            self.append_steps(earlier.steps, earlier.stages)
+        job = {"step": self.done, "ranks": info.ranks, "host": info.host, "started": info.started}
+        _append(
+            self._segments,
+            {name: np.array([job[name]], dtype) for name, (dtype, _) in SEGMENT_COLUMNS.items()},
+        )
+        self._file.flush()
+
+    @property
+    def done(self) -> int:
+        """Steps on record."""
+        return int(self._steps["step"].shape[0])
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of training on record."""
+        return float(self._steps["elapsed"][-1]) if self.done else 0.0
 
     def _create_columns(self, group: str, columns: Mapping[str, tuple[str, str]]) -> dict[str, h5py.Dataset]:
         made = {}
@@ -190,7 +243,7 @@ class RunFile:
         _append(self._evaluations, {name: np.array([value]) for name, value in values.items()})
         self._file.flush()
 
-    def append_measures(self, columns: Mapping[str, NDArray[Any]]) -> None:
+    def append_measures(self, columns: Mapping[str, NDArray[np.float64]]) -> None:
         """Append some measured steps, every name of MEASURE_COLUMNS, and flush. Raises ValueError as append_steps."""
         _append(self._measures, columns)
         self._file.flush()

@@ -13,7 +13,14 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.runfile import FORMAT, MEASURE_COLUMNS, RunFileError, RunInfo
+from jobs.runfile import (
+    FORMAT,
+    MEASURE_COLUMNS,
+    SEGMENT_COLUMNS,
+    RunFileError,
+    RunInfo,
+    RunRecord,
+)
 
 PATIENCE = 20  # tenths of a second
 
@@ -100,6 +107,12 @@ class RunReader:
             return {name: np.empty(0) for name in MEASURE_COLUMNS}
         return self._columns("measures")
 
+    def segments(self) -> dict[str, NDArray[Any]]:
+        """Every column of SEGMENT_COLUMNS: one value per job that the run took."""
+        if "segments" not in self._file:  # written before there were restarts
+            return {name: np.zeros(0, dtype) for name, (dtype, _) in SEGMENT_COLUMNS.items()}
+        return self._columns("segments")
+
     def stages(self) -> dict[str, NDArray[np.float64]]:
         """Stage of the reduction -> seconds[steps], mean over the ranks."""
         for name in ("stages/names", "stages/seconds"):
@@ -116,3 +129,24 @@ class RunReader:
         # The writer extends one column after another: a row that some columns lack is not there yet.
         shortest = min((len(values) for values in columns.values()), default=0)
         return {name: values[:shortest] for name, values in columns.items()}
+
+
+def read_record(path: str | Path, done: int) -> RunRecord:
+    """What a run file holds of its first `done` steps, whatever became of its writer.
+
+    Raises:
+        RunFileError: no such file, or not a run file.
+    """
+    with RunReader(path) as reader:
+        steps, evaluations, stages = reader.steps(), reader.evaluations(), reader.stages()
+        measures, segments, started = reader.measures(), reader.segments(), reader.info.started
+    # read after the steps, hence longer where the writer is at work
+    count = int(np.searchsorted(steps["step"], done, side="right"))
+    return RunRecord(
+        started=started,
+        steps={name: values[:count] for name, values in steps.items()},
+        stages={name: seconds[:count] for name, seconds in stages.items()},
+        evaluations={name: values[evaluations["step"] <= done] for name, values in evaluations.items()},
+        measures={name: values[measures["step"] <= done] for name, values in measures.items()},
+        segments={name: values[segments["step"] <= done] for name, values in segments.items()},
+    )
