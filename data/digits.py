@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits as load_original_digits
 
 from data.images import DataError, ImageSet, channel_statistics
 from data.sharding import ORDER, epoch_draws
@@ -37,6 +36,9 @@ def load_digits(size: int = 32, held_out: float = 0.5, seed: int = 0) -> tuple[I
         raise DataError(f"size {size} is not at least {ORIGINAL_SIZE}, that of the original digits")
     if not 0 < held_out < 1:
         raise DataError(f"held_out {held_out} is not in (0, 1)")
+    # slow to import, and only needed here
+    from sklearn.datasets import load_digits as load_original_digits
+
     original = load_original_digits()
     labels = original.target.astype(np.int64)
     grey = torch.from_numpy(original.images.astype(np.float32))[:, None] * (255 / GREY_LEVELS)

@@ -192,12 +192,30 @@ class RunConfig(_Section):
         default=16, ge=1, description="gradients to record, 4n bytes each, on every rank"
     )
 
+    watchdog: float = Field(
+        default=600.0,
+        ge=0.0,
+        description="seconds without a step after which every rank's stack is printed and the job ended; 0: never",
+    )
+
     @field_validator("file")
     @classmethod
     def _is_a_name(cls, value: str) -> str:
         if not value.strip():
             raise ValueError("the run file's name is empty")
         return value
+
+
+class CheckpointConfig(_Section):
+    """What a run that is started again continues from; also taken at the end, and on SIGUSR1 and SIGTERM."""
+
+    enabled: bool = True
+    folder: str = Field(
+        default="", description="on a file system that all ranks share; default: beside the run file"
+    )
+    every_steps: int = Field(default=0, ge=0, description="0: not by steps")
+    every_minutes: float = Field(default=10.0, ge=0.0, description="0: not by time")
+    keep: int = Field(default=2, ge=1, description="older ones are removed")
 
 
 class Config(_Section):
@@ -210,6 +228,7 @@ class Config(_Section):
     reduction: ReductionConfig = ReductionConfig()
     training: TrainingConfig
     run: RunConfig = RunConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     @model_validator(mode="after")
     def _one_momentum(self) -> Self:

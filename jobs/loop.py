@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 from collectives.traffic import dense_words
-from data.loader import Batch
 from jobs.agreement import check_same_parameters
 from jobs.config import Config
 from jobs.gradient_file import GradientRecorder
@@ -20,15 +18,24 @@ from jobs.laps import Laps, TimedStep, measure
 from jobs.placement import Placement
 from jobs.recording import StepRecorder
 from jobs.runfile import RunFile
+from jobs.safeguard import Safeguard
 from jobs.schedule import learning_rate_factor
+from jobs.training_state import BatchStream, Progress, capture
 from jobs.workloads import Workload
 from oktopk import DistributedOptimizer, average_buffers
 
 
-def run_length(config: Config, steps_per_epoch: int) -> int:
-    """Steps of the run: training.steps or training.epochs, whichever ends first."""
+def run_length(config: Config, steps_per_epoch: int, ahead: int = 0) -> int:
+    """Steps of the run: training.steps or training.epochs, whichever ends first.
+
+    Args:
+        ahead: how many more steps than were done the epochs so far would have had at their present length.
+    """
     training = config.training
-    return min(limit for limit in (training.steps, training.epochs * steps_per_epoch) if limit)
+    epochs = training.epochs * steps_per_epoch - ahead
+    return min(
+        limit for limit, given in ((training.steps, training.steps), (epochs, training.epochs)) if given
+    )
 
 
 class TrainingLoop:
@@ -43,6 +50,8 @@ class TrainingLoop:
         optimizer: the one around it that reduces.
         file: where rank 0 records, None on the others.
         gradients: where this rank's gradients are recorded, None for nowhere.
+        progress: what earlier jobs of the run have done.
+        safeguard: what is called after every step, None for nothing.
     """
 
     def __init__(
@@ -55,17 +64,25 @@ class TrainingLoop:
         optimizer: DistributedOptimizer,
         file: RunFile | None,
         gradients: GradientRecorder | None = None,
+        progress: Progress = Progress(),  # noqa: B008 - frozen
+        safeguard: Safeguard | None = None,
     ) -> None:
         self.config, self.comm, self.workload = config, comm, workload
         self.inner, self.optimizer, self.file, self.gradients = inner, optimizer, file, gradients
-        self.steps = run_length(config, workload.steps_per_epoch)
         self.placement = placement
+        self.safeguard = safeguard
+        self.batches = BatchStream(workload, config.training.batch_size * comm.size, progress.position)
+        self.done = progress.done
+        # differs after a restart on other ranks, where an epoch has another number of steps
+        self.ahead = self.batches.count - self.done
+        self.steps = run_length(config, workload.steps_per_epoch, self.ahead)
         self.recorder = StepRecorder(comm)
         self.timed: list[TimedStep] = []
         self.began = 0.0
         self.figures: dict[str, str] = {}
         self.bar: tqdm[Any] = tqdm(
             total=self.steps,
+            initial=self.done,
             desc=config.reduction.method,
             unit="step",
             disable=comm.rank != 0,
@@ -81,36 +98,37 @@ class TrainingLoop:
             NonFiniteGradientError: on every rank, when reduction.nonfinite is "raise".
             RanksDiverged: on every rank: their parameters are no longer the same.
         """
-        batches = self._batches()
-        self.began = time.perf_counter()
+        self.began = time.perf_counter() - (self.file.elapsed if self.file is not None else 0.0)
         self.workload.model.train()
         with self.bar:
-            for step in range(self.steps):
-                self._step(step, batches)
+            for step in range(self.done, self.steps):
+                self._step(step)
                 evaluate = self._evaluates_after(step)
                 if len(self.timed) >= self.config.run.flush_every or evaluate:
                     self._write()
                 if evaluate:
                     self._evaluate(step + 1)
+                if self.safeguard is not None:
+                    self.safeguard.after_step(
+                        step + 1, last=step + 1 == self.steps, capture=self._capture, before=self._write
+                    )
 
-    def _batches(self) -> Iterator[Batch]:
-        epoch = 0
-        while True:
-            yield from self.workload.batches(epoch)
-            epoch += 1
+    def _capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return capture(self.workload.model, self.optimizer, self.batches.position)
 
-    def _step(self, step: int, batches: Iterator[Batch]) -> None:
+    def _step(self, step: int) -> None:
+        ahead = self.ahead if self.config.schedule.unit == "epochs" else 0
         rate = self.config.optimizer.lr * learning_rate_factor(
             self.config.schedule,
-            step,
-            steps=self.steps,
+            step + ahead,
+            steps=self.steps + ahead,
             steps_per_epoch=self.workload.steps_per_epoch,
             ranks=self.comm.size,
         )
         for group in self.inner.param_groups:
             group["lr"] = rate
         laps = Laps(self.placement)
-        batch = next(batches)
+        batch = next(self.batches)
         laps.end("data")
         self.optimizer.zero_grad()
         loss = self.workload.loss(batch)
@@ -168,7 +186,7 @@ class TrainingLoop:
             return
         self.file.append_evaluation(
             step=done,
-            epoch=done / self.workload.steps_per_epoch,
+            epoch=(done + self.ahead) / self.workload.steps_per_epoch,
             loss=loss / max(1.0, samples),
             accuracy=correct / max(1.0, samples),
             samples=samples,

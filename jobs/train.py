@@ -5,19 +5,21 @@
 Every rank computes the gradient of its own batches; oktopk reduces it, and all ranks take the same step.
 Rank 0 shows a progress bar and writes the run file.
 
-Exit status: 0; 1 when the gradients ceased to be finite; 2 when what was asked for cannot be done, with one
-message and before any training.
+A run that was interrupted continues from its last checkpoint when it is started again. SIGUSR1 and SIGTERM on any rank
+take one and stop all of them at the same step.
+
+Exit status: 0, also when the run was complete already; 1 when the gradients ceased to be finite or a checkpoint could not be
+written; 2 when what was asked for cannot be done, with one message and before any training; 75 after a signal, with a
+checkpoint to continue from.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FrameType
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -26,12 +28,15 @@ from mpi4py import MPI
 from data import DataError
 from jobs import provenance
 from jobs.agreement import Refused, decide_on_root, decide_together
+from jobs.checkpoint import CheckpointError
 from jobs.config import Config, ReductionConfig
 from jobs.configfile import ConfigError, apply_overrides, read_toml, validate
 from jobs.gradient_file import GradientFileError, GradientRecorder
+from jobs.interruption import EXIT_STATUS, Interrupted
 from jobs.loop import TrainingLoop
 from jobs.placement import Placement, find_placement
-from jobs.runfile import RunFile, RunFileError, RunInfo, check_creatable
+from jobs.runfile import RunFile, RunFileError, RunInfo
+from jobs.session import Session
 from jobs.workloads import Workload, WorkloadError, build_optimizer, build_workload
 from oktopk import DistributedOptimizer, NonFiniteGradientError, broadcast_parameters
 from oktopk.settings import entries_kept
@@ -68,14 +73,20 @@ def main(
             comm, lambda: apply_overrides(read_toml(options.config), options.overrides), (ConfigError,)
         )
         config = decide_together(comm, lambda: validate(document), (ConfigError,))
-        with terminated_by_exception(comm):
-            train(config, comm, build)
+        train(config, comm, build)
     except Refused as refusal:
         _say(comm, f"jobs.train: {refusal}")
         return 2
     except NonFiniteGradientError as error:
         _say(comm, f"jobs.train: {error}: try a smaller optimizer.lr, or reduction.nonfinite=skip")
         return 1
+    except CheckpointError as error:
+        _say(comm, f"jobs.train: {error}")
+        return 1
+    except Interrupted as leaving:
+        how = "with a checkpoint" if config.checkpoint.enabled else "without a checkpoint"
+        _say(comm, f"jobs.train: {leaving.signal_name}: stopped after step {leaving.step} {how}")
+        return EXIT_STATUS if config.checkpoint.enabled else 128 + leaving.signal_number
     return 0
 
 
@@ -120,53 +131,43 @@ def check_launch(comm: MPI.Intracomm, environ: Mapping[str, str]) -> None:
         )
 
 
-@contextmanager
-def terminated_by_exception(comm: MPI.Intracomm) -> Iterator[None]:
-    """Within it a SIGTERM on rank 0 raises SystemExit, so that the run file is closed."""
-    if comm.rank != 0:
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    previous = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
 def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
-    """Train from the first step to the last; collective.
+    """Train from the first step, or from the last checkpoint, to the last step; collective.
 
     Raises:
-        Refused: on every rank and before training: data or a run file that cannot be used.
+        Refused: on every rank and before training: data, a run file or checkpoints that cannot be used.
+        Interrupted: on every rank: a signal asked to stop.
         NonFiniteGradientError: on every rank, when reduction.nonfinite is "raise".
+        CheckpointError: on every rank.
         RanksDiverged: on every rank: their parameters are no longer the same.
     """
     torch.set_num_threads(config.training.threads)
-    # Before minutes of loading, and again when it is created.
-    decide_on_root(
-        comm, lambda: check_creatable(config.run.file, overwrite=config.run.overwrite), (RunFileError,)
-    )
-    placement = find_placement(config.training.device, comm)
+    with Session(config, comm) as session:
+        if session.complete:
+            _say(comm, f"jobs.train: {config.run.file} is complete: nothing to do")
+            return
+        placement = find_placement(config.training.device, comm)
 
-    def build_here() -> Workload:
-        workload = build(config, rank=comm.rank, size=comm.size)
-        workload.place(placement)
-        return workload
+        def build_here() -> Workload:
+            workload = build(config, rank=comm.rank, size=comm.size)
+            workload.place(placement)
+            return workload
 
-    workload = decide_together(comm, build_here, (DataError, WorkloadError, OSError, torch.OutOfMemoryError))
-    inner = build_optimizer(config.optimizer, workload.model.parameters(), fused=placement.fused)
-    optimizer = build_reduction(config.reduction, inner, comm)
-    broadcast_parameters(workload.model, comm)
-    with (
-        open_gradient_file(config, comm, optimizer.length) as gradients,
-        open_run_file(config, comm, optimizer.length, placement) as file,
-    ):
-        TrainingLoop(config, comm, placement, workload, inner, optimizer, file, gradients).run()
-    optimizer.close()
+        faults = (DataError, WorkloadError, OSError, torch.OutOfMemoryError)
+        workload = decide_together(comm, build_here, faults)
+        inner = build_optimizer(config.optimizer, workload.model.parameters(), fused=placement.fused)
+        optimizer = build_reduction(config.reduction, inner, comm)
+        broadcast_parameters(workload.model, comm)
+        progress = session.resume(workload.model, optimizer)
+        with (
+            open_gradient_file(config, comm, optimizer.length, overwrite=session.resumed) as gradients,
+            open_run_file(config, comm, optimizer.length, placement, session) as file,
+            session.safeguard(workload.model, optimizer, progress) as safeguard,
+        ):
+            TrainingLoop(
+                config, comm, placement, workload, inner, optimizer, file, gradients, progress, safeguard
+            ).run()
+        optimizer.close()
 
 
 def build_reduction(
@@ -182,7 +183,7 @@ def build_reduction(
 
 
 def open_gradient_file(
-    config: Config, comm: MPI.Intracomm, length: int
+    config: Config, comm: MPI.Intracomm, length: int, *, overwrite: bool
 ) -> AbstractContextManager[GradientRecorder | None]:
     """This rank's recording of gradients, None if none is asked for; collective. Raises Refused."""
     if not config.run.record_gradients:
@@ -196,14 +197,14 @@ def open_gradient_file(
             length,
             steps=config.run.record_steps,
             source=f"{config.model.name} of width {config.model.width} on {config.data.name}",
-            overwrite=config.run.overwrite,
+            overwrite=overwrite or config.run.overwrite,
         )
 
     return decide_together(comm, create, (GradientFileError,))
 
 
 def open_run_file(
-    config: Config, comm: MPI.Intracomm, length: int, placement: Placement
+    config: Config, comm: MPI.Intracomm, length: int, placement: Placement, session: Session
 ) -> AbstractContextManager[RunFile | None]:
     """The run file on rank 0, None elsewhere; collective. Raises Refused."""
     created: list[RunFile] = []
@@ -224,7 +225,7 @@ def open_run_file(
             hardware=provenance.hardware_json(),
             command=provenance.command(),
         )
-        created.append(RunFile(config.run.file, info, overwrite=config.run.overwrite))
+        created.append(session.create_run_file(info))
 
     decide_on_root(comm, create, (RunFileError,))
     return created[0] if created else nullcontext()

@@ -43,8 +43,8 @@ class Workload(Protocol):
         """Move network and data to a device. Raises DataError: they do not fit."""
         ...
 
-    def batches(self, epoch: int) -> Iterator[Batch]:
-        """This rank's batches of an epoch, steps_per_epoch of them."""
+    def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """This rank's batches of an epoch, steps_per_epoch of them, or those from first_step on."""
         ...
 
     def loss(self, batch: Batch) -> torch.Tensor:
@@ -79,9 +79,9 @@ class Classification:
         self._held_out = placement.evaluation_source(held_out)
         self.model.to(placement.device)
 
-    def batches(self, epoch: int) -> Iterator[Batch]:
-        """This rank's batches of an epoch."""
-        return self._training.epoch(epoch)
+    def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """This rank's batches of an epoch, or those from first_step on."""
+        return self._training.epoch(epoch, first_step)
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Mean cross entropy of a batch."""

@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 from jobs.agreement import Refused
 from jobs.demo import main as demo
+from jobs.interruption import EXIT_STATUS
 from jobs.launch import LaunchError, find_mpiexec, launch_environment, mpiexec_command, mpiexec_flavour
 from jobs.runreader import RunReader
 from jobs.summary import read_runs
@@ -255,7 +256,7 @@ def test_a_rank_that_raises_ends_the_job_within_ten_seconds_with_its_traceback(t
 
 
 @pytest.mark.timeout(PATIENCE)
-def test_a_terminated_run_leaves_its_file_readable_and_says_so(tmp_path: Path) -> None:
+def test_a_terminated_run_leaves_its_file_readable_and_a_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
     overrides = [*TINY, f"run.file={path}", "training.steps=100000", "run.flush_every=1"]
     command = [sys.executable, "-m", "mpi4py", "-m", "jobs.train", str(CONFIG), "--set", *overrides]
@@ -268,10 +269,11 @@ def test_a_terminated_run_leaves_its_file_readable_and_says_so(tmp_path: Path) -
                         break
             time.sleep(0.1)
         job.send_signal(signal.SIGTERM)
-        assert job.wait(10) == 128 + signal.SIGTERM
+        assert job.wait(10) == EXIT_STATUS
     with RunReader(path) as reader:
         assert reader.status == "interrupted"
-        assert len(reader.steps()["loss"]) > 0
+        done = len(reader.steps()["loss"])
+    assert [step.name for step in (tmp_path / "run.checkpoints").glob("step-*")] == [f"step-{done:08d}"]
 
 
 @pytest.fixture(autouse=True)
@@ -369,7 +371,7 @@ def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capfd: pytest.
     assert "[1/2] dense on 2 ranks" in said
     assert re.search(r"^ +Dense +Ok-Topk$", said, re.MULTILINE)
     made = {path.name for path in folder.iterdir()}
-    assert {"dense.h5", "oktopk.h5", "index.html", "report.png", "summary.csv"} <= made
+    assert {"dense.h5", "oktopk.h5", "report.png", "summary.csv"} <= made
 
 
 @pytest.mark.timeout(PATIENCE)

@@ -1,0 +1,57 @@
+"""Signals that ask a run to stop: noted here, acted on when all ranks have agreed on the step."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+from types import FrameType, TracebackType
+from typing import Self
+
+STOPPING = (signal.SIGUSR1, signal.SIGTERM)
+SHOWING = signal.SIGUSR2
+EXIT_STATUS = 75
+"""How a job says that it stopped with a checkpoint and wants to be started again: sysexits' "try again later"."""
+
+
+class Interrupted(SystemExit):
+    """The run stopped at a step that all ranks agreed on; raised on every rank alike."""
+
+    def __init__(self, signal_number: int, step: int) -> None:
+        super().__init__(EXIT_STATUS)
+        self.signal_number = signal_number
+        self.signal_name = signal.Signals(signal_number).name
+        self.step = step
+
+
+class SignalNote:
+    """Notes SIGUSR1 and SIGTERM instead of dying of them; a context manager, for the main thread.
+
+    SIGUSR2 prints the stacks of all threads and changes nothing.
+
+    Attributes:
+        received: the number of the last signal noted, 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Self:
+        for number in STOPPING:
+            self._previous[number] = signal.signal(number, self._note)
+        if sys.__stderr__ is not None:
+            faulthandler.register(SHOWING, file=sys.__stderr__, all_threads=True)
+        # The batch scripts start ranks with it blocked, so that one that comes while Python starts is not lost.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        faulthandler.unregister(SHOWING)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]

@@ -1,0 +1,64 @@
+"""What keeps a run from being lost: checkpoints, an orderly end on a signal, and a watchdog, behind one call per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from jobs.checkpoint import Checkpointer, Due
+from jobs.interruption import Interrupted, SignalNote
+from jobs.watchdog import Watchdog
+from oktopk import NonFiniteGradientError
+
+Capture = Callable[[], tuple[dict[str, Any], dict[str, Any]]]
+
+_TOGETHER = (NonFiniteGradientError, Interrupted)  # raised on every rank alike
+
+
+class Safeguard:
+    """Guards the steps of a run; a context manager around them.
+
+    Args:
+        checkpointer: writes the checkpoints.
+        note: that the checkpointer asks for signals.
+        watchdog: ends the job when no step comes.
+    """
+
+    def __init__(self, checkpointer: Checkpointer, note: SignalNote, watchdog: Watchdog) -> None:
+        self._checkpointer, self._note, self._watchdog = checkpointer, note, watchdog
+
+    def after_step(self, done: int, *, last: bool, capture: Capture, before: Callable[[], object]) -> None:
+        """Do what is due after step number `done`; collective.
+
+        Args:
+            last: the run is complete with this step.
+            capture: (common, own) state, see jobs.training_state.
+            before: brings the record of the run up to this step; collective.
+
+        Raises:
+            Interrupted: a signal asked to stop; the checkpoint is valid.
+            CheckpointError: one could not be written.
+        """
+        self._watchdog.tick(done)
+        due = self._checkpointer.due(done, last=last)
+        if due is Due.NOTHING:
+            return
+        before()
+        self._checkpointer.save(done, *capture(), wait=last or due is Due.STOP)
+        self._watchdog.tick(done)
+        if due is Due.STOP:
+            raise Interrupted(self._checkpointer.stop_signal, done)
+
+    def __enter__(self) -> Self:
+        self._note.__enter__()
+        self._watchdog.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watchdog.__exit__(kind, error, trace)
+        self._note.__exit__(kind, error, trace)
+        if kind is None or issubclass(kind, _TOGETHER):
+            self._checkpointer.close()

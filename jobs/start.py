@@ -1,0 +1,116 @@
+"""How a run begins: afresh, where an interrupted one left off, or not at all because it is complete."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from jobs import checkpoint_files as files
+from jobs.config import Config
+from jobs.resume import differences
+from jobs.runfile import RunFileError, check_creatable
+from jobs.runreader import RunReader
+
+# What may differ between a run and its continuation: nothing that it computes depends on these.
+_FREE = frozenset({"run", "checkpoint", "training.threads", "training.device"})
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run begins.
+
+    Attributes:
+        resume: look for a checkpoint.
+        complete: there is nothing left to do.
+        saved_ranks: ranks of the run file that is there, None if there is none.
+    """
+
+    resume: bool
+    complete: bool = False
+    saved_ranks: int | None = None
+
+
+def checkpoint_folder(config: Config) -> Path:
+    """Where the run keeps its checkpoints."""
+    run_file = Path(config.run.file)
+    return Path(config.checkpoint.folder or run_file.with_name(f"{run_file.stem}.checkpoints"))
+
+
+def plan_start(config: Config, ranks: int, environ: Mapping[str, str]) -> Start:
+    """How the run begins; on one process, and before minutes of loading.
+
+    A run file of the same configuration is continued, whatever became of its writer. A job that Slurm started again
+    continues even where overwriting was allowed: that was meant for its first start.
+
+    Raises:
+        RunFileError: the run file that is there is none, or is of another configuration.
+    """
+    path = Path(config.run.file)
+    restarted = environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    if not config.checkpoint.enabled or (config.run.overwrite and not restarted):
+        check_creatable(path, overwrite=config.run.overwrite)
+        return Start(resume=False)
+    if not path.exists() or path.is_dir():
+        check_creatable(path, overwrite=False)
+        return Start(resume=True)
+    try:
+        with RunReader(path) as reader:
+            info, status = reader.info, reader.status
+    except RunFileError as error:
+        raise RunFileError(f"{_exists(path)}; it cannot be continued: {error}") from error
+    free = _FREE | {"training.batch_size"} if info.ranks != ranks else _FREE
+    differing = differences(info.config, config.to_json(), free)
+    if differing:
+        raise RunFileError(f"{_exists(path)}; it is of another run: {', '.join(differing)}")
+    return Start(resume=True, complete=status == "complete", saved_ranks=info.ranks)
+
+
+def _exists(path: Path) -> str:
+    return f"run file {path} exists: choose another name (run.file) or allow it to be replaced (run.overwrite=true)"
+
+
+class FolderLock:
+    """Keeps a second job from writing the same checkpoints; held until the process ends, however it ends.
+
+    Raises:
+        RunFileError: another process holds it.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._path = folder, folder / "lock"
+        self._file: IO[str] = open(self._path, "a+", encoding="utf-8")  # noqa: SIM115 - held for life
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            holder = self._file.read().strip()
+            self._file.close()
+            raise RunFileError(f"{folder} is in use by {holder or 'another process'}") from None
+        except OSError:
+            return  # a file system without locks: nothing to be had
+        self._file.truncate(0)
+        job = os.environ.get("SLURM_JOB_ID")
+        self._file.write(
+            f"process {os.getpid()} on {socket.gethostname()}{f', Slurm job {job}' if job else ''}\n"
+        )
+        self._file.flush()
+
+    def release(self) -> None:
+        """Let go of it, and leave no folder where nothing was written; again is allowed."""
+        if not self._file.closed and [path.name for path in self._folder.iterdir()] == [self._path.name]:
+            self._path.unlink()
+            self._folder.rmdir()
+        self._file.close()
+
+
+def begin_afresh(folder: Path) -> None:
+    """Remove the checkpoints of the run that is replaced."""
+    files.remove_sets(folder)
+    files.remove_drafts(folder)

@@ -1,0 +1,98 @@
+"""A training job that starts in seconds: `jobs.train` on a network of some thousand parameters, with faults on demand.
+
+python -m mpi4py -m tests.tiny_job CONFIG.toml --set run.file=... [-- KEY=VALUE ...]
+
+seconds=0.01   what a step takes at least
+nan=RANK:STEP  a loss that is not finite
+hang=RANK:STEP a rank that stands still
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import nn
+
+from data.loader import Batch
+from jobs.config import Config
+from jobs.placement import Placement
+from jobs.train import main
+from jobs.workloads import Score, Workload
+
+FEATURES, CLASSES, STEPS_PER_EPOCH = 20, 10, 25
+
+
+class Tiny:
+    """Gaussian clusters, batch norm and dropout: a Workload whose every kind of state matters."""
+
+    steps_per_epoch = STEPS_PER_EPOCH
+
+    def __init__(self, config: Config, rank: int, faults: dict[str, str]) -> None:
+        torch.manual_seed(config.training.seed)
+        self.model: nn.Module = nn.Sequential(
+            nn.Linear(FEATURES, 100),
+            nn.BatchNorm1d(100),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(100, CLASSES),
+        )
+        torch.manual_seed(config.training.seed + rank)
+        self._config, self._rank = config, rank
+        self._seconds = float(faults.get("seconds", 0))
+        self._faults = faults
+        self._centres = np.random.default_rng(0).standard_normal((CLASSES, FEATURES), np.float32)
+
+    def place(self, placement: Placement) -> None:
+        pass
+
+    def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        for step in range(first_step, STEPS_PER_EPOCH):
+            self._now = epoch * STEPS_PER_EPOCH + step + 1
+            yield self._batch(epoch, step)
+
+    def _batch(self, *place: int) -> Batch:
+        random = np.random.default_rng([self._config.training.seed, self._rank, *place])
+        labels = random.integers(CLASSES, size=self._config.training.batch_size)
+        images = self._centres[labels] + random.standard_normal((len(labels), FEATURES), np.float32)
+        return torch.from_numpy(images), torch.from_numpy(labels)
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        time.sleep(self._seconds)
+        loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+        if self._due("hang"):
+            time.sleep(3600)
+        return loss * float("nan") if self._due("nan") else loss
+
+    def _due(self, kind: str) -> bool:
+        return self._faults.get(kind) == f"{self._rank}:{self._now}"
+
+    def score(self) -> Score:
+        self.model.eval()
+        with torch.inference_mode():
+            images, labels = self._batch(1 << 20, 0)
+            logits = self.model(images)
+        self.model.train()
+        loss = float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        return Score(loss, int((logits.argmax(dim=1) == labels).sum()), len(labels))
+
+
+def run(words: list[str]) -> int:
+    split = words.index("--") if "--" in words else len(words)
+    faults = dict(word.split("=") for word in words[split + 1 :])
+
+    def build(config: Config, *, rank: int, size: int) -> Workload:
+        return Tiny(config, rank, faults)
+
+    return main(words[:split], build=build)
+
+
+if __name__ == "__main__":
+    status = run(sys.argv[1:])
+    if status:
+        MPI.Finalize()
+    sys.exit(status)
