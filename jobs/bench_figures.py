@@ -18,7 +18,7 @@ from matplotlib.ticker import EngFormatter, FixedLocator, NullFormatter, NullLoc
 
 from jobs.bench_document import BenchError, read
 from jobs.bench_tables import BUSIER, reference, run_tables, sweep_table
-from jobs.figures import COLOURS, GREY, STYLE
+from jobs.style import COLOURS, GREY, STYLE
 
 TITLES = {
     "dense": "Dense",

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -25,7 +26,7 @@ class Speeds:
     """What each rank gets done while all others do the same; the best of several tries.
 
     Attributes:
-        memory: bytes per second, read and written together, of adding one n-sized vector to another.
+        memory: bytes per second, read and written together, of adding one n-sized vector to another; on a GPU of copying it.
         wire: bytes per second sent, while as many are received.
         message: seconds that an 8-byte message takes in a ring in which every rank sends one.
     """
@@ -54,19 +55,12 @@ class Floor:
 
 def measure_speeds(comm: MPI.Intracomm, length: int) -> Speeds:
     """Measure on all ranks at once. Collective. Takes 2n words while it runs."""
-    memory = 12 * length * _REPEATS / _best_seconds(comm, 5, _adder(length))
+    memory = 12 * length * _REPEATS / best_seconds(comm, 5, _adder(length))
     if comm.size == 1:
         return Speeds(memory, math.inf, 0.0)
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-
-    def ring(nbytes: int) -> Callable[[], None]:
-        outgoing, incoming = np.zeros(nbytes, np.uint8), np.empty(nbytes, np.uint8)
-        return lambda: comm.Sendrecv(outgoing, right, recvbuf=incoming, source=left)
-
-    short, long = ring(8), ring(_WIRE_BYTES)
-    wire = _best_seconds(comm, 3, lambda: [long() for _ in range(_REPEATS)]) / _REPEATS
-    message = _best_seconds(comm, 3, lambda: [short() for _ in range(_ROUNDS)]) / _ROUNDS
-    return Speeds(memory, _WIRE_BYTES / wire, message)
+    long = ring_exchange(comm, np.zeros(_WIRE_BYTES, np.uint8), np.empty(_WIRE_BYTES, np.uint8))
+    wire = best_seconds(comm, 3, lambda: [long() for _ in range(_REPEATS)]) / _REPEATS
+    return Speeds(memory, _WIRE_BYTES / wire, message_seconds(comm))
 
 
 def _adder(length: int) -> Callable[[], None]:
@@ -79,7 +73,21 @@ def _adder(length: int) -> Callable[[], None]:
     return add
 
 
-def _best_seconds(comm: MPI.Intracomm, tries: int, work: Callable[[], object]) -> float:
+def message_seconds(comm: MPI.Intracomm) -> float:
+    """An 8-byte message's share of a ring of host messages. Collective."""
+    if comm.size == 1:
+        return 0.0
+    ring = ring_exchange(comm, np.zeros(8, np.uint8), np.empty(8, np.uint8))
+    return best_seconds(comm, 3, lambda: [ring() for _ in range(_ROUNDS)]) / _ROUNDS
+
+
+def ring_exchange(comm: MPI.Intracomm, outgoing: Any, incoming: Any) -> Callable[[], None]:
+    """Send to the right and receive from the left, anything that MPI takes as a buffer."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    return lambda: comm.Sendrecv(outgoing, right, recvbuf=incoming, source=left)
+
+
+def best_seconds(comm: MPI.Intracomm, tries: int, work: Callable[[], object]) -> float:
     """The time until all ranks have done the work, in the best try."""
     best = math.inf
     work()
@@ -101,21 +109,26 @@ class Workload:
         ranks: P.
         selected: entries that a rank selected, on average.
         applied: entries of the update, on average.
+        gradient_bytes: of an element of the gradient.
     """
 
     length: int
     ranks: int
     selected: float
     applied: float
+    gradient_bytes: int = 4
 
 
 def stage_floors(method: str, work: Workload, speeds: Speeds) -> dict[str, dict[str, float]]:
-    """The floor of every stage that has one: stage -> Floor as a dict. Stages that only exchange control have none."""
+    """The floor of every stage that has one: stage -> Floor as a dict. Stages that only exchange control have none.
+
+    Nor has NCCL: where a switch adds up, it sends less than any formula of ours.
+    """
     n, ranks = work.length, work.ranks
     share, rounds = (ranks - 1) / ranks, (ranks - 1).bit_length()
     selected, applied = ENTRY_BYTES * work.selected, ENTRY_BYTES * work.applied
     # (bytes of memory, bytes on the wire, messages)
-    select = (12 * n, 0, 0)  # gradient and residual read, residual written
+    select = ((8 + work.gradient_bytes) * n, 0, 0)  # gradient and residual read, residual written
     split = (0, selected * share, ranks - 1)
     sum_region = (selected + applied / ranks, 0, 0)
     # lists read, and one element each of the residual, the last update and this one written; that they lie scattered
@@ -123,7 +136,7 @@ def stage_floors(method: str, work: Workload, speeds: Speeds) -> dict[str, dict[
     apply = (2 * applied + 3 * 4 * work.applied, 0, 0)
     stages: dict[str, dict[str, tuple[float, float, int]]] = {
         "dense": {
-            "select": (8 * n, 0, 0),
+            "select": ((4 + work.gradient_bytes) * n, 0, 0),
             "allreduce": (12 * n * share, 8 * n * share, 2 * rounds),
         },
         "oktopk": {
@@ -154,7 +167,8 @@ def stage_floors(method: str, work: Workload, speeds: Speeds) -> dict[str, dict[
             "apply": apply,
         },
     }
-    stages["gaussiank"] = stages["topka"] | {"select": (16 * n, 0, 0)}  # a second pass selects
+    # a second pass selects
+    stages["gaussiank"] = stages["topka"] | {"select": ((12 + work.gradient_bytes) * n, 0, 0)}
     for library in ("mpi", "mpi-ring", "mpi-rabenseifner"):
         stages[library] = {"allreduce": stages["dense"]["allreduce"]}
     return {

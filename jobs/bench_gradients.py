@@ -25,8 +25,11 @@ class GradientSource(Protocol):
 
     length: int
 
-    def next(self) -> NDArray[np.float32]:
-        """float32[n]: this rank's gradient of the next step; valid, and writable by nobody, until the next call."""
+    def next(self) -> Any:
+        """float32[n]: this rank's gradient of the next step, on the host or on the device that it was made for.
+
+        Valid, and writable by nobody, until the next call.
+        """
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -64,8 +67,8 @@ PROFILES = {
 """The kinds of drawn gradients, by name."""
 
 
-class DrawnGradients:
-    """Gradients of one profile on one rank.
+class Draws:
+    """What the gradients of one profile are put together from on one rank, on whatever device that happens.
 
     Args:
         name: of PROFILES.
@@ -73,15 +76,18 @@ class DrawnGradients:
         rank: draws its own part; rank r of P draws the same as rank r of any other number of ranks.
         seed: equal on all ranks.
 
-    Memory: n words for the gradient, 4 MB for the pool.
+    Attributes:
+        memory: share of the last gradient that is kept.
+        pool: float32[POOL + BLOCK].
+        common_weights, own_weights: float32[blocks].
     """
 
     def __init__(self, name: str, length: int, rank: int, seed: int) -> None:
-        self.length = length
         self._name, self._seed = name, seed
         self._profile = profile = PROFILES[name]
+        self.memory = profile.memory
         common = np.random.default_rng([seed, 0])
-        self._pool = _draw_pool(profile.tail, common)
+        self.pool = _draw_pool(profile.tail, common)
         blocks = -(-length // BLOCK)
         scales = np.exp(profile.spread * common.standard_normal(blocks))
         shared = np.full(blocks, profile.shared)
@@ -90,30 +96,47 @@ class DrawnGradients:
             scales[first : first + width] *= HOT_SCALE
             shared[first : first + max(1, width // 8)] = 1.0
         scales *= np.sqrt(1 - profile.memory**2)
-        self._common_weights = (scales * np.sqrt(shared)).astype(np.float32)
+        self.common_weights = (scales * np.sqrt(shared)).astype(np.float32)
         # the own part is the sum of two reads: one alone would repeat each magnitude all over the vector
-        self._own_weights = (scales * np.sqrt((1 - shared) / 2)).astype(np.float32)
+        self.own_weights = (scales * np.sqrt((1 - shared) / 2)).astype(np.float32)
         self._common = common
         self._own = np.random.default_rng([seed, 1, rank])
-        self._vector = np.zeros(length, np.float32)
 
-    def next(self) -> NDArray[np.float32]:
-        """See GradientSource."""
-        blocks = len(self._own_weights)
-        _advance(
-            self._vector,
-            self._pool,
-            np.float32(self._profile.memory),
-            self._common_weights,
-            self._common.integers(0, POOL, blocks),
-            self._own_weights,
-            self._own.integers(0, POOL, (2, blocks)),
-        )
-        return self._vector
+    def starts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where the next step's blocks begin in the pool: int64[blocks] of the common part, int64[2, blocks] of the own."""
+        blocks = len(self.own_weights)
+        return self._common.integers(0, POOL, blocks), self._own.integers(0, POOL, (2, blocks))
 
     def describe(self) -> dict[str, Any]:
         """See GradientSource."""
         return {"name": self._name, "seed": self._seed, **asdict(self._profile)}
+
+
+class DrawnGradients:
+    """Gradients of one profile on one rank, in host memory.
+
+    Args:
+        name, length, rank, seed: as `Draws`.
+
+    Memory: n words for the gradient, 4 MB for the pool.
+    """
+
+    def __init__(self, name: str, length: int, rank: int, seed: int) -> None:
+        self.length = length
+        self._draws = Draws(name, length, rank, seed)
+        self._vector = np.zeros(length, np.float32)
+
+    def next(self) -> NDArray[np.float32]:
+        """See GradientSource."""
+        draws = self._draws
+        common, own = draws.starts()
+        memory = np.float32(draws.memory)
+        _advance(self._vector, draws.pool, memory, draws.common_weights, common, draws.own_weights, own)
+        return self._vector
+
+    def describe(self) -> dict[str, Any]:
+        """See GradientSource."""
+        return self._draws.describe()
 
 
 def _draw_pool(tail: float, generator: np.random.Generator) -> NDArray[np.float32]:

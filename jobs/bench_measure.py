@@ -1,16 +1,17 @@
 """The measuring loop: every contestant reduces the same gradients, one after another within each step.
 
-The time of a step is that of its slowest rank, from a barrier until all ranks have finished; drawing the
-gradient and the barrier are outside. All contestants live in one process, so that a ratio is within one run.
+The time of a step is that of its slowest rank, from a barrier until all ranks have finished, the device's work included;
+drawing the gradient, filling one that is overwritten, and the first barrier are outside.
+All contestants live in one process, so that a ratio is within one run.
 """
 
 from __future__ import annotations
 
+import gc
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from mpi4py import MPI
@@ -54,23 +55,36 @@ class Reducer(Protocol):
         ...
 
 
+@runtime_checkable
+class InPlace(Protocol):
+    """A reducer that overwrites the gradient, which must be filled anew before each step."""
+
+    def load(self, gradient: Any) -> Any:
+        """Copy a gradient to where it is overwritten, and return that; called outside the timed region."""
+        ...
+
+
 @dataclass(frozen=True)
 class Contestant:
     """One who takes part.
 
     Attributes:
         name: unique in a run.
-        method: a name in oktopk.METHODS or jobs.bench_mpi.ALGORITHMS.
+        method: a name in oktopk.METHODS, jobs.bench_mpi.ALGORITHMS or jobs.bench_nccl.ROWS.
         settings: keywords of oktopk.Settings in which it differs from the others.
+        arguments: keywords of oktopk.GradientAllreduce itself, likewise.
         sparse: leaves entries behind, so that it must settle before it is measured.
         counted: its words are counted; else they are a formula's.
+        into_gradient: the update is written into the gradient as well.
     """
 
     name: str
     method: str
     settings: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
     sparse: bool = True
     counted: bool = True
+    into_gradient: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,10 +138,10 @@ class _Log:
         self.held: dict[str, int] = {}
         self.checksum = 0
 
-    def add(self, seconds: float, report: StepReport) -> None:
+    def add(self, seconds: float, report: StepReport, finish: dict[str, float]) -> None:
         rest = (float(getattr(report, name)) for name in FIELDS[2:])
         self.rows.append([seconds, float(self.exact(report)), *rest])
-        self.stages.append(report.seconds)
+        self.stages.append({**report.seconds, **finish})
 
     def exact(self, report: StepReport) -> bool:
         # a dense step has no thresholds: it is like any other
@@ -151,39 +165,65 @@ def measure(
         name -> samples on rank 0, nothing on the others.
     """
     logs = {contestant.name: _Log(contestant) for contestant, _ in contestants}
+    gc.collect()
+    gc.disable()  # a collection takes as long as many a step
+    try:
+        _run(comm, contestants, source, device, course, progress, logs)
+    finally:
+        gc.enable()
+    for contestant, reducer in contestants:
+        logs[contestant.name].held = held_bytes(reducer)
+        logs[contestant.name].checksum = device.digest(reducer.update)
+    everyone = comm.gather(logs)
+    if everyone is None:
+        return {}
+    return {name: _combine([theirs[name] for theirs in everyone]) for name in logs}
+
+
+def _run(
+    comm: MPI.Intracomm,
+    contestants: Sequence[tuple[Contestant, Reducer]],
+    source: GradientSource,
+    device: Device,
+    course: Course,
+    progress: Callable[[], object],
+    logs: dict[str, _Log],
+) -> None:
     begun: set[str] = set()
     for step in range(-course.warmup, course.steps):
         progress()
         gradient = device.place(source.next())
-        # everyone is first in turn: the first one finds the gradient, but nothing of its own, in the caches
-        turn = step % len(contestants)
-        for contestant, reducer in [*contestants[turn:], *contestants[:turn]]:
+        for contestant, reducer in in_turn(contestants, step):
             if not course.runs(contestant, step):
                 continue
             log = logs[contestant.name]
+            given = reducer.load(gradient) if isinstance(reducer, InPlace) else gradient
+            device.finish()
             if -course.watched <= step < 0 and contestant.name in begun:
                 with device.watch() as growth:
-                    report = reducer.step(gradient)
+                    report = reducer.step(given)
                     device.finish()
                 log.growth[log.exact(report)].append(growth)
                 continue
             begun.add(contestant.name)
             comm.Barrier()
             start = time.perf_counter()
-            report = reducer.step(gradient)
+            report = reducer.step(given)
+            returned = time.perf_counter()
             device.finish()
+            finished = time.perf_counter()
             # with more ranks than cores some start late: a step ends when the last one has
             comm.Barrier()
             seconds = time.perf_counter() - start
             if step >= 0:
-                log.add(seconds, report)
-    for contestant, reducer in contestants:
-        logs[contestant.name].held = held_bytes(reducer)
-        logs[contestant.name].checksum = zlib.crc32(device.fetch(reducer.update).data)
-    everyone = comm.gather(logs)
-    if everyone is None:
-        return {}
-    return {name: _combine([theirs[name] for theirs in everyone]) for name in logs}
+                # what a step left on the device is no stage's time
+                log.add(seconds, report, {"finish": finished - returned} if device.asynchronous else {})
+
+
+def in_turn(contestants: Sequence[Any], step: int) -> list[Any]:
+    """The order of one step: everyone is first in turn, and so finds the gradient, but nothing of its own, in the caches."""
+    turn = step % len(contestants)
+    return [*contestants[turn:], *contestants[:turn]]
 
 
 def _combine(logs: list[_Log]) -> Samples:

@@ -16,15 +16,26 @@ from jobs.bench_device import DEVICES
 from jobs.bench_document import BenchError
 from jobs.bench_gradients import PROFILES
 from jobs.bench_mpi import ALGORITHMS
+from jobs.bench_nccl import ROWS
 from oktopk import METHODS, Settings
+from oktopk.backend import GRADIENT_TYPES
 from oktopk.settings import DENSE_ABOVE
 
 VGG_LENGTH = 14_728_266
 DENSITY = 0.01
+STEPS = 64
 SWEEP_LENGTH = 100_000
 SWEEP_DENSITY = 0.02  # an allgather of every selection crosses dense at 1/density ranks: within a sweep to 64
 ABLATION_RANKS = (4, 8)
 LIBRARY_METHODS = tuple(ALGORITHMS)
+OVER_MPI = "oktopk-mpi"
+OWN_ROWS = (OVER_MPI, "oktopk-into-g")
+"""On a GPU: Ok-Topk kept to MPI where it could do without, and Ok-Topk whose update is written into the gradient."""
+KNOWN = {"cpu": (*METHODS, *LIBRARY_METHODS), "cuda": (*METHODS, *OWN_ROWS, *ROWS)}
+"""device -> what `--methods` takes."""
+TABLES = ("gpu",)
+TABLE_METHODS = ("oktopk", *OWN_ROWS, *ROWS)
+BUDGET = 300.0
 
 
 @dataclass(frozen=True)
@@ -32,17 +43,23 @@ class Options:
     """What was asked for; the same on all ranks.
 
     Attributes:
-        methods: names in oktopk.METHODS or LIBRARY_METHODS, each once.
+        methods: names in KNOWN[device], each once.
         length: n; None with a recording, whose it is.
         warmup: steps discarded.
         dense_steps: steps measured of dense methods.
         gradients: a name in PROFILES.
         replay: a folder written by jobs.gradient_file, instead.
+        gradient_type: a name in GRADIENT_TYPES[device].
         settings: keywords of oktopk.Settings besides density, for all methods.
         ranks: numbers of ranks that an ablation is started on; empty: the surrounding mpiexec's.
         sweep_ranks: numbers of ranks of a sweep; empty: no sweep.
         memory: watch allocations in the last steps of the warm-up.
         network: what joins the ranks, in words for the record.
+        table: a name in TABLES: run its cells one after another; "" for none.
+        rows: numbers of the table's rows from 1; empty: all.
+        types: gradient types of the table; empty: both.
+        budget: seconds after which no further cell is begun.
+        commit: what is measured, where this is no checkout that knows.
     """
 
     methods: tuple[str, ...]
@@ -55,6 +72,7 @@ class Options:
     replay: Path | None
     seed: int
     device: str
+    gradient_type: str = "float32"
     settings: dict[str, Any] = field(default_factory=dict)
     ablate: bool = False
     ranks: tuple[int, ...] = ()
@@ -63,6 +81,11 @@ class Options:
     memory: bool = True
     network: str = ""
     quiet: bool = False
+    table: str = ""
+    rows: tuple[int, ...] = ()
+    types: tuple[str, ...] = ()
+    budget: float = BUDGET
+    commit: str = ""
 
     @property
     def threshold_interval(self) -> int:
@@ -77,6 +100,7 @@ class Options:
         words += ["--replay", str(self.replay)] if self.replay else ["--gradients", self.gradients]
         words += [] if self.length is None else ["--length", str(self.length)]
         words += [f"--set={name}={json.dumps(value)}" for name, value in self.settings.items()]
+        words += ["--gradient-type", self.gradient_type]
         words += ["--network", self.network] if self.network else []
         words += [] if self.memory else ["--no-memory"]
         words += ["--ablate"] if self.ablate else []
@@ -105,6 +129,16 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
         BenchError: it cannot be done; the message says what and why.
     """
     given = _parser().parse_args(words)
+    if given.table:
+        return _table(given)
+    for name in ("rows", "budget"):
+        if getattr(given, name) is not None:
+            raise BenchError(f"--{name} is for --table")
+    device = given.device or "cpu"
+    gradient_type = given.gradient_type or "float32"
+    if gradient_type not in GRADIENT_TYPES[device]:
+        taken = ", ".join(GRADIENT_TYPES[device])
+        raise BenchError(f"gradient type {gradient_type!r} is not one of {taken} on --device {device}")
     sweep = _numbers("--sweep-ranks", given.sweep_ranks)
     ranks = _numbers("--ranks", given.ranks)
     if sweep and given.ablate:
@@ -115,7 +149,8 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
         )
     if ranks and not given.ablate:
         raise BenchError("--ranks is for --ablate; else start the bench with mpiexec")
-    methods = _methods(given.methods, ("oktopk",) if given.ablate else tuple(METHODS) if sweep else None)
+    default = ("oktopk",) if given.ablate else tuple(METHODS) if sweep else None
+    methods = _methods(given.methods, default, device)
     if given.ablate and methods != ("oktopk",):
         raise BenchError(f"--ablate compares settings of oktopk, not methods {', '.join(methods)}")
     density = given.density if given.density is not None else SWEEP_DENSITY if sweep else DENSITY
@@ -132,17 +167,19 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
             check_length(length)
         except ValueError as error:
             raise BenchError(str(error)) from None
+    steps = STEPS if given.steps is None else given.steps
     options = Options(
         methods=methods,
         length=length,
         density=density,
-        steps=given.steps,
+        steps=steps,
         warmup=warmup,
-        dense_steps=given.steps if given.dense_steps is None else given.dense_steps,
+        dense_steps=steps if given.dense_steps is None else given.dense_steps,
         gradients=given.gradients or ("clustered" if given.ablate else "heavy"),
         replay=given.replay,
         seed=given.seed,
-        device=given.device,
+        device=device,
+        gradient_type=gradient_type,
         settings=_settings(given.settings, density),
         ablate=given.ablate,
         ranks=ranks or (ABLATION_RANKS if given.ablate and not launched else ()),
@@ -151,9 +188,58 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
         memory=given.memory and not sweep,
         network=given.network,
         quiet=given.quiet,
+        commit=given.commit,
     )
     _check_steps(options)
     return options
+
+
+def _table(given: argparse.Namespace) -> Options:
+    """Of a table, whose cells say all that matters."""
+    free = (
+        "table",
+        "rows",
+        "budget",
+        "gradient_type",
+        "json",
+        "seed",
+        "network",
+        "quiet",
+        "commit",
+        "device",
+    )
+    silent = _parser().parse_args([])
+    for name, value in vars(given).items():
+        if name not in free and value != getattr(silent, name):
+            option = {"settings": "set", "memory": "no-memory"}.get(name, name.replace("_", "-"))
+            raise BenchError(f"--{option} is not for --table: its cells say how they are measured")
+    if given.device not in (None, "cuda"):
+        raise BenchError(f"--table {given.table} is measured on --device cuda, not {given.device}")
+    if given.gradient_type == "float16":
+        raise BenchError("gradient type 'float16' is not one of float32, bfloat16, the table's")
+    budget = BUDGET if given.budget is None else given.budget
+    if not budget > 0:
+        raise BenchError(f"budget {budget:g} is not above 0 seconds")
+    return Options(
+        methods=TABLE_METHODS,
+        length=None,
+        density=DENSITY,
+        steps=STEPS,
+        warmup=0,
+        dense_steps=STEPS,
+        gradients="heavy",
+        replay=None,
+        seed=given.seed,
+        device="cuda",
+        types=() if given.gradient_type is None else (given.gradient_type,),
+        json=given.json,
+        network=given.network,
+        quiet=given.quiet,
+        table=given.table,
+        rows=_numbers("--rows", given.rows, "numbers of rows such as 1,4", "row"),
+        budget=budget,
+        commit=given.commit,
+    )
 
 
 def _check_steps(options: Options) -> None:
@@ -167,26 +253,29 @@ def _check_steps(options: Options) -> None:
         raise BenchError(f"dense-steps {options.dense_steps} is not in [1, {options.steps}], the steps")
 
 
-def _numbers(name: str, text: str | None) -> tuple[int, ...]:
+def _numbers(
+    name: str, text: str | None, such: str = "numbers such as 2,4,8", what: str = "number of ranks"
+) -> tuple[int, ...]:
     if text is None:
         return ()
     try:
         numbers = tuple(int(word) for word in text.split(","))
     except ValueError:
-        raise BenchError(f"{name} {text!r} is not a list of numbers such as 2,4,8") from None
+        raise BenchError(f"{name} {text!r} is not a list of {such}") from None
     if min(numbers) < 1:
-        raise BenchError(f"{name} {text!r} has a number of ranks that is not at least 1")
+        raise BenchError(f"{name} {text!r} has a {what} that is not at least 1")
     return numbers
 
 
-def _methods(given: Sequence[str] | None, default: tuple[str, ...] | None) -> tuple[str, ...]:
-    known = (*METHODS, *LIBRARY_METHODS)
+def _methods(given: Sequence[str] | None, default: tuple[str, ...] | None, device: str) -> tuple[str, ...]:
+    known = KNOWN[device]
     if given is None:
-        return default or (*METHODS, LIBRARY_METHODS[0])
+        return default or (*METHODS, *(ROWS if device == "cuda" else LIBRARY_METHODS[:1]))
     names = [name for words in given for name in words.split(",") if name]
     for name in names:
         if name not in known:
-            raise BenchError(f"method {name!r} is not one of {', '.join(known)}")
+            where = f" on --device {device}" if any(name in names for names in KNOWN.values()) else ""
+            raise BenchError(f"method {name!r} is not one of {', '.join(known)}{where}")
     if not names:
         raise BenchError(f"no method is named; there are {', '.join(known)}")
     return tuple(dict.fromkeys(names))
@@ -221,17 +310,21 @@ def _parser() -> argparse.ArgumentParser:
         "--methods",
         nargs="+",
         metavar="NAME",
-        help=f"of {', '.join((*METHODS, *LIBRARY_METHODS))}; default: all but the last two",
+        help=f"of {', '.join(KNOWN['cpu'])}, default: all but the last two; "
+        f"on --device cuda of {', '.join(KNOWN['cuda'])}, default: all but those that begin with oktopk-",
     )
     add("--length", type=int, metavar="N", help=f"elements of the gradient; default {VGG_LENGTH}, VGG-16's")
     add("--density", type=float, help=f"share of them that is applied; default {DENSITY}, or {SWEEP_DENSITY}")
-    add("--steps", type=int, default=64, help="steps to measure; default %(default)s")
+    add("--steps", type=int, help=f"steps to measure; default {STEPS}")
     add("--warmup", type=int, metavar="STEPS", help="steps discarded first; default 2/density")
     add("--dense-steps", type=int, metavar="STEPS", help="steps to measure of dense methods; default: all")
     add("--gradients", choices=tuple(PROFILES), help="default heavy; clustered with --ablate")
     add("--replay", type=Path, metavar="DIR", help="gradients that jobs.train recorded, instead")
     add("--seed", type=int, default=1, help="of the gradients; default %(default)s")
-    add("--device", choices=tuple(DEVICES), default="cpu", help="default %(default)s")
+    add("--device", choices=DEVICES, help="default cpu")
+    add(
+        "--gradient-type", choices=GRADIENT_TYPES["cuda"], help="what gradients are on a GPU; default float32"
+    )
     add(
         "--set",
         dest="settings",
@@ -245,6 +338,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--sweep-ranks", metavar="P,P,...", help="volume against the number of ranks; starts mpiexec for each"
     )
+    add("--table", choices=TABLES, default="", help="every cell of a table with targets, one after another")
+    add("--rows", metavar="I,I", help="of the table, from 1; default: all")
+    add("--budget", type=float, metavar="SECONDS", help=f"begin no cell after; default {BUDGET:g}")
+    add("--commit", default="", metavar="TEXT", help="what is measured, where this is no git checkout")
     add("--json", type=Path, metavar="FILE", help="where everything is written")
     add("--no-memory", dest="memory", action="store_false", help="do not watch allocations in the warm-up")
     add("--network", default="", metavar="TEXT", help="what joins the ranks, for the record")

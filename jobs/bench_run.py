@@ -11,17 +11,17 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 from collectives import traffic
-from jobs.bench_ablate import variants
-from jobs.bench_device import DEVICES, Device
+from jobs.bench_contestants import contestants, make_reducer, takes_part
+from jobs.bench_device import Device, open_device
 from jobs.bench_document import BenchError, Output, command_line, document
-from jobs.bench_floors import Speeds, measure_speeds
-from jobs.bench_gradients import DrawnGradients, GradientSource
-from jobs.bench_measure import Contestant, Course, Reducer, measure
-from jobs.bench_mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
+from jobs.bench_floors import Speeds
+from jobs.bench_gradients import GradientSource
+from jobs.bench_measure import Contestant, Course, measure
+from jobs.bench_nccl import BASELINES, leave
 from jobs.bench_options import Options
 from jobs.bench_summary import summarize
 from jobs.bench_tables import run_tables
-from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
+from oktopk import NonFiniteGradientError
 from oktopk.settings import entries_kept
 
 Result = TypeVar("Result")
@@ -39,25 +39,34 @@ def run(options: Options | str, comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:
     options = comm.bcast(options)
     if isinstance(options, str):
         wrong = options.startswith("jobs.bench: ")
-        _say(comm, options, sys.stderr if wrong else sys.stdout)
+        say(comm, options, sys.stderr if wrong else sys.stdout)
         return 2 if wrong else 0
+    status = _run(options, comm)
+    leave()  # not after an exception: a rank that is alone would wait for the others
+    return status
+
+
+def _run(options: Options, comm: MPI.Intracomm) -> int:
     output: Output | None = None
     try:
         _check_launch(comm)
         path = options.json
         if path is not None:
             output = _together(comm, lambda: Output(path) if comm.rank == 0 else None)
-        result = _measure(options, comm)
+        if options.table:
+            from jobs.bench_gpu_table import run_table
+
+            run_table(options, comm, output)
+            return 0
+        result = measure_run(options, comm)
         if comm.rank == 0:
-            kind = "ablation" if options.ablate else "bench"
-            command = command_line(comm.size)
-            library = " ".join(MPI.Get_library_version().rstrip("\0").splitlines()[0].split())
             if not options.quiet:
                 print(run_tables(result), flush=True)
             if output is not None:
-                output.write(document(kind, [result], library, command))
+                kind = "ablation" if options.ablate else "bench"
+                output.write(written(kind, [result], options, comm))
     except (BenchError, NonFiniteGradientError) as error:
-        _say(comm, f"jobs.bench: {error}", sys.stderr)
+        say(comm, f"jobs.bench: {error}", sys.stderr)
         return 2
     finally:
         if output is not None:
@@ -65,16 +74,51 @@ def run(options: Options | str, comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:
     return 0
 
 
-def _measure(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
-    """The run as it stands in the document; on rank 0."""
-    device = DEVICES[options.device]()
-    source = _together(comm, lambda: _source(options, comm))
-    length = source.length
-    contestants = variants(comm.size) if options.ablate else _contestants(options)
-    _check_memory(comm, device, length, contestants)
-    speeds = measure_speeds(comm, length)
+def written(kind: str, runs: list[dict[str, Any]], options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
+    """The document of runs on these ranks; on rank 0."""
+    library = " ".join(MPI.Get_library_version().rstrip("\0").splitlines()[0].split())
+    content = document(kind, runs, library, command_line(comm.size))
+    if content["commit"] is None and options.commit:
+        content |= {"commit": options.commit, "commit_as_told": True}
+    if options.device == "cuda":
+        from jobs.bench_gpu_facts import gpu_facts
+
+        content["gpu"] = gpu_facts()
+    return content
+
+
+def measure_run(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
+    """The run as it stands in the document; on rank 0. Collective.
+
+    Raises:
+        BenchError: it cannot be done; on every rank alike.
+    """
+    device = open_device(options.device, options.gradient_type, comm)
     try:
-        reducers = [(one, _reducer(one, options, length, comm)) for one in contestants]
+        present, left_out = takes_part(contestants(options, comm.size), device, comm)
+        return _measure(options, comm, device, present, left_out)
+    finally:
+        device.release()
+
+
+def _measure(
+    options: Options,
+    comm: MPI.Intracomm,
+    device: Device,
+    present: list[Contestant],
+    left_out: dict[str, str],
+) -> dict[str, Any]:
+    if options.replay is None:
+        assert options.length is not None
+        length = options.length
+        _check_memory(comm, device, length, present)
+    source = _together(comm, lambda: _source(options, comm, device))
+    length = source.length
+    if options.replay is not None:
+        _check_memory(comm, device, length, present)
+    speeds = device.measure_speeds(comm, length)
+    try:
+        reducers = [(one, make_reducer(one, options, length, device, comm)) for one in present]
     except ValueError as error:  # raised on every rank alike; anything else ends the job
         raise BenchError(str(error)) from error
     course = Course(
@@ -101,20 +145,27 @@ def _measure(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
         "density": options.density,
         "k": k,
         "device": options.device,
+        "gradient_type": options.gradient_type,
+        "baseline": BASELINES[options.gradient_type] if options.device == "cuda" else None,
+        "ranks_per_device": device.sharers,
+        "left_out": left_out,
         "network": options.network,
         "gradients": source.describe(),
         "settings": options.settings,
         "course": vars(course),
         "speeds": vars(speeds),
         "bounds": _bounds(k, length, comm.size),
-        "methods": _summaries(contestants, samples, length, speeds),
+        "methods": _summaries(present, samples, length, speeds, options.gradient_type),
     }
 
 
 def _summaries(
-    contestants: list[Contestant], samples: dict[str, Any], length: int, speeds: Speeds
+    present: list[Contestant], samples: dict[str, Any], length: int, speeds: Speeds, gradient_type: str
 ) -> list[dict[str, Any]]:
-    return [summarize(one, samples[one.name], length, speeds) for one in contestants if one.name in samples]
+    width = 4 if gradient_type == "float32" else 2
+    return [
+        summarize(one, samples[one.name], length, speeds, width) for one in present if one.name in samples
+    ]
 
 
 def _bounds(k: int, length: int, ranks: int) -> dict[str, float]:
@@ -126,32 +177,10 @@ def _bounds(k: int, length: int, ranks: int) -> dict[str, float]:
     }
 
 
-def _contestants(options: Options) -> list[Contestant]:
-    return [
-        Contestant(
-            name=name,
-            method=name,
-            sparse=name in METHODS and METHODS[name].sparse,
-            counted=name not in ALGORITHMS,
-        )
-        for name in options.methods
-    ]
-
-
-def _reducer(contestant: Contestant, options: Options, length: int, comm: MPI.Intracomm) -> Reducer:
-    if contestant.method in ALGORITHMS:
-        try:
-            return MpiAllreduce(comm, length, contestant.method)
-        except AlgorithmError as error:
-            raise BenchError(str(error)) from None
-    settings = {**options.settings, **contestant.settings, "density": options.density}
-    return GradientAllreduce(comm, length, contestant.method, **settings)
-
-
-def _source(options: Options, comm: MPI.Intracomm) -> GradientSource:
+def _source(options: Options, comm: MPI.Intracomm, device: Device) -> GradientSource:
     if options.replay is None:
         assert options.length is not None
-        return DrawnGradients(options.gradients, options.length, comm.rank, options.seed)
+        return device.source(options.gradients, options.length, comm.rank, options.seed)
     from jobs.gradient_file import GradientFileError, RecordedGradients
 
     try:
@@ -163,13 +192,11 @@ def _source(options: Options, comm: MPI.Intracomm) -> GradientSource:
     return source
 
 
-def _check_memory(comm: MPI.Intracomm, device: Device, length: int, contestants: list[Contestant]) -> None:
+def _check_memory(comm: MPI.Intracomm, device: Device, length: int, present: list[Contestant]) -> None:
     """Refuse, on all ranks, what would bring the machine down: update, residual and scratch of each contestant."""
-    vectors = 2 + sum(2.2 if one.sparse else 2.5 for one in contestants)
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    needed = int(4 * length * vectors * node.size)
+    vectors = 2 + sum(2.2 if one.sparse else 2.5 for one in present)
+    needed = int(4 * length * vectors * device.sharers)
     free = device.free_bytes()
-    node.Free()
 
     def check() -> None:
         if free is not None and needed > free:
@@ -212,6 +239,7 @@ def _together(comm: MPI.Intracomm, action: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
-def _say(comm: MPI.Intracomm, message: str, stream: Any) -> None:
+def say(comm: MPI.Intracomm, message: str, stream: Any) -> None:
+    """Print on rank 0."""
     if comm.rank == 0:
         print(message, file=stream, flush=True)

@@ -24,7 +24,9 @@ UNIONS = ("topka", "topkdsa", "gaussiank")
 """Methods whose update is the sum of all selections, up to kP entries."""
 
 
-def summarize(contestant: Contestant, samples: Samples, length: int, speeds: Speeds) -> dict[str, Any]:
+def summarize(
+    contestant: Contestant, samples: Samples, length: int, speeds: Speeds, gradient_bytes: int = 4
+) -> dict[str, Any]:
     """Everything about one contestant in one run; see docs/results/README.md for the keys."""
     fields = samples.fields
     ranks, steps = fields["seconds"].shape
@@ -32,7 +34,8 @@ def summarize(contestant: Contestant, samples: Samples, length: int, speeds: Spe
     exact: NDArray[np.bool_] = fields["exact"].max(axis=0) > 0  # on any rank
     k = int(fields["k"][0, -1]) if steps else 0
     which: dict[str, NDArray[np.bool_]] = {"all": np.ones(steps, bool), "regular": ~exact, "exact": exact}
-    work = Workload(length, ranks, float(fields["local_nnz"].mean()), float(fields["global_nnz"].mean()))
+    selected, applied = float(fields["local_nnz"].mean()), float(fields["global_nnz"].mean())
+    work = Workload(length, ranks, selected, applied, gradient_bytes)
     return {
         "name": contestant.name,
         "method": contestant.method,
@@ -131,17 +134,22 @@ def _memory(samples: Samples, length: int) -> dict[str, Any]:
 
 
 def _growth(growth: list[Growth], length: int) -> dict[str, Any] | None:
-    """None where no such step was watched. `resident` is None where the system does not tell."""
+    """None where no such step was watched. `resident` is None where the system does not tell.
+
+    `synchronizations`, the most waits of a step, is missing where there is no device to wait for.
+    """
     if not growth:
         return None
     allocated = max(one.allocated for one in growth)
     resident = [one.resident for one in growth if one.resident is not None]
+    waits = [one.synchronizations for one in growth if one.synchronizations is not None]
     return {
         "watched": len(growth),
         "allocated": allocated,
         "resident": max(resident) if resident else None,
         # compiled kernels allocate past the arrays' allocator: the kernel's own count sees them
         "n_sized": max([allocated, *resident]) >= max(length, N_SIZED),
+        **({"synchronizations": max(waits)} if waits else {}),
     }
 
 
@@ -159,6 +167,7 @@ def formulas(method: str, k: int, length: int, ranks: int) -> dict[str, float]:
         "topka": {"least": topka, "most": topka},
         "gaussiank": {"least": topka, "most": topka},
         "topkdsa": {"least": dsa_least, "most": dsa_most},
+        "nccl-bf16": {"least": dense / 2, "most": dense / 2},
         "gtopk": {"least": gtopk, "most": gtopk, "busiest": traffic.gtopk_busiest_words(k, ranks)},
     }
     return by_method.get(method, {"least": dense, "most": dense})

@@ -1,11 +1,22 @@
-"""What the bench prints: times, traffic, stages beside their floors, memory; of a sweep, words."""
+"""What the bench prints: times, traffic, stages beside their floors, memory; of a sweep, words.
+
+    python -m jobs.bench_tables FILE.json                   the tables of a document again
+    python -m jobs.bench_tables FILE.json --into README.md
+
+The second puts them between the lines <!-- FILE.json --> and <!-- end of FILE.json -->.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
+
+from jobs.bench_document import BenchError, read
 
 MISSING = "–"
 REFERENCES = ("mpi", "mpi-rabenseifner", "mpi-ring", "dense", "full")
@@ -24,21 +35,27 @@ def run_tables(run: dict[str, Any]) -> str:
         f"{gradients} gradients, {run['course']['steps']} steps after {run['course']['warmup']} discarded"
     )
     methods = run["methods"]
-    tables = [heading, times_table(methods), traffic_table(methods), stages_table(methods)]
+    on_gpu = run.get("device") == "cuda"
+    heading += f", {run['gradient_type']} on {run['device']}" if on_gpu else ""
+    heading += "".join(f"\nwithout {name}: {reason}" for name, reason in run.get("left_out", {}).items())
+    digits = 4 if on_gpu else 2
+    times = times_table(methods, run.get("baseline"), digits)
+    tables = [heading, times, traffic_table(methods), stages_table(methods, digits)]
     if any(method["memory"]["regular"] for method in methods):
         tables.append(memory_table(methods))
     return "\n\n".join(tables)
 
 
-def reference(methods: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The entry that times are compared with, None if there is none."""
+def reference(methods: list[dict[str, Any]], baseline: str | None = None) -> dict[str, Any] | None:
+    """The entry that times are compared with, None if there is none. `baseline` is a name that goes before all others."""
     by_name = {method["name"]: method for method in methods}
-    return next((by_name[name] for name in REFERENCES if name in by_name), None)
+    names = (*([] if baseline is None else [baseline]), *REFERENCES)
+    return next((by_name[name] for name in names if name in by_name), None)
 
 
-def times_table(methods: list[dict[str, Any]]) -> str:
+def times_table(methods: list[dict[str, Any]], baseline: str | None = None, digits: int = 2) -> str:
     """Milliseconds of a step, slowest rank."""
-    against = reference(methods)
+    against = reference(methods, baseline)
     rows = []
     for method in methods:
         seconds = method["seconds"]
@@ -49,12 +66,12 @@ def times_table(methods: list[dict[str, Any]]) -> str:
         rows.append(
             [
                 method["name"],
-                _ms(seconds["all"], "mean"),
-                _ms(seconds["all"], "median"),
-                _ms(regular, "mean"),
-                _ms(regular, "median"),
-                _ms(exact, "mean"),
-                _ms(exact, "median"),
+                _ms(seconds["all"], "mean", digits),
+                _ms(seconds["all"], "median", digits),
+                _ms(regular, "mean", digits),
+                _ms(regular, "median", digits),
+                _ms(exact, "mean", digits),
+                _ms(exact, "median", digits),
                 MISSING if not (regular and exact) else f"{exact['mean'] / regular['mean']:.2f}",
                 MISSING if ratio is None else f"{ratio:.2f}",
             ]
@@ -90,7 +107,7 @@ def traffic_table(methods: list[dict[str, Any]]) -> str:
     return _table(rows, [*headers, "selected", "applied", "|selected/k − 1|", "|applied/k − 1|"])
 
 
-def stages_table(methods: list[dict[str, Any]]) -> str:
+def stages_table(methods: list[dict[str, Any]], digits: int = 2) -> str:
     """Milliseconds of each stage: mean over the ranks / the rank that took least, and in brackets the floor."""
     blocks = []
     for kind in ("regular", "exact"):
@@ -98,20 +115,27 @@ def stages_table(methods: list[dict[str, Any]]) -> str:
         if not stages:
             continue
         rows = []
-        for stage in [*(name for name in stages if name != "between"), "between"]:
+        for stage in ordered(stages):
             cells = []
             for method in methods:
                 found = (method["stages"][kind] or {}).get(stage)
                 floor = method["floors"].get(stage)
                 cell = MISSING
                 if found is not None:
-                    cell = f"{found['mean'] * 1e3:.2f} / {found['least'] * 1e3:.2f}"
-                    cell += "" if floor is None else f" ({floor['seconds'] * 1e3:.2f})"
+                    cell = f"{found['mean'] * 1e3:.{digits}f} / {found['least'] * 1e3:.{digits}f}"
+                    cell += "" if floor is None else f" ({floor['seconds'] * 1e3:.{digits}f})"
                 cells.append(cell)
             rows.append([stage, *cells])
         title = f"{kind} steps, ms: mean / least rank (floor)"
         blocks.append(_table(rows, [title, *(method["name"] for method in methods)]))
     return "\n\n".join(blocks)
+
+
+def ordered(stages: Iterable[str]) -> list[str]:
+    """Stages as they ran, then what was left of a step."""
+    found = list(stages)
+    last = [name for name in ("finish", "between") if name in found]
+    return [*(name for name in found if name not in last), *last]
 
 
 def memory_table(methods: list[dict[str, Any]]) -> str:
@@ -157,10 +181,57 @@ def sweep_table(runs: Sequence[dict[str, Any]]) -> str:
     return f"{heading}\n\n{tabulate(rows, headers=headers, colalign=align, disable_numparse=True)}"
 
 
-def _ms(times: dict[str, float] | None, name: str) -> str:
-    return MISSING if times is None else f"{times[name] * 1e3:.2f}"
+def _ms(times: dict[str, float] | None, name: str, digits: int) -> str:
+    return MISSING if times is None else f"{times[name] * 1e3:.{digits}f}"
 
 
 def _table(rows: list[list[str]], headers: list[str]) -> str:
     align = ("left", *("right" for _ in headers[1:]))
     return tabulate(rows, headers=headers, colalign=align, disable_numparse=True)
+
+
+def document_tables(content: dict[str, Any]) -> str:
+    """All tables of a document."""
+    if content["kind"] == "gpu table":
+        from jobs.bench_markdown import gpu_tables
+
+        return gpu_tables(content)
+    if content["kind"] == "sweep":
+        return sweep_table(content["runs"])
+    return "\n\n".join(run_tables(run) for run in content["runs"])
+
+
+def insert(text: str, name: str, tables: str) -> str:
+    """A text with the tables of the file `name` between its marks.
+
+    Raises:
+        BenchError: the marks are not there, once each and in order.
+    """
+    first, last = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    if text.count(first) != 1 or text.count(last) != 1 or text.index(first) > text.index(last):
+        raise BenchError(f"the text does not hold the lines {first} and {last}, once each and in this order")
+    before, after = text[: text.index(first) + len(first)], text[text.index(last) :]
+    return f"{before}\n\n{tables}\n\n{after}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a document's tables, or put them into a text. Returns the exit status: 0, or 2 with one message."""
+    parser = argparse.ArgumentParser(prog="python -m jobs.bench_tables", allow_abbrev=False)
+    parser.add_argument("document", type=Path, metavar="FILE.json")
+    parser.add_argument("--into", type=Path, metavar="FILE.md", help="a text with a pair of marks")
+    given = parser.parse_args(argv)
+    try:
+        tables = document_tables(read(given.document))
+        if given.into is None:
+            print(tables)
+        else:
+            text = given.into.read_text(encoding="utf-8")
+            given.into.write_text(insert(text, given.document.name, tables), encoding="utf-8")
+    except (BenchError, OSError) as error:
+        print(f"jobs.bench_tables: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

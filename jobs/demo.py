@@ -2,7 +2,7 @@
 
     python -m jobs.demo
 
-Writes a run file of each method, the picture and the CSV files into demo/, which it may replace.
+Writes a run file of each method, the page that compares them and the CSV files into demo/, which it may replace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jobs.launch import LaunchError, available_cores, end_on_sigterm, mpiexec_command
-from jobs.report import report
+from jobs.report import PAGE, report
 from jobs.runfile import RunFileError
 
 CONFIG = Path(__file__).parent / "configs" / "digits.toml"
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     print(f"\n{table}\n")
-    print(f"picture: {options.output / 'report.png'}; all of it took {time.monotonic() - began:.0f} s")
+    print(f"page: {options.output / PAGE}; all of it took {time.monotonic() - began:.0f} s")
     return 0
 
 

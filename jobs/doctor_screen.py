@@ -97,7 +97,8 @@ def _range(numbers: list[int]) -> str:
 def _links(gpu: dict[str, Any]) -> str:
     """What connects the pairs of GPUs, and whether they reach each other's memory."""
     parts = []
-    if links := gpu.get("links"):
+    links = gpu.get("links", [])
+    if len(links) == len(gpu["devices"]):
         kinds: dict[str, list[str]] = {}
         for one, row in enumerate(links):
             for other in range(one + 1, len(links)):
@@ -106,7 +107,8 @@ def _links(gpu: dict[str, Any]) -> str:
             name = f"NVLink ({kind})" if kind.startswith("NV") else f"no NVLink ({kind})"
             parts.append(f"{name} between {'all pairs' if len(kinds) == 1 else ' '.join(pairs)}")
     else:
-        parts.append("NVLink not known without nvidia-smi")
+        # nvidia-smi is missing, or counts GPUs that CUDA_VISIBLE_DEVICES hides
+        parts.append("NVLink or not is not known")
     if access := gpu.get("peer_access"):
         denied = [
             f"{one}-{other}" for one, row in enumerate(access) for other, can in enumerate(row) if not can

@@ -104,7 +104,7 @@ def _with_device_memory(found: dict[str, Any], advice: list[str]) -> Verdict:
 
 def _nvlink(gpu: dict[str, Any]) -> bool:
     links = gpu.get("links", [])
-    return len(links) > 1 and str(links[0][1]).startswith("NV")
+    return 1 < len(links) == len(gpu["devices"]) and str(links[0][1]).startswith("NV")
 
 
 def _host_advice(problem: str) -> str:

@@ -1,7 +1,8 @@
-"""The report's picture: loss against step, loss against words, words per step against the bounds."""
+"""Draws panels: one by one as SVG for the page, and some of them side by side as the overview picture."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,154 +11,201 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter
-from numpy.typing import NDArray
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, NullFormatter
 
-from jobs.summary import Run
+from jobs.panels import BarPanel, DotPanel, Level, LinePanel, Panel
+from jobs.style import GREY, STYLE
 
-# Okabe and Ito's palette, told apart with any colour vision; the dashes tell apart in print.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES = ("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)))
-GREY = "#555555"
-LEGEND_CHARACTERS = 180  # fit into one of its lines
-STYLE: dict[Any, Any] = {
-    "font.size": 11,
-    "axes.titlesize": 12,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.labelpad": 7,
-    "grid.color": "#dddddd",
-    "grid.linewidth": 0.6,
-}
+# Inches. On a telephone a picture shrinks to 0.65 of this: letters of 12 points stay readable.
+WIDTH, HEIGHT = 5.8, 4.1
+BAR_HEIGHT = 0.34
+LEGEND_CHARACTERS = 48  # fit into one of its lines at WIDTH
+ACCURACY_SHOWN = 0.3  # below the best
+LABEL_ROOM = 0.055  # of the axes' height that the label of a level needs
+PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.4g}%")
+PAGE: dict[Any, Any] = {**STYLE, "font.size": 12, "legend.fontsize": 11, "axes.labelsize": 12}
 
 
-def draw(runs: Sequence[Run], path: str | Path) -> None:
-    """Draw three panels and a legend below them into a PNG file.
+def svg(panel: Panel) -> str:
+    """One panel with its legend, as an SVG document without a title: the page has that."""
+    with mpl.rc_context(PAGE):
+        height = HEIGHT
+        if isinstance(panel, BarPanel | DotPanel):
+            height = 1.5 + BAR_HEIGHT * max(2, len(panel.groups)) * 1.25
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        axes = figure.subplots()
+        draw(axes, panel)
+        axes.set_title("")
+        _legend(figure, axes, LEGEND_CHARACTERS)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+        return text.getvalue()
 
-    Args:
-        runs: any number, of any lengths; those without a step yet are left out.
-        path: of the PNG.
-    """
+
+def draw_overview(panels: Sequence[Panel], path: str | Path) -> None:
+    """Draw panels side by side, one legend below them, into a PNG file."""
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(15.5, 5.6), layout="constrained")
-        over_steps, over_words, volume = figure.subplots(1, 3)
-        drawn = [(run, COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]) for i, run in enumerate(runs)]
-        drawn = [entry for entry in drawn if entry[0].count]
-        _draw_loss(over_steps, drawn, against_words=False)
-        _draw_loss(over_words, drawn, against_words=True)
-        _draw_volume(volume, drawn)
-        handles, labels = over_steps.get_legend_handles_labels()
-        if handles:
-            handles.append(Line2D([], [], color=GREY, alpha=0.5, linewidth=0.8))
-            labels.append("faint: single steps (loss), busiest rank (words)")
-            columns = max(1, min(len(labels), LEGEND_CHARACTERS // max(map(len, labels))))
-            figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+        figure = Figure(figsize=(5.2 * len(panels), 5.6), layout="constrained")
+        every = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, panel in zip(every, panels, strict=True):
+            draw(axes, panel)
+        _legend(figure, every[0], 55 * len(panels))
         figure.savefig(path, dpi=120)
 
 
-def smoothed(values: NDArray[Any]) -> NDArray[np.float64]:
-    """Mean over a centred window of about a twentieth of the run, cut off at its ends.
-
-    Args:
-        values: [steps]; entries that are not finite are left out of the means.
-
-    Returns:
-        float64[steps]; NaN where nothing in the window is finite.
-    """
-    reach = len(values) // 40
-    finite = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(finite)])
-    low = np.maximum(np.arange(len(values)) - reach, 0)
-    high = np.minimum(np.arange(len(values)) + reach + 1, len(values))
-    with np.errstate(invalid="ignore"):
-        return (sums[high] - sums[low]) / (counts[high] - counts[low])
+def draw(axes: Axes, panel: Panel) -> None:
+    """Draw one panel, its legend excepted."""
+    axes.set_title(panel.title)
+    axes.set_xlabel(panel.x_label)
+    if isinstance(panel, BarPanel):
+        _draw_bars(axes, panel)
+    elif isinstance(panel, DotPanel):
+        _draw_dots(axes, panel)
+    else:
+        _draw_lines(axes, panel)
 
 
-def _draw_loss(axes: Axes, drawn: Sequence[tuple[Run, str, Any]], *, against_words: bool) -> None:
-    axes.set_title("Loss against words sent" if against_words else "Loss against step")
-    axes.set_ylabel("training loss, mean over the ranks")
-    axes.set_xlabel("payload words sent per rank (4 bytes each)" if against_words else "step")
-    smallest, largest = np.inf, 0.0
-    for run, colour, dashes in drawn:
-        loss = run.steps["loss"]
-        position = run.words_sent if against_words else run.steps["step"]
-        shown = position > 0
-        if not shown.any():
-            continue
-        mean = smoothed(loss)
-        axes.plot(position[shown], loss[shown], color=colour, alpha=0.25, linewidth=0.8)
-        axes.plot(
-            position[shown],
-            mean[shown],
-            color=colour,
-            linestyle=dashes,
-            linewidth=2,
-            label=_legend_label(run),
+def _draw_lines(axes: Axes, panel: LinePanel) -> None:
+    axes.set_ylabel(panel.y_label)
+    if not panel.lines:
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.text(
+            0.5, 0.5, "nothing on record", transform=axes.transAxes, ha="center", va="center", color=GREY
         )
-        positive = mean[np.isfinite(mean) & (mean > 0)]
-        if len(positive):
-            smallest, largest = min(smallest, positive.min()), max(largest, positive.max())
-    # Near its end a good run is a hair above zero: a linear axis would show nothing of it.
-    if largest > 20 * smallest:
-        axes.set_yscale("log")
-    if against_words and axes.lines:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    if not axes.lines:
-        _say(axes, "no words were sent" if drawn else "no steps on record yet")
-
-
-def _draw_volume(axes: Axes, drawn: Sequence[tuple[Run, str, Any]]) -> None:
-    axes.set_title("Words per step against the bounds")
-    axes.set_xlabel("step")
-    axes.set_ylabel("payload words sent per rank and step")
-    drawn = [entry for entry in drawn if entry[0].steps["words"].any()]
-    if not drawn:
-        _say(axes, "no words were sent")
         return
-    for run, colour, _ in drawn:
-        words = np.where(run.steps["words"] > 0, run.steps["words"], np.nan)
-        busiest = np.where(run.steps["words_busiest"] > 0, run.steps["words_busiest"], np.nan)
-        axes.plot(run.steps["step"], busiest, color=colour, alpha=0.3, linewidth=0.8)
-        axes.plot(run.steps["step"], words, color=colour, linewidth=1.6)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    # Where each label stands relative to its line: out of the way of curves, which run between the bounds.
-    levels: dict[float, tuple[str, float, str]] = {}
-    for run, _, _ in drawn:
-        bounds = (
-            (run.dense_words, ("2n(P−1)/P", 1.0, "bottom")),
-            (run.upper_bound, ("6k(P−1)/P", 0.6, "bottom")),
-            (run.lower_bound, ("2k(P−1)/P", 1.0, "top")),
+    for line in panel.lines:
+        group = line.group
+        mark = "o" if panel.marks and len(line.x) <= 12 else None
+        axes.plot(
+            line.x,
+            line.y,
+            color=group.colour,
+            linestyle=group.dashes,
+            linewidth=1.8,
+            marker=mark,
+            markersize=4,
+            label=line.label,
+            zorder=3 if group.method == "oktopk" else 2,
         )
-        levels.update({level: label for level, label in bounds if level})
-    for level, (name, place, side) in levels.items():
-        axes.axhline(level, color=GREY, linestyle=":", linewidth=1.4)
+        if np.any(line.high > line.low):
+            axes.fill_between(line.x, line.low, line.high, color=group.colour, alpha=0.18, linewidth=0)
+    if panel.log_x:
+        axes.set_xscale("log")
+    if panel.log_y:
+        axes.set_yscale("log")
+    _count(axes, panel)
+    _draw_levels(axes, panel.levels)
+
+
+def _count(axes: Axes, panel: LinePanel) -> None:
+    """Ticks in the units that a reader thinks in."""
+    largest = max(float(line.x[-1]) for line in panel.lines)
+    if panel.columns[0] == "ranks":
+        axes.set_xticks(sorted({float(x) for line in panel.lines for x in line.x}))
+    elif panel.log_x or largest >= 10_000:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if panel.log_x:
+            axes.xaxis.set_minor_formatter(NullFormatter())
+    if not panel.log_x and panel.columns[0] != "ranks":
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=panel.columns[0] == "step"))
+    if panel.percent:
+        # what tells methods apart is how they end, not that they began at chance
+        best = max(float(line.y.max()) for line in panel.lines)
+        axes.set_ylim(bottom=max(axes.get_ylim()[0], best - ACCURACY_SHOWN))
+        axes.yaxis.set_major_formatter(PERCENT)
+    elif panel.columns[1] == "words" or max(float(line.y.max()) for line in panel.lines) >= 10_000:
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        if panel.log_y:
+            axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _draw_levels(axes: Axes, levels: Sequence[Level]) -> None:
+    """Dotted lines, each named at the right of the axes, where no curve runs."""
+    if not levels:
+        return
+    for level in levels:
+        axes.axhline(level.value, color=GREY, linestyle=":", linewidth=1.3)
+    axes.autoscale_view()
+    low, high = axes.get_ylim()
+    transform = axes.transData
+    bottom, top = (float(transform.transform((0, value))[1]) for value in (low, high))
+    place = -1.0
+    for level in sorted(levels, key=lambda level: level.value):
+        # a label gives way to the one below it
+        height = (float(transform.transform((axes.get_xlim()[0], level.value))[1]) - bottom) / (top - bottom)
+        place = max(height, place + LABEL_ROOM)
         axes.annotate(
-            f"{name} = {EngFormatter(places=1, sep='')(level)}",
-            (place, level),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 4 if side == "bottom" else -4),
-            textcoords="offset points",
-            ha="right",
-            va=side,
+            level.label,
+            (1.01, place),
+            xycoords="axes fraction",
+            ha="left",
+            va="center",
             color=GREY,
-            fontsize=10,
+            fontsize="small",
+            annotation_clip=False,
         )
-    axes.set_ylim(min(levels) / 2, max(levels) * 2.5)
 
 
-def _legend_label(run: Run) -> str:
-    ending = "" if run.status == "complete" else f", unfinished after {run.count} steps"
-    plural = "s" if run.info.ranks > 1 else ""
-    return f"{run.label} ({run.info.ranks} rank{plural}{ending})"
+def _draw_bars(axes: Axes, panel: BarPanel) -> None:
+    places = np.arange(len(panel.groups))
+    begin = np.zeros(len(panel.groups))
+    for part, seconds in panel.parts.items():
+        width = np.array(seconds) * 1e3
+        axes.barh(
+            places,
+            width,
+            0.72,
+            left=begin,
+            color=panel.colours[part],
+            label=part,
+            edgecolor="white",
+            linewidth=0.5,
+        )
+        begin += width
+    for place, total in zip(places, begin, strict=True):
+        axes.annotate(
+            f"{total:.3g}",
+            (total, place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize="small",
+            color=GREY,
+        )
+    axes.set_yticks(places, [group.label for group in panel.groups])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
 
 
-def _say(axes: Axes, text: str) -> None:
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY)
+def _draw_dots(axes: Axes, panel: DotPanel) -> None:
+    for place, (group, values) in enumerate(zip(panel.groups, panel.values, strict=True)):
+        axes.scatter(values, [place] * len(values), s=44, color=group.colour, alpha=0.75, linewidth=0)
+        mean = float(np.mean(values))
+        axes.plot([mean, mean], [place - 0.3, place + 0.3], color=group.colour, linewidth=2.2)
+        axes.annotate(
+            f"{mean:.2%}",
+            (1.01, place),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            fontsize="small",
+            color=GREY,
+        )
+    axes.set_yticks(range(len(panel.groups)), [group.label for group in panel.groups])
+    axes.set_ylim(len(panel.groups) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.08)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter(PERCENT)
+
+
+def _legend(figure: Figure, axes: Axes, characters: int) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if not handles:
+        return
+    columns = max(1, min(len(labels), characters // (max(map(len, labels)) + 4)))
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, frameon=False, columnspacing=1.4
+    )

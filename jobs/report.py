@@ -1,9 +1,15 @@
-"""Compare runs: one picture, CSV files and a closing table.
+"""Compare runs: one HTML page with pictures, the same figures as CSV files, and a closing table.
 
-    python -m jobs.report runs/dense.h5 runs/oktopk.h5 -o report
+    python -m jobs.report runs/dense.h5 runs/oktopk.h5 -o report --target 0.9
 
-Runs may still be going on, or have been killed. Writes report.png, summary.csv (a row per run), and of each
-run RUN-steps.csv and RUN-evaluations.csv.
+Runs may still be going on, or have been killed; a file that is no run is named and left out. Runs that differ in
+their seed alone are one line of a picture and one row of a table. Writes into DIR:
+
+    index.html                          the page: nothing beside it is needed to read it
+    report.png                          loss over steps and words, words against the bounds: for a README
+    summary.csv methods.csv             a row for each run; a row for each method, means over its seeds
+    PICTURE.csv                         what each picture of the page draws
+    runs/RUN-{steps,evaluations,measures}.csv   all that a run file holds
 """
 
 from __future__ import annotations
@@ -12,58 +18,146 @@ import argparse
 import csv
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tabulate import tabulate
 
+from jobs import pictures
 from jobs.bench_document import BenchError
 from jobs.bench_figures import report_bench
-from jobs.figures import draw
+from jobs.figures import draw_overview
+from jobs.groups import Group, group_runs
+from jobs.page import MISSING, Claim, Section, render
 from jobs.runfile import PHASES, RunFileError
-from jobs.summary import Run, figures, read_runs
+from jobs.summary import Run, figures, read_readable
+from jobs.tables import method_figures, methods_table, throughput_table
 
-MISSING = "–"
 INDENT = "\x01"  # tabulate would strip blanks
+PAGE = "index.html"
+SERIES = "runs"
 
 
-def report(paths: Sequence[str | Path], folder: str | Path) -> str:
-    """Write the picture and the CSV files into folder, which is made if need be.
+def report(
+    paths: Sequence[str | Path],
+    folder: str | Path,
+    *,
+    throughput: Sequence[str | Path] = (),
+    target: float | None = None,
+    title: str = "",
+    claims: Sequence[Claim] = (),
+) -> str:
+    """Write the page, the picture and the CSV files into folder, which is made if need be.
+
+    Args:
+        paths: run files; throughput: of runs that are compared by their speed alone.
+        folder: made if need be.
+        target: an accuracy to which times are taken.
+        title: the page's heading.
+        claims: what the runs were to show, for the page.
 
     Returns:
         The closing table, with a note below it on every run that is not what it seems.
 
     Raises:
-        RunFileError: see read_runs; or the folder cannot be written.
+        RunFileError: none of the files is a run; or the folder cannot be written.
     """
-    runs = read_runs(paths)
+    runs, problems = read_readable(paths)
+    fast, slow_problems = read_readable(throughput)
+    problems += slow_problems
+    if not runs and not fast:
+        raise RunFileError("; ".join(problems) or "no run file was named")
+    groups, fast_groups = group_runs(runs), group_runs(fast)
+    said = [*notes(groups), *(f"left out: {problem}" for problem in problems)]
+    sections = _sections(groups, fast_groups, target)
     folder = Path(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for run in runs:
-            _write_series(run, folder)
-        _write_summary(runs, folder / "summary.csv")
-        draw(runs, folder / "report.png")
+        (folder / SERIES).mkdir(parents=True, exist_ok=True)
+        for run in runs + fast:
+            _write_series(run, folder / SERIES)
+        _write_rows([figures(run) for run in runs + fast], folder / "summary.csv")
+        _write_rows([method_figures(group, target) for group in groups + fast_groups], folder / "methods.csv")
+        for panel in (panel for section in sections for panel in section.panels):
+            _write_rows(panel.rows(), folder / f"{panel.name}.csv")
+        if groups:
+            overview = (
+                pictures.loss(groups, pictures.STEPS),
+                pictures.loss(groups, pictures.WORDS),
+                pictures.words(groups),
+            )
+            draw_overview(overview, folder / "report.png")
+        page = render(
+            title or "Runs compared",
+            groups=groups or fast_groups,
+            besides=fast_groups if groups else (),
+            tables=[
+                *([methods_table(groups, target)] if groups else []),
+                *([throughput_table(fast_groups)] if fast_groups else []),
+            ],
+            sections=sections,
+            notes=said,
+            claims=claims,
+        )
+        (folder / PAGE).write_text(page, encoding="utf-8")
     except OSError as error:
         raise RunFileError(f"{folder} cannot be written: {error}") from error
-    return "\n".join([closing_table(runs), *notes(runs)])
+    return "\n".join([closing_table(groups or fast_groups), *said])
+
+
+def _sections(groups: Sequence[Group], fast: Sequence[Group], target: float | None) -> list[Section]:
+    """The pictures of the page; those with nothing to show are left out."""
+    over = (pictures.STEPS, pictures.TIME, pictures.WORDS)
+    several = len({group.ranks for group in fast}) > 1
+    sections = [
+        Section(
+            "Held-out accuracy",
+            [*(pictures.accuracy(groups, each, target) for each in over), pictures.final_accuracy(groups)],
+        ),
+        Section(
+            "Training loss", [*(pictures.loss(groups, each) for each in over), pictures.learning_rate(groups)]
+        ),
+        Section("Where the time goes", [pictures.time_parts(groups), pictures.time_stages(groups)]),
+        Section("Throughput", [pictures.scaling(fast)] if several else []),
+        Section(
+            "Volume and selection",
+            [
+                pictures.words(groups),
+                *(pictures.entries(groups, which) for which in ("global", "local")),
+                *(pictures.threshold(groups, which) for which in ("global", "local")),
+            ],
+        ),
+        Section("The paper's assumption", [pictures.measure(groups, column) for column in ("xi", "fill_in")]),
+    ]
+    return [Section(each.title, [panel for panel in each.panels if panel.rows()]) for each in sections]
 
 
 def _write_series(run: Run, folder: Path) -> None:
     stages = {f"stage_{name}": values[: run.count] for name, values in run.stages.items()}
-    steps = {"step": run.steps["step"], **run.steps, "words_sent": run.words_sent, **stages}
-    evaluations = {"step": run.evaluations["step"], **run.evaluations}
-    for name, columns in (("steps", steps), ("evaluations", evaluations)):
+    columns: dict[str, Mapping[str, NDArray[Any]]] = {
+        "steps": {
+            "step": run.steps["step"],
+            **run.steps,
+            "words_sent": run.words_sent,
+            "training_seconds": run.training_seconds,
+            **stages,
+        },
+        "evaluations": {"step": run.evaluations["step"], **run.evaluations},
+        "measures": {"step": run.measures["step"], **run.measures},
+    }
+    for name, series in columns.items():
+        if name != "steps" and not len(series["step"]):
+            continue
         with open(folder / f"{run.stem}-{name}.csv", "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(columns)
+            writer.writerow(series)
             # a run that was killed may have a row of steps whose stages were not written any more
-            writer.writerows(zip(*(np.asarray(values).tolist() for values in columns.values()), strict=False))
+            writer.writerows(zip(*(np.asarray(values).tolist() for values in series.values()), strict=False))
 
 
-def _write_summary(runs: Sequence[Run], path: Path) -> None:
-    rows = [figures(run) for run in runs]
+def _write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, restval="")
@@ -71,12 +165,12 @@ def _write_summary(runs: Sequence[Run], path: Path) -> None:
         writer.writerows(rows)
 
 
-def closing_table(runs: Sequence[Run]) -> str:
-    """One column per run, one line per figure."""
-    columns = [figures(run) for run in runs]
+def closing_table(groups: Sequence[Group]) -> str:
+    """One column per group, one line per figure, means over the group's complete runs."""
     lines: list[tuple[str, str, str]] = [
-        ("ranks", "ranks", "{:d}"),
-        ("steps", "steps", "{:d}"),
+        ("runs", "runs", "{:.0f}"),
+        ("ranks", "ranks", "{:.0f}"),
+        ("steps", "steps", "{:.0f}"),
         ("held-out accuracy", "held_out_accuracy", "{:.2%}"),
         ("held-out loss", "held_out_loss", "{:.4f}"),
         ("words per rank and step", "words", "{:,.0f}"),
@@ -86,53 +180,63 @@ def closing_table(runs: Sequence[Run]) -> str:
         ("  upper bound 6k(P−1)/P", "upper_bound_words", "{:,.0f}"),
         ("  control, besides", "control_words", "{:,.0f}"),
         ("mean |global nnz − k| / k", "global_nnz_deviation", "{:.2%}"),
+        ("ξ", "xi", "{:.2f}"),
+        ("fill-in", "fill_in", "{:.2f}"),
         ("step, ms", "step_seconds", "ms"),
     ]
     for phase in PHASES:
         lines.append((f"  {phase}", f"{phase}_seconds", "ms"))
         if phase == "reduction":
-            stages = dict.fromkeys(stage for run in runs for stage in run.stages)
+            stages = dict.fromkeys(stage for group in groups for run in group.runs for stage in run.stages)
             lines += [(f"    {stage}", f"stage_{stage}_seconds", "ms") for stage in stages]
     lines.append(("training, s", "total_seconds", "{:.1f}"))
     table = []
     for title, name, form in lines:
-        cells = [_cell(figure, name, form) for figure in columns]
+        if name == "runs":
+            cells = [str(len(group.runs)) for group in groups]
+            if set(cells) == {"1"}:
+                continue
+        else:
+            cells = [_cell(group.mean(name), form) for group in groups]
         if any(cell != MISSING for cell in cells):
             table.append([re.sub(r"^ +", lambda indent: INDENT * len(indent[0]), title), *cells])
-    align = ("left", *("right" for _ in runs))
-    text = tabulate(table, headers=["", *(run.label for run in runs)], colalign=align, disable_numparse=True)
+    align = ("left", *("right" for _ in groups))
+    text = tabulate(
+        table, headers=["", *(group.label for group in groups)], colalign=align, disable_numparse=True
+    )
     return text.replace(INDENT, " ")
 
 
-def _cell(figure: dict[str, float | int | str | None], name: str, form: str) -> str:
-    value = figure.get(name)
+def _cell(value: float | None, form: str) -> str:
     if value is None:
         return MISSING
-    if form == "ms":
-        return f"{float(value) * 1e3:.1f}"
-    return form.format(value)
+    return f"{value * 1e3:.1f}" if form == "ms" else form.format(value)
 
 
-def notes(runs: Sequence[Run]) -> list[str]:
+def notes(groups: Sequence[Group]) -> list[str]:
     """What a reader of the table must know besides."""
     lines = []
-    for run in runs:
+    for run in (run for group in groups for run in group.runs):
         figure = figures(run)
         if run.status == "running":
             lines.append(f"{run.label}: unfinished after {run.count} steps: still running, or killed")
-        elif run.status != "complete":
+        elif not run.complete:
             lines.append(f"{run.label}: unfinished after {run.count} steps: {run.status}")
-        dense, words = figure["dense_steps"], figure["words_sparse_steps"]
-        if dense and words is not None:
-            lines.append(
-                f"{run.label}: {dense} of {run.count} steps were dense; "
-                f"{words:,.0f} words per step in the others"
-            )
         if figure["skipped_steps"]:
             lines.append(
                 f"{run.label}: {figure['skipped_steps']} steps skipped, their gradients were not finite"
             )
-    return lines
+    warmed: dict[str, list[str]] = {}
+    for group in groups:
+        figure = figures(group.runs[0])
+        dense, words = figure["dense_steps"], figure["words_sparse_steps"]
+        if dense and words is not None:
+            share = f"{dense} of {group.runs[0].count}"
+            warmed.setdefault(share, []).append(f"{group.label} {words:,.0f}")
+    return lines + [
+        f"{share} steps were dense; words per step in the others: {', '.join(each)}"
+        for share, each in warmed.items()
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,20 +244,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jobs.report", description="Compare runs of jobs.train.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run file, or a JSON of jobs.bench")
     parser.add_argument("-o", "--output", default="report", metavar="DIR", help="default: %(default)s")
+    parser.add_argument(
+        "--target", type=float, metavar="ACCURACY", help="state the time to this held-out accuracy, in (0, 1]"
+    )
+    parser.add_argument(
+        "--throughput",
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="run files that are compared by their speed alone, over the number of ranks",
+    )
+    parser.add_argument("--title", default="", help="the page's heading")
     options = parser.parse_args(argv)
+    if options.target is not None and not 0.0 < options.target <= 1.0:
+        print(f"jobs.report: --target {options.target} is not in (0, 1]", file=sys.stderr)
+        return 2
     documents = [path for path in options.runs if Path(path).suffix == ".json"]
     runs = [path for path in options.runs if path not in documents]
     try:
         for document in documents:
             print(report_bench(document, options.output))
-        if runs:
-            table = report(runs, options.output)
+        if runs or options.throughput:
+            print(
+                report(
+                    runs,
+                    options.output,
+                    throughput=options.throughput,
+                    target=options.target,
+                    title=options.title,
+                )
+            )
+            print(f"\npage: {Path(options.output) / PAGE}")
     except (BenchError, RunFileError) as error:
         print(f"jobs.report: {error}", file=sys.stderr)
         return 2
-    if runs:
-        print(table)
-        print(f"\npicture: {Path(options.output) / 'report.png'}")
     return 0
 
 

@@ -243,7 +243,7 @@ class RunFile:
         _append(self._evaluations, {name: np.array([value]) for name, value in values.items()})
         self._file.flush()
 
-    def append_measures(self, columns: Mapping[str, NDArray[np.float64]]) -> None:
+    def append_measures(self, columns: Mapping[str, NDArray[Any]]) -> None:
         """Append some measured steps, every name of MEASURE_COLUMNS, and flush. Raises ValueError as append_steps."""
         _append(self._measures, columns)
         self._file.flush()

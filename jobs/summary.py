@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,13 @@ from numpy.typing import NDArray
 from collectives.traffic import dense_words, lower_bound, upper_bound
 from jobs.runfile import PHASES, RunFileError, RunInfo
 from jobs.runreader import RunReader
+from jobs.style import title_of
 
-TITLES = {
-    "dense": "Dense",
-    "oktopk": "Ok-Topk",
-    "topka": "TopkA",
-    "topkdsa": "TopkDSA",
-    "gtopk": "gTopk",
-    "gaussiank": "Gaussiank",
-}
+SELECTION_STAGES = ("select", "threshold", "reduce", "apply")
+"""Stages of a reduction that touch this rank's own memory; in the others ranks talk to each other."""
+
+WARM_STEPS = 20
+"""Most steps at the beginning that times are not taken from: kernels are compiled, algorithms chosen."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +40,17 @@ class Run:
     steps: dict[str, NDArray[Any]]
     stages: dict[str, NDArray[np.float64]]
     evaluations: dict[str, NDArray[Any]]
+    measures: dict[str, NDArray[Any]]
+
+    @property
+    def complete(self) -> bool:
+        """It ended as it was meant to."""
+        return self.status == "complete"
+
+    @property
+    def config(self) -> dict[str, dict[str, Any]]:
+        """The configuration, section by section."""
+        return dict(json.loads(self.info.config))
 
     @property
     def count(self) -> int:
@@ -73,31 +83,101 @@ class Run:
         """2n(P-1)/P words per step; None where nothing is sent."""
         return dense_words(self.info.length, self.info.ranks) or None
 
+    @property
+    def step_seconds(self) -> NDArray[np.float64]:
+        """float64[count]: seconds of each step, mean over the ranks, all phases."""
+        return np.sum([self.steps[f"seconds_{phase}"] for phase in PHASES], axis=0)
 
-def read_runs(paths: Sequence[str | Path]) -> list[Run]:
+    @property
+    def training_seconds(self) -> NDArray[np.float64]:
+        """float64[count]: seconds since training began at the end of each step, without evaluating and measuring."""
+        elapsed = self.steps["elapsed"].astype(np.float64)
+        # an evaluation follows its step; a measurement is part of its own
+        for extra, follows in ((self.evaluations, 1), (self.measures, 0)):
+            if not len(extra["step"]):
+                continue
+            spent = np.cumsum(extra["seconds"])
+            before = np.searchsorted(extra["step"], self.steps["step"] - follows, side="right")
+            elapsed = elapsed - np.where(before > 0, spent[before - 1], 0.0)
+        return elapsed
+
+    def at_steps(self, values: NDArray[Any], steps: NDArray[Any]) -> NDArray[np.float64]:
+        """float[len(steps)]: `values`, which has one value per step, where so many steps are done; NaN where none is."""
+        places = np.searchsorted(self.steps["step"], steps, side="right") - 1
+        if not self.count:
+            return np.full(len(steps), np.nan)
+        return np.where(places >= 0, values[np.maximum(places, 0)], np.nan)
+
+    def warm(self, values: NDArray[Any]) -> NDArray[Any]:
+        """`values` without those of the first steps."""
+        return values[min(WARM_STEPS, max(1, self.count // 5)) if self.count > 1 else 0 :]
+
+    def parts(self) -> dict[str, NDArray[np.float64]]:
+        """What each step's time was spent on: "compute", "selection", "communication", "data" -> seconds[count].
+
+        Computing is forward, backward and the optimizer; selection is what a reduction does in this rank's memory
+        (SELECTION_STAGES); communication the rest of the reduction; data the wait for a batch.
+        """
+        seconds = {phase: self.steps[f"seconds_{phase}"] for phase in PHASES}
+        selection = np.zeros(self.count)
+        for stage, values in self.stages.items():
+            if stage in SELECTION_STAGES:
+                # a run that was killed may have a row of steps whose stages were not written any more
+                selection[: len(values)] += values[: self.count]
+        return {
+            "compute": seconds["forward"] + seconds["backward"] + seconds["optimizer"],
+            "selection": selection,
+            "communication": np.maximum(seconds["reduction"] - selection, 0.0),
+            "data": seconds["data"],
+        }
+
+    def reached(self, accuracy: float) -> int | None:
+        """Place of the first evaluation that reaches an accuracy; None if none does."""
+        places = np.flatnonzero(self.evaluations["accuracy"] >= accuracy)
+        return int(places[0]) if len(places) else None
+
+
+def read_readable(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
     """Read run files, running, killed or complete, and give each a label of its own.
 
-    Raises:
-        RunFileError: a missing file, one that is no run file, or the same one twice.
+    Returns:
+        The runs, and a line on each path that gave none: a missing file, no run file, or the same one again.
     """
     runs: list[Run] = []
+    problems: list[str] = []
     for path in map(Path, paths):
-        if any(path.exists() and os.path.samefile(path, run.path) for run in runs):
-            raise RunFileError(f"{path} is given twice")
-        with RunReader(path) as reader:
-            runs.append(
-                Run(
-                    label=TITLES.get(reader.info.method, reader.info.method),
-                    stem=path.stem,
-                    path=path,
-                    info=reader.info,
-                    status=reader.status,
-                    steps=reader.steps(),
-                    stages=reader.stages(),
-                    evaluations=reader.evaluations(),
-                )
-            )
-    return _told_apart(runs)
+        try:
+            if any(path.exists() and os.path.samefile(path, run.path) for run in runs):
+                raise RunFileError(f"{path} is given twice")
+            runs.append(_read(path))
+        except RunFileError as error:
+            problems.append(str(error))
+        except (KeyError, OSError, ValueError) as error:
+            problems.append(f"{path} is not a run file: {error}")
+    return _told_apart(runs), problems
+
+
+def read_runs(paths: Sequence[str | Path]) -> list[Run]:
+    """As read_readable, for those who need them all. Raises RunFileError on the first that gives no run."""
+    runs, problems = read_readable(paths)
+    if problems:
+        raise RunFileError(problems[0])
+    return runs
+
+
+def _read(path: Path) -> Run:
+    with RunReader(path) as reader:
+        return Run(
+            label=title_of(reader.info.method),
+            stem=path.stem,
+            path=path,
+            info=reader.info,
+            status=reader.status,
+            steps=reader.steps(),
+            stages=reader.stages(),
+            evaluations=reader.evaluations(),
+            measures=reader.measures(),
+        )
 
 
 def _told_apart(runs: list[Run]) -> list[Run]:
@@ -108,10 +188,7 @@ def _told_apart(runs: list[Run]) -> list[Run]:
         f"{label} ({stem})" if labels.count(label) > 1 else label
         for label, stem in zip(labels, stems, strict=True)
     ]
-    return [
-        Run(label, stem, run.path, run.info, run.status, run.steps, run.stages, run.evaluations)
-        for run, label, stem in zip(runs, named, stems, strict=True)
-    ]
+    return [replace(run, label=label, stem=stem) for run, label, stem in zip(runs, named, stems, strict=True)]
 
 
 def _unique(names: list[str]) -> list[str]:
@@ -128,11 +205,12 @@ def _unique(names: list[str]) -> list[str]:
 def figures(run: Run) -> dict[str, float | int | str | None]:
     """The run in single figures, None where it has none (yet). Names end in their unit where they have one.
 
-    Times are means over all steps but the first, in which kernels are compiled. Every other mean is over all
-    steps, that of words also over the sparse ones alone; a deviation is that of sparse steps.
+    Times are means over all steps but the first, see Run.warm. Every other mean is over all steps, that of words
+    also over the sparse ones alone; a deviation is that of sparse steps, xi and fill-in are of measured ones.
     """
     sparse = run.sparse
     words = _mean(run.steps["words"])
+    xi = run.measures["xi"][np.isfinite(run.measures["xi"])]
     result: dict[str, float | int | str | None] = {
         "run": run.label,
         "method": run.info.method,
@@ -156,12 +234,22 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
         "share_of_dense": words / run.dense_words if words is not None and run.dense_words else None,
         "global_nnz_deviation": _mean(np.abs(run.steps["global_nnz"] / run.steps["k"] - 1)[sparse]),
         "local_nnz_deviation": _mean(np.abs(run.steps["local_nnz"] / run.steps["k"] - 1)[sparse]),
+        "fill_in": _mean(run.measures["fill_in"]),
+        "xi": _mean(xi),
+        "xi_largest": float(xi.max()) if len(xi) else None,
     }
-    phases = {phase: run.steps[f"seconds_{phase}"] for phase in PHASES}
-    first = 1 if run.count > 1 else 0
-    result["step_seconds"] = _mean(np.sum(list(phases.values()), axis=0)[first:])
-    result.update({f"{phase}_seconds": _mean(values[first:]) for phase, values in phases.items()})
-    result.update({f"stage_{stage}_seconds": _mean(values[first:]) for stage, values in run.stages.items()})
+    step = run.warm(run.step_seconds)
+    result["step_seconds"] = _mean(step)
+    result["step_seconds_median"] = float(np.median(step)) if len(step) else None
+    result["samples_per_second"] = (
+        run.info.batch_size * run.info.ranks / np.median(step) if len(step) else None
+    )
+    for name, values in run.parts().items():
+        result[f"part_{name}_seconds"] = _mean(run.warm(values))
+    for phase in PHASES:
+        result[f"{phase}_seconds"] = _mean(run.warm(run.steps[f"seconds_{phase}"]))
+    result.update({f"stage_{stage}_seconds": _mean(run.warm(values)) for stage, values in run.stages.items()})
+    result["training_seconds"] = _last(run.training_seconds)
     result["total_seconds"] = _last(run.steps["elapsed"])
     return result
 

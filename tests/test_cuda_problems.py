@@ -25,52 +25,7 @@ from collectives.cuda_problems import cupy_packages, device_memory, gpu_problem,
 from collectives.transport import Transport
 from oktopk import GradientAllreduce, gradient_allreduce
 from oktopk.backend import HostBackend, make_backend
-
-
-class FakeCUDAError(RuntimeError):
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-OUT_OF_MEMORY = FakeCUDAError(2, "cudaErrorMemoryAllocation: out of memory")
-NO_DEVICE = FakeCUDAError(100, "cudaErrorNoDevice: no CUDA-capable device is detected")
-OLD_DRIVER = FakeCUDAError(35, "cudaErrorInsufficientDriver: CUDA driver version is insufficient")
-BUSY = FakeCUDAError(46, "cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable")
-
-
-def fake_cupy(
-    capability: str = "90",
-    driver: int = 13000,
-    runtime: int = 13000,
-    count: Any = 4,
-    memory: Any = (80 * 10**9, 81 * 10**9),
-    allocation: Exception | None = None,
-) -> ModuleType:
-    """A CuPy whose answers are given; an exception among them is raised."""
-
-    def answer(given: Any) -> Any:
-        def called(*_: Any) -> Any:
-            if isinstance(given, Exception):
-                raise given
-            return given
-
-        return called
-
-    made = ModuleType("cupy")
-    made.cuda = SimpleNamespace(  # type: ignore[attr-defined]
-        Device=lambda: SimpleNamespace(id=3, compute_capability=capability),
-        Memory=answer(allocation),
-        alloc_pinned_memory=answer(allocation),
-        runtime=SimpleNamespace(
-            driverGetVersion=answer(driver),
-            runtimeGetVersion=answer(runtime),
-            getDeviceCount=answer(count),
-            memGetInfo=answer(memory),
-            CUDARuntimeError=FakeCUDAError,
-        ),
-    )
-    return made
+from tests.fake_cupy import BUSY, NO_DEVICE, OLD_DRIVER, OUT_OF_MEMORY, FakeCUDAError, fake_cupy, on_fake
 
 
 @pytest.fixture(autouse=True)
@@ -122,9 +77,9 @@ def test_no_cupy_is_a_sentence_with_the_extra_that_the_driver_takes(monkeypatch:
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert gpu_problem() == "CuPy is not installed: pip install 'cupy-cuda12x[ctk]'"
     monkeypatch.setattr(cuda_problems, "driver_version", lambda: 0)
-    assert (
-        gpu_problem()
-        == "CuPy is not installed: pip install 'cupy-cuda13x[ctk]' (or cupy-cuda12x, as the driver is)"
+    assert gpu_problem() == (
+        "CuPy is not installed, and this host has no NVIDIA driver: use device 'cpu', or both: "
+        "pip install 'cupy-cuda13x[ctk]' (or cupy-cuda12x, as the driver is)"
     )
 
 
@@ -249,14 +204,8 @@ def test_out_of_memory_on_one_rank_is_the_same_error_on_all(
 @pytest.fixture
 def device_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module `oktopk.device_backend`, on the double whatever CuPy there is."""
-    names = [f"collectives.device{part}" for part in ("", "_kernels", "_transport")]
-    names += ["oktopk.device_kernels", "oktopk.device_backend"]
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
-    yield importlib.import_module("oktopk.device_backend")
-    for name in names:
-        sys.modules.pop(name, None)
+    with on_fake(fake_cupy(), monkeypatch):
+        yield importlib.import_module("oktopk.device_backend")
 
 
 def test_a_gradient_that_is_not_where_it_should_be_is_a_sentence(device_backend: ModuleType) -> None:

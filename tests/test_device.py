@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,28 @@ def test_gpu_and_cpu_give_the_same_bits(comm: MPI.Intracomm, method: str) -> Non
         assert np.array_equal(get(on_gpu.update), on_cpu.update)
         if on_cpu.residual is not None:
             assert np.array_equal(get(on_gpu.residual), on_cpu.residual)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "gaussiank"])
+def test_messages_that_are_staged_give_the_same_bits_and_words(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    straight = reducer(comm, method)
+    monkeypatch.setenv("OKTOPK_CUDA_AWARE_MPI", "0")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        staged = reducer(comm, method)
+    assert [w for w in said if "OKTOPK_CUDA_AWARE_MPI=0" in str(w.message)] or comm.rank or comm.size == 1
+    for step in range(9):
+        gradient = put("cuda", normal(comm, step))
+        first, second = staged.step(gradient), straight.step(gradient)
+        assert (first.local_nnz, first.global_nnz, first.words, first.messages) == (
+            second.local_nnz,
+            second.global_nnz,
+            second.words,
+            second.messages,
+        )
+        assert np.array_equal(get(staged.update), get(straight.update))
 
 
 @pytest.mark.parametrize("gradient_type", ["bfloat16", "float16"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = [ROOT / "collectives" / "kernels", ROOT / "oktopk" / "kernels"]
+FOLDERS = [ROOT / package / "kernels" for package in ("collectives", "oktopk", "jobs")]
 SOURCES = sorted(source for folder in FOLDERS for source in folder.glob("*.cu"))
 
 nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,8 @@ import pytest
 from matplotlib.image import imread
 from numpy.typing import NDArray
 
-from jobs.figures import smoothed
 from jobs.report import main, report
-from jobs.runfile import EVALUATION_COLUMNS, STEP_COLUMNS, RunFile, RunFileError, RunInfo
+from jobs.runfile import EVALUATION_COLUMNS, MEASURE_COLUMNS, STEP_COLUMNS, RunFile, RunFileError, RunInfo
 from jobs.summary import figures, read_runs
 
 LENGTH = 1000
@@ -26,6 +27,10 @@ def write_run(
     path: Path,
     *,
     method: str = "oktopk",
+    seed: int = 0,
+    settings: dict[str, Any] | None = None,
+    accuracy: float = 0.9,
+    xi: tuple[float, ...] = (),
     steps: int = 50,
     ranks: int = 4,
     dense_steps: int = 0,
@@ -33,7 +38,22 @@ def write_run(
     **replaced: NDArray[Any],
 ) -> Path:
     """A run whose figures can be worked out by hand: constant but for the loss and the first step's time."""
-    info = RunInfo("{}", "{}", method, ranks, LENGTH, K, 16, 0, "here", "", "2026-01-01T00:00:00+00:00")
+    config = json.dumps({"training": {"seed": seed}, "reduction": {"method": method, **(settings or {})}})
+    info = RunInfo(
+        config,
+        '{"python": "3.11"}',
+        method,
+        ranks,
+        LENGTH,
+        K,
+        16,
+        seed,
+        "here",
+        "0123456789abcdef",
+        "2026-01-01T00:00:00+00:00",
+        '{"cpu": "a processor", "cores": 2, "gpus": ["a GPU", "a GPU"]}',
+        f"jobs.train {path.stem}.toml",
+    )
     dense = (np.arange(steps) < dense_steps) | (method == "dense")
     words = np.where(dense, DENSE_WORDS, SPARSE_WORDS) * (ranks > 1)
     columns: dict[str, NDArray[Any]] = {name: np.zeros(steps) for name in STEP_COLUMNS}
@@ -55,8 +75,11 @@ def write_run(
             file.append_steps(columns, {"select": columns["seconds_reduction"]})
             file.append_evaluation(**{**dict.fromkeys(EVALUATION_COLUMNS, 0.0), "accuracy": 0.5, "step": 1})
             file.append_evaluation(
-                **{**dict.fromkeys(EVALUATION_COLUMNS, 0.5), "accuracy": 0.9, "step": steps}
+                **{**dict.fromkeys(EVALUATION_COLUMNS, 0.5), "accuracy": accuracy, "step": steps}
             )
+        if xi:
+            measures: dict[str, NDArray[Any]] = {name: np.full(len(xi), 0.25) for name in MEASURE_COLUMNS}
+            file.append_measures({**measures, "step": np.arange(len(xi)) * 10 + 5, "xi": np.array(xi)})
         if status != "complete":
             file.close(status)
     return path
@@ -72,14 +95,15 @@ def test_two_runs_make_a_picture_csv_files_and_a_table(tmp_path: Path) -> None:
     sparse = write_run(tmp_path / "b.h5", steps=80)
     table = report([dense, sparse], tmp_path / "out" / "deeper")
     folder = tmp_path / "out" / "deeper"
-    assert sorted(path.name for path in folder.iterdir()) == [
+    assert sorted(path.name for path in (folder / "runs").iterdir()) == [
         "a-evaluations.csv",
         "a-steps.csv",
         "b-evaluations.csv",
         "b-steps.csv",
-        "report.png",
-        "summary.csv",
     ]
+    assert {"index.html", "report.png", "summary.csv", "methods.csv"} <= {
+        path.name for path in folder.iterdir()
+    }
     height, width, _ = imread(folder / "report.png").shape
     assert width > 1200
     assert height > 400
@@ -100,12 +124,12 @@ def test_two_runs_make_a_picture_csv_files_and_a_table(tmp_path: Path) -> None:
 
 def test_csv_files_hold_every_step_and_the_summary(tmp_path: Path) -> None:
     report([write_run(tmp_path / "a.h5", method="dense"), write_run(tmp_path / "b.h5", steps=3)], tmp_path)
-    steps = rows(tmp_path / "b-steps.csv")
+    steps = rows(tmp_path / "runs" / "b-steps.csv")
     assert [row["step"] for row in steps] == ["1", "2", "3"]
     assert [float(row["words_sent"]) for row in steps] == [60.0, 120.0, 180.0]
     assert [float(row["loss"]) for row in steps] == pytest.approx([2.0, 1.8, 1.62])
-    assert {*STEP_COLUMNS, "words_sent", "stage_select"} == steps[0].keys()
-    assert [row["accuracy"] for row in rows(tmp_path / "b-evaluations.csv")] == ["0.5", "0.9"]
+    assert {*STEP_COLUMNS, "words_sent", "training_seconds", "stage_select"} == steps[0].keys()
+    assert [row["accuracy"] for row in rows(tmp_path / "runs" / "b-evaluations.csv")] == ["0.5", "0.9"]
     summary = rows(tmp_path / "summary.csv")
     assert [row["run"] for row in summary] == ["Dense", "Ok-Topk"]
     assert float(summary[1]["share_of_dense"]) == pytest.approx(60 / 1500)
@@ -118,7 +142,7 @@ def test_dense_warmup_steps_count_as_words_and_not_as_deviation(tmp_path: Path) 
     assert figure["words"] == pytest.approx((4 * DENSE_WORDS + 6 * SPARSE_WORDS) / 10)
     assert figure["words_sparse_steps"] == SPARSE_WORDS
     assert figure["global_nnz_deviation"] == pytest.approx(0.25)
-    assert "Ok-Topk: 4 of 10 steps were dense; 60 words per step in the others" in report([path], tmp_path)
+    assert "4 of 10 steps were dense; words per step in the others: Ok-Topk 60" in report([path], tmp_path)
 
 
 def test_skipped_steps_are_said_and_not_measured(tmp_path: Path) -> None:
@@ -163,37 +187,52 @@ def test_runs_of_one_method_are_told_apart_by_their_files(tmp_path: Path) -> Non
     runs = read_runs([first, second, third])
     assert [run.label for run in runs] == ["Ok-Topk (a)", "Ok-Topk (a-2)", "Dense"]
     report([first, second, third], tmp_path / "out")
-    assert (tmp_path / "out" / "a-2-steps.csv").exists()
+    assert (tmp_path / "out" / "runs" / "a-2-steps.csv").exists()
 
 
-def test_a_file_given_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_given_twice_counts_once_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_run(tmp_path / "a.h5")
     (tmp_path / "link.h5").symlink_to(path)
     for other in (path, tmp_path / "." / "a.h5", tmp_path / "link.h5"):
-        assert main([str(path), str(other), "-o", str(tmp_path / "out")]) == 2
-        assert capsys.readouterr().err == f"jobs.report: {other} is given twice\n"
-    assert not (tmp_path / "out").exists()
+        assert main([str(path), str(other), "-o", str(tmp_path / "out")]) == 0
+        assert f"\nleft out: {other} is given twice\n" in capsys.readouterr().out
+        assert len(rows(tmp_path / "out" / "summary.csv")) == 1
     shutil.copy(path, tmp_path / "copy.h5")
     assert main([str(path), str(tmp_path / "copy.h5"), "-o", str(tmp_path / "out")]) == 0
+    assert len(rows(tmp_path / "out" / "summary.csv")) == 2
 
 
-def test_bad_input_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_is_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = write_run(tmp_path / "a.h5")
     (tmp_path / "text.h5").write_text("no run")
     for bad, message in (("none.h5", "no such file"), ("text.h5", "is not a run file")):
-        assert main([str(good), str(tmp_path / bad), "-o", str(tmp_path / "out")]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith(f"jobs.report: {tmp_path / bad}")
-        assert message in error
-        assert error.count("\n") == 1
+        assert main([str(good), str(tmp_path / bad), "-o", str(tmp_path / "out")]) == 0
+        said = capsys.readouterr().out
+        assert re.search(rf"^left out: {re.escape(str(tmp_path / bad))}.*{message}", said, re.MULTILINE)
+        assert bad in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_a_report_of_nothing_is_one_line_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = write_run(tmp_path / "a.h5")
+    (tmp_path / "text.h5").write_text("no run")
+    assert main([str(tmp_path / "text.h5"), "-o", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"jobs.report: {tmp_path / 'text.h5'} is not a run file")
+    assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
     assert main([str(good), "-o", str(tmp_path / "text.h5")]) == 2
     assert "text.h5 cannot be written" in capsys.readouterr().err
+    assert main([str(good), "--target", "90", "-o", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == "jobs.report: --target 90.0 is not in (0, 1]\n"
 
 
-def test_a_report_names_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_names_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(write_run(tmp_path / "a.h5")), "-o", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out.endswith(f"\npicture: {tmp_path / 'out' / 'report.png'}\n")
+    assert capsys.readouterr().out.endswith(f"\npage: {tmp_path / 'out' / 'index.html'}\n")
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,13 +248,3 @@ def test_info_has_every_attribute(tmp_path: Path) -> None:
     assert [type(getattr(info, field.name)).__name__ for field in dataclasses.fields(info)] == [
         field.type for field in dataclasses.fields(RunInfo)
     ]
-
-
-def test_smoothing_keeps_constants_and_length_and_skips_what_is_not_finite() -> None:
-    values = np.full(200, 3.0)
-    values[[0, 50, 51]] = [np.inf, np.nan, -np.inf]
-    assert smoothed(values).tolist() == [3.0] * 200
-    assert smoothed(np.array([])).tolist() == []
-    assert smoothed(np.array([1.0, 2.0])).tolist() == [1.0, 2.0]
-    ramp = np.arange(200.0)
-    assert smoothed(ramp)[10:-10] == pytest.approx(ramp[10:-10])

@@ -5,7 +5,9 @@ The device is a double (tests/fake_device.py): memory that MPI must not be given
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from collectives.traffic import Traffic
 from collectives.transport import Round, Transport
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError, gradient_allreduce, host_kernels
 from oktopk.backend import HostBackend
+from tests.fake_cupy import fake_cupy, on_fake
 from tests.fake_device import POISON, FakeDeviceTransport, InOrder, LateStream
 
 LENGTH = 20_011
@@ -306,3 +309,26 @@ def test_a_rank_that_receives_and_never_sends_does_not_pile_up_buffers() -> None
     assert buffers.nbytes == 2 * 4096
     stream.run()
     assert array.tolist() == [9, 9, 9]
+
+
+def test_a_gpu_copies_in_the_right_direction_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[tuple[int, ...]] = []
+    cupy = fake_cupy()
+    cupy.cuda.runtime.memcpyAsync = lambda *copy: copies.append(copy)
+    cupy.cuda.runtime.memcpyDeviceToHost, cupy.cuda.runtime.memcpyHostToDevice = 2, 1
+    cupy.cuda.alloc_pinned_memory = bytearray
+    device = SimpleNamespace(pending=False, stream=SimpleNamespace(ptr=77))
+    with on_fake(cupy, monkeypatch):
+        module = importlib.import_module("collectives.device_transport")
+        pinned = module.PinnedCopies(device)
+        host = pinned.pinned(4096)[:24]
+        array = SimpleNamespace(data=SimpleNamespace(ptr=1000))
+        entries = module.DeviceEntries(None, 2000, 3, None)
+        assert not pinned.pending
+        pinned.copy_out(host, array)
+        assert pinned.pending
+        pinned.copy_in(entries[1:], host[:16])
+    assert copies == [
+        (host.ctypes.data, 1000, 24, 2, 77),
+        (2008, host.ctypes.data, 16, 1, 77),
+    ]

@@ -371,7 +371,7 @@ def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capfd: pytest.
     assert "[1/2] dense on 2 ranks" in said
     assert re.search(r"^ +Dense +Ok-Topk$", said, re.MULTILINE)
     made = {path.name for path in folder.iterdir()}
-    assert {"dense.h5", "oktopk.h5", "report.png", "summary.csv"} <= made
+    assert {"dense.h5", "oktopk.h5", "index.html", "report.png", "summary.csv"} <= made
 
 
 @pytest.mark.timeout(PATIENCE)

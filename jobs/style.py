@@ -1,0 +1,61 @@
+"""How everything drawn looks: one colour for each method in all pictures, told apart with any colour vision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Okabe and Ito's palette, but for its yellow, which is too light for a line.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES: tuple[Any, ...] = ("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)))
+GREY = "#555555"
+
+METHODS: dict[str, tuple[str, str]] = {
+    "dense": ("Dense", COLOURS[6]),
+    "dense-ovlp": ("DenseOvlp", COLOURS[0]),
+    "oktopk": ("Ok-Topk", COLOURS[1]),
+    "topka": ("TopkA", COLOURS[2]),
+    "topkdsa": ("TopkDSA", COLOURS[3]),
+    "gtopk": ("gTopk", COLOURS[4]),
+    "gaussiank": ("Gaussiank", COLOURS[5]),
+    "nccl": ("NCCL", "#999999"),
+    "ddp": ("DDP", "#882255"),
+}
+"""Method -> title, colour; in the order in which they are listed."""
+
+PARTS: dict[str, str] = {
+    "compute": "#BBBBBB",
+    "selection": COLOURS[1],
+    "communication": COLOURS[0],
+    "data": COLOURS[4],
+}
+"""What a step spends its time on -> colour."""
+
+STYLE: dict[Any, Any] = {
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.labelpad": 7,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    # text as outlines, so that it looks the same everywhere, and equal pictures as equal bytes
+    "svg.fonttype": "path",
+    "svg.hashsalt": "oktopk",
+}
+
+
+def title_of(method: str) -> str:
+    """How a method is written."""
+    return METHODS[method][0] if method in METHODS else method
+
+
+def colour_of(method: str) -> str:
+    """The method's colour in all pictures; grey for one that is not known."""
+    return METHODS[method][1] if method in METHODS else GREY
+
+
+def place_of(method: str) -> int:
+    """Where the method stands in a list; unknown ones last."""
+    return list(METHODS).index(method) if method in METHODS else len(METHODS)

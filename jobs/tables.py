@@ -1,0 +1,200 @@
+"""The tables of the report: methods against each other, for the terminal, the page and a Markdown file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from jobs.groups import Group
+from jobs.page import MISSING, Cell, Table
+from jobs.style import title_of
+
+Figures = dict[str, Any]
+
+
+def method_figures(group: Group, target: float | None = None) -> Figures:
+    """A group in single figures, for methods.csv: means over its complete runs, None where it has none.
+
+    Args:
+        group: one or more runs.
+        target: the accuracy that time and steps are taken to.
+    """
+    result: Figures = {
+        "series": group.label,
+        "method": group.method,
+        "ranks": group.ranks,
+        "runs": len(group.runs),
+        "complete_runs": sum(run.complete for run in group.runs),
+        "held_out_accuracy": group.mean("held_out_accuracy"),
+        "held_out_accuracy_deviation": group.spread("held_out_accuracy"),
+        "held_out_accuracy_least": min(group.values("held_out_accuracy"), default=None),
+        "held_out_accuracy_largest": max(group.values("held_out_accuracy"), default=None),
+    }
+    for name in (
+        "held_out_loss",
+        "steps",
+        "words",
+        "words_sparse_steps",
+        "words_busiest",
+        "share_of_dense",
+        "lower_bound_words",
+        "upper_bound_words",
+        "dense_words",
+        "control_words",
+        "global_nnz_deviation",
+        "local_nnz_deviation",
+        "fill_in",
+        "xi",
+        "step_seconds",
+        "step_seconds_median",
+        "samples_per_second",
+        "part_compute_seconds",
+        "part_selection_seconds",
+        "part_communication_seconds",
+        "part_data_seconds",
+        "training_seconds",
+    ):
+        result[name] = group.mean(name)
+    result["xi_largest"] = max(group.values("xi_largest"), default=None)
+    if target is not None:
+        seconds, steps = group.seconds_to(target), group.steps_to(target)
+        result["target"] = target
+        result["runs_that_reached_it"] = len(seconds)
+        result["seconds_to_target"] = sum(seconds) / len(seconds) if seconds else None
+        result["steps_to_target"] = sum(steps) / len(steps) if steps else None
+    return result
+
+
+def methods_table(groups: Sequence[Group], target: float | None = None) -> Table:
+    """Accuracy, time to the target, words and times of each group."""
+    columns: list[tuple[Cell, Callable[[Group, Figures], Cell]]] = [
+        (Cell("Method"), lambda group, row: Cell(group.label, _runs(group), group.colour)),
+        (Cell("Accuracy", "held out, at the end"), lambda group, row: _accuracy(row)),
+    ]
+    if target is not None:
+        columns.append((Cell(f"To {100 * target:.4g}%", "training time"), lambda group, row: _to_target(row)))
+    columns += [
+        (Cell("Words", "per rank and step"), lambda group, row: _words(row)),
+        (Cell("Step, ms", "mean; median"), lambda group, row: _step(row)),
+        (Cell("Compute", "ms"), lambda group, row: Cell(_ms(row["part_compute_seconds"]))),
+        (Cell("Selection", "ms"), lambda group, row: Cell(_ms(row["part_selection_seconds"]))),
+        (Cell("Exchange", "ms"), lambda group, row: Cell(_ms(row["part_communication_seconds"]))),
+        (Cell("Data", "of a step"), lambda group, row: _data(row)),
+        (Cell("|nnz−k|/k", "global; local"), lambda group, row: _deviation(row)),
+        (Cell("ξ", "mean; largest"), lambda group, row: _xi(row)),
+    ]
+    rows = []
+    for group in groups:
+        figures = method_figures(group, target)
+        rows.append([cell(group, figures) for _, cell in columns])
+    return Table(
+        "Methods",
+        [head for head, _ in columns],
+        rows,
+        note="Accuracy: mean over the seeds ± sample standard deviation. Times leave out the first steps, evaluations and "
+        "measurements. Words: payload; a share is that of a dense allreduce, 2n(P−1)/P.",
+    )
+
+
+def throughput_table(groups: Sequence[Group]) -> Table:
+    """Samples per second and step time of each method on each number of ranks."""
+    sizes = sorted({group.ranks for group in groups})
+    methods: dict[str, dict[int, Group]] = {}
+    for group in groups:
+        methods.setdefault(group.method, {})[group.ranks] = group
+    rows = []
+    for by_ranks in methods.values():
+        first = next(iter(by_ranks.values()))
+        row = [Cell(title_of(first.method), colour=first.colour)]
+        for size in sizes:
+            there = by_ranks.get(size)
+            rate = there.mean("samples_per_second") if there else None
+            step = there.mean("step_seconds_median") if there else None
+            row.append(
+                Cell(
+                    MISSING if rate is None else f"{rate:,.0f}",
+                    "" if step is None else f"{step * 1e3:.2f} ms",
+                )
+            )
+        rows.append(row)
+    heads = [
+        Cell("Method"),
+        *(Cell(f"{size} rank{'' if size == 1 else 's'}", "samples / s") for size in sizes),
+    ]
+    return Table("Throughput", heads, rows, note="By the median step; runs without evaluations in between.")
+
+
+def markdown(table: Table) -> str:
+    """The table for a Markdown file."""
+    heads = [_one_line(cell) for cell in table.heads]
+    rows = [[_one_line(cell) for cell in row] for row in table.rows]
+    align = ("left", *("right" for _ in heads[1:]))
+    return str(tabulate(rows, heads, tablefmt="github", colalign=align, disable_numparse=True))
+
+
+def _one_line(cell: Cell) -> str:
+    text = cell.text.replace("|", "\\|")
+    return f"{text} ({cell.small})" if cell.small else text
+
+
+def _runs(group: Group) -> str:
+    unfinished = sum(not run.complete for run in group.runs)
+    seeds = len({run.info.seed for run in group.runs})
+    words = f"{seeds} seeds" if seeds > 1 else ""
+    if unfinished:
+        words += (", " if words else "") + f"{unfinished} of {len(group.runs)} unfinished"
+    return words
+
+
+def _accuracy(row: Figures) -> Cell:
+    mean, spread = row["held_out_accuracy"], row["held_out_accuracy_deviation"]
+    if mean is None:
+        return Cell(MISSING)
+    if spread is None:
+        return Cell(f"{mean:.2%}", "" if row["complete_runs"] else "so far")
+    return Cell(
+        f"{mean:.2%} ± {spread * 100:.2f}",
+        f"{row['held_out_accuracy_least']:.2%} … {row['held_out_accuracy_largest']:.2%}",
+    )
+
+
+def _to_target(row: Figures) -> Cell:
+    reached, runs = row["runs_that_reached_it"], row["complete_runs"] or row["runs"]
+    if not reached:
+        return Cell("not reached")
+    share = "" if reached == runs else f"{reached} of {runs} runs; "
+    return Cell(f"{row['seconds_to_target']:,.1f} s", f"{share}{row['steps_to_target']:,.0f} steps")
+
+
+def _words(row: Figures) -> Cell:
+    if row["words"] is None:
+        return Cell(MISSING)
+    share = row["share_of_dense"]
+    return Cell(f"{row['words']:,.0f}", "" if share is None else f"{share:.1%} of dense")
+
+
+def _step(row: Figures) -> Cell:
+    return Cell(_ms(row["step_seconds"]), _ms(row["step_seconds_median"]))
+
+
+def _data(row: Figures) -> Cell:
+    data, step = row["part_data_seconds"], row["step_seconds"]
+    return Cell(MISSING if not step else f"{(data or 0.0) / step:.1%}")
+
+
+def _deviation(row: Figures) -> Cell:
+    both = row["global_nnz_deviation"], row["local_nnz_deviation"]
+    texts = [MISSING if value is None else f"{value:.1%}" for value in both]
+    return Cell(texts[0], "" if both[1] is None else texts[1])
+
+
+def _xi(row: Figures) -> Cell:
+    if row["xi"] is None:
+        return Cell(MISSING)
+    return Cell(f"{row['xi']:.2f}", f"{row['xi_largest']:.2f}")
+
+
+def _ms(seconds: float | None) -> str:
+    return MISSING if seconds is None else f"{seconds * 1e3:.2f}" if seconds < 0.1 else f"{seconds * 1e3:.1f}"
