@@ -224,9 +224,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if what == "gpus":
         Path(f"{path}.0").write_text(json.dumps(gpus()), encoding="utf-8")
         return 0
-    from mpi4py import MPI
-
     import collectives  # noqa: F401 - before mpi4py.MPI: it loads the UCX that knows CUDA
+
+    # isort: split
+    from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
     if comm.size != 2:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import collectives  # noqa: F401 - before mpi4py.MPI: it loads the UCX that knows CUDA
 from oktopk.gradient_allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.methods import METHODS
 from oktopk.report import StepReport

@@ -57,6 +57,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     rank = 0
     if config.getoption("--with-mpi"):
+        import collectives  # noqa: F401 - it loads the UCX that knows CUDA
+
+        # isort: split
         # Not before: a process that started MPI must not start an mpiexec, as single-process tests do.
         from mpi4py import MPI
 

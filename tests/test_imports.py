@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,3 +102,36 @@ def test_imports_are_seen_in_every_form(
     source: str, module: str, is_package: bool, expected: set[str]
 ) -> None:
     assert set(imported_modules(source, module, is_package)) == expected
+
+
+BEFORE_MPI = """
+import os, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mpi4py.MPI":
+            os._exit(0 if hasattr(sys.modules.get("collectives"), "WITHOUT_CUDA_UCX") else 3)
+
+sys.meta_path.insert(0, Finder())
+exec(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import oktopk",
+        "import oktopk.optimizer",
+        "import jobs.train",
+        "import jobs.bench_run",
+        "import jobs.doctor_probe as probe; probe.main(['host', 'nowhere'])",
+        "import pytest; pytest.main(['--with-mpi', '-m', 'mpi', '--collect-only', 'tests/test_traffic.py'])",
+    ],
+)
+def test_the_ucx_that_knows_cuda_is_loaded_before_mpi(program: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BEFORE_MPI + "sys.exit(4)", program], cwd=ROOT, timeout=50, check=False
+    )
+    assert done.returncode == 0, (
+        f"{program}: mpi4py.MPI is imported before collectives has loaded UCX, or never"
+    )
