@@ -52,7 +52,7 @@ def examine(timeout: float, say: Callable[[str], None]) -> dict[str, Any]:
         "machine": machine.machine(),
         "date": machine.now(),
         "versions": machine.versions(PACKAGES),
-        "environment": machine.environment()
+        "environment": doctor_children.as_given(machine.environment())
         | {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
         "gpu": {"present": has_driver(), "problem": ""},
         "launcher": {"command": "", "problem": ""},

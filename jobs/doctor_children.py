@@ -55,7 +55,9 @@ def command_for_two(launcher: str, module_args: Sequence[str]) -> tuple[list[str
 
 def one(what: str, timeout: float, probe: Sequence[str] = PROBE) -> dict[str, Any]:
     """What one process found; `problem` says how it failed, if it did."""
-    return _result(lambda path: ([sys.executable, *probe, what, path], dict(os.environ)), timeout, ranks=1)
+    return _result(
+        lambda path: ([sys.executable, *probe, what, path], as_given(os.environ)), timeout, ranks=1
+    )
 
 
 def two(
@@ -77,9 +79,16 @@ def two(
 
     def job(path: str) -> tuple[list[str], dict[str, str]]:
         command, environment = command_for_two(launcher, [*probe, what, path])
-        return command, environment | dict(extra or {})
+        return command, as_given(environment) | dict(extra or {})
 
     return _result(job, timeout, ranks=2)
+
+
+def as_given(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what loading UCX in this very process put there."""
+    loaded = getattr(sys.modules.get("collectives"), "WITHOUT_CUDA_UCX", "not even imported") == ""
+    put = sys.modules["collectives.cuda_mpi"].UCX_SETTINGS if loaded else {}
+    return {name: value for name, value in environment.items() if put.get(name) != value}
 
 
 def _result(

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import collectives
 from jobs import doctor, doctor_children, doctor_probe
-from jobs.doctor_children import find_launcher, how_it_ended, one, two
+from jobs.doctor_children import as_given, find_launcher, how_it_ended, one, two
 from jobs.doctor_verdict import BEST, CANNOT, SLOWER
 from jobs.launch import LaunchError, find_mpiexec
 from tests.test_doctor_verdict import gpu_host
@@ -116,6 +117,26 @@ def alive(pid: int) -> bool:
 def test_a_status_is_said_with_its_signal_or_its_error(status: int, output: str, sentence: str) -> None:
     assert how_it_ended(status, output).startswith(sentence)
     assert bool(sentence) == bool(how_it_ended(status, output))
+
+
+def test_what_is_tried_starts_from_the_environment_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"HOME": "/root", "OMPI_MCA_pml": "ucx", "OMPI_MCA_opal_common_ucx_tls": "tcp"}
+    monkeypatch.setattr(collectives, "WITHOUT_CUDA_UCX", "no wheel")
+    assert as_given(given) == given
+    monkeypatch.setattr(collectives, "WITHOUT_CUDA_UCX", "")  # then loading it has set what is not set
+    assert as_given(given) == {"HOME": "/root", "OMPI_MCA_opal_common_ucx_tls": "tcp"}
+
+
+def test_the_doctor_starts_where_nothing_is_installed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import sys; from jobs import doctor; print('numpy' in sys.modules)"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.stdout == "False\n", done.stderr
 
 
 # launchers
