@@ -3,6 +3,7 @@
     mpiexec -n 4 python -m mpi4py -m jobs.bench --methods oktopk,mpi --length 14728266 --density 0.01 --json FILE
     python -m jobs.bench --ablate --json FILE                   starts mpiexec itself, on 4 and on 8 ranks
     python -m jobs.bench --sweep-ranks 2,4,8,16,32,64 --json FILE
+    mpiexec -n 4 python -m mpi4py -m jobs.bench --table gpu --json FILE    against NCCL, on 4 GPUs
 
 Rank 0 prints the tables and writes the JSON, which jobs.report draws.
 
@@ -31,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if drives:
         # a process that has started MPI must not start an mpiexec
         mpi4py.rc.initialize = False
-    from jobs.bench_options import Options, parse, usage
+    from jobs.bench_arguments import usage
+    from jobs.bench_options import Options, parse
 
     try:
         options: Options | str = usage() if {"-h", "--help"} & set(words) else parse(words, launched=launched)

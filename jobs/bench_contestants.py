@@ -8,12 +8,13 @@ from typing import Any
 from mpi4py import MPI
 
 from jobs.bench_ablate import variants
+from jobs.bench_arguments import OVER_MPI, OWN_ROWS
 from jobs.bench_device import Device
 from jobs.bench_document import BenchError
 from jobs.bench_measure import Contestant, Reducer
 from jobs.bench_mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
 from jobs.bench_nccl import ROWS, NcclAllreduce, require_nccl
-from jobs.bench_options import OVER_MPI, OWN_ROWS, Options
+from jobs.bench_options import Options
 from oktopk import METHODS, GradientAllreduce
 
 

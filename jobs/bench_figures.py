@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FixedLocator, NullFormatter, NullLocator, ScalarFormatter
 
 from jobs.bench_document import BenchError, read
-from jobs.bench_tables import BUSIER, reference, run_tables, sweep_table
+from jobs.bench_tables import BUSIER, cell_title, document_tables, reference
 from jobs.style import COLOURS, GREY, STYLE
 
 TITLES = {
@@ -30,6 +30,10 @@ TITLES = {
     "mpi": "MPI's own",
     "mpi-ring": "MPI's ring",
     "mpi-rabenseifner": "MPI's Rabenseifner",
+    "nccl": "NCCL fp32",
+    "nccl-bf16": "NCCL bf16",
+    "oktopk-mpi": "Ok-Topk, MPI alone",
+    "oktopk-into-g": "Ok-Topk into g",
 }
 STAGES = {
     "select": "#0072B2",
@@ -40,6 +44,8 @@ STAGES = {
     "allgather": "#E69F00",
     "allreduce": "#D55E00",
     "apply": "#CC79A7",
+    "into g": "#882255",
+    "finish": "#666633",
     "between": "#999999",
 }
 """Every stage has one colour in all pictures."""
@@ -85,10 +91,7 @@ def report_bench(path: str | Path, folder: str | Path) -> str:
     """Draw a document; returns its tables, and the picture's name below them. Raises BenchError as `draw`."""
     picture = draw(path, folder)[0]
     content = read(path)
-    tables = [sweep_table(content["runs"])]
-    if content["kind"] != "sweep":
-        tables = [run_tables(run) for run in content["runs"]]
-    return "\n\n".join([*tables, f"picture: {picture}"])
+    return f"{document_tables(content)}\n\npicture: {picture}"
 
 
 def _picture(content: dict[str, Any]) -> Figure:
@@ -111,9 +114,14 @@ def _picture(content: dict[str, Any]) -> Figure:
 def _caption(content: dict[str, Any]) -> str:
     run, commit = content["runs"][0], content["commit"] or "unknown"
     machine = content["machine"]
+    gpu = content.get("gpu")
+    where = (
+        f"{machine['cpu']}, {machine['cores']} cores" if gpu is None else f"{gpu['count']} x {gpu['name']}"
+    )
+    what = f"n = {run['length']:,}, density {run['density']:g}, "
     parts = [
-        f"n = {run['length']:,}, density {run['density']:g}, {run['gradients']['name']} gradients",
-        f"{machine['cpu']}, {machine['cores']} cores" + (f", {run['network']}" if run["network"] else ""),
+        ("" if content["kind"] == "gpu table" else what) + f"{run['gradients']['name']} gradients",
+        where + (f", {run['network']}" if run["network"] else ""),
         f"commit {commit[:10]}{' with changes' if content['dirty'] else ''}, {content['date'][:10]}",
     ]
     return " · ".join(parts)
@@ -125,7 +133,8 @@ def _title(method: dict[str, Any]) -> str:
 
 def _draw_times(axes: Axes, run: dict[str, Any]) -> None:
     """A bar of stages per method and kind of step, a mark for the mean of all steps."""
-    axes.set_title(f"Time of a step, {run['ranks']} ranks")
+    cell = f", {cell_title(run)}" if run.get("device") == "cuda" else ""
+    axes.set_title(f"Time of a step, {run['ranks']} ranks{cell}")
     axes.set_xlabel("ms; wide: regular steps, narrow: exact ones, by stage, mean over ranks")
     methods = run["methods"]
     for place, method in enumerate(methods):
@@ -158,7 +167,7 @@ def _draw_times(axes: Axes, run: dict[str, Any]) -> None:
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.12)
     axes.set_xlim(left=0)
-    against = reference(methods)
+    against = reference(methods, run.get("baseline"))
     if against is not None:
         axes.axvline(against["seconds"]["all"]["mean"] * 1e3, color=GREY, linestyle=":", linewidth=1.2)
 

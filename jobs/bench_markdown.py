@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from jobs.bench_document import BenchError
 from jobs.bench_nccl import ROWS
-from jobs.bench_tables import ordered
+from jobs.bench_tables import cell_title, ordered
 
 MISSING = "–"
 OURS = "oktopk"
@@ -39,7 +39,7 @@ def cell_line(run: dict[str, Any]) -> str:
     ours = _method(run, OURS)
     mean = MISSING if ours is None else _us(ours["seconds"]["all"]["mean"])
     wanted = "" if run["target"] is None else f", target {run['target']['at_least']:.1f}x: {_met(met)}"
-    return f"{_cell(run)}: {mean} us, {_times(ratio)} of {run['baseline']}{wanted}; took {run['seconds_taken']:.0f} s"
+    return f"{cell_title(run)}: {mean} us, {_times(ratio)} of {run['baseline']}{wanted}; took {run['seconds_taken']:.0f} s"
 
 
 def gpu_tables(content: dict[str, Any]) -> str:
@@ -93,7 +93,7 @@ def _targets(runs: Sequence[dict[str, Any]]) -> str:
         ratio, met = verdict(run)
         rows.append(
             [
-                _cell(run),
+                cell_title(run),
                 *(MISSING if found is None else _us(found["seconds"]["all"]["mean"]) for found in _nccl(run)),
                 *(_of(seconds, kind, which) for kind, which in _SHOWN),
                 _times(ratio),
@@ -122,7 +122,7 @@ def _contract(runs: Sequence[dict[str, Any]]) -> str:
         waits = None if growth is None else growth.get("synchronizations")
         rows.append(
             [
-                _cell(run),
+                cell_title(run),
                 f"{ours['words']['mean']:,.0f}",
                 f"{bounds['lower']:,.0f} … {bounds['upper']:,.0f}",
                 _met(ours["words"]["mean"] <= bounds["upper"]),
@@ -151,7 +151,7 @@ def _select(runs: Sequence[dict[str, Any]]) -> str:
         asked = run["length"] >= TOPK_LENGTH and times is not None
         rows.append(
             [
-                _cell(run),
+                cell_title(run),
                 _us(select["seconds"]),
                 f"{select['bytes'] / 1e6:,.0f}",
                 f"{select['bytes'] / select['seconds'] / 1e12:.2f}",
@@ -190,7 +190,7 @@ def _stages(runs: Sequence[dict[str, Any]], kind: str) -> str:
             stage, floor = method["stages"][kind].get(name), method["floors"].get(name)
             cell = MISSING if stage is None else _us(stage["median"])
             cells.append(cell if floor is None or stage is None else f"{cell} ({_us(floor['seconds'])})")
-        rows.append([_cell(run), *cells])
+        rows.append([cell_title(run), *cells])
     speeds = [run["speeds"] for run, _ in found]
     note = (
         f"{kind.capitalize()} steps by stage, us: median over the steps of the mean over the ranks (floor). Floors are bytes at "
@@ -216,11 +216,6 @@ def _nccl(run: dict[str, Any]) -> list[dict[str, Any] | None]:
 
 def _median(speeds: Sequence[dict[str, Any]], name: str) -> float:
     return statistics.median(float(one[name]) for one in speeds)  # "inf" for one rank
-
-
-def _cell(run: dict[str, Any]) -> str:
-    length = f"{run['length'] / 1e6:.1f} M" if run["length"] >= 1e6 else f"{run['length']:,}"
-    return f"{length}, {100 * run['density']:g} %, {run['gradient_type']}"
 
 
 def _of(seconds: dict[str, Any] | None, kind: str, which: str) -> str:

@@ -131,6 +131,12 @@ def stages_table(methods: list[dict[str, Any]], digits: int = 2) -> str:
     return "\n\n".join(blocks)
 
 
+def cell_title(run: dict[str, Any]) -> str:
+    """Length, density and gradient type of a run, in a few words."""
+    length = f"{run['length'] / 1e6:.1f} M" if run["length"] >= 1e6 else f"{run['length']:,}"
+    return f"{length}, {100 * run['density']:g} %, {run['gradient_type']}"
+
+
 def ordered(stages: Iterable[str]) -> list[str]:
     """Stages as they ran, then what was left of a step."""
     found = list(stages)

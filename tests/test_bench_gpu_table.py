@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mpi4py import MPI
 
+from jobs.bench_arguments import BUDGET
 from jobs.bench_cells import CELLS, Cell, chosen, target
 from jobs.bench_document import BenchError, Output, read
 from jobs.bench_floors import Speeds, Workload, stage_floors
 from jobs.bench_gpu_table import run_table
 from jobs.bench_markdown import gpu_tables, verdict
 from jobs.bench_measure import in_turn
-from jobs.bench_options import BUDGET, Options, parse
+from jobs.bench_options import Options, parse
 from jobs.bench_tables import insert, main
+from jobs.launch import launch_environment
 from oktopk import METHODS
 
-RESULTS = Path(__file__).parent.parent / "docs" / "results"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
 TINY = (Cell(3000, 0.05, 4, 8, {"float32": 2.0}), Cell(2000, 0.05, 8, 8, {"float32": 3.0}))
 
 
@@ -142,6 +147,46 @@ def test_all_cells_are_measured_and_written(tmp_path: Path) -> None:
     tables = gpu_tables(found)
     assert "| 3,000, 5 %, float32 |" in tables
     assert "\n\n" in tables
+
+
+def test_a_table_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from jobs.bench_figures import draw, report_bench
+
+    path = tmp_path / "table.json"
+    content = run_table(on_the_host(), MPI.COMM_SELF, None, TINY[:1])
+    Output(path).write(content)
+    assert draw(path, tmp_path)[0].stat().st_size > 20_000
+    assert gpu_tables(read(path)) in report_bench(path, tmp_path)
+
+
+def test_the_bench_starts_where_only_its_own_needs_are_installed() -> None:
+    missing = ("matplotlib", "sklearn", "pydantic", "h5py", "torch", "cupy")
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import jobs.bench, jobs.bench_run, jobs.bench_gpu_table"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_library_is_imported_before_mpi_so_that_its_ucx_is() -> None:
+    code = """
+import sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("collectives", "mpi4py.MPI"):
+            print(name)
+sys.meta_path.insert(0, Watch())
+from jobs.bench import main
+sys.exit(main(["--help"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=launch_environment(1, "openmpi"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines()[:2] == ["collectives", "mpi4py.MPI"], done.stderr
 
 
 def test_a_table_over_its_budget_keeps_what_is_done(

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from jobs.bench_arguments import SWEEP_DENSITY, SWEEP_LENGTH, VGG_LENGTH, usage
 from jobs.bench_document import BenchError
-from jobs.bench_options import SWEEP_DENSITY, SWEEP_LENGTH, VGG_LENGTH, parse, usage
+from jobs.bench_options import parse
 from oktopk import METHODS
 
 
