@@ -65,6 +65,7 @@ def cpu_host(**changes: Any) -> dict[str, Any]:
     return found
 
 
+PAIRS_OF_FOUR = [["X", "NV4"], ["NV4", "X"]]
 FAILED = {"problem": "a process died of SIGSEGV (a segmentation fault)"}
 NOT_AWARE = works(
     device_memory_problem="no libucx wheel is installed", library="Open MPI v5.0.11", devices=None
@@ -86,6 +87,27 @@ NOT_AWARE = works(
             "41 GB/s between GPUs on NVLink",
         ),
         (gpu_host(exchanges__device=works(bandwidth=41e9, devices=[0, 0])), False, "device", BEST, ""),
+        (
+            gpu_host(2, gpu__links=PAIRS_OF_FOUR, exchanges__device=works(bandwidth=41e9)),
+            False,
+            "device",
+            BEST,
+            "",
+        ),
+        (
+            gpu_host(2, gpu__links=[["X", "SYS"], ["SYS", "X"]], exchanges__device=works(bandwidth=1e9)),
+            False,
+            "device",
+            BEST,
+            "",
+        ),
+        (
+            gpu_host(1, gpu__links=PAIRS_OF_FOUR, exchanges__device=works(bandwidth=1e9)),
+            False,
+            "device",
+            BEST,
+            "",
+        ),
         (
             gpu_host(exchanges__host=NOT_AWARE, exchanges__device=FAILED),
             False,
