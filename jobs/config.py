@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from oktopk import METHODS, Settings
 
+TRAINING_MODES = ("dense-ovlp", "nccl", "ddp")
+"""Ways to sum all gradients that take part in the backward pass or are another library's, see jobs.dense_training."""
+
 
 class _Section(BaseModel):
     # strict: "16" is not 16. A string that reads as a number is more often a slip than an intention.
@@ -65,6 +68,11 @@ class OptimizerConfig(_Section):
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="adam and adamw only")
     beta2: float = Field(default=0.999, ge=0.0, lt=1.0, description="adam and adamw only")
     eps: float = Field(default=1e-8, gt=0.0, description="adam and adamw only")
+    clip_norm: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Euclidean norm that the reduced gradient is scaled down to, equal on all ranks; 0: never",
+    )
 
     @model_validator(mode="after")
     def _momentum_is_used(self) -> Self:
@@ -80,10 +88,10 @@ class ScheduleConfig(_Section):
 
     warmup and milestones count in `unit`. The warm-up rises linearly from warmup_start (a fraction, or
     "1/ranks") to 1; then `step` multiplies by gamma at each milestone, `cosine` and `linear` fall to `final`
-    at the last step.
+    at the last step. `one-cycle` is `cosine` with a warm-up along a cosine.
     """
 
-    name: Literal["constant", "step", "cosine", "linear"] = "constant"
+    name: Literal["constant", "step", "cosine", "linear", "one-cycle"] = "constant"
     unit: Literal["steps", "epochs"] = "steps"
     warmup: float = Field(default=0.0, ge=0.0)
     warmup_start: float | Literal["1/ranks"] = 0.0
@@ -106,11 +114,16 @@ class ScheduleConfig(_Section):
             raise ValueError(f"milestones are for the schedule 'step', not for {self.name!r}")
         if self.name == "step" and not self.milestones:
             raise ValueError("the schedule 'step' needs milestones")
+        if self.name == "one-cycle" and not self.warmup:
+            raise ValueError("the schedule 'one-cycle' needs a warmup")
         return self
 
 
 class ReductionConfig(_Section):
-    """How gradients are summed over the ranks. The keys besides `method` and `gradient_type` are those of oktopk.Settings."""
+    """How gradients are summed over the ranks: `method` is one of oktopk.METHODS or of TRAINING_MODES.
+
+    The keys besides `method`, `gradient_type` and `bucket_mb` are those of oktopk.Settings, and for oktopk.METHODS.
+    """
 
     method: str = "oktopk"
     density: float = Settings.density
@@ -130,12 +143,17 @@ class ReductionConfig(_Section):
         default="",
         description="of what is reduced; empty: float32, that of the parameters. Others on GPUs only",
     )
+    bucket_mb: float = Field(
+        default=25.0,
+        gt=0.0,
+        description="size of a bucket of gradients, in 1e6 bytes; dense-ovlp and ddp only",
+    )
 
     @field_validator("method")
     @classmethod
     def _is_registered(cls, value: str) -> str:
-        if value not in METHODS:
-            raise ValueError(f"{value!r} is not one of {', '.join(sorted(METHODS))}")
+        if value not in METHODS and value not in TRAINING_MODES:
+            raise ValueError(f"{value!r} is not one of {', '.join([*sorted(METHODS), *TRAINING_MODES])}")
         return value
 
     @model_validator(mode="after")
@@ -151,7 +169,23 @@ class ReductionConfig(_Section):
 class TrainingConfig(_Section):
     """How long and on what: the run ends after `steps` or `epochs`, whichever comes first."""
 
-    batch_size: int = Field(default=16, ge=1, description="images per rank and step")
+    batch_size: int = Field(default=16, ge=1, description="images per rank and backward pass")
+    accumulate: int = Field(
+        default=1,
+        ge=1,
+        description="backward passes per step, each on batch_size images; nothing is communicated in between",
+    )
+    precision: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="bfloat16: where torch's autocast deems it safe; parameters stay float32",
+    )
+    channels_last: bool = Field(default=False, description="memory layout of images and convolutions")
+    compile: Literal["", "default", "reduce-overhead", "max-autotune"] = Field(
+        default="", description="torch.compile's mode; empty: not compiled"
+    )
+    deterministic: bool = Field(
+        default=False, description="the same bits from run to run on a GPU too, at the price of speed"
+    )
     steps: int = Field(default=0, ge=0, description="0: no limit")
     epochs: int = Field(default=0, ge=0, description="0: no limit")
     seed: int = Field(default=0, ge=0, lt=2**31)
@@ -238,6 +272,23 @@ class Config(_Section):
                 f"reduction.momentum_correction {correction} is the run's momentum: it needs optimizer.name "
                 f"'sgd' with momentum 0, not {self.optimizer.name!r} with {self.optimizer.momentum}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _modes_do_no_more_than_sum(self) -> Self:
+        if self.reduction.method in METHODS:
+            return self
+        for key, needed in (
+            ("reduction.nonfinite", "raise"),
+            ("reduction.momentum_correction", 0.0),
+            ("reduction.average", True),
+            ("run.record_gradients", ""),
+            ("run.measure_every", 0),
+        ):
+            section, _, name = key.partition(".")
+            value = getattr(getattr(self, section), name)
+            if value != needed:
+                raise ValueError(f"{key} {value!r} is not for reduction.method {self.reduction.method!r}")
         return self
 
     def to_json(self) -> str:

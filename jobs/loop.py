@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,17 +14,18 @@ from tqdm import tqdm
 
 from collectives.traffic import dense_words
 from jobs.agreement import check_same_parameters
-from jobs.config import Config
+from jobs.config import TRAINING_MODES, Config
 from jobs.gradient_file import GradientRecorder
-from jobs.laps import Laps, TimedStep, measure
+from jobs.laps import Laps, MeasuredStep, TimedStep, measure
 from jobs.placement import Placement
 from jobs.recording import StepRecorder
+from jobs.reduction import ReducingOptimizer
 from jobs.runfile import RunFile
 from jobs.safeguard import Safeguard
 from jobs.schedule import learning_rate_factor
 from jobs.training_state import BatchStream, Progress, capture
 from jobs.workloads import Workload
-from oktopk import DistributedOptimizer, average_buffers
+from oktopk import NonFiniteGradientError, average_buffers
 
 
 def run_length(config: Config, steps_per_epoch: int, ahead: int = 0) -> int:
@@ -61,7 +64,7 @@ class TrainingLoop:
         placement: Placement,
         workload: Workload,
         inner: torch.optim.Optimizer,
-        optimizer: DistributedOptimizer,
+        optimizer: ReducingOptimizer,
         file: RunFile | None,
         gradients: GradientRecorder | None = None,
         progress: Progress = Progress(),  # noqa: B008 - frozen
@@ -69,16 +72,24 @@ class TrainingLoop:
     ) -> None:
         self.config, self.comm, self.workload = config, comm, workload
         self.inner, self.optimizer, self.file, self.gradients = inner, optimizer, file, gradients
+        self.steps_per_epoch = workload.steps_per_epoch // config.training.accumulate
         self.placement = placement
         self.safeguard = safeguard
-        self.batches = BatchStream(workload, config.training.batch_size * comm.size, progress.position)
+        self.batches = BatchStream(
+            workload,
+            config.training.batch_size * comm.size,
+            progress.position,
+            self.steps_per_epoch * config.training.accumulate,
+        )
         self.done = progress.done
         # differs after a restart on other ranks, where an epoch has another number of steps
-        self.ahead = self.batches.count - self.done
-        self.steps = run_length(config, workload.steps_per_epoch, self.ahead)
+        self.ahead = self.batches.count // config.training.accumulate - self.done
+        self.steps = run_length(config, self.steps_per_epoch, self.ahead)
         self.recorder = StepRecorder(comm)
         self.timed: list[TimedStep] = []
         self.began = 0.0
+        # of a batch in its step's loss
+        self.share = torch.tensor(1.0 / config.training.accumulate, device=placement.device)
         self.figures: dict[str, str] = {}
         self.bar: tqdm[Any] = tqdm(
             total=self.steps,
@@ -122,19 +133,13 @@ class TrainingLoop:
             self.config.schedule,
             step + ahead,
             steps=self.steps + ahead,
-            steps_per_epoch=self.workload.steps_per_epoch,
+            steps_per_epoch=self.steps_per_epoch,
             ranks=self.comm.size,
         )
         for group in self.inner.param_groups:
             group["lr"] = rate
         laps = Laps(self.placement)
-        batch = next(self.batches)
-        laps.end("data")
-        self.optimizer.zero_grad()
-        loss = self.workload.loss(batch)
-        laps.end("forward")
-        loss.backward()
-        laps.end("backward")
+        losses = [self._accumulate(laps, number) for number in range(self.config.training.accumulate)]
         every = self.config.run.measure_every
         report = self.optimizer.reduce(measure=bool(every) and (step + 1) % every == 0)
         laps.end("reduction")
@@ -143,15 +148,32 @@ class TrainingLoop:
         if self.gradients is not None and not self.gradients.full:
             self.gradients.add(self.optimizer.gradient)
         # read when the run file is written: until then a GPU need not be waited for
-        self.timed.append(TimedStep(report, [loss.detach()], laps, rate))
+        self.timed.append(TimedStep(report, losses, laps, rate))
         self.bar.update()
 
+    def _accumulate(self, laps: Laps, number: int) -> torch.Tensor:
+        """One backward pass of a step, on top of those before; returns the loss."""
+        batch = next(self.batches)
+        laps.end("data")
+        if not number:
+            self.optimizer.zero_grad()
+        last = number + 1 == self.config.training.accumulate
+        with nullcontext() if last else self.optimizer.no_sync():
+            loss = self.workload.loss(batch)
+            laps.end("forward")
+            loss.backward(self.share)
+            laps.end("backward")
+        return loss.detach()
+
     def _evaluates_after(self, step: int) -> bool:
-        every = self.config.training.eval_every or self.workload.steps_per_epoch
+        every = self.config.training.eval_every or self.steps_per_epoch
         return (step + 1) % every == 0 or step + 1 == self.steps
 
     def _write(self) -> None:
-        for step in measure(self.timed):
+        measured = measure(self.timed)
+        if self.config.reduction.method in TRAINING_MODES:
+            self._check_losses(measured)
+        for step in measured:
             self.recorder.add(
                 step.report,
                 loss=step.loss,
@@ -173,6 +195,14 @@ class TrainingLoop:
         self.figures["words"] = f"{words / 1e3:,.1f}k" + (f" ({words / dense:.1%} of dense)" if dense else "")
         self.bar.set_postfix(self.figures, refresh=False)
 
+    def _check_losses(self, measured: list[MeasuredStep]) -> None:
+        """A training mode sums what is not finite like anything else: the losses tell, a step later at the latest."""
+        mine = next((step.report.step for step in measured if not math.isfinite(step.loss)), None)
+        found = self.comm.allgather(mine)
+        ranks = [rank for rank, step in enumerate(found) if step is not None]
+        if ranks:
+            raise NonFiniteGradientError(ranks, min(step for step in found if step is not None))
+
     def _evaluate(self, done: int) -> None:
         # Each rank's batch norm has seen its own batches only; all must measure the same network.
         began = time.perf_counter()
@@ -186,7 +216,7 @@ class TrainingLoop:
             return
         self.file.append_evaluation(
             step=done,
-            epoch=(done + self.ahead) / self.workload.steps_per_epoch,
+            epoch=(done + self.ahead) / self.steps_per_epoch,
             loss=loss / max(1.0, samples),
             accuracy=correct / max(1.0, samples),
             samples=samples,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Sequence
@@ -27,11 +28,13 @@ class Placement(Protocol):
         device: torch's name of it.
         description: of the hardware, in words.
         fused: whether torch's fused optimizers are the fast ones.
+        process_group: torch.distributed's backend for it.
     """
 
     device: torch.device
     description: str
     fused: bool
+    process_group: str
 
     def mark(self) -> Any:
         """Now, after all work that was asked for before; for `read`. Waits for nothing."""
@@ -39,11 +42,13 @@ class Placement(Protocol):
     def read(self, marks: Sequence[Any]) -> list[float]:
         """When the marks were passed, as time.perf_counter() counts; the last one is waited for."""
 
-    def training_source(self, loader: TrainingLoader) -> TrainingSource:
-        """The same batches, on the device."""
+    def training_source(self, loader: TrainingLoader, memory_format: torch.memory_format) -> TrainingSource:
+        """The same batches, on the device; there in that format, where that costs nothing."""
 
-    def evaluation_source(self, loader: EvaluationLoader) -> EvaluationSource:
-        """The same batches, on the device."""
+    def evaluation_source(
+        self, loader: EvaluationLoader, memory_format: torch.memory_format
+    ) -> EvaluationSource:
+        """The same batches, on the device; there in that format, where that costs nothing."""
 
 
 class HostPlacement:
@@ -51,8 +56,9 @@ class HostPlacement:
 
     device = torch.device("cpu")
     fused = False
+    process_group = "gloo"
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:
         self.description = platform.processor() or platform.machine()
 
     def mark(self) -> float:
@@ -63,11 +69,13 @@ class HostPlacement:
         """As the protocol says."""
         return list(marks)
 
-    def training_source(self, loader: TrainingLoader) -> TrainingSource:
+    def training_source(self, loader: TrainingLoader, memory_format: torch.memory_format) -> TrainingSource:
         """As the protocol says."""
         return loader
 
-    def evaluation_source(self, loader: EvaluationLoader) -> EvaluationSource:
+    def evaluation_source(
+        self, loader: EvaluationLoader, memory_format: torch.memory_format
+    ) -> EvaluationSource:
         """As the protocol says."""
         return loader
 
@@ -79,14 +87,19 @@ class CudaPlacement:
 
     Args:
         comm: collective.
+        deterministic: the same bits from run to run.
 
     Raises:
         Refused: it cannot be used; on every rank alike.
     """
 
     fused = True
+    process_group = "nccl"
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+            torch.use_deterministic_algorithms(True, warn_only=True)
         decide_together(comm, _load_cupy, (PlacementError,))
         from collectives.device_transport import select_device
 
@@ -102,7 +115,7 @@ class CudaPlacement:
         self.device = torch.device("cuda", number)
         self.description = torch.cuda.get_device_name(number)
         # convolutions have fixed shapes here, so that the search for their fastest algorithm pays
-        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.benchmark = not deterministic
 
     def mark(self) -> torch.cuda.Event:
         """As the protocol says."""
@@ -117,24 +130,27 @@ class CudaPlacement:
         now = time.perf_counter()
         return [now - mark.elapsed_time(last) / 1e3 for mark in marks]
 
-    def training_source(self, loader: TrainingLoader) -> TrainingSource:
+    def training_source(self, loader: TrainingLoader, memory_format: torch.memory_format) -> TrainingSource:
         """As the protocol says."""
-        return ResidentTrainingLoader(loader, self.device)
+        return ResidentTrainingLoader(loader, self.device, memory_format)
 
-    def evaluation_source(self, loader: EvaluationLoader) -> EvaluationSource:
+    def evaluation_source(
+        self, loader: EvaluationLoader, memory_format: torch.memory_format
+    ) -> EvaluationSource:
         """As the protocol says."""
-        return ResidentEvaluationLoader(loader, self.device)
+        return ResidentEvaluationLoader(loader, self.device, memory_format)
 
 
 _PLACEMENTS: dict[str, type[HostPlacement | CudaPlacement]] = {"cpu": HostPlacement, "cuda": CudaPlacement}
 
 
-def find_placement(wanted: str, comm: MPI.Intracomm) -> Placement:
+def find_placement(wanted: str, comm: MPI.Intracomm, *, deterministic: bool = False) -> Placement:
     """This rank's device; collective.
 
     Args:
         wanted: "cpu", "cuda", or "auto": a GPU where torch has one to use.
         comm: the ranks that train together.
+        deterministic: the same bits from run to run on a GPU too, at the price of speed.
 
     Raises:
         Refused: there is none, or the ranks would not all compute on the same kind; on every rank alike.
@@ -146,7 +162,7 @@ def find_placement(wanted: str, comm: MPI.Intracomm) -> Placement:
         raise Refused(
             f"training.device {wanted!r} means different devices ({found}): set it to 'cpu' or 'cuda'"
         )
-    return _PLACEMENTS[kind](comm)
+    return _PLACEMENTS[kind](comm, deterministic)
 
 
 def _kind(wanted: str) -> str:

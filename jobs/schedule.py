@@ -26,13 +26,16 @@ def learning_rate_factor(
     warmup = schedule.warmup * scale
     if step < warmup:
         start = 1.0 / ranks if isinstance(schedule.warmup_start, str) else schedule.warmup_start
-        return start + (1.0 - start) * min(1.0, (step + 1) / warmup)
+        risen = min(1.0, (step + 1) / warmup)
+        if schedule.name == "one-cycle":
+            risen = 0.5 * (1.0 - math.cos(math.pi * risen))
+        return start + (1.0 - start) * risen
     if schedule.name == "step":
         passed = sum(step >= milestone * scale for milestone in schedule.milestones)
         return float(schedule.gamma**passed)
     # The last step gets `final` itself; a decay of a single step stays at 1.
     progress = min(1.0, (step - warmup) / max(1.0, steps - 1 - warmup))
-    if schedule.name == "cosine":
+    if schedule.name in ("cosine", "one-cycle"):
         return schedule.final + (1.0 - schedule.final) * 0.5 * (1.0 + math.cos(math.pi * progress))
     if schedule.name == "linear":
         return 1.0 - (1.0 - schedule.final) * progress

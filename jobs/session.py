@@ -17,6 +17,7 @@ from jobs.checkpoint import Checkpointer, Interval
 from jobs.checkpoint_files import Identity, sync
 from jobs.config import Config
 from jobs.interruption import SignalNote
+from jobs.reduction import ReducingOptimizer
 from jobs.resume import Found, find
 from jobs.runfile import RunFile, RunFileError, RunInfo
 from jobs.runreader import read_record
@@ -24,7 +25,6 @@ from jobs.safeguard import Safeguard
 from jobs.start import FolderLock, Start, begin_afresh, checkpoint_folder, plan_start
 from jobs.training_state import Progress, model_digest, restore, seed_generators
 from jobs.watchdog import Watchdog
-from oktopk import DistributedOptimizer
 
 
 class Session:
@@ -63,7 +63,7 @@ class Session:
         """Whether an earlier job's checkpoint was found."""
         return self._found is not None
 
-    def resume(self, model: nn.Module, optimizer: DistributedOptimizer) -> Progress:
+    def resume(self, model: nn.Module, optimizer: ReducingOptimizer) -> Progress:
         """Continue from the newest usable checkpoint if there is one, and say so.
 
         Raises:
@@ -105,7 +105,7 @@ class Session:
             self._say(f"{path} lacks steps {file.done + 1} to {behind}: no file has them any more")
         return file
 
-    def safeguard(self, model: nn.Module, optimizer: DistributedOptimizer, progress: Progress) -> Safeguard:
+    def safeguard(self, model: nn.Module, optimizer: ReducingOptimizer, progress: Progress) -> Safeguard:
         """What guards the steps from here on."""
         config, note = self._config, SignalNote()
         checkpointer = Checkpointer(
@@ -128,7 +128,7 @@ class Session:
         checkpointer.start(progress.done)
         return Safeguard(checkpointer, note, Watchdog(self._comm, config.run.watchdog))
 
-    def _identify(self, model: nn.Module, optimizer: DistributedOptimizer) -> Identity:
+    def _identify(self, model: nn.Module, optimizer: ReducingOptimizer) -> Identity:
         return Identity(model_digest(model), self._config.reduction.method, optimizer.length)
 
     def _say(self, message: str) -> None:

@@ -29,16 +29,17 @@ from data import DataError
 from jobs import provenance
 from jobs.agreement import Refused, decide_on_root, decide_together
 from jobs.checkpoint import CheckpointError
-from jobs.config import Config, ReductionConfig
+from jobs.config import Config
 from jobs.configfile import ConfigError, apply_overrides, read_toml, validate
 from jobs.gradient_file import GradientFileError, GradientRecorder
 from jobs.interruption import EXIT_STATUS, Interrupted
 from jobs.loop import TrainingLoop
 from jobs.placement import Placement, find_placement
+from jobs.reduction import build_reduction
 from jobs.runfile import RunFile, RunFileError, RunInfo
 from jobs.session import Session
 from jobs.workloads import Workload, WorkloadError, build_optimizer, build_workload
-from oktopk import DistributedOptimizer, NonFiniteGradientError, broadcast_parameters
+from oktopk import NonFiniteGradientError, broadcast_parameters
 from oktopk.settings import entries_kept
 
 
@@ -146,17 +147,22 @@ def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
         if session.complete:
             _say(comm, f"jobs.train: {config.run.file} is complete: nothing to do")
             return
-        placement = find_placement(config.training.device, comm)
+        placement = find_placement(config.training.device, comm, deterministic=config.training.deterministic)
 
         def build_here() -> Workload:
             workload = build(config, rank=comm.rank, size=comm.size)
             workload.place(placement)
+            if workload.steps_per_epoch < config.training.accumulate:
+                raise WorkloadError(
+                    f"training.accumulate {config.training.accumulate} is more than the "
+                    f"{workload.steps_per_epoch} batches of an epoch"
+                )
             return workload
 
         faults = (DataError, WorkloadError, OSError, torch.OutOfMemoryError)
         workload = decide_together(comm, build_here, faults)
         inner = build_optimizer(config.optimizer, workload.model.parameters(), fused=placement.fused)
-        optimizer = build_reduction(config.reduction, inner, comm)
+        optimizer = build_reduction(config, workload, inner, placement, comm)
         broadcast_parameters(workload.model, comm)
         progress = session.resume(workload.model, optimizer)
         with (
@@ -168,18 +174,6 @@ def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
                 config, comm, placement, workload, inner, optimizer, file, gradients, progress, safeguard
             ).run()
         optimizer.close()
-
-
-def build_reduction(
-    config: ReductionConfig, inner: torch.optim.Optimizer, comm: MPI.Intracomm
-) -> DistributedOptimizer:
-    """The optimizer that reduces; collective. Raises Refused: the device or this MPI cannot do it."""
-    try:
-        return DistributedOptimizer(
-            inner, comm, config.method, gradient_type=config.gradient_type, **config.settings()
-        )
-    except ValueError as error:  # the same on every rank
-        raise Refused(str(error)) from error
 
 
 def open_gradient_file(

@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,9 @@ import torch
 from torch import nn
 
 from data.loader import Batch
+from jobs.reduction import ReducingOptimizer
 from jobs.resume import Found
 from jobs.workloads import Workload
-from oktopk import DistributedOptimizer
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,17 @@ class BatchStream:
         workload: whose batches.
         samples_per_batch: of all ranks together.
         start: where; the first batch that begins there or after.
+        per_epoch: batches of an epoch, at most the workload's: with several to a step some may be left over.
     """
 
-    def __init__(self, workload: Workload, samples_per_batch: int, start: Position) -> None:
-        self._workload, self._samples = workload, samples_per_batch
+    def __init__(self, workload: Workload, samples_per_batch: int, start: Position, per_epoch: int) -> None:
+        self._workload, self._samples, self._per_epoch = workload, samples_per_batch, per_epoch
         self._epoch, self._taken = start.epoch, -(-start.samples // samples_per_batch)
-        self._batches = workload.batches(self._epoch, self._taken)
+        self._batches = self._rest_of_epoch()
+
+    def _rest_of_epoch(self) -> Iterator[Batch]:
+        left = max(0, self._per_epoch - self._taken)
+        return islice(self._workload.batches(self._epoch, self._taken), left)
 
     @property
     def position(self) -> Position:
@@ -64,7 +70,7 @@ class BatchStream:
     @property
     def count(self) -> int:
         """Batches from the first epoch's first to here, had all been as large."""
-        return self._epoch * self._workload.steps_per_epoch + self._taken
+        return self._epoch * self._per_epoch + self._taken
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -75,11 +81,11 @@ class BatchStream:
                 self._taken += 1
                 return batch
             self._epoch, self._taken = self._epoch + 1, 0
-            self._batches = self._workload.batches(self._epoch)
+            self._batches = self._rest_of_epoch()
 
 
 def capture(
-    model: nn.Module, optimizer: DistributedOptimizer, position: Position
+    model: nn.Module, optimizer: ReducingOptimizer, position: Position
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state of a run between two steps.
 
@@ -99,7 +105,7 @@ def capture(
 
 
 def restore(
-    found: Found, model: nn.Module, optimizer: DistributedOptimizer, *, rank: int, ranks: int, seed: int
+    found: Found, model: nn.Module, optimizer: ReducingOptimizer, *, rank: int, ranks: int, seed: int
 ) -> Progress:
     """Put a checkpoint into a run that was built as it was; collective.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from data.digits import load_digits
 from data.image_file import open_image_file
 from data.images import Augment, ImageSet
 from data.loader import Batch, EvaluationLoader, EvaluationSource, TrainingLoader, TrainingSource
-from jobs.config import Config, DataConfig, OptimizerConfig
+from jobs.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from jobs.placement import Placement
 from models.vgg import REDUCTION, VGG16
 
@@ -34,9 +35,16 @@ class Score:
 
 
 class Workload(Protocol):
-    """One rank's side of a training task. Nothing in it communicates."""
+    """One rank's side of a training task. Nothing in it communicates.
+
+    Attributes:
+        model: holds the parameters.
+        network: what a loss is computed with: the model, or what was wrapped around it.
+        steps_per_epoch: batches of an epoch.
+    """
 
     model: nn.Module
+    network: nn.Module
     steps_per_epoch: int
 
     def place(self, placement: Placement) -> None:
@@ -63,10 +71,19 @@ class Classification:
         model: images -> logits[batch, classes].
         training: this rank's training batches.
         held_out: this rank's part of the held-out samples.
+        config: precision, memory layout and compilation.
     """
 
-    def __init__(self, model: nn.Module, training: TrainingLoader, held_out: EvaluationLoader) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        training: TrainingLoader,
+        held_out: EvaluationLoader,
+        config: TrainingConfig,
+    ) -> None:
+        self.model = self.network = model
+        self._config = config
+        self._format = torch.channels_last if config.channels_last else torch.contiguous_format
         self.steps_per_epoch = training.steps_per_epoch
         self._loaders = training, held_out
         self._training: TrainingSource = training
@@ -75,9 +92,11 @@ class Classification:
     def place(self, placement: Placement) -> None:
         """Move network and data to a device. Raises DataError: they do not fit."""
         training, held_out = self._loaders
-        self._training = placement.training_source(training)
-        self._held_out = placement.evaluation_source(held_out)
-        self.model.to(placement.device)
+        self._training = placement.training_source(training, self._format)
+        self._held_out = placement.evaluation_source(held_out, self._format)
+        self.model.to(device=placement.device).to(memory_format=self._format)  # type: ignore[call-overload]
+        if self._config.compile:
+            self.network = torch.compile(self.model, mode=self._config.compile)  # type: ignore[assignment]
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """This rank's batches of an epoch, or those from first_step on."""
@@ -85,8 +104,16 @@ class Classification:
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Mean cross entropy of a batch."""
-        images, labels = batch
-        return nn.functional.cross_entropy(self.model(images), labels)
+        return self._cross_entropy(self._logits(self.network, batch), batch, "mean")
+
+    def _logits(self, network: nn.Module, batch: Batch) -> torch.Tensor:
+        images = batch[0].contiguous(memory_format=self._format)
+        with autocast(self._config.precision, images.device):
+            logits: torch.Tensor = network(images)
+        return logits
+
+    def _cross_entropy(self, logits: torch.Tensor, batch: Batch, reduction: str) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits.float(), batch[1], reduction=reduction)
 
     def score(self) -> Score:
         """Summed cross entropy, and how many of the held-out samples are classed right."""
@@ -97,11 +124,11 @@ class Classification:
         self.model.eval()
         try:
             with torch.inference_mode():
-                for images, labels in self._held_out:
-                    logits = self.model(images)
-                    loss += nn.functional.cross_entropy(logits, labels, reduction="sum")
-                    correct += (logits.argmax(dim=1) == labels).sum()
-                    samples += len(labels)
+                for batch in self._held_out:
+                    logits = self._logits(self.model, batch)
+                    loss += self._cross_entropy(logits, batch, "sum")
+                    correct += (logits.argmax(dim=1) == batch[1]).sum()
+                    samples += len(batch[1])
         finally:
             self.model.train()
         return Score(float(loss), int(correct), samples)
@@ -132,7 +159,14 @@ def build_workload(config: Config, *, rank: int, size: int) -> Workload:
     held_out_loader = EvaluationLoader(
         held_out, batch_size=config.training.eval_batch_size, rank=rank, size=size
     )
-    return Classification(build_model(config, training), loader, held_out_loader)
+    return Classification(build_model(config, training), loader, held_out_loader, config.training)
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Within it torch computes in that precision what is safe in it."""
+    if precision == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, getattr(torch, precision))
 
 
 def load_images(config: DataConfig) -> tuple[ImageSet, ImageSet]:

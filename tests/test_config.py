@@ -35,6 +35,7 @@ def test_reduction_section_has_the_settings_and_their_defaults() -> None:
     assert set(ReductionConfig.model_fields) == {
         "method",
         "gradient_type",
+        "bucket_mb",
         *(f.name for f in dataclasses.fields(Settings)),
     }
 
@@ -44,14 +45,14 @@ def test_shipped_digits_file_is_valid() -> None:
     assert (config.reduction.density, config.training.batch_size) == (0.02, 16)
 
 
-def test_shipped_cifar10_file_asks_for_its_data() -> None:
+def test_shipped_vgg_file_asks_for_its_data() -> None:
     with pytest.raises(ConfigError, match=re.escape("[data] path is empty")):
-        load(CONFIGS / "cifar10.toml")
+        load(CONFIGS / "vgg.toml")
 
 
-def test_shipped_cifar10_file_has_the_settings_of_the_paper() -> None:
-    config = load(CONFIGS / "cifar10.toml", ["data.path=cifar10.h5"])
-    assert config.model.width == 1.0
+def test_shipped_vgg_file_has_the_settings_of_the_paper() -> None:
+    config = load(CONFIGS / "vgg.toml", ["data.path=cifar10.h5"])
+    assert (config.model.width, config.training.batch_size, config.training.epochs) == (1.0, 16, 161)
     assert (config.optimizer.lr, config.optimizer.momentum, config.optimizer.weight_decay) == (0.1, 0.9, 1e-4)
     assert (config.schedule.warmup, config.schedule.milestones) == (10, (81, 122, 155))
     assert (config.reduction.density, config.reduction.threshold_interval) == (0.02, 32)
@@ -219,6 +220,19 @@ def test_a_step_schedule_falls_at_its_milestones() -> None:
     assert rates == pytest.approx([1.0, 1.0, 0.1, 0.1, 0.01, 0.01])
 
 
+def test_one_cycle_rises_and_falls_along_cosines() -> None:
+    keys = {"name": "one-cycle", "warmup": 30, "warmup_start": 0.2, "final": 0.1}
+    rates = [factor(step, **keys) for step in range(100)]
+    assert rates[29] == max(rates) == 1.0
+    assert rates[0] == pytest.approx(0.2, abs=0.01)
+    assert rates[-1] == pytest.approx(0.1)
+    assert all(after > before for before, after in itertools.pairwise(rates[:30]))
+    assert all(after < before for before, after in itertools.pairwise(rates[30:]))
+    assert rates[14] == pytest.approx(0.6)  # half-way up, half the rise
+    with pytest.raises(ValueError, match="'one-cycle' needs a warmup"):
+        ScheduleConfig(name="one-cycle")
+
+
 @pytest.mark.parametrize("name", ["cosine", "linear"])
 def test_a_decay_falls_from_one_to_final_with_the_last_step(name: str) -> None:
     rates = [factor(step, name=name, warmup=10, final=0.1) for step in range(10, 100)]
@@ -233,3 +247,18 @@ def test_the_shortest_runs_have_a_finite_rate(name: str, steps: int) -> None:
     for warmup in (0, 1, 2.5, 10):
         rates = [factor(step, steps=steps, name=name, warmup=warmup) for step in range(steps)]
         assert all(math.isfinite(rate) and 0 <= rate <= 1 for rate in rates)
+
+
+def test_training_modes_are_methods_without_what_they_cannot_do() -> None:
+    for mode in ("dense-ovlp", "nccl", "ddp"):
+        assert with_overrides(f"reduction.method={mode}").reduction.method == mode
+        for override in (
+            "reduction.nonfinite=skip",
+            "reduction.momentum_correction=0.9",
+            "reduction.average=false",
+            "run.record_gradients=folder",
+            "run.measure_every=7",
+        ):
+            key = override.partition("=")[0]
+            with pytest.raises(ConfigError, match=f"{key}.* is not for reduction.method '{mode}'"):
+                with_overrides(f"reduction.method={mode}", override)

@@ -148,6 +148,8 @@ REFUSALS = """
     attempt("model.width=0.001")
     attempt("--no-such-option")
     attempt("reduction.gradient_type=bfloat16")
+    attempt("reduction.method=nccl")
+    attempt("training.accumulate=500")
     attempt(build=unreadable_on_rank_1)
     attempt("optimizer.lr=1e30", "model.width=0.0625", "training.steps=20")
 
@@ -183,7 +185,9 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank_alike(tmp_path: Pa
         rf"jobs\.train: {folder}/none\.h5: no such file.*",
         r"jobs\.train: model: width 0\.001 leaves no channel.*",
         r"usage: (.|\n)*unrecognized arguments: --no-such-option",
-        r"jobs\.train: rank 0: gradient_type 'bfloat16' on cpu is not one of float32; rank 1: .*",
+        r"jobs\.train: all ranks: gradient_type 'bfloat16' on cpu is not one of float32",
+        r"jobs\.train: reduction\.method 'nccl' needs GPUs, and this run is on cpu: .*",
+        r"jobs\.train: training\.accumulate 500 is more than the 28 batches of an epoch",
         r"jobs\.train: rank 1: .*Permission denied: 'data\.h5'",
     ]
     for text, pattern in zip(said, expected, strict=False):
@@ -214,12 +218,48 @@ def test_a_run_file_that_exists_ends_every_rank_with_one_message(tmp_path: Path)
     assert path.read_text() == "precious"
 
 
+MODES = """
+    import sys
+    from mpi4py import MPI
+    from jobs.train import main
+
+    config, folder = sys.argv[1:3]
+    for method in ("dense", "dense-ovlp", "ddp"):
+        keys = ["model.width=0.0625", "training.steps=8", "training.batch_size=4", "training.accumulate=2",
+                "training.eval_every=4", "optimizer.clip_norm=0.5", "reduction.bucket_mb=0.01"]
+        code = main([config, "--set", f"run.file={folder}/{method}.h5", f"reduction.method={method}", *keys])
+        assert code == 0, method
+    keys = ["optimizer.lr=1e30", "schedule.warmup=0", "model.width=0.0625", "training.steps=20"]
+    code = main([config, "--set", f"run.file={folder}/diverged.h5", "reduction.method=dense-ovlp", *keys])
+    codes = MPI.COMM_WORLD.gather(code)
+    if MPI.COMM_WORLD.rank == 0:
+        print("codes", codes)
+"""
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_dense_modes_train_like_dense_and_say_when_a_run_diverges(tmp_path: Path) -> None:
+    script = tmp_path / "modes.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(MODES))
+    done = run_ranks(2, str(script), str(CONFIG), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "codes [1, 1]" in done.stdout
+    assert len(re.findall(r"jobs\.train: .*try a smaller optimizer\.lr", done.stderr)) == 1
+    dense, *others = read_runs([tmp_path / f"{name}.h5" for name in ("dense", "dense-ovlp", "ddp")])
+    for run in others:
+        assert run.steps["loss"] == pytest.approx(dense.steps["loss"], rel=1e-4)
+        assert run.evaluations["loss"] == pytest.approx(dense.evaluations["loss"], rel=1e-3)
+        assert run.steps["dense"].tolist() == [1] * 8
+        assert run.steps["words"] == pytest.approx(dense.steps["words"], rel=0.02)
+        assert list(run.stages) == ["allreduce"]
+
+
 FAILING = """
     import sys, time
     from jobs.train import check_launch, main
     from jobs.workloads import build_workload
 
-    config, file, when = sys.argv[1:4]
+    config, file, when, method = sys.argv[1:5]
 
     def build(config, *, rank, size):
         workload = build_workload(config, rank=rank, size=size)
@@ -236,16 +276,20 @@ FAILING = """
         workload.loss = failing
         return workload
 
-    main([config, "--set", f"run.file={file}", "model.width=0.0625", "run.flush_every=1"], build=build)
+    main([config, "--set", f"run.file={file}", "model.width=0.0625", "run.flush_every=1",
+          f"reduction.method={method}"], build=build)
 """
 
 
 @pytest.mark.timeout(PATIENCE)
-def test_a_rank_that_raises_ends_the_job_within_ten_seconds_with_its_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["oktopk", "dense-ovlp"])
+def test_a_rank_that_raises_ends_the_job_within_ten_seconds_with_its_traceback(
+    tmp_path: Path, method: str
+) -> None:
     script = tmp_path / "failing.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(FAILING))
     path, when = tmp_path / "run.h5", tmp_path / "when"
-    done = run_ranks(3, str(script), str(CONFIG), str(path), str(when))
+    done = run_ranks(3, str(script), str(CONFIG), str(path), str(when), method)
     assert time.time() - float(when.read_text()) < 10
     assert done.returncode not in (0, 2)
     assert "Traceback (most recent call last)" in done.stderr
@@ -324,6 +368,60 @@ def test_steps_and_evaluations_follow_the_settings(tmp_path: Path) -> None:
     a, b = read_runs([tmp_path / "a.h5", tmp_path / "b.h5"])
     assert (a.count, a.evaluations["epoch"].tolist()) == (2 * epoch, [1.0, 2.0])
     assert (b.count, b.evaluations["step"].tolist()) == (5, [epoch, 2 * epoch, 5])
+
+
+def losses(tmp_path: Path, *overrides: str) -> np.ndarray:
+    path = tmp_path / f"{len(list(tmp_path.iterdir()))}.h5"
+    assert train_alone(path, "schedule.warmup=0", "schedule.name=constant", *overrides) == 0
+    (run,) = read_runs([path])
+    return np.asarray(run.steps["loss"])
+
+
+def test_accumulated_batches_are_one_step_on_their_mean(tmp_path: Path) -> None:
+    still = "optimizer.lr=1e-12"
+    single = losses(tmp_path, still, "training.steps=6")
+    pairs = losses(tmp_path, still, "training.steps=3", "training.accumulate=2")
+    assert pairs == pytest.approx(single.reshape(3, 2).mean(axis=1), rel=1e-5)
+    overrides = ["training.batch_size=100", "training.accumulate=3", "training.eval_every=0"]
+    path = tmp_path / "epochs.h5"
+    assert train_alone(path, *overrides, "training.steps=0", "training.epochs=2") == 0
+    (run,) = read_runs([path])
+    assert (run.count, run.evaluations["step"].tolist()) == (2 * (8 // 3), [2, 4])
+    assert run.evaluations["epoch"].tolist() == [1.0, 2.0]
+
+
+def test_precision_and_layout_change_losses_by_rounding_only(tmp_path: Path) -> None:
+    plain = losses(tmp_path, "training.steps=3")
+    last = losses(tmp_path, "training.steps=3", "training.channels_last=true")
+    mixed = losses(tmp_path, "training.steps=3", "training.precision=bfloat16")
+    assert last == pytest.approx(plain, rel=1e-2)
+    assert mixed == pytest.approx(plain, rel=0.1)
+    assert mixed.tolist() != plain.tolist()
+
+
+def test_a_tiny_bound_on_the_gradients_norm_stops_the_parameters(tmp_path: Path) -> None:
+    still = losses(tmp_path, "training.steps=4", "optimizer.lr=1e-12")
+    moving = losses(tmp_path, "training.steps=4")
+    clipped = losses(tmp_path, "training.steps=4", "optimizer.clip_norm=1e-9")
+    assert clipped == pytest.approx(still, rel=1e-4)
+    assert moving != pytest.approx(still, rel=1e-4)
+
+
+def test_a_compiled_network_is_the_one_that_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+
+    class Compiled(torch.nn.Module):
+        def __init__(self, model: torch.nn.Module, mode: str) -> None:
+            super().__init__()
+            self.model = model
+            modes.append(mode)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.model(images) * 0.0
+
+    monkeypatch.setattr(torch, "compile", Compiled)
+    assert losses(tmp_path, "training.steps=2", "training.compile=max-autotune") == pytest.approx(np.log(10))
+    assert modes == ["max-autotune"]
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])

@@ -41,6 +41,7 @@ class Tiny:
             nn.Dropout(0.2),
             nn.Linear(100, CLASSES),
         )
+        self.network: nn.Module = self.model
         torch.manual_seed(config.training.seed + rank)
         self._config, self._rank = config, rank
         self._seconds = float(faults.get("seconds", 0))
