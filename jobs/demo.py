@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jobs.launch import LaunchError, available_cores, end_on_sigterm, mpiexec_command
+from jobs.launch import LaunchError, available_cores, end_on_sigterm, run_job
 from jobs.report import PAGE, report
 from jobs.runfile import RunFileError
 
@@ -40,23 +39,6 @@ def training_arguments(options: argparse.Namespace, method: str) -> list[str]:
     # A JSON string or number is a TOML one, whatever characters a path has.
     overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
     return ["-m", "jobs.train", str(CONFIG), "--set", *overrides]
-
-
-def run_job(ranks: int, module_args: Sequence[str]) -> int:
-    """Run one job to its end and return its exit status. An interrupt ends the job first."""
-    argv, environment = mpiexec_command(ranks, module_args)
-    process = subprocess.Popen(
-        argv, env=environment, cwd=Path(__file__).parent.parent, stdin=subprocess.DEVNULL
-    )
-    try:
-        return process.wait()
-    except BaseException:
-        process.terminate()
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        raise
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

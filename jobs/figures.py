@@ -18,7 +18,7 @@ from jobs.style import GREY, STYLE
 
 # Inches. On a telephone a picture shrinks to 0.65 of this: letters of 12 points stay readable.
 WIDTH, HEIGHT = 5.8, 4.1
-BAR_HEIGHT = 0.34
+BAR_HEIGHT, BAR_FRAME = 0.42, 2.2  # of each bar; of axis and legend
 LEGEND_CHARACTERS = 48  # fit into one of its lines at WIDTH
 ACCURACY_SHOWN = 0.3  # below the best
 LABEL_ROOM = 0.055  # of the axes' height that the label of a level needs
@@ -31,7 +31,7 @@ def svg(panel: Panel) -> str:
     with mpl.rc_context(PAGE):
         height = HEIGHT
         if isinstance(panel, BarPanel | DotPanel):
-            height = 1.5 + BAR_HEIGHT * max(2, len(panel.groups)) * 1.25
+            height = BAR_FRAME + BAR_HEIGHT * max(2, len(panel.groups))
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.subplots()
         draw(axes, panel)
@@ -94,8 +94,10 @@ def _draw_lines(axes: Axes, panel: LinePanel) -> None:
         axes.set_xscale("log")
     if panel.log_y:
         axes.set_yscale("log")
+    for level in panel.levels:
+        axes.axhline(level.value, color=GREY, linestyle=":", linewidth=1.3)
     _count(axes, panel)
-    _draw_levels(axes, panel.levels)
+    _name_levels(axes, panel.levels)
 
 
 def _count(axes: Axes, panel: LinePanel) -> None:
@@ -120,13 +122,8 @@ def _count(axes: Axes, panel: LinePanel) -> None:
             axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _draw_levels(axes: Axes, levels: Sequence[Level]) -> None:
-    """Dotted lines, each named at the right of the axes, where no curve runs."""
-    if not levels:
-        return
-    for level in levels:
-        axes.axhline(level.value, color=GREY, linestyle=":", linewidth=1.3)
-    axes.autoscale_view()
+def _name_levels(axes: Axes, levels: Sequence[Level]) -> None:
+    """Name dotted lines at the right of the axes, where no curve runs; the limits are set."""
     low, high = axes.get_ylim()
     transform = axes.transData
     bottom, top = (float(transform.transform((0, value))[1]) for value in (low, high))

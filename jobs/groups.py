@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from jobs.style import DASHES, colour_of, place_of, title_of
 from jobs.summary import Run, figures
 
-# what may differ between runs of one group, besides everything in [run]
-_INCIDENTAL = ("training.seed", "data.path")
+# what may differ between runs of one group, besides everything in [run] and [checkpoint]
+_INCIDENTAL = ("training.seed", "data.path", "reduction.method")
 _MOST_NAMED = 3  # settings in a label
 
 
@@ -103,7 +103,7 @@ def settings_of(run: Run) -> dict[str, Any]:
     return {
         name: value
         for name, value in flat.items()
-        if name not in _INCIDENTAL and name != "reduction.method" and not name.startswith("run.")
+        if name not in _INCIDENTAL and not name.startswith(("run.", "checkpoint."))
     }
 
 

@@ -160,6 +160,23 @@ def mpiexec_command(
     return [launcher, "-n", str(ranks), python or sys.executable, "-m", "mpi4py", *module_args], environment
 
 
+def run_job(ranks: int, module_args: Sequence[str]) -> int:
+    """Run one job to its end and return its exit status. An interrupt ends the job first."""
+    argv, environment = mpiexec_command(ranks, module_args)
+    process = subprocess.Popen(
+        argv, env=environment, cwd=Path(__file__).parent.parent, stdin=subprocess.DEVNULL
+    )
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """`python -m jobs.launch -n RANKS MODULE_ARGS...`: becomes the mpiexec it describes."""
     words = list(sys.argv[1:] if argv is None else argv)

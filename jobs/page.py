@@ -143,6 +143,27 @@ def hardware(run: Run) -> str:
     return ", ".join(parts) or MISSING
 
 
+def short_commit(run: Run) -> str:
+    """The first characters of a run's commit, and whether files differed from it."""
+    commit = run.info.commit
+    return commit[:COMMIT] + ("-dirty" if commit.endswith("-dirty") else "") or MISSING
+
+
+def task(run: Run) -> str:
+    """What a run trained on, for how long and how, in a line."""
+    config = run.config
+    model, data = config.get("model", {}), config.get("data", {})
+    training, optimizer, schedule = (config.get(name, {}) for name in ("training", "optimizer", "schedule"))
+    length = f"{training['epochs']} epochs" if training.get("epochs") else f"{training.get('steps')} steps"
+    accumulated = f" x {training['accumulate']}" if training.get("accumulate", 1) > 1 else ""
+    return (
+        f"{model.get('name')} of width {model.get('width')} on {data.get('name')} "
+        f"({Path(data.get('path') or '-').name}); {length}, batches of {run.info.batch_size}{accumulated} a rank, "
+        f"{optimizer.get('name')} at {optimizer.get('lr')} with the schedule {schedule.get('name')}; "
+        f"{training.get('precision', 'float32')}"
+    )
+
+
 def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """What all runs have in common, or each of their values."""
     versions = [dict(json.loads(run.info.versions)) for run in runs]
@@ -151,6 +172,7 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         f"{name} {' / '.join(dict.fromkeys(str(each.get(name, '?')) for each in versions))}" for name in names
     )
     each = {
+        "Task": [task(run) for run in runs],
         "Hardware": [hardware(run) for run in runs],
         "Host": [run.info.host for run in runs],
         "Commit": [run.info.commit or "not a checkout" for run in runs],
@@ -171,9 +193,7 @@ def _runs_table(groups: Sequence[Group]) -> Table:
             Cell(f"{run.count:,}"),
             Cell("complete" if run.complete else run.status),
             Cell(run.info.started.replace("T", " ").removesuffix("+00:00")),
-            Cell(
-                run.info.commit[:COMMIT] + ("-dirty" if run.info.commit.endswith("-dirty") else "") or MISSING
-            ),
+            Cell(short_commit(run)),
         ]
         for group in groups
         for run in group.runs

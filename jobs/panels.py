@@ -14,6 +14,9 @@ from jobs.summary import Run
 
 POINTS = 240
 """Most points of a line: each is the mean of the steps that fall into its piece of the run."""
+STEPS_A_POINT = 8
+"""Fewest steps of such a piece, unless that leaves fewer than FEWEST_POINTS."""
+FEWEST_POINTS = 20
 FEW_POINTS = 80
 """As POINTS, where single steps scatter."""
 
@@ -125,9 +128,10 @@ def stepwise(
     points: int = POINTS,
 ) -> Line | None:
     """A line of one value per step; None where no step has any."""
+    count = max(len(run.steps["step"]) for run in group.runs)
     return binned(
         group,
-        points,
+        max(FEWEST_POINTS, min(points, count // STEPS_A_POINT)),
         [run.steps["step"].astype(np.float64) for run in group.runs],
         [np.asarray(x_of(run), np.float64) for run in group.runs],
         [np.asarray(y_of(run), np.float64) for run in group.runs],

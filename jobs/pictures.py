@@ -270,7 +270,7 @@ def scaling(groups: Sequence[Group]) -> LinePanel:
     return LinePanel(
         "throughput",
         "Throughput",
-        "samples per second of all ranks together, by the median step",
+        "samples per second of all ranks together, by the mean step, exact steps included",
         "ranks",
         "samples / s",
         ("ranks", "samples_per_second"),

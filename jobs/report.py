@@ -49,6 +49,7 @@ def report(
     target: float | None = None,
     title: str = "",
     claims: Sequence[Claim] = (),
+    notes_besides: Sequence[str] = (),
 ) -> str:
     """Write the page, the picture and the CSV files into folder, which is made if need be.
 
@@ -57,7 +58,7 @@ def report(
         folder: made if need be.
         target: an accuracy to which times are taken.
         title: the page's heading.
-        claims: what the runs were to show, for the page.
+        claims: what the runs were to show; notes_besides: what the files do not say. For the page.
 
     Returns:
         The closing table, with a note below it on every run that is not what it seems.
@@ -98,7 +99,7 @@ def report(
                 *([throughput_table(fast_groups)] if fast_groups else []),
             ],
             sections=sections,
-            notes=said,
+            notes=[*said, *notes_besides],
             claims=claims,
         )
         (folder / PAGE).write_text(page, encoding="utf-8")

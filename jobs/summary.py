@@ -241,9 +241,8 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
     step = run.warm(run.step_seconds)
     result["step_seconds"] = _mean(step)
     result["step_seconds_median"] = float(np.median(step)) if len(step) else None
-    result["samples_per_second"] = (
-        run.info.batch_size * run.info.ranks / np.median(step) if len(step) else None
-    )
+    samples = run.info.batch_size * run.info.ranks * run.config.get("training", {}).get("accumulate", 1)
+    result["samples_per_second"] = float(samples / step.mean()) if len(step) else None
     for name, values in run.parts().items():
         result[f"part_{name}_seconds"] = _mean(run.warm(values))
     for phase in PHASES:

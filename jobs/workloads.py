@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,6 +23,9 @@ from models.vgg import REDUCTION, VGG16
 
 class WorkloadError(ValueError):
     """Settings and data that are fine by themselves and do not go together."""
+
+
+Load = Callable[[DataConfig], tuple[ImageSet, ImageSet]]
 
 
 @dataclass(frozen=True)
@@ -134,14 +137,19 @@ class Classification:
         return Score(float(loss), int(correct), samples)
 
 
-def build_workload(config: Config, *, rank: int, size: int) -> Workload:
+def build_workload(config: Config, *, rank: int, size: int, load: Load | None = None) -> Workload:
     """The workload that a configuration describes, as one rank sees it; the weights are equal on all ranks.
+
+    Args:
+        config: a run's.
+        rank, size: this rank's place.
+        load: gives the training and the held-out images; default: load_images.
 
     Raises:
         DataError: data that is missing, broken, or too little for the ranks.
         WorkloadError: settings and data that do not go together.
     """
-    training, held_out = load_images(config.data)
+    training, held_out = (load or load_images)(config.data)
     augment = Augment(config.data.crop, config.data.flip) if config.data.crop or config.data.flip else None
     try:
         loader = TrainingLoader(

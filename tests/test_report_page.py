@@ -8,11 +8,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
+import matplotlib as mpl
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
 
 from jobs import panels, pictures
 from jobs.bench_figures import LINES, STAGES
+from jobs.figures import PAGE, draw, svg
 from jobs.groups import differences, group_runs
 from jobs.page import Claim
 from jobs.report import main, report
@@ -101,6 +105,22 @@ def test_the_page_stands_alone_and_links_to_its_figures(tmp_path: Path) -> None:
     for fact in ("2 x a GPU, 2 cores (a processor)", "0123456789abcdef", "2026-01-01", "python 3.11"):
         assert fact in text
     assert "jobs.train oktopk-1.toml" in text
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_target_far_above_the_curves_is_still_in_the_picture(tmp_path: Path) -> None:
+    (group,) = group_runs(read_runs([write_run(tmp_path / "a.h5", accuracy=0.1)]))
+    panel = pictures.accuracy([group], pictures.STEPS, target=0.9)
+    with mpl.rc_context(PAGE):
+        axes = Figure().subplots()
+        draw(axes, panel)
+    assert axes.get_ylim()[0] < 0.5
+    assert axes.get_ylim()[1] > 0.9
+    (name,) = axes.texts
+    assert name.get_text() == "target 90%"
+    assert isinstance(name, Annotation)
+    assert 0 < name.xy[1] < 1
+    assert "</svg>" in svg(panel)
 
 
 def test_equal_runs_make_equal_pages(tmp_path: Path) -> None:

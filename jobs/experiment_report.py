@@ -1,0 +1,89 @@
+"""What an experiment leaves: the report's page and CSV files, and its tables as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jobs.experiments import Experiment
+from jobs.groups import Group, group_runs
+from jobs.page import Cell, Claim, Table, hardware, short_commit, task
+from jobs.report import PAGE, report
+from jobs.runfile import RunFileError
+from jobs.summary import read_readable
+from jobs.tables import markdown, methods_table, throughput_table
+
+TABLES = "results.md"
+
+
+def write_report(
+    experiment: Experiment,
+    files: Mapping[str, Sequence[Path]],
+    folder: Path,
+    command: str,
+    failed: Mapping[str, str],
+) -> str:
+    """Write the page, the CSV files and results.md.
+
+    Args:
+        experiment: what was run.
+        files: run files of the kinds "train" and "speed".
+        folder: where to.
+        command: that made them.
+        failed: name -> why, of runs that failed in this call.
+
+    Returns:
+        The tables and claims for the terminal, and where the page is.
+
+    Raises:
+        RunFileError: the folder cannot be written.
+    """
+    if not any(files.values()):
+        return "no run has begun: there is nothing to report yet"
+    # what cannot be read, the report names
+    groups, fast = (group_runs(read_readable(files[kind])[0]) for kind in ("train", "speed"))
+    claims = experiment.claims(experiment, groups, fast)
+    notes = [f"{name} failed: {reason}" for name, reason in failed.items()]
+    report(
+        files["train"],
+        folder,
+        throughput=files["speed"],
+        target=experiment.target,
+        title=experiment.title,
+        claims=claims,
+        notes_besides=notes,
+    )
+    tables = []
+    if groups:
+        tables.append(methods_table(groups, experiment.target))
+    if fast:
+        tables.append(throughput_table(fast))
+    text = [f"# {experiment.title}", "", *_provenance(groups + fast, command), ""]
+    for table in (*tables, claims_table(claims)):
+        text += [f"## {table.title}", "", markdown(table), "", *([table.note, ""] if table.note else [])]
+    text += [f"- {note}" for note in notes]
+    try:
+        (folder / TABLES).write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RunFileError(f"{folder / TABLES} cannot be written: {error}") from error
+    said = [markdown(table) + "\n" for table in (*tables, claims_table(claims))]
+    return "\n".join([*said, f"page: {folder / PAGE}"])
+
+
+def claims_table(claims: Sequence[Claim]) -> Table:
+    """The claims with their verdicts."""
+    rows = [[Cell(claim.text), Cell(claim.verdict), Cell(claim.measured)] for claim in claims]
+    return Table("Claims", [Cell("Claim"), Cell("Verdict"), Cell("Measured")], rows)
+
+
+def _provenance(groups: Sequence[Group], command: str) -> list[str]:
+    runs = [run for group in groups for run in group.runs]
+    seeds = sorted({run.info.seed for run in runs})
+    commits = dict.fromkeys(map(short_commit, runs))
+    dates = sorted({run.info.started[:10] for run in runs})
+    return [
+        f"- Command: `{command}`",
+        f"- Task: {'; '.join(dict.fromkeys(task(run) for run in runs))}",
+        f"- Hardware: {'; '.join(dict.fromkeys(map(hardware, runs)))}",
+        f"- Commit: {', '.join(commits)}; date: {', '.join(dates)}; seeds: {', '.join(map(str, seeds))}",
+    ]

@@ -1,0 +1,256 @@
+"""The experiment as it is started, in small: planned, cut short, continued, reported."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.image_file import ImageFileWriter
+from jobs.budget import RUN_SECONDS, START_SECONDS, Pace
+from jobs.configfile import validate
+from jobs.experiment import LEFT, describe, main, measured_pace, parse, plan, planned_files, shortened
+from jobs.experiments import EXPERIMENTS, Trial, sparse_claims, trials
+from jobs.groups import group_runs
+from jobs.runfile import RunFileError
+from jobs.runreader import RunReader
+from jobs.summary import read_runs
+from tests.test_report import K, write_run
+
+PATIENCE = 300
+VGG = EXPERIMENTS["vgg"]
+
+
+def write_images(path: Path) -> Path:
+    """Two classes that a network tells apart at once: dark images and bright ones."""
+    rng = np.random.default_rng(0)
+    counts = {"train": 64, "test": 32}
+    with ImageFileWriter(
+        path, name="shades", classes=("dark", "bright"), source="a test", shape=(3, 32, 32), counts=counts
+    ) as file:
+        for split, count in counts.items():
+            labels = np.arange(count) % 2
+            noise = rng.integers(0, 100, (count, 3, 32, 32))
+            file.put(split, 0, (noise + 150 * labels[:, None, None, None]).astype(np.uint8), labels)
+    return path
+
+
+def small(tmp_path: Path, *more: str) -> list[str]:
+    images = tmp_path / "images.h5"
+    if not images.exists():
+        write_images(images)
+    return [
+        *("vgg", "--data", str(images), "-o", str(tmp_path / "out"), "--ranks", "2", "--epochs", "2"),
+        *("--seeds", "2", "--methods", "dense", "oktopk", "topka", "--speed-steps", "3", "--no-gpu-methods"),
+        *(
+            "--set",
+            "model.width=0.0625",
+            "data.name=prepared",
+            "training.batch_size=8",
+            "training.device=cpu",
+        ),
+        *("reduction.dense_warmup_steps=1", "run.measure_every=3", *more),
+    ]
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_an_experiment_grows_over_several_calls(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main([*small(tmp_path), "--budget", "1"]) == LEFT
+    said = capfd.readouterr().out
+    assert "11 of 11 runs to do" in said
+    assert "the budget of 1 s is for 0 of them" in said
+    assert "nothing to report yet" in said
+    assert not list(out.rglob("*.h5"))
+
+    assert main(small(tmp_path)) == 0
+    first = capfd.readouterr()
+    names = ["dense-0", "oktopk-0", "topka-0", "dense-1", "oktopk-1"]
+    fast = [f"speed-{ranks}-{method}" for ranks in (2, 1) for method in ("dense", "oktopk", "topka")]
+    # one launch for each number of ranks
+    assert re.findall(r"\[\d+/\d+\] (\S+)", first.err) == [*names, *fast]
+    assert re.findall(r"\[(\d+)/(\d+)\]", first.err)[-1] == ("3", "3")
+    for name in names:
+        with RunReader(out / "runs" / f"{name}.h5") as reader:
+            assert (reader.status, reader.info.ranks) == ("complete", 2)
+            assert reader.info.method == name[:-2]
+            assert reader.info.seed == int(name[-1])
+            # 64 images, 2 ranks of 8: four steps an epoch; the first is dense
+            assert len(reader.steps()["step"]) == 8
+            measured = [] if name.startswith("dense") else [3, 6]
+            assert reader.measures()["step"].tolist() == measured
+    assert not list((out / "runs").glob("*.checkpoints"))
+    text = (out / "report" / "results.md").read_text()
+    assert "- Command: `python -m jobs.experiment vgg --data" in text
+    assert re.search(r"^\| Dense \(2 seeds\) ", text, re.MULTILINE)
+    assert re.search(r"^\| Method +\| +1 rank .* 2 ranks ", text, re.MULTILINE)
+    assert re.search(r"NCCL's flat allreduce.*\| +open \| +not measured \|", text)
+    assert {"index.html", "methods.csv", "throughput.csv"} <= {
+        path.name for path in (out / "report").iterdir()
+    }
+
+    times = {path: path.stat().st_mtime_ns for path in (out / "runs").glob("*.h5")}
+    (out / "runs" / "topka-0.h5").unlink()
+    assert main(small(tmp_path)) == 0
+    again = capfd.readouterr()
+    assert "1 of 11 runs to do" in again.out
+    assert re.findall(r"\[\d+/\d+\] (\S+)", again.err) == ["topka-0"]
+    changed = {path.stem for path, time in times.items() if path.stat().st_mtime_ns != time}
+    assert changed == {"topka-0"}
+
+    assert main([*small(tmp_path), "--set", "optimizer.lr=0.05"]) == 2
+    assert "is a complete run of another experiment (optimizer.lr 0.1, not 0.05)" in capfd.readouterr().err
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [*small(tmp_path), "--speed-steps", "0", "--seeds", "1", "--methods", "dense", "oktopk"]
+    path = tmp_path / "out" / "runs" / "dense-0.h5"
+    path.parent.mkdir(parents=True)
+    path.write_text("no run file, and precious")
+    assert main(words) == 1
+    said = capfd.readouterr()
+    assert re.search(r"jobs\.experiment: dense-0 failed: run file .*dense-0\.h5 exists", said.err)
+    assert "1 of 2 runs are complete" in said.out
+    assert "dense-0 failed" in (tmp_path / "out" / "report" / "results.md").read_text()
+    assert path.read_text() == "no run file, and precious"
+    with RunReader(path.with_name("oktopk-0.h5")) as reader:
+        assert reader.status == "complete"
+
+
+def planned_trials(**replaced: object) -> list[Trial]:
+    given = {
+        "ranks": 4,
+        "seeds": 3,
+        "methods": VGG.methods,
+        "speed_ranks": (1, 2, 4),
+        "speed_steps": 200,
+        "elsewhere": True,
+        **replaced,
+    }
+    return trials(VGG, **given)  # type: ignore[arg-type]
+
+
+def test_the_table_is_the_one_that_was_promised() -> None:
+    planned = planned_trials()
+    trained = [trial for trial in planned if trial.kind == "train"]
+    assert [trial.method for trial in trained if trial.seed == 0] == list(VGG.methods)
+    assert {(trial.method, trial.seed) for trial in trained if trial.seed} == {
+        (method, seed) for method in ("dense", "oktopk") for seed in (1, 2)
+    }
+    speeds = {(trial.method, trial.ranks) for trial in planned if trial.kind == "speed"}
+    assert speeds == {(method, ranks) for method in VGG.fast for ranks in (1, 2, 4)}
+    assert {"nccl", "ddp", "dense-ovlp"} <= set(VGG.fast)
+    assert len({trial.name for trial in planned}) == len(planned)
+    assert not [trial for trial in planned_trials(elsewhere=False) if trial.method in ("nccl", "ddp")]
+    assert all(trial.kind == "train" for trial in planned_trials(speed_steps=0))
+
+
+def test_a_shortened_run_keeps_the_shape_of_its_schedule() -> None:
+    document = {
+        "schedule": {"name": "step", "unit": "epochs", "warmup": 10, "milestones": [80, 120]},
+        "training": {"epochs": 160},
+    }
+    short = shortened(document, 20)
+    assert short["schedule"]["warmup"] == 1.25
+    assert short["schedule"]["milestones"] == [10.0, 15.0]
+    assert validate(short).training.epochs == 20
+    assert document["training"] == {"epochs": 160}
+    in_steps = shortened({**document, "schedule": {"warmup": 10, "unit": "steps"}}, 20)
+    assert in_steps["schedule"] == {"warmup": 10, "unit": "steps"}
+
+
+def trial(method: str, ranks: int = 4, kind: str = "train") -> Trial:
+    return Trial(f"{kind}-{method}-{ranks}", kind, method, ranks, 0, {})
+
+
+def test_expectations_come_from_the_nearest_run_that_is_done() -> None:
+    pace = Pace({"train": 100.0, "speed": 5.0})
+    assert pace.seconds(trial("dense")) == 100.0
+    assert not pace.known(trial("dense"))
+    pace.add(trial("dense"), 60.0)
+    pace.add(trial("dense"), 64.0)
+    pace.add(trial("topka", ranks=2), 90.0)
+    assert pace.known(trial("oktopk"))
+    assert pace.seconds(trial("dense")) == 62.0
+    assert pace.seconds(trial("oktopk")) == 64.0  # the slowest of its ranks
+    assert pace.seconds(trial("oktopk", ranks=1)) == 90.0
+    assert pace.seconds(trial("dense", kind="speed")) == 5.0
+
+
+def test_the_plan_says_what_fits(tmp_path: Path) -> None:
+    options = parse([*small(tmp_path), "--speed-ranks", "1", "--epoch-seconds", "10"])
+    planned = plan(VGG, options)
+    pace = measured_pace(VGG, options, planned)
+    assert pace.guesses == {"train": RUN_SECONDS + 20, "speed": RUN_SECONDS + 20}
+    run = RUN_SECONDS + 20
+    table = describe(planned, pace, START_SECONDS + 2.5 * run)
+    assert table.endswith(
+        f"8 of 8 runs to do, about {2 * START_SECONDS + 8 * run:.0f} s; the budget of "
+        f"{START_SECONDS + 2.5 * run:.0f} s is for 2 of them, about {START_SECONDS + 2 * run:.0f} s"
+    )
+    assert "a guess" in table
+    assert planned_files(planned) == {"train": [], "speed": []}
+
+
+def test_every_planned_configuration_is_valid(tmp_path: Path) -> None:
+    for planned in plan(VGG, parse(["vgg", "--data", "x.h5", "-o", str(tmp_path), "--no-gpu-methods", "--methods",
+                                    "dense", "oktopk", "topka", "topkdsa", "gtopk", "gaussiank"])):  # fmt: skip
+        config = validate(planned.document)
+        assert config.reduction.method == planned.trial.method
+        assert config.reduction.density == 0.02
+        assert config.run.file == str(tmp_path / "runs" / f"{planned.trial.name}.h5")
+        if planned.trial.kind == "train":
+            assert (config.training.epochs, config.run.measure_every) == (161, 50)
+        else:
+            assert (config.training.steps, config.reduction.dense_warmup_steps) == (200, 0)
+
+
+def test_an_unfinished_run_is_not_taken_for_done(tmp_path: Path) -> None:
+    options = parse(small(tmp_path))
+    first = plan(VGG, options)[0]
+    settings = json.loads(validate(first.document).to_json())["reduction"]
+    first.file.parent.mkdir(parents=True)
+    write_run(first.file, status="interrupted", settings=settings)
+    assert not plan(VGG, options)[0].done
+    first.file.unlink()
+    write_run(first.file, settings=settings)
+    with pytest.raises(
+        RunFileError, match=r"is a complete run of another experiment \(model\.name None, not"
+    ):
+        plan(VGG, options)
+
+
+def verdicts(groups: list[Path], fast: list[Path]) -> list[str]:
+    found = sparse_claims(VGG, group_runs(read_runs(groups)), group_runs(read_runs(fast)))
+    return [claim.verdict for claim in found]
+
+
+def test_claims_are_held_against_what_was_measured(tmp_path: Path) -> None:
+    good = np.full(50, float(K))
+    dense = [
+        write_run(tmp_path / f"d{i}.h5", method="dense", seed=i, accuracy=0.9 + 0.01 * i) for i in (0, 1)
+    ]
+    fine = write_run(tmp_path / "fine.h5", accuracy=0.904, xi=(1.0, 3.9), global_nnz=good)
+    bad = write_run(
+        tmp_path / "bad.h5",
+        accuracy=0.90,
+        xi=(1.0, 4.1),
+        global_nnz=1.1 * good,
+        words=np.full(50, 91.0),
+        seconds_data=np.full(50, 0.01),
+    )
+    quick, slow = np.full(50, 0.001), np.full(50, 0.003)
+    nccl = write_run(tmp_path / "nccl.h5", method="nccl", seconds_reduction=np.full(50, 0.002))
+    fast = write_run(tmp_path / "fast.h5", seconds_reduction=quick)
+    lazy = write_run(tmp_path / "lazy.h5", seconds_reduction=slow)
+    assert verdicts([*dense, fine], [nccl, fast]) == ["held"] * 7
+    assert verdicts([*dense, bad], [nccl, lazy]) == ["held", *["failed"] * 6]
+    poor = write_run(tmp_path / "poor.h5", method="dense", accuracy=0.89)
+    assert verdicts([poor, fine], [])[:2] == ["failed", "held"]
+    assert verdicts([fine], [fast]) == ["open", "open", "held", "held", "held", "held", "open"]
+    unfinished = write_run(tmp_path / "u.h5", accuracy=0.904, xi=(1.0,), status="interrupted")
+    assert verdicts([*dense, unfinished], [])[1:5] == ["open"] * 4
