@@ -157,6 +157,8 @@ def plan(experiment: Experiment, options: argparse.Namespace) -> list[Planned]:
         base = _merged(base, {"data.path": str(options.data)})
     if options.epochs is not None:
         base = shortened(base, options.epochs)
+    # what cannot be continued is begun again
+    begins_again = not base.get("checkpoint", {}).get("enabled", True)
     planned = []
     for trial in trials(
         experiment,
@@ -168,7 +170,8 @@ def plan(experiment: Experiment, options: argparse.Namespace) -> list[Planned]:
         elsewhere=not options.no_gpu_methods,
     ):
         file = options.output / RUNS / f"{trial.name}.h5"
-        document = _merged(base, {**trial.settings, "run.file": str(file)})
+        settings = {"run.file": str(file), "run.overwrite": begins_again, **trial.settings}
+        document = _merged(base, settings)
         planned.append(Planned(trial, document, file, is_done(file, document)))
     return planned
 

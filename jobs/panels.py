@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,7 @@ class LinePanel:
 
 @dataclass(frozen=True)
 class BarPanel:
-    """A stacked bar for each group: part -> seconds, one for each of `groups`."""
+    """A stacked bar for each group: part -> seconds, one for each of `groups`; colours has every part."""
 
     name: str
     title: str
@@ -85,7 +85,7 @@ class BarPanel:
     x_label: str
     groups: tuple[Group, ...]
     parts: dict[str, list[float]]
-    colours: dict[str, str]
+    colours: Mapping[str, str]
 
     def rows(self) -> list[dict[str, Any]]:
         """The bars, as the CSV file has them."""

@@ -227,15 +227,16 @@ def measure(groups: Sequence[Group], column: str) -> LinePanel:
 def time_parts(groups: Sequence[Group]) -> BarPanel:
     """What a step of each group spends its time on."""
     shown = [group for group in groups if group.mean("step_seconds")]
+    parts = {part: [group.mean(f"part_{part}_seconds") or 0.0 for group in shown] for part in PARTS}
     return BarPanel(
         "time-by-part",
         "Time of a step",
         "compute: forward, backward, optimizer; selection: what the reduction does in a rank's own memory; "
-        "communication: the rest of it; data: waiting for a batch",
+        "communication: the rest of it; combined: both in one stream of kernels; data: waiting for a batch",
         "ms",
         tuple(shown),
-        {part: [group.mean(f"part_{part}_seconds") or 0.0 for group in shown] for part in PARTS},
-        dict(PARTS),
+        {part: values for part, values in parts.items() if any(values)},
+        PARTS,
     )
 
 

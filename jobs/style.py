@@ -26,6 +26,7 @@ PARTS: dict[str, str] = {
     "compute": "#BBBBBB",
     "selection": COLOURS[1],
     "communication": COLOURS[0],
+    "combined": COLOURS[3],
     "data": COLOURS[4],
 }
 """What a step spends its time on -> colour."""

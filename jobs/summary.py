@@ -20,6 +20,9 @@ from jobs.style import title_of
 SELECTION_STAGES = ("select", "threshold", "reduce", "apply")
 """Stages of a reduction that touch this rank's own memory; in the others ranks talk to each other."""
 
+COMBINED_STAGES = ("step",)
+"""Stages that are both: kernels of a GPU that select, and read the memory of its peers."""
+
 WARM_STEPS = 20
 """Most steps at the beginning that times are not taken from: kernels are compiled, algorithms chosen."""
 
@@ -113,21 +116,25 @@ class Run:
         return values[min(WARM_STEPS, max(1, self.count // 5)) if self.count > 1 else 0 :]
 
     def parts(self) -> dict[str, NDArray[np.float64]]:
-        """What each step's time was spent on: "compute", "selection", "communication", "data" -> seconds[count].
+        """What each step's time was spent on -> seconds[count], by the names of jobs.style.PARTS.
 
         Computing is forward, backward and the optimizer; selection is what a reduction does in this rank's memory
-        (SELECTION_STAGES); communication the rest of the reduction; data the wait for a batch.
+        (SELECTION_STAGES); communication the rest of the reduction, but for stages that are both, which are combined;
+        data the wait for a batch.
         """
         seconds = {phase: self.steps[f"seconds_{phase}"] for phase in PHASES}
-        selection = np.zeros(self.count)
+        selection, combined = np.zeros(self.count), np.zeros(self.count)
         for stage, values in self.stages.items():
+            # a run that was killed may have a row of steps whose stages were not written any more
             if stage in SELECTION_STAGES:
-                # a run that was killed may have a row of steps whose stages were not written any more
                 selection[: len(values)] += values[: self.count]
+            elif stage in COMBINED_STAGES:
+                combined[: len(values)] += values[: self.count]
         return {
             "compute": seconds["forward"] + seconds["backward"] + seconds["optimizer"],
             "selection": selection,
-            "communication": np.maximum(seconds["reduction"] - selection, 0.0),
+            "communication": np.maximum(seconds["reduction"] - selection - combined, 0.0),
+            "combined": combined,
             "data": seconds["data"],
         }
 

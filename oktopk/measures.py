@@ -79,6 +79,7 @@ class Sampler:
             gradient: [n] of the gradient type.
             residual, velocity: float32[n] as the last step left them, None for zero; momentum: that of the velocity.
         """
+        self._backend.wait()  # for what is not measuring: a backward pass, the step
         began = time.perf_counter()
         self._total(gradient, None, velocity, momentum)
         squares: Any = 0.0
@@ -98,6 +99,7 @@ class Sampler:
             k: entries that were asked for.
             to_sum: what makes the update the sum over the ranks.
         """
+        self._backend.wait()  # for what is not measuring: a backward pass, the step
         began = time.perf_counter()
         bits, larger = kth_magnitude(
             lambda level, prefix: self._backend.kernels.magnitude_histogram(self._vector, level, prefix), k

@@ -194,7 +194,10 @@ def test_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
     }
     (run,) = read_runs([write_run(tmp_path / "a.h5", **stages)])
     parts = {name: values[-1] for name, values in run.parts().items()}
-    assert parts == pytest.approx({"compute": 0.012, "selection": 0.002, "communication": 0.0, "data": 0.001})
+    expected = {"compute": 0.012, "selection": 0.002, "communication": 0.0, "combined": 0.0, "data": 0.001}
+    assert parts == pytest.approx(expected)
+    run.stages["step"] = run.stages.pop("select")
+    assert (run.parts()["selection"][-1], run.parts()["combined"][-1]) == (0.0, 0.002)
     assert sum(parts.values()) == pytest.approx(run.step_seconds[-1])
     assert len(run.warm(run.step_seconds)) == steps - 10
     (long,) = read_runs([write_run(tmp_path / "b.h5", steps=500)])
