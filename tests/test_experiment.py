@@ -40,6 +40,7 @@ def write_images(path: Path) -> Path:
 
 def small(tmp_path: Path, *more: str) -> list[str]:
     images = tmp_path / "images.h5"
+    tmp_path.mkdir(exist_ok=True)
     if not images.exists():
         write_images(images)
     return [
@@ -216,6 +217,9 @@ def test_an_unfinished_run_is_not_taken_for_done(tmp_path: Path) -> None:
     first.file.parent.mkdir(parents=True)
     write_run(first.file, status="interrupted", settings=settings)
     assert not plan(VGG, options)[0].done
+    assert not first.document["run"]["overwrite"]
+    unguarded = plan(VGG, parse(small(tmp_path / "elsewhere", "checkpoint.enabled=false")))
+    assert all(each.document["run"]["overwrite"] for each in unguarded)
     first.file.unlink()
     write_run(first.file, settings=settings)
     with pytest.raises(
