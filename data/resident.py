@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ class ResidentTrainingLoader:
     """The batches of a TrainingLoader, out of a device's memory.
 
     The whole split is there as uint8, padded by the crop. A block of batches is gathered in one go, each pixel from where its
-    sample's random number says. The next epoch's order is prepared while the device works on this one.
+    sample's random number says. The next epoch's order is drawn in a thread while the device works on this one.
 
     Args:
         loader: says what a batch is; a function of (seed, epoch, step, rank).
@@ -51,7 +52,9 @@ class ResidentTrainingLoader:
         self._rows = torch.arange(height, device=device)
         self._columns = torch.arange(width, device=device)
         self._steps_per_block = max(1, BLOCK // self.shards.batch_size)
-        self._plans: dict[int, torch.Tensor] = {}
+        self._planned: tuple[int, torch.Tensor] | None = None
+        self._drawing: tuple[int, Future[NDArray[np.int64]]] | None = None
+        self._thread = ThreadPoolExecutor(1, "next epoch")
         self._block: tuple[int, int] | None = None
         self._batches: Batch
 
@@ -68,8 +71,6 @@ class ResidentTrainingLoader:
         if self._block != (epoch, first):
             self._batches = self._cut(epoch, first)
             self._block = (epoch, first)
-            if not first:
-                self._plan(epoch + 1)
         size = self.shards.batch_size
         here = slice((step - first) * size, (step - first + 1) * size)
         images, labels = self._batches
@@ -81,19 +82,31 @@ class ResidentTrainingLoader:
 
     def _plan(self, epoch: int) -> torch.Tensor:
         """int64[4, samples] on the device: sample, top, left and mirrored of each, in this rank's order of the epoch."""
-        if epoch not in self._plans:
-            shards, augment = self.shards, self._loader.augment
-            samples = np.concatenate([shards.indices(epoch, step) for step in range(self.steps_per_epoch)])
-            plan = np.zeros((4, len(samples)), np.int64)
-            plan[0] = samples
-            if augment is not None:
-                plan[1:] = augment.places(self._loader.draws(epoch)[samples])
-            host = torch.from_numpy(plan)
+        if self._planned is None or self._planned[0] != epoch:
+            host = torch.from_numpy(self._drawn(epoch))
             if self._device.type == "cuda":  # from pageable memory the copy would wait for the device
                 host = host.pin_memory()
-            self._plans = {known: kept for known, kept in self._plans.items() if known == epoch - 1}
-            self._plans[epoch] = host.to(self._device, non_blocking=True)
-        return self._plans[epoch]
+            self._planned = (epoch, host.to(self._device, non_blocking=True))
+        return self._planned[1]
+
+    def _drawn(self, epoch: int) -> NDArray[np.int64]:
+        """The plan on the host; the one after it is begun."""
+        drawing = self._drawing
+        plan = (
+            drawing[1].result() if drawing is not None else None
+        )  # one at a time: it uses the loader's caches
+        if plan is None or drawing is None or drawing[0] != epoch:
+            plan = self._draw(epoch)
+        self._drawing = (epoch + 1, self._thread.submit(self._draw, epoch + 1))
+        return plan
+
+    def _draw(self, epoch: int) -> NDArray[np.int64]:
+        samples, augment = self.shards.all_indices(epoch), self._loader.augment
+        plan = np.zeros((4, len(samples)), np.int64)
+        plan[0] = samples
+        if augment is not None:
+            plan[1:] = augment.places(self._loader.draws(epoch)[samples])
+        return plan
 
     def _cut(self, epoch: int, first: int) -> Batch:
         size = self.shards.batch_size

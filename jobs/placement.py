@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -29,12 +30,14 @@ class Placement(Protocol):
         description: of the hardware, in words.
         fused: whether torch's fused optimizers are the fast ones.
         process_group: torch.distributed's backend for it.
+        unit: a name that no other device in the world has.
     """
 
     device: torch.device
     description: str
     fused: bool
     process_group: str
+    unit: str
 
     def mark(self) -> Any:
         """Now, after all work that was asked for before; for `read`. Waits for nothing."""
@@ -60,6 +63,7 @@ class HostPlacement:
 
     def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:
         self.description = platform.processor() or platform.machine()
+        self.unit = socket.gethostname()
 
     def mark(self) -> float:
         """As the protocol says."""
@@ -114,6 +118,11 @@ class CudaPlacement:
         decide_together(comm, use, (RuntimeError,))
         self.device = torch.device("cuda", number)
         self.description = torch.cuda.get_device_name(number)
+        # a batch system may show each rank a GPU of its own, and all of them are number 0
+        properties = torch.cuda.get_device_properties(number)
+        self.unit = (
+            f"{socket.gethostname()} {getattr(properties, 'uuid', number)}"  # torch < 2.5 does not tell
+        )
         # convolutions have fixed shapes here, so that the search for their fastest algorithm pays
         torch.backends.cudnn.benchmark = not deterministic
 

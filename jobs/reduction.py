@@ -129,7 +129,7 @@ def _ddp(
     gradient_type = config.reduction.gradient_type
     if gradient_type not in ("", "float32", "bfloat16"):
         raise WireError(f"reduction.gradient_type {gradient_type!r} is not for 'ddp': float32 or bfloat16")
-    start_process_group(comm, placement.device, placement.process_group)
+    start_process_group(comm, placement.device, placement.process_group, placement.unit)
     training = DdpTraining(
         inner,
         config.optimizer.clip_norm,
@@ -161,7 +161,7 @@ def _wire(
     pieces = [flat.vector[bucket] for bucket in buckets]
     gradient_type = config.reduction.gradient_type or "float32"
     if placement.process_group == "nccl":
-        start_process_group(comm, placement.device, "nccl")
+        start_process_group(comm, placement.device, "nccl", placement.unit)
         return TorchWire(pieces, getattr(torch, gradient_type))
     if gradient_type != "float32":
         raise WireError(f"gradient_type {gradient_type!r} on {placement.device} is not float32")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -145,27 +146,26 @@ def ring_traffic(words: int, ranks: int, pieces: int) -> Traffic:
     return Traffic(words=2 * words * (ranks - 1) // ranks, messages=2 * pieces * (ranks - 1))
 
 
-def start_process_group(comm: MPI.Intracomm, device: torch.device, backend: str) -> None:
+def start_process_group(comm: MPI.Intracomm, device: torch.device, backend: str, unit: str) -> None:
     """torch.distributed over the ranks of a communicator, which tells them where to meet. Collective.
 
     Args:
         comm: one process group at a time.
         device: of this rank.
         backend: "nccl" or "gloo".
+        unit: this rank's GPU, by a name that no other one in the world has; NCCL serves one rank on each.
 
     Raises:
         WireError: torch has no such backend, or NCCL would have to serve two ranks on one GPU.
     """
     if not dist.is_available() or not dist.is_backend_available(backend):
         raise WireError(f"torch {torch.__version__} has no {backend}, which torch.distributed needs here")
-    place = f"{socket.gethostname()} {device}"
-    places: list[str] = comm.allgather(place)
-    if backend == "nccl" and len(set(places)) < comm.size:
-        raise WireError(f"NCCL takes one rank per GPU, but {comm.size} ranks share {len(set(places))}")
+    hosts, units = zip(*comm.allgather((socket.gethostname(), unit)), strict=True)
+    if backend == "nccl" and len(set(units)) < comm.size:
+        raise WireError(f"NCCL takes one rank per GPU, but {comm.size} ranks share {len(set(units))}")
     if dist.is_initialized():
         raise WireError("there is a process group already")
-    same_host = len({text.split()[0] for text in places}) == 1
-    host = comm.bcast("127.0.0.1" if same_host else socket.gethostname())
+    host = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
     store = dist.TCPStore(host, 0, comm.size, True, wait_for_workers=False) if comm.rank == 0 else None
     port = comm.bcast(store.port if store is not None else None)
     if store is None:
@@ -177,4 +177,7 @@ def start_process_group(comm: MPI.Intracomm, device: torch.device, backend: str)
 def stop_process_group() -> None:
     """End what start_process_group started. Collective."""
     if dist.is_initialized():
+        # A worker of gloo's may still want the interpreter's lock to drop its last work, and destroying joins it with that lock
+        # held. Asleep we do not hold it.
+        time.sleep(0.2)
         dist.destroy_process_group()

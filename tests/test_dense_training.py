@@ -133,12 +133,12 @@ def mpi_training(model: nn.Module, comm: MPI.Intracomm) -> DenseTraining:
 
 
 def torch_training(model: nn.Module, comm: MPI.Intracomm) -> DenseTraining:
-    start_process_group(comm, CPU, "gloo")
+    start_process_group(comm, CPU, "gloo", "")
     return bucketed(model, lambda pieces: TorchWire(pieces, torch.float32))
 
 
 def ddp_training(model: nn.Module, comm: MPI.Intracomm) -> DenseTraining:
-    start_process_group(comm, CPU, "gloo")
+    start_process_group(comm, CPU, "gloo", "")
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return DdpTraining(inner, 0.0, model, comm.size, bucket_mb=0.003, compressed=False)
 
@@ -229,16 +229,16 @@ def test_clipping_in_a_mode_bounds_the_norm_of_the_mean(comm: MPI.Intracomm) -> 
 
 @pytest.mark.mpi
 def test_a_second_process_group_and_unknown_backends_are_refused(comm: MPI.Intracomm) -> None:
-    start_process_group(comm, CPU, "gloo")
+    start_process_group(comm, CPU, "gloo", "")
     try:
         with pytest.raises(WireError, match="there is a process group already"):
-            start_process_group(comm, CPU, "gloo")
+            start_process_group(comm, CPU, "gloo", "")
         assert (dist.get_rank(), dist.get_world_size()) == (comm.rank, comm.size)
     finally:
         stop_process_group()
     if not dist.is_nccl_available():
         with pytest.raises(WireError, match=r"torch .* has no nccl"):
-            start_process_group(comm, CPU, "nccl")
+            start_process_group(comm, CPU, "nccl", str(comm.rank))
 
 
 def test_a_state_goes_on_where_it_was_taken() -> None:
@@ -271,12 +271,13 @@ def test_nccl_averages_in_either_type_or_says_that_it_needs_a_gpu_per_rank(
 ) -> None:
     from jobs.placement import find_placement
 
-    device = find_placement("cuda", comm).device
+    place = find_placement("cuda", comm)
+    device = place.device
     if comm.size > torch.cuda.device_count():
         with pytest.raises(WireError, match="NCCL takes one rank per GPU"):
-            start_process_group(comm, device, "nccl")
+            start_process_group(comm, device, "nccl", place.unit)
         return
-    start_process_group(comm, device, "nccl")
+    start_process_group(comm, device, "nccl", place.unit)
     vector = torch.full((100_000,), float(comm.rank), device=device)
     pieces = [vector[60_000:], vector[:60_000]]
     wire = TorchWire(pieces, dtype)

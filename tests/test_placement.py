@@ -88,7 +88,7 @@ def test_a_gpu_without_cupy_is_refused_with_what_to_install(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.delitem(sys.modules, "collectives.device_transport", raising=False)
     for wanted in ("auto", "cuda"):
-        with pytest.raises(Refused, match="CuPy is not installed: pip install '"):
+        with pytest.raises(Refused, match="CuPy is not installed.* pip install '"):
             find_placement(wanted, MPI.COMM_SELF)
     assert find_placement("cpu", MPI.COMM_SELF).device.type == "cpu"
 

@@ -23,7 +23,7 @@ from jobs.demo import main as demo
 from jobs.interruption import EXIT_STATUS
 from jobs.launch import LaunchError, find_mpiexec, launch_environment, mpiexec_command, mpiexec_flavour
 from jobs.runreader import RunReader
-from jobs.summary import read_runs
+from jobs.summary import Run, read_runs
 from jobs.train import check_launch, main
 from tests.devices import gpus
 
@@ -218,40 +218,102 @@ def test_a_run_file_that_exists_ends_every_rank_with_one_message(tmp_path: Path)
     assert path.read_text() == "precious"
 
 
-MODES = """
-    import sys
+SEVERAL = """
+    import json, sys
     from mpi4py import MPI
     from jobs.train import main
 
-    config, folder = sys.argv[1:3]
-    for method in ("dense", "dense-ovlp", "ddp"):
-        keys = ["model.width=0.0625", "training.steps=8", "training.batch_size=4", "training.accumulate=2",
-                "training.eval_every=4", "optimizer.clip_norm=0.5", "reduction.bucket_mb=0.01"]
-        code = main([config, "--set", f"run.file={folder}/{method}.h5", f"reduction.method={method}", *keys])
-        assert code == 0, method
-    keys = ["optimizer.lr=1e30", "schedule.warmup=0", "model.width=0.0625", "training.steps=20"]
-    code = main([config, "--set", f"run.file={folder}/diverged.h5", "reduction.method=dense-ovlp", *keys])
-    codes = MPI.COMM_WORLD.gather(code)
-    if MPI.COMM_WORLD.rank == 0:
-        print("codes", codes)
+    config, jobs = sys.argv[1:3]
+    for overrides in json.loads(jobs):
+        codes = MPI.COMM_WORLD.gather(main([config, "--set", *overrides]))
+        if MPI.COMM_WORLD.rank == 0:
+            print(codes)
 """
+
+
+def train_several(
+    folder: Path, common: list[str], **runs: list[str]
+) -> tuple[dict[str, Run], list[str], str]:
+    """Trains one after another in one job of two ranks: the runs by name, their exit codes, what was said."""
+    script = folder / "several.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(SEVERAL))
+    jobs = [[f"run.file={folder}/{name}.h5", *common, *overrides] for name, overrides in runs.items()]
+    done = run_ranks(2, str(script), str(CONFIG), json.dumps(jobs))
+    assert done.returncode == 0, done.stderr
+    read = read_runs([folder / f"{name}.h5" for name in runs])
+    return dict(zip(runs, read, strict=True)), done.stdout.split("\n")[:-1], done.stderr
 
 
 @pytest.mark.timeout(PATIENCE)
 def test_dense_modes_train_like_dense_and_say_when_a_run_diverges(tmp_path: Path) -> None:
-    script = tmp_path / "modes.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(MODES))
-    done = run_ranks(2, str(script), str(CONFIG), str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert "codes [1, 1]" in done.stdout
-    assert len(re.findall(r"jobs\.train: .*try a smaller optimizer\.lr", done.stderr)) == 1
-    dense, *others = read_runs([tmp_path / f"{name}.h5" for name in ("dense", "dense-ovlp", "ddp")])
-    for run in others:
+    runs, codes, said = train_several(
+        tmp_path,
+        [
+            "model.width=0.0625",
+            "training.steps=8",
+            "training.batch_size=4",
+            "training.accumulate=2",
+            "training.eval_every=4",
+            "optimizer.clip_norm=0.5",
+            "reduction.bucket_mb=0.01",
+        ],
+        dense=["reduction.method=dense"],
+        overlapped=["reduction.method=dense-ovlp"],
+        ddp=["reduction.method=ddp"],
+        diverged=[
+            "reduction.method=dense-ovlp",
+            "optimizer.lr=1e30",
+            "optimizer.clip_norm=0.0",
+            "schedule.warmup=0",
+        ],
+    )
+    assert codes == ["[0, 0]"] * 3 + ["[1, 1]"]
+    assert len(re.findall(r"jobs\.train: .*try a smaller optimizer\.lr", said)) == 1
+    assert runs["diverged"].status == "failed"
+    dense = runs["dense"]
+    for run in (runs["overlapped"], runs["ddp"]):
         assert run.steps["loss"] == pytest.approx(dense.steps["loss"], rel=1e-4)
         assert run.evaluations["loss"] == pytest.approx(dense.evaluations["loss"], rel=1e-3)
         assert run.steps["dense"].tolist() == [1] * 8
         assert run.steps["words"] == pytest.approx(dense.steps["words"], rel=0.02)
         assert list(run.stages) == ["allreduce"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@pytest.mark.timeout(PATIENCE)
+def test_methods_and_modes_train_alike_on_gpus(tmp_path: Path) -> None:
+    half = "reduction.gradient_type=bfloat16"
+    runs, codes, _ = train_several(
+        tmp_path,
+        [
+            "training.device=cuda",
+            "training.precision=bfloat16",
+            "training.channels_last=true",
+            "training.accumulate=2",
+            "training.steps=20",
+            "training.eval_every=10",
+            "optimizer.clip_norm=1.0",
+            "optimizer.lr=0.01",
+            "model.width=0.25",
+            "data.crop=2",
+        ],
+        dense=["reduction.method=dense"],
+        overlapped=["reduction.method=dense-ovlp"],
+        nccl=["reduction.method=nccl"],
+        ddp=["reduction.method=ddp"],
+        oktopk=["reduction.method=oktopk"],
+        nccl_half=["reduction.method=nccl", half],
+        overlapped_half=["reduction.method=dense-ovlp", half],
+        ddp_half=["reduction.method=ddp", half],
+        oktopk_half=["reduction.method=oktopk", half],
+    )
+    assert codes == ["[0, 0]"] * len(runs)
+    for name, run in runs.items():
+        near = 0.5 if name.startswith("oktopk") else 0.05
+        assert run.steps["loss"] == pytest.approx(runs["dense"].steps["loss"], rel=near), name
+        for phase in ("data", "forward", "backward", "reduction", "optimizer"):
+            assert np.all(run.steps[f"seconds_{phase}"] >= 0), (name, phase)
+        assert np.all(run.steps["seconds_backward"] > 0), name
 
 
 FAILING = """
