@@ -23,6 +23,7 @@ from collectives.traffic import Traffic
 from jobs.wires import Wire, ring_traffic, stop_process_group
 from oktopk import StepReport
 from oktopk.flat_gradients import FlatGradients
+from oktopk.optimizer import load_state
 
 
 class DenseTraining:
@@ -110,7 +111,7 @@ class DenseTraining:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where the `state_dict` was taken."""
         self._steps = state_dict["reducer"]["steps"]
-        self.inner.load_state_dict(state_dict["optimizer"])
+        load_state(self.inner, state_dict["optimizer"])
 
     def close(self) -> None:
         """Free what was set up. Collective."""

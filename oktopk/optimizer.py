@@ -223,7 +223,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ValueError: the state is of another length or method.
         """
         self.reducer.load_state_dict(_to_arrays(state_dict["reducer"]))
-        self.inner.load_state_dict(state_dict["optimizer"])
+        load_state(self.inner, state_dict["optimizer"])
 
     def close(self) -> None:
         """Free what MPI holds. Collective."""
@@ -237,6 +237,25 @@ def clip_(vector: Tensor, norm: float) -> None:
     """Scale a vector in place so that its Euclidean norm is at most `norm`; without waiting for a GPU."""
     scale = norm / (torch.linalg.vector_norm(vector) + 1e-6)
     vector.mul_(scale.clamp(max=1.0))
+
+
+def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict`, and what is shaped like a parameter gets its memory layout too.
+
+    A state that was written contiguously would else meet a channels-last parameter: fused optimizers then refuse, or on the CPU
+    pair unlike elements.
+    """
+    optimizer.load_state_dict(state)
+    for parameter, held in optimizer.state.items():
+        for name, value in held.items():
+            if (
+                isinstance(value, Tensor)
+                and value.shape == parameter.shape
+                and value.stride() != parameter.stride()
+            ):
+                held[name] = torch.empty_strided(
+                    parameter.size(), parameter.stride(), dtype=value.dtype, device=value.device
+                ).copy_(value)
 
 
 def _problem(

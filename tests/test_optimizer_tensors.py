@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -171,6 +173,37 @@ def test_channels_last_parameters_keep_their_layout_and_their_values(
         optimizer.close()
     assert last[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert np.allclose(flat(plain), flat(last), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_state_written_contiguously_takes_the_layout_of_its_parameters(
+    comm: MPI.Intracomm, device: str
+) -> None:
+    place = torch_device(device, comm)
+
+    def fresh() -> tuple[nn.Module, DistributedOptimizer]:
+        model = network().to(place).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+        return model, DistributedOptimizer(inner, comm, "oktopk", density=0.1)
+
+    model, optimizer = fresh()
+    backward(model, comm.rank, 0)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    resumed, continued = fresh()
+    resumed.load_state_dict(model.state_dict())
+    for held in state["optimizer"]["state"].values():
+        held["momentum_buffer"] = held["momentum_buffer"].contiguous().cpu()
+    continued.load_state_dict(state)
+    for parameter in resumed.parameters():
+        buffer = continued.inner.state[parameter]["momentum_buffer"]
+        assert (buffer.stride(), buffer.device) == (parameter.stride(), parameter.device)
+    for one, other in ((model, optimizer), (resumed, continued)):
+        other.zero_grad()
+        backward(one, comm.rank, 1)
+        other.step()
+        other.close()
+    assert np.allclose(flat(resumed), flat(model), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
