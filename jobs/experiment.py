@@ -36,6 +36,7 @@ from jobs.runreader import RunReader
 CONFIGS = Path(__file__).parent / "configs"
 RUNS = "runs"
 LEFT = 3
+PATIENCE = 20.0  # seconds to stop with a checkpoint in
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,8 @@ def _launch(planned: Sequence[Planned], pace: Pace, deadline: float | None, runs
     outcome_file.unlink(missing_ok=True)
     began = time.time()
     ranks = planned[0].trial.ranks
-    status = run_job(ranks, ["-m", "jobs.experiment_worker", str(plan_file), str(outcome_file)])
+    words = ["-m", "jobs.experiment_worker", str(plan_file), str(outcome_file)]
+    status = run_job(ranks, words, patience=PATIENCE)
     if not outcome_file.exists():
         raise LaunchError(f"the job of {ranks} ranks ended with status {status} before its first run")
     outcome: dict[str, Any] = json.loads(outcome_file.read_text())

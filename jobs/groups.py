@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.style import DASHES, colour_of, place_of, title_of
+from jobs.style import colour_of, dashes_of, place_of, title_of
 from jobs.summary import Run, figures
 
 # what may differ between runs of one group, besides everything in [run] and [checkpoint]
@@ -88,7 +88,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     groups: list[Group] = []
     for label, members in zip(_labels(together), together, strict=True):
         method = members[0].info.method
-        dashes = DASHES[sum(group.method == method for group in groups) % len(DASHES)]
+        dashes = dashes_of(method, sum(group.method == method for group in groups))
         groups.append(Group(label, method, colour_of(method), dashes, tuple(members)))
     return groups
 

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -160,8 +161,13 @@ def mpiexec_command(
     return [launcher, "-n", str(ranks), python or sys.executable, "-m", "mpi4py", *module_args], environment
 
 
-def run_job(ranks: int, module_args: Sequence[str]) -> int:
-    """Run one job to its end and return its exit status. An interrupt ends the job first."""
+def run_job(ranks: int, module_args: Sequence[str], *, patience: float = 0.0) -> int:
+    """Run one job to its end and return its exit status. An interrupt ends the job first.
+
+    Args:
+        ranks, module_args: as mpiexec_command.
+        patience: seconds that an interrupted job is given, by SIGUSR1, to stop with a checkpoint; 0: none.
+    """
     argv, environment = mpiexec_command(ranks, module_args)
     process = subprocess.Popen(
         argv, env=environment, cwd=Path(__file__).parent.parent, stdin=subprocess.DEVNULL
@@ -169,6 +175,11 @@ def run_job(ranks: int, module_args: Sequence[str]) -> int:
     try:
         return process.wait()
     except BaseException:
+        if patience:
+            # launchers pass this one on; SIGTERM they take as meant for themselves, and kill the ranks
+            process.send_signal(signal.SIGUSR1)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=patience)
         process.terminate()
         try:
             process.wait(timeout=10)

@@ -9,18 +9,21 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 DASHES: tuple[Any, ...] = ("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)))
 GREY = "#555555"
 
-METHODS: dict[str, tuple[str, str]] = {
-    "dense": ("Dense", COLOURS[6]),
-    "dense-ovlp": ("DenseOvlp", COLOURS[0]),
-    "oktopk": ("Ok-Topk", COLOURS[1]),
-    "topka": ("TopkA", COLOURS[2]),
-    "topkdsa": ("TopkDSA", COLOURS[3]),
-    "gtopk": ("gTopk", COLOURS[4]),
-    "gaussiank": ("Gaussiank", COLOURS[5]),
-    "nccl": ("NCCL", "#999999"),
-    "ddp": ("DDP", "#882255"),
+METHODS: dict[str, tuple[str, str, int]] = {
+    "dense": ("Dense", COLOURS[6], 0),
+    "dense-ovlp": ("DenseOvlp", COLOURS[0], 1),
+    "oktopk": ("Ok-Topk", COLOURS[1], 0),
+    "topka": ("TopkA", COLOURS[2], 0),
+    "topkdsa": ("TopkDSA", COLOURS[3], 1),
+    "gtopk": ("gTopk", COLOURS[4], 0),
+    "gaussiank": ("Gaussiank", COLOURS[5], 2),
+    "nccl": ("NCCL", "#999999", 0),
+    "ddp": ("DDP", "#882255", 1),
 }
-"""Method -> title, colour; in the order in which they are listed."""
+"""Method -> title, colour, which of DASHES; in the order in which they are listed.
+
+Methods that compute the same lie on one line: broken ones let the one below show through.
+"""
 
 PARTS: dict[str, str] = {
     "compute": "#BBBBBB",
@@ -55,6 +58,12 @@ def title_of(method: str) -> str:
 def colour_of(method: str) -> str:
     """The method's colour in all pictures; grey for one that is not known."""
     return METHODS[method][1] if method in METHODS else GREY
+
+
+def dashes_of(method: str, place: int = 0) -> Any:
+    """How the method's line is broken; place: how many lines of that method there are before."""
+    first = METHODS[method][2] if method in METHODS else 0
+    return DASHES[(first + place) % len(DASHES)]
 
 
 def place_of(method: str) -> int:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +24,7 @@ from jobs.runreader import RunReader
 from jobs.summary import read_runs
 from tests.test_report import K, write_run
 
+ROOT = Path(__file__).parent.parent
 PATIENCE = 300
 VGG = EXPERIMENTS["vgg"]
 
@@ -120,6 +125,32 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, capfd: pytest
     assert path.read_text() == "no run file, and precious"
     with RunReader(path.with_name("oktopk-0.h5")) as reader:
         assert reader.status == "complete"
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_a_stopped_experiment_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    words = [*small(tmp_path), "--speed-steps", "0", "--seeds", "1", "--methods", "oktopk", "--epochs", "100"]
+    steady = ["run.flush_every=1", "training.eval_every=200"]
+    path = tmp_path / "out" / "runs" / "oktopk-0.h5"
+    command = [sys.executable, "-m", "jobs.experiment", *words, "--set", *steady]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
+        for _ in range(600):
+            if path.exists():
+                with RunReader(path) as reader:
+                    if len(reader.steps()["step"]) > 20:
+                        break
+            time.sleep(0.1)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == 128 + signal.SIGTERM
+    with RunReader(path) as reader:
+        assert reader.status == "interrupted"
+        done = len(reader.steps()["step"])
+    assert done > 20
+    assert main([*words, "--set", *steady]) == 0
+    with RunReader(path) as reader:
+        assert reader.status == "complete"
+        assert reader.segments()["step"].tolist() == [0, done]
+        assert reader.steps()["step"].tolist() == list(range(1, 401))
 
 
 def planned_trials(**replaced: object) -> list[Trial]:

@@ -266,7 +266,7 @@ def test_tables_say_what_was_measured(tmp_path: Path) -> None:
 
 def test_a_method_has_one_colour_everywhere() -> None:
     assert {name: METHODS[name][1] for name in LINES} == {name: colour for name, (colour, _) in LINES.items()}
-    assert len({colour for _, colour in METHODS.values()}) == len(METHODS)
+    assert len({colour for _, colour, _ in METHODS.values()}) == len(METHODS)
     assert {name: STAGES[name] for name in pictures.STAGES} == pictures.STAGES
 
 
