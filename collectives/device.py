@@ -52,11 +52,11 @@ class Kernel:
     def __init__(self, module: Any, name: str, arguments: int) -> None:
         self.name = name
         self._raw = module.get_function(name)  # keeps the module loaded
-        self._function = self._raw.kernel.ptr
+        self.function = self._raw.kernel.ptr
         self._values = (ctypes.c_uint64 * arguments)()
         base = ctypes.addressof(self._values)
         self._pointers = (ctypes.c_void_p * arguments)(*[base + 8 * i for i in range(arguments)])
-        self._launch = _driver().cuLaunchKernel
+        self.launch = _driver().cuLaunchKernel
 
     def __call__(self, blocks: int, rows: int, threads: int, stream: int, arguments: tuple[int, ...]) -> None:
         """Put it on a stream: grid (blocks, rows), so many threads a block.
@@ -65,16 +65,57 @@ class Kernel:
             RuntimeError: the driver refused.
         """
         self._values[:] = list(arguments)
+        status = self.launch(self.function, blocks, rows, 1, threads, 1, 1, 0, stream, self._pointers, None)
+        if status:
+            self.refused(blocks, rows, threads, status)
+
+    def refused(self, blocks: int, rows: int, threads: int, status: int) -> None:
+        """Raise what a launch that the driver refused deserves."""
+        raise RuntimeError(
+            f"cuLaunchKernel of {self.name} in {blocks} x {rows} blocks of {threads}: CUDA error {status}"
+        )
+
+
+class PreparedLaunch:
+    """A launch of a kernel most of whose arguments stay from one to the next.
+
+    Args:
+        kernel: what is launched.
+        arguments: as a kernel takes them; `values` may be changed between launches.
+
+    Attributes:
+        kernel: what is launched.
+        values: uint64[n], the arguments by place.
+    """
+
+    __slots__ = ("_function", "_launch", "_pointers", "kernel", "values")
+
+    def __init__(self, kernel: Kernel, *arguments: int) -> None:
+        self.kernel = kernel
+        self.values = (ctypes.c_uint64 * len(arguments))(*arguments)
+        base = ctypes.addressof(self.values)
+        self._pointers = (ctypes.c_void_p * len(arguments))(*[base + 8 * i for i in range(len(arguments))])
+        self._function, self._launch = kernel.function, kernel.launch
+
+    def __call__(self, blocks: int, threads: int, stream: int, rows: int = 1) -> None:
+        """Put it on a stream: grid (blocks, rows), so many threads a block.
+
+        Raises:
+            RuntimeError: the driver refused.
+        """
         status = self._launch(self._function, blocks, rows, 1, threads, 1, 1, 0, stream, self._pointers, None)
         if status:
-            raise RuntimeError(
-                f"cuLaunchKernel of {self.name} in {blocks} x {rows} blocks of {threads}: CUDA error {status}"
-            )
+            self.kernel.refused(blocks, rows, threads, status)
 
 
 def float_bits(value: float) -> int:
     """A float32 as a kernel argument."""
     return int(np.float32(value).view(np.uint32))
+
+
+def double_bits(value: float) -> int:
+    """A float64 as a kernel argument."""
+    return int(np.float64(value).view(np.uint64))
 
 
 class DeviceEntries:
@@ -138,14 +179,14 @@ class Scan:
     Attributes:
         status, second: device addresses, for kernels with one or two prefixes.
         ticket: device address.
-        epoch, tickets_before: launches and blocks so far.
+        epoch: launches so far.
+        tiles: blocks that it is large enough for.
     """
 
     status: int = 0
     second: int = 0
     ticket: int = 0
     epoch: int = 0
-    tickets_before: int = 0
     tiles: int = 0
     owner: Any = None
 
@@ -167,7 +208,7 @@ class Device:
         self._reports: dict[str, tuple[Any, NDArray[np.uint32]]] = {}
         self._memory: dict[str, Any] = {}
         self._scans: dict[str, Scan] = {}
-        self._last_blocks: dict[str, int] = {}
+        self._epoch = 0
         self._tables: dict[bytes, Any] = {}
 
     def allocate(self, count: int, dtype: Any) -> Any:
@@ -210,13 +251,13 @@ class Device:
             scan = self._scans[name] = Scan(
                 base, base + 8 * grown, base + 16 * grown, tiles=grown, owner=memory
             )
-            blocks = 0
-        else:
-            blocks = self._last_blocks[name]
         scan.epoch += 1
-        scan.tickets_before = (scan.tickets_before + blocks) % 2**32
-        self._last_blocks[name] = tiles
         return scan
+
+    def next_epoch(self) -> int:
+        """Numbers notes among peers, and look-backs; never comes back to one that kernels may still find in memory."""
+        self._epoch += 1
+        return self._epoch
 
     def launch(self, kernel: Kernel, blocks: int, threads: int, *arguments: int, rows: int = 1) -> None:
         """Put a kernel on the stream."""
@@ -257,6 +298,20 @@ class Device:
                 self._tables[key] = cupy.asarray(array)
         return int(self._tables[key].data.ptr)
 
+    def watch(self, words: Any, at: int, epoch: int) -> None:
+        """Wait until a kernel on the stream has announced words[at] of 64 bits, in pinned memory; no longer than that.
+
+        Raises:
+            RuntimeError: a kernel failed, or all ended without a word.
+        """
+        spins = 0
+        while words[at] >> 32 != epoch:
+            spins += 1
+            if spins & 0xFFFF:
+                continue
+            if cupy.cuda.runtime.streamQuery(self.stream.ptr) == 0 and words[at] >> 32 != epoch:
+                raise RuntimeError("the kernels of a step ended without reporting")
+
     def synchronize(self) -> None:
         """Wait for everything on the stream."""
         self.stream.synchronize()
@@ -278,6 +333,10 @@ class DeviceWorkspace:
             memory = self._device.allocate(size, np.uint64)
             buffer = self._buffers[name] = DeviceEntries(self._device, memory.data.ptr, size, memory)
         return buffer[:count]
+
+    def place(self, name: str, entries: DeviceEntries) -> None:
+        """Let the buffer of that name be these entries, until more are asked for."""
+        self._buffers[name] = entries
 
     @property
     def nbytes(self) -> int:

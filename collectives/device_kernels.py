@@ -17,10 +17,19 @@ from numpy.typing import NDArray
 from collectives.device import Device, DeviceEntries, Kernel, compiled, float_bits
 
 _KERNELS = Path(__file__).parent / "kernels"
-_TILE = 4096  # of sum_sorted_lists.cu
-_RUNGS = 65
+NARROWEST, WIDEST = 11, 15  # of region.cuh
+RUNGS = 65
+_ALONE = (0, 0, 0, 0, 0, 0, 0)  # the last arguments of a launch of sum_sorted_lists that speaks to no peers
+_FULL = 1024  # sums that a tile should hold: half of what it may
 _COMPACT_TILE = 2048
+_COLLECT = {"tell_selection": 10, "tell_kept": 5, "collect_region": 12}  # name -> arguments
 _COMPACT_THREADS = 256
+
+
+def tile_shift(entries: int, length: int) -> int:
+    """How wide the tiles of a region of `length` elements should be, as a power of two, where it gets so many entries."""
+    width = _FULL * length // max(1, entries)
+    return min(max(width.bit_length() - 1, NARROWEST), WIDEST)
 
 
 class CountedSums:
@@ -61,15 +70,22 @@ class DeviceKernels:
         self.device = device
         sums = compiled(_KERNELS / "sum_sorted_lists.cu")
         lists = compiled(_KERNELS / "lists.cu")
-        self._tile_cuts = Kernel(sums, "tile_cuts", 6)
-        self._sum_sorted_lists = Kernel(sums, "sum_sorted_lists", 14)
-        self._split_at_least = Kernel(lists, "split_at_least", 13)
+        self._tile_cuts = Kernel(sums, "tile_cuts", 7)
+        self.sum_kernel = Kernel(sums, "sum_sorted_lists", 22)
+        self._split_at_least = Kernel(lists, "split_at_least", 12)
         self._split_points = Kernel(lists, "split_points", 5)
-        self._equal_count_cuts = Kernel(lists, "equal_count_cuts", 4)
+        self.cuts_kernel = Kernel(lists, "equal_count_cuts", 5)
         self._write_block = Kernel(lists, "write_block", 4)
         self._add_values = Kernel(lists, "add_values", 3)
         self._scale_values = Kernel(lists, "scale_values", 3)
-        self._state = device.scratch("sums state", 1 + _RUNGS, np.uint32)
+        self.sums_state = int(device.scratch("sums state", 2 + RUNGS, np.uint32).data.ptr)
+        device.report("sums", 1 + RUNGS)
+        self.sums_report = device.address("sums")
+
+    def collect_kernels(self) -> dict[str, Kernel]:
+        """The kernels of collect.cu, by name."""
+        collect = compiled(_KERNELS / "collect.cu")
+        return {name: Kernel(collect, name, size) for name, size in _COLLECT.items()}
 
     def launch_sums(
         self,
@@ -84,7 +100,8 @@ class DeviceKernels:
     ) -> tuple[int, NDArray[np.uint32]]:
         """Sum, keep, count; waits. Returns (sums kept, uint32[65] sums on each rung)."""
         device, lists = self.device, len(begins)
-        tiles = max(1, -(-(upper - lower) // _TILE))
+        shift = tile_shift(int(ends.sum() - begins.sum()), upper - lower)
+        tiles = max(1, -(-(upper - lower) >> shift))
         ranges = device.post("ranges", np.concatenate([begins, ends]))
         cuts = device.scratch("tile cuts", lists * (tiles + 1), np.uint32).data.ptr
         device.launch(
@@ -96,29 +113,32 @@ class DeviceKernels:
             lists,
             lower,
             tiles,
+            shift,
             cuts,
             rows=lists,
         )
-        report = device.report("sums", 1 + _RUNGS)
+        report = device.report("sums", 1 + RUNGS)
         scan = device.scan("sums", tiles)
         device.launch(
-            self._sum_sorted_lists,
+            self.sum_kernel,
             tiles,
             256,
             pool.pointer,
             cuts,
             lists,
             lower,
+            tiles,
+            shift,
             threshold_bits,
             0 if offsets is None else device.table(offsets),
             out.pointer,
             len(out),
-            self._state.data.ptr,
+            self.sums_state,
             scan.status,
             scan.ticket,
             scan.epoch,
-            scan.tickets_before,
             device.address("sums"),
+            *_ALONE,
         )
         device.synchronize()
         return int(report[0]), report[1:]
@@ -183,7 +203,6 @@ class DeviceKernels:
             scan.second,
             scan.ticket,
             scan.epoch,
-            scan.tickets_before,
             device.address("split"),
         )
         device.synchronize()
@@ -222,11 +241,12 @@ class DeviceKernels:
         device = self.device
         report = device.report("cuts", parts)
         device.launch(
-            self._equal_count_cuts,
+            self.cuts_kernel,
             1,
             128,
             entries.pointer,
             len(entries),
+            0,
             parts,
             device.address("cuts"),
         )

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from collectives.cuda_problems import gpu_problem, pinned_memory
 from collectives.device import Device, DeviceEntries, DeviceWorkspace
 from collectives.device_kernels import DeviceKernels
+from collectives.peer_memory import peer_memory_problem
 from collectives.staging_transport import StagingTransport
 from collectives.traffic import Traffic
 from collectives.transport import Transport
@@ -33,6 +34,9 @@ class DeviceTransport(Transport):
         self.device = device
         self.workspace = DeviceWorkspace(device)  # type: ignore[assignment]
         self.kernels = DeviceKernels(device)  # type: ignore[assignment]
+
+    def find_peers(self, wanted: bool | None) -> str:
+        return _find_peers(self, wanted)
 
     def allocate(self, length: int) -> Any:
         return self.device.allocate(length, np.float32)
@@ -107,8 +111,20 @@ class StagedDeviceTransport(StagingTransport):
         self.workspace = DeviceWorkspace(device)  # type: ignore[assignment]
         self.kernels = DeviceKernels(device)  # type: ignore[assignment]
 
+    def find_peers(self, wanted: bool | None) -> str:
+        return _find_peers(self, wanted)
+
     def allocate(self, length: int) -> Any:
         return self.device.allocate(length, np.float32)
+
+
+def _find_peers(transport: Transport, wanted: bool | None) -> str:
+    """As `Transport.find_peers`: peer memory needs no MPI that knows of devices."""
+    if wanted is False:
+        return "peer memory is not wanted"
+    problem = peer_memory_problem(transport.comm, shared_gpus=bool(wanted))
+    transport.peers = not problem
+    return problem
 
 
 def _address(array: Any) -> int:

@@ -6,6 +6,8 @@ denormal counts as what it is, and a threshold of at least 1 bit never takes a z
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -25,14 +27,17 @@ _GROUP = 8  # flags tested at once while a tile is scanned
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
+_BITS, _FLOAT = struct.Struct("i"), struct.Struct("f")
+
+
 def magnitude_bits(value: float) -> int:
     """Bits of |value| as float32, an integer in [0, 2**31)."""
-    return int(np.float32(value).view(np.int32)) & int(_MAGNITUDE)
+    return int(_BITS.unpack(_FLOAT.pack(value))[0]) & 0x7FFFFFFF
 
 
 def bits_magnitude(bits: int) -> float:
     """The float32 magnitude with these bits."""
-    return float(np.int32(bits).view(np.float32))
+    return float(_FLOAT.unpack(_BITS.pack(bits))[0])
 
 
 def sum_sorted_lists(

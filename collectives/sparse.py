@@ -14,7 +14,7 @@ MAX_LENGTH = 2**31 - 1
 """Largest vector that an int32 index addresses."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SparseVector:
     """A vector of `length` elements, of which `entries` are stored.
 

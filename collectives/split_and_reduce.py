@@ -62,7 +62,7 @@ def split_and_reduce(
     boundaries: NDArray[np.int64],
     transport: Transport,
     flag: bool = False,
-    points: NDArray[np.int64] | None = None,
+    points: Any = None,
     bucket_rounds: int = 8,
     rotate: bool = True,
 ) -> RegionLists:
@@ -93,6 +93,7 @@ def split_and_reduce(
     rank, size = transport.rank, transport.size
     if points is None:
         points = transport.kernels.split_points(packed.entries, boundaries)
+    points = np.asarray(points, np.int64)
     outgoing_counts = np.empty((size, 2), np.int64)
     outgoing_counts[:, 0] = points[1:] - points[:-1]
     outgoing_counts[:, 1] = flag

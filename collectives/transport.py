@@ -84,6 +84,7 @@ class Transport:
         kernels: the module of kernels that fits the arrays this transport moves.
         workspace: scratch for whoever communicates through it.
         traffic: what this rank has sent since `take_traffic`.
+        peers: whether kernels of the ranks may read each other's memory; see `find_peers`.
     """
 
     kernels: ModuleType = host_kernels
@@ -94,11 +95,23 @@ class Transport:
         self.size = comm.Get_size()
         self.workspace = Workspace()
         self.traffic = Traffic()
+        self.peers = False
 
     def close(self) -> None:
         """Free the duplicated communicator. Collective."""
         if self.comm != MPI.COMM_NULL:
             self.comm.Free()
+
+    def find_peers(self, wanted: bool | None) -> str:
+        """Find out whether the ranks can use peer memory, and set `peers`. Collective.
+
+        Args:
+            wanted: True: also where it is slow; None: where it is fast; False: nowhere.
+
+        Returns:
+            Why not, "" if they can.
+        """
+        return "gradients are on the host"
 
     def allocate(self, length: int) -> NDArray[np.float32]:
         """float32[length] where this transport's arrays live, contents undefined."""

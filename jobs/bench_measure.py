@@ -190,34 +190,58 @@ def _run(
     logs: dict[str, _Log],
 ) -> None:
     begun: set[str] = set()
-    for step in range(-course.warmup, course.steps):
-        progress()
-        gradient = device.place(source.next())
-        for contestant, reducer in in_turn(contestants, step):
-            if not course.runs(contestant, step):
-                continue
-            log = logs[contestant.name]
-            given = reducer.load(gradient) if isinstance(reducer, InPlace) else gradient
-            device.finish()
-            if -course.watched <= step < 0 and contestant.name in begun:
-                with device.watch() as growth:
-                    report = reducer.step(given)
-                    device.finish()
-                log.growth[log.exact(report)].append(growth)
-                continue
-            begun.add(contestant.name)
-            comm.Barrier()
-            start = time.perf_counter()
+    block = _BLOCK if device.asynchronous else 1
+    for first in range(-course.warmup, course.steps, block):
+        steps = range(first, min(first + block, course.steps))
+        shared = device.place(source.next()) if block == 1 else None
+        for turn, (contestant, reducer) in enumerate(in_turn(contestants, first // block)):
+            for step in steps:
+                if turn == 0:
+                    progress()
+                if not course.runs(contestant, step):
+                    continue
+                gradient = device.place(source.next()) if shared is None else shared
+                watched = -course.watched <= step < 0 and contestant.name in begun
+                begun.add(contestant.name)
+                _one_step(comm, reducer, gradient, device, logs[contestant.name], watched, step >= 0)
+
+
+def _one_step(
+    comm: MPI.Intracomm,
+    reducer: Reducer,
+    gradient: Any,
+    device: Device,
+    log: _Log,
+    watched: bool,
+    counted: bool,
+) -> None:
+    """One step of one contestant: watched for what it allocates, or timed."""
+    given = reducer.load(gradient) if isinstance(reducer, InPlace) else gradient
+    device.finish()
+    if watched:
+        with device.watch() as growth:
             report = reducer.step(given)
-            returned = time.perf_counter()
             device.finish()
-            finished = time.perf_counter()
-            # with more ranks than cores some start late: a step ends when the last one has
-            comm.Barrier()
-            seconds = time.perf_counter() - start
-            if step >= 0:
-                # what a step left on the device is no stage's time
-                log.add(seconds, report, {"finish": finished - returned} if device.asynchronous else {})
+        log.growth[log.exact(report)].append(growth)
+        return
+    comm.Barrier()
+    start = time.perf_counter()
+    report = reducer.step(given)
+    returned = time.perf_counter()
+    device.finish()
+    finished = time.perf_counter()
+    # with more ranks than cores some start late: a step ends when the last one has. A rank with a core and a GPU of its own
+    # times itself, and the longest counts: a barrier takes a tenth of such a step
+    comm.Barrier()
+    seconds = (finished if device.asynchronous else time.perf_counter()) - start
+    if counted:
+        # what a step left on the device is no stage's time
+        log.add(seconds, report, {"finish": finished - returned} if device.asynchronous else {})
+
+
+_BLOCK = 16
+"""Steps that one contestant runs before the next does, where the host's part in a step counts: as in training, and unlike a
+step between those of others, it finds its code and data in the host's caches."""
 
 
 def in_turn(contestants: Sequence[Any], step: int) -> list[Any]:

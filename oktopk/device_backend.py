@@ -37,6 +37,7 @@ class DeviceBackend:
         self.kernels = DeviceKernels(self.device, gradient_type)
         CollectiveKernels(self.device)  # compiled before ranks wait for each other
         self._gradient_type = gradient_type
+        self._stored = np.dtype(_STORED[gradient_type])
 
     def connect(self, door: Transport) -> Transport:
         """As the protocol says. Says on rank 0 where device memory is staged through the host."""
@@ -68,7 +69,7 @@ class DeviceBackend:
                 f"gradient is a {type(gradient).__name__}, not a cupy array on GPU {self.device.id}: "
                 "cupy.asarray(gradient) copies it there, cupy.from_dlpack(tensor) shares a CUDA tensor's memory"
             )
-        stored = np.dtype(_STORED[self._gradient_type])
+        stored = self._stored
         if gradient.dtype != stored:
             raise TypeError(
                 f"gradient dtype {gradient.dtype} is not {stored}, which holds {self._gradient_type}"
@@ -77,7 +78,7 @@ class DeviceBackend:
             raise ValueError(f"gradient shape {gradient.shape} is not ({length},)")
         if not gradient.flags.c_contiguous:
             raise ValueError("gradient is not contiguous: pass cupy.ascontiguousarray(gradient)")
-        if gradient.device.id != self.device.id:
+        if gradient.data.device_id != self.device.id:
             raise ValueError(
                 f"gradient is on GPU {gradient.device.id}, not on GPU {self.device.id}, the current one at construction: "
                 f"call cupy.cuda.Device({gradient.device.id}).use() before that"

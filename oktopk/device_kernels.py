@@ -6,6 +6,7 @@ reason that `collectives.device_kernels` gives.
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.device import Device, DeviceEntries, Kernel, compiled, float_bits
+from collectives.device import Device, DeviceEntries, Kernel, PreparedLaunch, compiled, float_bits
 from oktopk.host_kernels import LEVELS, Packing
+from oktopk.settings import Settings
 
 _KERNELS = Path(__file__).parent / "kernels"
 _CUDA_TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
 _CHUNK = 1024  # of accumulate_select.cu: elements a warp
 _WARPS = 8
 _GROUP = 128  # chunks that one block compacts
+_MOST_HEADER = 128  # words of a selection's report
+_NO_REGIONS = 2**64 - 1  # -1
 _COMPACT_TILE = 2048
 _COMPACT_THREADS = 256
 
@@ -39,9 +43,86 @@ def _gradient_kernels(gradient_type: str) -> dict[str, Kernel]:
         "copy_scaled": 4,
     }
     return {name: Kernel(passes, name, size) for name, size in sizes.items()} | {
-        "accumulate_select": Kernel(fused, "accumulate_select", 8),
-        "compact_selection": Kernel(fused, "compact_selection", 17),
+        "accumulate_select": Kernel(fused, "accumulate_select", 9),
+        "compact_selection": Kernel(fused, "compact_selection", 23),
     }
+
+
+class SelectLaunches:
+    """The two launches of `accumulate_select`, laid out for vectors and a list of given sizes.
+
+    Attributes:
+        select, compact: what is launched, in this order, on `blocks` and `groups` blocks of `THREADS`.
+    """
+
+    THREADS = 32 * _WARPS
+
+    def __init__(self, kernels: DeviceKernels, width: int, n: int, entries: DeviceEntries) -> None:
+        device = self._device = kernels.device
+        self._header = kernels.header
+        self.sizes = (n, entries.pointer, len(entries))
+        typed = kernels.kernels_for(width)
+        self._stream = device.stream.ptr
+        chunks = -(-n // _CHUNK)
+        self.blocks, self.groups = -(-chunks // _WARPS), -(-chunks // _GROUP)
+        # four times what a chunk holds on average, and at least one for every lane
+        slot = min(_CHUNK, max(32, -(-(4 * _CHUNK * (len(entries) // 2)) // n)))
+        self._slots = device.allocate(chunks * slot, np.uint64)
+        self._counts = device.allocate(chunks, np.uint32)
+        slots, counts, nonfinite = self._slots.data.ptr, self._counts.data.ptr, kernels.nonfinite
+        self.select = PreparedLaunch(
+            typed["accumulate_select"], 0, 0, n, 0, slots, slot, counts, nonfinite, 0
+        )
+        finished = device.scratch("select finished", 1, np.uint32).data.ptr
+        self.compact = PreparedLaunch(
+            typed["compact_selection"],
+            0, n, 0, slots, slot, counts, chunks, entries.pointer, len(entries), 0, _NO_REGIONS, nonfinite, 0, 0, 0,
+            0, finished, 0, 0, 0, 0, 0, 0,
+        )  # fmt: skip
+
+    def among_peers(self, windows: int, ranks: int, rank: int, where: int, step: int) -> SelectLaunches:
+        """The same launches for a step among peers; see peer.cuh.
+
+        Args:
+            where: address of the boundaries.
+            step: address of what changes from step to step, the threshold among it.
+        """
+        mine = copy(self)
+        mine.select = PreparedLaunch(self.select.kernel, *self.select.values)
+        mine.select.values[8] = step
+        mine.compact = PreparedLaunch(self.compact.kernel, *self.compact.values)
+        values, scan = mine.compact.values, self._device.scan("peer select", self.groups)
+        values[9], values[10] = where, ranks
+        values[12], values[13] = scan.status, scan.ticket
+        values[15], values[17] = self._header(ranks), self._device.address("told")
+        values[18], values[19], values[20], values[22] = windows, ranks, rank, step
+        return mine
+
+    def enqueue(self, gradient: int, residual: int, stream: int) -> None:
+        """Put both on a stream."""
+        self.select.values[0], self.select.values[1] = gradient, residual
+        self.select(self.blocks, self.THREADS, stream)
+        self.compact.values[0] = residual
+        self.compact(self.groups, self.THREADS, stream)
+
+    def __call__(
+        self, gradient: int, residual: int, threshold_bits: int, boundaries: tuple[int, int] | None
+    ) -> None:
+        """Launch for this rank alone.
+
+        Args:
+            boundaries: (address, regions) of the regions, where they are known.
+        """
+        scan = self._device.scan("select", self.groups)
+        self.select.values[3] = threshold_bits
+        values = self.compact.values
+        values[2] = threshold_bits
+        values[9], values[10] = boundaries or (0, _NO_REGIONS)
+        values[12], values[13], values[14] = scan.status, scan.ticket, scan.epoch
+        values[15] = self._header(boundaries[1] if boundaries else 0)
+        values[17] = self._device.address("select")
+        self.enqueue(gradient, residual, self._stream)
+        self._device.pending = True
 
 
 class DeviceKernels:
@@ -62,11 +143,12 @@ class DeviceKernels:
         self._typed = {16: _gradient_kernels(gradient_type), 32: _gradient_kernels("float32")}
         select = compiled(_KERNELS / "select.cu")
         apply = compiled(_KERNELS / "apply.cu")
-        self._select_at_least = Kernel(select, "select_at_least", 12)
+        self._select_at_least = Kernel(select, "select_at_least", 11)
         self._magnitude_histogram = Kernel(select, "magnitude_histogram", 8)
-        sizes = {"clear_support": 3, "clear_common": 5, "write_scaled": 4, "add_entries": 3}
+        sizes = {"clear_support": 4, "clear_common": 5, "write_scaled": 4, "add_entries": 3}
         self._apply = {name: Kernel(apply, name, size) for name, size in sizes.items()}
         self._nonfinite = device.scratch("nonfinite", 1, np.uint32)
+        self._launches: dict[int, SelectLaunches] = {}  # by the bytes of a gradient's element
 
     def accumulate_select(
         self,
@@ -77,56 +159,27 @@ class DeviceKernels:
         boundaries: NDArray[np.int64] | None = None,
     ) -> Packing:
         """As the host's; finds where the regions begin on the way."""
-        device, n, kernels = self.device, residual.size, self._of(gradient)
-        chunks = -(-n // _CHUNK)
-        # four times what a chunk holds on average, and at least one for every lane
-        slot = min(_CHUNK, max(32, -(-(4 * _CHUNK * (len(entries) // 2)) // n)))
-        slots = device.scratch("slots", chunks * slot, np.uint64).data.ptr
-        counts = device.scratch("chunk counts", chunks, np.uint32).data.ptr
+        device = self.device
         regions = 0 if boundaries is None else len(boundaries) - 1
-        at = 0 if boundaries is None else device.post("boundaries", boundaries)
-        report = device.report("select", 2 + regions + 1)
-        bits, nonfinite = threshold_bits, self._nonfinite.data.ptr
-        device.launch(
-            kernels["accumulate_select"],
-            -(-chunks // _WARPS),
-            32 * _WARPS,
-            gradient.data.ptr,
-            residual.data.ptr,
-            n,
-            bits,
-            slots,
-            slot,
-            counts,
-            nonfinite,
-        )
-        groups = -(-chunks // _GROUP)
-        scan = device.scan("select", groups)
-        device.launch(
-            kernels["compact_selection"],
-            groups,
-            32 * _WARPS,
-            residual.data.ptr,
-            n,
-            bits,
-            slots,
-            slot,
-            counts,
-            chunks,
-            entries.pointer,
-            len(entries),
-            at,
-            regions if at else -1,
-            nonfinite,
-            scan.status,
-            scan.ticket,
-            scan.epoch,
-            scan.tickets_before,
-            device.address("select"),
-        )
+        where = None if boundaries is None else (device.post("boundaries", boundaries), regions)
+        report = device.report("select", 4 + regions)
+        launches = self.select_launches(gradient, residual.size, entries)
+        launches(gradient.data.ptr, residual.data.ptr, threshold_bits, where)
         device.synchronize()
         found = report[: 3 + regions].tolist()
-        return Packing(found[0], found[1], np.array(found[2:], np.int64) if at else None)
+        return Packing(found[0], found[1], np.array(found[2:], np.int64) if where else None)
+
+    def select_launches(self, gradient: Any, n: int, entries: DeviceEntries) -> SelectLaunches:
+        """What selects from a gradient of this type into this list."""
+        width, sizes = gradient.dtype.itemsize, (n, entries.pointer, len(entries))
+        launches = self._launches.get(width)
+        if launches is None or launches.sizes != sizes:
+            launches = self._launches[width] = SelectLaunches(self, width, n, entries)
+        return launches
+
+    def header(self, regions: int) -> int:
+        """Address of what the last selection reported, for kernels that follow it."""
+        return int(self.device.scratch("select header", max(_MOST_HEADER, 3 + regions), np.uint32).data.ptr)
 
     def accumulate(self, gradient: Any, residual: Any, out: Any) -> int:
         """As the host's."""
@@ -155,7 +208,7 @@ class DeviceKernels:
     def undo_accumulate(self, gradient: Any, residual: Any) -> None:
         """As the host's."""
         n = residual.size
-        kernel = self._of(gradient)["undo_accumulate"]
+        kernel = self.kernels_for(gradient.dtype.itemsize)["undo_accumulate"]
         self.device.launch_for(kernel, n, gradient.data.ptr, residual.data.ptr, n)
 
     def accumulate_momentum(self, gradient: Any, velocity: Any, momentum: float) -> int:
@@ -174,8 +227,16 @@ class DeviceKernels:
     def undo_momentum(self, gradient: Any, velocity: Any, momentum: float) -> None:
         """As the host's."""
         n = velocity.size
-        kernel = self._of(gradient)["undo_momentum"]
+        kernel = self.kernels_for(gradient.dtype.itemsize)["undo_momentum"]
         self.device.launch_for(kernel, n, gradient.data.ptr, velocity.data.ptr, n, float_bits(momentum))
+
+    def peer_step(self, transport: Any, length: int, settings: Settings) -> Any:
+        """What runs Ok-Topk's regular step among GPUs of one host, None where the ranks do not use peer memory."""
+        if not transport.peers:
+            return None
+        from oktopk.peer_step import PeerStep
+
+        return PeerStep(self, transport, length, settings)
 
     def select_at_least(self, vector: Any, threshold_bits: int, ties: int, entries: DeviceEntries) -> int:
         """As the host's."""
@@ -197,7 +258,6 @@ class DeviceKernels:
             scan.second,
             scan.ticket,
             scan.epoch,
-            scan.tickets_before,
             device.address("select at least"),
         )
         device.synchronize()
@@ -233,7 +293,7 @@ class DeviceKernels:
 
     def clear_support(self, vector: Any, entries: DeviceEntries) -> None:
         """As the host's."""
-        self._on_entries("clear_support", vector, entries)
+        self._on_entries("clear_support", vector, entries, 0)
 
     def clear_common(self, vector: Any, mine: DeviceEntries, theirs: DeviceEntries) -> None:
         """As the host's."""
@@ -257,21 +317,31 @@ class DeviceKernels:
 
     def write_block_scaled(self, block: DeviceEntries, scale: float, out: Any) -> None:
         """As the host's."""
-        kernel, n = self._of(out)["copy_scaled"], out.size
+        kernel, n = self.kernels_for(out.dtype.itemsize)["copy_scaled"], out.size
         self.device.launch_for(kernel, n, block.pointer, out.data.ptr, n, float_bits(scale))
 
     def _on_entries(self, name: str, vector: Any, entries: DeviceEntries, *more: Any) -> None:
         count = len(entries)
         self.device.launch_for(self._apply[name], count, vector.data.ptr, entries.pointer, count, *more)
 
-    def _of(self, gradient: Any) -> dict[str, Kernel]:
-        """The kernels for a gradient's type."""
-        return self._typed[8 * gradient.dtype.itemsize]
+    @property
+    def clear_kernel(self) -> Kernel:
+        """The kernel that clears a support."""
+        return self._apply["clear_support"]
+
+    @property
+    def nonfinite(self) -> int:
+        """Address of the count of what is not finite."""
+        return int(self._nonfinite.data.ptr)
+
+    def kernels_for(self, width: int) -> dict[str, Kernel]:
+        """The kernels for gradients of so many bytes an element."""
+        return self._typed[8 * width]
 
     def _counted(self, gradient: Any, name: str, n: int, *arguments: Any) -> int:
         """Run a pass that counts what is not finite; waits."""
         pointer = self._nonfinite.data.ptr
-        self.device.launch_for(self._of(gradient)[name], n, *arguments, pointer)
+        self.device.launch_for(self.kernels_for(gradient.dtype.itemsize)[name], n, *arguments, pointer)
         found = int(cupy.asnumpy(self._nonfinite[:1], stream=self.device.stream)[0])
         self.device.pending = False
         if found:

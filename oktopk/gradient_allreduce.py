@@ -48,6 +48,8 @@ class GradientAllreduce:
         device: "cpu" for NumPy arrays, "cuda" for CuPy arrays on the current GPU.
         gradient_type: "float32"; on a GPU also "bfloat16" or "float16". The update is float32.
         stream: on a GPU, the cupy stream that gradients are produced on; None: the current one.
+        peer_memory: on GPUs of one host, let kernels read each other's memory in regular steps of Ok-Topk. None: where every
+            rank has a GPU of its own; True: also where they share one, which is slow; False: MPI alone.
         problem: what the caller found wrong on this rank alone; every rank then raises it.
         settings: keywords of `oktopk.Settings`.
 
@@ -75,6 +77,7 @@ class GradientAllreduce:
         device: str = "cpu",
         gradient_type: str = "float32",
         stream: Any = None,
+        peer_memory: bool | None = None,
         problem: str = "",
         **settings: Any,
     ) -> None:
@@ -91,6 +94,7 @@ class GradientAllreduce:
             problem = problem or str(error) or type(error).__name__
         resolved = settings if problem else asdict(self.settings)
         means = {"length": length, "method": method, "device": device, "gradient_type": gradient_type}
+        means["peer_memory"] = peer_memory
         try:
             door.agree(means | resolved, problem)
         except ValueError:
@@ -99,6 +103,8 @@ class GradientAllreduce:
         assert backend is not None
         self.backend = backend
         self.transport = backend.connect(door)
+        self.without_peers = self.transport.find_peers(peer_memory)
+        """Why this instance does not use peer memory, in a sentence; "" if it does."""
         self.length = length
         self.method = method
         self.update: NDArray[np.float32] = update
@@ -108,6 +114,7 @@ class GradientAllreduce:
         self.steps = 0
         self._kernels = self.backend.kernels
         self._methods: dict[str, Method] = {}
+        self._settled: tuple[Method, int] | None = None  # the method and its k, once neither changes any more
         self._support: SparseVector | None = None  # where `update` is not zero; None: anywhere
         self._selected: SparseVector | None = None  # what this rank sent, in scratch until the next step
         self._sampler: Sampler | None = None
@@ -157,6 +164,9 @@ class GradientAllreduce:
         changed = k != self._last_k
         corrected, overflowed = self._correct(gradient)
         plan = Plan(
+            support=self._support,
+            clear_out=self._clear_update,
+            velocity=self.velocity,
             k=k,
             exact=changed or self._sparse_steps % settings.threshold_interval == 0,
             new_boundaries=changed or self._sparse_steps % settings.boundary_interval == 0,
@@ -169,8 +179,6 @@ class GradientAllreduce:
         self._sparse_steps += method.sparse
         if method.sparse and self.residual is None:
             self.residual = self.backend.zeros(self.length)
-        self._clear_update(method)
-        stopwatch.lap("apply")
         residual = self.residual if method.sparse or self._pending else None
         try:
             reduction = method.reduce(corrected, residual, self.update, plan)
@@ -181,9 +189,15 @@ class GradientAllreduce:
                 transport.take_traffic()
                 raise NonFiniteGradientError(flagged.ranks, step) from None
             return self._report(step, method, k, None, stopwatch)
-        self._apply(reduction, scale)
-        stopwatch.lap("apply")
-        return self._report(step, method, k, reduction, stopwatch)
+        if reduction.finish is None:
+            self._apply(reduction, scale)
+            stopwatch.lap("apply")
+            return self._report(step, method, k, reduction, stopwatch)
+        self._support, self._selected, self._pending = reduction.update, reduction.selected, True
+        report = self._report(step, method, k, reduction, stopwatch)
+        reduction.finish()  # after all that the host has to do, which costs nothing while the GPU works
+        stopwatch.lap("step")
+        return report
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, copied: plain numbers and arrays."""
@@ -216,7 +230,7 @@ class GradientAllreduce:
         self.transport.agree(common | agreed, problem)
         for method in self._methods.values():
             method.close()
-        self._methods = {}
+        self._methods, self._settled = {}, None
         self.steps = state["steps"]
         self._sparse_steps = state["sparse_steps"]
         self._last_k = state["last_k"]
@@ -241,6 +255,8 @@ class GradientAllreduce:
 
     def _method_at(self, step: int) -> tuple[Method, int]:
         """The method that runs, and its k."""
+        if self._settled is not None:
+            return self._settled
         density = self.settings.density_at(step)
         warming = step < self.settings.dense_warmup_steps
         if self.method == "dense" or warming:
@@ -254,7 +270,10 @@ class GradientAllreduce:
                 )
             self._said_dense = True
             return self._instance("dense"), self.length
-        return self._instance(self.method), entries_kept(density, self.length)
+        found = self._instance(self.method), entries_kept(density, self.length)
+        if step >= self.settings.dense_warmup_steps + self.settings.density_warmup_steps:
+            self._settled = found
+        return found
 
     def _instance(self, name: str) -> Method:
         if name not in self._methods:
@@ -272,9 +291,7 @@ class GradientAllreduce:
             return gradient, True
         return self.velocity, False
 
-    def _clear_update(self, method: Method) -> None:
-        if not method.sparse:
-            return  # overwritten as a whole
+    def _clear_update(self) -> None:
         if self._support is None:
             self.update.fill(0)
         elif self._support.nnz:

@@ -7,6 +7,7 @@ blocks that stay in the first-level cache; no call allocates more than a block.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -23,7 +24,7 @@ _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Packing:
     """The outcome of `accumulate_select`.
 
@@ -35,7 +36,11 @@ class Packing:
 
     nnz: int
     nonfinite: int
-    points: NDArray[np.int64] | None = None
+    points: Any = None
+
+
+def peer_step(transport: Any, length: int, settings: Any) -> None:
+    """No peer memory on the host."""
 
 
 def accumulate_select(

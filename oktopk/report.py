@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from oktopk.measures import Measures
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepReport:
     """One step on one rank.
 
@@ -51,12 +51,18 @@ class StepReport:
         return sum(self.seconds.values())
 
 
-@dataclass
 class Stopwatch:
-    """Time by stage: each lap ends the stage that it names."""
+    """Time by stage: each lap ends the stage that it names.
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    _last: float = field(default_factory=time.perf_counter)
+    Attributes:
+        seconds: stage -> time so far.
+    """
+
+    __slots__ = ("_last", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
 
     def lap(self, stage: str) -> None:
         """Book the time since the last lap on `stage`."""

@@ -13,16 +13,18 @@ from numpy.typing import NDArray
 from collectives.host_kernels import bits_magnitude, magnitude_bits
 from collectives.sparse import SparseVector
 from collectives.transport import Transport
+from oktopk.host_kernels import Packing
 from oktopk.settings import selection_cap
-from oktopk.thresholds import NOTHING, kth_magnitude
+from oktopk.thresholds import NOTHING, OCTAVE, kth_magnitude, learned_trend
 
 _MARGIN = 1.3  # an exact step packs about this times k and finds the k-th largest among them
 _SLOPES = (0.5, 32.0)  # plausible range of -d log(nnz) / d log(threshold)
-_DRIFT = (0.8, 1.25)  # most that the threshold moves after one step
+_FARTHEST = OCTAVE // 3  # bits that the threshold moves after one step, at most: a quarter of its magnitude
+_FOLLOWED = 0.7  # share of a miss that the next threshold makes up for: misses are partly noise
 _ALL = 2**31 - 1
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Selection:
     """What one rank selected in one step.
 
@@ -31,14 +33,14 @@ class Selection:
         nonfinite: elements whose sum was NaN or Inf; they are not packed and their residual is unchanged.
         exact: the threshold was the k-th largest magnitude of this very step.
         threshold: the magnitude that was selected by.
-        points: int64[P + 1], where each region begins in `packed`, if that was found on the way.
+        points: P + 1 integers, where each region begins in `packed`, if that was found on the way.
     """
 
     packed: SparseVector
     nonfinite: int
     exact: bool
     threshold: float
-    points: NDArray[np.int64] | None = None
+    points: Any = None
 
 
 class LocalSelection:
@@ -46,7 +48,8 @@ class LocalSelection:
 
     An exact step packs a little more than k in the one pass, by a lower threshold, and finds the k-th largest in the packed
     list; only when the guess misses does it read the vector again. In between the threshold moves by the ratio of the last
-    count to k, through the slope of the tail measured at the last exact step.
+    count to k, through the slope of the tail measured at the last exact step, and by its own trend: residuals grow for many
+    steps, and a threshold that only followed would always select too much.
 
     Args:
         length: elements of the gradient (n).
@@ -56,12 +59,14 @@ class LocalSelection:
     Attributes:
         bits: the threshold of the next step, None before the first.
         slope: -d log(nnz) / d log(threshold).
+        trend: bits by which the threshold moves from step to step.
         exact_due: the next step must be exact.
     """
 
     def __init__(self, length: int, kernels: ModuleType, transport: Transport) -> None:
         self.bits: int | None = None
         self.slope = 4.0
+        self.trend = 0
         self.exact_due = True
         self._length = length
         self._kernels = kernels
@@ -87,8 +92,28 @@ class LocalSelection:
         """
         buffer = self._transport.workspace.entries("packed", 2 * k + self._kernels.BLOCK)
         exact = exact or self.exact_due or self.bits is None
-        bits = (self._lower_threshold() if exact else self.bits) if self.bits is not None else NOTHING
+        bits = self.lower_threshold() if exact or self.bits is None else self.bits
         packing = self._kernels.accumulate_select(gradient, residual, bits, buffer, boundaries)
+        return self.settle(packing, residual, k, bits, exact, buffer)
+
+    def settle(
+        self,
+        packing: Packing,
+        residual: NDArray[np.float32],
+        k: int,
+        bits: int,
+        exact: bool,
+        buffer: NDArray[np.void],
+    ) -> Selection:
+        """What `select` does after the pass: repack or tighten where the count asks for it, and learn the next threshold.
+
+        Args:
+            packing: the outcome of the pass.
+            residual: float32[n], accumulated.
+            bits: the threshold that was packed by.
+            exact: cut the list down to the exact top k.
+            buffer: ENTRY[2k + a block], where it was packed.
+        """
         nnz, nonfinite, points = packing.nnz, packing.nonfinite, packing.points
         if nonfinite:  # nobody applies this step: learn nothing from it, but start afresh
             self.exact_due = True
@@ -107,16 +132,28 @@ class LocalSelection:
         return Selection(SparseVector(packed, self._length), 0, exact, bits_magnitude(threshold_bits), points)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"bits": self.bits, "slope": self.slope, "exact_due": self.exact_due}
+        return {"bits": self.bits, "slope": self.slope, "trend": self.trend, "exact_due": self.exact_due}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.bits = state["bits"]
         self.slope = state["slope"]
+        self.trend = state["trend"]
         self.exact_due = state["exact_due"]
 
-    def _lower_threshold(self) -> int:
-        assert self.bits is not None
+    def lower_threshold(self) -> int:
+        """Bits that an exact step packs by: a little more than k should reach them."""
+        if self.bits is None:
+            return NOTHING
         return max(1, magnitude_bits(bits_magnitude(self.bits) * _MARGIN ** (-1 / self.slope)))
+
+    def named(self, candidates: int, k: int, lowest: int, bits: int) -> None:
+        """An exact step named `bits`, the k-th largest; so many candidates had reached `lowest`."""
+        if candidates > k and lowest < bits:
+            octaves = math.log(bits_magnitude(bits) / bits_magnitude(lowest))
+            self.slope = min(max(math.log(candidates / k) / octaves, _SLOPES[0]), _SLOPES[1])
+        if self.bits is not None:
+            self.trend = learned_trend(self.trend, bits - self.bits)
+        self.bits, self.exact_due = max(1, min(bits + self.trend, NOTHING - 1)), False
 
     def _repack(self, residual: NDArray[np.float32], k: int, buffer: NDArray[np.void]) -> tuple[int, int]:
         """Pack a superset of the top k that fits the buffer, by a histogram of the whole vector.
@@ -144,20 +181,15 @@ class LocalSelection:
         bits, larger = kth_magnitude(
             lambda level, prefix: kernels.magnitude_histogram(candidates, level, prefix), k
         )
-        self._measure_slope(len(candidates), k, lowest, bits)
-        self.bits, self.exact_due = bits, False
+        self.named(len(candidates), k, lowest, bits)
         ties = selection_cap(k) - larger
         taken = self._transport.kernels.take_at_least(candidates, bits, ties, candidates)
         return candidates[:taken], bits
 
-    def _measure_slope(self, nnz: int, k: int, lowest: int, bits: int) -> None:
-        """Measure the slope between two thresholds and their counts."""
-        if nnz > k and lowest < bits:
-            octaves = math.log(bits_magnitude(bits) / bits_magnitude(lowest))
-            self.slope = min(max(math.log(nnz / k) / octaves, _SLOPES[0]), _SLOPES[1])
-
     def _follow(self, nnz: int, k: int, bits: int) -> None:
         """Move the threshold to where this step's count would have been k."""
         self.exact_due = bool(2 * nnz < k and bits > 1)
-        factor = min(max((nnz / k) ** (1 / self.slope), _DRIFT[0]), _DRIFT[1])
-        self.bits = max(1, min(magnitude_bits(bits_magnitude(bits) * factor), NOTHING - 1))
+        missed = int(math.log2(max(nnz, 1) / k) / self.slope * OCTAVE)
+        self.trend = learned_trend(self.trend, missed)
+        moved = min(max(int(_FOLLOWED * missed) + self.trend, -_FARTHEST), _FARTHEST)
+        self.bits = max(1, min(bits + moved, NOTHING - 1))

@@ -23,11 +23,25 @@ from oktopk.settings import selection_cap
 NOTHING = 0x7F800000
 """Bits that no finite magnitude reaches."""
 
+OCTAVE = 1 << 23
+"""Bits between a magnitude and its double."""
+
 _REACH, _STEP = host_kernels.LADDER_REACH, host_kernels.LADDER_STEP
 # counts exchanged per step: finest near the reused threshold, where gradients may crowd
 _SIDE = np.geomspace(1, _REACH // _STEP, 32).astype(np.int64) * _STEP
-_OFFSETS = np.concatenate([-_SIDE[::-1], [0], _SIDE])
-_MISS = 0.05  # share of k that the nearest rung may be off before the threshold is named exactly, at once
+LADDER = np.concatenate([-_SIDE[::-1], [0], _SIDE])
+"""int64[65], ascending: how far from the reused threshold's bits each rung is."""
+MISS = 0.05
+"""Share of k that the nearest rung may be off before the threshold is named exactly, at once."""
+
+
+_STEADY = 0.2  # share of a miss that counts as trend
+_STEEPEST = OCTAVE // 32  # bits a step: about 2 %
+
+
+def learned_trend(trend: int, missed: int) -> int:
+    """The trend of a threshold, bits a step, after one more step was off by so many bits."""
+    return min(max(trend + int(_STEADY * missed), -_STEEPEST), _STEEPEST)
 
 
 def kth_magnitude(histogram: Callable[[int, int], NDArray[np.int64]], k: int) -> tuple[int, int]:
@@ -57,18 +71,20 @@ def kth_magnitude(histogram: Callable[[int, int], NDArray[np.int64]], k: int) ->
 class GlobalThreshold:
     """The magnitude that a reduced sum must reach to be applied.
 
-    Every exact step names the k-th largest sum. In between the last threshold is reused: the sizes exchange that precedes the
-    allgatherv carries the counts on a ladder of thresholds around it, and the threshold moves to the rung whose count is
-    nearest k when its own is off by more than the tolerance. A ladder that misses makes the step exact. So drift is followed
-    within the step, and the cap holds.
+    Every exact step names the k-th largest sum. In between the last threshold is reused, moved by its own trend: the sizes
+    exchange that precedes the allgatherv carries the counts on a ladder of thresholds around it, and the threshold moves to the
+    rung whose count is nearest k when its own is off by more than the tolerance. A ladder that misses makes the step exact. So
+    drift is followed within the step, and the cap holds.
 
     Attributes:
         bits: the last threshold, None before the first step.
+        trend: bits by which it moves from step to step.
         exact: the last call of `keep` named the exact threshold.
     """
 
     def __init__(self, kernels: ModuleType, drift_tolerance: float) -> None:
         self.bits: int | None = None
+        self.trend = 0
         self.exact = False
         self._kernels = kernels
         self._tolerance = drift_tolerance
@@ -95,47 +111,72 @@ class GlobalThreshold:
         """
         if exact or self.bits is None:
             return self._keep_exact(lists, k)
-        sums = lists.counted(self.bits, _OFFSETS)
+        expected = self.expected
+        sums = lists.counted(expected, LADDER)
         counts = lists.transport.allgather_control(sums.counts)
         totals = counts.sum(axis=0)
-        rung = len(_OFFSETS) // 2
+        nearest = int(np.argmin(np.abs(totals - k)))
+        rung = len(LADDER) // 2
         if abs(totals[rung] - k) > self._tolerance * k:
-            rung = int(np.argmin(np.abs(totals - k)))
-            all_kept = self.bits + _OFFSETS[0] <= 1 and totals[0] <= k
-            if abs(totals[rung] - k) > _MISS * k and not all_kept:
+            rung = nearest
+            all_kept = expected + LADDER[0] <= 1 and totals[0] <= k
+            if abs(totals[rung] - k) > MISS * k and not all_kept:
                 return self._keep_exact(lists, k)
-        self.exact = False
-        self.bits = min(max(self.bits + int(_OFFSETS[rung]), 1), NOTHING - 1)
-        return sums.take(self.bits), counts[:, rung]
+        bits = min(max(expected + int(LADDER[rung]), 1), NOTHING - 1)
+        self.follow(bits, int(LADDER[nearest]))
+        return sums.take(bits), counts[:, rung]
+
+    @property
+    def expected(self) -> int:
+        """Bits of the threshold that the next regular step tries first."""
+        assert self.bits is not None
+        return min(max(self.bits + self.trend, 1), NOTHING - 1)
+
+    def follow(self, bits: int, missed: int) -> None:
+        """A regular step kept what reaches `bits`; the threshold expected was so many bits below the best one."""
+        self.trend = learned_trend(self.trend, missed)
+        self.bits, self.exact = bits, False
+
+    @property
+    def lowest(self) -> int:
+        """Bits that a sum must reach to be looked at when the threshold is named exactly."""
+        return 1 if self.bits is None else max(1, self.expected + int(LADDER[0]))
+
+    def named(self, bits: int) -> None:
+        """An exact step named `bits`, the k-th largest."""
+        if self.bits is not None:
+            self.trend = learned_trend(self.trend, bits - self.expected)
+        self.bits, self.exact = bits, True
 
     def state_dict(self) -> dict[str, Any]:
-        return {"bits": self.bits}
+        return {"bits": self.bits, "trend": self.trend}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.bits = state["bits"]
+        self.trend = state["trend"]
 
     def _keep_exact(self, lists: RegionLists, k: int) -> tuple[NDArray[np.void], NDArray[np.int64]]:
         transport = lists.transport
-        self.exact = True
-        lowest = 1 if self.bits is None else max(1, self.bits + int(_OFFSETS[0]))
+        lowest = self.lowest
         while True:
             sums = lists.sums(lowest)
 
             def histogram(level: int, prefix: int, sums: NDArray[np.void] = sums) -> NDArray[np.int64]:
                 return transport.allreduce_control(self._kernels.magnitude_histogram(sums, level, prefix))
 
-            self.bits, _ = kth_magnitude(histogram, k)
-            if self.bits >= lowest or lowest == 1:
+            bits, _ = kth_magnitude(histogram, k)
+            if bits >= lowest or lowest == 1:
                 break
             lowest = 1  # fewer than k sums reach the lowest rung
-        counts = _counts(sums, np.array([self.bits, self.bits + 1], np.int32), lists)
+        self.named(bits)
+        counts = _counts(sums, np.array([bits, bits + 1], np.int32), lists)
         at_least, above = counts[:, 0], counts[:, 1]
         ties = at_least - above
         allowed = max(0, selection_cap(k) - int(above.sum()))
         before = np.cumsum(ties) - ties
         ties = np.clip(allowed - before, 0, ties)
         rank = transport.rank
-        return _take(sums, self.bits, int(ties[rank]), lists), above + ties
+        return _take(sums, bits, int(ties[rank]), lists), above + ties
 
 
 def _counts(sums: NDArray[np.void], edges: NDArray[np.int32], lists: RegionLists) -> NDArray[np.int64]:

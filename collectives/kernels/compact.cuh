@@ -12,7 +12,7 @@ constexpr int COMPACT_TILE = COMPACT_THREADS * COMPACT_ROWS;
 struct Scan {
   unsigned long long* status;
   unsigned* ticket;
-  unsigned epoch, tickets_before;
+  unsigned epoch;
 };
 
 // Exclusive place of each flag in tile order (row by row, then by thread), the tiles before included. All threads call.
@@ -65,7 +65,7 @@ __device__ void compact(const Source& source, long long n, unsigned threshold, u
                         volatile unsigned* report) {
   __shared__ unsigned counts[COMPACT_ROWS * COMPACT_WARPS];
   __shared__ unsigned shared_tile, offset, total;
-  if (threadIdx.x == 0) shared_tile = atomicAdd(tie_scan.ticket, 1u) - tie_scan.tickets_before;
+  if (threadIdx.x == 0) shared_tile = draw_ticket(tie_scan.ticket);
   __syncthreads();
   const unsigned tile = shared_tile;
   const long long start = static_cast<long long>(tile) * COMPACT_TILE + threadIdx.x;

@@ -16,9 +16,9 @@ struct ListSource {
 extern "C" __global__ void __launch_bounds__(COMPACT_THREADS)
     split_at_least(const Entry* entries, long long n, unsigned threshold, unsigned ties, Entry* kept, unsigned capacity,
                    Entry* rest, unsigned long long* tie_status, unsigned long long* kept_status, unsigned* ticket,
-                   unsigned epoch, unsigned tickets_before, volatile unsigned* report) {
-  const Scan tie_scan{tie_status, ticket, epoch, tickets_before};
-  const Scan kept_scan{kept_status, ticket, epoch, tickets_before};
+                   unsigned epoch, volatile unsigned* report) {
+  const Scan tie_scan{tie_status, ticket, epoch};
+  const Scan kept_scan{kept_status, ticket, epoch};
   compact(ListSource{entries}, n, threshold, ties, kept, capacity, rest, tie_scan, kept_scan, report);
 }
 
@@ -28,9 +28,10 @@ extern "C" __global__ void split_points(const Entry* __restrict__ entries, long 
   for (int i = threadIdx.x; i < count; i += blockDim.x) report[i] = lower_bound(entries, 0, n, boundaries[i]);
 }
 
-// report[i] = index of entry n·(i + 1) / parts
-extern "C" __global__ void equal_count_cuts(const Entry* __restrict__ entries, long long n, int parts,
-                                            volatile unsigned* report) {
+// report[i] = index of entry n·(i + 1) / parts; n is count[0] unless null
+extern "C" __global__ void equal_count_cuts(const Entry* __restrict__ entries, long long n,
+                                            const unsigned* __restrict__ count, int parts, volatile unsigned* report) {
+  if (count) n = *count;
   for (int i = threadIdx.x; i + 1 < parts; i += blockDim.x) report[i] = entries[n * (i + 1) / parts].x;
 }
 

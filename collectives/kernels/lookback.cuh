@@ -3,8 +3,7 @@
 // status[tile] packs (epoch, state, count) in 64 bits, so that one load sees all three and no launch has to clear the array:
 // a state of an earlier epoch counts as not there yet. Counts are below 2^32, epochs below 2^30.
 //
-// Blocks take their tiles in the order in which they start, by a ticket that is never reset (the host knows how many were drawn
-// before), so that every tile looked at belongs to a block that runs.
+// Blocks take their tiles in the order in which they start, by a ticket, so that every tile looked at belongs to a block that runs.
 #pragma once
 
 #include "coo.cuh"
@@ -23,6 +22,13 @@ __device__ __forceinline__ unsigned long long load_status(const unsigned long lo
 
 __device__ __forceinline__ void store_status(unsigned long long* status, unsigned long long word) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(status), "l"(word) : "memory");
+}
+
+// The next ticket of a launch of gridDim.x blocks. Who draws the last one leaves the counter at zero for the next launch.
+__device__ __forceinline__ unsigned draw_ticket(unsigned* ticket) {
+  const unsigned drawn = atomicAdd(ticket, 1u);
+  if (drawn == gridDim.x - 1) *ticket = 0;
+  return drawn;
 }
 
 // Called by one whole warp. Returns, on every lane, the sum of the counts of tiles 0 .. tile-1.

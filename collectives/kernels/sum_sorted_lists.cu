@@ -5,154 +5,279 @@
 //          report[1 + RUNGS] in host memory: sums kept, and sums on each rung.
 // Units    threshold: bits of the smallest magnitude to keep, >= 1. Rung r holds what reaches threshold + offsets[r] and not
 //          threshold + offsets[r + 1], both clipped to finite nonzero magnitudes; offsets[RUNGS] ascend; null: no ladder.
-// Launch   tile_cuts: a thread a cut, lists in y. sum_sorted_lists: tiles = max(1, ceil((upper - lower) / TILE)) blocks of
-//          THREADS; `state` zeroed once; status, ticket, epoch, tickets_before as in lookback.cuh.
+//          A tile is 2^shift elements, NARROWEST <= shift <= WIDEST.
+// Launch   tile_cuts: a thread a cut, lists in y. sum_sorted_lists: at least tiles = max(1, ceil((upper - lower) / 2^shift)) blocks
+//          of THREADS; `state` zeroed once; status, ticket, epoch as in lookback.cuh.
+// Peers    windows null: none. With `decision` a launch does nothing when the step stops; with `again` it also does nothing
+//          unless the ranks decided on another threshold, which it then takes. Otherwise its last block tells the peers: COUNTED
+//          with the rungs, or KEPT. With `step`, threshold, lower, tiles and epochs are those it says.
 // Order    out ascends by index. Every sum is taken in list order: lists one after the other, an index at most once in each,
 //          so that no atomics are needed and the result depends on the lists alone.
-// Overflow what does not fit `out` is counted, not written. NaN cannot come in; an overflow to Inf is kept.
-// Traffic  8 bytes an entry read once, 8 a kept sum written. The tile of sums lives in shared memory.
+// Overflow what does not fit `out` is counted, not written. A tile with more than MOST sums is done in narrow windows, each
+//          twice. NaN cannot come in; an overflow to Inf is kept.
+// Traffic  8 bytes an entry read twice, the second time from cache, 8 a kept sum written. Shared memory holds a bitmap of the tile
+//          and its sums side by side: what is not there costs a bit.
 
-#include "coo.cuh"
 #include "lookback.cuh"
+#include "peer.cuh"
+#include "region.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
-constexpr int ROWS = 16;
-constexpr int TILE = THREADS * ROWS;
-constexpr int RUNGS = 65;
-constexpr int AHEAD = 4;  // lists whose entries are fetched before they are added
+constexpr int MOST = 1 << NARROWEST;  // sums of a window
+constexpr int ROWS = MOST / THREADS;
+constexpr int WORDS = (1 << WIDEST) / 32;
+constexpr int EACH = WORDS / THREADS;  // words of the bitmap a thread
+constexpr int AHEAD = 4;               // lists whose entries are fetched before they are added
 
 struct State {
-  unsigned finished;
+  unsigned finished, kept;
   unsigned rungs[RUNGS];
 };
 
 // cuts[list][tile]: where tile `tile` begins in each list; tiles + 1 cuts a list. One thread a cut.
 extern "C" __global__ void tile_cuts(const Entry* __restrict__ pool, const long long* __restrict__ ranges, int lists,
-                                     long long lower, int tiles, unsigned* __restrict__ cuts) {
+                                     long long lower, int tiles, int shift, unsigned* __restrict__ cuts) {
   const int tile = blockIdx.x * blockDim.x + threadIdx.x;
   const int list = blockIdx.y;
   if (tile > tiles) return;
   cuts[static_cast<long long>(list) * (tiles + 1) + tile] =
-      lower_bound(pool, ranges[list], ranges[lists + list], lower + static_cast<long long>(tile) * TILE);
+      lower_bound(pool, ranges[list], ranges[lists + list], lower + (static_cast<long long>(tile) << shift));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 8)
-    sum_sorted_lists(const Entry* __restrict__ pool, const unsigned* __restrict__ cuts, int lists, long long lower,
-                     unsigned threshold, const long long* __restrict__ offsets, Entry* __restrict__ out, unsigned capacity,
-                     State* state, unsigned long long* status, unsigned* ticket, unsigned epoch,
-                     unsigned tickets_before, volatile unsigned* report) {
-  __shared__ float sums[TILE];
-  __shared__ unsigned rungs[RUNGS], edge[RUNGS];
-  __shared__ unsigned counts[ROWS * WARPS];
-  __shared__ unsigned shared_tile, tile_offset, last;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  if (threadIdx.x == 0) shared_tile = atomicAdd(ticket, 1u) - tickets_before;
-  for (int i = threadIdx.x; i < TILE; i += THREADS) sums[i] = 0.0f;
-  for (int i = threadIdx.x; i < RUNGS; i += THREADS) {
-    rungs[i] = 0;
-    const long long bits = static_cast<long long>(threshold) + (offsets ? offsets[i] : INFINITY_BITS);
-    edge[i] = !offsets ? INFINITY_BITS + 1 : bits < 1 ? 1 : bits < INFINITY_BITS ? bits : INFINITY_BITS - 1;
-  }
-  __syncthreads();
-  const unsigned tile = shared_tile;
-  const long long start = lower + static_cast<long long>(tile) * TILE;
-  for (int first = 0; first < lists; first += AHEAD) {
-    Entry ahead[AHEAD];
-    unsigned at[AHEAD], end[AHEAD];
-#pragma unroll
-    for (int j = 0; j < AHEAD; ++j) {
-      at[j] = end[j] = 0;
-      if (first + j < lists) {
-        const unsigned* cut = cuts + static_cast<long long>(first + j) * (gridDim.x + 1) + tile;
-        at[j] = cut[0] + threadIdx.x;
-        end[j] = cut[1];
-      }
-      if (at[j] < end[j]) ahead[j] = __ldcs(pool + at[j]);
-    }
-#pragma unroll
-    for (int j = 0; j < AHEAD; ++j) {
-      if (first + j >= lists) break;
-      if (at[j] < end[j]) {
-        float& sum = sums[ahead[j].x - start];
-        sum = add(sum, entry_value(ahead[j]));
-      }
-      for (unsigned more = at[j] + THREADS; more < end[j]; more += THREADS) {
-        const Entry entry = __ldcs(pool + more);
-        float& sum = sums[entry.x - start];
-        sum = add(sum, entry_value(entry));
-      }
-      __syncthreads();
-    }
-  }
+struct Shared {
+  float sums[MOST];
+  unsigned present[WORDS];          // one bit an element of the window
+  unsigned short before[WORDS];     // bits before each word
+  unsigned short element[MOST];     // of each sum, within the window
+  unsigned counts[ROWS * WARPS], warp_totals[WARPS];
+  unsigned rungs[RUNGS], edge[RUNGS];
+  unsigned tile, offset, total, last;
+};
 
-  unsigned kept = 0;  // one bit a row
+// The sums of [start, start + width), packed in order; returns how many there are. Where that is more than MOST none are made.
+__device__ unsigned sum_window(Shared& shared, const Entry* __restrict__ pool, const unsigned* __restrict__ cuts, int lists,
+                               int tiles, unsigned tile, long long start, unsigned width) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const auto each_entry = [&](auto&& use, bool in_order) {
+    for (int first = 0; first < lists; first += AHEAD) {
+      Entry ahead[AHEAD];
+      unsigned at[AHEAD], end[AHEAD];
+#pragma unroll
+      for (int j = 0; j < AHEAD; ++j) {
+        at[j] = end[j] = 0;
+        if (first + j < lists) {
+          const unsigned* cut = cuts + static_cast<long long>(first + j) * (tiles + 1) + tile;
+          at[j] = cut[0] + threadIdx.x;
+          end[j] = cut[1];
+        }
+        if (at[j] < end[j]) ahead[j] = pool[at[j]];
+      }
+#pragma unroll
+      for (int j = 0; j < AHEAD; ++j) {
+        if (first + j >= lists) break;
+        if (at[j] < end[j]) use(ahead[j]);
+        for (unsigned more = at[j] + THREADS; more < end[j]; more += THREADS) use(pool[more]);
+        if (in_order) __syncthreads();
+      }
+    }
+  };
+  __syncthreads();  // nobody reads the last window any more
+  for (unsigned i = threadIdx.x; i < width / 32; i += THREADS) shared.present[i] = 0;
+  __syncthreads();
+  each_entry(
+      [&](Entry entry) {
+        const unsigned long long place = entry.x - start;
+        if (place < width) atomicOr(&shared.present[place >> 5], 1u << (place & 31));
+      },
+      false);
+  __syncthreads();
+  unsigned bits[EACH], total = 0;
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const unsigned word = threadIdx.x * EACH + i;
+    bits[i] = total;
+    total += word < width / 32 ? __popc(shared.present[word]) : 0;
+  }
+  unsigned inclusive = total;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const unsigned other = __shfl_up_sync(FULL_WARP, inclusive, d);
+    if (lane >= d) inclusive += other;
+  }
+  if (lane == 31) shared.warp_totals[warp] = inclusive;
+  __syncthreads();
+  unsigned sums = 0, base = inclusive - total;
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) {
+    if (w < warp) base += shared.warp_totals[w];
+    sums += shared.warp_totals[w];
+  }
+  if (sums > MOST) return sums;
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const unsigned word = threadIdx.x * EACH + i;
+    if (word < width / 32) shared.before[word] = base + bits[i];
+  }
+  for (unsigned i = threadIdx.x; i < sums; i += THREADS) shared.sums[i] = 0.0f;
+  __syncthreads();
+  each_entry(
+      [&](Entry entry) {
+        const unsigned long long place = entry.x - start;
+        if (place >= width) return;
+        const unsigned word = place >> 5, below = (1u << (place & 31)) - 1;
+        const unsigned at = shared.before[word] + __popc(shared.present[word] & below);
+        shared.sums[at] = add(shared.sums[at], entry_value(entry));
+        shared.element[at] = static_cast<unsigned short>(place);
+      },
+      true);
+  return sums;
+}
+
+// Which of this thread's sums reach the threshold, a bit a row; counts the rungs, and the kept of each row and warp.
+__device__ unsigned pick(Shared& shared, unsigned sums, unsigned threshold, bool count_rungs) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  unsigned kept = 0;
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {
-    const unsigned bits = magnitude(sums[row * THREADS + threadIdx.x]);
+    const unsigned at = row * THREADS + threadIdx.x;
+    const unsigned bits = at < sums ? magnitude(shared.sums[at]) : 0;
     const bool keep = bits >= threshold;
     kept |= static_cast<unsigned>(keep) << row;
     const unsigned votes = __ballot_sync(FULL_WARP, keep);
-    if (lane == 0) counts[row * WARPS + warp] = __popc(votes);
-    if (bits >= edge[0]) {
+    if (lane == 0) shared.counts[row * WARPS + warp] = __popc(votes);
+    if (count_rungs && bits >= shared.edge[0]) {
       int low = 0, high = RUNGS;  // the last edge that is reached
       while (high - low > 1) {
         const int middle = (low + high) >> 1;
-        if (bits >= edge[middle])
+        if (bits >= shared.edge[middle])
           low = middle;
         else
           high = middle;
       }
-      atomicAdd(&rungs[low], 1u);
+      atomicAdd(&shared.rungs[low], 1u);
     }
   }
   __syncthreads();
-  if (warp == 0) {
-    constexpr int EACH = ROWS * WARPS / 32;
-    unsigned mine[EACH], total = 0;
+  return kept;
+}
+
+// Turns the counts into places; returns their sum. Called by one warp.
+__device__ unsigned place_rows(Shared& shared, int lane) {
+  constexpr int COUNTS_EACH = ROWS * WARPS / 32;
+  unsigned mine[COUNTS_EACH], sum = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-      mine[i] = total;
-      total += counts[lane * EACH + i];
-    }
-    unsigned inclusive = total;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const unsigned other = __shfl_up_sync(FULL_WARP, inclusive, d);
-      if (lane >= d) inclusive += other;
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) counts[lane * EACH + i] = inclusive - total + mine[i];
-    const unsigned whole = __shfl_sync(FULL_WARP, inclusive, 31);
-    const unsigned offset = look_back(status, tile, whole, epoch, lane);
-    if (lane == 0) {
-      tile_offset = offset;
-      if (tile == gridDim.x - 1) report[0] = offset + whole;
-    }
+  for (int i = 0; i < COUNTS_EACH; ++i) {
+    mine[i] = sum;
+    sum += shared.counts[lane * COUNTS_EACH + i];
   }
-  for (int i = threadIdx.x; i < RUNGS; i += THREADS)
-    if (rungs[i]) atomicAdd(&state->rungs[i], rungs[i]);
-  __syncthreads();
+  unsigned inclusive = sum;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const unsigned other = __shfl_up_sync(FULL_WARP, inclusive, d);
+    if (lane >= d) inclusive += other;
+  }
+#pragma unroll
+  for (int i = 0; i < COUNTS_EACH; ++i) shared.counts[lane * COUNTS_EACH + i] = inclusive - sum + mine[i];
+  return __shfl_sync(FULL_WARP, inclusive, 31);
+}
+
+__device__ void write_kept(const Shared& shared, unsigned kept, unsigned offset, long long start, Entry* __restrict__ out,
+                           unsigned capacity) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {
     const bool keep = kept >> row & 1;
     const unsigned votes = __ballot_sync(FULL_WARP, keep);
     if (keep) {
-      const unsigned place =
-          tile_offset + counts[row * WARPS + warp] + __popc(votes & ((1u << lane) - 1));
-      const int at = row * THREADS + threadIdx.x;
-      if (place < capacity) out[place] = make_entry(static_cast<int>(start) + at, sums[at]);
+      const unsigned place = offset + shared.counts[row * WARPS + warp] + __popc(votes & ((1u << lane) - 1));
+      const unsigned at = row * THREADS + threadIdx.x;
+      if (place < capacity) out[place] = make_entry(static_cast<int>(start) + shared.element[at], shared.sums[at]);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 6)
+    sum_sorted_lists(const Entry* __restrict__ pool, const unsigned* __restrict__ cuts, int lists, long long lower,
+                     int tiles, int shift, unsigned threshold, const long long* __restrict__ offsets,
+                     Entry* __restrict__ out, unsigned capacity, State* state, unsigned long long* status, unsigned* ticket,
+                     unsigned epoch, volatile unsigned* report, const unsigned* decision, int again,
+                     const unsigned long long* windows, int ranks, int rank, unsigned note_epoch,
+                     const unsigned* __restrict__ step) {
+  __shared__ Shared shared;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  if (threadIdx.x == 0) shared.tile = draw_ticket(ticket);  // even if there is nothing to do
+  if (decision && (decision[STOP] || (again && !decision[AGAIN]))) return;
+  if (step) {
+    note_epoch = step[EPOCH];
+    epoch = 2 * note_epoch + again;
+    threshold = step[GLOBAL_BITS];
+    lower = step[LOWER];
+    tiles = step[TILES];
+  }
+  if (again) threshold = decision[BITS];
+  for (int i = threadIdx.x; i < RUNGS; i += THREADS) {
+    shared.rungs[i] = 0;
+    const long long bits = static_cast<long long>(threshold) + (offsets ? offsets[i] : INFINITY_BITS);
+    shared.edge[i] = !offsets ? INFINITY_BITS + 1 : bits < 1 ? 1 : bits < INFINITY_BITS ? bits : INFINITY_BITS - 1;
+  }
+  __syncthreads();
+  const unsigned tile = shared.tile;
+  if (tile >= static_cast<unsigned>(tiles)) return;
+  const long long start = lower + (static_cast<long long>(tile) << shift);
+  const unsigned width = 1u << shift;
+  const unsigned sums = sum_window(shared, pool, cuts, lists, tiles, tile, start, width);
+  unsigned kept = 0, whole = 0;
+  if (sums <= MOST) {
+    kept = pick(shared, sums, threshold, true);
+    if (warp == 0) whole = place_rows(shared, lane);
+  } else {
+    for (unsigned at = 0; at < width; at += MOST) {
+      pick(shared, sum_window(shared, pool, cuts, lists, tiles, tile, start + at, MOST), threshold, true);
+      if (warp == 0) whole += place_rows(shared, lane);
+    }
+  }
+  if (warp == 0) {
+    const unsigned offset = look_back(status, tile, whole, epoch, lane);
+    if (lane == 0) {
+      shared.offset = offset;
+      if (tile == tiles - 1) state->kept = offset + whole;
+    }
+  }
+  for (int i = threadIdx.x; i < RUNGS; i += THREADS)
+    if (shared.rungs[i]) atomicAdd(&state->rungs[i], shared.rungs[i]);
+  __syncthreads();
+  if (sums <= MOST) {
+    write_kept(shared, kept, shared.offset, start, out, capacity);
+  } else {
+    for (unsigned at = 0; at < width; at += MOST) {
+      kept = pick(shared, sum_window(shared, pool, cuts, lists, tiles, tile, start + at, MOST), threshold, false);
+      if (warp == 0) {
+        const unsigned these = place_rows(shared, lane);
+        if (lane == 0) shared.total = these;
+      }
+      __syncthreads();
+      write_kept(shared, kept, shared.offset, start + at, out, capacity);
+      __syncthreads();
+      if (threadIdx.x == 0) shared.offset += shared.total;
     }
   }
   // the last block to finish reports the ladder, and leaves it at zero for the next launch
   __threadfence();
-  if (threadIdx.x == 0) last = atomicAdd(&state->finished, 1u) == gridDim.x - 1;
   __syncthreads();
-  if (last) {
+  if (threadIdx.x == 0) shared.last = atomicAdd(&state->finished, 1u) == tiles - 1;
+  __syncthreads();
+  if (shared.last) {
+    __threadfence();
     for (int i = threadIdx.x; i < RUNGS; i += THREADS) {
-      report[1 + i] = atomicExch(&state->rungs[i], 0u);
+      shared.rungs[i] = atomicExch(&state->rungs[i], 0u);
+      report[1 + i] = shared.rungs[i];
     }
-    if (threadIdx.x == 0) state->finished = 0;
-    __threadfence_system();
+    if (threadIdx.x == 0) {
+      report[0] = *const_cast<volatile unsigned*>(&state->kept);
+      state->finished = 0;
+    }
+    __syncthreads();
+    if (windows) tell_peers(windows, ranks, rank, again ? KEPT : COUNTED, shared.rungs, again ? 0 : RUNGS, note_epoch);
   }
 }

@@ -4,11 +4,13 @@
 // other. The second turns the slots into one list, in O(k): it finds each chunk's offset by look-back over the counts.
 //
 // Shapes   gradient[n] (GRADIENT: float, __nv_bfloat16 or __half), residual[n] float, slots[chunks][slot] COO, counts[chunks],
-//          entries[capacity] COO, boundaries[regions + 1]; report[2 + regions + 1] in host memory: nnz, nonfinite, and where
-//          each region begins in `entries`.
+//          entries[capacity] COO, boundaries[regions + 1]; header[2 + regions + 1], and the same in host memory as report: nnz,
+//          nonfinite, and where each region begins in `entries`; among peers as `announce` writes it.
 // Units    threshold: bits of a float32 magnitude, >= 1, so that a zero of either sign is never packed.
 // Launch   add: ceil(chunks / (THREADS / 32)) blocks of THREADS, chunks = ceil(n / CHUNK).
-//          compact: ceil(chunks / GROUP) blocks of THREADS; status, ticket, epoch, tickets_before as in lookback.cuh.
+//          compact: ceil(chunks / GROUP) blocks of THREADS; finished[1] zeroed once; status, ticket, epoch as in
+//          lookback.cuh. Its last block tells the peers, SELECTED with the header, unless windows is null.
+//          With `step`, threshold and epochs are those it says.
 // Order    entries ascend by index.
 // Overflow a chunk with more hits than its slot holds is read again from the residual. Entries beyond `capacity` are counted in
 //          report[0], not written.
@@ -19,6 +21,7 @@
 #include "coo.cuh"
 #include "gradient.cuh"
 #include "lookback.cuh"
+#include "peer.cuh"
 
 constexpr int THREADS = 256;
 constexpr int VECTORS = 8;  // of 4 elements, per lane
@@ -27,7 +30,8 @@ constexpr int CHUNK = 32 * VECTORS * 4;  // elements a warp
 extern "C" __global__ void __launch_bounds__(THREADS)
     accumulate_select(const GRADIENT* __restrict__ gradient, float* __restrict__ residual, long long n,
                       unsigned threshold, Entry* __restrict__ slots, unsigned slot, unsigned* __restrict__ counts,
-                      unsigned* nonfinite_total) {
+                      unsigned* nonfinite_total, const unsigned* __restrict__ step) {
+  if (step) threshold = step[LOCAL_BITS];
   const int lane = threadIdx.x & 31;
   const unsigned chunk = blockIdx.x * (THREADS / 32) + (threadIdx.x >> 5);
   const long long start = static_cast<long long>(chunk) * CHUNK;
@@ -108,10 +112,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                       const Entry* __restrict__ slots, unsigned slot, const unsigned* __restrict__ counts,
                       unsigned chunks, Entry* entries, unsigned capacity, const long long* __restrict__ boundaries,
                       int regions, unsigned* nonfinite_total, unsigned long long* status, unsigned* ticket,
-                      unsigned epoch, unsigned tickets_before, volatile unsigned* report) {
+                      unsigned epoch, unsigned* header, unsigned* finished,
+                      volatile unsigned* report, const unsigned long long* windows, int ranks, int rank,
+                      unsigned note_epoch, const unsigned* __restrict__ step) {
   __shared__ unsigned offsets[GROUP + 1];  // of each chunk, within the group
-  __shared__ unsigned group, group_offset;
-  if (threadIdx.x == 0) group = atomicAdd(ticket, 1u) - tickets_before;
+  __shared__ unsigned group, group_offset, last;
+  if (threadIdx.x == 0) group = draw_ticket(ticket);
+  if (step) {
+    threshold = step[LOCAL_BITS];
+    epoch = note_epoch = step[EPOCH];
+  }
   __syncthreads();
   const unsigned first = group * GROUP;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -138,8 +148,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       offsets[GROUP] = whole;
       group_offset = before;
       if (group == gridDim.x - 1) {
-        report[0] = before + whole;
-        report[1] = atomicExch(nonfinite_total, 0u);
+        header[0] = before + whole;
+        header[1] = atomicExch(nonfinite_total, 0u);
       }
     }
   }
@@ -148,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (unsigned at = threadIdx.x; at < offsets[GROUP]; at += THREADS) {
     int low = 0, high = GROUP;  // the last chunk that begins at or before `at`
 #pragma unroll
-    for (int step = 0; step < 7; ++step) {
+    for (int halving = 0; halving < 7; ++halving) {
       const int middle = (low + high) >> 1;
       if (offsets[middle] <= at)
         low = middle;
@@ -190,10 +200,25 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const long long chunk = boundary / CHUNK - first;
     const bool past_the_end = boundary >= static_cast<long long>(chunks) * CHUNK && group == gridDim.x - 1;
     if (past_the_end) {
-      report[2 + region] = group_offset + offsets[GROUP];
+      header[2 + region] = group_offset + offsets[GROUP];
     } else if (chunk >= 0 && chunk < GROUP && first + chunk < chunks) {
       const unsigned begin = group_offset + offsets[chunk], end = group_offset + offsets[chunk + 1];
-      report[2 + region] = lower_bound(entries, begin < capacity ? begin : capacity, end < capacity ? end : capacity, boundary);
+      header[2 + region] = lower_bound(entries, begin < capacity ? begin : capacity, end < capacity ? end : capacity, boundary);
     }
   }
+  // the last block to finish reports
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicAdd(finished, 1u) == gridDim.x - 1;
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  if (threadIdx.x == 0) *finished = 0;
+  const volatile unsigned* found = header;
+  if (!windows) {
+    for (int i = threadIdx.x; i < 3 + regions; i += THREADS) report[i] = found[i];
+    return;
+  }
+  tell_peers(windows, ranks, rank, SELECTED, header, 3 + regions, note_epoch);
+  for (int i = threadIdx.x; i < 3 + regions; i += THREADS) announce(report, i, found[i], note_epoch);
 }

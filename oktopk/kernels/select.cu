@@ -17,9 +17,9 @@ struct VectorSource {
 extern "C" __global__ void __launch_bounds__(COMPACT_THREADS)
     select_at_least(const float* vector, long long n, unsigned threshold, unsigned ties, Entry* entries,
                     unsigned capacity, unsigned long long* tie_status, unsigned long long* kept_status, unsigned* ticket,
-                    unsigned epoch, unsigned tickets_before, volatile unsigned* report) {
-  const Scan tie_scan{tie_status, ticket, epoch, tickets_before};
-  const Scan kept_scan{kept_status, ticket, epoch, tickets_before};
+                    unsigned epoch, volatile unsigned* report) {
+  const Scan tie_scan{tie_status, ticket, epoch};
+  const Scan kept_scan{kept_status, ticket, epoch};
   compact(VectorSource{vector}, n, threshold, ties, entries, capacity, nullptr, tie_scan, kept_scan, report);
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from oktopk.selection import LocalSelection, Selection
 from oktopk.settings import Settings
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Plan:
     """What one step is asked to do, equal on all ranks.
 
@@ -29,6 +30,9 @@ class Plan:
         scale: factor on the sum for methods that write a dense update.
         stopwatch: books the time of the stages.
         nonfinite: this rank knows already, and alone, that the step must not be applied.
+        support: where `out` is not zero, None for anywhere.
+        clear_out: zeroes it there; every method calls it before it writes there, or does as much itself.
+        velocity: float32[n], cleared where the residual is, by methods that apply; None without momentum correction.
     """
 
     k: int
@@ -36,10 +40,13 @@ class Plan:
     new_boundaries: bool
     scale: float
     stopwatch: Stopwatch
+    support: SparseVector | None
+    clear_out: Callable[[], None]
     nonfinite: bool = False
+    velocity: Any = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Reduction:
     """What one step gave, before it is applied.
 
@@ -51,6 +58,7 @@ class Reduction:
         exact: a threshold was named exactly, planned or because a count missed.
         local_nnz, global_nnz: entries selected here, and applied.
         local_threshold, global_threshold: magnitudes, NaN where there is none.
+        finish: None, or `out`, residual and velocity will be as they shall be when it returns; nothing is left to apply.
     """
 
     update: SparseVector | None
@@ -62,6 +70,7 @@ class Reduction:
     only_applied: bool = False
     local_threshold: float = math.nan
     global_threshold: float = math.nan
+    finish: Callable[[], None] | None = None
 
 
 class Method(ABC):
@@ -98,7 +107,7 @@ class Method(ABC):
             gradient: float32[n], unchanged.
             residual: float32[n], what earlier steps left; None counts as zero. Sparse methods need it, and leave
                 gradient + residual in it.
-            out: float32[n], zero; a method whose result is dense writes it here.
+            out: float32[n], zero once `plan.clear_out` was called; a method whose result is dense writes it here.
 
         Raises:
             FlaggedRanksError: a sum is NaN or Inf on the ranks it names; on every rank alike. The residual is as it
@@ -136,10 +145,23 @@ class SparseMethod(Method):
         plan: Plan,
     ) -> Reduction:
         assert residual is not None, f"{self.name} needs a residual"
+        plan.clear_out()
+        plan.stopwatch.lap("apply")
         selection = self.selection.select(gradient, residual, plan.k, plan.exact, self.regions(plan))
         if plan.nonfinite:
             selection = replace(selection, nonfinite=selection.nonfinite + 1)
         plan.stopwatch.lap("select")
+        return self.exchange_or_undo(selection, gradient, residual, out, plan)
+
+    def exchange_or_undo(
+        self,
+        selection: Selection,
+        gradient: NDArray[np.float32],
+        residual: NDArray[np.float32],
+        out: NDArray[np.float32],
+        plan: Plan,
+    ) -> Reduction:
+        """`exchange`; the gradient leaves the residual where a rank raised its flag."""
         try:
             return self.exchange(selection, out, plan)
         except FlaggedRanksError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -9,9 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.balance_and_allgatherv import balance_and_allgatherv
+from collectives.host_kernels import bits_magnitude
 from collectives.sparse import SparseVector
-from collectives.split_and_reduce import split_and_reduce
+from collectives.split_and_reduce import RegionLists, split_and_reduce
 from collectives.transport import Transport
+from oktopk.host_kernels import Packing
 from oktopk.methods.base import Plan, Reduction, SparseMethod
 from oktopk.regions import equal_boundaries, region_boundaries
 from oktopk.selection import Selection
@@ -32,6 +36,95 @@ class OkTopk(SparseMethod):
         super().__init__(length, transport, kernels, settings)
         self.threshold = GlobalThreshold(kernels, settings.drift_tolerance)
         self.boundaries: NDArray[np.int64] | None = None
+        # balanced regions alone fit the lists among peers, and an order of rounds is of no meaning there
+        usual = settings.balanced_regions and settings.rotate
+        self._peers: Any = kernels.peer_step(transport, length, settings) if usual else None
+
+    def reduce(
+        self,
+        gradient: NDArray[np.float32],
+        residual: NDArray[np.float32] | None,
+        out: NDArray[np.float32],
+        plan: Plan,
+    ) -> Reduction:
+        if self._peers is None:
+            return super().reduce(gradient, residual, out, plan)
+        if not self._peers.fits(plan.k):
+            self._peers.prepare(plan.k)
+        assert residual is not None
+        return self._among_peers(gradient, residual, out, plan)
+
+    def _among_peers(
+        self,
+        gradient: NDArray[np.float32],
+        residual: NDArray[np.float32],
+        out: NDArray[np.float32],
+        plan: Plan,
+    ) -> Reduction:
+        """A step through peer memory; what is out of the ordinary goes the way of `exchange`."""
+        local, threshold, k = self.selection, self.threshold, plan.k
+        buffer = self.transport.workspace.entries("packed", 2 * k + self.kernels.BLOCK)
+        fresh = plan.new_boundaries or self.boundaries is None
+        exact = plan.exact or threshold.bits is None
+        selection: Selection | None = None
+        given, bits = None, local.bits
+        if plan.exact or local.exact_due or bits is None:
+            selection, cuts = self._select_exactly(gradient, residual, k, buffer)
+        elif fresh or exact or plan.nonfinite:
+            selection = local.select(gradient, residual, k, exact=False)
+            cuts = self._cuts(selection.packed)
+        if selection is not None:
+            given, bits = (selection.packed.nnz, selection.nonfinite + plan.nonfinite), 0
+            plan.stopwatch.lap("select")
+        if fresh:
+            self.boundaries = region_boundaries(cuts, self.length, self.transport)
+            plan.stopwatch.lap("boundaries")
+        peers = self._peers
+        peers.launch(
+            gradient,
+            residual,
+            out,
+            plan.velocity,
+            (bits, threshold.lowest if exact else threshold.expected),
+            self.boundaries,
+            plan.support,
+            plan.clear_out,
+            given,
+            exact,
+        )
+        if selection is None:  # while the kernels that need it not run on
+            nnz, nonfinite, points = peers.selected()
+            selection = local.settle(Packing(nnz, nonfinite, points), residual, k, bits or 0, False, buffer)
+        outcome = peers.outcome(exact)
+        if outcome.stopped_at:
+            peers.finish()
+            plan.stopwatch.lap("step")
+            if outcome.stopped_at == "threshold":
+                return self._keep_and_gather(peers.lists(), selection, plan)
+            if plan.nonfinite:
+                selection = replace(selection, nonfinite=selection.nonfinite + 1)
+            return self.exchange_or_undo(
+                selection, gradient, residual, out, replace(plan, new_boundaries=False)
+            )
+        if exact:
+            threshold.named(outcome.bits)
+        else:
+            threshold.follow(outcome.bits, outcome.missed)
+        return self._reduction(selection, SparseVector(outcome.gathered, self.length), peers.finish)
+
+    def _select_exactly(
+        self, gradient: NDArray[np.float32], residual: NDArray[np.float32], k: int, buffer: Any
+    ) -> tuple[Selection, NDArray[np.int64]]:
+        """The exact local selection among peers, and the cuts that split it evenly."""
+        local, lowest = self.selection, self.selection.lower_threshold()
+        found = self._peers.select_exact(gradient, residual, lowest)
+        if found.short:
+            packing = Packing(found.candidates, found.nonfinite)
+            selection = local.settle(packing, residual, k, lowest, True, buffer)
+            return selection, self._cuts(selection.packed)
+        local.named(found.candidates, k, lowest, found.bits)
+        packed = SparseVector(buffer[: found.nnz], self.length)
+        return Selection(packed, 0, True, bits_magnitude(found.bits)), np.array(found.cuts, np.int64)
 
     def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> Reduction:
         packed, transport, stopwatch = selection.packed, self.transport, plan.stopwatch
@@ -50,21 +143,36 @@ class OkTopk(SparseMethod):
             rotate=self.settings.rotate,
         )
         stopwatch.lap("exchange")
+        return self._keep_and_gather(lists, selection, plan)
+
+    def _keep_and_gather(self, lists: RegionLists, selection: Selection, plan: Plan) -> Reduction:
+        """Sum the region, keep what reaches the global threshold, and gather it everywhere."""
         kept, counts = self.threshold.keep(lists, plan.k, plan.exact)
-        stopwatch.lap("reduce")
-        update = balance_and_allgatherv(kept, counts, self.length, transport, self.settings.balance_trigger)
-        stopwatch.lap("allgather")
+        plan.stopwatch.lap("reduce")
+        trigger = self.settings.balance_trigger
+        update = balance_and_allgatherv(kept, counts, self.length, self.transport, trigger)
+        plan.stopwatch.lap("allgather")
+        return self._reduction(selection, update)
+
+    def _reduction(
+        self, selection: Selection, update: SparseVector, finish: Callable[[], None] | None = None
+    ) -> Reduction:
         return Reduction(
             update=update,
-            selected=packed,
+            selected=selection.packed,
             only_applied=True,
             returned=(),
             exact=selection.exact or self.threshold.exact,
-            local_nnz=packed.nnz,
+            local_nnz=selection.packed.nnz,
             global_nnz=update.nnz,
             local_threshold=selection.threshold,
             global_threshold=self.threshold.value,
+            finish=finish,
         )
+
+    def close(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
 
     def regions(self, plan: Plan) -> NDArray[np.int64] | None:
         return None if plan.new_boundaries else self.boundaries
@@ -72,8 +180,11 @@ class OkTopk(SparseMethod):
     def _new_boundaries(self, packed: SparseVector) -> NDArray[np.int64]:
         if not self.settings.balanced_regions:
             return equal_boundaries(self.length, self.transport.size)
-        cuts = self.transport.kernels.equal_count_cuts(packed.entries, self.length, self.transport.size)
-        return region_boundaries(cuts, self.length, self.transport)
+        return region_boundaries(self._cuts(packed), self.length, self.transport)
+
+    def _cuts(self, packed: SparseVector) -> NDArray[np.int64]:
+        """int64[P - 1], where this rank's selection splits into equal counts."""
+        return self.transport.kernels.equal_count_cuts(packed.entries, self.length, self.transport.size)
 
     @staticmethod
     def agreed_state(state: dict[str, Any]) -> Any:

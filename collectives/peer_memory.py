@@ -1,0 +1,120 @@
+"""Peer memory: a window of device memory of every rank of a host, which the kernels of all its ranks read and signal in.
+
+CUDA IPC handles are exchanged once through MPI. From then on what ranks tell each other needs neither MPI nor the host: see
+`kernels/peer.cuh`, which has the layout of a window.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+import numpy as np
+from mpi4py import MPI
+
+from collectives.device import Device, DeviceEntries
+from collectives.sparse import ENTRY
+
+MOST_PEERS = 32
+_NOTES, _SLOTS, _NOTE_WORDS, _MOST_DIGITS = 6, 3, 80, 2048
+_HEAD = 4 * MOST_PEERS * (_NOTES + _SLOTS * _NOTE_WORDS + (_NOTES - _SLOTS) * _MOST_DIGITS)
+_GRANULE = 2 << 20  # an IPC handle is of a whole allocation: smaller ones share theirs with strangers
+
+
+def peer_memory_problem(comm: MPI.Intracomm, *, shared_gpus: bool = False) -> str:
+    """Why the ranks cannot use peer memory, "" if they can as far as can be told. Collective; the same on all ranks.
+
+    Args:
+        comm: the ranks, each with its GPU current.
+        shared_gpus: also where ranks share a GPU: they wait for each other in turns of milliseconds.
+    """
+    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    on_this_host = host.Get_size()
+    host.Free()
+    gpu = cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.runtime.getDevice())
+    everyone = comm.allgather((on_this_host, gpu))
+    if any(count != comm.Get_size() for count, _ in everyone):
+        return "the ranks are not all on one host"
+    if comm.Get_size() > MOST_PEERS:
+        return f"{comm.Get_size()} ranks are more than {MOST_PEERS}"
+    if not shared_gpus and len({gpu for _, gpu in everyone}) < comm.Get_size():
+        return "ranks share a GPU"
+    return ""
+
+
+class PeerMemory:
+    """One window a rank, mapped by all ranks.
+
+    Args:
+        comm: ranks of one host, each with its GPU current. Collective: every rank must call.
+        device: the GPU and stream of this rank.
+        nbytes: of payload in every window.
+
+    Raises:
+        RuntimeError: a window cannot be had or mapped; on every rank alike, naming the ranks that could not.
+
+    Attributes:
+        windows: device address of uint64[P], the address of each rank's window as this rank maps it.
+        epoch: of the last notes; see peer.cuh.
+        first: bytes from the start of a window to its payload.
+
+    Traffic: control: two allgathers, at construction only.
+    """
+
+    first = _HEAD
+
+    def __init__(self, comm: MPI.Intracomm, device: Device, nbytes: int) -> None:
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.epoch = 0
+        self._comm = comm
+        self._device = device
+        self._opened: list[int] = []
+        self._memory: Any = None
+        handle, problem = b"", ""
+        try:
+            self._memory = cupy.cuda.Memory(-(-(self.first + nbytes) // _GRANULE) * _GRANULE)
+            device.zero(self._memory.ptr, self.first)
+            device.synchronize()
+            if self.size > 1:
+                handle = cupy.cuda.runtime.ipcGetMemHandle(self._memory.ptr)
+        except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.memory.OutOfMemoryError) as error:
+            problem = str(error)
+        everyone = comm.allgather((problem, handle))
+        bases = []
+        if not any(theirs for theirs, _ in everyone):
+            try:
+                bases = [self._map(rank, theirs) for rank, (_, theirs) in enumerate(everyone)]
+            except cupy.cuda.runtime.CUDARuntimeError as error:
+                problem = str(error)
+        problems = comm.allgather(problem)
+        if any(problems):
+            self.close()
+            named = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+            raise RuntimeError(f"no peer memory: {named}")
+        self._table = cupy.asarray(np.array(bases, np.uint64))
+        self.windows = int(self._table.data.ptr)
+
+    def entries(self, at: int, count: int) -> DeviceEntries:
+        """ENTRY[count] of this rank's own window, `at` bytes from its start."""
+        return DeviceEntries(self._device, self._memory.ptr + at, count, self._memory)
+
+    def close(self) -> None:
+        """Unmap the other ranks' windows and free this one's. Collective: nobody may still read."""
+        self._comm.Barrier()
+        for pointer in self._opened:
+            cupy.cuda.runtime.ipcCloseMemHandle(pointer)
+        self._opened = []
+        self._comm.Barrier()  # a window is freed when nobody maps it any more
+        self._memory = None
+
+    def _map(self, rank: int, handle: bytes) -> int:
+        if rank == self.rank:
+            return int(self._memory.ptr)
+        pointer = cupy.cuda.runtime.ipcOpenMemHandle(handle, cupy.cuda.runtime.cudaIpcMemLazyEnablePeerAccess)
+        self._opened.append(pointer)
+        return int(pointer)
+
+
+def entries_bytes(count: int) -> int:
+    """Bytes that so many entries take in a window, up to the next 256."""
+    return -(-count * ENTRY.itemsize // 256) * 256

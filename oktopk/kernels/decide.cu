@@ -1,0 +1,98 @@
+// decide: every rank names the same global threshold from the counts of all ranks, as `oktopk.thresholds` does on the host.
+//
+// Shapes   windows[ranks] addresses; offsets[RUNGS] ascending; decision as in peer.cuh: 5 + 2·ranks words; report in host
+//          memory: the first 5 + ranks of them, as `announce` writes them.
+// Units    bits: the expected threshold, which step says; rung r holds the sums that reach bits + offsets[r] and not bits + offsets[r + 1].
+//          tolerance, miss: shares of k; trigger: a block this many times the mean is skewed.
+// Launch   one block of 128 threads; waits for the notes of all ranks.
+// Notes    COUNTED: RUNGS counts.
+// Overflow counts of all ranks add up to less than 2^32. NaN cannot come in.
+
+#include "peer.cuh"
+#include "region.cuh"
+
+constexpr unsigned LARGEST_FINITE = INFINITY_BITS - 1;
+
+extern "C" __global__ void __launch_bounds__(128)
+    decide(const unsigned long long* __restrict__ windows, int ranks, int rank, const long long* __restrict__ offsets,
+           long long k, double tolerance, double miss, double trigger, unsigned* decision, volatile unsigned* report,
+           const unsigned* __restrict__ step) {
+  __shared__ unsigned notes[MOST_PEERS][RUNGS];
+  __shared__ unsigned sums[RUNGS];
+  __shared__ long long totals[RUNGS];
+  __shared__ unsigned counts[MOST_PEERS];
+  __shared__ long long ladder[RUNGS];
+  __shared__ int chosen, nearest, stop;
+  const unsigned epoch = step[EPOCH], bits = step[GLOBAL_BITS];
+  if (decision[STOP]) {
+    if (threadIdx.x < COUNTS + ranks) announce(report, threadIdx.x, threadIdx.x == STOP ? decision[STOP] : 0, epoch);
+    return;
+  }
+  const int rung = threadIdx.x;
+  if (rung < RUNGS) ladder[rung] = offsets[rung];  // on its way while the notes are
+  const unsigned long long window = windows[rank];
+  hear_peers(window, ranks, COUNTED, epoch);
+  for (int i = threadIdx.x; i < ranks * RUNGS; i += blockDim.x)
+    notes[i / RUNGS][i % RUNGS] = read_note(note_of(window, COUNTED, i / RUNGS) + i % RUNGS);
+  __syncthreads();
+  if (rung < RUNGS) {
+    unsigned sum = 0;
+    for (int q = 0; q < ranks; ++q) sum += notes[q][rung];
+    sums[rung] = sum;
+  }
+  __syncthreads();
+  if (rung < RUNGS) {
+    long long reached = 0;
+    for (int r = rung; r < RUNGS; ++r) reached += sums[r];
+    totals[rung] = reached;
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    unsigned long long best = ~0ull;  // distance from k, then rung: the first of the nearest
+    for (int r = threadIdx.x; r < RUNGS; r += 32) {
+      const unsigned long long this_one = static_cast<unsigned long long>(llabs(totals[r] - k)) << 8 | r;
+      best = this_one < best ? this_one : best;
+    }
+#pragma unroll
+    for (int d = 16; d; d /= 2) {
+      const unsigned long long other = __shfl_down_sync(FULL_WARP, best, d);
+      best = other < best ? other : best;
+    }
+    if (threadIdx.x == 0) nearest = best & 0xff;
+  }
+  if (threadIdx.x == 0) {
+    chosen = RUNGS / 2;
+    stop = PROCEED;
+    if (llabs(totals[chosen] - k) > tolerance * k) {
+      chosen = nearest;
+      const bool all_kept = static_cast<long long>(bits) + ladder[0] <= 1 && totals[0] <= k;
+      if (llabs(totals[chosen] - k) > miss * k && !all_kept) stop = BAD_THRESHOLD;
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < ranks) {
+    unsigned count = 0;
+    for (int r = chosen; r < RUNGS; ++r) count += notes[threadIdx.x][r];
+    counts[threadIdx.x] = count;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    unsigned start = 0, largest = 0;
+    for (int q = 0; q < ranks; ++q) {
+      decision[COUNTS + q] = counts[q];
+      decision[COUNTS + ranks + q] = start;
+      start += counts[q];
+      largest = counts[q] > largest ? counts[q] : largest;
+    }
+    if (!stop && ranks > 2 && static_cast<double>(largest) * ranks > trigger * start) stop = SKEWED;
+    const long long moved = static_cast<long long>(bits) + ladder[chosen];
+    const unsigned named = moved < 1 ? 1 : moved < LARGEST_FINITE ? moved : LARGEST_FINITE;
+    decision[STOP] = stop;
+    decision[NEAREST] = nearest;
+    decision[BITS] = named;
+    decision[AGAIN] = !stop && named != bits;
+    decision[TOTAL] = start;
+  }
+  __syncthreads();
+  if (threadIdx.x < COUNTS + ranks) announce(report, threadIdx.x, decision[threadIdx.x], epoch);
+}

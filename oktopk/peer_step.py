@@ -1,0 +1,258 @@
+"""Ok-Topk's step among the GPUs of one host: one graph of kernels through peer memory, and one wait.
+
+Nothing that the host must know stands between selecting and applying, so nothing waits for it: the kernels tell each other
+what was selected and counted, and decide alike on all ranks. Where a step is out of the ordinary (a gradient that is not finite,
+a selection over the cap, a threshold that missed) they stop, on all ranks at the same place, and the host takes over from there.
+A regular step is launched as a whole; an exact one selects first, so that the host may agree on new regions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.device import DeviceEntries
+from collectives.device_kernels import RUNGS
+from collectives.device_transport import DeviceTransport
+from collectives.sparse import SparseVector
+from collectives.split_and_reduce import RegionLists
+from oktopk.host_kernels import LEVELS
+from oktopk.peer_launches import PeerLaunches
+from oktopk.settings import Settings
+from oktopk.thresholds import LADDER
+
+if TYPE_CHECKING:
+    from oktopk.device_kernels import DeviceKernels
+
+_BAD_SELECTION = 1  # why kernels stop: see peer.cuh
+_RUNG_BITS = LADDER.tolist()
+_DIGITS = sum(1 << width for _, width in LEVELS)
+_MOST_GRAPHS = 8  # of gradients that live elsewhere
+
+
+@dataclass(slots=True)
+class Named:
+    """An exact local selection.
+
+    Attributes:
+        candidates, nonfinite: what the pass found.
+        short: the candidates are too few or too many: they are as they were, and the host must look.
+        nnz: of the selection, which takes their place.
+        bits: the k-th largest magnitude.
+        cuts: P - 1 indices that split the selection into equal counts.
+    """
+
+    candidates: int
+    nonfinite: int
+    short: bool
+    nnz: int
+    bits: int
+    cuts: list[int]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How far a step came.
+
+    Attributes:
+        stopped_at: "" when all will be applied; "selection" when nothing was exchanged; "threshold" when the lists of this
+            rank's region are there, and nothing was kept.
+        bits, missed: the global threshold, and how far the expected one was from the best one; gathered: all that was applied;
+            only when all is done.
+    """
+
+    stopped_at: str
+    bits: int = 0
+    missed: int = 0
+    gathered: DeviceEntries | None = None
+
+
+class PeerStep:
+    """Runs the steps of one instance of Ok-Topk.
+
+    Args:
+        kernels: of this rank's gradients.
+        transport: of the ranks, which all use peer memory.
+        length: elements of the gradient (n).
+        settings: equal on all ranks.
+    """
+
+    def __init__(
+        self, kernels: DeviceKernels, transport: DeviceTransport, length: int, settings: Settings
+    ) -> None:
+        self._kernels, self._transport, self._length = kernels, transport, length
+        self._settings = settings
+        self._device = transport.device
+        self._launches: PeerLaunches | None = None
+        self._epoch = 0
+        self._boundaries: NDArray[np.int64] | None = None
+        self._graphs: dict[tuple[int, ...], Any] = {}  # by where the vectors live; None: seen once
+
+    def fits(self, k: int) -> bool:
+        """Whether windows and lists are as this k needs them; the same on all ranks."""
+        return self._launches is not None and self._launches.k == k
+
+    def prepare(self, k: int) -> None:
+        """Lay everything out for a k. Collective: every rank must call.
+
+        Raises:
+            RuntimeError: a rank has no memory for it; on every rank alike.
+        """
+        self.close()
+        self._launches = PeerLaunches(self._kernels, self._transport, self._length, k, self._settings)
+
+    def launch(
+        self,
+        gradient: Any,
+        residual: Any,
+        update: Any,
+        velocity: Any,
+        bits: tuple[int, int],
+        boundaries: NDArray[np.int64],
+        support: SparseVector | None,
+        clear: Callable[[], None],
+        selected: tuple[int, int] | None = None,
+        exact: bool = False,
+    ) -> None:
+        """Put one step on the stream. Collective: every rank must call; then `outcome`, and last `finish`.
+
+        Args:
+            gradient: [n], read.
+            residual: float32[n]; becomes gradient + residual, less what was applied.
+            update: float32[n]; becomes the sum over the ranks, scaled.
+            velocity: float32[n], cleared as the residual is, or None.
+            bits: the local threshold, and the expected global one or the least that a sum must reach to be looked at.
+            boundaries: int64[P + 1], equal on all ranks.
+            support: where `update` is not zero, None for anywhere.
+            clear: zeroes it there; called where no kernel of the step does.
+            selected: (nnz, nonfinite) when the selection lies in the buffer already, and nothing is to be accumulated.
+            exact: name the exact global threshold.
+
+        Traffic: 2 words a selected entry outside the own region, read by its owner; 2(P-1) words a kept sum, read by all.
+            Control: notes of P + 3 and 65 words to every rank, or 4096 where the threshold is named exactly.
+        """
+        launches = self._launches
+        assert launches is not None
+        self._epoch = self._device.next_epoch()
+        if boundaries is not self._boundaries:
+            self._boundaries = boundaries
+            if launches.place(boundaries):
+                self._graphs.clear()
+        to_clear = 0
+        if support is not None and (not support.nnz or support.entries.pointer == launches.gathered.pointer):  # type: ignore[attr-defined]
+            to_clear = support.nnz
+        else:
+            clear()
+        launches.set_step(self._epoch, bits[0], bits[1], to_clear)
+        self._device.pending = True
+        vectors = (
+            gradient.data.ptr,
+            residual.data.ptr,
+            update.data.ptr,
+            0 if velocity is None else velocity.data.ptr,
+        )
+        stream = self._device.stream
+        if selected is not None:
+            launches.upload_step(stream.ptr)
+            launches.tell(*selected, stream.ptr)
+            launches.enqueue(vectors, stream.ptr, exact)
+            return
+        graph = self._graphs.get(vectors)
+        if graph is None:
+            graph = self._first_seen(vectors, gradient)
+        if graph is None:
+            launches.enqueue_whole(gradient, vectors, stream.ptr)
+        else:
+            graph.launch(stream)
+
+    def _first_seen(self, vectors: tuple[int, ...], gradient: Any) -> Any:
+        """A graph of the step, for vectors that come a second time; None for those that may never come back."""
+        assert self._launches is not None
+        if vectors not in self._graphs:
+            if len(self._graphs) >= _MOST_GRAPHS:
+                self._graphs.clear()
+            self._graphs[vectors] = None
+            return None
+        capturing = cupy.cuda.Stream(non_blocking=True)
+        capturing.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
+        try:
+            self._launches.enqueue_whole(gradient, vectors, capturing.ptr)
+        finally:
+            self._graphs[vectors] = capturing.end_capture()
+        return self._graphs[vectors]
+
+    def selected(self) -> tuple[int, int, list[int]]:
+        """(nnz, nonfinite, P + 1 points) of the selection that `launch` made; waits for it alone."""
+        assert self._launches is not None
+        nnz, nonfinite, *points = self._launches.selected.read(self._epoch)
+        return nnz, nonfinite, points
+
+    def outcome(self, exact: bool) -> Outcome:
+        """What the ranks decided, and the traffic counted; waits for that alone.
+
+        Args:
+            exact: as `launch` was told.
+        """
+        transport, launches = self._transport, self._launches
+        assert launches is not None
+        rank, ranks = transport.rank, transport.size
+        others = ranks - 1
+        stop, nearest, bits, again, total, *counts = launches.decided.read(self._epoch)
+        traffic = transport.traffic
+        traffic.control_words += others * (3 + ranks)
+        traffic.control_messages += 1
+        if stop == _BAD_SELECTION:
+            return Outcome("selection")
+        nnz, _, *points = launches.selected.read(self._epoch)
+        traffic.words += 2 * (nnz - points[rank + 1] + points[rank])
+        for other in range(ranks):
+            traffic.messages += other != rank and points[other] < points[other + 1]
+        traffic.control_words += others * (_DIGITS if exact else RUNGS)
+        traffic.control_messages += len(LEVELS) if exact else 1
+        if stop:
+            return Outcome("threshold")
+        traffic.control_messages += again
+        traffic.words += 2 * others * counts[rank]
+        traffic.messages += others if counts[rank] else 0
+        return Outcome("", bits, 0 if exact else _RUNG_BITS[nearest], launches.gathered[:total])
+
+    def finish(self) -> None:
+        """Wait for all kernels."""
+        self._device.synchronize()
+
+    def select_exact(self, gradient: Any, residual: Any, lowest: int) -> Named:
+        """Accumulate and select the exact top k, from what reaches `lowest`; waits.
+
+        Args:
+            gradient: [n], read.
+            residual: float32[n]; becomes gradient + residual.
+        """
+        launches = self._launches
+        assert launches is not None
+        launches.enqueue_exact_selection(gradient, residual, lowest, self._device.stream.ptr)
+        self._device.synchronize()
+        nnz, _, candidates, short, bits = launches.taken[:5]
+        cuts = launches.cuts[: self._transport.size - 1]
+        return Named(candidates, launches.packed_report[1], bool(short), nnz, bits, cuts)
+
+    def lists(self) -> RegionLists:
+        """The contributions to this rank's region, after a step that stopped for its threshold."""
+        assert self._boundaries is not None and self._launches is not None
+        rank, ranks = self._transport.rank, self._transport.size
+        incoming = self._launches.collected[2 * ranks : 3 * ranks]
+        counts = np.array([incoming[(rank - i) % ranks] for i in range(ranks)], np.int64)
+        ends = counts.cumsum()
+        lower, upper = (int(edge) for edge in self._boundaries[rank : rank + 2])
+        return RegionLists(self._launches.pool, ends - counts, ends, lower, upper, self._transport)
+
+    def close(self) -> None:
+        """Free the windows. Collective."""
+        if self._launches is not None:
+            self._launches.close()
+        self._launches, self._boundaries = None, None
+        self._graphs.clear()
