@@ -76,9 +76,13 @@ def draft_folder(folder: Path, step: int) -> Path:
 
 
 def write_part(path: Path, snapshot: Snapshot) -> Part:
-    """Write a snapshot, on to the disk itself; its folder is made. Raises OSError, SafetensorError."""
+    """Write a snapshot, on to the disk itself; the draft is made, the folder around it must be there.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written.
+    """
     snapshot.wait()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)  # no parents: what a lost file system leaves is no place to write to
     safetensors.torch.save_file(snapshot.tensors, path, metadata={"state": snapshot.tree})
     path.chmod(0o644)  # the library makes it its owner's alone
     nbytes, digest = _measure(path)

@@ -38,16 +38,24 @@ class Job:
         ranks: how many.
         settings: overrides.
         faults: see tests.tiny_job.
+        log: where its output goes; default: beside the run file.
     """
 
     def __init__(
-        self, path: Path, ranks: int, settings: Sequence[str] = (), faults: Sequence[str] = ()
+        self,
+        path: Path,
+        ranks: int,
+        settings: Sequence[str] = (),
+        faults: Sequence[str] = (),
+        *,
+        log: Path | None = None,
     ) -> None:
         overrides = [*SETTINGS, f"run.file={path}", *settings]
         words = ["-m", "tests.tiny_job", str(CONFIG), "--set", *overrides, "--", *faults]
         command, environment = mpiexec_command(ranks, words)
         self.path, self.ranks, self.began = path, ranks, time.monotonic()
-        self._log = open(path.with_suffix(f".{time.monotonic_ns()}.log"), "w+", encoding="utf-8")  # noqa: SIM115
+        log = log or path.with_suffix(f".{time.monotonic_ns()}.log")
+        self._log = open(log, "w+", encoding="utf-8")  # noqa: SIM115 - as long as the job
         self._process = subprocess.Popen(
             command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
         )

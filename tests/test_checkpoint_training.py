@@ -1,0 +1,128 @@
+"""Training that is interrupted and started again, by mpiexec as a user would."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from jobs import checkpoint_files as files
+from jobs.interruption import EXIT_STATUS
+from jobs.runfile import RunFileError
+from jobs.runreader import RunReader
+from jobs.start import FolderLock
+from tests.tiny_runs import Job, assert_same_outcome, checkpoints, steps_done
+
+pytestmark = pytest.mark.timeout(400)
+
+RANKS = 3
+# flushed every step, so that a test can wait for one
+SLOW = ["run.flush_every=1"], ["seconds=0.04"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("undisturbed") / "run.h5"
+    job = Job(path, RANKS)
+    assert job.wait() == 0, job.said
+    return path
+
+
+def interrupted(path: Path, number: signal.Signals, step: int, settings: tuple[str, ...] = ()) -> int:
+    """The step after which a signal to one rank stopped a run."""
+    job = Job(path, RANKS, [*SLOW[0], *settings], SLOW[1])
+    job.wait_for_step(step)
+    os.kill(max(job.rank_processes()), number)
+    assert job.wait() == EXIT_STATUS, job.said
+    done = steps_done(path)
+    assert f"{number.name}: stopped after step {done} with a checkpoint" in job.said
+    assert checkpoints(path)[0].name == f"step-{done:08d}"
+    with RunReader(path) as reader:
+        assert reader.status == "interrupted"
+    return done
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_run_that_a_signal_stopped_ends_as_if_it_had_not(
+    tmp_path: Path, undisturbed: Path, number: signal.Signals
+) -> None:
+    path = tmp_path / "run.h5"
+    done = interrupted(path, number, 13)
+    job = Job(path, RANKS)
+    assert job.wait() == 0, job.said
+    assert f"resumed after step {done} from" in job.said
+    assert_same_outcome(undisturbed, path)
+    with RunReader(path) as reader:
+        assert reader.segments()["step"].tolist() == [0, done]
+
+
+def test_what_is_complete_is_left_alone_and_what_is_another_run_is_refused(undisturbed: Path) -> None:
+    before = undisturbed.read_bytes()
+    job = Job(undisturbed, RANKS)
+    assert job.wait() == 0, job.said
+    assert "is complete: nothing to do" in job.said
+    job = Job(undisturbed, RANKS, ["optimizer.lr=0.07"])
+    assert job.wait() == 2, job.said
+    assert "exists: choose another name" in job.said
+    assert "it is of another run: optimizer.lr: 0.025 there, 0.07 here" in job.said
+    assert undisturbed.read_bytes() == before
+
+
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_used(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    path = tmp_path / "run.h5"
+    done = interrupted(path, signal.SIGUSR1, 13)
+    newest, before = checkpoints(path)
+    assert before.name == "step-00000010"
+    os.truncate(newest / files.rank_file(1), 1000)
+    job = Job(path, RANKS)
+    assert job.wait() == 0, job.said
+    assert f"checkpoint {newest} refused: rank-00001.safetensors is truncated: 1000 of" in job.said
+    assert "resumed after step 10 from" in job.said
+    assert done > 10
+    assert_same_outcome(undisturbed, path)
+
+
+def test_no_usable_checkpoint_stops_the_run_and_destroys_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    done = interrupted(path, signal.SIGUSR1, 3)
+    (only,) = checkpoints(path)
+    (only / files.COMMON).unlink()
+    job = Job(path, RANKS)
+    assert job.wait() == 2, job.said
+    assert "common.safetensors is missing" in job.said
+    assert "can be used, so the run cannot continue" in job.said
+    assert steps_done(path) == done
+    job = Job(path, RANKS, ["run.overwrite=true", "training.steps=5"])
+    assert job.wait() == 0, job.said
+    assert [step.name for step in checkpoints(path)] == ["step-00000005"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+    path = tmp_path / "run.h5"
+    settings = ("training.steps=0", "training.epochs=2")
+    done = interrupted(path, signal.SIGUSR1, 13, settings)
+    # other ranks and batches, the same samples per step
+    job = Job(path, ranks, [*settings, f"training.batch_size={24 // ranks}"])
+    assert job.wait() == 0, job.said
+    assert f"{RANKS} ranks wrote it and {ranks} continue: residuals are redistributed" in job.said
+    with RunReader(path) as reader:
+        assert reader.status == "complete"
+        assert reader.steps()["step"].tolist() == list(range(1, 51))
+        assert reader.segments()["ranks"].tolist() == [RANKS, ranks]
+        assert reader.steps()["exact"][done] == 1
+        assert reader.steps()["loss"][-10:].mean() < 0.5 * reader.steps()["loss"][:10].mean()
+        assert reader.evaluations()["accuracy"][-1] > 0.9
+
+
+def test_a_second_job_is_kept_from_the_same_checkpoints(tmp_path: Path) -> None:
+    first = FolderLock(tmp_path / "run.checkpoints")
+    with pytest.raises(RunFileError, match=f"in use by process {os.getpid()} on "):
+        FolderLock(tmp_path / "run.checkpoints")
+    first.release()
+    assert not (tmp_path / "run.checkpoints").exists()
+    FolderLock(tmp_path / "run.checkpoints").release()
