@@ -92,7 +92,8 @@ def test_a_rank_that_is_stopped_is_found_by_the_others_and_the_run_can_go_on(tmp
     told = [
         rank for rank in range(RANKS) if f"rank {rank} of {RANKS}: no step for {WATCHDOG:g} s" in job.said
     ]
-    assert len(told) == RANKS - 1
+    # the one that was stopped may tell too, once it is woken to be ended
+    assert len(told) >= RANKS - 1
     assert 'File "' in job.said
     resumed_at = last_good_step(path)
     assert resumed_at >= 10

@@ -55,6 +55,7 @@ class Job:
         command, environment = mpiexec_command(ranks, words)
         self.path, self.ranks, self.began = path, ranks, time.monotonic()
         log = log or path.with_suffix(f".{time.monotonic_ns()}.log")
+        self._before = file_identity(path)
         self._log = open(log, "w+", encoding="utf-8")  # noqa: SIM115 - as long as the job
         self._process = subprocess.Popen(
             command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
@@ -98,12 +99,17 @@ class Job:
         return found
 
     def wait_for_step(self, step: int, seconds: float = 60.0) -> None:
-        """Return when the run file has that many steps."""
+        """Return when this job's run file has that many steps."""
         end = time.monotonic() + seconds
-        while steps_done(self.path) < step:
+        while file_identity(self.path) == self._before or steps_done(self.path) < step:
             assert self.running, f"the job ended before step {step}:\n{self.said}"
             assert time.monotonic() < end, f"no step {step} in {seconds} s:\n{self.said}"
             time.sleep(0.05)
+
+
+def file_identity(path: Path) -> int:
+    """Which file it is, 0 for none: a run that continues writes a new one."""
+    return path.stat().st_ino if path.exists() else 0
 
 
 def steps_done(path: Path) -> int:
