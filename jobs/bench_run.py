@@ -21,6 +21,7 @@ from jobs.bench_nccl import BASELINES, leave
 from jobs.bench_options import Options
 from jobs.bench_summary import summarize
 from jobs.bench_tables import run_tables
+from jobs.rank_check import launch_problem
 from oktopk import NonFiniteGradientError
 from oktopk.settings import entries_kept
 
@@ -210,15 +211,9 @@ def _check_memory(comm: MPI.Intracomm, device: Device, length: int, present: lis
 
 def _check_launch(comm: MPI.Intracomm) -> None:
     """Refuse to run as many jobs of one rank each, which is what a launcher of another MPI makes of a job."""
-    started = next(
-        (os.environ[name] for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in os.environ), "1"
-    )
-    if comm.size == 1 and started.isdigit() and int(started) > 1:
-        library = MPI.Get_library_version().splitlines()[0].rstrip("\0")
-        raise BenchError(
-            f"mpiexec started {started} ranks, but mpi4py's MPI sees 1: they belong to different MPI installations "
-            f"(mpi4py uses {library})"
-        )
+    problem = comm.bcast(launch_problem(MPI.COMM_WORLD.size, os.environ) if comm.rank == 0 else None)
+    if problem:
+        raise BenchError(problem)
 
 
 def _together(comm: MPI.Intracomm, action: Callable[[], Result]) -> Result:

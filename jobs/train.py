@@ -36,6 +36,7 @@ from jobs.interruption import EXIT_STATUS, Interrupted
 from jobs.loop import TrainingLoop
 from jobs.placement import Placement, find_placement
 from jobs.reduction import build_reduction
+from jobs.rank_check import launch_problem
 from jobs.runfile import RunFile, RunFileError, RunInfo
 from jobs.session import Session
 from jobs.workloads import Workload, WorkloadError, build_optimizer, build_workload
@@ -119,17 +120,14 @@ def _say(comm: MPI.Intracomm, message: str) -> None:
 
 
 def check_launch(comm: MPI.Intracomm, environ: Mapping[str, str]) -> None:
-    """Refuse to run as many jobs of one rank each, which is what a launcher of another MPI makes of a job.
+    """Refuse to run as many jobs of one rank each, which is what a launcher of another MPI makes of a job; collective.
 
     Raises:
-        Refused: the launcher started more processes than this MPI knows of.
+        Refused: on every rank: the launcher started another number of ranks than this MPI knows of.
     """
-    started = next((environ[name] for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in environ), "1")
-    if comm.size == 1 and MPI.COMM_WORLD.size == 1 and started.isdigit() and int(started) > 1:
-        raise Refused(
-            f"mpiexec started {started} ranks, but mpi4py's MPI sees 1: they belong to different MPI "
-            f"installations (mpi4py uses {provenance.versions()['mpi']})"
-        )
+    problem = comm.bcast(launch_problem(MPI.COMM_WORLD.size, environ) if comm.rank == 0 else None)
+    if problem:
+        raise Refused(problem)
 
 
 def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:

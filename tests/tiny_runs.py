@@ -87,16 +87,7 @@ class Job:
 
     def rank_processes(self) -> list[int]:
         """Process ids of the ranks, in no order."""
-        found = []
-        for folder in Path("/proc").iterdir():
-            try:
-                words = (folder / "cmdline").read_bytes().split(b"\0") if folder.name.isdigit() else []
-            except OSError:
-                continue
-            # the launcher has the same words behind its own
-            if f"run.file={self.path}".encode() in words and b"-n" not in words:
-                found.append(int(folder.name))
-        return found
+        return rank_processes(self.path)
 
     def wait_for_step(self, step: int, seconds: float = 60.0) -> None:
         """Return when this job's run file has that many steps."""
@@ -105,6 +96,20 @@ class Job:
             assert self.running, f"the job ended before step {step}:\n{self.said}"
             assert time.monotonic() < end, f"no step {step} in {seconds} s:\n{self.said}"
             time.sleep(0.05)
+
+
+def rank_processes(path: Path) -> list[int]:
+    """Process ids of the ranks of the run with this file, in no order."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0") if folder.name.isdigit() else []
+        except OSError:
+            continue
+        # a launcher has the same words behind its own
+        if f"run.file={path}".encode() in words and b"python" in Path(words[0].decode()).name.encode():
+            found.append(int(folder.name))
+    return found
 
 
 def file_identity(path: Path) -> int:

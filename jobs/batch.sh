@@ -1,0 +1,87 @@
+# shellcheck shell=bash
+# What all batch scripts share: start the ranks as this site wants it, hand signals on, queue the job again when it asks for it.
+
+cd "${SLURM_SUBMIT_DIR:?submit me from the root of the checkout: jobs/submit.sh jobs/NAME.sbatch}" || exit 2
+# shellcheck source=jobs/site.sh
+source "${OKTOPK_SITE:-jobs/site.sh}"
+load_modules
+# Ranks compare it with their communicator. SLURM_NTASKS itself will not do: mpiexec's daemons are a step of their own.
+export OKTOPK_RANKS="$SLURM_NTASKS"
+export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
+# Since Slurm 22.05 srun does not take it from the job any more.
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
+
+AGAIN=75 # exit status of a job that stopped with a checkpoint, see jobs/interruption.py
+
+# A signal that comes while Python starts waits until it is listened to, where env can do that (coreutils 8.31).
+SHIELD=()
+env --block-signal=USR1 true 2>/dev/null && SHIELD=(env --block-signal=USR1)
+
+# The words that start the ranks, into COMMAND.
+command_for() {
+  local rank=("${CONTAINER[@]}" "${SHIELD[@]}" "$PYTHON" -m mpi4py)
+  case $1 in
+    srun-*)
+      local gpus=()
+      # every rank sees all GPUs of its node, so that neighbours can reach each other's memory
+      [ "$GPUS_PER_RANK" -eq 0 ] || gpus=("--gpus-per-task=$GPUS_PER_RANK" --gpu-bind=none)
+      COMMAND=(srun "--mpi=${1#srun-}" --kill-on-bad-exit=1 "${gpus[@]}" "${rank[@]}")
+      ;;
+    mpiexec) COMMAND=("$MPIEXEC" -n "$SLURM_NTASKS" "${rank[@]}") ;;
+    *)
+      echo "LAUNCHER=$1 is not one of auto, srun-pmix, srun-pmi2, mpiexec" >&2
+      exit 2
+      ;;
+  esac
+}
+
+# Set COMMAND by LAUNCHER.
+choose_launcher() {
+  if [ "$LAUNCHER" != auto ]; then
+    command_for "$LAUNCHER"
+    return
+  fi
+  local tried answer plugins
+  plugins=$(srun --mpi=list 2>&1)
+  for tried in srun-pmix srun-pmi2 mpiexec; do
+    # a plugin that this Slurm lacks need not be tried
+    [[ $tried == mpiexec || $plugins == *"${tried#srun-}"* ]] || continue
+    command_for "$tried"
+    if answer=$(timeout 120 "${COMMAND[@]}" -m jobs.rank_check 2>&1); then
+      echo "launcher: $tried ($SLURM_NTASKS ranks on $SLURM_JOB_NODELIST)"
+      return
+    fi
+    printf '%s does not start %s ranks that see each other:\n%s\n' "$tried" "$SLURM_NTASKS" "$answer" >&2
+  done
+  echo "no launcher works here: see docs/cluster.md" >&2
+  exit 2
+}
+
+# Run the words on all ranks and leave with their status; queue the job again if they stopped with a checkpoint.
+run_ranks() {
+  local child status=0 before trapped
+  choose_launcher
+  "${COMMAND[@]}" "$@" &
+  child=$!
+  # Slurm sends USR1 before the time limit (--signal) and TERM when it ends or preempts the job. srun and mpiexec hand
+  # USR1 on to the ranks; TERM would end them.
+  trap 'trapped=yes; kill -USR1 "$child" 2>/dev/null' USR1 TERM
+  while :; do
+    trapped=no before=$status
+    wait "$child"
+    status=$?
+    [ "$trapped" = yes ] || break # a wait that a signal ended says nothing about the ranks
+  done
+  [ "$status" -ne 127 ] || status=$before
+  if [ "$status" -eq "$AGAIN" ]; then
+    echo "job $SLURM_JOB_ID stopped with a checkpoint: queued again"
+    trap '' TERM # requeueing ends this script
+    scontrol requeue "$SLURM_JOB_ID" || echo "it could not be queued again: submit it once more to continue" >&2
+  fi
+  exit "$status"
+}
+
+# train NAME CONFIG.toml [section.key=value ...]: into the run file NAME, unless the arguments say otherwise.
+train() {
+  run_ranks -m jobs.train "$2" --set "run.file=$RUNS/$1.h5" "${@:3}"
+}

@@ -1,0 +1,146 @@
+"""The batch scripts on a real Slurm: to the end, preempted and queued again, and told apart from N jobs of one rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jobs.runreader import RunReader
+from tests.slurm.conftest import PATIENCE, Slurm
+from tests.tiny_runs import CONFIG, SETTINGS, assert_same_outcome, rank_processes, steps_done
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3 * PATIENCE)]
+
+TOY = ["model.width=0.0625", "training.batch_size=4", "training.eval_every=20"]
+
+
+def finished(path: Path) -> int:
+    with RunReader(path) as reader:
+        assert reader.status == "complete"
+    return steps_done(path)
+
+
+def tiny_script(folder: Path, path: Path, *faults: str) -> str:
+    """A batch script over jobs/batch.sh that trains the network of tests.tiny_job."""
+    script = folder / f"{path.stem}.sbatch"
+    words = " ".join(
+        [str(CONFIG), "--set", *SETTINGS, f"run.file={path}", "run.flush_every=1", "--", *faults]
+    )
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --ntasks=4 --requeue --open-mode=append --signal=B:USR1@120\n"
+        f"source jobs/batch.sh\nrun_ranks -m tests.tiny_job {words}\n"
+    )
+    return str(script)
+
+
+def wait_for_step(slurm: Slurm, job: str, path: Path, step: int) -> None:
+    end = time.monotonic() + PATIENCE
+    while steps_done(path) < step:
+        assert slurm.fact(job, "JobState") in ("PENDING", "CONFIGURING", "RUNNING"), slurm.output(job)
+        assert time.monotonic() < end, slurm.output(job)
+        time.sleep(0.1)
+
+
+def test_each_workload_ends_with_its_result(slurm: Slurm) -> None:
+    run, vgg, bench = (slurm.folder / name for name in ("digits.h5", "vgg.h5", "bench.json"))
+    digits = slurm.submit("jobs/digits.sbatch", *TOY, "training.steps=30", f"run.file={run}", launcher="auto")
+    said = slurm.complete(digits)
+    assert "launcher: " in said
+    assert "(4 ranks on n[1-2])" in said
+    assert finished(run) == 30
+    # the paper's settings, on data that is always there
+    data = ["data.name=digits", "data.flip=false"]
+    jobs = [
+        slurm.submit("--ntasks=2", "jobs/vgg.sbatch", *TOY, *data, "training.steps=10", f"run.file={vgg}"),
+        slurm.submit(
+            "--ntasks=2", "jobs/bench.sbatch", "--length", "20000", "--steps", "40", "--json", str(bench)
+        ),
+    ]
+    for job in jobs:
+        slurm.complete(job)
+    assert finished(vgg) == 10
+    with RunReader(vgg) as reader:
+        assert reader.info.ranks == 2
+    assert json.loads(bench.read_text())["runs"][0]["ranks"] == 2
+
+
+def test_an_array_trains_with_each_method(slurm: Slurm) -> None:
+    methods = ["dense", "oktopk", "gtopk"]
+    job = slurm.submit(
+        "--array=0-3",
+        "--ntasks=2",
+        "jobs/sweep.sbatch",
+        str(CONFIG),
+        "reduction.method",
+        ",".join(methods),
+        *TOY,
+        "training.steps=6",
+    )
+    for index, method in enumerate(methods):
+        slurm.complete(f"{job}_{index}")
+        assert finished(slurm.folder / f"digits-{method}.h5") == 6
+    slurm.wait_for(f"{job}_3", "FAILED")
+    assert "index 3 of the array has no value: there are 3, so --array=0-2" in slurm.output(f"{job}_3")
+
+
+def test_ranks_that_do_not_see_each_other_stop_at_once(slurm: Slurm) -> None:
+    path = slurm.folder / "run.h5"
+    script = slurm.folder / "wrong.sbatch"
+    for module, words in (("train", f"{CONFIG} --set run.file={path}"), ("bench", "--length 1000")):
+        script.write_text(
+            f"#!/bin/bash\nsrun --mpi=none -n 4 {sys.executable} -m mpi4py -m jobs.{module} {words}\n"
+        )
+        job = slurm.submit("--ntasks=4", str(script))
+        slurm.wait_for(job, "FAILED")
+        assert "Slurm started 4 ranks, but mpi4py's MPI sees 1" in slurm.output(job)
+        assert slurm.fact(job, "ExitCode") == "2:0"
+    assert not path.exists()
+    # more cores were asked for than ranks are started
+    script.write_text(
+        "#!/bin/bash\nsource jobs/batch.sh\n"
+        f"srun --mpi=pmix -n 2 {sys.executable} -m mpi4py -m jobs.train {CONFIG} --set run.file={path}\n"
+    )
+    job = slurm.submit("--ntasks=4", str(script))
+    slurm.wait_for(job, "FAILED")
+    assert "the batch script started 4 ranks, but mpi4py's MPI sees 2" in slurm.output(job)
+
+
+@pytest.mark.parametrize(
+    ("to", "launcher"), [("batch script", "srun-pmix"), ("steps", "srun-pmix"), ("batch script", "mpiexec")]
+)
+def test_a_preempted_job_is_queued_again_and_ends_as_an_undisturbed_one(
+    slurm: Slurm, to: str, launcher: str
+) -> None:
+    undisturbed, path = slurm.folder / "undisturbed.h5", slurm.folder / "run.h5"
+    calm = slurm.submit(tiny_script(slurm.folder, undisturbed), launcher=launcher)
+    slurm.complete(calm)
+    job = slurm.submit(tiny_script(slurm.folder, path, "seconds=0.1"), launcher=launcher)
+    wait_for_step(slurm, job, path, 13)
+    slurm.call("scancel", *(["--batch"] if to == "batch script" else []), "--signal=USR1", job)
+    said = slurm.complete(job)
+    assert slurm.fact(job, "Restarts") == "1"
+    assert "SIGUSR1: stopped after step" in said
+    assert f"job {job} stopped with a checkpoint: queued again" in said
+    assert "resumed after step" in said
+    with RunReader(path) as reader:
+        first, second = reader.segments()["step"].tolist()
+    assert first == 0
+    assert 13 <= second < 60
+    assert_same_outcome(undisturbed, path)
+
+
+def test_a_killed_rank_ends_the_job_in_seconds(slurm: Slurm) -> None:
+    path = slurm.folder / "run.h5"
+    job = slurm.submit(tiny_script(slurm.folder, path, "seconds=0.1"))
+    wait_for_step(slurm, job, path, 12)
+    os.kill(rank_processes(path)[0], signal.SIGKILL)
+    killed = time.monotonic()
+    slurm.wait_for(job, "FAILED")
+    assert time.monotonic() - killed < 10
+    assert "Killed" in slurm.output(job)
