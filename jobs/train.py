@@ -35,8 +35,8 @@ from jobs.gradient_file import GradientFileError, GradientRecorder
 from jobs.interruption import EXIT_STATUS, Interrupted
 from jobs.loop import TrainingLoop
 from jobs.placement import Placement, find_placement
-from jobs.reduction import build_reduction
 from jobs.rank_check import launch_problem
+from jobs.reduction import build_reduction
 from jobs.runfile import RunFile, RunFileError, RunInfo
 from jobs.session import Session
 from jobs.workloads import Workload, WorkloadError, build_optimizer, build_workload

@@ -76,13 +76,16 @@ class Slurm:
         return path.read_text().replace("\r", "\n") if path.exists() else ""
 
     def wait_for(self, job: str, *states: str) -> str:
-        """Return when the job is in one of the states; one that is queued again is started at once."""
+        """Return when the job is in one of the states; one that is queued again is started as soon as it can be.
+
+        Left to itself it would wait for two minutes, by when what its steps leave on the nodes is gone.
+        """
         end = time.monotonic() + PATIENCE
         while True:
             state = self.fact(job, "JobState")
             if state in states:
                 return state
-            if state == "PENDING" and self.fact(job, "Restarts") != "0":
+            if state == "PENDING" and self.fact(job, "Restarts") != "0" and not steps_left(job):
                 self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
             over = state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
             assert not over, f"job {job} is {state}:\n{self.output(job)}"
@@ -93,6 +96,17 @@ class Slurm:
         """The output of a job that must succeed."""
         self.wait_for(job, "COMPLETED")
         return self.output(job)
+
+
+def steps_left(job: str) -> bool:
+    """Whether a step of the job is still being cleared away; with the same number, a new one could not start."""
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and f"slurmstepd: [{job}.".encode() in (folder / "cmdline").read_bytes():
+                return True
+        except OSError:
+            continue
+    return False
 
 
 def free_ports(count: int) -> int:
