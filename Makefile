@@ -25,12 +25,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-mpich bench-net lint format clean
+.PHONY: help setup demo test test-slurm test-mpich bench-net lint format clean
 
 help:
 	@echo "make demo     train VGG on digits with 4 ranks, dense and Ok-Topk, and compare them on a page (demo/)"
 	@echo "              WIDTH=1.0 DATA=cifar10.h5 RANKS=4 DENSITY=0.02 or any DEMO_ARGS='...'"
 	@echo "make test     lint, format, types, spelling and every test; TEST_ARGS='--ranks 1,4 -k regions'"
+	@echo "make test-slurm  the batch scripts of jobs/ on a real Slurm, as root; installed by apt-get if need be"
 	@echo "make test-mpich  the same tests on MPICH instead of Open MPI, in .venv-mpich"
 	@echo "make bench-net  every method over TCP between four hosts on links of RATE=1gbit, as root; JSON=FILE BENCH_ARGS='...'"
 	@echo "make lint     the four checks alone"
@@ -46,6 +47,9 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m tests.run $(TEST_ARGS)
+
+test-slurm: $(READY)
+	@$(BIN)/python -m tests.run --slurm $(TEST_ARGS)
 
 # The script checks its arguments, says what is missing, and leaves nothing behind.
 bench-net: $(READY)

@@ -65,7 +65,7 @@ def view(path: Path, now: float, width: int) -> tuple[Panel, bool]:
     age = now - path.stat().st_mtime
     if status == "running" and age > STALE:
         status = "silent"
-    total = run_length(config, steps, evaluations)
+    total = run_length(config, evaluations)
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim")
     rows.add_column()
@@ -95,18 +95,16 @@ def view(path: Path, now: float, width: int) -> tuple[Panel, bool]:
     return Panel(rows, title=title, title_align="left"), status not in ("running", "silent")
 
 
-def run_length(
-    config: dict[str, Any], steps: dict[str, NDArray[Any]], evaluations: dict[str, NDArray[Any]]
-) -> int:
+def run_length(config: dict[str, Any], evaluations: dict[str, NDArray[Any]]) -> int:
     """Steps of the whole run, 0 while that cannot be told: the file says no epoch's length before an evaluation."""
     training = config["training"]
-    limits = [training["steps"]] if training["steps"] else []
-    if training["epochs"] and len(evaluations["step"]):
-        behind = float(evaluations["epoch"][-1])
-        limits.append(round(training["epochs"] * float(evaluations["step"][-1]) / behind))
-    elif training["epochs"] and not limits:
+    given, epochs = training.get("steps", 0), training.get("epochs", 0)
+    if not epochs:
+        return int(given)
+    if not len(evaluations["step"]):
         return 0
-    return int(min(limits))
+    epoch = float(evaluations["step"][-1]) / float(evaluations["epoch"][-1])
+    return min(given or sys.maxsize, round(epochs * epoch))
 
 
 def progress(done: int, total: int) -> Table | str:

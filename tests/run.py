@@ -5,6 +5,7 @@ the tests marked `mpi` on 1, 2, 3, 4, 5 and 8 ranks. A group that hangs is ended
 down, a group that ran nothing and a job that failed for no reported reason count as failed.
 
     python -m tests.run --ranks 2,4 -k regions --no-lint --no-single
+    python -m tests.run --slurm                     the batch scripts, on a real Slurm that is started for them
     python -m tests.run --mpiexec /opt/mpich/bin/mpiexec
 
 Another MPI than this environment's: run this module with the Python of an environment that has it, or name
@@ -14,6 +15,7 @@ its launcher with --mpiexec (and its library in MPI4PY_LIBMPI).
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -26,12 +28,14 @@ from pathlib import Path
 
 from jobs.launch import end_on_sigterm, mpiexec_command
 from tests.outcomes import read_outcomes
+from tests.slurm.install import slurm_problem
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = (1, 2, 3, 4, 5, 8)
 ALL_TESTS = ["tests"]
 CHECK_SECONDS = 180
-SINGLE_SECONDS = 300
+SINGLE_SECONDS = 1800
+SLURM_SECONDS = 1200
 RANKS_SECONDS = 180
 
 
@@ -46,6 +50,17 @@ class Tally:
         self.counts[state] += 1
         if state == "failed":
             self.failures.append(name)
+
+    def keep(self, file: Path) -> None:
+        """Leave it to a later run, which begins with what is here."""
+        file.write_text(json.dumps([self.counts, self.failures]), encoding="utf-8")
+
+    def begin_with(self, file: Path) -> None:
+        """Take over what an earlier run left, if there was one."""
+        if file.exists() and file.stat().st_size:
+            counts, failures = json.loads(file.read_text(encoding="utf-8"))
+            self.counts.update(counts)
+            self.failures += failures
 
     def closing_line(self, seconds: float) -> str:
         states = ", ".join(f"{self.counts[state]} {state}" for state in ("passed", "failed", "skipped"))
@@ -120,6 +135,20 @@ def run_group(
         tally.add("failed", f"{title}: ended with status {status}")
 
 
+def run_slurm(tally: Tally, pytest: Sequence[str], folder: Path) -> None:
+    """The tests that need a Slurm, where there can be one."""
+    problem = slurm_problem()
+    if problem:
+        announce("Slurm")
+        print(f"The tests on Slurm are skipped: {problem}", flush=True)
+        tally.add("skipped", "Slurm")
+        return
+    outcomes = folder / "slurm"
+    marked = ["-m", "slurm", "--timeout-method=signal", f"--outcomes={outcomes}", "tests/slurm"]
+    command = [sys.executable, *pytest, *marked]
+    run_group(tally, "Slurm", command, SLURM_SECONDS, os.environ, outcomes, False)
+
+
 def files_with_rank_tests(paths: Sequence[str]) -> list[str]:
     """Test files that mention the mark. The others need not be imported by every rank."""
     found: list[str] = []
@@ -145,6 +174,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--mpiexec", metavar="PATH", help="the launcher; default: this environment's, else PATH's"
     )
+    parser.add_argument("--slurm", action="store_true", help="the tests on a real Slurm, and no others")
+    parser.add_argument(
+        "--tally", type=Path, metavar="FILE", help="begin with the counts that are there, and leave the sum"
+    )
     parser.add_argument("paths", nargs="*", default=ALL_TESTS, help="files or folders; default: tests")
     return parser.parse_args(arguments)
 
@@ -154,6 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_on_sigterm()
     started = time.monotonic()
     tally = Tally()
+    if options.tally is not None:
+        tally.begin_with(options.tally)
+    if options.slurm:
+        options.no_lint = options.no_single = options.no_ranks = True
     selection = ["-k", options.expression] if options.expression else []
     partial = bool(selection) or options.paths != ALL_TESTS
     # Open MPI gives its ranks a terminal of their own: pytest cannot see where its output ends up.
@@ -163,10 +200,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.no_lint:
         run_checks(tally)
     with tempfile.TemporaryDirectory() as folder:
+        if options.slurm:
+            run_slurm(tally, pytest, Path(folder))
         if not options.no_single:
             outcomes = Path(folder) / "single"
             # The signal method ends the late test alone. It works here, where no test blocks inside MPI.
-            single = ["-m", "not mpi", "--timeout-method=signal", f"--outcomes={outcomes}", *options.paths]
+            single = [
+                "-m",
+                "not mpi and not slurm",
+                "--timeout-method=signal",
+                f"--outcomes={outcomes}",
+                *options.paths,
+            ]
             command = [sys.executable, *pytest, *single]
             run_group(tally, "single process", command, SINGLE_SECONDS, os.environ, outcomes, partial)
         files = files_with_rank_tests(options.paths)
@@ -179,10 +224,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     announce("closing")
     for failure in tally.failures:
         print(f"FAILED {failure}")
-    if not tally.counts["passed"] + tally.counts["failed"]:
+    if not sum(tally.counts.values()):
         print("no test was run")
+    if options.tally is not None:
+        tally.keep(options.tally)
     print(tally.closing_line(time.monotonic() - started), flush=True)
-    return 0 if tally.counts["passed"] and not tally.counts["failed"] else 1
+    # without a Slurm there is nothing to pass
+    ran = tally.counts["passed"] or (options.slurm and tally.counts["skipped"])
+    return 0 if ran and not tally.counts["failed"] else 1
 
 
 if __name__ == "__main__":
