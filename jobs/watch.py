@@ -69,6 +69,9 @@ def view(path: Path, now: float, width: int) -> tuple[Panel, bool]:
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim")
     rows.add_column()
+    news = f", last news {duration(age)} ago" if status in ("running", "silent") else ""
+    what = f"  {info.method} on {info.ranks} ranks of {info.host}{news}"
+    rows.add_row("state", Text.assemble((status, _STYLES[status]), what))
     rows.add_row("progress", progress(done, total))
     seconds = step_seconds(steps)
     left = f", {duration((total - done) * seconds)} left" if total and seconds and done < total else ""
@@ -85,14 +88,7 @@ def view(path: Path, now: float, width: int) -> tuple[Panel, bool]:
         rows.add_row("held-out", f"{last:.2%} after step {evaluations['step'][-1]}, best {best:.2%}")
     if len(segments["step"]) > 1:
         rows.add_row("restarts", ", ".join(f"after step {step}" for step in segments["step"][1:]))
-    last_news = f"  last news {duration(age)} ago" if status in ("running", "silent") else ""
-    title = Text.assemble(
-        (str(path), "bold"),
-        f"  {info.method} on {info.ranks} ranks of {info.host}  ",
-        (status, _STYLES[status]),
-        last_news,
-    )
-    return Panel(rows, title=title, title_align="left"), status not in ("running", "silent")
+    return Panel(rows, title=str(path), title_align="left"), status not in ("running", "silent")
 
 
 def run_length(config: dict[str, Any], evaluations: dict[str, NDArray[Any]]) -> int:

@@ -39,7 +39,7 @@ def test_a_run_is_shown_with_all_that_it_has(tmp_path: Path) -> None:
         text, ended = shown(path)
         assert not ended
         for part in (
-            "oktopk on 4 ranks of here  running",
+            "running  oktopk on 4 ranks of here, last news",
             "4 of 10 steps (40.0%)",
             "2,500.0 ms: data 20%",
             "0:00:15 left",
