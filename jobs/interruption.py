@@ -6,7 +6,9 @@ import faulthandler
 import signal
 import sys
 from types import FrameType, TracebackType
-from typing import Self
+from typing import NoReturn, Self
+
+from mpi4py import MPI
 
 STOPPING = (signal.SIGUSR1, signal.SIGTERM)
 SHOWING = signal.SIGUSR2
@@ -22,6 +24,20 @@ class Interrupted(SystemExit):
         self.signal_number = signal_number
         self.signal_name = signal.Signals(signal_number).name
         self.step = step
+
+
+def leave(status: int) -> NoReturn:
+    """End this rank with the status that all ranks leave with; collective when it is not 0.
+
+    At the first status that is not 0 a launcher ends the ranks that are still there, and srun then reports their SIGTERM
+    instead. They are about to leave by themselves, so they ignore it.
+    """
+    if status:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        MPI.COMM_WORLD.Barrier()
+        # finalized, so that mpi4py's runner does not turn the status into an abort
+        MPI.Finalize()
+    sys.exit(status)
 
 
 class SignalNote:

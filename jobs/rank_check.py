@@ -14,6 +14,8 @@ from collections.abc import Mapping
 import numpy as np
 from mpi4py import MPI
 
+from jobs.interruption import leave
+
 ELEMENTS = 1 << 20  # enough for the protocol of large messages
 
 
@@ -64,7 +66,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    if status:
-        MPI.Finalize()
-    sys.exit(status)
+    leave(main())

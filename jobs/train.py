@@ -32,7 +32,7 @@ from jobs.checkpoint import CheckpointError
 from jobs.config import Config
 from jobs.configfile import ConfigError, apply_overrides, read_toml, validate
 from jobs.gradient_file import GradientFileError, GradientRecorder
-from jobs.interruption import EXIT_STATUS, Interrupted
+from jobs.interruption import EXIT_STATUS, Interrupted, leave
 from jobs.loop import TrainingLoop
 from jobs.placement import Placement, find_placement
 from jobs.rank_check import launch_problem
@@ -224,8 +224,4 @@ def open_run_file(
 
 
 if __name__ == "__main__":
-    status = main()
-    if status:
-        # All ranks leave alike; finalized, so that the runner does not turn the status into an abort.
-        MPI.Finalize()
-    sys.exit(status)
+    leave(main())

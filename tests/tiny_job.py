@@ -15,11 +15,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from mpi4py import MPI
 from torch import nn
 
 from data.loader import Batch
 from jobs.config import Config
+from jobs.interruption import leave
 from jobs.placement import Placement
 from jobs.train import main
 from jobs.workloads import Score, Workload
@@ -93,7 +93,4 @@ def run(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = run(sys.argv[1:])
-    if status:
-        MPI.Finalize()
-    sys.exit(status)
+    leave(run(sys.argv[1:]))
