@@ -178,6 +178,10 @@ class Checkpointer:
         if wait:
             self._finish()
 
+    def wait(self) -> None:
+        """Return when no checkpoint is being written. Raises CheckpointError."""
+        self._finish()
+
     def close(self) -> None:
         """Wait for what is being written. Raises CheckpointError."""
         self._complete_request()
