@@ -52,7 +52,13 @@ def gpu_tables(content: dict[str, Any]) -> str:
         raise BenchError(f"the document is a {content['kind']!r}, not a 'gpu table'")
     runs = content["runs"]
     parts = [_heading(content), _targets(runs), *_left_out(runs)]
-    parts += [_contract(runs), _select(runs), _stages(runs, "regular"), _stages(runs, "exact")]
+    parts += [
+        _contract(runs),
+        _select(runs),
+        _on_device(runs),
+        _stages(runs, "regular"),
+        _stages(runs, "exact"),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -175,6 +181,29 @@ def _select(runs: Sequence[dict[str, Any]]) -> str:
         f"≥ {100 * SHARE:.0f} %",
     ]
     return _table(rows, [*headers, "torch.topk, us", "times", f"≥ {TOPK_TIMES:.0f}x"])
+
+
+def _on_device(runs: Sequence[dict[str, Any]]) -> str:
+    """Microseconds by stage on the device with the floor in brackets, where a step runs there as a whole."""
+    ours = [(run, _method(run, OURS)) for run in runs]
+    found = [(run, stages) for run, method in ours if method and (stages := method.get("device_stages"))]
+    if not found:
+        return ""
+    names = list(dict.fromkeys(name for _, stages in found for name in stages))
+    rows = []
+    for run, stages in found:
+        cells = [
+            f"{_us(stage['seconds'])} ({MISSING if stage['floor'] is None else _us(stage['floor'])})"
+            for stage in (stages[name] for name in names)
+        ]
+        whole = sum(stage["seconds"] for stage in stages.values())
+        rows.append([cell_title(run), *cells, _us(whole)])
+    note = (
+        "Regular steps on the device, by events between the kernels of some further steps, us: median over the steps, "
+        "mean over the ranks (floor). `exchange` waits for the latest rank; the last update is cleared beside `exchange` "
+        "and `reduce`; `reduce` waits for all counts."
+    )
+    return f"{note}\n\n{_table(rows, ['stage', *names, 'all'])}"
 
 
 def _stages(runs: Sequence[dict[str, Any]], kind: str) -> str:

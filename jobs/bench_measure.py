@@ -18,8 +18,9 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from jobs.bench_device import Device, Growth
+from jobs.bench_device_stages import stages_on_device
 from jobs.bench_gradients import GradientSource
-from oktopk import StepReport
+from oktopk import GradientAllreduce, StepReport
 
 FIELDS = (
     "seconds",
@@ -116,6 +117,7 @@ class Samples:
         fields: each of FIELDS, float64[ranks, steps].
         stages: seconds by stage, float64[ranks, steps].
         growth: {True, False: exact step or not} -> [Growth of each watched step], all ranks'.
+        on_device: seconds on the device by stage, the median over some steps of each rank; empty where nothing tells.
         held: bytes of arrays kept between steps, by what they are; the largest of all ranks.
         agreed: the last update was bit-identical on all ranks.
     """
@@ -125,6 +127,7 @@ class Samples:
     growth: dict[bool, list[Growth]]
     held: dict[str, int]
     agreed: bool
+    on_device: dict[str, list[float]] = field(default_factory=dict)
 
 
 class _Log:
@@ -135,6 +138,7 @@ class _Log:
         self.rows: list[list[float]] = []
         self.stages: list[dict[str, float]] = []
         self.growth: dict[bool, list[Growth]] = {True: [], False: []}
+        self.on_device: dict[str, float] = {}
         self.held: dict[str, int] = {}
         self.checksum = 0
 
@@ -172,6 +176,8 @@ def measure(
     finally:
         gc.enable()
     for contestant, reducer in contestants:
+        if device.asynchronous and isinstance(reducer, GradientAllreduce):
+            logs[contestant.name].on_device = stages_on_device(reducer, source, device)
         logs[contestant.name].held = held_bytes(reducer)
         logs[contestant.name].checksum = device.digest(reducer.update)
     everyone = comm.gather(logs)
@@ -266,6 +272,7 @@ def _combine(logs: list[_Log]) -> Samples:
         growth=growth,
         held={kind: max(log.held.get(kind, 0) for log in logs) for kind in kinds},
         agreed=len({log.checksum for log in logs}) == 1,
+        on_device={stage: [log.on_device[stage] for log in logs] for stage in logs[0].on_device},
     )
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from collectives import traffic
 from jobs.bench_device import Growth
+from jobs.bench_device_stages import device_stages
 from jobs.bench_floors import Speeds, Workload, stage_floors
 from jobs.bench_measure import Contestant, Samples
 
@@ -36,6 +37,7 @@ def summarize(
     which: dict[str, NDArray[np.bool_]] = {"all": np.ones(steps, bool), "regular": ~exact, "exact": exact}
     selected, applied = float(fields["local_nnz"].mean()), float(fields["global_nnz"].mean())
     work = Workload(length, ranks, selected, applied, gradient_bytes)
+    floors = stage_floors(contestant.method, work, speeds)
     return {
         "name": contestant.name,
         "method": contestant.method,
@@ -46,7 +48,8 @@ def summarize(
         "agreed": samples.agreed,
         "seconds": {kind: _times(slowest[chosen]) for kind, chosen in which.items()},
         "stages": {kind: _stages(samples, chosen) for kind, chosen in which.items()},
-        "floors": stage_floors(contestant.method, work, speeds),
+        "floors": floors,
+        "device_stages": device_stages(samples.on_device, floors),
         "words": _traffic(fields["words"]),
         "messages": _traffic(fields["messages"]),
         "control_words": _traffic(fields["control_words"]),

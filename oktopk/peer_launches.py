@@ -30,6 +30,7 @@ _ROOM = 1.5  # a region may be this much longer than an equal one before its lau
 _COMPACT_TILE = 2048  # of compact.cuh
 _STEP_WORDS = 8  # of a step: see peer.cuh
 _TAKEN_WORDS = 6
+_STAGES = ("select", "exchange", "reduce", "gather and apply")
 
 
 class PeerLaunches:
@@ -49,6 +50,8 @@ class PeerLaunches:
         pool: ENTRY[3k], what this rank's region got.
         gathered: ENTRY[5k/4], what was applied last.
         selected, decided: what kernels announce; packed_report, collected, taken, cuts: what they report, in pinned memory.
+
+        timed: whether events are recorded between the stages of a step.
 
     Memory: a window of 13k/4 entries and 0.8 MB; lists of 29k/4 entries beside it.
     """
@@ -84,6 +87,8 @@ class PeerLaunches:
         self._header = kernels.header(ranks)
         self._side = cupy.cuda.Stream(non_blocking=True)
         self._forked, self._joined = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
+        self.timed = False
+        self._marks = [cupy.cuda.Event() for _ in range(len(_STAGES) + 1)]
         self._selects: dict[int, SelectLaunches] = {}
         equal = -(-length // ranks)
         self._shift = tile_shift(k, equal)
@@ -138,7 +143,9 @@ class PeerLaunches:
             select = self._selects[width] = alone.among_peers(
                 memory.windows, transport.size, transport.rank, self._where.data.ptr, self._step
             )
+        self._mark(0, stream)
         select.enqueue(vectors[0], vectors[1], stream)
+        self._mark(1, stream)
         self.enqueue(vectors, stream, exact=False)
 
     def enqueue(self, vectors: tuple[int, ...], stream: int, exact: bool) -> None:
@@ -151,6 +158,7 @@ class PeerLaunches:
         self._clear(2 * self._device.processors, 256, self._side.ptr)
         runtime.eventRecord(self._joined.ptr, self._side.ptr)
         self._collect(self._copy_blocks, 256, stream, ranks)
+        self._mark(2, stream)
         if exact:
             self._sum_all(self._tiles, 256, stream)
             for histogram, agree in zip(self._digits, self._agree, strict=True):
@@ -162,10 +170,12 @@ class PeerLaunches:
             self._count_sums(self._tiles, 256, stream)
             self._decide(1, 128, stream)
             self._sum_again(self._tiles, 256, stream)
+        self._mark(3, stream)
         runtime.streamWaitEvent(stream, self._joined.ptr, 0)
         values = self._apply.values
         values[6], values[10], values[11] = vectors[2], vectors[1], vectors[3]
         self._apply(self._copy_blocks, 256, stream, ranks)
+        self._mark(4, stream)
 
     def enqueue_exact_selection(self, gradient: Any, residual: Any, lowest: int, stream: int) -> None:
         """Accumulate, and cut what reaches `lowest` down to the exact top k."""
@@ -176,9 +186,18 @@ class PeerLaunches:
         self._take(self._take_local, 2 * self.k, stream)
         self._cut(1, 128, stream)
 
+    def stage_seconds(self) -> list[tuple[str, float]]:
+        """Seconds on the device by stage of the last timed step, which has ended."""
+        elapsed = cupy.cuda.get_elapsed_time
+        return [(name, elapsed(*self._marks[i : i + 2]) / 1e3) for i, name in enumerate(_STAGES)]
+
     def close(self) -> None:
         """Free the windows. Collective."""
         self._memory.close()
+
+    def _mark(self, number: int, stream: int) -> None:
+        if self.timed:
+            cupy.cuda.runtime.eventRecord(self._marks[number].ptr, stream)
 
     def _lay_out_exchange(
         self, packed_at: int, kept_at: int, tolerance: float, trigger: float, scale: float

@@ -23,6 +23,7 @@ from collectives.sparse import SparseVector
 from collectives.split_and_reduce import RegionLists
 from oktopk.host_kernels import LEVELS
 from oktopk.peer_launches import PeerLaunches
+from oktopk.report import Stopwatch
 from oktopk.settings import Settings
 from oktopk.thresholds import LADDER
 
@@ -118,6 +119,7 @@ class PeerStep:
         clear: Callable[[], None],
         selected: tuple[int, int] | None = None,
         exact: bool = False,
+        timed: bool = False,
     ) -> None:
         """Put one step on the stream. Collective: every rank must call; then `outcome`, and last `finish`.
 
@@ -132,6 +134,7 @@ class PeerStep:
             clear: zeroes it there; called where no kernel of the step does.
             selected: (nnz, nonfinite) when the selection lies in the buffer already, and nothing is to be accumulated.
             exact: name the exact global threshold.
+            timed: time the stages on the device, where the whole step runs there.
 
         Traffic: 2 words a selected entry outside the own region, read by its owner; 2(P-1) words a kept sum, read by all.
             Control: notes of P + 3 and 65 words to every rank, or 4096 where the threshold is named exactly.
@@ -157,13 +160,14 @@ class PeerStep:
             0 if velocity is None else velocity.data.ptr,
         )
         stream = self._device.stream
+        launches.timed = timed and selected is None
         if selected is not None:
             launches.upload_step(stream.ptr)
             launches.tell(*selected, stream.ptr)
             launches.enqueue(vectors, stream.ptr, exact)
             return
-        graph = self._graphs.get(vectors)
-        if graph is None:
+        graph = None if timed else self._graphs.get(vectors)
+        if graph is None and not timed:
             graph = self._first_seen(vectors, gradient)
         if graph is None:
             launches.enqueue_whole(gradient, vectors, stream.ptr)
@@ -221,9 +225,13 @@ class PeerStep:
         traffic.messages += others if counts[rank] else 0
         return Outcome("", bits, 0 if exact else _RUNG_BITS[nearest], launches.gathered[:total])
 
-    def finish(self) -> None:
-        """Wait for all kernels."""
+    def finish(self, stopwatch: Stopwatch) -> None:
+        """Wait for all kernels; books the stages of a timed step."""
+        assert self._launches is not None
         self._device.synchronize()
+        if self._launches.timed:
+            for stage, seconds in self._launches.stage_seconds():
+                stopwatch.book(stage, seconds)
 
     def select_exact(self, gradient: Any, residual: Any, lowest: int) -> Named:
         """Accumulate and select the exact top k, from what reaches `lowest`; waits.

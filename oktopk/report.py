@@ -54,13 +54,17 @@ class StepReport:
 class Stopwatch:
     """Time by stage: each lap ends the stage that it names.
 
+    Args:
+        detailed: time what runs in one go on a device by stage too, where that is possible.
+
     Attributes:
         seconds: stage -> time so far.
     """
 
-    __slots__ = ("_last", "seconds")
+    __slots__ = ("_last", "detailed", "seconds")
 
-    def __init__(self) -> None:
+    def __init__(self, detailed: bool = False) -> None:
+        self.detailed = detailed
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
@@ -69,3 +73,8 @@ class Stopwatch:
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
+
+    def book(self, stage: str, seconds: float) -> None:
+        """Book a part of the time since the last lap, measured elsewhere, on `stage`."""
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+        self._last += seconds

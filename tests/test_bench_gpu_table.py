@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from jobs.bench_arguments import BUDGET
 from jobs.bench_cells import CELLS, Cell, chosen, target
+from jobs.bench_device_stages import device_stages
 from jobs.bench_document import BenchError, Output, read
 from jobs.bench_floors import Speeds, Workload, stage_floors
 from jobs.bench_gpu_table import run_table
@@ -126,6 +127,27 @@ def test_floors_of_narrow_gradients_are_lower() -> None:
         name: floor for name, floor in wide.items() if name != "select"
     }
     assert stage_floors("nccl", Workload(1000, 4, 1000, 1000), speeds) == {}
+
+
+def test_stages_on_a_device_stand_beside_their_floors() -> None:
+    floors = stage_floors("oktopk", Workload(1000, 4, selected=10, applied=20), Speeds(1000.0, 100.0, 0.5))
+    ranks = {"select": [13.0, 15.0], "gather and apply": [4.0, 8.0], "elsewhere": [1.0, 1.0]}
+    found = device_stages(ranks, floors)
+    assert found["select"] == {"seconds": 14.0, "slowest": 15.0, "floor": 12.0}
+    together = floors["allgather"]["seconds"] + floors["apply"]["seconds"]
+    assert found["gather and apply"] == {"seconds": 6.0, "slowest": 8.0, "floor": together}
+    assert found["elsewhere"]["floor"] is None
+    assert device_stages({}, floors) == {}
+
+
+def test_stages_on_a_device_are_in_the_table_where_they_were_timed() -> None:
+    stages = {
+        "select": {"seconds": 40e-6, "slowest": 50e-6, "floor": 30e-6},
+        "reduce": {"seconds": 7e-6, "slowest": 8e-6, "floor": None},
+    }
+    text = gpu_tables(recorded(methods=[method("oktopk", 1e-3, device_stages=stages)]))
+    assert row(text, "133.5 M", 3)[1:] == ["40.0 (30.0)", "7.0 (–)", "47.0"]
+    assert "on the device, by events" not in gpu_tables(recorded())
 
 
 def test_all_cells_are_measured_and_written(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -91,13 +92,14 @@ class OkTopk(SparseMethod):
             plan.clear_out,
             given,
             exact,
+            plan.stopwatch.detailed,
         )
         if selection is None:  # while the kernels that need it not run on
             nnz, nonfinite, points = peers.selected()
             selection = local.settle(Packing(nnz, nonfinite, points), residual, k, bits or 0, False, buffer)
         outcome = peers.outcome(exact)
         if outcome.stopped_at:
-            peers.finish()
+            peers.finish(plan.stopwatch)
             plan.stopwatch.lap("step")
             if outcome.stopped_at == "threshold":
                 return self._keep_and_gather(peers.lists(), selection, plan)
@@ -106,11 +108,12 @@ class OkTopk(SparseMethod):
             return self.exchange_or_undo(
                 selection, gradient, residual, out, replace(plan, new_boundaries=False)
             )
+        finish = partial(peers.finish, plan.stopwatch)
         if exact:
             threshold.named(outcome.bits)
         else:
             threshold.follow(outcome.bits, outcome.missed)
-        return self._reduction(selection, SparseVector(outcome.gathered, self.length), peers.finish)
+        return self._reduction(selection, SparseVector(outcome.gathered, self.length), finish)
 
     def _select_exactly(
         self, gradient: NDArray[np.float32], residual: NDArray[np.float32], k: int, buffer: Any
