@@ -84,7 +84,8 @@ def write_part(path: Path, snapshot: Snapshot) -> Part:
     snapshot.wait()
     path.parent.mkdir(exist_ok=True)  # no parents: what a lost file system leaves is no place to write to
     safetensors.torch.save_file(snapshot.tensors, path, metadata={"state": snapshot.tree})
-    path.chmod(0o644)  # the library makes it its owner's alone
+    # the library makes it its owner's alone; the folder has what this user's umask leaves
+    path.chmod(path.parent.stat().st_mode & 0o666)
     nbytes, digest = _measure(path)
     sync(path)
     return Part(path.name, nbytes, digest)

@@ -245,7 +245,8 @@ class CheckpointConfig(_Section):
 
     enabled: bool = True
     folder: str = Field(
-        default="", description="on a file system that all ranks share; default: beside the run file"
+        default="",
+        description="of this run alone, on a file system that all ranks share; default: beside the run file",
     )
     every_steps: int = Field(default=0, ge=0, description="0: not by steps")
     every_minutes: float = Field(default=10.0, ge=0.0, description="0: not by time")

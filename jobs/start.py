@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,24 +78,34 @@ def _exists(path: Path) -> str:
 class FolderLock:
     """Keeps a second job from writing the same checkpoints; held until the process ends, however it ends.
 
+    Args:
+        folder: made if need be.
+        patience: seconds that an earlier job of the run may take to be gone.
+
     Raises:
         RunFileError: another process holds it.
         OSError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, patience: float = 15.0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._path = folder, folder / "lock"
         self._file: IO[str] = open(self._path, "a+", encoding="utf-8")  # noqa: SIM115 - held for life
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            holder = self._file.read().strip()
-            self._file.close()
-            raise RunFileError(f"{folder} is in use by {holder or 'another process'}") from None
-        except OSError:
-            return  # a file system without locks: nothing to be had
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.2)
+                    continue
+                self._file.seek(0)
+                holder = self._file.read().strip()
+                self._file.close()
+                raise RunFileError(f"{folder} is in use by {holder or 'another process'}") from None
+            except OSError:
+                return  # a file system without locks: nothing to be had
         self._file.truncate(0)
         job = os.environ.get("SLURM_JOB_ID")
         self._file.write(

@@ -122,7 +122,7 @@ def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path, ranks: int) 
 def test_a_second_job_is_kept_from_the_same_checkpoints(tmp_path: Path) -> None:
     first = FolderLock(tmp_path / "run.checkpoints")
     with pytest.raises(RunFileError, match=f"in use by process {os.getpid()} on "):
-        FolderLock(tmp_path / "run.checkpoints")
+        FolderLock(tmp_path / "run.checkpoints", patience=0.3)
     first.release()
     assert not (tmp_path / "run.checkpoints").exists()
     FolderLock(tmp_path / "run.checkpoints").release()

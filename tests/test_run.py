@@ -60,3 +60,17 @@ def test_a_group_that_ends_badly_counts_as_failed(
     run_group(tally, "group", command, 2.0, os.environ, tmp_path / "outcomes", may_be_empty=False)
     assert tally.counts["passed"] == passed
     assert tally.failures == ([f"group: {failure}"] if failure else [])
+
+
+def test_a_later_run_closes_with_the_sum(tmp_path: Path) -> None:
+    file = tmp_path / "tally"
+    first, second = Tally(), Tally()
+    first.begin_with(file)
+    first.add("passed", "a")
+    first.add("failed", "b")
+    first.keep(file)
+    second.begin_with(file)
+    second.add("passed", "c")
+    second.add("skipped", "d")
+    assert second.closing_line(1) == "2 passed, 1 failed, 1 skipped in 1 s"
+    assert second.failures == ["b"]

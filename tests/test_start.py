@@ -1,0 +1,96 @@
+"""How a run begins: afresh, continued, or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jobs.config import Config
+from jobs.runfile import RunFile, RunFileError, RunInfo
+from jobs.runreader import read_record
+from jobs.start import checkpoint_folder, plan_start
+from tests.test_runfile import INFO, columns, evaluation
+
+
+def config(path: Path, **sections: Any) -> Config:
+    run = {"file": str(path), **sections.pop("run", {})}
+    return Config.model_validate({"training": {"steps": 10}, **sections, "run": run})
+
+
+def leave_run_file(path: Path, made: Config, status: str, ranks: int = 4) -> None:
+    info = RunInfo(**{**vars(INFO), "config": made.to_json(), "ranks": ranks})
+    RunFile(path, info).close(status)
+
+
+def test_a_run_that_was_interrupted_is_continued_and_a_complete_one_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    start = plan_start(config(path), 4, {})
+    assert (start.resume, start.complete, start.saved_ranks) == (True, False, None)
+    for status in ("running", "failed", "interrupted", "complete"):
+        path.unlink(missing_ok=True)
+        leave_run_file(path, config(path), status)
+        start = plan_start(config(path), 4, {})
+        assert (start.resume, start.complete, start.saved_ranks) == (True, status == "complete", 4)
+
+
+def test_a_run_is_only_continued_with_its_own_settings(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    leave_run_file(path, config(path), "interrupted")
+    with pytest.raises(RunFileError, match=r"of another run: training\.seed: 0 there, 3 here"):
+        plan_start(config(path, training={"steps": 10, "seed": 3}), 4, {})
+    # what nothing that is computed depends on
+    free = config(path, training={"steps": 10, "threads": 2}, checkpoint={"keep": 5}, run={"watchdog": 5.0})
+    assert plan_start(free, 4, {}).resume
+    # the batch may follow the number of ranks, and nothing else
+    larger = config(path, training={"steps": 10, "batch_size": 32})
+    assert plan_start(larger, 2, {}).resume
+    with pytest.raises(RunFileError, match=r"batch_size: 16 there, 32 here"):
+        plan_start(larger, 4, {})
+
+
+def test_overwriting_is_for_the_first_start_of_a_slurm_job(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    wiped = config(path, run={"overwrite": True})
+    leave_run_file(path, wiped, "interrupted")
+    assert not plan_start(wiped, 4, {}).resume
+    assert not plan_start(wiped, 4, {"SLURM_RESTART_COUNT": "0"}).resume
+    assert plan_start(wiped, 4, {"SLURM_RESTART_COUNT": "1"}).resume
+
+
+def test_without_checkpoints_nothing_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    off = config(path, checkpoint={"enabled": False})
+    assert not plan_start(off, 4, {}).resume
+    leave_run_file(path, off, "interrupted")
+    with pytest.raises(RunFileError, match="exists: choose another name"):
+        plan_start(off, 4, {})
+
+
+def test_checkpoints_are_beside_the_run_file_or_where_they_are_told_to_be(tmp_path: Path) -> None:
+    assert checkpoint_folder(config(tmp_path / "a.b.h5")) == tmp_path / "a.b.checkpoints"
+    told = config(tmp_path / "run.h5", checkpoint={"folder": "/scratch/run"})
+    assert checkpoint_folder(told) == Path("/scratch/run")
+
+
+def test_a_run_file_continues_without_gap_or_doubled_step(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    with RunFile(path, INFO) as file:
+        file.append_steps(columns(1, 8), {"select": np.arange(8.0)})
+        file.append_evaluation(**evaluation(4))
+        file.append_evaluation(**evaluation(8))
+    later = RunInfo(**{**vars(INFO), "ranks": 2, "started": "2026-01-02T00:00:00+00:00"})
+    file = RunFile(path, later, overwrite=True, earlier=read_record(path, 5))
+    assert (file.done, file.elapsed) == (5, 0.5)
+    file.append_steps(columns(6, 3), {"reduce": np.ones(3), "select": np.ones(3)})
+    file.close("complete")
+    record = read_record(path, 100)
+    assert record.steps["step"].tolist() == list(range(1, 9))
+    assert record.evaluations["step"].tolist() == [4]
+    assert record.stages["select"].tolist() == [0, 1, 2, 3, 4, 1, 1, 1]
+    assert record.stages["reduce"].tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert record.segments["step"].tolist() == [0, 5]
+    assert record.segments["ranks"].tolist() == [4, 2]
+    assert record.started == INFO.started
