@@ -142,3 +142,7 @@ def slurm(lab: Slurm, tmp_path: Path) -> Iterator[Slurm]:
     subprocess.run(
         ["scancel", "--user=root"], env=lab._environment, capture_output=True, timeout=60, check=False
     )
+    # a step that is left behind would outlive the lab
+    end = time.monotonic() + 30
+    while lab.call("squeue", "--noheader") and time.monotonic() < end:
+        time.sleep(0.2)

@@ -9,7 +9,15 @@ set -euo pipefail
 action=$1 dir=$2
 if [ "$action" = down ]; then
   for file in "$dir"/run/slurmd-n?.pid "$dir"/run/slurmctld.pid "$dir"/run/munged.pid; do
-    if [ -s "$file" ]; then kill "$(cat "$file")" 2>/dev/null || true; fi
+    [ -s "$file" ] || continue
+    pid=$(cat "$file")
+    kill "$pid" 2>/dev/null || continue
+    # slurmctld writes its state before it goes; a zombie that nobody reaps is gone as well
+    for _ in $(seq 50); do
+      grep -qs '^State:[[:space:]]*[^ZX]' "/proc/$pid/status" || continue 2
+      sleep 0.2
+    done
+    kill -9 "$pid" 2>/dev/null || true
   done
   exit 0
 fi
