@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.device import Device, DeviceEntries, Kernel, compiled, float_bits
+from collectives.device import Device, DeviceEntries
+from collectives.launches import Kernel, compiled, float_bits
 
 _KERNELS = Path(__file__).parent / "kernels"
 NARROWEST, WIDEST = 11, 15  # of region.cuh
 RUNGS = 65
-_ALONE = (0, 0, 0, 0, 0, 0, 0)  # the last arguments of a launch of sum_sorted_lists that speaks to no peers
+_ALONE = (0, 0, 0, 0, 0, 0)  # the last arguments of a launch of sum_sorted_lists that speaks to no peers
 _FULL = 1024  # sums that a tile should hold: half of what it may
-_COMPACT_TILE = 2048
+COMPACT_TILE = 2048  # of compact.cuh
 _COLLECT = {"tell_selection": 10, "tell_kept": 5, "collect_region": 12}  # name -> arguments
 _COMPACT_THREADS = 256
 
@@ -71,7 +72,7 @@ class DeviceKernels:
         sums = compiled(_KERNELS / "sum_sorted_lists.cu")
         lists = compiled(_KERNELS / "lists.cu")
         self._tile_cuts = Kernel(sums, "tile_cuts", 7)
-        self.sum_kernel = Kernel(sums, "sum_sorted_lists", 22)
+        self.sum_kernel = Kernel(sums, "sum_sorted_lists", 21)
         self._split_at_least = Kernel(lists, "split_at_least", 12)
         self._split_points = Kernel(lists, "split_points", 5)
         self.cuts_kernel = Kernel(lists, "equal_count_cuts", 5)
@@ -185,7 +186,7 @@ class DeviceKernels:
         if not len(entries):
             return 0, 0
         device = self.device
-        tiles = -(-len(entries) // _COMPACT_TILE)
+        tiles = -(-len(entries) // COMPACT_TILE)
         scan = device.scan("split", tiles)
         report = device.report("split", 2)
         device.launch(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from collectives.cuda_problems import gpu_problem, pinned_memory
 from collectives.device import Device, DeviceEntries, DeviceWorkspace
 from collectives.device_kernels import DeviceKernels
-from collectives.peer_memory import peer_memory_problem
+from collectives.peer_memory import PeerMemory, peer_memory_problem
 from collectives.staging_transport import StagingTransport
 from collectives.traffic import Traffic
 from collectives.transport import Transport
@@ -36,7 +36,7 @@ class DeviceTransport(Transport):
         self.kernels = DeviceKernels(device)  # type: ignore[assignment]
 
     def find_peers(self, wanted: bool | None) -> str:
-        return _find_peers(self, wanted)
+        return _find_peers(self, self.device, wanted)
 
     def allocate(self, length: int) -> Any:
         return self.device.allocate(length, np.float32)
@@ -112,17 +112,22 @@ class StagedDeviceTransport(StagingTransport):
         self.kernels = DeviceKernels(device)  # type: ignore[assignment]
 
     def find_peers(self, wanted: bool | None) -> str:
-        return _find_peers(self, wanted)
+        return _find_peers(self, self.device, wanted)
 
     def allocate(self, length: int) -> Any:
         return self.device.allocate(length, np.float32)
 
 
-def _find_peers(transport: Transport, wanted: bool | None) -> str:
+def _find_peers(transport: Transport, device: Device, wanted: bool | None) -> str:
     """As `Transport.find_peers`: peer memory needs no MPI that knows of devices."""
     if wanted is False:
         return "peer memory is not wanted"
     problem = peer_memory_problem(transport.comm, shared_gpus=bool(wanted))
+    if not problem:
+        try:  # what cannot be told beforehand: containers and hidden GPUs have no CUDA IPC
+            PeerMemory(transport.comm, device, 0).close()
+        except RuntimeError as error:
+            problem = str(error)
     transport.peers = not problem
     return problem
 

@@ -18,6 +18,9 @@ from collectives.sparse import ENTRY
 MOST_PEERS = 32
 _NOTES, _SLOTS, _NOTE_WORDS, _MOST_DIGITS = 6, 3, 80, 2048
 _HEAD = 4 * MOST_PEERS * (_NOTES + _SLOTS * _NOTE_WORDS + (_NOTES - _SLOTS) * _MOST_DIGITS)
+_EXPORTED: set[Any] = (
+    set()
+)  # windows that others may have mapped: freed by `close` alone, never by a collector on one rank
 _GRANULE = 2 << 20  # an IPC handle is of a whole allocation: smaller ones share theirs with strangers
 
 
@@ -26,7 +29,8 @@ def peer_memory_problem(comm: MPI.Intracomm, *, shared_gpus: bool = False) -> st
 
     Args:
         comm: the ranks, each with its GPU current.
-        shared_gpus: also where ranks share a GPU: they wait for each other in turns of milliseconds.
+        shared_gpus: also where ranks share a GPU: they wait for each other in turns of milliseconds, and under MPS, where there
+            are no turns, perhaps for ever.
     """
     host = comm.Split_type(MPI.COMM_TYPE_SHARED)
     on_this_host = host.Get_size()
@@ -55,7 +59,6 @@ class PeerMemory:
 
     Attributes:
         windows: device address of uint64[P], the address of each rank's window as this rank maps it.
-        epoch: of the last notes; see peer.cuh.
         first: bytes from the start of a window to its payload.
 
     Traffic: control: two allgathers, at construction only.
@@ -65,7 +68,6 @@ class PeerMemory:
 
     def __init__(self, comm: MPI.Intracomm, device: Device, nbytes: int) -> None:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self.epoch = 0
         self._comm = comm
         self._device = device
         self._opened: list[int] = []
@@ -73,6 +75,7 @@ class PeerMemory:
         handle, problem = b"", ""
         try:
             self._memory = cupy.cuda.Memory(-(-(self.first + nbytes) // _GRANULE) * _GRANULE)
+            _EXPORTED.add(self._memory)
             device.zero(self._memory.ptr, self.first)
             device.synchronize()
             if self.size > 1:
@@ -105,6 +108,7 @@ class PeerMemory:
             cupy.cuda.runtime.ipcCloseMemHandle(pointer)
         self._opened = []
         self._comm.Barrier()  # a window is freed when nobody maps it any more
+        _EXPORTED.discard(self._memory)
         self._memory = None
 
     def _map(self, rank: int, handle: bytes) -> int:

@@ -6,7 +6,6 @@ reason that `collectives.device_kernels` gives.
 
 from __future__ import annotations
 
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,16 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.device import Device, DeviceEntries, Kernel, PreparedLaunch, compiled, float_bits
+from collectives.device import Device, DeviceEntries
+from collectives.device_kernels import COMPACT_TILE
+from collectives.launches import Kernel, compiled, float_bits
 from oktopk.host_kernels import LEVELS, Packing
+from oktopk.select_launches import SelectLaunches
 from oktopk.settings import Settings
 
 _KERNELS = Path(__file__).parent / "kernels"
 _CUDA_TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
-_CHUNK = 1024  # of accumulate_select.cu: elements a warp
-_WARPS = 8
-_GROUP = 128  # chunks that one block compacts
 _MOST_HEADER = 128  # words of a selection's report
-_NO_REGIONS = 2**64 - 1  # -1
-_COMPACT_TILE = 2048
 _COMPACT_THREADS = 256
 
 
@@ -44,85 +41,8 @@ def _gradient_kernels(gradient_type: str) -> dict[str, Kernel]:
     }
     return {name: Kernel(passes, name, size) for name, size in sizes.items()} | {
         "accumulate_select": Kernel(fused, "accumulate_select", 9),
-        "compact_selection": Kernel(fused, "compact_selection", 23),
+        "compact_selection": Kernel(fused, "compact_selection", 22),
     }
-
-
-class SelectLaunches:
-    """The two launches of `accumulate_select`, laid out for vectors and a list of given sizes.
-
-    Attributes:
-        select, compact: what is launched, in this order, on `blocks` and `groups` blocks of `THREADS`.
-    """
-
-    THREADS = 32 * _WARPS
-
-    def __init__(self, kernels: DeviceKernels, width: int, n: int, entries: DeviceEntries) -> None:
-        device = self._device = kernels.device
-        self._header = kernels.header
-        self.sizes = (n, entries.pointer, len(entries))
-        typed = kernels.kernels_for(width)
-        self._stream = device.stream.ptr
-        chunks = -(-n // _CHUNK)
-        self.blocks, self.groups = -(-chunks // _WARPS), -(-chunks // _GROUP)
-        # four times what a chunk holds on average, and at least one for every lane
-        slot = min(_CHUNK, max(32, -(-(4 * _CHUNK * (len(entries) // 2)) // n)))
-        self._slots = device.allocate(chunks * slot, np.uint64)
-        self._counts = device.allocate(chunks, np.uint32)
-        slots, counts, nonfinite = self._slots.data.ptr, self._counts.data.ptr, kernels.nonfinite
-        self.select = PreparedLaunch(
-            typed["accumulate_select"], 0, 0, n, 0, slots, slot, counts, nonfinite, 0
-        )
-        finished = device.scratch("select finished", 1, np.uint32).data.ptr
-        self.compact = PreparedLaunch(
-            typed["compact_selection"],
-            0, n, 0, slots, slot, counts, chunks, entries.pointer, len(entries), 0, _NO_REGIONS, nonfinite, 0, 0, 0,
-            0, finished, 0, 0, 0, 0, 0, 0,
-        )  # fmt: skip
-
-    def among_peers(self, windows: int, ranks: int, rank: int, where: int, step: int) -> SelectLaunches:
-        """The same launches for a step among peers; see peer.cuh.
-
-        Args:
-            where: address of the boundaries.
-            step: address of what changes from step to step, the threshold among it.
-        """
-        mine = copy(self)
-        mine.select = PreparedLaunch(self.select.kernel, *self.select.values)
-        mine.select.values[8] = step
-        mine.compact = PreparedLaunch(self.compact.kernel, *self.compact.values)
-        values, scan = mine.compact.values, self._device.scan("peer select", self.groups)
-        values[9], values[10] = where, ranks
-        values[12], values[13] = scan.status, scan.ticket
-        values[15], values[17] = self._header(ranks), self._device.address("told")
-        values[18], values[19], values[20], values[22] = windows, ranks, rank, step
-        return mine
-
-    def enqueue(self, gradient: int, residual: int, stream: int) -> None:
-        """Put both on a stream."""
-        self.select.values[0], self.select.values[1] = gradient, residual
-        self.select(self.blocks, self.THREADS, stream)
-        self.compact.values[0] = residual
-        self.compact(self.groups, self.THREADS, stream)
-
-    def __call__(
-        self, gradient: int, residual: int, threshold_bits: int, boundaries: tuple[int, int] | None
-    ) -> None:
-        """Launch for this rank alone.
-
-        Args:
-            boundaries: (address, regions) of the regions, where they are known.
-        """
-        scan = self._device.scan("select", self.groups)
-        self.select.values[3] = threshold_bits
-        values = self.compact.values
-        values[2] = threshold_bits
-        values[9], values[10] = boundaries or (0, _NO_REGIONS)
-        values[12], values[13], values[14] = scan.status, scan.ticket, scan.epoch
-        values[15] = self._header(boundaries[1] if boundaries else 0)
-        values[17] = self._device.address("select")
-        self.enqueue(gradient, residual, self._stream)
-        self._device.pending = True
 
 
 class DeviceKernels:
@@ -139,6 +59,7 @@ class DeviceKernels:
 
     def __init__(self, device: Device, gradient_type: str = "float32") -> None:
         self.device = device
+        self.gradient_bytes = 4 if gradient_type == "float32" else 2
         # momentum correction selects from a velocity, which is float32 whatever the gradient is
         self._typed = {16: _gradient_kernels(gradient_type), 32: _gradient_kernels("float32")}
         select = compiled(_KERNELS / "select.cu")
@@ -163,15 +84,15 @@ class DeviceKernels:
         regions = 0 if boundaries is None else len(boundaries) - 1
         where = None if boundaries is None else (device.post("boundaries", boundaries), regions)
         report = device.report("select", 4 + regions)
-        launches = self.select_launches(gradient, residual.size, entries)
+        launches = self.select_launches(gradient.dtype.itemsize, residual.size, entries)
         launches(gradient.data.ptr, residual.data.ptr, threshold_bits, where)
         device.synchronize()
         found = report[: 3 + regions].tolist()
         return Packing(found[0], found[1], np.array(found[2:], np.int64) if where else None)
 
-    def select_launches(self, gradient: Any, n: int, entries: DeviceEntries) -> SelectLaunches:
-        """What selects from a gradient of this type into this list."""
-        width, sizes = gradient.dtype.itemsize, (n, entries.pointer, len(entries))
+    def select_launches(self, width: int, n: int, entries: DeviceEntries) -> SelectLaunches:
+        """What selects from a gradient of so many bytes an element into this list."""
+        sizes = (n, entries.pointer, len(entries))
         launches = self._launches.get(width)
         if launches is None or launches.sizes != sizes:
             launches = self._launches[width] = SelectLaunches(self, width, n, entries)
@@ -241,7 +162,7 @@ class DeviceKernels:
     def select_at_least(self, vector: Any, threshold_bits: int, ties: int, entries: DeviceEntries) -> int:
         """As the host's."""
         device, n = self.device, vector.size
-        tiles = -(-n // _COMPACT_TILE)
+        tiles = -(-n // COMPACT_TILE)
         scan = device.scan("select at least", tiles)
         report = device.report("select at least", 2)
         device.launch(

@@ -139,6 +139,7 @@ class GradientAllreduce:
             TypeError, ValueError: not float32, of another length, or not contiguous; on this rank alone, so that the job must be
                 one that ends when a rank raises (`python -m mpi4py`).
             MemoryError: the GPU has too little memory for what the step needs besides; on this rank alone, likewise.
+            RuntimeError: peer memory for a new k could not be had, on every rank alike; or a kernel failed, on this one alone.
         """
         gradient = self.backend.accept(gradient, self.length)
         with self.backend.running():

@@ -10,26 +10,24 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.device import Kernel, PreparedLaunch, compiled, double_bits, float_bits
 from collectives.device_kernels import tile_shift
 from collectives.device_transport import DeviceTransport
+from collectives.launches import Kernel, PreparedLaunch, compiled, double_bits, float_bits
 from collectives.peer_memory import PeerMemory, entries_bytes
-from oktopk.host_kernels import LEVELS
+from oktopk.naming_launches import TAKEN_WORDS, NamingLaunches
+from oktopk.reports import Announced, report
 from oktopk.settings import Settings, selection_cap
 from oktopk.thresholds import LADDER, MISS
 
 if TYPE_CHECKING:
-    from oktopk.device_kernels import DeviceKernels, SelectLaunches
+    from oktopk.device_kernels import DeviceKernels
 
-COUNTS = 5
-"""Words of a decision before the counts: see peer.cuh."""
-
+_COUNTS = 5  # words of a decision before the counts: see peer.cuh
 _KERNELS = Path(__file__).parent / "kernels"
 _POOL = 3  # a region's incoming entries, in multiples of k: regions balance
+_SMALL_POOL = 4096  # entries that cost nothing: a small k may lie in one region on every rank
 _ROOM = 1.5  # a region may be this much longer than an equal one before its launches are laid out anew
-_COMPACT_TILE = 2048  # of compact.cuh
 _STEP_WORDS = 8  # of a step: see peer.cuh
-_TAKEN_WORDS = 6
 _STAGES = ("select", "exchange", "reduce", "gather and apply")
 
 
@@ -50,10 +48,10 @@ class PeerLaunches:
         pool: ENTRY[3k], what this rank's region got.
         gathered: ENTRY[5k/4], what was applied last.
         selected, decided: what kernels announce; packed_report, collected, taken, cuts: what they report, in pinned memory.
-
         timed: whether events are recorded between the stages of a step.
 
-    Memory: a window of 13k/4 entries and 0.8 MB; lists of 29k/4 entries beside it.
+    Memory: a window of 13k/4 entries and 0.8 MB; lists of 29k/4 entries beside it; max(4k, n/32) entries that a selection
+        passes through.
     """
 
     def __init__(
@@ -61,44 +59,79 @@ class PeerLaunches:
     ) -> None:
         self.k = k
         self._kernels, self._transport, self._length = kernels, transport, length
-        self._device = device = transport.device
-        ranks = transport.size
-        workspace: Any = transport.workspace
+        self._device = transport.device
         packed_at = PeerMemory.first + -PeerMemory.first % 256
         kept_at = packed_at + entries_bytes(2 * k)
         kept = selection_cap(k) + 1
-        self._memory = PeerMemory(transport.comm, device, kept_at + entries_bytes(kept))
+        self._memory = PeerMemory(transport.comm, self._device, kept_at + entries_bytes(kept))
         self._packed = self._memory.entries(packed_at, 2 * k)
-        workspace.place("packed", self._packed)
         self._kept = self._memory.entries(kept_at, kept)
-        self.pool = workspace.entries("incoming", _POOL * k)
+        problem = ""
+        try:
+            self._make_buffers()
+            self._lay_out(packed_at, kept_at, settings)
+        except (MemoryError, RuntimeError) as error:
+            problem = str(error) or type(error).__name__
+        # the others would wait for this rank on their GPUs, where nothing ends them
+        problems = transport.comm.allgather(problem)
+        if any(problems):
+            self._memory.close()
+            named = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+            raise RuntimeError(f"no memory for steps among peers: {named}")
+
+    def _make_buffers(self) -> None:
+        device, ranks, k = self._device, self._transport.size, self.k
+        workspace: Any = self._transport.workspace
+        workspace.place("packed", self._packed)
+        pool = max(_POOL * k, min(ranks * selection_cap(k), _SMALL_POOL))
+        self.pool = workspace.entries("incoming", pool)
         self.gathered = workspace.entries("gathered", selection_cap(k))
-        self._sums = workspace.entries("region sums", _POOL * k + 1)
+        self._sums = workspace.entries("region sums", pool + 1)
         self.selected = Announced(device, "told", 3 + ranks)
-        self.packed_report = _report(device, "select", 3 + ranks)
-        self.collected = _report(device, "collected", 3 * ranks + 1)
-        self.decided = Announced(device, "decided", COUNTS + ranks)
-        self.taken = _report(device, "taken", _TAKEN_WORDS)
-        self.cuts = _report(device, "cuts found", ranks)
-        self._words = _report(device, "step", _STEP_WORDS)
+        self.packed_report = report(device, "select", 4 + ranks)
+        self.collected = report(device, "collected", ranks)
+        self.decided = Announced(device, "decided", _COUNTS + ranks)
+        self.taken = report(device, "taken", TAKEN_WORDS)
+        self.cuts = report(device, "cuts found", ranks)
+        self._words = report(device, "step", _STEP_WORDS)
         self._where = device.allocate(ranks + 1, np.int64)
-        self._decision = device.scratch("decision", COUNTS + 2 * ranks, np.uint32).data.ptr
+        self._decision = device.scratch("decision", _COUNTS + 2 * ranks, np.uint32).data.ptr
         self._step = device.scratch("step", _STEP_WORDS, np.uint32).data.ptr
-        self._header = kernels.header(ranks)
+        self._header = self._kernels.header(ranks)
         self._side = cupy.cuda.Stream(non_blocking=True)
         self._forked, self._joined = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
         self.timed = False
         self._marks = [cupy.cuda.Event() for _ in range(len(_STAGES) + 1)]
-        self._selects: dict[int, SelectLaunches] = {}
-        equal = -(-length // ranks)
+
+    def _lay_out(self, packed_at: int, kept_at: int, settings: Settings) -> None:
+        device, transport, kernels = self._device, self._transport, self._kernels
+        ranks, k, windows = transport.size, self.k, self._memory.windows
+        equal = -(-self._length // ranks)
         self._shift = tile_shift(k, equal)
-        self._tiles = max(1, -(-int(_ROOM * equal) >> self._shift))
+        self._most_tiles = max(1, -(-self._length >> self._shift))
+        self._tiles = min(self._most_tiles, max(1, -(-int(_ROOM * equal) >> self._shift)))
         # enough to keep NVLink's latency covered, few enough to wait side by side
         self._copy_blocks = max(1, min(8 * device.processors // ranks, -(-2 * k // (256 * ranks))))
-        self._list_blocks = max(1, min(2 * device.processors, -(-k // 1024)))  # a few entries a thread
+        # momentum correction selects from a velocity, which is float32
+        width = 4 if settings.momentum_correction else kernels.gradient_bytes
+        self._alone = kernels.select_launches(width, self._length, self._packed)
+        self._select = self._alone.among_peers(
+            windows, ranks, transport.rank, self._where.data.ptr, self._step
+        )
         scale = 1.0 / ranks if settings.average else 1.0
         self._lay_out_exchange(packed_at, kept_at, settings.drift_tolerance, settings.balance_trigger, scale)
-        self._lay_out_naming(settings.balance_trigger)
+        self._naming = NamingLaunches(
+            transport,
+            k,
+            settings.balance_trigger,
+            header=self._header,
+            packed=self._packed,
+            sums=self._sums,
+            kept=self._kept,
+            windows=windows,
+            decision=self._decision,
+            step=self._step,
+        )
         self._lay_out_sums()
         device.synchronize()
 
@@ -132,19 +165,11 @@ class PeerLaunches:
         values[1], values[2] = nnz, nonfinite
         self._tell_selection(1, 128, stream)
 
-    def enqueue_whole(self, gradient: Any, vectors: tuple[int, ...], stream: int) -> None:
-        """A regular step from the gradient on; can be captured. `vectors` as in `enqueue`, the gradient's address first."""
+    def enqueue_whole(self, vectors: tuple[int, ...], stream: int) -> None:
+        """A regular step from the gradient on; can be captured. `vectors` as in `enqueue`."""
         self.upload_step(stream)
-        width = gradient.dtype.itemsize
-        select = self._selects.get(width)
-        if select is None:
-            transport, memory = self._transport, self._memory
-            alone = self._kernels.select_launches(gradient, self._length, self._packed)
-            select = self._selects[width] = alone.among_peers(
-                memory.windows, transport.size, transport.rank, self._where.data.ptr, self._step
-            )
         self._mark(0, stream)
-        select.enqueue(vectors[0], vectors[1], stream)
+        self._select.enqueue(vectors[0], vectors[1], stream)
         self._mark(1, stream)
         self.enqueue(vectors, stream, exact=False)
 
@@ -161,10 +186,7 @@ class PeerLaunches:
         self._mark(2, stream)
         if exact:
             self._sum_all(self._tiles, 256, stream)
-            for histogram, agree in zip(self._digits, self._agree, strict=True):
-                histogram(self._list_blocks, 256, stream)
-                agree(1, 256, stream)
-            self._take(self._take_kept, self.pool.size, stream)
+            self._naming.name_globally(self.pool.size, stream)
             self._tell_kept(1, 128, stream)
         else:
             self._count_sums(self._tiles, 256, stream)
@@ -179,12 +201,8 @@ class PeerLaunches:
 
     def enqueue_exact_selection(self, gradient: Any, residual: Any, lowest: int, stream: int) -> None:
         """Accumulate, and cut what reaches `lowest` down to the exact top k."""
-        launches = self._kernels.select_launches(gradient, self._length, self._packed)
-        launches(gradient.data.ptr, residual.data.ptr, lowest, None)
-        for histogram in self._local_digits:
-            histogram(self._list_blocks, 256, stream)
-        self._take(self._take_local, 2 * self.k, stream)
-        self._cut(1, 128, stream)
+        self._alone(gradient.data.ptr, residual.data.ptr, lowest, None)
+        self._naming.name_locally(2 * self.k, stream)
 
     def stage_seconds(self) -> list[tuple[str, float]]:
         """Seconds on the device by stage of the last timed step, which has ended."""
@@ -232,130 +250,21 @@ class PeerLaunches:
         )  # fmt: skip
 
     def _lay_out_sums(self) -> None:
+        """For regions of up to `_tiles`; takes memory for a region as long as the gradient at once."""
         device, windows = self._device, self._memory.windows
         ranks, rank = self._transport.size, self._transport.rank
         sums: Any = self._transport.kernels
-        cuts = device.scratch("peer cuts", ranks * (self._tiles + 1), np.uint32).data.ptr
+        cuts = device.scratch("peer cuts", ranks * (self._most_tiles + 1), np.uint32).data.ptr
         self._collect.values[8] = cuts
-        scan = device.scan("peer sums", self._tiles)
+        scan = device.scan("peer sums", self._most_tiles)
 
         def launch(ladder: int, out: Any, again: int, told: int) -> PreparedLaunch:
             return PreparedLaunch(
                 sums.sum_kernel,
                 self.pool.pointer, cuts, ranks, 0, 0, self._shift, 0, ladder, out.pointer, out.size, sums.sums_state,
-                scan.status, scan.ticket, 0, sums.sums_report, self._decision, again, told, ranks, rank, 0, self._step,
+                scan.status, scan.ticket, 0, sums.sums_report, self._decision, again, told, ranks, rank, self._step,
             )  # fmt: skip
 
         self._count_sums = launch(device.table(LADDER), self._kept, 0, windows)
         self._sum_again = launch(0, self._kept, 1, windows)
         self._sum_all = launch(0, self._sums, 0, 0)
-
-    def _lay_out_naming(self, trigger: float) -> None:
-        device, windows, k = self._device, self._memory.windows, self.k
-        ranks, rank = self._transport.size, self._transport.rank
-        sums: Any = self._transport.kernels
-        cap, counted = selection_cap(k), sums.sums_state + 4
-        kth = compiled(_KERNELS / "kth.cu")
-        histogram = Kernel(kth, "kth_histogram", 17)
-        agree, take = Kernel(kth, "agree_on_digit", 12), Kernel(kth, "take_named", 11)
-        search = device.scratch("search", COUNTS + 2 * ranks, np.uint32).data.ptr
-        counts = device.scratch("digits", 1 << max(width for _, width in LEVELS), np.uint32).data.ptr
-        finished = device.scratch("digits finished", 1, np.uint32).data.ptr
-        packed, found = self._packed.pointer, self._sums.pointer
-        self._local_digits, self._digits, self._agree = [], [], []
-        for level, (shift, width) in enumerate(LEVELS):
-            digit = (cap, level, shift, width, search, counts, finished)
-            self._local_digits.append(
-                PreparedLaunch(
-                    histogram, packed, self._header, self._header + 4, 2 * k, k, *digit, 0, 0, ranks, rank, 0
-                )
-            )
-            self._digits.append(
-                PreparedLaunch(
-                    histogram,
-                    found,
-                    counted,
-                    0,
-                    0,
-                    k,
-                    *digit,
-                    self._decision,
-                    windows,
-                    ranks,
-                    rank,
-                    self._step,
-                )
-            )
-            self._agree.append(
-                PreparedLaunch(
-                    agree,
-                    windows,
-                    ranks,
-                    rank,
-                    k,
-                    cap,
-                    level,
-                    width,
-                    double_bits(trigger),
-                    search,
-                    self._decision,
-                    device.address("decided"),
-                    self._step,
-                )
-            )
-        taken = device.address("taken")
-        self._take_local = PreparedLaunch(
-            take, packed, self._header, search, 0, packed, 2 * k, 0, 0, 0, 0, taken
-        )
-        self._take_kept = PreparedLaunch(
-            take,
-            found,
-            counted,
-            search,
-            self._decision,
-            self._kept.pointer,
-            self._kept.size,
-            0,
-            0,
-            0,
-            0,
-            taken,
-        )
-        self._cut = PreparedLaunch(sums.cuts_kernel, packed, 0, taken, ranks, device.address("cuts found"))
-
-    def _take(self, launch: PreparedLaunch, most: int, stream: int) -> None:
-        tiles = -(-most // _COMPACT_TILE)
-        scan = self._device.scan("peer take", tiles)
-        values = launch.values
-        values[6], values[7], values[8], values[9] = scan.status, scan.second, scan.ticket, scan.epoch
-        launch(tiles, 256, stream)
-
-
-class Announced:
-    """A report in pinned memory of words that tell whether they are there: the epoch above the value, in 64 bits.
-
-    Args:
-        device: whose kernels write it.
-        name: of the report.
-        count: words.
-    """
-
-    def __init__(self, device: Any, name: str, count: int) -> None:
-        device.report(name, 2 * count)
-        self._device = device
-        self._words = (ctypes.c_uint64 * count).from_address(device.address(name))
-        self._count = count
-
-    def read(self, epoch: int) -> list[int]:
-        """The values of that epoch; waits for them, and no longer."""
-        self._device.watch(self._words, self._count - 1, epoch)
-        while True:
-            words = self._words[:]
-            if all(word >> 32 == epoch for word in words):
-                return [word & 0xFFFFFFFF for word in words]
-
-
-def _report(device: Any, name: str, count: int) -> Any:
-    """A report as plain integers: a slice of it costs a fraction of what NumPy's costs."""
-    device.report(name, count)
-    return (ctypes.c_uint32 * count).from_address(device.address(name))

@@ -9,6 +9,7 @@ A regular step is launched as a whole; an exact one selects first, so that the h
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -168,13 +169,13 @@ class PeerStep:
             return
         graph = None if timed else self._graphs.get(vectors)
         if graph is None and not timed:
-            graph = self._first_seen(vectors, gradient)
+            graph = self._first_seen(vectors)
         if graph is None:
-            launches.enqueue_whole(gradient, vectors, stream.ptr)
+            launches.enqueue_whole(vectors, stream.ptr)
         else:
             graph.launch(stream)
 
-    def _first_seen(self, vectors: tuple[int, ...], gradient: Any) -> Any:
+    def _first_seen(self, vectors: tuple[int, ...]) -> Any:
         """A graph of the step, for vectors that come a second time; None for those that may never come back."""
         assert self._launches is not None
         if vectors not in self._graphs:
@@ -185,10 +186,13 @@ class PeerStep:
         capturing = cupy.cuda.Stream(non_blocking=True)
         capturing.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
         try:
-            self._launches.enqueue_whole(gradient, vectors, capturing.ptr)
-        finally:
-            self._graphs[vectors] = capturing.end_capture()
-        return self._graphs[vectors]
+            self._launches.enqueue_whole(vectors, capturing.ptr)
+        except BaseException:
+            with suppress(cupy.cuda.runtime.CUDARuntimeError):  # half a step is no graph
+                capturing.end_capture()
+            raise
+        graph = self._graphs[vectors] = capturing.end_capture()
+        return graph
 
     def selected(self) -> tuple[int, int, list[int]]:
         """(nnz, nonfinite, P + 1 points) of the selection that `launch` made; waits for it alone."""
@@ -252,7 +256,7 @@ class PeerStep:
         """The contributions to this rank's region, after a step that stopped for its threshold."""
         assert self._boundaries is not None and self._launches is not None
         rank, ranks = self._transport.rank, self._transport.size
-        incoming = self._launches.collected[2 * ranks : 3 * ranks]
+        incoming = self._launches.collected[:ranks]
         counts = np.array([incoming[(rank - i) % ranks] for i in range(ranks)], np.int64)
         ends = counts.cumsum()
         lower, upper = (int(edge) for edge in self._boundaries[rank : rank + 2])

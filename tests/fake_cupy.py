@@ -61,7 +61,16 @@ def fake_cupy(
 def on_fake(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within it the modules that need CuPy are imported anew, on this one; afterwards they are as before."""
     names = [f"collectives.device{part}" for part in ("", "_kernels", "_transport")]
-    names += ["oktopk.device_kernels", "oktopk.device_backend"]
+    names += [
+        "collectives.launches",
+        "collectives.peer_memory",
+        "oktopk.device_kernels",
+        "oktopk.device_backend",
+    ]
+    names += [
+        f"oktopk.{part}"
+        for part in ("select_launches", "naming_launches", "peer_launches", "peer_step", "reports")
+    ]
     with monkeypatch.context() as patch:
         for name in names:
             patch.delitem(sys.modules, name, raising=False)

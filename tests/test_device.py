@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
 from tests.devices import get, gpus, put, use
+from tests.inputs import GRADIENTS, SHAPES
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(not gpus(), reason="no GPU")]
 
@@ -105,6 +106,71 @@ def test_steps_through_peer_memory_give_the_cpus_bits(
     )
     on_cpu.close()
     on_gpu.close()
+
+
+LOCKSTEPS: dict[str, dict[str, Any]] = {
+    "regular and exact": {"threshold_interval": 3, "boundary_interval": 2},
+    "exact alone": {"threshold_interval": 1, "boundary_interval": 3},
+    "balanced at once": {"threshold_interval": 4, "boundary_interval": 8, "balance_trigger": 1.0},
+    "k changes": {"threshold_interval": 4, "boundary_interval": 4, "density_warmup_steps": 8},
+}
+
+
+@pytest.mark.parametrize("settings", LOCKSTEPS)
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_ugly_gradients_through_peer_memory_give_the_cpus_bits(
+    comm: MPI.Intracomm, kind: str, settings: str
+) -> None:
+    """The CPU keeps the contract on these (test_contract): what equals it does."""
+    use("cuda", comm)
+    for length, density in SHAPES:
+        chosen: dict[str, Any] = {"density": density, "average": False} | LOCKSTEPS[settings]
+        on_cpu = GradientAllreduce(comm, length, "oktopk", **chosen)
+        on_gpu = GradientAllreduce(comm, length, "oktopk", device="cuda", peer_memory=True, **chosen)
+        assert on_gpu.without_peers == ""
+        rng = np.random.default_rng((comm.rank, length))
+        for step in range(10):
+            gradient = GRADIENTS[kind](rng, length, comm.rank, comm.size)
+            first, second = on_gpu.step(put("cuda", gradient)), on_cpu.step(gradient)
+            where = (length, density, step)
+            assert (first.local_nnz, first.global_nnz) == (second.local_nnz, second.global_nnz), where
+            assert np.array_equal(get(on_gpu.update), on_cpu.update), where
+            assert np.array_equal(get(on_gpu.residual), on_cpu.residual), where
+        on_cpu.close()
+        on_gpu.close()
+
+
+def test_a_nonfinite_gradient_among_peers_raises_everywhere_and_is_undone(comm: MPI.Intracomm) -> None:
+    reduced = reducer(comm, "oktopk", peer_memory=True, threshold_interval=32)
+    for step in range(6):
+        reduced.step(put("cuda", np.rint(8 * normal(comm, step))))
+    before = get(reduced.residual)
+    poisoned = np.rint(8 * normal(comm, 7))
+    if comm.rank == comm.size - 1:
+        poisoned[[5, 40_000]] = np.inf
+    with pytest.raises(NonFiniteGradientError, match=rf"rank\(s\) {comm.size - 1}$"):
+        reduced.step(put("cuda", poisoned))
+    assert np.array_equal(get(reduced.residual), before)
+    assert not get(reduced.update).any()
+    reduced.step(put("cuda", np.rint(8 * normal(comm, 8))))
+    assert get(reduced.update).any()
+    reduced.close()
+
+
+def test_where_memory_of_peers_cannot_be_mapped_mpi_takes_over(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cupy
+
+    def refuse(*_: Any) -> int:
+        raise cupy.cuda.runtime.CUDARuntimeError(201)
+
+    monkeypatch.setattr("cupy.cuda.runtime.ipcOpenMemHandle", refuse)
+    reduced = reducer(comm, "oktopk", peer_memory=True)
+    assert ("no peer memory: rank 0" in reduced.without_peers) == (comm.size > 1)
+    reduced.step(put("cuda", normal(comm, 0)))
+    assert get(reduced.update).any()
+    reduced.close()
 
 
 @pytest.mark.parametrize("gradient_type", ["bfloat16", "float16"])

@@ -2,11 +2,11 @@
 //
 // Shapes   windows[ranks] addresses; each holds at `packed_at` its owner's selection, COO, ascending. pool[capacity] COO gets the
 //          lists in rotation order (own, r-1, r-2, ...), one after the other; cuts[ranks][tiles + 1]: where each tile of the region
-//          begins in each list, as places in the pool. report in host memory: for each rank its nnz, how many of its elements
-//          were not finite, and how many entries it has for this region; then whether the step stops.
+//          begins in each list, as places in the pool. report in host memory: how many entries each rank has for this
+//          region.
 // Units    a tile is 2^shift elements; step, as in peer.cuh, says where the region begins and its tiles. cap: most entries a
 //          selection may have.
-// Launch   (blocks, ranks) of 256 threads; every block waits for the notes of all ranks.
+// Launch   collect_region: (blocks, ranks) of THREADS; every block waits for the notes of all ranks. The others: one block of 128.
 // Notes    SELECTED: nnz, nonfinite, and ranks + 1 places where each region begins in the selection.
 // Overflow the step stops, on every rank alike, where a selection is above the cap or not finite or some region's lists do not fit a
 //          pool. NaN cannot come in otherwise.
@@ -82,14 +82,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (lane == 0) stop = any ? BAD_SELECTION : PROCEED;
     if (blockIdx.x == 0 && blockIdx.y == 0) {
       if (lane < ranks) {
-        report[source] = nnz;
-        report[ranks + source] = nonfinite;
-        report[2 * ranks + source] = count;
+        report[source] = count;
       }
-      if (lane == 0) {
-        report[3 * ranks] = any ? BAD_SELECTION : PROCEED;
-        decision[STOP] = any ? BAD_SELECTION : PROCEED;
-      }
+      if (lane == 0) decision[STOP] = any ? BAD_SELECTION : PROCEED;
     }
   }
   __syncthreads();

@@ -15,6 +15,11 @@ struct Scan {
   unsigned epoch;
 };
 
+struct ListSource {
+  const Entry* entries;
+  __device__ Entry operator()(long long i) const { return entries[i]; }
+};
+
 // Exclusive place of each flag in tile order (row by row, then by thread), the tiles before included. All threads call.
 __device__ __forceinline__ void places_in_order(const bool (&flag)[COMPACT_ROWS], unsigned (&place)[COMPACT_ROWS],
                                                 const Scan& scan, unsigned tile, unsigned* counts, unsigned* offset,

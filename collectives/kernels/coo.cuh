@@ -36,3 +36,8 @@ __device__ __forceinline__ long long lower_bound(const Entry* __restrict__ entri
   }
   return begin;
 }
+
+// Grid-stride over [0, n).
+#define FOR_EACH(i, n)                                                                       \
+  for (long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x; i < (n); \
+       i += gridDim.x * static_cast<long long>(blockDim.x))

@@ -8,11 +8,6 @@
 
 #include "compact.cuh"
 
-struct ListSource {
-  const Entry* entries;
-  __device__ Entry operator()(long long i) const { return entries[i]; }
-};
-
 extern "C" __global__ void __launch_bounds__(COMPACT_THREADS)
     split_at_least(const Entry* entries, long long n, unsigned threshold, unsigned ties, Entry* kept, unsigned capacity,
                    Entry* rest, unsigned long long* tie_status, unsigned long long* kept_status, unsigned* ticket,

@@ -202,12 +202,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 6)
                      int tiles, int shift, unsigned threshold, const long long* __restrict__ offsets,
                      Entry* __restrict__ out, unsigned capacity, State* state, unsigned long long* status, unsigned* ticket,
                      unsigned epoch, volatile unsigned* report, const unsigned* decision, int again,
-                     const unsigned long long* windows, int ranks, int rank, unsigned note_epoch,
-                     const unsigned* __restrict__ step) {
+                     const unsigned long long* windows, int ranks, int rank, const unsigned* __restrict__ step) {
   __shared__ Shared shared;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   if (threadIdx.x == 0) shared.tile = draw_ticket(ticket);  // even if there is nothing to do
   if (decision && (decision[STOP] || (again && !decision[AGAIN]))) return;
+  unsigned note_epoch = 0;
   if (step) {
     note_epoch = step[EPOCH];
     epoch = 2 * note_epoch + again;

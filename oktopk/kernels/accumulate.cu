@@ -1,16 +1,14 @@
 // accumulate: the passes over whole vectors that select nothing. GRADIENT is float, __nv_bfloat16 or __half.
 //
 // Shapes   gradient[n], residual[n], velocity[n], out[n]; sums[2] double; nonfinite[1], zero before, counts what is not finite.
+// Units    momentum, scale: factors.
 // Launch   grid-stride, any grid of blocks of 256.
+// Overflow a sum above the largest float is Inf, and not finite.
 // NaN, Inf an element whose result is not finite stays as it was and is counted, except in `accumulate`, which only counts.
 // Order    `moments` adds block sums by atomics: the last bits depend on the run, and only a threshold depends on them.
 
 #include "coo.cuh"
 #include "gradient.cuh"
-
-#define FOR_EACH(i, n)                                                                                     \
-  for (long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x; i < (n);               \
-       i += gridDim.x * static_cast<long long>(blockDim.x))
 
 __device__ __forceinline__ bool finite(float x) { return magnitude(x) < INFINITY_BITS; }
 

@@ -114,13 +114,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                       int regions, unsigned* nonfinite_total, unsigned long long* status, unsigned* ticket,
                       unsigned epoch, unsigned* header, unsigned* finished,
                       volatile unsigned* report, const unsigned long long* windows, int ranks, int rank,
-                      unsigned note_epoch, const unsigned* __restrict__ step) {
+                      const unsigned* __restrict__ step) {
   __shared__ unsigned offsets[GROUP + 1];  // of each chunk, within the group
   __shared__ unsigned group, group_offset, last;
   if (threadIdx.x == 0) group = draw_ticket(ticket);
   if (step) {
     threshold = step[LOCAL_BITS];
-    epoch = note_epoch = step[EPOCH];
+    epoch = step[EPOCH];
   }
   __syncthreads();
   const unsigned first = group * GROUP;
@@ -219,6 +219,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int i = threadIdx.x; i < 3 + regions; i += THREADS) report[i] = found[i];
     return;
   }
-  tell_peers(windows, ranks, rank, SELECTED, header, 3 + regions, note_epoch);
-  for (int i = threadIdx.x; i < 3 + regions; i += THREADS) announce(report, i, found[i], note_epoch);
+  tell_peers(windows, ranks, rank, SELECTED, header, 3 + regions, epoch);
+  for (int i = threadIdx.x; i < 3 + regions; i += THREADS) announce(report, i, found[i], epoch);
 }

@@ -1,13 +1,13 @@
 // apply: the small kernels that turn a gathered update into state. One thread an entry; indices occur once in a list.
 //
 // Shapes   vector[n] float; entries[nnz], mine[mine_nnz] COO, ascending.
+// Units    scale: a factor; indices are those of the dense vector.
 // Launch   grid-stride, any grid of any blocks. gather_and_apply: (blocks, ranks) of 256 threads.
-// NaN, Inf as the entries have them. Traffic: 8 bytes an entry, and a 32-byte sector of `vector` for each that lies apart.
+// Overflow none: lists are as long as they say; what is gathered is at most 5k/4 entries, as was decided.
+// NaN, Inf as the entries have them.
+// Traffic  8 bytes an entry, and a 32-byte sector of `vector` for each that lies apart.
 
 #include "peer.cuh"
-
-#define FOR_EACH(i, n) \
-  for (long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x; i < (n); i += gridDim.x * static_cast<long long>(blockDim.x))
 
 // vector = 0 where `entries` has an index; nnz is what `step` says unless null
 extern "C" __global__ void clear_support(float* __restrict__ vector, const Entry* __restrict__ entries, long long nnz,

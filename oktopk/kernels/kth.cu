@@ -183,11 +183,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (level == LAST_LEVEL) announce_all(report, decision, ranks, epoch);
 }
 
-struct ListSource {
-  const Entry* entries;
-  __device__ Entry operator()(long long i) const { return entries[i]; }
-};
-
 // kept gets what reaches the named magnitude, in order; report: kept, others, and of the list before: entries, SHORT, PREFIX, LARGER.
 extern "C" __global__ void __launch_bounds__(COMPACT_THREADS)
     take_named(const Entry* entries, const unsigned* count, const unsigned* search, const unsigned* decision, Entry* kept,

@@ -94,7 +94,7 @@ class OkTopk(SparseMethod):
             exact,
             plan.stopwatch.detailed,
         )
-        if selection is None:  # while the kernels that need it not run on
+        if selection is None:  # the kernels run on: they do not need what the host learns from it
             nnz, nonfinite, points = peers.selected()
             selection = local.settle(Packing(nnz, nonfinite, points), residual, k, bits or 0, False, buffer)
         outcome = peers.outcome(exact)
