@@ -214,11 +214,13 @@ def test_a_gradient_that_is_not_where_it_should_be_is_a_sentence(device_backend:
             self, gpu: int = 3, contiguous: bool = True, length: int = 5, dtype: Any = np.float32
         ) -> None:
             self.device, self.flags = SimpleNamespace(id=gpu), SimpleNamespace(c_contiguous=contiguous)
+            self.data = SimpleNamespace(device_id=gpu)
             self.shape, self.dtype = (length,), np.dtype(dtype)
 
     device_backend.cupy.ndarray = Array
     backend = device_backend.DeviceBackend.__new__(device_backend.DeviceBackend)
     backend.device, backend._gradient_type = SimpleNamespace(id=3), "bfloat16"
+    backend._stored = np.dtype(np.uint16)
     good = Array(dtype=np.uint16)
     assert backend.accept(good, 5) is good
     with pytest.raises(TypeError, match=r"is a ndarray, not a cupy array on GPU 3: cupy\.asarray"):
