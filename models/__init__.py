@@ -1,5 +1,6 @@
 """The networks that the experiments train: plain torch modules that never communicate."""
 
+from models.lstm import LSTM
 from models.vgg import VGG16
 
-__all__ = ["VGG16"]
+__all__ = ["LSTM", "VGG16"]
