@@ -1,0 +1,110 @@
+"""BERT for pre-training: masked words and the next sentence, as in the paper's Wikipedia experiments."""
+
+import functools
+import math
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+HEAD = 64
+VOCABULARY = 30_522
+POSITIONS = 512
+
+
+class BERT(nn.Module):
+    """The encoder of the transformers library with both of its pre-training heads; the decoder is not tied.
+
+    The default, BERT-base, has 133,547,324 parameters. Attention is torch's scaled dot product, in heads of 64 channels,
+    and the feed-forward layers are four times as wide as the rest.
+
+    Initial weights come from torch's global generator (normal, 0.02); seed it before. Nothing is ever downloaded.
+
+    Args:
+        vocabulary: words, at least 5.
+        layers: at least 1.
+        hidden: channels, a positive multiple of 64.
+        dropout: in [0, 1), of the channels and of the attention.
+        recompute: whether layers keep only their input for the backward pass, and compute the rest again.
+        positions: tokens of the longest sequence, at least 8.
+
+    Raises:
+        ValueError: an argument out of bounds.
+
+    Source: Devlin et al., NAACL 2019; sizes as in Li & Hoefler, PPoPP 2022.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = VOCABULARY,
+        *,
+        layers: int = 12,
+        hidden: int = 768,
+        dropout: float = 0.1,
+        recompute: bool = False,
+        positions: int = POSITIONS,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("vocabulary", vocabulary, 5),
+            ("layers", layers, 1),
+            ("positions", positions, 8),
+        ):
+            if value < least:
+                raise ValueError(f"{name} {value} is not at least {least}")
+        if hidden < HEAD or hidden % HEAD:
+            raise ValueError(f"hidden {hidden} is not a positive multiple of {HEAD}")
+        if not (math.isfinite(dropout) and 0.0 <= dropout < 1.0):
+            raise ValueError(f"dropout {dropout} is not in [0, 1)")
+        # seconds to import, and images do without it
+        from transformers import BertConfig, BertForPreTraining
+
+        self.vocabulary, self.positions = vocabulary, positions
+        self.network = BertForPreTraining(
+            BertConfig(
+                vocab_size=vocabulary,
+                num_hidden_layers=layers,
+                hidden_size=hidden,
+                num_attention_heads=hidden // HEAD,
+                intermediate_size=4 * hidden,
+                hidden_dropout_prob=dropout,
+                attention_probs_dropout_prob=dropout,
+                max_position_embeddings=positions,
+                tie_word_embeddings=False,
+                attn_implementation="sdpa",  # type: ignore[call-arg]
+            )
+        )
+        # The library keeps a second bias beside the decoder's for when both are tied; here nothing would train it.
+        self.network.cls.predictions.register_parameter("bias", None)
+        if recompute:
+            for layer in self.network.bert.encoder.layer:
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+    def forward(
+        self, tokens: torch.Tensor, segments: torch.Tensor, present: torch.Tensor, places: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores of the words at some places, and of whether the second segment follows the first.
+
+        Only what stands at the places is decoded: scores of every token would be most of the memory.
+
+        Args:
+            tokens: int64[batch, length], each in [0, vocabulary); length at most `positions`.
+            segments: int64[batch, length], 0 in the first segment and 1 in the second.
+            present: bool[batch, length], False where a sequence is padded.
+            places: int64[batch, count], each in [0, length).
+
+        Returns:
+            float[batch, count, vocabulary] and float[batch, 2] (0: follows, 1: does not), logits.
+
+        Raises:
+            ValueError: tokens that are not of two dimensions, or too long.
+        """
+        if tokens.ndim != 2 or tokens.shape[1] > self.positions:
+            raise ValueError(
+                f"tokens of shape {tuple(tokens.shape)} are not [batch, length of at most {self.positions}]"
+            )
+        encoded = self.network.bert(tokens, attention_mask=present, token_type_ids=segments)
+        states = encoded.last_hidden_state
+        chosen = states.gather(1, places[:, :, None].expand(-1, -1, states.shape[2]))
+        words, follows = self.network.cls(chosen, encoded.pooler_output)
+        return words, follows

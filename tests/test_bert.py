@@ -1,0 +1,129 @@
+"""BERT: the published size, what padding and segments do, and outputs that train."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from models.bert import BERT
+
+LENGTH = 12
+
+
+def tiny(**changes: object) -> BERT:
+    torch.manual_seed(5)
+    return BERT(**{"vocabulary": 40, "layers": 2, "hidden": 64, "dropout": 0.0, "positions": 16} | changes)
+
+
+def inputs(batch: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 40, (batch, LENGTH), generator=generator)
+    segments = (torch.arange(LENGTH) >= 7).long().expand(batch, -1)
+    return tokens, segments, torch.ones_like(tokens, dtype=torch.bool), torch.tensor([[1, 4]] * batch)
+
+
+def test_bert_base_has_the_published_number_of_parameters() -> None:
+    with torch.device("meta"):
+        model = BERT()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 133_547_324
+    decoder = model.network.cls.predictions.decoder.weight
+    assert decoder is not model.network.bert.embeddings.word_embeddings.weight
+    assert decoder.shape == (30_522, 768)
+
+
+def test_attention_is_torchs_scaled_dot_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = nn.functional.scaled_dot_product_attention
+
+    def counted(*args: object, **kwargs: object) -> torch.Tensor:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", counted)
+    tiny()(*inputs())
+    assert len(calls) == 2
+
+
+def test_padding_has_no_effect_and_segments_have_one() -> None:
+    model = tiny().eval()
+    tokens, segments, present, places = inputs()
+    present[1, 9:] = False
+    words, follows = model(tokens, segments, present, places)
+    assert words.shape == (3, 2, 40)
+    assert follows.shape == (3, 2)
+    changed = tokens.clone()
+    changed[1, 9:] = 7
+    for left, right in zip(model(changed, segments, present, places), (words, follows), strict=True):
+        assert torch.equal(left, right)
+    assert not torch.equal(model(tokens, torch.zeros_like(segments), present, places)[0], words)
+
+
+def test_only_the_places_asked_for_are_decoded() -> None:
+    model = tiny().eval()
+    tokens, segments, present, _ = inputs()
+    everywhere = torch.arange(LENGTH).expand(3, -1)
+    places = torch.tensor([[3, 0], [11, 5], [2, 2]])
+    all_words = model(tokens, segments, present, everywhere)[0]
+    words = model(tokens, segments, present, places)[0]
+    for row in range(3):
+        torch.testing.assert_close(words[row], all_words[row, places[row]])
+
+
+def test_a_seed_fixes_the_weights_and_the_first_losses_are_those_of_equal_probabilities() -> None:
+    left, right = tiny(), tiny()
+    for one, other in zip(left.parameters(), right.parameters(), strict=True):
+        assert torch.equal(one, other)
+    words, follows = left(*inputs())
+    chance = nn.functional.cross_entropy(words.flatten(0, 1), torch.arange(6))
+    assert chance.item() == pytest.approx(math.log(40), abs=0.3)
+    assert nn.functional.cross_entropy(follows, torch.tensor([0, 1, 0])).item() == pytest.approx(
+        math.log(2), abs=0.3
+    )
+
+
+def test_recomputed_layers_give_the_same_gradients_and_every_parameter_has_one() -> None:
+    gradients = []
+    for recompute in (False, True):
+        model = tiny(recompute=recompute).train()
+        words, follows = model(*inputs())
+        (words.logsumexp(-1).sum() + follows.logsumexp(-1).sum() + words[..., 3].sum()).backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for left, right in zip(*gradients, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_recomputing_runs_the_layers_twice() -> None:
+    counts = []
+    for recompute in (False, True):
+        model = tiny(recompute=recompute).train()
+        calls: list[int] = []
+        dense = model.network.bert.encoder.layer[0].intermediate.dense
+        dense.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        model(*inputs())[0].sum().backward()
+        counts.append(len(calls))
+    assert counts == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"vocabulary": 4}, "vocabulary 4 is not at least 5"),
+        ({"layers": 0}, "layers 0 is not at least 1"),
+        ({"positions": 7}, "positions 7 is not at least 8"),
+        ({"hidden": 0}, "hidden 0 is not a positive multiple of 64"),
+        ({"hidden": 100}, "hidden 100 is not a positive multiple of 64"),
+        ({"dropout": 1.0}, "dropout 1.0 is not in"),
+        ({"dropout": math.nan}, "dropout nan is not in"),
+    ],
+)
+def test_impossible_sizes_are_refused_with_their_value(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny(**arguments)
+
+
+def test_a_sequence_that_is_too_long_is_refused_with_its_shape() -> None:
+    tokens = torch.zeros(1, 17, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"\(1, 17\).*at most 16"):
+        tiny()(tokens, tokens, tokens.bool(), tokens[:, :1])
