@@ -159,7 +159,7 @@ def open_image_file(path: str | Path, *, verify: bool = False) -> tuple[ImageSet
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[h5py.File]:
+def opened(path: Path, what: str = "images") -> Iterator[h5py.File]:
     """The file, open for reading; whatever HDF5 finds wrong with it becomes a DataError that names it."""
     if not path.is_file():
         raise DataError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
@@ -170,7 +170,7 @@ def opened(path: Path) -> Iterator[h5py.File]:
     except DataError:
         raise
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path}: not a whole HDF5 file of images: {error}") from error
+        raise DataError(f"{path}: not a whole HDF5 file of {what}: {error}") from error
 
 
 def read_split(file: h5py.File, path: Path, split: str, verify: bool) -> ImageSet:

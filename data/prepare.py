@@ -3,19 +3,24 @@
 python -m data.prepare cifar10 SOURCE -o cifar10.h5       directory of the binary version, or its .tar.gz
 python -m data.prepare cifar10 --download -o cifar10.h5   fetches 170 MB beside the output first
 python -m data.prepare digits -o digits.h5
+python -m data.prepare an4 SOURCE -o an4.h5               directory with etc/ and wav/, of WAV or raw files
 """
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
-from data import DataError, cifar10, digits
+from data import DataError, an4, cifar10, digits
 from data.download import download, md5_of
 from data.image_file import ImageFileWriter, open_image_file
 from data.images import ImageSet
+from data.speech import RATE, SpeechSet
+from data.speech_file import open_speech_file, write_speech_file
 
 
 def prepare_cifar10(
@@ -91,6 +96,83 @@ def prepare_digits(output: Path, *, size: int, held_out: float, seed: int, force
         writer.put("train", 0, train.images, train.labels)
         writer.put("test", 0, test.images, test.labels)
     return f"{output}: wrote {description(*open_image_file(output))}"
+
+
+def prepare_an4(
+    source: Path,
+    output: Path,
+    *,
+    byte_order: str | None = None,
+    partial: bool = False,
+    force: bool = False,
+    progress: bool = True,
+) -> str:
+    """Write AN4 from its published layout.
+
+    Args:
+        source: directory with etc/ and wav/.
+        output: HDF5 file to write.
+        byte_order: "little" or "big", of raw files.
+        partial: accept fewer utterances than 948 + 130.
+        force: replace an output that exists.
+        progress: show a bar where the output is a terminal.
+
+    Returns:
+        What was done, in a line.
+
+    Raises:
+        DataError: a source that is missing, incomplete or damaged; an output that exists and is something
+            else.
+    """
+    if kept := kept_an4(output, partial=partial, force=force):
+        return kept
+    found = an4.find_utterances(source, byte_order)
+    for split, count in an4.COUNTS.items():
+        if len(found[split]) != count and not partial:
+            raise DataError(
+                f"{source}: {len(found[split])} utterances in split {split!r} are not AN4's {count}; "
+                "--partial accepts fewer"
+            )
+    hidden = None if progress else True
+    with tqdm(total=sum(map(len, found.values())), unit="utterance", desc="an4", disable=hidden) as bar:
+
+        def samples(split: str) -> Iterator[NDArray[np.int16]]:
+            for utterance in an4.read_utterances(found[split], byte_order):
+                yield utterance
+                bar.update()
+
+        write_speech_file(
+            output,
+            name="an4",
+            source=f"CMU AN4, {source.name}, not compared with the published archive",
+            names={split: [each.name for each in found[split]] for split in found},
+            lengths={split: [each.length for each in found[split]] for split in found},
+            labels={split: [each.labels for each in found[split]] for split in found},
+            samples=samples,
+        )
+    return f"{output}: wrote {speech_description(*an4.open_an4(output))}"
+
+
+def kept_an4(output: Path, *, partial: bool, force: bool) -> str | None:
+    """As kept_output, for AN4: whole, or (partial) any part of it."""
+    if force or not output.exists():
+        return None
+    try:
+        train, test = open_speech_file(output, verify=True)
+    except DataError as error:
+        raise DataError(f"{error}; --force replaces it") from error
+    found = speech_description(train, test)
+    whole = {"train": len(train), "test": len(test)} == an4.COUNTS
+    if train.name != "an4" or not (whole or partial):
+        wanted = " + ".join(str(count) for count in an4.COUNTS.values())
+        raise DataError(f"{output}: exists and holds {found}, not 'an4' of {wanted}; --force replaces it")
+    return f"{output}: kept, it holds {found}; --force writes it anew"
+
+
+def speech_description(train: SpeechSet, test: SpeechSet) -> str:
+    """A prepared speech set in words."""
+    hours = " and ".join(f"{len(each.samples) / RATE / 3600:.2f}" for each in (train, test))
+    return f"{train.name!r} of {len(train)} training and {len(test)} test utterances, {hours} hours"
 
 
 def kept_cifar10(output: Path, *, partial: bool, force: bool) -> str | None:
@@ -182,6 +264,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     digit.add_argument("--seed", type=int, default=0, help="of the split (default: %(default)s)")
 
+    speech = sets.add_parser("an4", parents=[common], help="CMU AN4, from its published layout")
+    speech.add_argument("source", type=Path, help="directory with etc/ and wav/")
+    speech.add_argument("--byte-order", choices=an4.ORDERS, help="of raw files, which do not say it")
+    speech.add_argument("--partial", action="store_true", help="accept fewer than 948 + 130 utterances")
+
     options = parser.parse_args(arguments)
     try:
         if options.set == "digits":
@@ -190,6 +277,14 @@ def main(arguments: list[str] | None = None) -> int:
                 size=options.size,
                 held_out=options.held_out,
                 seed=options.seed,
+                force=options.force,
+            )
+        elif options.set == "an4":
+            line = prepare_an4(
+                options.source,
+                options.output,
+                byte_order=options.byte_order,
+                partial=options.partial,
                 force=options.force,
             )
         else:
