@@ -4,11 +4,13 @@ python -m data.prepare cifar10 SOURCE -o cifar10.h5       directory of the binar
 python -m data.prepare cifar10 --download -o cifar10.h5   fetches 170 MB beside the output first
 python -m data.prepare digits -o digits.h5
 python -m data.prepare an4 SOURCE -o an4.h5               directory with etc/ and wav/, of WAV or raw files
+python -m data.prepare text SOURCE -o text.h5             folder of plain text; a blank line ends a document
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -21,6 +23,7 @@ from data.image_file import ImageFileWriter, open_image_file
 from data.images import ImageSet
 from data.speech import RATE, SpeechSet
 from data.speech_file import open_speech_file, write_speech_file
+from data.text import Recipe, prepare_text
 
 
 def prepare_cifar10(
@@ -269,6 +272,8 @@ def main(arguments: list[str] | None = None) -> int:
     speech.add_argument("--byte-order", choices=an4.ORDERS, help="of raw files, which do not say it")
     speech.add_argument("--partial", action="store_true", help="accept fewer than 948 + 130 utterances")
 
+    _add_text(sets, common)
+
     options = parser.parse_args(arguments)
     try:
         if options.set == "digits":
@@ -287,6 +292,9 @@ def main(arguments: list[str] | None = None) -> int:
                 partial=options.partial,
                 force=options.force,
             )
+        elif options.set == "text":
+            recipe = Recipe(**{key.name: getattr(options, key.name) for key in fields(Recipe)})
+            line = prepare_text(options.source, options.output, recipe, force=options.force)
         else:
             source = options.source
             if options.download:
@@ -299,6 +307,36 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     print(line)
     return 0
+
+
+def _add_text(
+    sets: "argparse._SubParsersAction[argparse.ArgumentParser]", common: argparse.ArgumentParser
+) -> None:
+    text = sets.add_parser(
+        "text",
+        parents=[common],
+        help="plain text, packed for BERT; an interrupted call continues when repeated",
+    )
+    text.add_argument("source", type=Path, help="folder or file of UTF-8 text; a blank line ends a document")
+    text.add_argument(
+        "--length", type=int, default=Recipe.length, help="tokens of a sequence (default: %(default)s)"
+    )
+    text.add_argument(
+        "--vocabulary", type=Path, metavar="FILE", help="one word per line (default: trained on the text)"
+    )
+    text.add_argument(
+        "--vocabulary-size",
+        type=int,
+        default=Recipe.vocabulary_size,
+        help="words of a trained vocabulary at most (default: %(default)s)",
+    )
+    text.add_argument(
+        "--held-out", type=float, default=Recipe.held_out, help="part of the documents (default: %(default)s)"
+    )
+    text.add_argument(
+        "--held-out-files", metavar="PATTERN", default="", help="instead of it: files with such names"
+    )
+    text.add_argument("--seed", type=int, default=Recipe.seed, help="of the pairs (default: %(default)s)")
 
 
 if __name__ == "__main__":
