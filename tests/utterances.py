@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data.speech import ALPHABET, RATE
+from data.speech import ALPHABET, RATE, SpeechSet, encoded
 
 TONE = 1600
 
@@ -56,3 +56,18 @@ def write_an4(
                 write_wave(path, spoken(text, number))
             written[split].append(path)
     return written
+
+
+def speech_set(texts: Sequence[str]) -> SpeechSet:
+    """The texts, spoken."""
+    waves = [spoken(text, number) for number, text in enumerate(texts)]
+    labels = [encoded(text, text) for text in texts]
+    return SpeechSet(
+        samples=np.concatenate(waves),
+        offsets=np.cumsum([0, *map(len, waves)]),
+        labels=np.concatenate(labels),
+        label_offsets=np.cumsum([0, *map(len, labels)]),
+        names=tuple(f"u{number}" for number in range(len(texts))),
+        name="tones",
+        source="synthetic",
+    )
