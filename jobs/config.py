@@ -25,14 +25,14 @@ class _Section(BaseModel):
 class ModelConfig(_Section):
     """The network. width multiplies every layer's channels."""
 
-    name: Literal["vgg16"] = "vgg16"
+    name: Literal["vgg16", "lstm"] = "vgg16"
     width: float = Field(default=1.0, gt=0.0, le=8.0)
 
 
 class DataConfig(_Section):
-    """The images. `digits` needs no file; the others are read from `path`, written by data.prepare."""
+    """Images or speech. `digits` needs no file; the others are read from `path`, written by data.prepare."""
 
-    name: Literal["digits", "cifar10", "prepared"] = "digits"
+    name: Literal["digits", "cifar10", "prepared", "an4"] = "digits"
     path: str = ""
     size: int = Field(default=32, ge=32, le=512, description="pixels per side of the digits")
     held_out: float = Field(
@@ -42,6 +42,12 @@ class DataConfig(_Section):
         default=0, ge=0, description="pixels of padding that training images are cropped from at random"
     )
     flip: bool = Field(default=False, description="mirror training images at random; not for digits")
+    mask_bins: int = Field(
+        default=0, ge=0, description="frequencies of a training utterance that are masked at random, at most"
+    )
+    mask_frames: int = Field(
+        default=0, ge=0, description="10 ms frames of a training utterance that are masked at random, at most"
+    )
 
     @model_validator(mode="after")
     def _has_its_file(self) -> Self:
@@ -54,6 +60,14 @@ class DataConfig(_Section):
             raise ValueError(
                 f"path is {self.path!r}, but digits are read from no file: set data.name to 'prepared'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _changes_what_it_has(self) -> Self:
+        others = ("crop", "flip") if self.name == "an4" else ("mask_bins", "mask_frames")
+        for key in others:
+            if value := getattr(self, key):
+                raise ValueError(f"{key} is {value}, which is not for the data set {self.name!r}")
         return self
 
 
@@ -87,11 +101,11 @@ class ScheduleConfig(_Section):
     """The learning rate over the run, as a factor of optimizer.lr, set at every step.
 
     warmup and milestones count in `unit`. The warm-up rises linearly from warmup_start (a fraction, or
-    "1/ranks") to 1; then `step` multiplies by gamma at each milestone, `cosine` and `linear` fall to `final`
-    at the last step. `one-cycle` is `cosine` with a warm-up along a cosine.
+    "1/ranks") to 1; then `step` multiplies by gamma at each milestone and `exponential` after each unit of the
+    run, `cosine` and `linear` fall to `final` at the last step. `one-cycle` is `cosine` with a warm-up along a cosine.
     """
 
-    name: Literal["constant", "step", "cosine", "linear", "one-cycle"] = "constant"
+    name: Literal["constant", "step", "exponential", "cosine", "linear", "one-cycle"] = "constant"
     unit: Literal["steps", "epochs"] = "steps"
     warmup: float = Field(default=0.0, ge=0.0)
     warmup_start: float | Literal["1/ranks"] = 0.0
@@ -194,6 +208,9 @@ class TrainingConfig(_Section):
     )
     eval_batch_size: int = Field(
         default=128, ge=1, description="images per rank and forward pass of an evaluation"
+    )
+    beam: int = Field(
+        default=1, ge=1, le=1000, description="prefixes that decoding of speech follows; 1: greedy"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: the GPU of the rank's place on its host, where there is one"

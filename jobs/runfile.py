@@ -66,9 +66,9 @@ STEP_COLUMNS: dict[str, tuple[str, str]] = {
 EVALUATION_COLUMNS: dict[str, tuple[str, str]] = {
     "step": ("i8", "steps done"),
     "epoch": ("f8", "epochs done"),
-    "loss": ("f8", "mean over the held-out samples"),
-    "accuracy": ("f8", "fraction of the held-out samples"),
-    "samples": ("i8", ""),
+    "loss": ("f8", "mean over the held-out samples; of speech, per word"),
+    "accuracy": ("f8", "fraction of the held-out samples; of speech, 1 - word error rate"),
+    "samples": ("i8", "of speech, words"),
     "seconds": ("f8", "rank 0"),
 }
 # NaN where a bound is 0 or xi has no meaning.

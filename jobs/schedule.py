@@ -33,6 +33,8 @@ def learning_rate_factor(
     if schedule.name == "step":
         passed = sum(step >= milestone * scale for milestone in schedule.milestones)
         return float(schedule.gamma**passed)
+    if schedule.name == "exponential":
+        return float(schedule.gamma ** (step // scale))
     # The last step gets `final` itself; a decay of a single step stays at 1.
     progress = min(1.0, (step - warmup) / max(1.0, steps - 1 - warmup))
     if schedule.name in ("cosine", "one-cycle"):

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from data.loader import Batch
 from jobs.reduction import ReducingOptimizer
 from jobs.resume import Found
 from jobs.workloads import Workload
@@ -58,7 +57,7 @@ class BatchStream:
         self._epoch, self._taken = start.epoch, -(-start.samples // samples_per_batch)
         self._batches = self._rest_of_epoch()
 
-    def _rest_of_epoch(self) -> Iterator[Batch]:
+    def _rest_of_epoch(self) -> Iterator[Any]:
         left = max(0, self._per_epoch - self._taken)
         return islice(self._workload.batches(self._epoch, self._taken), left)
 
@@ -72,10 +71,10 @@ class BatchStream:
         """Batches from the first epoch's first to here, had all been as large."""
         return self._epoch * self._per_epoch + self._taken
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
         while True:
             for batch in self._batches:
                 self._taken += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ Load = Callable[[DataConfig], tuple[ImageSet, ImageSet]]
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over some held-out samples; scores of disjoint shards add up."""
+    """Sums over some held-out samples, of speech its words; scores of disjoint shards add up."""
 
     loss: float
     correct: int
@@ -54,11 +54,11 @@ class Workload(Protocol):
         """Move network and data to a device. Raises DataError: they do not fit."""
         ...
 
-    def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+    def batches(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
         """This rank's batches of an epoch, steps_per_epoch of them, or those from first_step on."""
         ...
 
-    def loss(self, batch: Batch) -> torch.Tensor:
+    def loss(self, batch: Any) -> torch.Tensor:
         """Mean loss of a batch, to be differentiated."""
         ...
 
@@ -143,12 +143,16 @@ def build_workload(config: Config, *, rank: int, size: int, load: Load | None = 
     Args:
         config: a run's.
         rank, size: this rank's place.
-        load: gives the training and the held-out images; default: load_images.
+        load: gives the training and the held-out images, where images are trained on; default: load_images.
 
     Raises:
         DataError: data that is missing, broken, or too little for the ranks.
         WorkloadError: settings and data that do not go together.
     """
+    if config.model.name == "lstm":
+        from jobs.speech import build_speech  # which imports this file
+
+        return build_speech(config, rank=rank, size=size)
     training, held_out = (load or load_images)(config.data)
     augment = Augment(config.data.crop, config.data.flip) if config.data.crop or config.data.flip else None
     try:
@@ -178,7 +182,9 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 
 
 def load_images(config: DataConfig) -> tuple[ImageSet, ImageSet]:
-    """The training and the held-out images. Raises DataError."""
+    """The training and the held-out images. Raises DataError, and WorkloadError: these are not images."""
+    if config.name == "an4":
+        raise WorkloadError(f"data.name {config.name!r} takes model.name 'lstm'")
     if config.name == "digits":
         return load_digits(size=config.size, held_out=config.held_out)
     return open_cifar10(config.path) if config.name == "cifar10" else open_image_file(config.path)

@@ -241,7 +241,7 @@ def test_a_decay_falls_from_one_to_final_with_the_last_step(name: str) -> None:
     assert all(after < before for before, after in itertools.pairwise(rates))
 
 
-@pytest.mark.parametrize("name", ["constant", "cosine", "linear"])
+@pytest.mark.parametrize("name", ["constant", "exponential", "cosine", "linear"])
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_the_shortest_runs_have_a_finite_rate(name: str, steps: int) -> None:
     for warmup in (0, 1, 2.5, 10):

@@ -1,0 +1,221 @@
+"""Speech as it is trained on: synthetic utterances made here, the tiny network, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+from data import DataError
+from data.prepare import prepare_an4
+from data.speech_loader import SpeechBatch
+from jobs.config import Config
+from jobs.configfile import ConfigError, load
+from jobs.runreader import RunReader
+from jobs.schedule import learning_rate_factor
+from jobs.speech import build_speech, check_lengths
+from jobs.summary import read_runs
+from jobs.train import Build, main
+from jobs.workloads import Score, Workload, WorkloadError, build_workload
+from tests.utterances import speech_set, write_an4
+
+CONFIG = Path(__file__).parent.parent / "jobs" / "configs" / "lstm.toml"
+TINY = ["model.width=0.0625", "training.device=cpu"]
+WORDS = ("NO", "GO", "UP", "ON", "A")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("speech")
+    random = np.random.default_rng(0)
+    texts = [" ".join(random.choice(WORDS, 1 + number % 2)) for number in range(24)]
+    write_an4(folder / "an4", texts[:18], texts[18:])
+    prepare_an4(folder, folder / "an4.h5", partial=True, progress=False)
+    return folder / "an4.h5"
+
+
+def config(path: Path, *overrides: str) -> Config:
+    return load(CONFIG, [f"data.path={path}", *TINY, *overrides])
+
+
+def train_alone(path: Path, data: Path, *overrides: str, build: Build = build_workload) -> int:
+    settings = [*TINY, f"data.path={data}", f"run.file={path}", *overrides]
+    return main([str(CONFIG), "--set", *settings], comm=MPI.COMM_SELF, build=build)
+
+
+def test_the_shipped_file_has_the_settings_of_the_paper() -> None:
+    shipped = load(CONFIG, ["data.path=an4.h5"])
+    assert (shipped.model.width, shipped.training.batch_size) == (1.0, 2)
+    optimizer, reduction = shipped.optimizer, shipped.reduction
+    assert (optimizer.lr, optimizer.momentum, optimizer.weight_decay, optimizer.clip_norm) == (
+        1e-3,
+        0.9,
+        1e-4,
+        400.0,
+    )
+    assert (reduction.density, reduction.threshold_interval) == (0.02, 32)
+    assert (reduction.boundary_interval, reduction.dense_warmup_steps) == (64, 128)
+    rates = [
+        learning_rate_factor(shipped.schedule, step, steps=300, steps_per_epoch=100, ranks=4)
+        for step in (0, 99, 100, 299)
+    ]
+    assert rates == pytest.approx([1, 1, 1 / 1.01, 1 / 1.01**2])
+
+
+@pytest.mark.parametrize("method", ["oktopk", "dense"])
+def test_training_on_a_few_synthetic_utterances_lowers_the_loss(
+    tmp_path: Path, prepared: Path, method: str
+) -> None:
+    overrides = [
+        "training.steps=60",
+        "training.eval_every=60",
+        "training.batch_size=6",
+        "optimizer.lr=0.01",
+        "optimizer.clip_norm=20",
+        "reduction.dense_warmup_steps=10",
+        f"reduction.method={method}",
+    ]
+    assert train_alone(tmp_path / "run.h5", prepared, *overrides) == 0
+    (run,) = read_runs([tmp_path / "run.h5"])
+    assert run.status == "complete"
+    assert run.steps["loss"][-10:].mean() < 0.6 * run.steps["loss"][:3].mean()
+    assert run.evaluations["samples"].tolist() == [9]
+    assert np.isfinite(run.evaluations["loss"]).all()
+    assert run.evaluations["accuracy"][-1] <= 1.0
+
+
+def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
+    tmp_path: Path, prepared: Path
+) -> None:
+    overrides = [
+        "training.steps=6",
+        "training.batch_size=4",
+        "checkpoint.every_steps=3",
+        "data.mask_bins=20",
+        "data.mask_frames=5",
+    ]
+
+    def build_failing(config: Config, *, rank: int, size: int) -> Workload:
+        workload, taken = build_speech(config, rank=rank, size=size), itertools.count(1)
+        loss = workload.loss
+
+        def failing(batch: SpeechBatch) -> torch.Tensor:
+            return loss(batch) * (float("nan") if next(taken) == 5 else 1.0)
+
+        workload.loss = failing  # type: ignore[method-assign]
+        return workload
+
+    assert train_alone(tmp_path / "parts.h5", prepared, *overrides, build=build_failing) != 0
+    for name in ("parts", "whole"):
+        assert train_alone(tmp_path / f"{name}.h5", prepared, *overrides) == 0
+    whole, parts = read_runs([tmp_path / "whole.h5", tmp_path / "parts.h5"])
+    assert (whole.count, parts.count) == (6, 6)
+    with RunReader(tmp_path / "parts.h5") as reader:
+        assert reader.segments()["step"].tolist() == [0, 3]
+    assert np.array_equal(whole.steps["loss"], parts.steps["loss"])
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_scores_of_the_ranks_add_up_to_that_of_one(prepared: Path, beam: int) -> None:
+    chosen = config(prepared, f"training.beam={beam}", "training.eval_batch_size=2")
+    alone = build_speech(chosen, rank=0, size=1).score()
+    parts = [build_speech(chosen, rank=rank, size=3).score() for rank in range(3)]
+    assert alone == Score(
+        pytest.approx(sum(part.loss for part in parts), rel=1e-5),
+        sum(part.correct for part in parts),
+        sum(part.samples for part in parts),
+    )
+    assert alone.samples == 9
+
+
+def test_all_ranks_begin_with_the_same_weights_and_other_utterances(prepared: Path) -> None:
+    ranks = [build_workload(config(prepared), rank=rank, size=2) for rank in range(2)]
+    for left, right in zip(*(rank.model.parameters() for rank in ranks), strict=True):
+        assert torch.equal(left, right)
+    taken = [{int(i) for batch in rank.batches(0) for i in batch.indices} for rank in ranks]
+    assert taken[0] and not taken[0] & taken[1]
+
+
+def test_masks_change_training_and_not_evaluation(prepared: Path) -> None:
+    plain, masked = (
+        build_speech(config(prepared, *extra), rank=0, size=1)
+        for extra in ([], ["data.mask_bins=80", "data.mask_frames=20"])
+    )
+    left, right = (next(iter(workload.batches(0))) for workload in (plain, masked))
+    assert torch.equal(left.samples, right.samples)
+    assert plain.loss(left).item() != masked.loss(right).item()
+    fresh = [
+        build_speech(config(prepared, *extra), rank=0, size=1).score()
+        for extra in ([], ["data.mask_bins=80"])
+    ]
+    assert fresh[0] == fresh[1]
+
+
+def test_an_utterance_too_short_for_its_transcript_is_named() -> None:
+    speech = speech_set(["ABC", "AA BB"])
+    check_lengths(speech, "here")
+    # 5 labels and two blanks need 7 output frames: from 13 frames, from 12 hops
+    offsets = speech.offsets.copy()
+    offsets[2] = offsets[1] + 12 * 160
+    whole = dict(vars(speech), offsets=offsets, samples=speech.samples[: offsets[2]])
+    check_lengths(type(speech)(**whole), "here")
+    offsets[2] -= 1
+    shorter = dict(whole, samples=speech.samples[: offsets[2]])
+    with pytest.raises(DataError, match=r"here, utterance u1: 6 frames .* fewer than the 7 .* for 'AA BB'"):
+        check_lengths(type(speech)(**shorter), "here")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["training.compile=default"], "training.compile 'default' is not for model.name 'lstm'"),
+        (["training.channels_last=true"], "training.channels_last True is not for model.name 'lstm'"),
+        (["model.width=0.001"], "model: width 0.001 leaves no channel"),
+        (["model.name=vgg16"], "data.name 'an4' takes model.name 'lstm'"),
+        (["data.name=digits", "data.path="], "model.name 'lstm' takes data.name 'an4', not 'digits'"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_named(
+    prepared: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(WorkloadError, match=re.escape(message)):
+        build_workload(config(prepared, *overrides), rank=0, size=1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.flip=true"], "flip is True, which is not for the data set 'an4'"),
+        (
+            ["data.name=cifar10", "data.mask_bins=3"],
+            "mask_bins is 3, which is not for the data set 'cifar10'",
+        ),
+        (["training.beam=0"], "beam"),
+    ],
+)
+def test_settings_of_other_data_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config(Path("an4.h5"), *overrides)
+
+
+def test_a_file_that_is_missing_or_too_small_for_the_ranks_is_named(tmp_path: Path, prepared: Path) -> None:
+    with pytest.raises(DataError, match="none.h5: no such file"):
+        build_workload(config(tmp_path / "none.h5"), rank=0, size=1)
+    with pytest.raises(DataError, match="18 samples are fewer than the 20 of one step"):
+        build_workload(config(prepared), rank=0, size=10)
+
+
+def test_a_loss_that_is_not_finite_is_named_and_the_run_file_stays_readable(
+    tmp_path: Path, prepared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["training.steps=30", "optimizer.lr=1e30", "optimizer.clip_norm=0", "run.flush_every=1"]
+    assert train_alone(tmp_path / "run.h5", prepared, *overrides) != 0
+    assert "NaN or Inf on rank(s) 0" in capsys.readouterr().err
+    (run,) = read_runs([tmp_path / "run.h5"])
+    assert run.status != "complete"
+    assert 0 < run.count < 30
