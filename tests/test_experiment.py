@@ -17,7 +17,7 @@ from data.image_file import ImageFileWriter
 from jobs.budget import RUN_SECONDS, START_SECONDS, Pace
 from jobs.configfile import validate
 from jobs.experiment import LEFT, describe, main, measured_pace, parse, plan, planned_files, shortened
-from jobs.experiments import EXPERIMENTS, Trial, sparse_claims, trials
+from jobs.experiments import EXPERIMENTS, Trial, sparse_claims, speech_claims, trials
 from jobs.groups import group_runs
 from jobs.runfile import RunFileError
 from jobs.runreader import RunReader
@@ -239,6 +239,40 @@ def test_every_planned_configuration_is_valid(tmp_path: Path) -> None:
             assert (config.training.epochs, config.run.measure_every) == (161, 50)
         else:
             assert (config.training.steps, config.reduction.dense_warmup_steps) == (200, 0)
+
+
+def test_speech_is_planned_with_the_methods_and_seeds_of_the_table(tmp_path: Path) -> None:
+    planned = plan(EXPERIMENTS["lstm"], parse(["lstm", "--data", "x.h5", "-o", str(tmp_path)]))
+    trained = [each.trial.name for each in planned if each.trial.kind == "train"]
+    assert sorted(trained) == sorted(
+        [f"{method}-0" for method in EXPERIMENTS["lstm"].methods]
+        + [f"{method}-{seed}" for method in ("dense", "oktopk") for seed in (1, 2)]
+    )
+    for each in planned:
+        config = validate(each.document)
+        assert (config.model.name, config.data.name, config.data.path) == (
+            "lstm",
+            "an4",
+            str(Path("x.h5").absolute()),
+        )
+        assert config.optimizer.clip_norm == 400.0
+
+
+def test_claims_on_speech_are_of_word_error_rates(tmp_path: Path) -> None:
+    def word_verdicts(dense: float, oktopk: float) -> list[str]:
+        folder = tmp_path / f"{dense}-{oktopk}"
+        folder.mkdir()
+        files = [
+            write_run(folder / f"{method}.h5", method=method, accuracy=accuracy)
+            for method, accuracy in (("dense", dense), ("oktopk", oktopk))
+        ]
+        claims = speech_claims(EXPERIMENTS["lstm"], group_runs(read_runs(files)), [])
+        assert len(claims) == 3 + 5
+        return [claim.verdict for claim in claims[:3]]
+
+    assert word_verdicts(0.70, 0.695) == ["held", "held", "held"]
+    assert word_verdicts(0.72, 0.70) == ["held", "held", "failed"]
+    assert word_verdicts(0.69, 0.685) == ["failed", "failed", "held"]
 
 
 def test_an_unfinished_run_is_not_taken_for_done(tmp_path: Path) -> None:

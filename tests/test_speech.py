@@ -22,6 +22,7 @@ from jobs.speech import build_speech, check_lengths
 from jobs.summary import read_runs
 from jobs.train import Build, main
 from jobs.workloads import Score, Workload, WorkloadError, build_workload
+from tests.devices import gpus
 from tests.utterances import speech_set, write_an4
 
 CONFIG = Path(__file__).parent.parent / "jobs" / "configs" / "lstm.toml"
@@ -219,3 +220,26 @@ def test_a_loss_that_is_not_finite_is_named_and_the_run_file_stays_readable(
     (run,) = read_runs([tmp_path / "run.h5"])
     assert run.status != "complete"
     assert 0 < run.count < 30
+
+
+@pytest.mark.skipif(not gpus(), reason="no GPU")
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_gpu_computes_the_losses_and_gradients_of_the_host(prepared: Path, precision: str) -> None:
+    class Placed:
+        def __init__(self, name: str) -> None:
+            self.device = torch.device(name)
+
+    found = []
+    for name, kind in (("cpu", "float32"), ("cuda", precision)):
+        workload = build_speech(config(prepared, f"training.precision={kind}"), rank=0, size=1)
+        workload.place(Placed(name))
+        losses = []
+        for batch in itertools.islice(workload.batches(0), 3):
+            loss = workload.loss(batch)
+            loss.backward()
+            losses.append(loss.item())
+        norm = float(torch.cat([p.grad.reshape(-1) for p in workload.model.parameters()]).norm())
+        found.append([*losses, norm])
+        score = workload.score()
+        assert (score.samples, np.isfinite(score.loss)) == (9, True)
+    assert found[1] == pytest.approx(found[0], rel=1e-3 if precision == "float32" else 0.1)
