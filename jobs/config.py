@@ -23,16 +23,49 @@ class _Section(BaseModel):
 
 
 class ModelConfig(_Section):
-    """The network. width multiplies every layer's channels."""
+    """The network. A key that says which one it is for is refused beside another."""
 
-    name: Literal["vgg16", "lstm"] = "vgg16"
-    width: float = Field(default=1.0, gt=0.0, le=8.0)
+    name: Literal["vgg16", "lstm", "bert"] = "vgg16"
+    width: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=8.0,
+        description="vgg16 and lstm: what every layer's channels are multiplied with",
+    )
+    layers: int = Field(default=12, ge=1, description="bert")
+    hidden: int = Field(default=768, ge=64, multiple_of=64, description="bert: channels, 64 to a head")
+    dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="bert")
+    vocabulary: int = Field(
+        default=0, ge=0, description="bert: words that the text file must have; 0: as many as it has"
+    )
+    recompute: bool = Field(
+        default=False,
+        description="bert: layers keep only their input for the backward pass, for less memory and more time",
+    )
+
+    @model_validator(mode="after")
+    def _keys_are_its_own(self) -> Self:
+        for key, field in type(self).model_fields.items():
+            owners = (field.description or "").partition(":")[0]
+            if owners and self.name not in owners and getattr(self, key) != field.default:
+                raise ValueError(f"{key} is for {owners}, not for {self.name}")
+        return self
+
+    @property
+    def description(self) -> str:
+        """The network in words."""
+        if self.name == "bert":
+            return f"bert of {self.layers} layers of {self.hidden}"
+        return f"{self.name} of width {self.width}"
 
 
 class DataConfig(_Section):
-    """Images or speech. `digits` needs no file; the others are read from `path`, written by data.prepare."""
+    """What is trained on. `digits` needs no file; the others are read from `path`, written by data.prepare.
 
-    name: Literal["digits", "cifar10", "prepared", "an4"] = "digits"
+    `an4` is for lstm and `text` for bert, all others are images.
+    """
+
+    name: Literal["digits", "cifar10", "prepared", "an4", "text"] = "digits"
     path: str = ""
     size: int = Field(default=32, ge=32, le=512, description="pixels per side of the digits")
     held_out: float = Field(
@@ -64,9 +97,10 @@ class DataConfig(_Section):
 
     @model_validator(mode="after")
     def _changes_what_it_has(self) -> Self:
-        others = ("crop", "flip") if self.name == "an4" else ("mask_bins", "mask_frames")
-        for key in others:
-            if value := getattr(self, key):
+        owned = {"crop": "images", "flip": "images", "mask_bins": "an4", "mask_frames": "an4"}
+        kind = self.name if self.name in ("an4", "text") else "images"
+        for key, owner in owned.items():
+            if owner != kind and (value := getattr(self, key)):
                 raise ValueError(f"{key} is {value}, which is not for the data set {self.name!r}")
         return self
 
@@ -82,6 +116,12 @@ class OptimizerConfig(_Section):
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="adam and adamw only")
     beta2: float = Field(default=0.999, ge=0.0, lt=1.0, description="adam and adamw only")
     eps: float = Field(default=1e-8, gt=0.0, description="adam and adamw only")
+    bias_correction: bool = Field(
+        default=True, description="adamw only; false: the running means keep their start from zero"
+    )
+    decay_vectors: bool = Field(
+        default=True, description="whether weight_decay is for biases and the weights of norms as well"
+    )
     clip_norm: float = Field(
         default=0.0,
         ge=0.0,
@@ -94,19 +134,22 @@ class OptimizerConfig(_Section):
             raise ValueError(f"momentum {self.momentum} and nesterov are for sgd, not for {self.name}")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum above 0")
+        if not self.bias_correction and self.name != "adamw":
+            raise ValueError(f"bias_correction false is for adamw, not for {self.name}")
         return self
 
 
 class ScheduleConfig(_Section):
     """The learning rate over the run, as a factor of optimizer.lr, set at every step.
 
-    warmup and milestones count in `unit`. The warm-up rises linearly from warmup_start (a fraction, or
-    "1/ranks") to 1; then `step` multiplies by gamma at each milestone and `exponential` after each unit of the
-    run, `cosine` and `linear` fall to `final` at the last step. `one-cycle` is `cosine` with a warm-up along a cosine.
+    warmup and milestones count in `unit`, of which "run" is the whole run. The warm-up rises linearly from
+    warmup_start (a fraction, or "1/ranks") to 1; then `step` multiplies by gamma at each milestone and
+    `exponential` after each unit of the run, `cosine` and `linear` fall to `final` at the last step. `one-cycle` is
+    `cosine` with a warm-up along a cosine.
     """
 
     name: Literal["constant", "step", "exponential", "cosine", "linear", "one-cycle"] = "constant"
-    unit: Literal["steps", "epochs"] = "steps"
+    unit: Literal["steps", "epochs", "run"] = "steps"
     warmup: float = Field(default=0.0, ge=0.0)
     warmup_start: float | Literal["1/ranks"] = 0.0
     milestones: tuple[float, ...] = Field(default=(), strict=False)
@@ -130,6 +173,8 @@ class ScheduleConfig(_Section):
             raise ValueError("the schedule 'step' needs milestones")
         if self.name == "one-cycle" and not self.warmup:
             raise ValueError("the schedule 'one-cycle' needs a warmup")
+        if self.unit == "run" and self.warmup > 1.0:
+            raise ValueError(f"a warmup of {self.warmup} runs is not in [0, 1]")
         return self
 
 
@@ -183,11 +228,11 @@ class ReductionConfig(_Section):
 class TrainingConfig(_Section):
     """How long and on what: the run ends after `steps` or `epochs`, whichever comes first."""
 
-    batch_size: int = Field(default=16, ge=1, description="images per rank and backward pass")
+    batch_size: int = Field(default=16, ge=1, description="samples per rank and backward pass")
     accumulate: int = Field(
         default=1,
         ge=1,
-        description="backward passes per step, each on batch_size images; nothing is communicated in between",
+        description="backward passes per step, each on batch_size samples; nothing is communicated in between",
     )
     precision: Literal["float32", "bfloat16"] = Field(
         default="float32",
@@ -207,7 +252,7 @@ class TrainingConfig(_Section):
         default=0, ge=0, description="steps between evaluations; 0: at the end of each epoch"
     )
     eval_batch_size: int = Field(
-        default=128, ge=1, description="images per rank and forward pass of an evaluation"
+        default=128, ge=1, description="samples per rank and forward pass of an evaluation"
     )
     beam: int = Field(
         default=1, ge=1, le=1000, description="prefixes that decoding of speech follows; 1: greedy"
@@ -281,6 +326,12 @@ class Config(_Section):
     training: TrainingConfig
     run: RunConfig = RunConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _the_network_takes_the_data(self) -> Self:
+        if (self.model.name == "bert") != (self.data.name == "text"):
+            raise ValueError(f"model.name {self.model.name!r} does not take data.name {self.data.name!r}")
+        return self
 
     @model_validator(mode="after")
     def _one_momentum(self) -> Self:

@@ -22,7 +22,7 @@ def learning_rate_factor(
     Returns:
         A factor in [0, 1]. A warm-up reaches 1 with its last step.
     """
-    scale = steps_per_epoch if schedule.unit == "epochs" else 1
+    scale = {"steps": 1, "epochs": steps_per_epoch, "run": steps}[schedule.unit]
     warmup = schedule.warmup * scale
     if step < warmup:
         start = 1.0 / ranks if isinstance(schedule.warmup_start, str) else schedule.warmup_start

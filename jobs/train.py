@@ -188,7 +188,7 @@ def open_gradient_file(
             comm.size,
             length,
             steps=config.run.record_steps,
-            source=f"{config.model.name} of width {config.model.width} on {config.data.name}",
+            source=f"{config.model.description} on {config.data.name}",
             overwrite=overwrite or config.run.overwrite,
         )
 

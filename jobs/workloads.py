@@ -18,6 +18,7 @@ from data.images import Augment, ImageSet
 from data.loader import Batch, EvaluationLoader, EvaluationSource, TrainingLoader, TrainingSource
 from jobs.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from jobs.placement import Placement
+from jobs.uncorrected_adam import UncorrectedAdam
 from models.vgg import REDUCTION, VGG16
 
 
@@ -30,7 +31,7 @@ Load = Callable[[DataConfig], tuple[ImageSet, ImageSet]]
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over some held-out samples, of speech its words; scores of disjoint shards add up."""
+    """Sums over some held-out samples (of speech the words, of text the masked ones); scores of disjoint shards add up."""
 
     loss: float
     correct: int
@@ -153,6 +154,10 @@ def build_workload(config: Config, *, rank: int, size: int, load: Load | None = 
         from jobs.speech import build_speech  # which imports this file
 
         return build_speech(config, rank=rank, size=size)
+    if config.model.name == "bert":
+        from jobs.language import build_language  # which imports this file
+
+        return build_language(config, rank=rank, size=size)
     training, held_out = (load or load_images)(config.data)
     augment = Augment(config.data.crop, config.data.flip) if config.data.crop or config.data.flip else None
     try:
@@ -213,21 +218,32 @@ def build_optimizer(
     config: OptimizerConfig, parameters: Iterable[nn.Parameter], *, fused: bool = False
 ) -> torch.optim.Optimizer:
     """The torch optimizer that applies the reduced gradient; fused into one kernel where that is asked for."""
+    groups = _groups(config, parameters)
     if config.name == "sgd":
         return torch.optim.SGD(
-            parameters,
+            groups,
             lr=config.lr,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
             nesterov=config.nesterov,
             fused=fused or None,
         )
-    adam = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    return adam(
-        parameters,
+    kinds: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    kind = kinds[config.name] if config.bias_correction else UncorrectedAdam
+    return kind(
+        groups,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         weight_decay=config.weight_decay,
         fused=fused or None,
     )
+
+
+def _groups(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    every = list(parameters)
+    if config.decay_vectors:
+        return [{"params": every}]
+    matrices = {"params": [p for p in every if p.ndim > 1]}
+    vectors = {"params": [p for p in every if p.ndim <= 1], "weight_decay": 0.0}
+    return [group for group in (matrices, vectors) if group["params"]]
