@@ -90,6 +90,28 @@ def test_training_on_a_few_synthetic_utterances_lowers_the_loss(
     assert run.evaluations["accuracy"][-1] <= 1.0
 
 
+def test_the_network_learns_to_read_utterances_that_it_has_not_heard(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    texts = [" ".join(random.choice(WORDS, 1 + number % 2)) for number in range(124)]
+    write_an4(tmp_path / "an4", texts[:100], texts[100:])
+    prepare_an4(tmp_path, tmp_path / "an4.h5", partial=True, progress=False)
+    overrides = [
+        "model.width=0.125",
+        "training.steps=120",
+        "training.eval_every=120",
+        "training.batch_size=8",
+        "optimizer.name=adam",
+        "optimizer.momentum=0",
+        "optimizer.lr=3e-3",
+        "schedule.name=constant",
+        "reduction.method=dense",
+    ]
+    assert train_alone(tmp_path / "run.h5", tmp_path / "an4.h5", *overrides) == 0
+    (run,) = read_runs([tmp_path / "run.h5"])
+    assert run.evaluations["samples"].tolist() == [36]
+    assert run.evaluations["accuracy"][-1] > 0.6
+
+
 def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, prepared: Path
 ) -> None:
