@@ -49,7 +49,13 @@ class Found:
         return redistributed_state(template, inherited)
 
 
-def find(comm: MPI.Intracomm, folder: Path, identity: Identity, say: Callable[[str], object]) -> Found | None:
+def find(
+    comm: MPI.Intracomm,
+    folder: Path,
+    identity: Identity,
+    say: Callable[[str], object],
+    differing: Callable[[Mapping[str, Any]], list[str]] = lambda manifest: [],
+) -> Found | None:
     """The newest set that all ranks can use; collective.
 
     Args:
@@ -57,6 +63,7 @@ def find(comm: MPI.Intracomm, folder: Path, identity: Identity, say: Callable[[s
         folder: of the sets; drafts that killed writers left in it are removed.
         identity: what a set must be of.
         say: gets one line for every set that is refused, on rank 0.
+        differing: names what makes the set with this manifest one of another run; asked on rank 0.
 
     Returns:
         The set, None when there is none at all.
@@ -74,7 +81,7 @@ def find(comm: MPI.Intracomm, folder: Path, identity: Identity, say: Callable[[s
     refusals: list[str] = []
     for name in names:
         path = folder / name
-        manifest, problem = comm.bcast(_manifest(path, identity) if comm.rank == 0 else None)
+        manifest, problem = comm.bcast(_manifest(path, identity, differing) if comm.rank == 0 else None)
         problem = problem or _first_problem(comm, path, manifest)
         if not problem:
             return Found(path, int(manifest["step"]), int(manifest["ranks"]), manifest)
@@ -89,11 +96,15 @@ def find(comm: MPI.Intracomm, folder: Path, identity: Identity, say: Callable[[s
     return None
 
 
-def _manifest(path: Path, identity: Identity) -> tuple[dict[str, Any], str]:
+def _manifest(
+    path: Path, identity: Identity, differing: Callable[[Mapping[str, Any]], list[str]]
+) -> tuple[dict[str, Any], str]:
     try:
-        return files.read_manifest(path, identity), ""
+        manifest = files.read_manifest(path, identity)
     except BadCheckpointError as error:
         return {}, str(error)
+    named = differing(manifest)
+    return manifest, f"of another run: {', '.join(named)}" if named else ""
 
 
 def _first_problem(comm: MPI.Intracomm, path: Path, manifest: Mapping[str, Any]) -> str:

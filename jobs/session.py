@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from mpi4py import MPI
 from torch import nn
@@ -22,7 +24,14 @@ from jobs.resume import Found, find
 from jobs.runfile import RunFile, RunFileError, RunInfo
 from jobs.runreader import read_record
 from jobs.safeguard import Safeguard
-from jobs.start import FolderLock, Start, begin_afresh, checkpoint_folder, plan_start
+from jobs.start import (
+    FolderLock,
+    Start,
+    begin_afresh,
+    checkpoint_folder,
+    differing_settings,
+    plan_start,
+)
 from jobs.training_state import Progress, model_digest, restore, seed_generators
 from jobs.watchdog import Watchdog
 
@@ -70,7 +79,8 @@ class Session:
             Refused: on every rank: there are checkpoints and none can be used.
         """
         if self._start.resume:
-            self._found = find(self._comm, self._folder, self._identify(model, optimizer), self._say)
+            identity = self._identify(model, optimizer)
+            self._found = find(self._comm, self._folder, identity, self._say, self._differing)
         found = self._found
         if found is None:
             if self._start.saved_ranks is not None:
@@ -113,7 +123,7 @@ class Session:
             self._folder if config.checkpoint.enabled else None,
             self._identify(model, optimizer),
             {
-                "config": config.model_dump(mode="json"),
+                "config": json.loads(config.to_json()),
                 "versions": provenance.versions(),
                 "host": provenance.host(),
                 "commit": provenance.commit(),
@@ -127,6 +137,11 @@ class Session:
         )
         checkpointer.start(progress.done)
         return Safeguard(checkpointer, note, Watchdog(self._comm, config.run.watchdog))
+
+    def _differing(self, manifest: Mapping[str, Any]) -> list[str]:
+        # the run file, which plan_start asks, may have been moved away
+        saved = json.dumps(manifest.get("config", {}))
+        return differing_settings(self._config, self._comm.size, saved, int(manifest["ranks"]))
 
     def _identify(self, model: nn.Module, optimizer: ReducingOptimizer) -> Identity:
         return Identity(model_digest(model), self._config.reduction.method, optimizer.length)

@@ -64,11 +64,16 @@ def plan_start(config: Config, ranks: int, environ: Mapping[str, str]) -> Start:
             info, status = reader.info, reader.status
     except RunFileError as error:
         raise RunFileError(f"{_exists(path)}; it cannot be continued: {error}") from error
-    free = _FREE | {"training.batch_size"} if info.ranks != ranks else _FREE
-    differing = differences(info.config, config.to_json(), free)
+    differing = differing_settings(config, ranks, info.config, info.ranks)
     if differing:
         raise RunFileError(f"{_exists(path)}; it is of another run: {', '.join(differing)}")
     return Start(resume=True, complete=status == "complete", saved_ranks=info.ranks)
+
+
+def differing_settings(config: Config, ranks: int, saved: str, saved_ranks: int) -> list[str]:
+    """What keeps a run from continuing one whose configuration in JSON is `saved`, see resume.differences."""
+    free = _FREE | {"training.batch_size"} if saved_ranks != ranks else _FREE
+    return differences(saved, config.to_json(), free)
 
 
 def _exists(path: Path) -> str:

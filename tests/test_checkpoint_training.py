@@ -86,6 +86,22 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_used(
     assert_same_outcome(undisturbed, path)
 
 
+def test_a_checkpoint_of_another_run_is_refused_by_name_where_its_run_file_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    settings = ["training.steps=5", "training.eval_every=5"]
+    job = Job(path, RANKS, settings)
+    assert job.wait() == 0, job.said
+    path.rename(tmp_path / "kept.h5")
+    job = Job(path, RANKS, [*settings, "training.seed=1"])
+    assert job.wait() == 2, job.said
+    assert "refused: of another run: training.seed: 0 there, 1 here" in job.said
+    assert "can be used, so the run cannot continue" in job.said
+    assert not path.exists()
+    job = Job(path, RANKS, settings)
+    assert job.wait() == 0, job.said
+    assert "resumed after step 5 from" in job.said
+
+
 def test_no_usable_checkpoint_stops_the_run_and_destroys_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
     done = interrupted(path, signal.SIGUSR1, 3)
