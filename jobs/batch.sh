@@ -59,7 +59,7 @@ choose_launcher() {
 
 # Run the words on all ranks and leave with their status; queue the job again if they stopped with a checkpoint.
 run_ranks() {
-  local child status=0 before trapped
+  local child status=0 before trapped interrupted=no
   choose_launcher
   "${COMMAND[@]}" "$@" &
   child=$!
@@ -71,8 +71,10 @@ run_ranks() {
     wait "$child"
     status=$?
     [ "$trapped" = yes ] || break # a wait that a signal ended says nothing about the ranks
+    interrupted=yes
   done
-  [ "$status" -ne 127 ] || status=$before
+  # unless they had ended with it: then there is nothing left to wait for, and it had their status
+  [ "$status" -ne 127 ] || [ "$interrupted" = no ] || status=$before
   if [ "$status" -eq "$AGAIN" ]; then
     echo "job $SLURM_JOB_ID stopped with a checkpoint: queued again"
     trap '' TERM # requeueing ends this script
