@@ -11,5 +11,5 @@ source "${OKTOPK_SITE:-jobs/site.sh}"
 [ -z "$ACCOUNT" ] || export SBATCH_ACCOUNT="$ACCOUNT"
 [ -z "$QOS" ] || export SBATCH_QOS="$QOS"
 [ "$GPUS_PER_RANK" -eq 0 ] || export SBATCH_GPUS_PER_TASK="$GPUS_PER_RANK"
-mkdir -p runs # Slurm opens the output there, and fails in silence where it cannot
+mkdir -p runs "$RUNS" # Slurm opens the output in the first, and fails in silence where it cannot
 exec sbatch "$@"
