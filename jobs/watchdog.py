@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from types import TracebackType
@@ -61,16 +61,26 @@ class Watchdog:
                 self._end()
 
     def _end(self) -> None:
+        seen = self._last
+        # whatever there is no telling with, the job must end
+        with contextlib.suppress(Exception):
+            self._tell()
+        if self._leaving.wait(GRACE) or self._last != seen:
+            return  # it moved after all: it was suspended with the whole job, or slow
+        try:
+            # Abort may itself wait for a lock that the hanging call holds.
+            threading.Thread(target=self._kill_later, daemon=True).start()
+        finally:
+            MPI.COMM_WORLD.Abort(EXIT_STATUS)
+
+    def _tell(self) -> None:
+        if sys.__stderr__ is None:
+            return
         told = (
-            f"rank {self._rank} of {self._ranks}: no step for {self._seconds:g} s, {self._done} done; "
-            f"the job is ended. Its threads, the innermost call first:\n{stacks()}"
+            f"rank {self._rank} of {self._ranks}: no step for {self._seconds:g} s, {self._done} done; the job is ended "
+            f"unless one comes within {GRACE:g} s. Its threads, the innermost call first:\n{stacks()}"
         )
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, told.encode())
-        if self._leaving.wait(GRACE):
-            return  # it moved after all, and left
-        # Abort may itself wait for a lock that the hanging call holds.
-        threading.Thread(target=self._kill_later, daemon=True).start()
-        MPI.COMM_WORLD.Abort(EXIT_STATUS)
+        os.write(sys.__stderr__.fileno(), told.encode())
 
     def _kill_later(self) -> None:
         time.sleep(GRACE)
@@ -78,8 +88,14 @@ class Watchdog:
 
 
 def stacks() -> str:
-    """The stacks of all threads of this process."""
-    with tempfile.TemporaryFile("w+") as file:  # faulthandler writes to a descriptor, past Python's objects
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read()
+    """The stacks of all threads of this process, as far as 64 KiB hold them."""
+    # no file: the file system may be what hangs
+    reader, writer = os.pipe()
+    try:
+        os.set_blocking(writer, False)
+        faulthandler.dump_traceback(writer, all_threads=True)
+    finally:
+        os.close(writer)
+        with os.fdopen(reader, encoding="utf-8", errors="replace") as file:
+            told = file.read()
+    return told

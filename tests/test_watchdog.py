@@ -1,0 +1,58 @@
+"""The watchdog ends a process that hangs whatever else is broken, and none that only stood still."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jobs.launch import launch_environment
+from jobs.watchdog import EXIT_STATUS
+
+HANG = """
+import os, sys, time
+from mpi4py import MPI
+from jobs.watchdog import Watchdog
+{first}
+with Watchdog(MPI.COMM_WORLD, 0.5) as watchdog:
+    print("up", flush=True)
+    {then}
+"""
+STEPS = "for step in range(80): time.sleep(0.05); watchdog.tick(step)"
+
+
+def start(first: str, then: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", HANG.format(first=first, then=then)],
+        env={**launch_environment(1, "unknown"), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "first", ["", "os.close(2)", "sys.__stderr__.close()", "import tempfile; tempfile.tempdir = '/none'"]
+)
+def test_a_hang_is_ended_without_a_place_to_tell_of_it(first: str) -> None:
+    process = start(first, "time.sleep(60)")
+    said = process.communicate(timeout=40)[1]
+    assert process.returncode == EXIT_STATUS, said
+    if "os.close" not in first and "__stderr__" not in first:
+        assert "rank 0 of 1: no step for 0.5 s, 0 done" in said
+        assert 'File "<string>"' in said
+
+
+def test_a_process_that_was_suspended_goes_on() -> None:
+    process = start("", STEPS)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(1.5)
+    os.kill(process.pid, signal.SIGCONT)
+    said = process.communicate(timeout=40)[1]
+    assert process.returncode == 0, said
