@@ -67,7 +67,7 @@ class _Task(Generic[Result]):
         try:
             self.results.append(self._function())
         except (OSError, SafetensorError) as error:
-            self.problem = str(error)
+            self.problem = str(error) or repr(error)
         except BaseException as error:
             self.problem = repr(error)
             raise
@@ -163,6 +163,8 @@ class Checkpointer:
             CheckpointError: it, or the one before, could not be written.
         """
         if self.folder is None:
+            self._stale = True  # or the time that is up would be up once more
+            self.start(done)
             return
         self._finish()
         if done != self._saved:
@@ -199,7 +201,8 @@ class Checkpointer:
         # by rank 0's clock alone
         minutes = self._interval.minutes if self.comm.rank == 0 else 0.0
         by_time = minutes > 0 and time.monotonic() - self._timed >= 60.0 * minutes
-        self._sent[:] = (self._received(), by_time, bool(self._problem()), self._busy())
+        busy = self._busy()  # first: a thread that fails in between must not look like one that is done
+        self._sent[:] = (self._received(), by_time, bool(self._problem()), busy)
         self._request = self.comm.Iallreduce(self._sent, self._agreed, MPI.MAX)
         return flags
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -104,6 +105,43 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_step(comm: MPI.Intracomm, fo
 def test_without_a_folder_a_signal_still_stops(comm: MPI.Intracomm) -> None:
     made = checkpointer(comm, None, steps=3, received=lambda: 15 * (comm.rank == 0))
     assert run(made, comm, 20) == [(2, Due.STOP)]
+
+
+@pytest.mark.mpi
+def test_without_a_folder_a_set_is_due_once_an_interval(comm: MPI.Intracomm) -> None:
+    made = checkpointer(comm, None, steps=3)
+    assert run(made, comm, 10) == [(step, Due.SAVE) for step in (3, 6, 9, 10)]
+    saved = run(checkpointer(comm, None, minutes=0.2 / 60), comm, 30, seconds=0.03)
+    assert len(saved) >= 2
+    assert all(later - earlier >= 2 for (earlier, _), (later, _) in pairwise(saved[:-1]))
+
+
+@pytest.mark.mpi
+def test_writing_that_fails_while_ranks_agree_is_not_taken_for_done(
+    comm: MPI.Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = threading.Event()
+
+    def write(path: Path, snapshot: object) -> None:
+        failing.wait(20.0)
+        raise OSError
+
+    made = checkpointer(comm, folder)
+    monkeypatch.setattr(files, "write_part", write)
+    made.save(1, *states(comm, 1))
+    look = made._problem
+
+    def look_and_fail() -> str:
+        seen = look()
+        failing.set()
+        assert made._task is not None
+        made._task.wait(20.0)
+        return seen
+
+    monkeypatch.setattr(made, "_problem", look_and_fail)
+    with pytest.raises(CheckpointError, match=r"of step 1 .* rank 0: OSError\(\)"):
+        for step in (2, 3, 4):
+            made.due(step, last=False)
 
 
 @pytest.mark.mpi
