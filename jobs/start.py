@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -120,10 +121,13 @@ class FolderLock:
 
     def release(self) -> None:
         """Let go of it, and leave no folder where nothing was written; again is allowed."""
-        if not self._file.closed and [path.name for path in self._folder.iterdir()] == [self._path.name]:
-            self._path.unlink()
-            self._folder.rmdir()
-        self._file.close()
+        # on a lost file system there is nothing to tidy, and the error that it caused is the one to be told
+        with contextlib.suppress(OSError):
+            if not self._file.closed and [path.name for path in self._folder.iterdir()] == [self._path.name]:
+                self._path.unlink()
+                self._folder.rmdir()
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def begin_afresh(folder: Path) -> None:

@@ -181,4 +181,5 @@ def test_a_lost_file_system_stops_the_run(tmp_path: Path) -> None:
     folder.parent.rename(tmp_path / "gone")
     assert job.wait() == 1, job.said
     assert "could not be written to" in job.said
+    assert "Traceback" not in job.said
     assert len(files.list_sets(tmp_path / "gone" / "checkpoints")) >= 1

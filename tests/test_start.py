@@ -11,7 +11,7 @@ import pytest
 from jobs.config import Config
 from jobs.runfile import RunFile, RunFileError, RunInfo
 from jobs.runreader import read_record
-from jobs.start import checkpoint_folder, plan_start
+from jobs.start import FolderLock, checkpoint_folder, plan_start
 from tests.test_runfile import INFO, columns, evaluation
 
 
@@ -73,6 +73,13 @@ def test_checkpoints_are_beside_the_run_file_or_where_they_are_told_to_be(tmp_pa
     assert checkpoint_folder(config(tmp_path / "a.b.h5")) == tmp_path / "a.b.checkpoints"
     told = config(tmp_path / "run.h5", checkpoint={"folder": "/scratch/run"})
     assert checkpoint_folder(told) == Path("/scratch/run")
+
+
+def test_a_lock_whose_folder_is_lost_is_released_in_silence(tmp_path: Path) -> None:
+    folder = tmp_path / "shared" / "checkpoints"
+    lock = FolderLock(folder)
+    folder.parent.rename(tmp_path / "gone")
+    lock.release()
 
 
 def test_a_run_file_continues_without_gap_or_doubled_step(tmp_path: Path) -> None:
