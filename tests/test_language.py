@@ -15,10 +15,12 @@ from mpi4py import MPI
 from data.text import Recipe, prepare_text
 from jobs.configfile import ConfigError, load
 from jobs.language import MaskedLanguage, build_language
+from jobs.placement import find_placement
 from jobs.schedule import learning_rate_factor
 from jobs.summary import read_runs
 from jobs.train import main
 from jobs.workloads import build_optimizer, build_workload
+from tests.devices import gpus
 from tests.test_train import run_ranks
 
 CONFIG = Path(__file__).parent.parent / "jobs" / "configs" / "bert.toml"
@@ -141,6 +143,24 @@ def test_the_score_is_the_mean_over_masked_words_however_they_are_shared(prepare
     assert sum(part.samples for part in parts) == whole.samples > 50
     assert sum(part.correct for part in parts) == whole.correct
     assert sum(part.loss for part in parts) == pytest.approx(whole.loss, rel=1e-4)
+
+
+@pytest.mark.skipif(not gpus(), reason="no GPU")
+@pytest.mark.parametrize("recompute", ["true", "false"])
+def test_a_gpu_sees_the_same_batches_and_the_same_loss(prepared: Path, recompute: str) -> None:
+    config = load(CONFIG, overrides(prepared, f"model.recompute={recompute}"))
+    host, device = (build_language(config, rank=1, size=2) for _ in range(2))
+    device.place(find_placement("cuda", MPI.COMM_SELF))
+    for step, (left, right) in enumerate(zip(host.batches(2), device.batches(2), strict=True)):
+        for name, one, other in zip(left._fields, left, right, strict=True):
+            assert torch.equal(one, other.cpu()), f"{name} of step {step}"
+    losses = [workload.loss(next(workload.batches(0))) for workload in (host, device)]
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-3)
+    for loss in losses:
+        loss.backward()
+    for (name, one), other in zip(host.model.named_parameters(), device.model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad.cpu(), one.grad, rtol=1e-2, atol=1e-4, msg=name)
+    assert device.score().loss == pytest.approx(host.score().loss, rel=1e-3)
 
 
 @pytest.mark.parametrize(
