@@ -80,3 +80,6 @@ def on_fake(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         finally:
             for name in names:
                 sys.modules.pop(name, None)
+                package, _, attribute = name.rpartition(".")
+                if package in sys.modules:  # `from package import module` asks the package first
+                    vars(sys.modules[package]).pop(attribute, None)
