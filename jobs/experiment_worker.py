@@ -28,7 +28,7 @@ from jobs.budget import Pace
 from jobs.checkpoint import CheckpointError
 from jobs.configfile import ConfigError, validate
 from jobs.experiments import Trial
-from jobs.interruption import EXIT_STATUS, Interrupted
+from jobs.interruption import EXIT_STATUS, Interrupted, heed_again
 from jobs.start import checkpoint_folder
 from jobs.train import Build, train
 from jobs.workloads import build_workload, load_images
@@ -91,6 +91,7 @@ def main(argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WO
             outcome.stopped = trial.name
             status = EXIT_STATUS
             break
+        heed_again()
         _forget(comm)
     outcome.current = ""
     if comm.rank == 0:

@@ -30,20 +30,33 @@ def leave(status: int) -> NoReturn:
     """End this rank with the status that all ranks leave with; collective when it is not 0.
 
     At the first status that is not 0 a launcher ends the ranks that are still there, and srun then reports their SIGTERM
-    instead. They are about to leave by themselves, so they ignore it.
+    instead. They are about to leave by themselves, so they ignore it, and a SIGUSR1 that comes late.
     """
     if status:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
         MPI.COMM_WORLD.Barrier()
         # finalized, so that mpi4py's runner does not turn the status into an abort
         MPI.Finalize()
     sys.exit(status)
 
 
+def heed_again() -> None:
+    """Let a signal that asks to stop end this process again, for one that goes on after a run."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def show_when_asked() -> None:
+    """From here on SIGUSR2 prints the stacks of all threads and changes nothing; again is allowed."""
+    if sys.__stderr__ is not None:
+        faulthandler.register(SHOWING, file=sys.__stderr__, all_threads=True)
+
+
 class SignalNote:
     """Notes SIGUSR1 and SIGTERM instead of dying of them; a context manager, for the main thread.
 
-    SIGUSR2 prints the stacks of all threads and changes nothing.
+    Both are ignored afterwards: a second one must not kill a run that has just stopped as the first one asked.
 
     Attributes:
         received: the number of the last signal noted, 0 for none.
@@ -51,13 +64,11 @@ class SignalNote:
 
     def __init__(self) -> None:
         self.received = 0
-        self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
         for number in STOPPING:
-            self._previous[number] = signal.signal(number, self._note)
-        if sys.__stderr__ is not None:
-            faulthandler.register(SHOWING, file=sys.__stderr__, all_threads=True)
+            signal.signal(number, self._note)
+        show_when_asked()
         # The batch scripts start ranks with it blocked, so that one that comes while Python starts is not lost.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         return self
@@ -68,6 +79,5 @@ class SignalNote:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        faulthandler.unregister(SHOWING)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)

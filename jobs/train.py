@@ -32,7 +32,7 @@ from jobs.checkpoint import CheckpointError
 from jobs.config import Config
 from jobs.configfile import ConfigError, apply_overrides, read_toml, validate
 from jobs.gradient_file import GradientFileError, GradientRecorder
-from jobs.interruption import EXIT_STATUS, Interrupted, leave
+from jobs.interruption import EXIT_STATUS, Interrupted, leave, show_when_asked
 from jobs.loop import TrainingLoop
 from jobs.placement import Placement, find_placement
 from jobs.rank_check import launch_problem
@@ -66,6 +66,7 @@ def main(
         The exit status, the same on all ranks. Finalize MPI before leaving with another than 0: else mpi4py's
         runner aborts the job.
     """
+    show_when_asked()
     options = comm.bcast(_parse(argv) if comm.rank == 0 else None)
     if isinstance(options, int):
         return options

@@ -15,6 +15,8 @@ from the test's source.
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -78,6 +80,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     for plugin in session.config.pluginmanager.get_plugins():
         if isinstance(plugin, pytest_mpi.MPIPlugin):
             plugin._is_testing_mpi = False  # spares every report its lines about mpi4py's build
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """A run leaves signals ignored that a test which hangs must still be ended by."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        if handler is not None:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
