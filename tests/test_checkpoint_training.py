@@ -76,13 +76,13 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_used(
     path = tmp_path / "run.h5"
     done = interrupted(path, signal.SIGUSR1, 13)
     newest, before = checkpoints(path)
-    assert before.name == "step-00000010"
+    earlier = int(before.name.removeprefix("step-"))
+    assert 0 < earlier < done
     os.truncate(newest / files.rank_file(1), 1000)
     job = Job(path, RANKS)
     assert job.wait() == 0, job.said
     assert f"checkpoint {newest} refused: rank-00001.safetensors is truncated: 1000 of" in job.said
-    assert "resumed after step 10 from" in job.said
-    assert done > 10
+    assert f"resumed after step {earlier} from" in job.said
     assert_same_outcome(undisturbed, path)
 
 
@@ -105,8 +105,8 @@ def test_a_checkpoint_of_another_run_is_refused_by_name_where_its_run_file_is_go
 def test_no_usable_checkpoint_stops_the_run_and_destroys_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
     done = interrupted(path, signal.SIGUSR1, 3)
-    (only,) = checkpoints(path)
-    (only / files.COMMON).unlink()
+    for found in checkpoints(path):
+        (found / files.COMMON).unlink()
     job = Job(path, RANKS)
     assert job.wait() == 2, job.said
     assert "common.safetensors is missing" in job.said
