@@ -59,13 +59,14 @@ choose_launcher() {
 
 # Run the words on all ranks and leave with their status; queue the job again if they stopped with a checkpoint.
 run_ranks() {
-  local child status=0 before trapped interrupted=no
+  local child status=0 before trapped interrupted=no asked=no
   choose_launcher
   "${COMMAND[@]}" "$@" &
   child=$!
   # Slurm sends USR1 before the time limit (--signal) and TERM when it ends or preempts the job. srun and mpiexec hand
   # USR1 on to the ranks; TERM would end them.
-  trap 'trapped=yes; kill -USR1 "$child" 2>/dev/null' USR1 TERM
+  trap 'trapped=yes asked=yes; kill -USR1 "$child" 2>/dev/null' USR1
+  trap 'trapped=yes; kill -USR1 "$child" 2>/dev/null' TERM
   while :; do
     trapped=no before=$status
     wait "$child"
@@ -75,7 +76,10 @@ run_ranks() {
   done
   # unless they had ended with it: then there is nothing left to wait for, and it had their status
   [ "$status" -ne 127 ] || [ "$interrupted" = no ] || status=$before
-  if [ "$status" -eq "$AGAIN" ]; then
+  # Slurm ends the job, and no USR1 said that its time is up: it was cancelled. What it preempts, Slurm itself queues again.
+  if [ "$status" -eq "$AGAIN" ] && [ "$asked" = no ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = COMPLETING ]; then
+    echo "job $SLURM_JOB_ID was cancelled and stopped with a checkpoint: submit it once more to continue"
+  elif [ "$status" -eq "$AGAIN" ]; then
     echo "job $SLURM_JOB_ID stopped with a checkpoint: queued again"
     trap '' TERM # requeueing ends this script
     scontrol requeue "$SLURM_JOB_ID" || echo "it could not be queued again: submit it once more to continue" >&2
