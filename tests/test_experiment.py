@@ -15,9 +15,10 @@ import pytest
 
 from data.image_file import ImageFileWriter
 from jobs.budget import RUN_SECONDS, START_SECONDS, Pace
+from jobs.claims import sparse_claims, speech_claims
 from jobs.configfile import validate
 from jobs.experiment import LEFT, describe, main, measured_pace, parse, plan, planned_files, shortened
-from jobs.experiments import EXPERIMENTS, Trial, sparse_claims, speech_claims, trials
+from jobs.experiments import EXPERIMENTS, Trial, trials
 from jobs.groups import group_runs
 from jobs.runfile import RunFileError
 from jobs.runreader import RunReader

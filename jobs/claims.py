@@ -1,0 +1,166 @@
+"""What experiments are to show, held against what was measured: the verdicts of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from jobs.groups import Group
+from jobs.page import Claim
+
+if TYPE_CHECKING:
+    from jobs.experiments import Experiment
+
+MARGIN = 0.002  # of accuracy that a sparse method may lose
+WORD_ERROR_RATE = 0.309  # of the paper's LSTM
+WORD_MARGIN = 0.01  # of word error rate that a sparse method may lose: 8 words of AN4's test set
+SHARE_OF_DATA = 0.02  # of a step that may be spent waiting for a batch
+DEVIATION = 0.05  # of nnz from k
+
+
+def sparse_claims(experiment: Experiment, groups: Sequence[Group], fast: Sequence[Group]) -> list[Claim]:
+    """What Ok-Topk is to show beside dense where images are classified."""
+    dense, oktopk = only(groups, "dense"), only(groups, "oktopk")
+    claims = [
+        claim(
+            f"dense reaches {experiment.target:.0%} held-out accuracy",
+            lambda: (accuracy(dense), accuracy(dense) >= experiment.target),
+            "{:.2%} on average",
+        ),
+        claim(
+            f"Ok-Topk's mean accuracy is at least dense's − {100 * MARGIN:.1f} points",
+            lambda: (
+                100 * (accuracy(oktopk) - accuracy(dense)),
+                accuracy(oktopk) >= accuracy(dense) - MARGIN,
+            ),
+            "{:+.2f} points",
+        ),
+    ]
+    return claims + reduction_claims(groups, fast)
+
+
+def speech_claims(experiment: Experiment, groups: Sequence[Group], fast: Sequence[Group]) -> list[Claim]:
+    """What Ok-Topk is to show beside dense where speech is recognised; accuracies are 1 - word error rate."""
+    dense, oktopk = only(groups, "dense"), only(groups, "oktopk")
+    claims = [
+        claim(
+            f"{name}'s mean word error rate is below {WORD_ERROR_RATE}, the paper's",
+            lambda group=group: (1 - accuracy(group), 1 - accuracy(group) < WORD_ERROR_RATE),  # type: ignore[misc]
+            "{:.3f}",
+        )
+        for name, group in (("dense", dense), ("Ok-Topk", oktopk))
+    ]
+    claims.append(
+        claim(
+            f"Ok-Topk's mean word error rate is at most dense's + {WORD_MARGIN}",
+            lambda: (
+                accuracy(dense) - accuracy(oktopk),
+                accuracy(oktopk) >= accuracy(dense) - WORD_MARGIN,
+            ),
+            "{:+.4f}",
+        )
+    )
+    return claims + reduction_claims(groups, fast)
+
+
+def reduction_claims(groups: Sequence[Group], fast: Sequence[Group]) -> list[Claim]:
+    """What Ok-Topk is to show whatever is trained."""
+    oktopk = only(groups, "oktopk")
+    size = max((group.ranks for group in fast), default=0)
+    widest = [group for group in fast if group.ranks == size]
+    return [
+        claim(
+            "Ok-Topk sends at most 6k(P−1)/P words a step, mean over its sparse steps",
+            lambda: (
+                figure(oktopk, "words_sparse_steps") / figure(oktopk, "upper_bound_words"),
+                figure(oktopk, "words_sparse_steps") <= figure(oktopk, "upper_bound_words"),
+            ),
+            "{:.2f} of the bound",
+        ),
+        claim(
+            "Ok-Topk's ξ stays below P",
+            lambda: (largest(oktopk, "xi_largest"), largest(oktopk, "xi_largest") < ranks_of(oktopk)),
+            "{:.2f} at most",
+        ),
+        claim(
+            f"Ok-Topk applies k entries to within {DEVIATION:.0%} on average",
+            lambda: (
+                figure(oktopk, "global_nnz_deviation"),
+                figure(oktopk, "global_nnz_deviation") <= DEVIATION,
+            ),
+            "{:.2%}",
+        ),
+        claim(
+            f"waiting for data takes less than {SHARE_OF_DATA:.0%} of a step, with any method",
+            lambda: (data_share(groups), data_share(groups) < SHARE_OF_DATA),
+            "{:.2%} at most",
+        ),
+        claim(
+            "Ok-Topk's step is at least as fast as with NCCL's flat allreduce, exact steps included",
+            lambda: (
+                figure(only(widest, "oktopk"), "step_seconds") / figure(only(widest, "nccl"), "step_seconds"),
+                figure(only(widest, "oktopk"), "step_seconds")
+                <= figure(only(widest, "nccl"), "step_seconds"),
+            ),
+            f"{{:.2f}} of NCCL's time on {size} GPUs",
+        ),
+    ]
+
+
+class NotMeasured(Exception):  # noqa: N818 - no fault
+    """A figure that a claim needs is not there."""
+
+
+def claim(text: str, measure: Callable[[], tuple[float, bool]], form: str) -> Claim:
+    """A claim by what `measure` gives: a figure, written as `form` says, and whether the claim holds."""
+    try:
+        value, holds = measure()
+    except NotMeasured:
+        return Claim(text, "open", "not measured")
+    return Claim(text, "held" if holds else "failed", form.format(value))
+
+
+def only(groups: Sequence[Group], method: str) -> Group | None:
+    """The method's first group, if it has a complete run."""
+    found = [group for group in groups if group.method == method and group.counted[0].complete]
+    return found[0] if found else None
+
+
+def figure(group: Group | None, name: str) -> float:
+    """The mean of a figure. Raises NotMeasured."""
+    value = None if group is None else group.mean(name)
+    if value is None:
+        raise NotMeasured
+    return value
+
+
+def largest(group: Group | None, name: str) -> float:
+    """The largest of a figure over the runs. Raises NotMeasured."""
+    values = [] if group is None else group.values(name)
+    if not values:
+        raise NotMeasured
+    return max(values)
+
+
+def accuracy(group: Group | None) -> float:
+    """The mean held-out accuracy. Raises NotMeasured."""
+    return figure(group, "held_out_accuracy")
+
+
+def ranks_of(group: Group | None) -> int:
+    """Ranks of each run. Raises NotMeasured."""
+    if group is None:
+        raise NotMeasured
+    return group.ranks
+
+
+def data_share(groups: Sequence[Group]) -> float:
+    """The largest share of a step that a group waits for data. Raises NotMeasured."""
+    shares = [
+        figure(group, "part_data_seconds") / figure(group, "step_seconds")
+        for group in groups
+        if group.counted[0].complete
+    ]
+    if not shares:
+        raise NotMeasured
+    return max(shares)
