@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from contextlib import nullcontext
@@ -209,9 +210,9 @@ class TrainingLoop:
         average_buffers(self.workload.model, self.comm)
         check_same_parameters(self.workload.model, self.comm, done)
         mine = self.workload.score()
-        sums = np.array([mine.loss, mine.correct, mine.samples], np.float64)
+        sums = np.array(dataclasses.astuple(mine), np.float64)
         self.comm.Allreduce(MPI.IN_PLACE, sums)
-        loss, correct, samples = sums.tolist()
+        loss, correct, samples, character_errors, characters = sums.tolist()
         if self.file is None:
             return
         self.file.append_evaluation(
@@ -220,6 +221,7 @@ class TrainingLoop:
             loss=loss / max(1.0, samples),
             accuracy=correct / max(1.0, samples),
             samples=samples,
+            character_error_rate=character_errors / characters if characters else math.nan,
             seconds=time.perf_counter() - began,
         )
         self.figures["held-out"] = f"{correct / max(1.0, samples):.2%}"

@@ -173,6 +173,8 @@ def closing_table(groups: Sequence[Group]) -> str:
         ("ranks", "ranks", "{:.0f}"),
         ("steps", "steps", "{:.0f}"),
         ("held-out accuracy", "held_out_accuracy", "{:.2%}"),
+        ("  word error rate", "word_error_rate", "{:.4f}"),
+        ("  character error rate", "character_error_rate", "{:.4f}"),
         ("held-out loss", "held_out_loss", "{:.4f}"),
         ("words per rank and step", "words", "{:,.0f}"),
         ("  busiest rank", "words_busiest", "{:,.0f}"),

@@ -69,6 +69,7 @@ EVALUATION_COLUMNS: dict[str, tuple[str, str]] = {
     "loss": ("f8", "mean over the held-out samples; of speech, per word"),
     "accuracy": ("f8", "fraction of the held-out samples; of speech, 1 - word error rate"),
     "samples": ("i8", "of speech, words"),
+    "character_error_rate": ("f8", "of speech, wrong characters over those said; NaN elsewhere"),
     "seconds": ("f8", "rank 0"),
 }
 # NaN where a bound is 0 or xi has no meaning.

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jobs.runfile import (
+    EVALUATION_COLUMNS,
     FORMAT,
     MEASURE_COLUMNS,
     SEGMENT_COLUMNS,
@@ -98,8 +99,10 @@ class RunReader:
         return self._columns("steps")
 
     def evaluations(self) -> dict[str, NDArray[Any]]:
-        """Every column of EVALUATION_COLUMNS as of now, all of one length."""
-        return self._columns("evaluations")
+        """Every column of EVALUATION_COLUMNS as of now, all of one length; NaN in one that an older file lacks."""
+        columns = self._columns("evaluations")
+        lacking = {name: np.full(len(columns["step"]), np.nan) for name in EVALUATION_COLUMNS}
+        return {**lacking, **columns}
 
     def measures(self) -> dict[str, NDArray[Any]]:
         """Every column of MEASURE_COLUMNS as of now, all of one length; empty ones where the file has none."""

@@ -62,7 +62,7 @@ class Speech:
         return self._ctc(*self._scores(self.network, batch), batch) / len(batch.lengths)
 
     def score(self) -> Score:
-        """Summed loss, words heard right less words that were inserted, and words."""
+        """Summed loss, words heard right less words that were inserted, words, wrong characters, and characters."""
         held_out = self._held_out.utterances.speech
         loss, references, hypotheses = 0.0, [], []
         self.model.eval()
@@ -77,7 +77,13 @@ class Speech:
         finally:
             self.model.train()
         errors = count_errors(references, hypotheses)
-        return Score(loss, errors.words - errors.word_errors, errors.words)
+        return Score(
+            loss,
+            errors.words - errors.word_errors,
+            errors.words,
+            errors.character_errors,
+            errors.characters,
+        )
 
     def _scores(self, network: nn.Module, batch: SpeechBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """float32[output frames, batch, labels], log-probabilities, and int64[batch], the output frames of each."""

@@ -230,6 +230,7 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
         "skipped_steps": int((run.steps["skipped"] == 1).sum()),
         "held_out_accuracy": _last(run.evaluations["accuracy"]),
         "held_out_loss": _last(run.evaluations["loss"]),
+        **_error_rates(run),
         "words": words,
         "words_busiest": _mean(run.steps["words_busiest"]),
         "words_sparse_steps": _mean(run.steps["words"][sparse]),
@@ -258,6 +259,15 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
     result["training_seconds"] = _last(run.training_seconds)
     result["total_seconds"] = _last(run.steps["elapsed"])
     return result
+
+
+def _error_rates(run: Run) -> dict[str, float | None]:
+    """Of words and of characters at the last evaluation, of speech alone."""
+    characters = _last(run.evaluations["character_error_rate"])
+    if characters is None or not np.isfinite(characters):
+        return {"word_error_rate": None, "character_error_rate": None}
+    words = 1.0 - float(run.evaluations["accuracy"][-1])
+    return {"word_error_rate": words, "character_error_rate": characters}
 
 
 def _mean(values: NDArray[Any]) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from tabulate import tabulate
@@ -12,6 +13,12 @@ from jobs.page import MISSING, Cell, Table
 from jobs.style import title_of
 
 Figures = dict[str, Any]
+ERROR_RATES = {"word_error_rate": "WER", "character_error_rate": "CER"}
+"""Figures of speech -> their heads."""
+
+
+Column = tuple[Cell, Callable[[Group, Figures], Cell]]
+"""Of a table: its head, and what it says of a group."""
 
 
 def method_figures(group: Group, target: float | None = None) -> Figures:
@@ -32,6 +39,13 @@ def method_figures(group: Group, target: float | None = None) -> Figures:
         "held_out_accuracy_least": min(group.values("held_out_accuracy"), default=None),
         "held_out_accuracy_largest": max(group.values("held_out_accuracy"), default=None),
     }
+    for name in ERROR_RATES:
+        rates = group.values(name)
+        result[name], result[f"{name}_deviation"] = group.mean(name), group.spread(name)
+        result[f"{name}_least"], result[f"{name}_largest"] = (
+            min(rates, default=None),
+            max(rates, default=None),
+        )
     for name in (
         "held_out_loss",
         "steps",
@@ -69,13 +83,15 @@ def method_figures(group: Group, target: float | None = None) -> Figures:
 
 
 def methods_table(groups: Sequence[Group], target: float | None = None) -> Table:
-    """Accuracy, time to the target, words and times of each group."""
-    columns: list[tuple[Cell, Callable[[Group, Figures], Cell]]] = [
+    """Accuracy (of speech its error rates), time to the target, words and times of each group."""
+    speech = any(group.values("character_error_rate") for group in groups)
+    columns: list[Column] = [
         (Cell("Method"), lambda group, row: Cell(group.label, _runs(group), group.colour)),
-        (Cell("Accuracy", "held out, at the end"), lambda group, row: _accuracy(row)),
+        *(SPEECH if speech else ACCURACY),
     ]
     if target is not None:
-        columns.append((Cell(f"To {100 * target:.4g}%", "training time"), lambda group, row: _to_target(row)))
+        head = f"To WER {1 - target:.4g}" if speech else f"To {100 * target:.4g}%"
+        columns.append((Cell(head, "training time"), lambda group, row: _to_target(row)))
     columns += [
         (Cell("Words", "per rank and step"), lambda group, row: _words(row)),
         (Cell("Step, ms", "mean; median"), lambda group, row: _step(row)),
@@ -94,9 +110,9 @@ def methods_table(groups: Sequence[Group], target: float | None = None) -> Table
         "Methods",
         [head for head, _ in columns],
         rows,
-        note="Accuracy: mean over the seeds ± sample standard deviation. Times leave out the first steps, evaluations and "
-        "measurements. Both: selection and exchange in one stream of "
-        "kernels. Words: payload; a share is that of a dense allreduce, 2n(P−1)/P.",
+        note="Accuracy and error rates: mean over the seeds ± sample standard deviation. Times leave out the first "
+        "steps, evaluations and measurements. Both: selection and exchange in one stream of kernels. Words: "
+        "payload; a share is that of a dense allreduce, 2n(P−1)/P.",
     )
 
 
@@ -164,6 +180,15 @@ def _accuracy(row: Figures) -> Cell:
     )
 
 
+def _error_rate(name: str, group: Group, row: Figures) -> Cell:
+    mean, spread = row[name], row[f"{name}_deviation"]
+    if mean is None:
+        return Cell(MISSING)
+    if spread is None:
+        return Cell(f"{mean:.4f}", "" if row["complete_runs"] else "so far")
+    return Cell(f"{mean:.4f} ± {spread:.4f}", f"{row[f'{name}_least']:.4f} … {row[f'{name}_largest']:.4f}")
+
+
 def _to_target(row: Figures) -> Cell:
     reached, runs = row["runs_that_reached_it"], row["complete_runs"] or row["runs"]
     if not reached:
@@ -203,6 +228,14 @@ def _xi(row: Figures) -> Cell:
     if row["xi"] is None:
         return Cell(MISSING)
     return Cell(f"{row['xi']:.2f}", f"{row['xi_largest']:.2f}")
+
+
+ACCURACY: tuple[Column, ...] = (
+    (Cell("Accuracy", "held out, at the end"), lambda group, row: _accuracy(row)),
+)
+SPEECH: tuple[Column, ...] = tuple(
+    (Cell(head, "held out, at the end"), partial(_error_rate, name)) for name, head in ERROR_RATES.items()
+)
 
 
 def _ms(seconds: float | None) -> str:

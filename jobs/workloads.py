@@ -31,11 +31,16 @@ Load = Callable[[DataConfig], tuple[ImageSet, ImageSet]]
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over some held-out samples (of speech the words, of text the masked ones); scores of disjoint shards add up."""
+    """Sums over some held-out samples (of speech the words, of text the masked ones); scores of disjoint shards add up.
+
+    Of speech also the wrong characters, and how many were said.
+    """
 
     loss: float
     correct: int
     samples: int
+    character_errors: int = 0
+    characters: int = 0
 
 
 class Workload(Protocol):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -30,6 +31,7 @@ def write_run(
     seed: int = 0,
     settings: dict[str, Any] | None = None,
     accuracy: float = 0.9,
+    character_error_rate: float = math.nan,
     xi: tuple[float, ...] = (),
     steps: int = 50,
     ranks: int = 4,
@@ -74,9 +76,12 @@ def write_run(
         if steps:
             file.append_steps(columns, {"select": columns["seconds_reduction"]})
             file.append_evaluation(**{**dict.fromkeys(EVALUATION_COLUMNS, 0.0), "accuracy": 0.5, "step": 1})
-            file.append_evaluation(
-                **{**dict.fromkeys(EVALUATION_COLUMNS, 0.5), "accuracy": accuracy, "step": steps}
-            )
+            last = {
+                "accuracy": accuracy,
+                "character_error_rate": character_error_rate,
+                "step": steps,
+            }
+            file.append_evaluation(**{**dict.fromkeys(EVALUATION_COLUMNS, 0.5), **last})
         if xi:
             measures: dict[str, NDArray[Any]] = {name: np.full(len(xi), 0.25) for name in MEASURE_COLUMNS}
             file.append_measures({**measures, "step": np.arange(len(xi)) * 10 + 5, "xi": np.array(xi)})

@@ -264,6 +264,37 @@ def test_tables_say_what_was_measured(tmp_path: Path) -> None:
     assert dense[-1] == "–"
 
 
+def test_speech_is_told_by_its_error_rates(tmp_path: Path) -> None:
+    found = ((0.70, 0.25), (0.72, 0.21))
+    paths = [
+        write_run(tmp_path / f"d{seed}.h5", method="dense", seed=seed, accuracy=a, character_error_rate=c)
+        for seed, (a, c) in enumerate(found)
+    ]
+    unheard = write_run(tmp_path / "t.h5", method="topka", steps=0)
+    text = report([*paths, unheard], tmp_path / "out", target=0.691)
+    assert re.search(r"^ +word error rate +0\.2900 ", text, re.MULTILINE)
+    heads, _, dense, topka = (
+        re.split(r" *\| *", line)[1:-1]
+        for line in markdown(
+            methods_table(group_runs(read_runs([*paths, unheard])), target=0.691)
+        ).splitlines()
+    )
+    assert heads[1:4] == [
+        "WER (held out, at the end)",
+        "CER (held out, at the end)",
+        "To WER 0.309 (training time)",
+    ]
+    assert dense[1:3] == ["0.2900 ± 0.0141 (0.2800 … 0.3000)", "0.2300 ± 0.0283 (0.2100 … 0.2500)"]
+    assert topka[1:3] == ["–", "–"]
+    assert "0.2300 ± 0.0283" in (tmp_path / "out" / "index.html").read_text()
+    (row, _) = rows(tmp_path / "out" / "methods.csv")
+    assert [float(row[f"character_error_rate{end}"]) for end in ("", "_least", "_largest")] == pytest.approx(
+        [0.23, 0.21, 0.25]
+    )
+    summary = rows(tmp_path / "out" / "summary.csv")
+    assert [row["character_error_rate"] for row in summary] == ["0.25", "0.21", ""]
+
+
 def test_a_method_has_one_colour_everywhere() -> None:
     assert {name: METHODS[name][1] for name in LINES} == {name: colour for name, (colour, _) in LINES.items()}
     assert len({colour for _, colour, _ in METHODS.values()}) == len(METHODS)

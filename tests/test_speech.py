@@ -12,6 +12,7 @@ import torch
 from mpi4py import MPI
 
 from data import DataError
+from data.an4 import open_an4
 from data.prepare import prepare_an4
 from data.speech_loader import SpeechBatch
 from jobs.config import Config
@@ -110,6 +111,7 @@ def test_the_network_learns_to_read_utterances_that_it_has_not_heard(tmp_path: P
     (run,) = read_runs([tmp_path / "run.h5"])
     assert run.evaluations["samples"].tolist() == [36]
     assert run.evaluations["accuracy"][-1] > 0.6
+    assert 0.0 <= run.evaluations["character_error_rate"][-1] < 0.4
 
 
 def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
@@ -152,8 +154,11 @@ def test_scores_of_the_ranks_add_up_to_that_of_one(prepared: Path, beam: int) ->
         pytest.approx(sum(part.loss for part in parts), rel=1e-5),
         sum(part.correct for part in parts),
         sum(part.samples for part in parts),
+        sum(part.character_errors for part in parts),
+        sum(part.characters for part in parts),
     )
-    assert alone.samples == 9
+    held_out = open_an4(prepared)[1]
+    assert (alone.samples, alone.characters) == (9, len(held_out.labels))
 
 
 def test_all_ranks_begin_with_the_same_weights_and_other_utterances(prepared: Path) -> None:
