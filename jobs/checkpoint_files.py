@@ -4,6 +4,7 @@
                          rank-00000.safetensors    one rank's own: residual, thresholds, boundaries, batch norm, RNG
                          manifest.json             written last: size and SHA-256 of every file, and of itself
     FOLDER/.step-00000050                          a set that is being written; renamed when it is whole
+    FOLDER/step-00000050.refused                   one that a run could not use and continued from an older one
 
 safetensors hold no code. `sha256sum` gives the digests that the manifest has.
 """
@@ -30,6 +31,7 @@ COMMON = "common.safetensors"
 MANIFEST = "manifest.json"
 _SET = re.compile(r"step-(\d{8,})")
 _DRAFT = re.compile(r"\.step-(\d{8,})(\.replaced)?")
+_REFUSED = re.compile(r"step-(\d{8,})\.refused")
 
 
 class BadCheckpointError(Exception):
@@ -99,7 +101,7 @@ def read_part(path: Path) -> dict[str, Any]:
 
 
 def seal(folder: Path, step: int, parts: list[Part], about: Mapping[str, Any], keep: int) -> Path:
-    """Make a set of the parts in the draft, then remove all but the newest `keep` sets.
+    """Make a set of the parts in the draft, then remove older ones until `keep` are left with it.
 
     Raises:
         OSError: it cannot be written, or a part is not there: parts must lie where rank 0 sees them.
@@ -122,7 +124,9 @@ def seal(folder: Path, step: int, parts: list[Part], about: Mapping[str, Any], k
         shutil.rmtree(stale, ignore_errors=True)
     draft.rename(final)
     sync(folder)
-    for old in list_sets(folder)[keep:]:
+    # a newer one is none of this run's: had it been usable, the run would have continued from it
+    mine = [found for found in list_sets(folder) if _step_of(found) <= step]
+    for old in mine[keep:]:
         # hidden first: half a set must not look like one
         hidden = old.rename(old.with_name(f".{old.name}.replaced"))
         shutil.rmtree(hidden, ignore_errors=True)
@@ -142,9 +146,22 @@ def remove_drafts(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def set_aside(path: Path) -> Path:
+    """Rename a set that was refused, so that it is neither looked at nor counted again; returns where it is.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    aside = path.with_name(f"{path.name}.refused")
+    if aside.exists():
+        shutil.rmtree(aside)
+    return path.rename(aside)
+
+
 def remove_sets(folder: Path) -> None:
-    """Remove all sets, so that a run starts afresh."""
-    for path in list_sets(folder):
+    """Remove all sets, those that were refused too, so that a run starts afresh."""
+    refused = [path for path in folder.iterdir() if _REFUSED.fullmatch(path.name)] if folder.is_dir() else []
+    for path in (*list_sets(folder), *refused):
         shutil.rmtree(path)
 
 

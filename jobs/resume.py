@@ -11,7 +11,7 @@ from typing import Any
 from mpi4py import MPI
 
 from jobs import checkpoint_files as files
-from jobs.agreement import Refused
+from jobs.agreement import Refused, decide_on_root
 from jobs.checkpoint_files import BadCheckpointError, Identity
 from oktopk.redistribute import inherited_ranks, redistributed_state
 
@@ -56,7 +56,7 @@ def find(
     say: Callable[[str], object],
     differing: Callable[[Mapping[str, Any]], list[str]] = lambda manifest: [],
 ) -> Found | None:
-    """The newest set that all ranks can use; collective.
+    """The newest set that all ranks can use; collective. Newer ones are set aside, for the run is about to write anew.
 
     Args:
         comm: the ranks that will continue.
@@ -69,7 +69,8 @@ def find(
         The set, None when there is none at all.
 
     Raises:
-        Refused: there are sets and none can be used; on every rank alike.
+        Refused: there are sets and none can be used, and all are left where they are; or a newer one than the one that can
+            be used cannot be set aside. On every rank alike.
 
     Traffic: two small messages for every set tried.
     """
@@ -78,22 +79,28 @@ def find(
         files.remove_drafts(folder)
         names = [path.name for path in files.list_sets(folder)]
     names = comm.bcast(names)
-    refusals: list[str] = []
+    refused: list[Path] = []
     for name in names:
         path = folder / name
         manifest, problem = comm.bcast(_manifest(path, identity, differing) if comm.rank == 0 else None)
         problem = problem or _first_problem(comm, path, manifest)
         if not problem:
+            decide_on_root(comm, lambda: _set_aside(refused, say), (OSError,))
             return Found(path, int(manifest["step"]), int(manifest["ranks"]), manifest)
-        refusals.append(f"checkpoint {path} refused: {problem}")
+        refused.append(path)
         if comm.rank == 0:
-            say(refusals[-1])
-    if refusals:
+            say(f"checkpoint {path} refused: {problem}")
+    if refused:
         raise Refused(
             f"no checkpoint in {folder} can be used, so the run cannot continue: repair or remove them, "
             "or start afresh with run.overwrite=true"
         )
     return None
+
+
+def _set_aside(refused: list[Path], say: Callable[[str], object]) -> None:
+    for path in refused:
+        say(f"checkpoint {path} set aside as {files.set_aside(path).name}")
 
 
 def _manifest(

@@ -180,8 +180,41 @@ def test_a_damaged_part_of_any_rank_makes_all_use_the_set_before(comm: MPI.Intra
     assert found is not None
     assert found.step == 10
     if comm.rank == 0:
-        (line,) = said
-        assert f"step-00000020 refused: rank-{comm.size - 1:05d}.safetensors is damaged" in line
+        refused, aside = said
+        assert f"step-00000020 refused: rank-{comm.size - 1:05d}.safetensors is damaged" in refused
+        assert aside.endswith("step-00000020 set aside as step-00000020.refused")
+
+
+@pytest.mark.mpi
+def test_sets_that_were_refused_push_out_none_that_is_written_after_them(
+    comm: MPI.Intracomm, folder: Path
+) -> None:
+    made = checkpointer(comm, folder)
+    for step in (10, 20):
+        made.save(step, *states(comm, step), wait=True)
+    made.close()
+    if comm.rank == 0:
+        # as many as are kept
+        for step in (30, 40):
+            shutil.copytree(files.set_folder(folder, 20), files.set_folder(folder, step))
+    comm.barrier()
+    found = find(comm, folder, IDENTITY, lambda line: None)
+    assert found is not None
+    assert found.step == 20
+    made = checkpointer(comm, folder)
+    for step in (21, 22, 23):
+        made.save(step, *states(comm, step), wait=True)
+        # a job that is killed here continues from here
+        found = find(comm, folder, IDENTITY, pytest.fail)
+        assert found is not None
+        assert found.step == step
+    made.close()
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step-00000022",
+        "step-00000023",
+        "step-00000030.refused",
+        "step-00000040.refused",
+    ]
 
 
 @pytest.mark.mpi

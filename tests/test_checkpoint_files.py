@@ -88,6 +88,21 @@ def test_the_newest_sets_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000030"]
 
 
+def test_newer_sets_do_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
+    for step in (10, 100, 110, 20, 30):
+        write_set(tmp_path, step, keep=2)
+    left = ["step-00000020", "step-00000030", "step-00000100", "step-00000110"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
+def test_a_run_that_starts_afresh_leaves_no_set_of_the_one_before(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert files.set_aside(write_set(tmp_path, 10)).name == "step-00000010.refused"
+    write_set(tmp_path, 20)
+    files.remove_sets(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_set_is_written_again_over_one_that_was_refused(tmp_path: Path) -> None:
     (write_set(tmp_path, 10) / files.COMMON).write_bytes(b"damaged")
     path = write_set(tmp_path, 10)
