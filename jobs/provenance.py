@@ -65,6 +65,11 @@ def host() -> str:
     return socket.gethostname()
 
 
+def job() -> str:
+    """The Slurm job that this process is of, "" for none."""
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
 def hardware_json() -> str:
     """This machine's processor, cores, memory and GPUs as JSON."""
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]

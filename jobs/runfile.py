@@ -2,7 +2,7 @@
 
 Layout:
     attributes            format, config (JSON), versions (JSON), method, ranks, length, k, batch_size, seed,
-                          host, commit, started (UTC, ISO 8601), hardware (JSON), command
+                          host, commit, started (UTC, ISO 8601), hardware (JSON), command, job
     status                one of STATUSES
     steps/<column>        one value per step: STEP_COLUMNS
     stages/names          what the columns of stages/seconds are, "" where unused
@@ -102,7 +102,7 @@ class RunInfo:
     """What is known before the first step; stored as attributes.
 
     length is n, the elements of the gradient; k the entries asked for after any density warm-up.
-    config, versions and hardware are JSON.
+    config, versions and hardware are JSON; job is the Slurm job's number, "" for none.
     """
 
     config: str
@@ -118,6 +118,7 @@ class RunInfo:
     started: str
     hardware: str = "{}"
     command: str = ""
+    job: str = ""
 
 
 @dataclass(frozen=True)

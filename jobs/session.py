@@ -56,10 +56,8 @@ class Session:
 
     def _begin(self) -> Start:
         start = plan_start(self._config, self._comm.size, os.environ)
-        if self._config.checkpoint.enabled and not start.complete:
+        if not start.complete and (self._config.checkpoint.enabled or self._config.run.overwrite):
             self._lock = FolderLock(self._folder)
-            if not start.resume:
-                begin_afresh(self._folder)
         return start
 
     @property
@@ -106,7 +104,15 @@ class Session:
         return progress
 
     def create_run_file(self, info: RunInfo) -> RunFile:
-        """The run file with the steps up to the checkpoint in it; on rank 0 alone. Raises RunFileError."""
+        """The run file with the steps up to the checkpoint in it; on rank 0 alone.
+
+        From here on the run that it replaces is gone, and not before: a job may well end while it still loads.
+
+        Raises:
+            RunFileError, OSError: it cannot be written, or the earlier run's checkpoints not be removed.
+        """
+        if self._config.run.overwrite and not self._start.resume:
+            begin_afresh(self._folder)
         path, there = self._config.run.file, self._start.saved_ranks is not None
         behind = self._found.step if self._found is not None else 0
         earlier = read_record(path, behind) if behind and there else None

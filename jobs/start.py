@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from jobs import checkpoint_files as files
+from jobs import provenance
 from jobs.config import Config
 from jobs.resume import differences
 from jobs.runfile import RunFileError, check_creatable
@@ -46,18 +46,19 @@ def checkpoint_folder(config: Config) -> Path:
 def plan_start(config: Config, ranks: int, environ: Mapping[str, str]) -> Start:
     """How the run begins; on one process, and before minutes of loading.
 
-    A run file of the same configuration is continued, whatever became of its writer. A job that Slurm started again
-    continues even where overwriting was allowed: that was meant for its first start.
+    A run file of the same configuration is continued, whatever became of its writer. Overwriting replaces what earlier jobs
+    left. What this job wrote before Slurm started it again is continued; until it has written, the earlier run is there still.
 
     Raises:
         RunFileError: the run file that is there is none, or is of another configuration.
     """
     path = Path(config.run.file)
+    overwrite, there = config.run.overwrite, path.exists() and not path.is_dir()
     restarted = environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    if not config.checkpoint.enabled or (config.run.overwrite and not restarted):
-        check_creatable(path, overwrite=config.run.overwrite)
+    if not config.checkpoint.enabled or (overwrite and not (restarted and there)):
+        check_creatable(path, overwrite=overwrite)
         return Start(resume=False)
-    if not path.exists() or path.is_dir():
+    if not there:
         check_creatable(path, overwrite=False)
         return Start(resume=True)
     try:
@@ -65,6 +66,8 @@ def plan_start(config: Config, ranks: int, environ: Mapping[str, str]) -> Start:
             info, status = reader.info, reader.status
     except RunFileError as error:
         raise RunFileError(f"{_exists(path)}; it cannot be continued: {error}") from error
+    if overwrite and info.job != environ.get("SLURM_JOB_ID", ""):
+        return Start(resume=False)
     differing = differing_settings(config, ranks, info.config, info.ranks)
     if differing:
         raise RunFileError(f"{_exists(path)}; it is of another run: {', '.join(differing)}")
@@ -113,9 +116,9 @@ class FolderLock:
             except OSError:
                 return  # a file system without locks: nothing to be had
         self._file.truncate(0)
-        job = os.environ.get("SLURM_JOB_ID")
+        job = provenance.job()
         self._file.write(
-            f"process {os.getpid()} on {socket.gethostname()}{f', Slurm job {job}' if job else ''}\n"
+            f"process {os.getpid()} on {provenance.host()}{f', Slurm job {job}' if job else ''}\n"
         )
         self._file.flush()
 
@@ -131,6 +134,6 @@ class FolderLock:
 
 
 def begin_afresh(folder: Path) -> None:
-    """Remove the checkpoints of the run that is replaced."""
+    """Remove the checkpoints of a run that is replaced. Before its run file: what is left of both must not look like one run."""
     files.remove_sets(folder)
     files.remove_drafts(folder)

@@ -217,10 +217,11 @@ def open_run_file(
             started=provenance.now(),
             hardware=provenance.hardware_json(),
             command=provenance.command(),
+            job=provenance.job(),
         )
         created.append(session.create_run_file(info))
 
-    decide_on_root(comm, create, (RunFileError,))
+    decide_on_root(comm, create, (RunFileError, OSError))
     return created[0] if created else nullcontext()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,32 @@ def test_no_usable_checkpoint_stops_the_run_and_destroys_nothing(tmp_path: Path)
     job = Job(path, RANKS, ["run.overwrite=true", "training.steps=5"])
     assert job.wait() == 0, job.said
     assert [step.name for step in checkpoints(path)] == ["step-00000005"]
+
+
+def test_a_job_that_overwrites_and_is_queued_again_destroys_nothing_before_it_begins_and_then_continues(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.h5"
+    overwrite = ("run.overwrite=true", *SLOW[0])
+    job = Job(path, RANKS, ["training.seed=1", "training.steps=12"])
+    assert job.wait() == 0, job.said
+    left = path.read_bytes(), checkpoints(path)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    job = Job(path, RANKS, overwrite, ["hang=1:0"])
+    lock = path.with_suffix(".checkpoints") / "lock"
+    while "Slurm job 7" not in (lock.read_text() if lock.exists() else ""):
+        assert job.running, job.said
+        time.sleep(0.05)
+    os.kill(job.rank_processes()[0], signal.SIGKILL)
+    assert job.wait() not in (0, 2, 75), job.said
+    assert (path.read_bytes(), checkpoints(path)) == left
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    done = interrupted(path, signal.SIGUSR1, 13, overwrite)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    job = Job(path, RANKS, overwrite)
+    assert job.wait() == 0, job.said
+    assert f"resumed after step {done} from" in job.said
+    assert_same_outcome(undisturbed, path)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

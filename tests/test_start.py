@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ def config(path: Path, **sections: Any) -> Config:
     return Config.model_validate({"training": {"steps": 10}, **sections, "run": run})
 
 
-def leave_run_file(path: Path, made: Config, status: str, ranks: int = 4) -> None:
-    info = RunInfo(**{**vars(INFO), "config": made.to_json(), "ranks": ranks})
+def leave_run_file(path: Path, made: Config, status: str, ranks: int = 4, job: str = "") -> None:
+    info = RunInfo(**{**vars(INFO), "config": made.to_json(), "ranks": ranks, "job": job})
     RunFile(path, info).close(status)
 
 
@@ -51,13 +52,29 @@ def test_a_run_is_only_continued_with_its_own_settings(tmp_path: Path) -> None:
         plan_start(larger, 4, {})
 
 
-def test_overwriting_is_for_the_first_start_of_a_slurm_job(tmp_path: Path) -> None:
+def test_a_job_that_overwrites_continues_what_it_has_begun_itself_when_it_is_started_again(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "run.h5"
     wiped = config(path, run={"overwrite": True})
-    leave_run_file(path, wiped, "interrupted")
+    again = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    # before it wrote anything: the earlier run is there still, complete, of other settings, or moved away
+    for earlier in (wiped, config(path, training={"steps": 10, "seed": 3})):
+        for status in ("complete", "interrupted"):
+            path.unlink(missing_ok=True)
+            leave_run_file(path, earlier, status, job="6")
+            start = plan_start(wiped, 4, again)
+            assert (start.resume, start.complete, start.saved_ranks) == (False, False, None)
+    path.unlink()
+    assert not plan_start(wiped, 4, again).resume
+    leave_run_file(path, wiped, "interrupted", job="7")
+    assert plan_start(wiped, 4, again).resume
+    assert not plan_start(wiped, 4, {**again, "SLURM_RESTART_COUNT": "0"}).resume
     assert not plan_start(wiped, 4, {}).resume
-    assert not plan_start(wiped, 4, {"SLURM_RESTART_COUNT": "0"}).resume
-    assert plan_start(wiped, 4, {"SLURM_RESTART_COUNT": "1"}).resume
+    # whose it is cannot be told, and there may be checkpoints of hours
+    os.truncate(path, 100)
+    with pytest.raises(RunFileError, match="it cannot be continued"):
+        plan_start(wiped, 4, again)
 
 
 def test_without_checkpoints_nothing_is_continued(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ python -m mpi4py -m tests.tiny_job CONFIG.toml --set run.file=... [-- KEY=VALUE 
 
 seconds=0.01   what a step takes at least
 nan=RANK:STEP  a loss that is not finite
-hang=RANK:STEP a rank that stands still
+hang=RANK:STEP a rank that stands still; in step 0 while it builds
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ class Tiny:
         self._config, self._rank = config, rank
         self._seconds = float(faults.get("seconds", 0))
         self._faults = faults
+        self._now = 0
+        if self._due("hang"):
+            time.sleep(3600)
         self._centres = np.random.default_rng(0).standard_normal((CLASSES, FEATURES), np.float32)
 
     def place(self, placement: Placement) -> None:
