@@ -40,8 +40,8 @@ def _gradient_kernels(gradient_type: str) -> dict[str, Kernel]:
         "copy_scaled": 4,
     }
     return {name: Kernel(passes, name, size) for name, size in sizes.items()} | {
-        "accumulate_select": Kernel(fused, "accumulate_select", 9),
-        "compact_selection": Kernel(fused, "compact_selection", 22),
+        "accumulate_select": Kernel(fused, "accumulate_select", 12),
+        "compact_selection": Kernel(fused, "compact_selection", 18),
     }
 
 

@@ -13,9 +13,9 @@ from collectives.launches import PreparedLaunch
 if TYPE_CHECKING:
     from oktopk.device_kernels import DeviceKernels
 
-_CHUNK = 1024  # of accumulate_select.cu: elements a warp
-_WARPS = 8
-_GROUP = 128  # chunks that one block compacts
+_CHUNK = 4096  # of accumulate_select.cu: elements a block
+_LARGEST_GROUP = 5  # log2 of the chunks that one block compacts at most
+_RESIDENT = 8  # such blocks that a multiprocessor runs at once
 _NO_REGIONS = 2**64 - 1  # -1
 
 
@@ -26,7 +26,7 @@ class SelectLaunches:
         select, compact: what is launched, in this order, on `blocks` and `groups` blocks of `THREADS`.
     """
 
-    THREADS = 32 * _WARPS
+    THREADS = 256
 
     def __init__(self, kernels: DeviceKernels, width: int, n: int, entries: DeviceEntries) -> None:
         device = self._device = kernels.device
@@ -35,19 +35,22 @@ class SelectLaunches:
         typed = kernels.kernels_for(width)
         self._stream = device.stream.ptr
         chunks = -(-n // _CHUNK)
-        self.blocks, self.groups = -(-chunks // _WARPS), -(-chunks // _GROUP)
-        # four times what a chunk holds on average, and at least one for every lane
-        slot = min(_CHUNK, max(32, -(-(4 * _CHUNK * (len(entries) // 2)) // n)))
-        self._slots = device.allocate(chunks * slot, np.uint64)
-        self._counts = device.allocate(chunks, np.uint32)
-        slots, counts, nonfinite = self._slots.data.ptr, self._counts.data.ptr, kernels.nonfinite
+        # all groups at work at once
+        shift = min(_LARGEST_GROUP, (-(-chunks // (_RESIDENT * device.processors)) - 1).bit_length())
+        self.blocks, self.groups = chunks, -(-chunks >> shift)
+        self._pool = device.allocate(len(entries), np.uint64)
+        self._words = device.allocate(2 * chunks + self.groups + 2, np.uint32)
+        pool, places, nonfinite = self._pool.data.ptr, self._words.data.ptr, kernels.nonfinite
+        totals = places + 8 * chunks
+        cursor, finished = totals + 4 * self.groups, totals + 4 * self.groups + 4
+        device.zero(totals, 4 * self.groups + 8)
         self.select = PreparedLaunch(
-            typed["accumulate_select"], 0, 0, n, 0, slots, slot, counts, nonfinite, 0
-        )
-        finished = device.scratch("select finished", 1, np.uint32).data.ptr
+            typed["accumulate_select"],
+            0, 0, n, 0, pool, len(entries), places, totals, shift, cursor, nonfinite, 0,
+        )  # fmt: skip
         self.compact = PreparedLaunch(
             typed["compact_selection"],
-            0, n, 0, slots, slot, counts, chunks, entries.pointer, len(entries), 0, _NO_REGIONS, nonfinite, 0, 0, 0,
+            pool, places, chunks, totals, shift, cursor, entries.pointer, len(entries), 0, _NO_REGIONS, nonfinite,
             0, finished, 0, 0, 0, 0, 0,
         )  # fmt: skip
 
@@ -60,20 +63,18 @@ class SelectLaunches:
         """
         mine = copy(self)
         mine.select = PreparedLaunch(self.select.kernel, *self.select.values)
-        mine.select.values[8] = step
+        mine.select.values[11] = step
         mine.compact = PreparedLaunch(self.compact.kernel, *self.compact.values)
-        values, scan = mine.compact.values, self._device.scan("peer select", self.groups)
-        values[9], values[10] = where, ranks
-        values[12], values[13] = scan.status, scan.ticket
-        values[15], values[17] = self._header(ranks), self._device.address("told")
-        values[18], values[19], values[20], values[21] = windows, ranks, rank, step
+        values = mine.compact.values
+        values[8], values[9] = where, ranks
+        values[11], values[13] = self._header(ranks), self._device.address("told")
+        values[14], values[15], values[16], values[17] = windows, ranks, rank, step
         return mine
 
     def enqueue(self, gradient: int, residual: int, stream: int) -> None:
         """Put both on a stream."""
         self.select.values[0], self.select.values[1] = gradient, residual
         self.select(self.blocks, self.THREADS, stream)
-        self.compact.values[0] = residual
         self.compact(self.groups, self.THREADS, stream)
 
     def __call__(
@@ -84,13 +85,10 @@ class SelectLaunches:
         Args:
             boundaries: (address, regions) of the regions, where they are known.
         """
-        scan = self._device.scan("select", self.groups)
         self.select.values[3] = threshold_bits
         values = self.compact.values
-        values[2] = threshold_bits
-        values[9], values[10] = boundaries or (0, _NO_REGIONS)
-        values[12], values[13], values[14] = scan.status, scan.ticket, scan.epoch
-        values[15] = self._header(boundaries[1] if boundaries else 0)
-        values[17] = self._device.address("select")
+        values[8], values[9] = boundaries or (0, _NO_REGIONS)
+        values[11] = self._header(boundaries[1] if boundaries else 0)
+        values[13] = self._device.address("select")
         self.enqueue(gradient, residual, self._stream)
         self._device.pending = True

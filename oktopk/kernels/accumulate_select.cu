@@ -1,42 +1,58 @@
 // accumulate_select: add a gradient to the residual, and pack what reaches a threshold, in one pass over both.
 //
-// Two kernels. The first streams: each warp adds one chunk, and drops its hits into a slot of its own, without waiting for any
-// other. The second turns the slots into one list, in O(k): it finds each chunk's offset by look-back over the counts.
+// Two kernels. The first streams: each block adds one chunk, and drops its hits into a pool wherever there is room next, without
+// waiting for any other. The second brings them into order, in O(k): each block adds up what lies before its group of chunks.
 //
-// Shapes   gradient[n] (GRADIENT: float, __nv_bfloat16 or __half), residual[n] float, slots[chunks][slot] COO, counts[chunks],
-//          entries[capacity] COO, boundaries[regions + 1]; header[2 + regions + 1], and the same in host memory as report: nnz,
-//          nonfinite, and where each region begins in `entries`; among peers as `announce` writes it.
+// Shapes   gradient[n] (GRADIENT: float, __nv_bfloat16 or __half), residual[n] float; pool[capacity], entries[capacity] COO;
+//          places[chunks] how many hits of a chunk lie where in the pool; totals[groups] hits of each group of 2^shift <=
+//          MOST_GROUP chunks, cursor[1] hits in the pool, both zero before and after; boundaries[regions + 1];
+//          header[2 + regions + 1], and the same in host memory as report: nnz, nonfinite, and where each region begins in
+//          `entries`; among peers as `announce` writes it.
 // Units    threshold: bits of a float32 magnitude, >= 1, so that a zero of either sign is never packed.
-// Launch   add: ceil(chunks / (THREADS / 32)) blocks of THREADS, chunks = ceil(n / CHUNK).
-//          compact: ceil(chunks / GROUP) blocks of THREADS; finished[1] zeroed once; status, ticket, epoch as in
-//          lookback.cuh. Its last block tells the peers, SELECTED with the header, unless windows is null.
-//          With `step`, threshold and epochs are those it says.
+// Launch   add: a block of THREADS a chunk, chunks = ceil(n / CHUNK).
+//          compact: a block of THREADS a group; finished[1] zeroed once. Its last block tells the peers, SELECTED with the header,
+//          unless windows is null. With `step`, threshold and epoch are those it says.
 // Order    entries ascend by index.
-// Overflow a chunk with more hits than its slot holds is read again from the residual. Entries beyond `capacity` are counted in
-//          report[0], not written.
-// NaN, Inf where gradient + residual is not finite the residual stays as it was, nothing is packed, report[1] counts it; what
-//          is packed from a chunk that overflowed may then hold stale entries: a step with report[1] > 0 is not applied.
+// Overflow above `capacity` hits all are counted in report[0], and what `entries` holds is of no use.
+// NaN, Inf where gradient + residual is not finite the residual stays as it was, nothing is packed, report[1] counts it.
 // Traffic  (4 + sizeof(GRADIENT)) n bytes read, 4n written, 24 bytes an entry.
 
 #include "coo.cuh"
 #include "gradient.cuh"
-#include "lookback.cuh"
 #include "peer.cuh"
 
 constexpr int THREADS = 256;
-constexpr int VECTORS = 8;  // of 4 elements, per lane
-constexpr int CHUNK = 32 * VECTORS * 4;  // elements a warp
+constexpr int WARPS = THREADS / 32;
+constexpr int VECTORS = 4;               // of 4 elements, per lane
+constexpr int PIECE = 32 * VECTORS * 4;  // elements a warp
+constexpr int CHUNK = WARPS * PIECE;     // elements a block
+
+// Where this warp's hits begin among those of its block, and how many those are. Called by the whole block.
+__device__ __forceinline__ unsigned before_warp(unsigned found, unsigned* of_warps, unsigned& all) {
+  const int warp = threadIdx.x >> 5;
+  if ((threadIdx.x & 31) == 0) of_warps[warp] = found;
+  __syncthreads();
+  unsigned before = 0;
+  all = 0;
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) {
+    before += w < warp ? of_warps[w] : 0;
+    all += of_warps[w];
+  }
+  return before;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     accumulate_select(const GRADIENT* __restrict__ gradient, float* __restrict__ residual, long long n,
-                      unsigned threshold, Entry* __restrict__ slots, unsigned slot, unsigned* __restrict__ counts,
-                      unsigned* nonfinite_total, const unsigned* __restrict__ step) {
+                      unsigned threshold, Entry* __restrict__ pool, unsigned capacity, uint2* __restrict__ places,
+                      unsigned* totals, int shift, unsigned* cursor, unsigned* nonfinite_total,
+                      const unsigned* __restrict__ step) {
+  __shared__ unsigned of_warps[WARPS];
+  __shared__ unsigned room;
   if (step) threshold = step[LOCAL_BITS];
   const int lane = threadIdx.x & 31;
-  const unsigned chunk = blockIdx.x * (THREADS / 32) + (threadIdx.x >> 5);
-  const long long start = static_cast<long long>(chunk) * CHUNK;
-  if (start >= n) return;
-  const bool whole = start + CHUNK <= n &&
+  const long long start = blockIdx.x * static_cast<long long>(CHUNK) + (threadIdx.x >> 5) * PIECE;
+  const bool whole = start + PIECE <= n &&
                      ((reinterpret_cast<unsigned long long>(gradient) % (4 * sizeof(GRADIENT))) |
                       (reinterpret_cast<unsigned long long>(residual) % 16)) == 0;
   float4 g[VECTORS], e[VECTORS];
@@ -60,14 +76,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       }
     }
   }
-  unsigned found = 0, nonfinite = 0;
-  Entry* mine = slots + static_cast<unsigned long long>(chunk) * slot;
+  unsigned hits = 0, nonfinite = 0;  // hits: four bits a vector
 #pragma unroll
   for (int j = 0; j < VECTORS; ++j) {
     float* gj = reinterpret_cast<float*>(&g[j]);
     float* ej = reinterpret_cast<float*>(&e[j]);
     const long long at = start + (j * 32 + lane) * 4;
-    unsigned mask = 0;
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const float sum = add(gj[c], ej[c]);
@@ -75,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       const bool finite = bits < INFINITY_BITS;
       nonfinite += !finite;
       ej[c] = finite ? sum : ej[c];
-      mask |= static_cast<unsigned>(finite && bits >= threshold) << c;
+      hits |= static_cast<unsigned>(finite && bits >= threshold) << (4 * j + c);
     }
     if (whole) {
       __stcs(reinterpret_cast<float4*>(residual + at), e[j]);
@@ -84,141 +98,141 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (int c = 0; c < 4; ++c)
         if (at + c < n) residual[at + c] = ej[c];
     }
-    if (__any_sync(FULL_WARP, mask)) {
-      unsigned place = found;
+  }
+  // hits of each vector, and of the same vector on the lanes before: all vectors at once, a byte each, since 4 · 32 fit
+  const unsigned nibbles = hits - (hits >> 1 & 0x77777777) - (hits >> 2 & 0x33333333) - (hits >> 3 & 0x11111111);
+  const unsigned even = nibbles & 0x0f0f0f0f, odd = nibbles >> 4 & 0x0f0f0f0f;
+  unsigned even_up_to = even, odd_up_to = odd;
+  const bool any = __any_sync(FULL_WARP, hits);
+  if (any) {
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const unsigned votes = __ballot_sync(FULL_WARP, mask >> c & 1);
-        place += __popc(votes & ((1u << lane) - 1));
-        found += __popc(votes);
-      }
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        if (mask >> c & 1) {
-          if (place < slot) mine[place] = make_entry(static_cast<int>(at) + c, ej[c]);
-          ++place;
-        }
+    for (int d = 1; d < 32; d *= 2) {
+      const unsigned even_below = __shfl_up_sync(FULL_WARP, even_up_to, d);
+      const unsigned odd_below = __shfl_up_sync(FULL_WARP, odd_up_to, d);
+      if (lane >= d) {
+        even_up_to += even_below;
+        odd_up_to += odd_below;
       }
     }
   }
-  if (lane == 0) counts[chunk] = found;
+  const unsigned even_all = __shfl_sync(FULL_WARP, even_up_to, 31), odd_all = __shfl_sync(FULL_WARP, odd_up_to, 31);
+  unsigned found = 0;
+#pragma unroll
+  for (int byte = 0; byte < 4; ++byte) found += (even_all >> 8 * byte & 0xff) + (odd_all >> 8 * byte & 0xff);
+  unsigned in_chunk;
+  unsigned place = before_warp(found, of_warps, in_chunk);
   if (nonfinite) atomicAdd(nonfinite_total, nonfinite);
+  if (threadIdx.x == 0) {
+    room = in_chunk ? atomicAdd(cursor, in_chunk) : 0;
+    places[blockIdx.x] = make_uint2(in_chunk, room);
+    if (in_chunk) atomicAdd(&totals[blockIdx.x >> shift], in_chunk);
+  }
+  if (in_chunk == 0) return;
+  __syncthreads();
+  if (!any || room + in_chunk > capacity) return;
+  place += room;
+#pragma unroll
+  for (int j = 0; j < VECTORS; ++j) {
+    const float* ej = reinterpret_cast<const float*>(&e[j]);
+    const int at = static_cast<int>(start) + (j * 32 + lane) * 4, byte = 8 * (j / 2);
+    const unsigned lower = ((j % 2 ? odd_up_to - odd : even_up_to - even) >> byte) & 0xff;
+    const unsigned mask = hits >> 4 * j & 0xf;
+    if (mask) {
+      unsigned to = place + lower;
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        if (mask >> c & 1) pool[to++] = make_entry(at + c, ej[c]);
+    }
+    place += (j % 2 ? odd_all : even_all) >> byte & 0xff;
+  }
 }
 
-constexpr int GROUP = 128;  // chunks a block turns into a list
+constexpr int MOST_GROUP = 32;  // chunks that a block turns into a list
+constexpr int AHEAD = 4;        // entries a thread has on their way
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    compact_selection(const float* __restrict__ residual, long long n, unsigned threshold,
-                      const Entry* __restrict__ slots, unsigned slot, const unsigned* __restrict__ counts,
-                      unsigned chunks, Entry* entries, unsigned capacity, const long long* __restrict__ boundaries,
-                      int regions, unsigned* nonfinite_total, unsigned long long* status, unsigned* ticket,
-                      unsigned epoch, unsigned* header, unsigned* finished,
-                      volatile unsigned* report, const unsigned long long* windows, int ranks, int rank,
-                      const unsigned* __restrict__ step) {
-  __shared__ unsigned offsets[GROUP + 1];  // of each chunk, within the group
-  __shared__ unsigned group, group_offset, last;
-  if (threadIdx.x == 0) group = draw_ticket(ticket);
-  if (step) {
-    threshold = step[LOCAL_BITS];
-    epoch = step[EPOCH];
-  }
-  __syncthreads();
-  const unsigned first = group * GROUP;
+extern "C" __global__ void __launch_bounds__(THREADS, 8)
+    compact_selection(const Entry* __restrict__ pool, const uint2* __restrict__ places, unsigned chunks,
+                      unsigned* totals, int shift, unsigned* cursor, Entry* entries, unsigned capacity,
+                      const long long* __restrict__ boundaries, int regions, unsigned* nonfinite_total, unsigned* header,
+                      unsigned* finished, volatile unsigned* report, const unsigned long long* windows, int ranks,
+                      int rank, const unsigned* __restrict__ step) {
+  __shared__ unsigned offsets[MOST_GROUP + 1];  // of each chunk, within the group
+  __shared__ unsigned rooms[MOST_GROUP];
+  __shared__ unsigned of_warps[WARPS];
+  __shared__ unsigned last;
+  const unsigned group = blockIdx.x, first = group << shift, members = 1u << shift;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  unsigned before = 0;  // this group
+  for (unsigned i = threadIdx.x; i < group; i += THREADS) before += totals[i];
+  before = __reduce_add_sync(FULL_WARP, before);
+  if (lane == 0) of_warps[warp] = before;
   if (warp == 0) {
-    constexpr int EACH = GROUP / 32;
-    unsigned mine[EACH], total = 0;
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-      const unsigned chunk = first + lane * EACH + i;
-      mine[i] = total;
-      total += chunk < chunks ? counts[chunk] : 0;
-    }
-    unsigned inclusive = total;
+    const uint2 mine = lane < members && first + lane < chunks ? places[first + lane] : make_uint2(0, 0);
+    unsigned inclusive = mine.x;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const unsigned other = __shfl_up_sync(FULL_WARP, inclusive, d);
       if (lane >= d) inclusive += other;
     }
+    rooms[lane] = mine.y;
+    offsets[lane + 1] = inclusive;
+    if (lane == 0) offsets[0] = 0;
+  }
+  __syncthreads();
+  unsigned group_offset = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) offsets[lane * EACH + i] = inclusive - total + mine[i];
-    const unsigned whole = __shfl_sync(FULL_WARP, inclusive, 31);
-    const unsigned before = look_back(status, group, whole, epoch, lane);
-    if (lane == 0) {
-      offsets[GROUP] = whole;
-      group_offset = before;
-      if (group == gridDim.x - 1) {
-        header[0] = before + whole;
-        header[1] = atomicExch(nonfinite_total, 0u);
-      }
+  for (int w = 0; w < WARPS; ++w) group_offset += of_warps[w];
+  const unsigned whole = offsets[MOST_GROUP];
+  if (group == gridDim.x - 1 && threadIdx.x == 0) {
+    header[0] = group_offset + whole;
+    header[1] = atomicExch(nonfinite_total, 0u);
+  }
+  for (unsigned base = threadIdx.x; base < whole; base += AHEAD * THREADS) {
+    Entry entry[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const unsigned at = base + i * THREADS;
+      int low = 0;  // the last chunk that begins at or before `at`
+#pragma unroll
+      for (int half = MOST_GROUP / 2; half; half /= 2)
+        if (offsets[low + half] <= at) low += half;
+      const unsigned from = rooms[low] + at - offsets[low];
+      if (at < whole && from < capacity) entry[i] = pool[from];
+    }
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const unsigned at = base + i * THREADS;
+      if (at < whole && group_offset + at < capacity) entries[group_offset + at] = entry[i];
     }
   }
   __syncthreads();
-  bool overflows = false;
-  for (unsigned at = threadIdx.x; at < offsets[GROUP]; at += THREADS) {
-    int low = 0, high = GROUP;  // the last chunk that begins at or before `at`
-#pragma unroll
-    for (int halving = 0; halving < 7; ++halving) {
-      const int middle = (low + high) >> 1;
-      if (offsets[middle] <= at)
-        low = middle;
-      else
-        high = middle;
-    }
-    const unsigned within = at - offsets[low];
-    if (offsets[low + 1] - offsets[low] > slot) {
-      overflows = true;
-    } else if (group_offset + at < capacity) {
-      entries[group_offset + at] = slots[static_cast<unsigned long long>(first + low) * slot + within];
-    }
-  }
-  if (__syncthreads_or(overflows)) {
-    for (int c = warp; c < GROUP; c += THREADS / 32) {
-      if (offsets[c + 1] - offsets[c] <= slot) continue;
-      unsigned place = group_offset + offsets[c];
-      const long long start = static_cast<long long>(first + c) * CHUNK;
-      float value[CHUNK / 32];
-#pragma unroll
-      for (int row = 0; row < CHUNK / 32; ++row) {
-        const long long at = start + row * 32 + lane;
-        value[row] = at < n ? residual[at] : 0.0f;
-      }
-#pragma unroll
-      for (int row = 0; row < CHUNK / 32; ++row) {
-        const bool hit = magnitude(value[row]) >= threshold;
-        const unsigned votes = __ballot_sync(FULL_WARP, hit);
-        const unsigned mine = place + __popc(votes & ((1u << lane) - 1));
-        if (hit && mine < capacity) entries[mine] = make_entry(static_cast<int>(start) + row * 32 + lane, value[row]);
-        place += __popc(votes);
-      }
-    }
-    __syncthreads();
-  }
   // the regions that begin within this group
   for (int region = threadIdx.x; region <= regions; region += THREADS) {
     const long long boundary = boundaries[region];
     const long long chunk = boundary / CHUNK - first;
     const bool past_the_end = boundary >= static_cast<long long>(chunks) * CHUNK && group == gridDim.x - 1;
     if (past_the_end) {
-      header[2 + region] = group_offset + offsets[GROUP];
-    } else if (chunk >= 0 && chunk < GROUP && first + chunk < chunks) {
+      header[2 + region] = group_offset + whole;
+    } else if (chunk >= 0 && chunk < members && first + chunk < chunks) {
       const unsigned begin = group_offset + offsets[chunk], end = group_offset + offsets[chunk + 1];
       header[2 + region] = lower_bound(entries, begin < capacity ? begin : capacity, end < capacity ? end : capacity, boundary);
     }
   }
-  // the last block to finish reports
+  // the last block to finish reports, and leaves the sums at zero for the next launch
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) last = atomicAdd(finished, 1u) == gridDim.x - 1;
   __syncthreads();
   if (!last) return;
   __threadfence();
-  if (threadIdx.x == 0) *finished = 0;
+  for (unsigned i = threadIdx.x; i < gridDim.x; i += THREADS) totals[i] = 0;
+  if (threadIdx.x == 0) *finished = *cursor = 0;
   const volatile unsigned* found = header;
   if (!windows) {
     for (int i = threadIdx.x; i < 3 + regions; i += THREADS) report[i] = found[i];
     return;
   }
+  const unsigned epoch = step[EPOCH];
   tell_peers(windows, ranks, rank, SELECTED, header, 3 + regions, epoch);
   for (int i = threadIdx.x; i < 3 + regions; i += THREADS) announce(report, i, found[i], epoch);
 }
