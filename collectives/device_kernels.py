@@ -18,10 +18,10 @@ from collectives.device import Device, DeviceEntries
 from collectives.launches import Kernel, compiled, float_bits
 
 _KERNELS = Path(__file__).parent / "kernels"
-NARROWEST, WIDEST = 11, 15  # of region.cuh
+NARROWEST, WIDEST = 12, 15  # of region.cuh
 RUNGS = 65
 _ALONE = (0, 0, 0, 0, 0, 0)  # the last arguments of a launch of sum_sorted_lists that speaks to no peers
-_FULL = 1024  # sums that a tile should hold: half of what it may
+_FULL = 2048  # sums that a tile should hold: half of what it may
 COMPACT_TILE = 2048  # of compact.cuh
 _COLLECT = {"tell_selection": 10, "tell_kept": 5, "collect_region": 12}  # name -> arguments
 _COMPACT_THREADS = 256

@@ -34,6 +34,7 @@ __device__ __forceinline__ unsigned draw_ticket(unsigned* ticket) {
 // Called by one whole warp. Returns, on every lane, the sum of the counts of tiles 0 .. tile-1.
 __device__ __forceinline__ unsigned look_back(unsigned long long* status, unsigned tile, unsigned count, unsigned epoch,
                                               int lane) {
+  constexpr int EACH = 4;  // tiles a lane looks at: what is not prefixed yet is passed in strides of 128
   if (tile == 0) {
     if (lane == 0) store_status(status, pack_status(epoch, TILE_PREFIXED, count));
     return 0;
@@ -42,22 +43,33 @@ __device__ __forceinline__ unsigned look_back(unsigned long long* status, unsign
   unsigned before = 0;
   long long nearest = static_cast<long long>(tile) - 1;
   while (true) {
-    const long long looked_at = nearest - lane;
-    unsigned state = TILE_PREFIXED, theirs = 0;  // before the first tile: a prefix of nothing
-    if (looked_at >= 0) {
-      unsigned long long word;
-      do {
-        word = load_status(status + looked_at);
-      } while (static_cast<unsigned>(word >> 34) != epoch || (word >> 32 & 3) == 0);
-      state = static_cast<unsigned>(word >> 32 & 3);
-      theirs = static_cast<unsigned>(word);
-    }
+    unsigned long long word[EACH];
+    bool there;
+    do {  // all loads on their way at once
+      there = true;
+#pragma unroll
+      for (int i = 0; i < EACH; ++i) {
+        const long long looked_at = nearest - lane * EACH - i;
+        // before the first tile: a prefix of nothing
+        word[i] = looked_at >= 0 ? load_status(status + looked_at) : pack_status(epoch, TILE_PREFIXED, 0);
+      }
+#pragma unroll
+      for (int i = 0; i < EACH; ++i)
+        there = there && static_cast<unsigned>(word[i] >> 34) == epoch && (word[i] >> 32 & 3) != 0;
+    } while (!there);
     // add what lies between here and the nearest tile that knows its prefix, that one included
-    const unsigned prefixed = __ballot_sync(FULL_WARP, state == TILE_PREFIXED);
-    const int last = prefixed ? __ffs(prefixed) - 1 : 31;
+    unsigned theirs = 0;
+    bool prefixed = false;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      theirs += prefixed ? 0 : static_cast<unsigned>(word[i]);
+      prefixed = prefixed || (word[i] >> 32 & 3) == TILE_PREFIXED;
+    }
+    const unsigned votes = __ballot_sync(FULL_WARP, prefixed);
+    const int last = votes ? __ffs(votes) - 1 : 31;
     before += __reduce_add_sync(FULL_WARP, lane <= last ? theirs : 0u);
-    if (prefixed) break;
-    nearest -= 32;
+    if (votes) break;
+    nearest -= 32 * EACH;
   }
   if (lane == 0) store_status(status + tile, pack_status(epoch, TILE_PREFIXED, before + count));
   return before;

@@ -140,6 +140,10 @@ __device__ unsigned pick(Shared& shared, unsigned sums, unsigned threshold, bool
   unsigned kept = 0;
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {
+    if (row * THREADS >= sums) {
+      if (lane == 0) shared.counts[row * WARPS + warp] = 0;
+      continue;
+    }
     const unsigned at = row * THREADS + threadIdx.x;
     const unsigned bits = at < sums ? magnitude(shared.sums[at]) : 0;
     const bool keep = bits >= threshold;
