@@ -77,8 +77,10 @@ class NamingLaunches:
         self._take_kept = PreparedLaunch(
             take, sums.pointer, counted, search, decision, kept.pointer, kept.size, 0, 0, 0, 0, taken
         )
-        self._cut = PreparedLaunch(
-            kernels.cuts_kernel, packed.pointer, 0, taken, ranks, device.address("cuts found")
+        found = device.address("cuts found")
+        self._cut_taken, self._cut_selected = (
+            PreparedLaunch(kernels.cuts_kernel, packed.pointer, 2 * k, count, ranks, found)
+            for count in (taken, header)
         )
         device.scan("peer take", -(-sums.size // COMPACT_TILE))  # its memory, before a step needs it
         self._blocks = max(1, min(2 * device.processors, -(-k // 1024)))  # a few entries a thread
@@ -88,7 +90,11 @@ class NamingLaunches:
         for histogram in self._local:
             histogram(self._blocks, 256, stream)
         self._take(self._take_local, most, stream)
-        self._cut(1, 128, stream)
+        self._cut_taken(1, 128, stream)
+
+    def cut(self, stream: int) -> None:
+        """Find where the selection splits evenly, as it is."""
+        self._cut_selected(1, 128, stream)
 
     def name_globally(self, most: int, stream: int) -> None:
         """Agree on the exact global threshold, and take what reaches it; every rank's launches wait for all ranks'."""

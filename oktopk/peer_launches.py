@@ -27,6 +27,7 @@ _KERNELS = Path(__file__).parent / "kernels"
 _POOL = 3  # a region's incoming entries, in multiples of k: regions balance
 _SMALL_POOL = 4096  # entries that cost nothing: a small k may lie in one region on every rank
 _ROOM = 1.5  # a region may be this much longer than an equal one before its launches are laid out anew
+_PIECE = 128  # entries that a warp of gather_and_apply takes at once
 _STEP_WORDS = 8  # of a step: see peer.cuh
 _STAGES = ("select", "exchange", "reduce", "gather and apply")
 
@@ -50,8 +51,8 @@ class PeerLaunches:
         selected, decided: what kernels announce; packed_report, collected, taken, cuts: what they report, in pinned memory.
         timed: whether events are recorded between the stages of a step.
 
-    Memory: a window of 13k/4 entries and 0.8 MB; lists of 29k/4 entries beside it; max(4k, n/32) entries that a selection
-        passes through.
+    Memory: a window of 13k/4 entries and 0.8 MB; lists of 29k/4 entries beside it; 2k entries and n/1500 words that a
+        selection passes through.
     """
 
     def __init__(
@@ -98,8 +99,6 @@ class PeerLaunches:
         self._decision = device.scratch("decision", _COUNTS + 2 * ranks, np.uint32).data.ptr
         self._step = device.scratch("step", _STEP_WORDS, np.uint32).data.ptr
         self._header = self._kernels.header(ranks)
-        self._side = cupy.cuda.Stream(non_blocking=True)
-        self._forked, self._joined = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
         self.timed = False
         self._marks = [cupy.cuda.Event() for _ in range(len(_STAGES) + 1)]
 
@@ -112,6 +111,9 @@ class PeerLaunches:
         self._tiles = min(self._most_tiles, max(1, -(-int(_ROOM * equal) >> self._shift)))
         # enough to keep NVLink's latency covered, few enough to wait side by side
         self._copy_blocks = max(1, min(8 * device.processors // ranks, -(-2 * k // (256 * ranks))))
+        # a warp for each piece of what a rank keeps at most, so that all take about as long
+        self._apply_blocks = max(1, -(-selection_cap(k) // (ranks * _PIECE * 8)))
+        self._clear_blocks = max(1, min(16 * device.processors, -(-selection_cap(k) // 256)))
         # momentum correction selects from a velocity, which is float32
         width = 4 if settings.momentum_correction else kernels.gradient_bytes
         self._alone = kernels.select_launches(width, self._length, self._packed)
@@ -175,13 +177,10 @@ class PeerLaunches:
 
     def enqueue(self, vectors: tuple[int, ...], stream: int, exact: bool) -> None:
         """What follows the selection: (gradient, residual, update, velocity or 0) are addresses."""
-        runtime, ranks = cupy.cuda.runtime, self._transport.size
-        # scattered writes, in few blocks, next to kernels that wait for NVLink and shared memory
-        runtime.eventRecord(self._forked.ptr, stream)
-        runtime.streamWaitEvent(self._side.ptr, self._forked.ptr, 0)
+        ranks = self._transport.size
+        # what the selections of other ranks are waited for anyway
         self._clear.values[0] = vectors[2]
-        self._clear(2 * self._device.processors, 256, self._side.ptr)
-        runtime.eventRecord(self._joined.ptr, self._side.ptr)
+        self._clear(self._clear_blocks, 256, stream)
         self._collect(self._copy_blocks, 256, stream, ranks)
         self._mark(2, stream)
         if exact:
@@ -193,16 +192,20 @@ class PeerLaunches:
             self._decide(1, 128, stream)
             self._sum_again(self._tiles, 256, stream)
         self._mark(3, stream)
-        runtime.streamWaitEvent(stream, self._joined.ptr, 0)
         values = self._apply.values
         values[6], values[10], values[11] = vectors[2], vectors[1], vectors[3]
-        self._apply(self._copy_blocks, 256, stream, ranks)
+        self._apply(self._apply_blocks, 256, stream, ranks)
         self._mark(4, stream)
 
     def enqueue_exact_selection(self, gradient: Any, residual: Any, lowest: int, stream: int) -> None:
         """Accumulate, and cut what reaches `lowest` down to the exact top k."""
         self._alone(gradient.data.ptr, residual.data.ptr, lowest, None)
         self._naming.name_locally(2 * self.k, stream)
+
+    def enqueue_selection(self, gradient: Any, residual: Any, bits: int, stream: int) -> None:
+        """Accumulate, select what reaches `bits`, and find where that splits evenly."""
+        self._alone(gradient.data.ptr, residual.data.ptr, bits, None)
+        self._naming.cut(stream)
 
     def stage_seconds(self) -> list[tuple[str, float]]:
         """Seconds on the device by stage of the last timed step, which has ended."""

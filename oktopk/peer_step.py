@@ -252,6 +252,23 @@ class PeerStep:
         cuts = launches.cuts[: self._transport.size - 1]
         return Named(candidates, launches.packed_report[1], bool(short), nnz, bits, cuts)
 
+    def select(self, gradient: Any, residual: Any, bits: int) -> tuple[int, int, list[int]]:
+        """Accumulate and select what reaches `bits`; waits.
+
+        Args:
+            gradient: [n], read.
+            residual: float32[n]; becomes gradient + residual.
+
+        Returns:
+            (nnz, nonfinite, P - 1 indices that split into equal counts what of it there is room for).
+        """
+        launches = self._launches
+        assert launches is not None
+        launches.enqueue_selection(gradient, residual, bits, self._device.stream.ptr)
+        self._device.synchronize()
+        nnz, nonfinite = launches.packed_report[:2]
+        return nnz, nonfinite, launches.cuts[: self._transport.size - 1]
+
     def lists(self) -> RegionLists:
         """The contributions to this rank's region, after a step that stopped for its threshold."""
         assert self._boundaries is not None and self._launches is not None

@@ -23,10 +23,10 @@ extern "C" __global__ void split_points(const Entry* __restrict__ entries, long 
   for (int i = threadIdx.x; i < count; i += blockDim.x) report[i] = lower_bound(entries, 0, n, boundaries[i]);
 }
 
-// report[i] = index of entry n·(i + 1) / parts; n is count[0] unless null
+// report[i] = index of entry n·(i + 1) / parts, of the first count[0] of them unless null
 extern "C" __global__ void equal_count_cuts(const Entry* __restrict__ entries, long long n,
                                             const unsigned* __restrict__ count, int parts, volatile unsigned* report) {
-  if (count) n = *count;
+  if (count && *count < n) n = *count;
   for (int i = threadIdx.x; i + 1 < parts; i += blockDim.x) report[i] = entries[n * (i + 1) / parts].x;
 }
 

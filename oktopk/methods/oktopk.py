@@ -72,8 +72,7 @@ class OkTopk(SparseMethod):
         if plan.exact or local.exact_due or bits is None:
             selection, cuts = self._select_exactly(gradient, residual, k, buffer)
         elif fresh or exact or plan.nonfinite:
-            selection = local.select(gradient, residual, k, exact=False)
-            cuts = self._cuts(selection.packed)
+            selection, cuts = self._select_by(bits, gradient, residual, k, buffer)
         if selection is not None:
             given, bits = (selection.packed.nnz, selection.nonfinite + plan.nonfinite), 0
             plan.stopwatch.lap("select")
@@ -128,6 +127,16 @@ class OkTopk(SparseMethod):
         local.named(found.candidates, k, lowest, found.bits)
         packed = SparseVector(buffer[: found.nnz], self.length)
         return Selection(packed, 0, True, bits_magnitude(found.bits)), np.array(found.cuts, np.int64)
+
+    def _select_by(
+        self, bits: int, gradient: NDArray[np.float32], residual: NDArray[np.float32], k: int, buffer: Any
+    ) -> tuple[Selection, NDArray[np.int64]]:
+        """A selection among peers by the threshold there is, and the cuts that split it evenly."""
+        nnz, nonfinite, cuts = self._peers.select(gradient, residual, bits)
+        selection = self.selection.settle(Packing(nnz, nonfinite), residual, k, bits, False, buffer)
+        if not nnz or selection.packed.nnz != nnz:
+            return selection, self._cuts(selection.packed)
+        return selection, np.array(cuts, np.int64)
 
     def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> Reduction:
         packed, transport, stopwatch = selection.packed, self.transport, plan.stopwatch
