@@ -15,8 +15,8 @@
 //          so that no atomics are needed and the result depends on the lists alone.
 // Overflow what does not fit `out` is counted, not written. A tile with more than MOST sums is done in narrow windows, each
 //          twice. NaN cannot come in; an overflow to Inf is kept.
-// Traffic  8 bytes an entry read twice, the second time from cache, 8 a kept sum written. Shared memory holds a bitmap of the tile
-//          and its sums side by side: what is not there costs a bit.
+// Traffic  8 bytes an entry read, of more than AHEAD lists or long ones twice, from cache; 8 a kept sum written.
+//          Shared memory holds a bitmap of the tile and its sums side by side: what is not there costs a bit.
 
 #include "lookback.cuh"
 #include "peer.cuh"
@@ -28,7 +28,8 @@ constexpr int MOST = 1 << NARROWEST;  // sums of a window
 constexpr int ROWS = MOST / THREADS;
 constexpr int WORDS = (1 << WIDEST) / 32;
 constexpr int EACH = WORDS / THREADS;  // words of the bitmap a thread
-constexpr int AHEAD = 4;               // lists whose entries are fetched before they are added
+constexpr int AHEAD = 4;               // lists whose entries are fetched together
+constexpr int DEEP = 2;                // entries of each, a thread
 
 struct State {
   unsigned finished, kept;
@@ -59,38 +60,49 @@ struct Shared {
 __device__ unsigned sum_window(Shared& shared, const Entry* __restrict__ pool, const unsigned* __restrict__ cuts, int lists,
                                int tiles, unsigned tile, long long start, unsigned width) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const auto each_entry = [&](auto&& use, bool in_order) {
-    for (int first = 0; first < lists; first += AHEAD) {
-      Entry ahead[AHEAD];
-      unsigned at[AHEAD], end[AHEAD];
+  Entry ahead[AHEAD][DEEP];
+  unsigned at[AHEAD], end[AHEAD];
+  const auto fetch = [&](int first) {
 #pragma unroll
-      for (int j = 0; j < AHEAD; ++j) {
-        at[j] = end[j] = 0;
-        if (first + j < lists) {
-          const unsigned* cut = cuts + static_cast<long long>(first + j) * (tiles + 1) + tile;
-          at[j] = cut[0] + threadIdx.x;
-          end[j] = cut[1];
-        }
-        if (at[j] < end[j]) ahead[j] = pool[at[j]];
-      }
-#pragma unroll
-      for (int j = 0; j < AHEAD; ++j) {
-        if (first + j >= lists) break;
-        if (at[j] < end[j]) use(ahead[j]);
-        for (unsigned more = at[j] + THREADS; more < end[j]; more += THREADS) use(pool[more]);
-        if (in_order) __syncthreads();
+    for (int j = 0; j < AHEAD; ++j) {
+      at[j] = end[j] = 0;
+      if (first + j < lists) {
+        const unsigned* cut = cuts + static_cast<long long>(first + j) * (tiles + 1) + tile;
+        at[j] = cut[0] + threadIdx.x;
+        end[j] = cut[1];
       }
     }
+#pragma unroll
+    for (int j = 0; j < AHEAD; ++j)
+#pragma unroll
+      for (int d = 0; d < DEEP; ++d)
+        if (at[j] + d * THREADS < end[j]) ahead[j][d] = pool[at[j] + d * THREADS];
   };
+  const auto each_fetched = [&](int first, auto&& use, bool in_order) {
+#pragma unroll
+    for (int j = 0; j < AHEAD; ++j) {
+      if (first + j >= lists) break;
+#pragma unroll
+      for (int d = 0; d < DEEP; ++d)
+        if (at[j] + d * THREADS < end[j]) use(ahead[j][d]);
+      for (unsigned more = at[j] + DEEP * THREADS; more < end[j]; more += THREADS) use(pool[more]);
+      if (in_order) __syncthreads();
+    }
+  };
+  fetch(0);
   __syncthreads();  // nobody reads the last window any more
   for (unsigned i = threadIdx.x; i < width / 32; i += THREADS) shared.present[i] = 0;
   __syncthreads();
-  each_entry(
-      [&](Entry entry) {
-        const unsigned long long place = entry.x - start;
-        if (place < width) atomicOr(&shared.present[place >> 5], 1u << (place & 31));
-      },
-      false);
+  for (int first = 0; first < lists; first += AHEAD) {
+    if (first) fetch(first);
+    each_fetched(
+        first,
+        [&](Entry entry) {
+          const unsigned long long place = entry.x - start;
+          if (place < width) atomicOr(&shared.present[place >> 5], 1u << (place & 31));
+        },
+        false);
+  }
   __syncthreads();
   unsigned bits[EACH], total = 0;
 #pragma unroll
@@ -121,16 +133,20 @@ __device__ unsigned sum_window(Shared& shared, const Entry* __restrict__ pool, c
   }
   for (unsigned i = threadIdx.x; i < sums; i += THREADS) shared.sums[i] = 0.0f;
   __syncthreads();
-  each_entry(
-      [&](Entry entry) {
-        const unsigned long long place = entry.x - start;
-        if (place >= width) return;
-        const unsigned word = place >> 5, below = (1u << (place & 31)) - 1;
-        const unsigned at = shared.before[word] + __popc(shared.present[word] & below);
-        shared.sums[at] = add(shared.sums[at], entry_value(entry));
-        shared.element[at] = static_cast<unsigned short>(place);
-      },
-      true);
+  for (int first = 0; first < lists; first += AHEAD) {
+    if (lists > AHEAD) fetch(first);  // else they are still there
+    each_fetched(
+        first,
+        [&](Entry entry) {
+          const unsigned long long place = entry.x - start;
+          if (place >= width) return;
+          const unsigned word = place >> 5, below = (1u << (place & 31)) - 1;
+          const unsigned to = shared.before[word] + __popc(shared.present[word] & below);
+          shared.sums[to] = add(shared.sums[to], entry_value(entry));
+          shared.element[to] = static_cast<unsigned short>(place);
+        },
+        true);
+  }
   return sums;
 }
 
@@ -201,7 +217,7 @@ __device__ void write_kept(const Shared& shared, unsigned kept, unsigned offset,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 6)
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
     sum_sorted_lists(const Entry* __restrict__ pool, const unsigned* __restrict__ cuts, int lists, long long lower,
                      int tiles, int shift, unsigned threshold, const long long* __restrict__ offsets,
                      Entry* __restrict__ out, unsigned capacity, State* state, unsigned long long* status, unsigned* ticket,
