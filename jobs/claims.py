@@ -107,6 +107,25 @@ def reduction_claims(groups: Sequence[Group], fast: Sequence[Group]) -> list[Cla
     ]
 
 
+def region_claim(groups: Sequence[Group]) -> Claim:
+    """That balanced regions balance, of Ok-Topk with regions of both kinds."""
+    by_kind = {
+        group.runs[0].config.get("reduction", {}).get("balanced_regions", True): group
+        for group in groups
+        if group.counted[0].complete
+    }
+    equal = None if False not in by_kind else by_kind[False].mean("region_balance")
+    beside = "" if equal is None else f" of the mean, with equal ones {equal:.2f}"
+    return claim(
+        "Balanced regions leave the busiest one fewer entries than regions of equal length",
+        lambda: (
+            figure(by_kind.get(True), "region_balance"),
+            figure(by_kind.get(True), "region_balance") < figure(by_kind.get(False), "region_balance"),
+        ),
+        f"{{:.2f}}{beside}",
+    )
+
+
 class NotMeasured(Exception):  # noqa: N818 - no fault
     """A figure that a claim needs is not there."""
 

@@ -28,7 +28,7 @@ from tabulate import tabulate
 from jobs.budget import RUN_SECONDS, START_SECONDS, Pace, launches
 from jobs.configfile import ConfigError, apply_overrides, read_toml, validate
 from jobs.experiment_report import write_report
-from jobs.experiments import EXPERIMENTS, Experiment, Trial, trials
+from jobs.experiments import EXPERIMENTS, KINDS, Experiment, Trial, trials
 from jobs.launch import LaunchError, end_on_sigterm, run_job
 from jobs.runfile import RunFileError
 from jobs.runreader import RunReader
@@ -109,6 +109,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--speed-steps", type=int, default=200, help="0: none; default: %(default)s")
     parser.add_argument(
+        "--region-steps",
+        type=int,
+        default=300,
+        help="of Ok-Topk with balanced and with equal regions, in experiments that compare them; 0: none; "
+        "default: %(default)s",
+    )
+    parser.add_argument(
         "--no-gpu-methods", action="store_true", help="leave out NCCL and DistributedDataParallel"
     )
     parser.add_argument(
@@ -168,6 +175,7 @@ def plan(experiment: Experiment, options: argparse.Namespace) -> list[Planned]:
         methods=options.methods or experiment.methods,
         speed_ranks=options.speed_ranks,
         speed_steps=options.speed_steps,
+        region_steps=options.region_steps,
         elsewhere=not options.no_gpu_methods,
     ):
         file = options.output / RUNS / f"{trial.name}.h5"
@@ -225,7 +233,8 @@ def measured_pace(experiment: Experiment, options: argparse.Namespace, planned: 
     """How long runs take, by those that are done."""
     epochs = max((each.document.get("training", {}).get("epochs", 0) for each in planned), default=0)
     epoch = experiment.epoch_seconds if options.epoch_seconds is None else options.epoch_seconds
-    pace = Pace({"train": RUN_SECONDS + max(1, epochs) * epoch, "speed": RUN_SECONDS + 2 * epoch})
+    short = RUN_SECONDS + 2 * epoch
+    pace = Pace({"train": RUN_SECONDS + max(1, epochs) * epoch, "regions": short, "speed": short})
     for each in planned:
         if each.done:
             with RunReader(each.file) as reader:
@@ -315,7 +324,7 @@ def _launch(planned: Sequence[Planned], pace: Pace, deadline: float | None, runs
 
 def planned_files(planned: Sequence[Planned]) -> dict[str, list[Path]]:
     """The run files there are, by the kind of their trial."""
-    found: dict[str, list[Path]] = {"train": [], "speed": []}
+    found: dict[str, list[Path]] = {kind: [] for kind in KINDS}
     for each in planned:
         if each.file.exists():
             found[each.trial.kind].append(each.file)

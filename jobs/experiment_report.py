@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jobs.experiments import Experiment
+from jobs.claims import region_claim
+from jobs.experiments import KINDS, Experiment
 from jobs.groups import Group, group_runs
 from jobs.page import Cell, Claim, Table, hardware, short_commit, task
 from jobs.report import PAGE, report
 from jobs.runfile import RunFileError
 from jobs.summary import read_readable
-from jobs.tables import markdown, methods_table, throughput_table
+from jobs.tables import markdown, methods_table, regions_table, throughput_table
 
 TABLES = "results.md"
 
@@ -27,7 +28,7 @@ def write_report(
 
     Args:
         experiment: what was run.
-        files: run files of the kinds "train" and "speed".
+        files: kind of run -> run files.
         folder: where to.
         command: that made them.
         failed: name -> why, of runs that failed in this call.
@@ -41,12 +42,15 @@ def write_report(
     if not any(files.values()):
         return "no run has begun: there is nothing to report yet"
     # what cannot be read, the report names
-    groups, fast = (group_runs(read_readable(files[kind])[0]) for kind in ("train", "speed"))
+    groups, regions, fast = (group_runs(read_readable(files[kind])[0]) for kind in KINDS)
     claims = experiment.claims(experiment, groups, fast)
+    if experiment.compares_regions:
+        claims.append(region_claim(regions))
     notes = [f"{name} failed: {reason}" for name, reason in failed.items()]
     report(
         files["train"],
         folder,
+        regions=files["regions"],
         throughput=files["speed"],
         target=experiment.target,
         title=experiment.title,
@@ -56,9 +60,11 @@ def write_report(
     tables = []
     if groups:
         tables.append(methods_table(groups, experiment.target))
+    if regions:
+        tables.append(regions_table(regions))
     if fast:
         tables.append(throughput_table(fast))
-    text = [f"# {experiment.title}", "", *_provenance(groups + fast, command), ""]
+    text = [f"# {experiment.title}", "", *_provenance(groups + regions + fast, command), ""]
     for table in (*tables, claims_table(claims)):
         text += [f"## {table.title}", "", markdown(table), "", *([table.note, ""] if table.note else [])]
     text += [f"- {note}" for note in notes]

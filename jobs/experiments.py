@@ -18,6 +18,7 @@ EVERY_METHOD = ("dense", "oktopk", "dense-ovlp", "topka", "topkdsa", "gtopk", "g
 SUMMED_ELSEWHERE = ("nccl", "ddp")  # GPUs only, and compared by speed alone
 # a number that no interval of thresholds divides: both exact and regular steps are met
 MEASURE_EVERY = 50
+REGIONS_EVERY = 10  # of the short runs that compare regions
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Experiment:
         target: held-out accuracy that dense must reach, and to which times are taken.
         epoch_seconds: how long an epoch is expected to take where nothing was measured yet.
         claims: what the runs are to show, of the groups trained to the end and those compared by speed.
+        compares_regions: whether Ok-Topk also runs with regions of equal length.
     """
 
     title: str
@@ -43,6 +45,10 @@ class Experiment:
     target: float
     epoch_seconds: float
     claims: Callable[[Experiment, Sequence[Group], Sequence[Group]], list[Claim]]
+    compares_regions: bool = False
+
+
+KINDS = ("train", "regions", "speed")
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Trial:
 
     Attributes:
         name: of its run file.
-        kind: "train", to the end, or "speed", a few steps.
+        kind: one of KINDS: "train", to the end; "regions", some hundred steps; or "speed", a few.
         settings: "section.key" -> value, on top of everything else.
     """
 
@@ -71,6 +77,7 @@ def trials(
     methods: Sequence[str],
     speed_ranks: Sequence[int],
     speed_steps: int,
+    region_steps: int,
     elsewhere: bool,
 ) -> list[Trial]:
     """Every run of an experiment, the most telling first, so that a table that is cut short is still one.
@@ -81,6 +88,7 @@ def trials(
         seeds: of the repeated methods.
         methods: those of the experiment that are wanted.
         speed_ranks, speed_steps: of the runs that are compared by speed; none where either is empty or 0.
+        region_steps: of the two runs that compare regions, where the experiment does; 0: none.
         elsewhere: whether NCCL and DDP can run here, which are of GPUs.
     """
     planned = []
@@ -88,22 +96,35 @@ def trials(
         for method in experiment.methods:
             if method in methods and (not seed or method in experiment.repeated):
                 planned.append(_trial(f"{method}-{seed}", "train", method, ranks, seed, {}))
+    if experiment.compares_regions and region_steps and ranks > 1 and "oktopk" in methods:
+        for balanced in (True, False):
+            settings = {
+                **_short(region_steps),
+                "run.measure_every": REGIONS_EVERY,
+                "reduction.balanced_regions": balanced,
+            }
+            name = f"regions-{'balanced' if balanced else 'equal'}"
+            planned.append(_trial(name, "regions", "oktopk", ranks, 0, settings))
     fast = [name for name in experiment.fast if name in (*methods, *SUMMED_ELSEWHERE)]
     for size in sorted(speed_ranks, reverse=True) if speed_steps else ():
         for method in fast:
             if elsewhere or method not in SUMMED_ELSEWHERE:
-                settings = {
-                    "training.steps": speed_steps,
-                    "training.eval_every": speed_steps,
-                    # what is measured is the method, not how it starts
-                    "reduction.dense_warmup_steps": 0,
-                    "run.measure_every": 0,
-                    # seconds long: begun again rather than continued
-                    "run.overwrite": True,
-                    "checkpoint.enabled": False,
-                }
+                settings = {**_short(speed_steps), "run.measure_every": 0}
                 planned.append(_trial(f"speed-{size}-{method}", "speed", method, size, 0, settings))
     return planned
+
+
+def _short(steps: int) -> dict[str, Any]:
+    """Settings of a run that is seconds long."""
+    return {
+        "training.steps": steps,
+        "training.eval_every": steps,
+        # what is measured is the method, not how it starts
+        "reduction.dense_warmup_steps": 0,
+        # begun again rather than continued
+        "run.overwrite": True,
+        "checkpoint.enabled": False,
+    }
 
 
 def _trial(name: str, kind: str, method: str, ranks: int, seed: int, settings: Mapping[str, Any]) -> Trial:
@@ -135,5 +156,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         target=1 - WORD_ERROR_RATE,
         epoch_seconds=10.0,
         claims=speech_claims,
+        compares_regions=True,
     ),
 }

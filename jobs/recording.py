@@ -147,6 +147,7 @@ def _measured(report: StepReport, ranks: int) -> dict[str, float]:
         "missed": measures.missed,
         "gradient_norm": measures.gradient_norm,
         "fill_in": measures.fill_in,
+        "region_balance": measures.region_balance,
         "local_deviation": abs(report.local_nnz - k) / k,
         "global_deviation": abs(report.global_nnz - k) / k,
         "words_over_lower": report.words / lower if lower else math.nan,

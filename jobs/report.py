@@ -34,7 +34,7 @@ from jobs.groups import Group, group_runs
 from jobs.page import MISSING, Claim, Section, render
 from jobs.runfile import PHASES, RunFileError
 from jobs.summary import Run, figures, read_readable
-from jobs.tables import method_figures, methods_table, throughput_table
+from jobs.tables import method_figures, methods_table, regions_table, throughput_table
 
 INDENT = "\x01"  # tabulate would strip blanks
 PAGE = "index.html"
@@ -45,6 +45,7 @@ def report(
     paths: Sequence[str | Path],
     folder: str | Path,
     *,
+    regions: Sequence[str | Path] = (),
     throughput: Sequence[str | Path] = (),
     target: float | None = None,
     title: str = "",
@@ -54,7 +55,8 @@ def report(
     """Write the page, the picture and the CSV files into folder, which is made if need be.
 
     Args:
-        paths: run files; throughput: of runs that are compared by their speed alone.
+        paths: run files; regions: of runs that are compared by the balance of their regions alone; throughput: by
+            their speed alone.
         folder: made if need be.
         target: an accuracy to which times are taken.
         title: the page's heading.
@@ -67,20 +69,23 @@ def report(
         RunFileError: none of the files is a run; or the folder cannot be written.
     """
     runs, problems = read_readable(paths)
+    cut, cut_problems = read_readable(regions)
     fast, slow_problems = read_readable(throughput)
-    problems += slow_problems
-    if not runs and not fast:
+    problems += cut_problems + slow_problems
+    if not runs and not cut and not fast:
         raise RunFileError("; ".join(problems) or "no run file was named")
-    groups, fast_groups = group_runs(runs), group_runs(fast)
+    groups, cut_groups, fast_groups = group_runs(runs), group_runs(cut), group_runs(fast)
+    every = [*groups, *cut_groups, *fast_groups]
+    shown = groups or fast_groups or cut_groups
     said = [*notes(groups), *(f"left out: {problem}" for problem in problems)]
     sections = _sections(groups, fast_groups, target)
     folder = Path(folder)
     try:
         (folder / SERIES).mkdir(parents=True, exist_ok=True)
-        for run in runs + fast:
+        for run in runs + cut + fast:
             _write_series(run, folder / SERIES)
-        _write_rows([figures(run) for run in runs + fast], folder / "summary.csv")
-        _write_rows([method_figures(group, target) for group in groups + fast_groups], folder / "methods.csv")
+        _write_rows([figures(run) for run in runs + cut + fast], folder / "summary.csv")
+        _write_rows([method_figures(group, target) for group in every], folder / "methods.csv")
         for panel in (panel for section in sections for panel in section.panels):
             _write_rows(panel.rows(), folder / f"{panel.name}.csv")
         if groups:
@@ -92,10 +97,11 @@ def report(
             draw_overview(overview, folder / "report.png")
         page = render(
             title or "Runs compared",
-            groups=groups or fast_groups,
-            besides=fast_groups if groups else (),
+            groups=shown,
+            besides=[group for group in every if group not in shown],
             tables=[
                 *([methods_table(groups, target)] if groups else []),
+                *([regions_table(cut_groups)] if cut_groups else []),
                 *([throughput_table(fast_groups)] if fast_groups else []),
             ],
             sections=sections,
@@ -105,7 +111,7 @@ def report(
         (folder / PAGE).write_text(page, encoding="utf-8")
     except OSError as error:
         raise RunFileError(f"{folder} cannot be written: {error}") from error
-    return "\n".join([closing_table(groups or fast_groups), *said])
+    return "\n".join([closing_table(shown), *said])
 
 
 def _sections(groups: Sequence[Group], fast: Sequence[Group], target: float | None) -> list[Section]:
@@ -183,6 +189,7 @@ def closing_table(groups: Sequence[Group]) -> str:
         ("  upper bound 6k(P−1)/P", "upper_bound_words", "{:,.0f}"),
         ("  control, besides", "control_words", "{:,.0f}"),
         ("mean |global nnz − k| / k", "global_nnz_deviation", "{:.2%}"),
+        ("busiest region / mean", "region_balance", "{:.2f}"),
         ("ξ", "xi", "{:.2f}"),
         ("fill-in", "fill_in", "{:.2f}"),
         ("step, ms", "step_seconds", "ms"),

@@ -79,6 +79,10 @@ MEASURE_COLUMNS: dict[str, tuple[str, str]] = {
     "missed": ("f8", "norm of the exact top k of the mean accumulated gradient minus the applied update"),
     "gradient_norm": ("f8", "norm of the mean gradient"),
     "fill_in": ("f8", "entries that any rank selected, counted once, over k"),
+    "region_balance": (
+        "f8",
+        "entries selected in the busiest region over the mean region; NaN without regions",
+    ),
     "local_deviation": ("f8", "|local nnz - k| / k, mean over the ranks"),
     "global_deviation": ("f8", "|global nnz - k| / k"),
     "words_over_lower": ("f8", "words / (2k(P-1)/P)"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -100,15 +101,13 @@ class RunReader:
 
     def evaluations(self) -> dict[str, NDArray[Any]]:
         """Every column of EVALUATION_COLUMNS as of now, all of one length; NaN in one that an older file lacks."""
-        columns = self._columns("evaluations")
-        lacking = {name: np.full(len(columns["step"]), np.nan) for name in EVALUATION_COLUMNS}
-        return {**lacking, **columns}
+        return self._filled("evaluations", EVALUATION_COLUMNS)
 
     def measures(self) -> dict[str, NDArray[Any]]:
-        """Every column of MEASURE_COLUMNS as of now, all of one length; empty ones where the file has none."""
+        """Every column of MEASURE_COLUMNS as of now, all of one length; empty, or NaN, where an older file lacks them."""
         if "measures" not in self._file:
             return {name: np.empty(0) for name in MEASURE_COLUMNS}
-        return self._columns("measures")
+        return self._filled("measures", MEASURE_COLUMNS)
 
     def segments(self) -> dict[str, NDArray[Any]]:
         """Every column of SEGMENT_COLUMNS: one value per job that the run took."""
@@ -123,6 +122,10 @@ class RunReader:
         names = [bytes(name).decode() for name in self._file["stages/names"][...]]
         seconds = self._file["stages/seconds"][...]
         return {name: seconds[:, slot] for slot, name in enumerate(names) if name}
+
+    def _filled(self, group: str, names: Iterable[str]) -> dict[str, NDArray[Any]]:
+        columns = self._columns(group)
+        return {**{name: np.full(len(columns["step"]), np.nan) for name in names}, **columns}
 
     def _columns(self, group: str) -> dict[str, NDArray[Any]]:
         columns = {}

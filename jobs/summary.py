@@ -213,11 +213,13 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
     """The run in single figures, None where it has none (yet). Names end in their unit where they have one.
 
     Times are means over all steps but the first, see Run.warm. Every other mean is over all steps, that of words
-    also over the sparse ones alone; a deviation is that of sparse steps, xi and fill-in are of measured ones.
+    also over the sparse ones alone; a deviation is that of sparse steps, as the busiest rank's words over the mean are; xi,
+    fill-in and the balance of regions are of measured ones.
     """
     sparse = run.sparse
     words = _mean(run.steps["words"])
-    xi = run.measures["xi"][np.isfinite(run.measures["xi"])]
+    xi, balance = (run.measures[name][np.isfinite(run.measures[name])] for name in ("xi", "region_balance"))
+    sent, busiest = (run.steps[name][sparse] for name in ("words", "words_busiest"))
     result: dict[str, float | int | str | None] = {
         "run": run.label,
         "method": run.info.method,
@@ -245,6 +247,9 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
         "fill_in": _mean(run.measures["fill_in"]),
         "xi": _mean(xi),
         "xi_largest": float(xi.max()) if len(xi) else None,
+        "region_balance": _mean(balance),
+        "region_balance_largest": float(balance.max()) if len(balance) else None,
+        "words_balance": float(busiest.mean() / sent.mean()) if len(sent) and sent.mean() else None,
     }
     step = run.warm(run.step_seconds)
     result["step_seconds"] = _mean(step)

@@ -61,6 +61,8 @@ def method_figures(group: Group, target: float | None = None) -> Figures:
         "local_nnz_deviation",
         "fill_in",
         "xi",
+        "region_balance",
+        "words_balance",
         "step_seconds",
         "step_seconds_median",
         "samples_per_second",
@@ -72,7 +74,8 @@ def method_figures(group: Group, target: float | None = None) -> Figures:
         "training_seconds",
     ):
         result[name] = group.mean(name)
-    result["xi_largest"] = max(group.values("xi_largest"), default=None)
+    for name in ("xi_largest", "region_balance_largest"):
+        result[name] = max(group.values(name), default=None)
     if target is not None:
         seconds, steps = group.seconds_to(target), group.steps_to(target)
         result["target"] = target
@@ -113,6 +116,38 @@ def methods_table(groups: Sequence[Group], target: float | None = None) -> Table
         note="Accuracy and error rates: mean over the seeds ± sample standard deviation. Times leave out the first "
         "steps, evaluations and measurements. Both: selection and exchange in one stream of kernels. Words: "
         "payload; a share is that of a dense allreduce, 2n(P−1)/P.",
+    )
+
+
+def regions_table(groups: Sequence[Group]) -> Table:
+    """What the busiest rank has to do beside the mean, of Ok-Topk with balanced regions and with equal ones."""
+    rows = []
+    for group in groups:
+        figures = method_figures(group)
+        balanced = group.runs[0].config.get("reduction", {}).get("balanced_regions", True)
+        largest = figures["region_balance_largest"]
+        rows.append(
+            [
+                Cell("balanced by nnz" if balanced else "of equal length", colour=group.colour),
+                Cell(_ratio(figures["region_balance"]), "" if largest is None else f"at most {largest:.2f}"),
+                Cell(_ratio(figures["words_balance"])),
+                _words(figures),
+                _step(figures),
+            ]
+        )
+    heads = [
+        Cell("Regions"),
+        Cell("Busiest region", "entries / mean"),
+        Cell("Busiest rank", "words sent / mean"),
+        Cell("Words", "per rank and step"),
+        Cell("Step, ms", "mean; median"),
+    ]
+    return Table(
+        "Regions",
+        heads,
+        rows,
+        note="Entries: what all ranks selected in a region, which its rank receives and sums; in measured steps. Equal "
+        "regions always go through MPI, balanced ones through peer memory where there is any.",
     )
 
 
@@ -202,6 +237,10 @@ def _words(row: Figures) -> Cell:
         return Cell(MISSING)
     share = row["share_of_dense"]
     return Cell(f"{row['words']:,.0f}", "" if share is None else f"{share:.1%} of dense")
+
+
+def _ratio(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.2f}"
 
 
 def _step(row: Figures) -> Cell:

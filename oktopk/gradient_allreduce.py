@@ -157,7 +157,8 @@ class GradientAllreduce:
             return report
         assert self._selected is not None
         to_sum = float(self.transport.size) if self.settings.average else 1.0
-        return replace(report, measures=self._sampler.after(self.update, self._selected, k, to_sum))
+        measures = self._sampler.after(self.update, self._selected, k, to_sum, method.boundaries)
+        return replace(report, measures=measures)
 
     def _step(self, gradient: NDArray[np.float32]) -> StepReport:
         settings, transport = self.settings, self.transport

@@ -31,12 +31,15 @@ class Measures:
         missed: norm of (top k of the mean accumulated gradient) - (the update that was applied, as a mean).
         gradient_norm: norm of the mean gradient: of what entered the residuals, so after momentum correction.
         fill_in: entries that any rank selected, counted once, over k: 1 where all supports coincide, P where none meet.
+        region_balance: entries that all ranks together selected in the busiest region, over the mean of the regions: what its
+            rank receives and sums beside the others. 1 where they balance, P where one has all; NaN without regions.
         seconds: what measuring took on this rank, beside the step's own stages.
     """
 
     missed: float
     gradient_norm: float
     fill_in: float
+    region_balance: float
     seconds: float
 
     @property
@@ -54,7 +57,7 @@ class Sampler:
         transport: where the ranks meet; what is sent here does not count as the step's traffic.
 
     Memory: 3n/2 words, kept from one measured step to the next.
-    Traffic: two dense allreduces of n words and an allreduce of n bits a measured step.
+    Traffic: two dense allreduces of n words, an allreduce of n bits and one of P int64 a measured step.
     Source: Li & Hoefler, PPoPP 2022, assumption 1.
     """
 
@@ -90,7 +93,14 @@ class Sampler:
         self._transport.take_traffic()
         self._seconds = time.perf_counter() - began
 
-    def after(self, update: NDArray[np.float32], selected: SparseVector, k: int, to_sum: float) -> Measures:
+    def after(
+        self,
+        update: NDArray[np.float32],
+        selected: SparseVector,
+        k: int,
+        to_sum: float,
+        boundaries: NDArray[np.int64] | None,
+    ) -> Measures:
         """Compare with what the step did. Collective.
 
         Args:
@@ -98,6 +108,7 @@ class Sampler:
             selected: what this rank selected.
             k: entries that were asked for.
             to_sum: what makes the update the sum over the ranks.
+            boundaries: int64[P + 1], the regions; None where there are none.
         """
         self._backend.wait()  # for what is not measuring: a backward pass, the step
         began = time.perf_counter()
@@ -114,11 +125,13 @@ class Sampler:
             top = total * ((magnitude > threshold) | (tied & (tied.cumsum() <= ties)))
             ties = ties - tied.sum()
             squares = squares + _squares(top.astype(np.float64) - update[piece].astype(np.float64) * to_sum)
-        fill_in = self._union(self._backend.indices(selected.entries)) / k
+        indices = self._backend.indices(selected.entries)
+        fill_in = self._union(indices) / k
+        balance = math.nan if boundaries is None else self._balance(indices, boundaries)
         self._transport.take_traffic()
         seconds = self._seconds + time.perf_counter() - began
         missed = math.sqrt(float(squares)) / self._transport.size
-        return Measures(missed, self._gradient_norm, fill_in, seconds)
+        return Measures(missed, self._gradient_norm, fill_in, balance, seconds)
 
     def close(self) -> None:
         """Give the requests back to MPI."""
@@ -150,6 +163,12 @@ class Sampler:
         bits = np.packbits(mine)
         self._transport.comm.Allreduce(MPI.IN_PLACE, bits, MPI.BOR)
         return int(np.count_nonzero(np.unpackbits(bits)))
+
+    def _balance(self, indices: NDArray[np.int32], boundaries: NDArray[np.int64]) -> float:
+        """The busiest region's entries over the mean of the regions; indices ascend."""
+        counts = np.diff(np.searchsorted(indices, boundaries)).astype(np.int64)
+        self._transport.comm.Allreduce(MPI.IN_PLACE, counts)
+        return float(counts.max() / counts.mean()) if counts.any() else math.nan
 
 
 def _squares(vector: NDArray[np.float64]) -> Any:

@@ -15,15 +15,16 @@ import pytest
 
 from data.image_file import ImageFileWriter
 from jobs.budget import RUN_SECONDS, START_SECONDS, Pace
-from jobs.claims import sparse_claims, speech_claims
+from jobs.claims import region_claim, sparse_claims, speech_claims
 from jobs.configfile import validate
 from jobs.experiment import LEFT, describe, main, measured_pace, parse, plan, planned_files, shortened
-from jobs.experiments import EXPERIMENTS, Trial, trials
+from jobs.experiment_report import write_report
+from jobs.experiments import EXPERIMENTS, KINDS, Trial, trials
 from jobs.groups import group_runs
 from jobs.runfile import RunFileError
 from jobs.runreader import RunReader
 from jobs.summary import read_runs
-from tests.test_report import K, write_run
+from tests.test_report import K, rows, write_run
 
 ROOT = Path(__file__).parent.parent
 PATIENCE = 300
@@ -161,6 +162,7 @@ def planned_trials(**replaced: object) -> list[Trial]:
         "methods": VGG.methods,
         "speed_ranks": (1, 2, 4),
         "speed_steps": 200,
+        "region_steps": 300,
         "elsewhere": True,
         **replaced,
     }
@@ -218,7 +220,7 @@ def test_the_plan_says_what_fits(tmp_path: Path) -> None:
     options = parse([*small(tmp_path), "--speed-ranks", "1", "--epoch-seconds", "10"])
     planned = plan(VGG, options)
     pace = measured_pace(VGG, options, planned)
-    assert pace.guesses == {"train": RUN_SECONDS + 20, "speed": RUN_SECONDS + 20}
+    assert pace.guesses == dict.fromkeys(KINDS, RUN_SECONDS + 20)
     run = RUN_SECONDS + 20
     table = describe(planned, pace, START_SECONDS + 2.5 * run)
     assert table.endswith(
@@ -226,7 +228,7 @@ def test_the_plan_says_what_fits(tmp_path: Path) -> None:
         f"{START_SECONDS + 2.5 * run:.0f} s is for 2 of them, about {START_SECONDS + 2 * run:.0f} s"
     )
     assert "a guess" in table
-    assert planned_files(planned) == {"train": [], "speed": []}
+    assert planned_files(planned) == {kind: [] for kind in KINDS}
 
 
 def test_every_planned_configuration_is_valid(tmp_path: Path) -> None:
@@ -257,6 +259,44 @@ def test_speech_is_planned_with_the_methods_and_seeds_of_the_table(tmp_path: Pat
             str(Path("x.h5").absolute()),
         )
         assert config.optimizer.clip_norm == 400.0
+
+
+def test_regions_are_compared_by_two_short_runs_of_speech(tmp_path: Path) -> None:
+    asked = ["lstm", "--data", "x.h5", "-o", str(tmp_path), "--region-steps", "250"]
+    planned = [each for each in plan(EXPERIMENTS["lstm"], parse(asked)) if each.trial.kind == "regions"]
+    assert [each.trial.name for each in planned] == ["regions-balanced", "regions-equal"]
+    for each, balanced in zip(planned, (True, False), strict=True):
+        config = validate(each.document)
+        assert (config.reduction.balanced_regions, config.training.steps) == (balanced, 250)
+        assert 0 < config.run.measure_every < config.reduction.threshold_interval
+    for fewer in (["--region-steps", "0"], ["--ranks", "1"], ["--methods", "dense"]):
+        kinds = {each.trial.kind for each in plan(EXPERIMENTS["lstm"], parse([*asked, *fewer]))}
+        assert kinds == {"train", "speed"}
+    assert all(trial.kind != "regions" for trial in planned_trials())
+
+
+def test_the_balance_of_regions_stands_in_every_form_of_the_report(tmp_path: Path) -> None:
+    def regions(name: str, balanced: bool, balance: float, status: str = "complete") -> Path:
+        settings = {"balanced_regions": balanced}
+        path = tmp_path / f"{name}.h5"
+        return write_run(path, settings=settings, xi=(1.0, 2.0), balance=balance, status=status)
+
+    files = [regions("balanced", True, 1.08), regions("equal", False, 2.5)]
+    experiment = EXPERIMENTS["lstm"]
+    said = write_report(experiment, {"train": [], "regions": files, "speed": []}, tmp_path / "out", "it", {})
+    text = (tmp_path / "out" / "results.md").read_text()
+    for row in (r"balanced by nnz +\| +1\.08 \(at most 1\.08\) +\| +1\.10", r"of equal length +\| +2\.50"):
+        assert re.search(row, text) and re.search(row, said)
+    assert re.search(r"Balanced regions leave .*\| +held \| +1\.08 of the mean, with equal ones 2\.50", text)
+    assert "of equal length" in (tmp_path / "out" / "index.html").read_text()
+    found = [float(row["region_balance"]) for row in rows(tmp_path / "out" / "methods.csv")]
+    assert found == [1.08, 2.5]
+
+    def verdict(*paths: Path) -> str:
+        return region_claim(group_runs(read_runs(paths))).verdict
+
+    assert verdict(files[0], regions("even", False, 1.05)) == "failed"
+    assert verdict(files[0]) == verdict(files[0], regions("cut", False, 2.5, "interrupted")) == "open"
 
 
 def test_claims_on_speech_are_of_word_error_rates(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from collectives.traffic import Traffic
 from oktopk import METHODS, GradientAllreduce
 from oktopk.reference import masked, top_k
+from oktopk.regions import equal_boundaries
 from oktopk.settings import entries_kept
 from tests.inputs import GRADIENTS, SHAPES
 
@@ -100,6 +101,28 @@ def test_xi_is_zero_where_the_exact_top_k_is_applied(comm: MPI.Intracomm) -> Non
     report = reducer.step(gradient, measure=True)
     assert report.measures.xi < 1e-6
     assert report.measures.fill_in == 1.0
+
+
+@pytest.mark.parametrize("method", SPARSE)
+def test_the_balance_of_regions_is_counted_over_all_ranks(comm: MPI.Intracomm, method: str) -> None:
+    length = 4000
+    k = entries_kept(0.02, length)
+    gradient = draw(comm, "heavy tailed", length, 0)
+    gradient[length // 5 :] *= 1e-6  # what is large lies in the first fifth, on some ranks in less
+    gradient[: comm.rank * length // 50] = 0
+    reducer = GradientAllreduce(comm, length, method, density=0.02, balanced_regions=False)
+    found = reducer.step(gradient, measure=True).measures.region_balance
+    if method != "oktopk":
+        assert math.isnan(found)
+        return
+    rows = everyones(comm, gradient, length)
+    cuts = equal_boundaries(length, comm.size)
+    counts = sum(np.histogram(np.sort(top_k(row, k)), cuts)[0] for row in rows)
+    assert found == pytest.approx(counts.max() / counts.mean())
+    balanced = GradientAllreduce(comm, length, method, density=0.02).step(gradient, measure=True)
+    # the cuts are a mean over ranks that differ
+    assert balanced.measures.region_balance <= max(1.0, 0.8 * found)
+    assert comm.allreduce(found, MPI.MAX) == comm.allreduce(found, MPI.MIN) == found
 
 
 def test_dense_and_skipped_steps_have_no_measures(comm: MPI.Intracomm) -> None:

@@ -33,6 +33,7 @@ def write_run(
     accuracy: float = 0.9,
     character_error_rate: float = math.nan,
     xi: tuple[float, ...] = (),
+    balance: float = math.nan,
     steps: int = 50,
     ranks: int = 4,
     dense_steps: int = 0,
@@ -84,7 +85,8 @@ def write_run(
             file.append_evaluation(**{**dict.fromkeys(EVALUATION_COLUMNS, 0.5), **last})
         if xi:
             measures: dict[str, NDArray[Any]] = {name: np.full(len(xi), 0.25) for name in MEASURE_COLUMNS}
-            file.append_measures({**measures, "step": np.arange(len(xi)) * 10 + 5, "xi": np.array(xi)})
+            measures |= {"xi": np.array(xi), "region_balance": np.full(len(xi), balance)}
+            file.append_measures({**measures, "step": np.arange(len(xi)) * 10 + 5})
         if status != "complete":
             file.close(status)
     return path

@@ -81,6 +81,9 @@ class Method(ABC):
         transport: where the ranks meet.
         kernels: the module of kernels that fits the arrays.
         settings: equal on all ranks.
+
+    Attributes:
+        boundaries: int64[P + 1], the regions that the last step was split by; None for a method or a step without.
     """
 
     name: ClassVar[str]
@@ -92,6 +95,7 @@ class Method(ABC):
         self.transport = transport
         self.kernels = kernels
         self.settings = settings
+        self.boundaries: NDArray[np.int64] | None = None
 
     @abstractmethod
     def reduce(

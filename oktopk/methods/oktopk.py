@@ -36,7 +36,6 @@ class OkTopk(SparseMethod):
     def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
         super().__init__(length, transport, kernels, settings)
         self.threshold = GlobalThreshold(kernels, settings.drift_tolerance)
-        self.boundaries: NDArray[np.int64] | None = None
         # balanced regions alone fit the lists among peers, and an order of rounds is of no meaning there
         usual = settings.balanced_regions and settings.rotate
         self._peers: Any = kernels.peer_step(transport, length, settings) if usual else None
