@@ -1,6 +1,6 @@
 """Batches of recordings as torch tensors: of like length, sharded by rank, on the device where there is one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from data.sharding import (
     AUGMENTATION,
+    NOISE,
     ORDER,
+    TEMPO,
     ShardedBatches,
     check_rank,
     epoch_draws,
@@ -17,6 +19,9 @@ from data.sharding import (
     evaluation_shard,
 )
 from data.speech import SpeechSet
+
+STREAMS = (AUGMENTATION, NOISE, TEMPO)
+"""Of the random numbers that change an utterance: of its masks, its noise, its tempo."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class SpeechBatch:
         targets: int64[total], on the loader's device: the transcripts' labels, one after the other.
         target_lengths: int64[batch], on the CPU: labels of each.
         indices: int64[batch], positions in the split.
-        draws: uint64[batch], a random number for each; None outside training.
+        draws: stream of STREAMS -> uint64[batch], a random number for each; None outside training.
     """
 
     samples: torch.Tensor
@@ -37,7 +42,7 @@ class SpeechBatch:
     targets: torch.Tensor
     target_lengths: torch.Tensor
     indices: NDArray[np.int64]
-    draws: NDArray[np.uint64] | None = None
+    draws: Mapping[int, NDArray[np.uint64]] | None = None
 
 
 class LengthBuckets(ShardedBatches):
@@ -49,10 +54,11 @@ class LengthBuckets(ShardedBatches):
     Args:
         lengths: of the utterances, at least 1.
         spread: the factor is uniform in [1, 1 + spread), so that company changes from epoch to epoch.
+        ascending: epochs at the beginning whose steps stay sorted, from short to long.
         batch_size, rank, size, seed: as for ShardedBatches, with its errors.
 
     Raises:
-        ValueError: spread < 0.
+        ValueError: spread or ascending < 0.
     """
 
     def __init__(
@@ -64,11 +70,15 @@ class LengthBuckets(ShardedBatches):
         size: int,
         seed: int,
         spread: float = 0.2,
+        ascending: int = 0,
     ) -> None:
         super().__init__(len(lengths), batch_size=batch_size, rank=rank, size=size, seed=seed)
         if not spread >= 0:
             raise ValueError(f"spread {spread} is not at least 0")
+        if ascending < 0:
+            raise ValueError(f"ascending {ascending} is not at least 0")
         self._lengths = lengths
+        self._ascending = ascending
         self._spread = spread
         self._bucketed: tuple[int, NDArray[np.int64]] | None = None
 
@@ -83,8 +93,9 @@ class LengthBuckets(ShardedBatches):
             spreads, places = draws & np.uint64(0xFFFF), draws >> np.uint64(16) & np.uint64(0xFFFF)
             factors = 1.0 + self._spread * spreads[used] / 2**16
             by_length = used[np.argsort(self._lengths[used] * factors, kind="stable")].reshape(-1, per_step)
-            steps = np.argsort(places[by_length[:, 0]], kind="stable")
-            order = np.concatenate([by_length[steps].reshape(-1), left])
+            if epoch >= self._ascending:
+                by_length = by_length[np.argsort(places[by_length[:, 0]], kind="stable")]
+            order = np.concatenate([by_length.reshape(-1), left])
             order.flags.writeable = False
             self._bucketed = (epoch, order)
         return self._bucketed[1]
@@ -111,7 +122,9 @@ class Utterances:
             None if device.type == "cpu" else torch.from_numpy(np.array(self.speech.samples)).to(device)
         )
 
-    def batch(self, indices: NDArray[np.int64], draws: NDArray[np.uint64] | None = None) -> SpeechBatch:
+    def batch(
+        self, indices: NDArray[np.int64], draws: Mapping[int, NDArray[np.uint64]] | None = None
+    ) -> SpeechBatch:
         """Some utterances of the split, at least one."""
         speech = self.speech
         spans = zip(speech.offsets[indices].tolist(), speech.offsets[indices + 1].tolist(), strict=True)
@@ -139,10 +152,15 @@ class SpeechTrainingLoader:
     Args:
         speech: the training split.
         batch_size, rank, size, seed: as for ShardedBatches, with its errors.
+        ascending: epochs from short utterances to long ones, at the beginning.
     """
 
-    def __init__(self, speech: SpeechSet, *, batch_size: int, rank: int, size: int, seed: int) -> None:
-        self.shards = LengthBuckets(speech.lengths, batch_size=batch_size, rank=rank, size=size, seed=seed)
+    def __init__(
+        self, speech: SpeechSet, *, batch_size: int, rank: int, size: int, seed: int, ascending: int = 0
+    ) -> None:
+        self.shards = LengthBuckets(
+            speech.lengths, batch_size=batch_size, rank=rank, size=size, seed=seed, ascending=ascending
+        )
         self.utterances = Utterances(speech)
 
     @property
@@ -152,10 +170,12 @@ class SpeechTrainingLoader:
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[SpeechBatch]:
         """The batches of an epoch, from first_step on: 0 for all of it, another to resume in its middle."""
-        draws = epoch_draws(self.shards.count, self.shards.seed, epoch, AUGMENTATION)
+        draws = {
+            stream: epoch_draws(self.shards.count, self.shards.seed, epoch, stream) for stream in STREAMS
+        }
         for step in range(first_step, self.steps_per_epoch):
             indices = self.shards.indices(epoch, step)
-            yield self.utterances.batch(indices, draws[indices])
+            yield self.utterances.batch(indices, {stream: drawn[indices] for stream, drawn in draws.items()})
 
 
 class SpeechEvaluationLoader:

@@ -9,7 +9,7 @@ import dataclasses
 import json
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from oktopk import METHODS, Settings
 
@@ -82,6 +82,29 @@ class DataConfig(_Section):
         default=0, ge=0, description="10 ms frames of a training utterance that are masked at random, at most"
     )
 
+    snr: tuple[float, ...] = Field(
+        default=(),
+        strict=False,
+        description="[least, most] decibels of a training utterance over white noise; empty: no noise",
+    )
+    tempo: tuple[float, ...] = Field(
+        default=(),
+        strict=False,
+        description="[least, most] factor on the tempo of a training utterance, its spectrogram resampled along time; "
+        "empty: as it was said",
+    )
+    ascending_epochs: int = Field(
+        default=0, ge=0, description="epochs at the beginning that go from short utterances to long ones"
+    )
+
+    @field_validator("snr", "tempo")
+    @classmethod
+    def _is_a_range(cls, value: tuple[float, ...], info: ValidationInfo) -> tuple[float, ...]:
+        least, most = {"snr": (-20.0, 100.0), "tempo": (0.5, 2.0)}[str(info.field_name)]
+        if value and not (len(value) == 2 and least <= value[0] <= value[1] <= most):
+            raise ValueError(f"{list(value)} is not [least, most] within [{least:g}, {most:g}]")
+        return value
+
     @model_validator(mode="after")
     def _has_its_file(self) -> Self:
         if self.name != "digits" and not self.path:
@@ -97,7 +120,8 @@ class DataConfig(_Section):
 
     @model_validator(mode="after")
     def _changes_what_it_has(self) -> Self:
-        owned = {"crop": "images", "flip": "images", "mask_bins": "an4", "mask_frames": "an4"}
+        speech = ("mask_bins", "mask_frames", "snr", "tempo", "ascending_epochs")
+        owned = {"crop": "images", "flip": "images", **dict.fromkeys(speech, "an4")}
         kind = self.name if self.name in ("an4", "text") else "images"
         for key, owner in owned.items():
             if owner != kind and (value := getattr(self, key)):

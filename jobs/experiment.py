@@ -111,7 +111,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--region-steps",
         type=int,
-        default=300,
+        default=500,
         help="of Ok-Topk with balanced and with equal regions, in experiments that compare them; 0: none; "
         "default: %(default)s",
     )

@@ -98,6 +98,7 @@ def trials(
                 planned.append(_trial(f"{method}-{seed}", "train", method, ranks, seed, {}))
     if experiment.compares_regions and region_steps and ranks > 1 and "oktopk" in methods:
         for balanced in (True, False):
+            # with the dense warm-up: regions that are cut by the very first gradients say little of later ones
             settings = {
                 **_short(region_steps),
                 "run.measure_every": REGIONS_EVERY,
@@ -109,7 +110,12 @@ def trials(
     for size in sorted(speed_ranks, reverse=True) if speed_steps else ():
         for method in fast:
             if elsewhere or method not in SUMMED_ELSEWHERE:
-                settings = {**_short(speed_steps), "run.measure_every": 0}
+                settings = {
+                    **_short(speed_steps),
+                    # what is measured is the method, not how it starts
+                    "reduction.dense_warmup_steps": 0,
+                    "run.measure_every": 0,
+                }
                 planned.append(_trial(f"speed-{size}-{method}", "speed", method, size, 0, settings))
     return planned
 
@@ -119,8 +125,6 @@ def _short(steps: int) -> dict[str, Any]:
     return {
         "training.steps": steps,
         "training.eval_every": steps,
-        # what is measured is the method, not how it starts
-        "reduction.dense_warmup_steps": 0,
         # begun again rather than continued
         "run.overwrite": True,
         "checkpoint.enabled": False,

@@ -10,10 +10,12 @@ from torch import nn
 
 from data import DataError
 from data.an4 import open_an4
-from data.spectrogram import frame_count, log_spectrograms, mask
+from data.sharding import AUGMENTATION, NOISE, TEMPO
+from data.spectrogram import frame_count, log_spectrograms
 from data.speech import ALPHABET, SpeechSet
+from data.speech_augmentation import add_noise, change_tempo, mask, played
 from data.speech_loader import SpeechBatch, SpeechEvaluationLoader, SpeechTrainingLoader
-from jobs.config import Config
+from jobs.config import Config, DataConfig
 from jobs.decoding import count_errors, decode
 from jobs.placement import Placement
 from jobs.workloads import Score, WorkloadError, autocast
@@ -87,18 +89,28 @@ class Speech:
 
     def _scores(self, network: nn.Module, batch: SpeechBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """float32[output frames, batch, labels], log-probabilities, and int64[batch], the output frames of each."""
-        data = self._config.data
-        spectrograms, frames = log_spectrograms(batch.samples, batch.lengths)
-        if batch.draws is not None and (data.mask_bins or data.mask_frames):
-            spectrograms = mask(
-                spectrograms, frames, batch.draws, bins=data.mask_bins, steps=data.mask_frames
-            )
+        spectrograms, frames = spectrograms_of(batch, self._config.data)
         with autocast(self._config.training.precision, spectrograms.device):
             logits, outputs = network(spectrograms, frames)
         return logits.float().log_softmax(dim=2).transpose(0, 1), outputs
 
     def _ctc(self, scores: torch.Tensor, frames: torch.Tensor, batch: SpeechBatch) -> torch.Tensor:
         return nn.functional.ctc_loss(scores, batch.targets, frames, batch.target_lengths, reduction="sum")
+
+
+def spectrograms_of(batch: SpeechBatch, config: DataConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32[batch, bins, frames] and int64[batch], the frames of each; a training batch is changed as the data section says."""
+    samples, draws = batch.samples, batch.draws
+    if draws is not None and config.snr:
+        samples = add_noise(samples, batch.lengths, draws[NOISE], snr=config.snr)
+    spectrograms, frames = log_spectrograms(samples, batch.lengths)
+    if draws is not None and config.tempo:
+        spectrograms, frames = change_tempo(spectrograms, frames, draws[TEMPO], tempo=config.tempo)
+    if draws is not None and (config.mask_bins or config.mask_frames):
+        spectrograms = mask(
+            spectrograms, frames, draws[AUGMENTATION], bins=config.mask_bins, steps=config.mask_frames
+        )
+    return spectrograms, frames
 
 
 def build_speech(config: Config, *, rank: int, size: int) -> Speech:
@@ -117,9 +129,15 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
             raise WorkloadError(f"training.{name} {value!r} is not for model.name {config.model.name!r}")
     train, held_out = open_an4(config.data.path)
     for split, speech in (("train", train), ("test", held_out)):
-        check_lengths(speech, f"{config.data.path}, split {split!r}")
+        fastest = config.data.tempo[1] if config.data.tempo and split == "train" else 1.0
+        check_lengths(speech, f"{config.data.path}, split {split!r}", fastest)
     training = SpeechTrainingLoader(
-        train, batch_size=config.training.batch_size, rank=rank, size=size, seed=config.training.seed
+        train,
+        batch_size=config.training.batch_size,
+        rank=rank,
+        size=size,
+        seed=config.training.seed,
+        ascending=config.data.ascending_epochs,
     )
     evaluation = SpeechEvaluationLoader(
         held_out, batch_size=config.training.eval_batch_size, rank=rank, size=size
@@ -132,13 +150,19 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
     return Speech(model, training, evaluation, config)
 
 
-def check_lengths(speech: SpeechSet, where: str) -> None:
+def check_lengths(speech: SpeechSet, where: str, tempo: float = 1.0) -> None:
     """Refuse what CTC cannot align: each label takes a frame, and so does a blank between two that are equal.
+
+    Args:
+        speech: a split.
+        where: names it in messages.
+        tempo: the fastest that it is played.
 
     Raises:
         DataError: the network gives an utterance fewer frames than its transcript needs.
     """
-    frames = output_lengths(frame_count(torch.from_numpy(speech.lengths))).numpy()
+    spectrograms = frame_count(torch.from_numpy(speech.lengths)).tolist()
+    frames = output_lengths(torch.tensor([played(count, tempo) for count in spectrograms])).numpy()
     repeated = np.zeros(len(speech.labels), np.int64)
     repeated[1:] = speech.labels[1:] == speech.labels[:-1]
     firsts = speech.label_offsets[:-1]
@@ -148,6 +172,7 @@ def check_lengths(speech: SpeechSet, where: str) -> None:
     if len(short):
         which = int(short[0])
         raise DataError(
-            f"{where}, utterance {speech.names[which]}: {frames[which]} frames of the network are fewer than the "
+            f"{where}, utterance {speech.names[which]}: {frames[which]} frames of the network"
+            f"{f' at a tempo of {tempo:g}' if tempo != 1.0 else ''} are fewer than the "
             f"{needed[which]} that CTC needs for {speech.transcript(which)!r}"
         )

@@ -14,12 +14,13 @@ from mpi4py import MPI
 from data import DataError
 from data.an4 import open_an4
 from data.prepare import prepare_an4
+from data.spectrogram import log_spectrograms
 from data.speech_loader import SpeechBatch
 from jobs.config import Config
 from jobs.configfile import ConfigError, load
 from jobs.runreader import RunReader
 from jobs.schedule import learning_rate_factor
-from jobs.speech import build_speech, check_lengths
+from jobs.speech import build_speech, check_lengths, spectrograms_of
 from jobs.summary import read_runs
 from jobs.train import Build, main
 from jobs.workloads import Score, Workload, WorkloadError, build_workload
@@ -184,6 +185,42 @@ def test_masks_change_training_and_not_evaluation(prepared: Path) -> None:
     assert fresh[0] == fresh[1]
 
 
+CHANGES = ["data.snr=[5,20]", "data.tempo=[0.9,1.1]", "data.mask_bins=20", "data.mask_frames=5"]
+
+
+def test_what_changes_utterances_is_off_by_default(prepared: Path) -> None:
+    batch = next(build_speech(config(prepared), rank=0, size=1).batches(0))
+    found, frames = spectrograms_of(batch, config(prepared).data)
+    plain, plain_frames = log_spectrograms(batch.samples, batch.lengths)
+    assert torch.equal(found, plain) and torch.equal(frames, plain_frames)
+
+
+@pytest.mark.parametrize("changes", [[change] for change in CHANGES[:3]] + [CHANGES])
+def test_an_utterance_changes_by_seed_and_epoch_and_alike_on_any_number_of_ranks(
+    prepared: Path, changes: list[str]
+) -> None:
+    def heard(epoch: int, size: int, batch_size: int, *more: str) -> dict[int, torch.Tensor]:
+        chosen = config(prepared, f"training.batch_size={batch_size}", *changes, *more)
+        found = {}
+        for rank in range(size):
+            for batch in build_speech(chosen, rank=rank, size=size).batches(epoch):
+                spectrograms, frames = spectrograms_of(batch, chosen.data)
+                for row, index in enumerate(batch.indices.tolist()):
+                    found[index] = spectrograms[row, :, : frames[row]]
+        return found
+
+    def alike(left: dict[int, torch.Tensor], right: dict[int, torch.Tensor]) -> int:
+        pairs = [(left[index], right[index]) for index in left.keys() & right.keys()]
+        assert len(pairs) >= 12
+        return sum(a.shape == b.shape and torch.allclose(a, b, atol=1e-3) for a, b in pairs)
+
+    alone = heard(1, 1, 6)
+    assert alike(alone, heard(1, 3, 2)) == 18
+    assert alike(alone, heard(1, 2, 1)) == 18
+    for other in (heard(2, 1, 6), heard(1, 1, 6, "training.seed=1")):
+        assert alike(alone, other) < 12  # short ones have few tempos
+
+
 def test_an_utterance_too_short_for_its_transcript_is_named() -> None:
     speech = speech_set(["ABC", "AA BB"])
     check_lengths(speech, "here")
@@ -192,6 +229,8 @@ def test_an_utterance_too_short_for_its_transcript_is_named() -> None:
     offsets[2] = offsets[1] + 12 * 160
     whole = dict(vars(speech), offsets=offsets, samples=speech.samples[: offsets[2]])
     check_lengths(type(speech)(**whole), "here")
+    with pytest.raises(DataError, match=r"6 frames of the network at a tempo of 1\.1 are fewer than the 7"):
+        check_lengths(type(speech)(**whole), "here", 1.1)
     offsets[2] -= 1
     shorter = dict(whole, samples=speech.samples[: offsets[2]])
     with pytest.raises(DataError, match=r"here, utterance u1: 6 frames .* fewer than the 7 .* for 'AA BB'"):
@@ -224,6 +263,13 @@ def test_settings_that_do_not_go_together_are_named(
             "mask_bins is 3, which is not for the data set 'cifar10'",
         ),
         (["training.beam=0"], "beam"),
+        (["data.snr=[20,10]"], "[20.0, 10.0] is not [least, most] within [-20, 100]"),
+        (["data.tempo=[0.1,1]"], "[0.1, 1.0] is not [least, most] within [0.5, 2]"),
+        (["data.tempo=[1.1]"], "[1.1] is not [least, most]"),
+        (
+            ["data.name=cifar10", "data.snr=[5,9]"],
+            "snr is (5.0, 9.0), which is not for the data set 'cifar10'",
+        ),
     ],
 )
 def test_settings_of_other_data_are_refused(overrides: list[str], message: str) -> None:

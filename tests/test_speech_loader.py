@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from data import DataError
-from data.spectrogram import BINS, HOP, WINDOW, frame_count, log_spectrograms, mask
+from data.spectrogram import BINS, HOP, WINDOW, frame_count, log_spectrograms
 from data.speech import SpeechSet
+from data.speech_augmentation import add_noise, change_tempo, mask, played
 from data.speech_loader import LengthBuckets, SpeechEvaluationLoader, SpeechTrainingLoader
 from tests.utterances import speech_set, spoken
 
@@ -66,6 +67,48 @@ def test_masks_stay_within_their_bounds_and_follow_the_draws() -> None:
     assert ones.all()
 
 
+def test_noise_is_as_loud_as_asked_and_the_same_alone_and_in_company() -> None:
+    waves = [torch.from_numpy(spoken(text)) for text in ("A", "HELLO", "ON", "UP")]
+    lengths = torch.tensor([len(wave) for wave in waves])
+    batch = torch.nn.utils.rnn.pad_sequence(waves, batch_first=True)
+    batch[3] = 0  # silence
+    draws = np.random.default_rng(0).integers(0, 2**64, 4, np.uint64)
+    noisy = add_noise(batch, lengths, draws, snr=(5.0, 15.0))
+    measured = []
+    for row, length in enumerate(lengths.tolist()):
+        alone = add_noise(
+            batch[row : row + 1, :length], lengths[row : row + 1], draws[row : row + 1], snr=(5, 15)
+        )
+        assert torch.equal(alone[0], noisy[row, :length])
+        assert not noisy[row, length:].any()
+        signal = batch[row, :length].double()
+        measured.append(
+            10 * float(torch.log10(signal.square().mean() / (noisy[row, :length] - signal).square().mean()))
+        )
+    assert all(4.5 < decibels < 15.5 for decibels in measured[:3]) and np.ptp(measured[:3]) > 0.5
+    assert not noisy[3].any()
+    assert batch.dtype == torch.int16  # unchanged, and heard again in the next epoch
+    assert not torch.equal(noisy, add_noise(batch, lengths, draws + np.uint64(1 << 20), snr=(5.0, 15.0)))
+
+
+def test_tempo_stretches_a_recording_and_nothing_else() -> None:
+    ramp = torch.arange(40.0).repeat(200, 3, 1)
+    frames = torch.tensor([40] * 100 + [5] * 100)
+    ramp[100:, :, 5:] = 0
+    draws = np.random.default_rng(0).integers(0, 2**64, 200, np.uint64)
+    changed, counts = change_tempo(ramp, frames, draws, tempo=(0.8, 1.25))
+    assert (min(counts[:100]), max(counts[:100])) == (32, 49)
+    assert set(counts[100:].tolist()) == {4, 5, 6}
+    assert changed.shape == (200, 3, 49)
+    for row, count in enumerate(counts.tolist()):
+        assert not changed[row, :, count:].any()
+        inner = changed[row, 0, 1 : count - 1].diff()  # a ramp stays one, at its ends a frame may repeat
+        assert torch.allclose(inner, torch.tensor(int(frames[row]) / count), atol=1e-4)
+    same, untouched = change_tempo(ramp, frames, draws, tempo=(1.0, 1.0))
+    assert torch.equal(same, ramp) and torch.equal(untouched, frames)
+    assert (played(1, 2.0), played(40, 1.25)) == (1, 32)
+
+
 @pytest.mark.parametrize(("size", "batch_size"), [(1, 1), (1, 4), (3, 2), (4, 2), (5, 3)])
 def test_every_epoch_trains_on_each_utterance_at_most_once_over_all_ranks(size: int, batch_size: int) -> None:
     speech = some_speech()
@@ -110,13 +153,32 @@ def test_a_step_has_utterances_of_like_length_and_another_epoch_other_company() 
     assert np.std(first) > 10_000
 
 
+def test_an_ascending_epoch_goes_from_short_to_long_and_the_others_stay_as_they_were() -> None:
+    lengths = np.random.default_rng(0).integers(10_000, 100_000, 948)
+    plain, sorted_first = (
+        LengthBuckets(lengths, batch_size=2, rank=0, size=4, seed=0, ascending=ascending)
+        for ascending in (0, 1)
+    )
+    means = lengths[sorted_first.order(0)[:944].reshape(-1, 8)].mean(axis=1)
+    assert np.corrcoef(means, np.arange(len(means)))[0, 1] > 0.95
+    assert sorted(sorted_first.order(0).tolist()) == list(range(948))
+    steps = [
+        {frozenset(step) for step in b.order(0)[:944].reshape(-1, 8).tolist()} for b in (plain, sorted_first)
+    ]
+    assert steps[0] == steps[1]
+    assert np.array_equal(plain.order(1), sorted_first.order(1))
+    with pytest.raises(ValueError, match="ascending -1 is not at least 0"):
+        LengthBuckets(lengths, batch_size=1, rank=0, size=1, seed=0, ascending=-1)
+
+
 def test_a_resumed_epoch_goes_on_with_the_same_batches() -> None:
     loaders = [SpeechTrainingLoader(some_speech(), batch_size=2, rank=1, size=2, seed=5) for _ in range(2)]
     whole, rest = list(loaders[0].epoch(4)), list(loaders[1].epoch(4, 3))
     assert len(rest) == len(whole) - 3 > 0
     for left, right in zip(whole[3:], rest, strict=True):
         assert torch.equal(left.samples, right.samples) and torch.equal(left.targets, right.targets)
-        assert left.draws is not None and np.array_equal(left.draws, right.draws)
+        assert left.draws is not None and right.draws is not None
+        assert all(np.array_equal(left.draws[stream], right.draws[stream]) for stream in left.draws)
 
 
 def test_a_batch_holds_its_utterances_and_their_transcripts() -> None:
