@@ -8,9 +8,13 @@ The publisher has the raw ones in both byte orders, and nothing in a file says w
 Source: http://www.speech.cs.cmu.edu/databases/an4
 """
 
+import glob
+import hashlib
+import os
 import re
+import shutil
 import wave
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +27,7 @@ from data.speech_file import open_speech_file
 
 ORDERS = {"little": "<i2", "big": ">i2"}
 COUNTS = {"train": 948, "test": 130}
+BLOCK = 50  # recordings that an interruption loses at most
 LINE = re.compile(r"^\s*(?:<s>)?(?P<text>.*?)(?:</s>)?\s*\((?P<name>[^()\s]+)\)\s*$")
 
 
@@ -124,6 +129,70 @@ def read_utterances(
             yield np.frombuffer(content, "<i2").astype(np.int16)
         else:
             yield _raw(content, byte_order or "little", utterance.path)
+
+
+class Parts:
+    """Recordings that were read so far, in a folder, so that an interrupted call need not read them again.
+
+    They lie there in blocks, each whole or not there. The folder is named by what it was made from: the recordings' names,
+    sizes, times of change and transcripts, and the byte order.
+
+    Args:
+        output: of the file that is to be written; the folder is made beside it.
+        found: as find_utterances returned it.
+        byte_order: as given to that.
+    """
+
+    def __init__(
+        self, output: Path, found: Mapping[str, Sequence[Utterance]], byte_order: str | None
+    ) -> None:
+        self._found, self._byte_order = found, byte_order
+        given = [str(byte_order)]
+        for split, utterances in found.items():
+            for each in utterances:
+                facts = each.path.stat()
+                given.append(
+                    f"{split} {each.name} {facts.st_size} {facts.st_mtime_ns} {each.labels.tobytes().hex()}"
+                )
+        key = hashlib.sha256("\n".join(given).encode()).hexdigest()[:16]
+        self._output = output
+        self.folder = output.with_name(f".{output.name}.{key}.parts")
+        self.folder.mkdir(exist_ok=True)
+
+    def read(self, split: str) -> Iterator[NDArray[np.int16]]:
+        """As read_utterances, of all recordings of a split; those in the folder from there."""
+        utterances = self._found[split]
+        for start in range(0, len(utterances), BLOCK):
+            block = utterances[start : start + BLOCK]
+            path = self.folder / f"{split}-{start:06d}.npy"
+            samples = _kept(path, sum(each.length for each in block))
+            if samples is not None:
+                yield from np.split(samples, np.cumsum([each.length for each in block])[:-1])
+                continue
+            recordings = []
+            for recording in read_utterances(block, self._byte_order):
+                recordings.append(recording)
+                yield recording
+            beside = path.with_name(f"{path.stem}.{os.getpid()}.beside.npy")
+            np.save(beside, np.concatenate(recordings))
+            os.replace(beside, path)
+
+    def remove(self) -> None:
+        """Remove them, and what interrupted calls left beside the same output."""
+        name = glob.escape(self._output.name)
+        for folder in self._output.parent.glob(f".{name}.*.parts"):
+            shutil.rmtree(folder)
+        for draft in self._output.parent.glob(f".{name}.*.part"):
+            draft.unlink(missing_ok=True)
+
+
+def _kept(path: Path, length: int) -> NDArray[np.int16] | None:
+    """int16[length] of a part; None where there is none, or it is damaged."""
+    try:
+        samples: NDArray[np.int16] = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    return samples if samples.shape == (length,) and samples.dtype == np.int16 else None
 
 
 def _raw(content: bytes, byte_order: str, path: Path) -> NDArray[np.int16]:

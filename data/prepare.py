@@ -112,6 +112,8 @@ def prepare_an4(
 ) -> str:
     """Write AN4 from its published layout.
 
+    What was read when it is interrupted stays in a folder beside the output, and the same call continues from there.
+
     Args:
         source: directory with etc/ and wav/.
         output: HDF5 file to write.
@@ -136,11 +138,29 @@ def prepare_an4(
                 f"{source}: {len(found[split])} utterances in split {split!r} are not AN4's {count}; "
                 "--partial accepts fewer"
             )
-    hidden = None if progress else True
+    if not output.parent.is_dir():
+        raise DataError(f"{output.parent}: no such directory")
+    parts = an4.Parts(output, found, byte_order)
+    try:
+        _write_an4(output, source, found, parts, None if progress else True)
+    except DataError:
+        parts.remove()  # a recording that cannot be used: the rest is read again with the one that replaces it
+        raise
+    parts.remove()
+    return f"{output}: wrote {speech_description(*an4.open_an4(output))}"
+
+
+def _write_an4(
+    output: Path,
+    source: Path,
+    found: dict[str, tuple[an4.Utterance, ...]],
+    parts: an4.Parts,
+    hidden: bool | None,
+) -> None:
     with tqdm(total=sum(map(len, found.values())), unit="utterance", desc="an4", disable=hidden) as bar:
 
         def samples(split: str) -> Iterator[NDArray[np.int16]]:
-            for utterance in an4.read_utterances(found[split], byte_order):
+            for utterance in parts.read(split):
                 yield utterance
                 bar.update()
 
@@ -153,7 +173,6 @@ def prepare_an4(
             labels={split: [each.labels for each in found[split]] for split in found},
             samples=samples,
         )
-    return f"{output}: wrote {speech_description(*an4.open_an4(output))}"
 
 
 def kept_an4(output: Path, *, partial: bool, force: bool) -> str | None:
@@ -267,7 +286,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     digit.add_argument("--seed", type=int, default=0, help="of the split (default: %(default)s)")
 
-    speech = sets.add_parser("an4", parents=[common], help="CMU AN4, from its published layout")
+    speech = sets.add_parser(
+        "an4",
+        parents=[common],
+        help="CMU AN4, from its published layout; an interrupted call continues when repeated",
+    )
     speech.add_argument("source", type=Path, help="directory with etc/ and wav/")
     speech.add_argument("--byte-order", choices=an4.ORDERS, help="of raw files, which do not say it")
     speech.add_argument("--partial", action="store_true", help="accept fewer than 948 + 130 utterances")
