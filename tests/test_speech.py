@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
+import subprocess
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -18,6 +24,7 @@ from data.spectrogram import log_spectrograms
 from data.speech_loader import SpeechBatch
 from jobs.config import Config
 from jobs.configfile import ConfigError, load
+from jobs.launch import mpiexec_command
 from jobs.runreader import RunReader
 from jobs.schedule import learning_rate_factor
 from jobs.speech import build_speech, check_lengths, spectrograms_of
@@ -27,7 +34,8 @@ from jobs.workloads import Score, Workload, WorkloadError, build_workload
 from tests.devices import gpus
 from tests.utterances import speech_set, write_an4
 
-CONFIG = Path(__file__).parent.parent / "jobs" / "configs" / "lstm.toml"
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "jobs" / "configs" / "lstm.toml"
 TINY = ["model.width=0.0625", "training.device=cpu"]
 WORDS = ("NO", "GO", "UP", "ON", "A")
 
@@ -293,6 +301,72 @@ def test_a_loss_that_is_not_finite_is_named_and_the_run_file_stays_readable(
     (run,) = read_runs([tmp_path / "run.h5"])
     assert run.status != "complete"
     assert 0 < run.count < 30
+
+
+FAULTS = """
+    import itertools, json, sys
+    from mpi4py import MPI
+    from jobs.speech import build_speech
+    from jobs.train import main
+
+    config, jobs = sys.argv[1:3]
+
+    def build(config, *, rank, size):
+        workload, taken = build_speech(config, rank=rank, size=size), itertools.count(1)
+        loss = workload.loss
+        workload.loss = lambda batch: loss(batch) * (float("nan") if rank == 1 and next(taken) > 3 else 1.0)
+        return workload
+
+    for overrides in json.loads(jobs):
+        codes = MPI.COMM_WORLD.gather(main([config, "--set", *overrides], build=build))
+        if MPI.COMM_WORLD.rank == 0:
+            print("codes", codes, file=sys.stderr)
+"""
+
+
+def damaged(prepared: Path, folder: Path, name: str, dataset: str, change: Callable[[Any], object]) -> Path:
+    """A copy of the speech file with one dataset changed."""
+    path = folder / f"{name}.h5"
+    path.write_bytes(prepared.read_bytes())
+    with h5py.File(path, "r+") as file:
+        values = file[dataset][:]
+        change(values)
+        file[dataset][...] = values
+    return path
+
+
+def test_bad_input_is_named_once_and_ends_every_rank_alike(tmp_path: Path, prepared: Path) -> None:
+    (tmp_path / "cut.h5").write_bytes(prepared.read_bytes()[:-1000])
+    damaged(prepared, tmp_path, "label", "train/labels", lambda labels: labels.__setitem__(4, 29))
+    damaged(prepared, tmp_path, "empty", "test/offsets", lambda offsets: offsets.__setitem__(1, 0))
+    damaged(prepared, tmp_path, "short", "train/offsets", lambda ends: ends.__setitem__(1, ends[2] - 200))
+    expected = {
+        "none": r"none\.h5: no such file",
+        "cut": r"cut\.h5: not a whole HDF5 file of speech: .*truncated.*",
+        "label": r"label\.h5, split 'train': utterance \S+: label 29 is not in \[1, 29\)",
+        "empty": r"empty\.h5, split 'test': utterance an4_test/s0/u0-test: 0 samples are not at least 1",
+        "short": r"short\.h5, split 'train', utterance an4_train/s1/u1-train: \d frames of the network are fewer than .*",
+    }
+    script, run = tmp_path / "faults.py", tmp_path / "run.h5"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(FAULTS))
+    common = [*TINY, "training.steps=9", "training.batch_size=4", "run.flush_every=1", f"run.file={run}"]
+    jobs = [[*common, f"data.path={tmp_path / name}.h5"] for name in expected]
+    jobs.append([*common, f"data.path={prepared}"])
+    command, environment = mpiexec_command(2, [str(script), str(CONFIG), json.dumps(jobs)])
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    blocks = re.split(r"codes (.*)\n", done.stderr)
+    said, codes = blocks[:-1:2], blocks[1::2]
+    for text, message in zip(said, expected.values(), strict=False):
+        assert re.fullmatch(rf"jobs\.train: {re.escape(str(tmp_path))}/{message}\n", text), text
+    assert codes == ["[2, 2]"] * len(expected) + ["[1, 1]"]
+    assert re.search(r"jobs\.train: step 3: gradient \+ residual is NaN or Inf on rank\(s\) 1: ", said[-1])
+    assert "Traceback" not in done.stderr
+    with RunReader(run) as reader:
+        assert reader.status == "failed"
+        assert np.isfinite(reader.steps()["loss"]).tolist() == [True] * 3
 
 
 @pytest.mark.skipif(not gpus(), reason="no GPU")
