@@ -185,17 +185,22 @@ class TextEvaluationLoader:
         texts: the held-out split.
         batch_size: sequences per batch at most; no effect on what is measured.
         rank, size: this rank and the number of ranks.
+        most: so many sequences at most, spread evenly over the split, the same on any number of ranks; 0: all.
 
     Raises:
         ValueError: an argument out of bounds.
     """
 
-    def __init__(self, texts: TextSet, *, batch_size: int, rank: int, size: int) -> None:
+    def __init__(self, texts: TextSet, *, batch_size: int, rank: int, size: int, most: int = 0) -> None:
+        if most < 0:
+            raise ValueError(f"most {most} is not at least 0")
         draws = epoch_draws(len(texts), 0, 0, MASKING)
+        count = min(most or len(texts), len(texts))
+        chosen = np.arange(count) * len(texts) // count
         self.texts = texts
         self._plans = [
-            _plan(samples, draws[samples])
-            for samples in evaluation_batches(len(texts), batch_size=batch_size, rank=rank, size=size)
+            _plan(chosen[places], draws[chosen[places]])
+            for places in evaluation_batches(count, batch_size=batch_size, rank=rank, size=size)
         ]
         self._text = MaskedText(texts, torch.device("cpu"))
 

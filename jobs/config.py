@@ -81,7 +81,6 @@ class DataConfig(_Section):
     mask_frames: int = Field(
         default=0, ge=0, description="10 ms frames of a training utterance that are masked at random, at most"
     )
-
     snr: tuple[float, ...] = Field(
         default=(),
         strict=False,
@@ -95,6 +94,11 @@ class DataConfig(_Section):
     )
     ascending_epochs: int = Field(
         default=0, ge=0, description="epochs at the beginning that go from short utterances to long ones"
+    )
+    eval_sequences: int = Field(
+        default=0,
+        ge=0,
+        description="text: held-out sequences that an evaluation takes, spread evenly over all of them; 0: all",
     )
 
     @field_validator("snr", "tempo")
@@ -121,7 +125,7 @@ class DataConfig(_Section):
     @model_validator(mode="after")
     def _changes_what_it_has(self) -> Self:
         speech = ("mask_bins", "mask_frames", "snr", "tempo", "ascending_epochs")
-        owned = {"crop": "images", "flip": "images", **dict.fromkeys(speech, "an4")}
+        owned = {"crop": "images", "flip": "images", "eval_sequences": "text", **dict.fromkeys(speech, "an4")}
         kind = self.name if self.name in ("an4", "text") else "images"
         for key, owner in owned.items():
             if owner != kind and (value := getattr(self, key)):

@@ -115,7 +115,11 @@ def build_language(config: Config, *, rank: int, size: int) -> MaskedLanguage:
     except ValueError as error:
         raise WorkloadError(f"data: {error}") from error
     held_out_loader = TextEvaluationLoader(
-        held_out, batch_size=config.training.eval_batch_size, rank=rank, size=size
+        held_out,
+        batch_size=config.training.eval_batch_size,
+        rank=rank,
+        size=size,
+        most=config.data.eval_sequences,
     )
     seeds = np.random.SeedSequence([config.training.seed, rank])
     torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))

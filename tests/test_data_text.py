@@ -304,6 +304,18 @@ def test_held_out_sequences_are_seen_once_and_always_masked_alike() -> None:
         left, right = (torch.cat([batch[column] for batch in batches]) for batches in (whole, parts))
         assert torch.equal(left, right)
     assert sum(len(batch.tokens) for batch in whole) == len(texts)
+    # so many of them: the same ones on any number of ranks, masked as among all
+    for size in (1, 3):
+        some = [
+            b
+            for rank in range(size)
+            for b in TextEvaluationLoader(texts, batch_size=4, rank=rank, size=size, most=len(texts) // 2)
+        ]
+        chosen = np.arange(len(texts) // 2) * len(texts) // (len(texts) // 2)
+        tokens = torch.cat([batch.tokens for batch in whole])[chosen]
+        assert torch.equal(torch.cat([batch.tokens for batch in some]), tokens)
+    beyond = TextEvaluationLoader(texts, batch_size=7, rank=0, size=1, most=10**6)
+    assert sum(len(batch.tokens) for batch in beyond) == len(texts)
 
 
 def test_fewer_sequences_than_ranks_are_refused_with_the_file() -> None:

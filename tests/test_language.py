@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import re
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from data.text import Recipe, prepare_text
 from jobs.configfile import ConfigError, load
 from jobs.language import MaskedLanguage, build_language
 from jobs.placement import find_placement
@@ -21,6 +19,7 @@ from jobs.summary import read_runs
 from jobs.train import main
 from jobs.workloads import build_optimizer, build_workload
 from tests.devices import gpus
+from tests.documents import write_documents
 from tests.test_train import run_ranks
 
 CONFIG = Path(__file__).parent.parent / "jobs" / "configs" / "bert.toml"
@@ -42,19 +41,7 @@ TINY = [
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of one word each, so that what is masked can be told from what is not, and a pair from its words."""
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "text").mkdir()
-    drawn = random.Random(2)
-    words = [f"{a}{b}{c}" for a in "bdk" for b in "aou" for c in "mt"]
-    lines = []
-    for _ in range(400):
-        word = drawn.choice(words)
-        lines += [" ".join([word.capitalize(), *[word] * 6]) + "."] * drawn.randint(1, 6)
-        lines.append("")
-    (folder / "text" / "made.txt").write_text("\n".join(lines), encoding="utf-8")
-    prepare_text(folder / "text", folder / "text.h5", Recipe(length=32, held_out=0.1), progress=False)
-    return folder / "text.h5"
+    return write_documents(tmp_path_factory.mktemp("text"))
 
 
 def overrides(prepared: Path, *more: str) -> list[str]:
@@ -182,9 +169,10 @@ def test_what_does_not_go_together_is_refused_before_training(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.name=prepared", "model.name 'bert' does not take data.name 'prepared'"),
+        ("data.name=prepared data.eval_sequences=0", "model.name 'bert' does not take data.name 'prepared'"),
         ("model.name=vgg16", "vocabulary is for bert, not for vgg16"),
         ("model.width=0.5", "width is for vgg16 and lstm, not for bert"),
+        ("data.name=prepared", "eval_sequences is 4096, which is not for the data set 'prepared'"),
         ("data.flip=true", "flip is True, which is not for the data set 'text'"),
         ("optimizer.name=adam", "bias_correction false is for adamw, not for adam"),
         ("model.hidden=100", "multiple of 64"),
@@ -193,7 +181,7 @@ def test_what_does_not_go_together_is_refused_before_training(
 )
 def test_settings_that_contradict_each_other_are_named(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load(CONFIG, ["data.path=text.h5", override])
+        load(CONFIG, ["data.path=text.h5", *override.split()])
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
