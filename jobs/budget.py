@@ -16,11 +16,11 @@ RUN_SECONDS = 3.0
 
 @dataclass
 class Pace:
-    """Seconds that runs of a kind took.
+    """Seconds that runs took.
 
     Attributes:
-        guesses: kind -> seconds of a run where none was measured.
-        measured: (kind, method, ranks, seconds) of each run that is done.
+        guesses: Trial.work -> seconds of a run where none was measured.
+        measured: (work, method, ranks, seconds) of each run that is done.
     """
 
     guesses: Mapping[str, float]
@@ -28,22 +28,22 @@ class Pace:
 
     def add(self, trial: Trial, seconds: float) -> None:
         """A run was done."""
-        self.measured.append((trial.kind, trial.method, trial.ranks, seconds))
+        self.measured.append((trial.work, trial.method, trial.ranks, seconds))
 
     def seconds(self, trial: Trial) -> float:
-        """What a run is expected to take: as one of its method and ranks did, else the slowest of its ranks or kind."""
-        alike = [seconds for *key, seconds in self.measured if key == [trial.kind, trial.method, trial.ranks]]
+        """What a run is expected to take: as one of its method and ranks did, else the slowest of its ranks or work."""
+        alike = [seconds for *key, seconds in self.measured if key == [trial.work, trial.method, trial.ranks]]
         if alike:
             return sum(alike) / len(alike)
-        for same in ((trial.kind, trial.ranks), (trial.kind,)):
-            near = [s for kind, _, ranks, s in self.measured if (kind, ranks)[: len(same)] == same]
+        for same in ((trial.work, trial.ranks), (trial.work,)):
+            near = [s for work, _, ranks, s in self.measured if (work, ranks)[: len(same)] == same]
             if near:
                 return max(near)
-        return self.guesses[trial.kind]
+        return self.guesses[trial.work]
 
     def known(self, trial: Trial) -> bool:
-        """Whether a run of this kind was measured."""
-        return any(kind == trial.kind for kind, *_ in self.measured)
+        """Whether a run of such work was measured."""
+        return any(work == trial.work for work, *_ in self.measured)
 
 
 def launches(trials: Sequence[Trial]) -> list[list[Trial]]:

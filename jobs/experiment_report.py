@@ -7,12 +7,12 @@ from pathlib import Path
 
 from jobs.claims import region_claim
 from jobs.experiments import KINDS, Experiment
-from jobs.groups import Group, group_runs
+from jobs.groups import group_runs
 from jobs.page import Cell, Claim, Table, hardware, short_commit, task
-from jobs.report import PAGE, report
+from jobs.report import PAGE, report, tables
 from jobs.runfile import RunFileError
-from jobs.summary import read_readable
-from jobs.tables import markdown, methods_table, regions_table, throughput_table
+from jobs.summary import Run, read_readable
+from jobs.tables import markdown
 
 TABLES = "results.md"
 
@@ -28,7 +28,7 @@ def write_report(
 
     Args:
         experiment: what was run.
-        files: kind of run -> run files.
+        files: kind of run -> run files, of all KINDS.
         folder: where to.
         command: that made them.
         failed: name -> why, of runs that failed in this call.
@@ -42,14 +42,15 @@ def write_report(
     if not any(files.values()):
         return "no run has begun: there is nothing to report yet"
     # what cannot be read, the report names
-    groups, regions, fast = (group_runs(read_readable(files[kind])[0]) for kind in KINDS)
-    claims = experiment.claims(experiment, groups, fast)
+    runs = {kind: read_readable(files[kind])[0] for kind in KINDS}
+    claims = experiment.claims(experiment, group_runs(runs["train"]), group_runs(runs["speed"]))
     if experiment.compares_regions:
-        claims.append(region_claim(regions))
+        claims.append(region_claim(group_runs(runs["regions"])))
     notes = [f"{name} failed: {reason}" for name, reason in failed.items()]
     report(
         files["train"],
         folder,
+        sweep=files["sweep"],
         regions=files["regions"],
         throughput=files["speed"],
         target=experiment.target,
@@ -57,22 +58,17 @@ def write_report(
         claims=claims,
         notes_besides=notes,
     )
-    tables = []
-    if groups:
-        tables.append(methods_table(groups, experiment.target))
-    if regions:
-        tables.append(regions_table(regions))
-    if fast:
-        tables.append(throughput_table(fast))
-    text = [f"# {experiment.title}", "", *_provenance(groups + regions + fast, command), ""]
-    for table in (*tables, claims_table(claims)):
+    every = [*tables(runs, experiment.target), claims_table(claims)]
+    all_runs = [run for kind in KINDS for run in runs[kind]]
+    text = [f"# {experiment.title}", "", *_provenance(all_runs, command), ""]
+    for table in every:
         text += [f"## {table.title}", "", markdown(table), "", *([table.note, ""] if table.note else [])]
     text += [f"- {note}" for note in notes]
     try:
         (folder / TABLES).write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
     except OSError as error:
         raise RunFileError(f"{folder / TABLES} cannot be written: {error}") from error
-    said = [markdown(table) + "\n" for table in (*tables, claims_table(claims))]
+    said = [markdown(table) + "\n" for table in every]
     return "\n".join([*said, f"page: {folder / PAGE}"])
 
 
@@ -82,8 +78,7 @@ def claims_table(claims: Sequence[Claim]) -> Table:
     return Table("Claims", [Cell("Claim"), Cell("Verdict"), Cell("Measured")], rows)
 
 
-def _provenance(groups: Sequence[Group], command: str) -> list[str]:
-    runs = [run for group in groups for run in group.runs]
+def _provenance(runs: Sequence[Run], command: str) -> list[str]:
     seeds = sorted({run.info.seed for run in runs})
     commits = dict.fromkeys(map(short_commit, runs))
     dates = sorted({run.info.started[:10] for run in runs})

@@ -114,9 +114,15 @@ def _fits(comm: MPI.Intracomm, deadline: float | None, seconds: float) -> bool:
 
 def _forget(comm: MPI.Intracomm) -> None:
     """Give the memory of the last run back before the next one asks for its own."""
+    if (
+        "torch._dynamo" in sys.modules
+    ):  # keeps what it compiled, and gives up after some networks of one class
+        torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        if "cupy" in sys.modules:
+            sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
     comm.barrier()
 
 

@@ -6,11 +6,12 @@ One entry of EXPERIMENTS is one table of results; jobs.experiment runs it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jobs.claims import WORD_ERROR_RATE, sparse_claims, speech_claims
 from jobs.groups import Group
+from jobs.language_claims import language_claims
 from jobs.page import Claim
 from oktopk import METHODS
 
@@ -19,6 +20,8 @@ SUMMED_ELSEWHERE = ("nccl", "ddp")  # GPUs only, and compared by speed alone
 # a number that no interval of thresholds divides: both exact and regular steps are met
 MEASURE_EVERY = 50
 REGIONS_EVERY = 10  # of the short runs that compare regions
+# A warm-up that times leave out and one period of BERT's exact thresholds: their share of the steps is that of a long run.
+ONE_PERIOD = 20 + 128
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,16 @@ class Experiment:
         title: of its report.
         config: file in jobs/configs that all runs start from; settings: "section.key" -> value, on top of it.
         methods: trained to the end, in this order; repeated: those of them that are trained with every seed.
-        fast: methods that are compared by their speed on several numbers of ranks.
-        target: held-out accuracy that dense must reach, and to which times are taken.
-        epoch_seconds: how long an epoch is expected to take where nothing was measured yet.
+        fast: methods that are compared by their speed.
         claims: what the runs are to show, of the groups trained to the end and those compared by speed.
+        target: held-out accuracy that dense must reach, and to which times are taken; None where a loss is compared.
+        epoch_seconds, step_seconds: how long an epoch, or a step, is expected to take where nothing was measured yet: by
+            what the configuration counts in.
+        seeds: of the repeated methods, unless another number is asked for.
+        speed_steps: of a run that is compared by its speed, likewise.
+        speed_batches: samples per rank that speeds are compared at, likewise; empty: as many as are trained with.
+        scaling: whether speeds are compared on fewer ranks too, likewise.
+        swept: "section.key" -> values that Ok-Topk is trained with besides, one away from the configuration at a time.
         compares_regions: whether Ok-Topk also runs with regions of equal length.
     """
 
@@ -42,13 +51,20 @@ class Experiment:
     methods: tuple[str, ...]
     repeated: tuple[str, ...]
     fast: tuple[str, ...]
-    target: float
-    epoch_seconds: float
     claims: Callable[[Experiment, Sequence[Group], Sequence[Group]], list[Claim]]
+    target: float | None = None
+    epoch_seconds: float = 0.0
+    step_seconds: float = 0.0
+    seeds: int = 3
+    speed_steps: int = 200
+    speed_batches: tuple[int, ...] = ()
+    scaling: bool = True
+    swept: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     compares_regions: bool = False
 
 
-KINDS = ("train", "regions", "speed")
+SHORT = ("regions", "speed")
+KINDS = ("train", "sweep", *SHORT)
 
 
 @dataclass(frozen=True)
@@ -57,7 +73,8 @@ class Trial:
 
     Attributes:
         name: of its run file.
-        kind: one of KINDS: "train", to the end; "regions", some hundred steps; or "speed", a few.
+        kind: one of KINDS: "train", to the end; "sweep", as long and with another setting; "regions", some hundred steps; or
+            "speed", a few.
         settings: "section.key" -> value, on top of everything else.
     """
 
@@ -67,6 +84,13 @@ class Trial:
     ranks: int
     seed: int
     settings: Mapping[str, Any]
+
+    @property
+    def work(self) -> str:
+        """What runs share that take about as long, on as many ranks."""
+        batch = self.settings.get("training.batch_size")
+        kind = "train" if self.kind == "sweep" else self.kind
+        return kind if batch is None else f"{kind}, batches of {batch}"
 
 
 def trials(
@@ -79,6 +103,8 @@ def trials(
     speed_steps: int,
     region_steps: int,
     elsewhere: bool,
+    speed_batches: Sequence[int] = (),
+    usual: Mapping[str, Any] | None = None,
 ) -> list[Trial]:
     """Every run of an experiment, the most telling first, so that a table that is cut short is still one.
 
@@ -90,6 +116,9 @@ def trials(
         speed_ranks, speed_steps: of the runs that are compared by speed; none where either is empty or 0.
         region_steps: of the two runs that compare regions, where the experiment does; 0: none.
         elsewhere: whether NCCL and DDP can run here, which are of GPUs.
+        speed_batches: samples per rank of these runs; empty: the configuration's.
+        usual: "section.key" -> value of the settings that are swept, as the configuration has them: that value is not
+            trained with again. None: nothing is swept.
     """
     planned = []
     for seed in range(seeds):
@@ -108,16 +137,30 @@ def trials(
             planned.append(_trial(name, "regions", "oktopk", ranks, 0, settings))
     fast = [name for name in experiment.fast if name in (*methods, *SUMMED_ELSEWHERE)]
     for size in sorted(speed_ranks, reverse=True) if speed_steps else ():
-        for method in fast:
-            if elsewhere or method not in SUMMED_ELSEWHERE:
-                settings = {
-                    **_short(speed_steps),
-                    # what is measured is the method, not how it starts
-                    "reduction.dense_warmup_steps": 0,
-                    "run.measure_every": 0,
-                }
-                planned.append(_trial(f"speed-{size}-{method}", "speed", method, size, 0, settings))
+        for batch in speed_batches or (None,):
+            for method in fast:
+                if elsewhere or method not in SUMMED_ELSEWHERE:
+                    planned.append(_speed_trial(method, size, batch, speed_steps))
+    if usual is not None and "oktopk" in methods:
+        for name, values in experiment.swept.items():
+            for value in values:
+                if value != usual[name]:
+                    called = f"sweep-{name.split('.')[-1]}-{value}"
+                    planned.append(_trial(called, "sweep", "oktopk", ranks, 0, {name: value}))
     return planned
+
+
+def _speed_trial(method: str, size: int, batch: int | None, steps: int) -> Trial:
+    settings = {
+        **_short(steps),
+        # what is measured is the method, not how it starts
+        "reduction.dense_warmup_steps": 0,
+        "run.measure_every": 0,
+    }
+    if batch is None:
+        return _trial(f"speed-{size}-{method}", "speed", method, size, 0, settings)
+    settings["training.batch_size"] = batch
+    return _trial(f"speed-{size}x{batch}-{method}", "speed", method, size, 0, settings)
 
 
 def _short(steps: int) -> dict[str, Any]:
@@ -161,5 +204,23 @@ EXPERIMENTS: dict[str, Experiment] = {
         epoch_seconds=10.0,
         claims=speech_claims,
         compares_regions=True,
+    ),
+    "bert": Experiment(
+        title="BERT pre-training with sparse and dense allreduce",
+        config="bert.toml",
+        settings={"run.measure_every": MEASURE_EVERY, "checkpoint.keep": 1},
+        methods=EVERY_METHOD,
+        repeated=("dense", "oktopk"),
+        fast=(*EVERY_METHOD, *SUMMED_ELSEWHERE),
+        claims=language_claims,
+        step_seconds=0.1,
+        seeds=2,
+        speed_steps=ONE_PERIOD,
+        speed_batches=(8, 256),  # the paper's, and one that keeps an H200 busy
+        scaling=False,
+        swept={
+            "reduction.threshold_interval": (32, 64, 128, 256),
+            "reduction.density": (0.001, 0.01, 0.05),
+        },
     ),
 }

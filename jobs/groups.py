@@ -93,6 +93,26 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     return groups
 
 
+def by_batch(groups: Sequence[Group]) -> dict[int, list[Group]]:
+    """Samples per rank -> the groups that train on as many, labelled by what else tells them apart."""
+    found: dict[int, list[Run]] = {}
+    for group in groups:
+        found.setdefault(group.runs[0].info.batch_size, []).extend(group.runs)
+    return {batch: group_runs(runs) for batch, runs in sorted(found.items())}
+
+
+def on_most_ranks(groups: Sequence[Group]) -> list[Group]:
+    """Those of the largest number of ranks, labelled by what else tells them apart."""
+    size = max((group.ranks for group in groups), default=0)
+    return group_runs([run for group in groups if group.ranks == size for run in group.runs])
+
+
+def reads_text(groups: Sequence[Group]) -> bool:
+    """Whether what is learnt is a language: then the held-out loss is what tells methods apart."""
+    data = [run.config.get("data", {}).get("name") for group in groups for run in group.runs]
+    return bool(data) and set(data) == {"text"}
+
+
 def settings_of(run: Run) -> dict[str, Any]:
     """The configuration as "section.key" -> value, without what may differ within a group."""
     flat = {

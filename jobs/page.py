@@ -155,9 +155,12 @@ def task(run: Run) -> str:
     model, data = config.get("model", {}), config.get("data", {})
     training, optimizer, schedule = (config.get(name, {}) for name in ("training", "optimizer", "schedule"))
     length = f"{training['epochs']} epochs" if training.get("epochs") else f"{training.get('steps')} steps"
+    size = f"width {model.get('width')}"
+    if model.get("name") == "bert":
+        size = f"{model.get('layers')} layers of {model.get('hidden')}"
     accumulated = f" x {training['accumulate']}" if training.get("accumulate", 1) > 1 else ""
     return (
-        f"{model.get('name')} of width {model.get('width')} on {data.get('name')} "
+        f"{model.get('name')} of {size} on {data.get('name')} "
         f"({Path(data.get('path') or '-').name}); {length}, batches of {run.info.batch_size}{accumulated} a rank, "
         f"{optimizer.get('name')} at {optimizer.get('lr')} with the schedule {schedule.get('name')}; "
         f"{training.get('precision', 'float32')}"

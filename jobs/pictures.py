@@ -10,22 +10,8 @@ from numpy.typing import NDArray
 
 from collectives.traffic import dense_words, lower_bound, upper_bound
 from jobs.groups import Group
-from jobs.panels import FEW_POINTS, BarPanel, DotPanel, Level, Line, LinePanel, binned, line_of, stepwise
-from jobs.style import PARTS, title_of
+from jobs.panels import FEW_POINTS, DotPanel, Level, Line, LinePanel, binned, line_of, stepwise
 from jobs.summary import Run
-
-STAGES = {
-    "select": "#0072B2",
-    "boundaries": "#000000",
-    "exchange": "#56B4E9",
-    "reduce": "#009E73",
-    "threshold": "#F0E442",
-    "allgather": "#E69F00",
-    "allreduce": "#D55E00",
-    "apply": "#CC79A7",
-}
-"""Every stage has one colour in all pictures; the same as in those of the bench."""
-OTHER_STAGE = "#999999"
 
 
 def _step(run: Run) -> NDArray[Any]:
@@ -75,7 +61,40 @@ def loss(groups: Sequence[Group], over: Over) -> LinePanel:
 
 def accuracy(groups: Sequence[Group], over: Over, target: float | None = None) -> LinePanel:
     """Held-out accuracy over steps, time or words."""
-    name, x_label, column, of = over
+    name, x_label, column, _ = over
+    return LinePanel(
+        f"accuracy-over-{name}",
+        f"Held-out accuracy over {_short(name)}",
+        "a band spans the seeds",
+        x_label,
+        "held-out accuracy",
+        (column, "accuracy"),
+        _evaluated(groups, over, "accuracy"),
+        levels=() if target is None else (Level(target, f"target {100 * target:.4g}%"),),
+        log_x=over is WORDS,
+        percent=True,
+        marks=True,
+    )
+
+
+def held_out_loss(groups: Sequence[Group], over: Over) -> LinePanel:
+    """Held-out loss over steps, time or words."""
+    name, x_label, column, _ = over
+    return LinePanel(
+        f"held-out-loss-over-{name}",
+        f"Held-out loss over {_short(name)}",
+        "a band spans the seeds",
+        x_label,
+        "held-out loss",
+        (column, "loss"),
+        _evaluated(groups, over, "loss"),
+        log_x=over is WORDS,
+        marks=True,
+    )
+
+
+def _evaluated(groups: Sequence[Group], over: Over, of: str) -> tuple[Line, ...]:
+    """A line of each group's evaluations, by their column `of`."""
     lines = []
     for group in groups:
         runs = [run for run in group.runs if len(run.evaluations["step"]) and run.count]
@@ -85,23 +104,12 @@ def accuracy(groups: Sequence[Group], over: Over, target: float | None = None) -
         x, y = np.full((len(runs), count), np.nan), np.full((len(runs), count), np.nan)
         for row, run in enumerate(runs):
             steps = run.evaluations["step"]
-            x[row, : len(steps)] = run.at_steps(of(run), steps)
-            y[row, : len(steps)] = run.evaluations["accuracy"]
+            x[row, : len(steps)] = run.at_steps(over[3](run), steps)
+            y[row, : len(steps)] = run.evaluations[of]
         if (line := line_of(group, x, y)) is not None:
             lines.append(line)
-    return LinePanel(
-        f"accuracy-over-{name}",
-        f"Held-out accuracy over {_short(name)}",
-        "a band spans the seeds",
-        x_label,
-        "held-out accuracy",
-        (column, "accuracy"),
-        tuple(line for line in lines if over is not WORDS or line.x[-1] > 0),
-        levels=() if target is None else (Level(target, f"target {100 * target:.4g}%"),),
-        log_x=over is WORDS,
-        percent=True,
-        marks=True,
-    )
+    # words of a rank alone are zero: there is no such axis
+    return tuple(line for line in lines if over is not WORDS or line.x[-1] > 0)
 
 
 def final_accuracy(groups: Sequence[Group]) -> DotPanel:
@@ -221,62 +229,6 @@ def measure(groups: Sequence[Group], column: str) -> LinePanel:
         ("step", column),
         tuple(lines),
         tuple(Level(float(size), f"P = {size}") for size in sizes),
-    )
-
-
-def time_parts(groups: Sequence[Group]) -> BarPanel:
-    """What a step of each group spends its time on."""
-    shown = [group for group in groups if group.mean("step_seconds")]
-    parts = {part: [group.mean(f"part_{part}_seconds") or 0.0 for group in shown] for part in PARTS}
-    return BarPanel(
-        "time-by-part",
-        "Time of a step",
-        "compute: forward, backward, optimizer; selection: what the reduction does in a rank's own memory; "
-        "communication: the rest of it; combined: both in one stream of kernels; data: waiting for a batch",
-        "ms",
-        tuple(shown),
-        {part: values for part, values in parts.items() if any(values)},
-        PARTS,
-    )
-
-
-def time_stages(groups: Sequence[Group]) -> BarPanel:
-    """What the reduction of each group spends its time on."""
-    stages = dict.fromkeys(stage for group in groups for run in group.runs for stage in run.stages)
-    ordered = [stage for stage in STAGES if stage in stages] + [s for s in stages if s not in STAGES]
-    shown = [group for group in groups if any(group.mean(f"stage_{stage}_seconds") for stage in ordered)]
-    return BarPanel(
-        "time-by-stage",
-        "Time of the reduction, by stage",
-        "mean over the steps and the ranks",
-        "ms",
-        tuple(shown),
-        {stage: [group.mean(f"stage_{stage}_seconds") or 0.0 for group in shown] for stage in ordered},
-        {stage: STAGES.get(stage, OTHER_STAGE) for stage in ordered},
-    )
-
-
-def scaling(groups: Sequence[Group]) -> LinePanel:
-    """Samples per second over the number of ranks, a line for each method."""
-    methods: dict[str, list[Group]] = {}
-    for group in groups:
-        if group.mean("samples_per_second"):
-            methods.setdefault(group.method, []).append(group)
-    lines = []
-    for members in methods.values():
-        x = np.array([float(group.ranks) for group in members])
-        rates = [group.values("samples_per_second") for group in members]
-        y, low, high = (np.array([of(values) for values in rates]) for of in (np.mean, np.min, np.max))
-        lines.append(Line(members[0], title_of(members[0].method), x, y, low, high))
-    return LinePanel(
-        "throughput",
-        "Throughput",
-        "samples per second of all ranks together, by the mean step, exact steps included",
-        "ranks",
-        "samples / s",
-        ("ranks", "samples_per_second"),
-        tuple(lines),
-        marks=True,
     )
 
 

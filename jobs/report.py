@@ -26,15 +26,17 @@ import numpy as np
 from numpy.typing import NDArray
 from tabulate import tabulate
 
-from jobs import pictures
+from jobs import pictures, time_pictures
 from jobs.bench_document import BenchError
 from jobs.bench_figures import report_bench
 from jobs.figures import draw_overview
-from jobs.groups import Group, group_runs
-from jobs.page import MISSING, Claim, Section, render
+from jobs.groups import Group, group_runs, reads_text
+from jobs.page import MISSING, Claim, Section, Table, render
 from jobs.runfile import PHASES, RunFileError
+from jobs.speed_tables import speed_tables
 from jobs.summary import Run, figures, read_readable
-from jobs.tables import method_figures, methods_table, regions_table, throughput_table
+from jobs.sweep_table import sweep_rows, sweep_table, swept
+from jobs.tables import method_figures, methods_table, regions_table
 
 INDENT = "\x01"  # tabulate would strip blanks
 PAGE = "index.html"
@@ -47,6 +49,7 @@ def report(
     *,
     regions: Sequence[str | Path] = (),
     throughput: Sequence[str | Path] = (),
+    sweep: Sequence[str | Path] = (),
     target: float | None = None,
     title: str = "",
     claims: Sequence[Claim] = (),
@@ -55,8 +58,8 @@ def report(
     """Write the page, the picture and the CSV files into folder, which is made if need be.
 
     Args:
-        paths: run files; regions: of runs that are compared by the balance of their regions alone; throughput: by
-            their speed alone.
+        paths: run files; sweep: of Ok-Topk with other settings than in paths; regions: of runs that are compared by the
+            balance of their regions alone; throughput: by their speed alone.
         folder: made if need be.
         target: an accuracy to which times are taken.
         title: the page's heading.
@@ -71,7 +74,8 @@ def report(
     runs, problems = read_readable(paths)
     cut, cut_problems = read_readable(regions)
     fast, slow_problems = read_readable(throughput)
-    problems += cut_problems + slow_problems
+    others, other_problems = read_readable(sweep)
+    problems += other_problems + cut_problems + slow_problems
     if not runs and not cut and not fast:
         raise RunFileError("; ".join(problems) or "no run file was named")
     groups, cut_groups, fast_groups = group_runs(runs), group_runs(cut), group_runs(fast)
@@ -82,10 +86,12 @@ def report(
     folder = Path(folder)
     try:
         (folder / SERIES).mkdir(parents=True, exist_ok=True)
-        for run in runs + cut + fast:
+        for run in runs + others + cut + fast:
             _write_series(run, folder / SERIES)
-        _write_rows([figures(run) for run in runs + cut + fast], folder / "summary.csv")
+        _write_rows([figures(run) for run in runs + others + cut + fast], folder / "summary.csv")
         _write_rows([method_figures(group, target) for group in every], folder / "methods.csv")
+        if rows := swept(runs, others):
+            _write_rows(sweep_rows(rows), folder / "sweep.csv")
         for panel in (panel for section in sections for panel in section.panels):
             _write_rows(panel.rows(), folder / f"{panel.name}.csv")
         if groups:
@@ -98,12 +104,8 @@ def report(
         page = render(
             title or "Runs compared",
             groups=shown,
-            besides=[group for group in every if group not in shown],
-            tables=[
-                *([methods_table(groups, target)] if groups else []),
-                *([regions_table(cut_groups)] if cut_groups else []),
-                *([throughput_table(fast_groups)] if fast_groups else []),
-            ],
+            besides=[*group_runs(others), *(group for group in every if group not in shown)],
+            tables=tables({"train": runs, "sweep": others, "regions": cut, "speed": fast}, target),
             sections=sections,
             notes=[*said, *notes_besides],
             claims=claims,
@@ -114,11 +116,30 @@ def report(
     return "\n".join([closing_table(shown), *said])
 
 
+def tables(runs: Mapping[str, Sequence[Run]], target: float | None) -> list[Table]:
+    """The tables of a report, those with nothing to show left out.
+
+    Args:
+        runs: "train", "sweep", "regions" and "speed" -> runs of that kind, see report().
+        target: an accuracy to which times are taken.
+    """
+    groups, found = group_runs(runs["train"]), []
+    if groups:
+        found.append(methods_table(groups, target))
+    if rows := swept(runs["train"], runs["sweep"]):
+        dense = next((group for group in groups if group.method == "dense"), None)
+        found.append(sweep_table(rows, dense))
+    if runs["regions"]:
+        found.append(regions_table(group_runs(runs["regions"])))
+    return found + speed_tables(group_runs(runs["speed"]))
+
+
 def _sections(groups: Sequence[Group], fast: Sequence[Group], target: float | None) -> list[Section]:
     """The pictures of the page; those with nothing to show are left out."""
     over = (pictures.STEPS, pictures.TIME, pictures.WORDS)
-    several = len({group.ranks for group in fast}) > 1
+    losses = [pictures.held_out_loss(groups, each) for each in over] if reads_text(groups) else []
     sections = [
+        Section("Held-out loss", losses),
         Section(
             "Held-out accuracy",
             [*(pictures.accuracy(groups, each, target) for each in over), pictures.final_accuracy(groups)],
@@ -126,8 +147,8 @@ def _sections(groups: Sequence[Group], fast: Sequence[Group], target: float | No
         Section(
             "Training loss", [*(pictures.loss(groups, each) for each in over), pictures.learning_rate(groups)]
         ),
-        Section("Where the time goes", [pictures.time_parts(groups), pictures.time_stages(groups)]),
-        Section("Throughput", [pictures.scaling(fast)] if several else []),
+        Section("Where the time goes", [time_pictures.time_parts(groups), time_pictures.time_stages(groups)]),
+        Section("Speed", time_pictures.speed(fast)),
         Section(
             "Volume and selection",
             [

@@ -8,9 +8,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from jobs.groups import Group
+from jobs.groups import Group, reads_text
 from jobs.page import MISSING, Cell, Table
-from jobs.style import title_of
 
 Figures = dict[str, Any]
 ERROR_RATES = {"word_error_rate": "WER", "character_error_rate": "CER"}
@@ -39,7 +38,7 @@ def method_figures(group: Group, target: float | None = None) -> Figures:
         "held_out_accuracy_least": min(group.values("held_out_accuracy"), default=None),
         "held_out_accuracy_largest": max(group.values("held_out_accuracy"), default=None),
     }
-    for name in ERROR_RATES:
+    for name in (*ERROR_RATES, "held_out_loss"):
         rates = group.values(name)
         result[name], result[f"{name}_deviation"] = group.mean(name), group.spread(name)
         result[f"{name}_least"], result[f"{name}_largest"] = (
@@ -47,7 +46,6 @@ def method_figures(group: Group, target: float | None = None) -> Figures:
             max(rates, default=None),
         )
     for name in (
-        "held_out_loss",
         "steps",
         "words",
         "words_sparse_steps",
@@ -74,6 +72,7 @@ def method_figures(group: Group, target: float | None = None) -> Figures:
         "training_seconds",
     ):
         result[name] = group.mean(name)
+    result["batch_size"] = group.runs[0].info.batch_size
     for name in ("xi_largest", "region_balance_largest"):
         result[name] = max(group.values(name), default=None)
     if target is not None:
@@ -86,24 +85,24 @@ def method_figures(group: Group, target: float | None = None) -> Figures:
 
 
 def methods_table(groups: Sequence[Group], target: float | None = None) -> Table:
-    """Accuracy (of speech its error rates), time to the target, words and times of each group."""
+    """Accuracy (of speech its error rates, of text its loss too), time to the target, words and times of each group."""
     speech = any(group.values("character_error_rate") for group in groups)
     columns: list[Column] = [
-        (Cell("Method"), lambda group, row: Cell(group.label, _runs(group), group.colour)),
-        *(SPEECH if speech else ACCURACY),
+        (Cell("Method"), lambda group, row: Cell(group.label, runs_in_words(group), group.colour)),
+        *(SPEECH if speech else (*LOSS, *ACCURACY) if reads_text(groups) else ACCURACY),
     ]
     if target is not None:
         head = f"To WER {1 - target:.4g}" if speech else f"To {100 * target:.4g}%"
         columns.append((Cell(head, "training time"), lambda group, row: _to_target(row)))
     columns += [
-        (Cell("Words", "per rank and step"), lambda group, row: _words(row)),
-        (Cell("Step, ms", "mean; median"), lambda group, row: _step(row)),
-        (Cell("Compute", "ms"), lambda group, row: Cell(_ms(row["part_compute_seconds"]))),
-        (Cell("Selection", "ms"), lambda group, row: Cell(_ms(row["part_selection_seconds"]))),
+        (Cell("Words", "per rank and step"), lambda group, row: words_cell(row)),
+        (Cell("Step, ms", "mean; median"), lambda group, row: step_cell(row)),
+        (Cell("Compute", "ms"), lambda group, row: Cell(milliseconds(row["part_compute_seconds"]))),
+        (Cell("Selection", "ms"), lambda group, row: Cell(milliseconds(row["part_selection_seconds"]))),
         (Cell("Exchange", "ms"), lambda group, row: _exchange(row)),
         (Cell("Data", "of a step"), lambda group, row: _data(row)),
-        (Cell("|nnz−k|/k", "global; local"), lambda group, row: _deviation(row)),
-        (Cell("ξ", "mean; largest"), lambda group, row: _xi(row)),
+        (Cell("|nnz−k|/k", "global; local"), lambda group, row: deviation_cell(row)),
+        (Cell("ξ", "mean; largest"), lambda group, row: xi_cell(row)),
     ]
     rows = []
     for group in groups:
@@ -113,7 +112,7 @@ def methods_table(groups: Sequence[Group], target: float | None = None) -> Table
         "Methods",
         [head for head, _ in columns],
         rows,
-        note="Accuracy and error rates: mean over the seeds ± sample standard deviation. Times leave out the first "
+        note="Accuracy, error rates and loss: mean over the seeds ± sample standard deviation. Times leave out the first "
         "steps, evaluations and measurements. Both: selection and exchange in one stream of kernels. Words: "
         "payload; a share is that of a dense allreduce, 2n(P−1)/P.",
     )
@@ -131,8 +130,8 @@ def regions_table(groups: Sequence[Group]) -> Table:
                 Cell("balanced by nnz" if balanced else "of equal length", colour=group.colour),
                 Cell(_ratio(figures["region_balance"]), "" if largest is None else f"at most {largest:.2f}"),
                 Cell(_ratio(figures["words_balance"])),
-                _words(figures),
-                _step(figures),
+                words_cell(figures),
+                step_cell(figures),
             ]
         )
     heads = [
@@ -151,36 +150,6 @@ def regions_table(groups: Sequence[Group]) -> Table:
     )
 
 
-def throughput_table(groups: Sequence[Group]) -> Table:
-    """Samples per second and step time of each method on each number of ranks."""
-    sizes = sorted({group.ranks for group in groups})
-    methods: dict[str, dict[int, Group]] = {}
-    for group in groups:
-        methods.setdefault(group.method, {})[group.ranks] = group
-    rows = []
-    for by_ranks in methods.values():
-        first = next(iter(by_ranks.values()))
-        row = [Cell(title_of(first.method), colour=first.colour)]
-        for size in sizes:
-            there = by_ranks.get(size)
-            rate = there.mean("samples_per_second") if there else None
-            step = there.mean("step_seconds") if there else None
-            row.append(
-                Cell(
-                    MISSING if rate is None else f"{rate:,.0f}",
-                    "" if step is None else f"{step * 1e3:.2f} ms",
-                )
-            )
-        rows.append(row)
-    heads = [
-        Cell("Method"),
-        *(Cell(f"{size} rank{'' if size == 1 else 's'}", "samples / s") for size in sizes),
-    ]
-    return Table(
-        "Throughput", heads, rows, note="By the mean step, exact steps included; no evaluations in between."
-    )
-
-
 def markdown(table: Table) -> str:
     """The table for a Markdown file."""
     heads = [_one_line(cell) for cell in table.heads]
@@ -194,7 +163,8 @@ def _one_line(cell: Cell) -> str:
     return f"{text} ({cell.small})" if cell.small else text
 
 
-def _runs(group: Group) -> str:
+def runs_in_words(group: Group) -> str:
+    """How many seeds a group has, and how many of its runs are unfinished."""
     unfinished = sum(not run.complete for run in group.runs)
     seeds = len({run.info.seed for run in group.runs})
     words = f"{seeds} seeds" if seeds > 1 else ""
@@ -215,7 +185,8 @@ def _accuracy(row: Figures) -> Cell:
     )
 
 
-def _error_rate(name: str, group: Group, row: Figures) -> Cell:
+def spread_cell(name: str, group: Group, row: Figures) -> Cell:
+    """A figure of method_figures with its deviation and extremes over the seeds."""
     mean, spread = row[name], row[f"{name}_deviation"]
     if mean is None:
         return Cell(MISSING)
@@ -232,7 +203,8 @@ def _to_target(row: Figures) -> Cell:
     return Cell(f"{row['seconds_to_target']:,.1f} s", f"{share}{row['steps_to_target']:,.0f} steps")
 
 
-def _words(row: Figures) -> Cell:
+def words_cell(row: Figures) -> Cell:
+    """Words of a step, and their share of dense ones."""
     if row["words"] is None:
         return Cell(MISSING)
     share = row["share_of_dense"]
@@ -243,13 +215,17 @@ def _ratio(value: float | None) -> str:
     return MISSING if value is None else f"{value:.2f}"
 
 
-def _step(row: Figures) -> Cell:
-    return Cell(_ms(row["step_seconds"]), _ms(row["step_seconds_median"]))
+def step_cell(row: Figures) -> Cell:
+    """Mean and median of a step."""
+    return Cell(milliseconds(row["step_seconds"]), milliseconds(row["step_seconds_median"]))
 
 
 def _exchange(row: Figures) -> Cell:
     combined = row["part_combined_seconds"]
-    return Cell(_ms(row["part_communication_seconds"]), f"+ {_ms(combined)} both" if combined else "")
+    return Cell(
+        milliseconds(row["part_communication_seconds"]),
+        f"+ {milliseconds(combined)} both" if combined else "",
+    )
 
 
 def _data(row: Figures) -> Cell:
@@ -257,13 +233,15 @@ def _data(row: Figures) -> Cell:
     return Cell(MISSING if not step else f"{(data or 0.0) / step:.1%}")
 
 
-def _deviation(row: Figures) -> Cell:
+def deviation_cell(row: Figures) -> Cell:
+    """How far nnz is from k, globally and locally."""
     both = row["global_nnz_deviation"], row["local_nnz_deviation"]
     texts = [MISSING if value is None else f"{value:.1%}" for value in both]
     return Cell(texts[0], "" if both[1] is None else texts[1])
 
 
-def _xi(row: Figures) -> Cell:
+def xi_cell(row: Figures) -> Cell:
+    """ξ, mean and largest."""
     if row["xi"] is None:
         return Cell(MISSING)
     return Cell(f"{row['xi']:.2f}", f"{row['xi_largest']:.2f}")
@@ -272,10 +250,12 @@ def _xi(row: Figures) -> Cell:
 ACCURACY: tuple[Column, ...] = (
     (Cell("Accuracy", "held out, at the end"), lambda group, row: _accuracy(row)),
 )
+LOSS: tuple[Column, ...] = ((Cell("Loss", "held out, at the end"), partial(spread_cell, "held_out_loss")),)
 SPEECH: tuple[Column, ...] = tuple(
-    (Cell(head, "held out, at the end"), partial(_error_rate, name)) for name, head in ERROR_RATES.items()
+    (Cell(head, "held out, at the end"), partial(spread_cell, name)) for name, head in ERROR_RATES.items()
 )
 
 
-def _ms(seconds: float | None) -> str:
+def milliseconds(seconds: float | None) -> str:
+    """A duration without its unit."""
     return MISSING if seconds is None else f"{seconds * 1e3:.2f}" if seconds < 0.1 else f"{seconds * 1e3:.1f}"

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from data.image_file import ImageFileWriter
 from jobs.budget import RUN_SECONDS, START_SECONDS, Pace
 from jobs.claims import region_claim, sparse_claims, speech_claims
-from jobs.configfile import validate
-from jobs.experiment import LEFT, describe, main, measured_pace, parse, plan, planned_files, shortened
+from jobs.config import Config
+from jobs.configfile import ConfigError, apply_overrides, validate
+from jobs.experiment import LEFT, main
+from jobs.experiment_options import parse
+from jobs.experiment_plan import describe, measured_pace, plan, planned_files, shortened
 from jobs.experiment_report import write_report
+from jobs.experiment_worker import main as work
 from jobs.experiments import EXPERIMENTS, KINDS, Trial, trials
 from jobs.groups import group_runs
 from jobs.runfile import RunFileError
 from jobs.runreader import RunReader
 from jobs.summary import read_runs
+from jobs.workloads import Workload, build_workload
 from tests.test_report import K, rows, write_run
 
 ROOT = Path(__file__).parent.parent
@@ -155,6 +164,31 @@ def test_a_stopped_experiment_goes_on_from_its_checkpoint(tmp_path: Path) -> Non
         assert reader.steps()["step"].tolist() == list(range(1, 401))
 
 
+def test_nothing_of_a_run_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = parse([*small(tmp_path), "--ranks", "1", "--epochs", "1", "--seeds", "1", "--speed-steps", "0"])
+    first = plan(VGG, options)[0]
+    entries: list[dict[str, Any]] = []
+    networks: list[weakref.ref[Any]] = []
+    for method in ("oktopk", "dense-ovlp", "ddp"):
+        changed = [f"reduction.method={method}", f"run.file={tmp_path / method}.h5", "run.measure_every=0"]
+        document = apply_overrides(first.document, changed)
+        entries.append({"trial": dataclasses.asdict(first.trial), "document": document, "name": method})
+
+    def build(config: Config, **others: Any) -> Workload:
+        assert not [network for network in networks if network() is not None]
+        workload = build_workload(config, **others)
+        networks.append(weakref.ref(workload.model))
+        return workload
+
+    monkeypatch.setattr("jobs.experiment_worker.build_workload", build)
+    paths = [tmp_path / "plan.json", tmp_path / "outcome.json"]
+    paths[0].write_text(
+        json.dumps({"deadline": None, "guesses": {"train": 1.0}, "measured": [], "trials": entries})
+    )
+    assert work(list(map(str, paths)), comm=MPI.COMM_SELF) == 0, paths[1].read_text()
+    assert [network() for network in networks] == [None] * 3
+
+
 def planned_trials(**replaced: object) -> list[Trial]:
     given = {
         "ranks": 4,
@@ -187,15 +221,20 @@ def test_the_table_is_the_one_that_was_promised() -> None:
 def test_a_shortened_run_keeps_the_shape_of_its_schedule() -> None:
     document = {
         "schedule": {"name": "step", "unit": "epochs", "warmup": 10, "milestones": [80, 120]},
+        "reduction": {"dense_warmup_steps": 512},
         "training": {"epochs": 160},
     }
-    short = shortened(document, 20)
+    short = shortened(document, "epochs", 20)
     assert short["schedule"]["warmup"] == 1.25
     assert short["schedule"]["milestones"] == [10.0, 15.0]
     assert validate(short).training.epochs == 20
     assert document["training"] == {"epochs": 160}
-    in_steps = shortened({**document, "schedule": {"warmup": 10, "unit": "steps"}}, 20)
-    assert in_steps["schedule"] == {"warmup": 10, "unit": "steps"}
+    assert short["reduction"] == {"dense_warmup_steps": 64}
+    in_steps = {**document, "schedule": {"warmup": 10, "unit": "steps"}}
+    assert shortened(in_steps, "epochs", 20)["schedule"] == {"warmup": 1.25, "unit": "steps"}
+    assert shortened(in_steps, "epochs", 20, {"schedule.warmup"})["schedule"] == in_steps["schedule"]
+    with pytest.raises(ConfigError, match="--steps 20: this experiment counts in epochs: give --epochs"):
+        shortened(document, "steps", 20)
 
 
 def trial(method: str, ranks: int = 4, kind: str = "train") -> Trial:
@@ -220,7 +259,7 @@ def test_the_plan_says_what_fits(tmp_path: Path) -> None:
     options = parse([*small(tmp_path), "--speed-ranks", "1", "--epoch-seconds", "10"])
     planned = plan(VGG, options)
     pace = measured_pace(VGG, options, planned)
-    assert pace.guesses == dict.fromkeys(KINDS, RUN_SECONDS + 20)
+    assert pace.guesses == dict.fromkeys(("train", "speed"), RUN_SECONDS + 20)
     run = RUN_SECONDS + 20
     table = describe(planned, pace, START_SECONDS + 2.5 * run)
     assert table.endswith(
@@ -283,7 +322,9 @@ def test_the_balance_of_regions_stands_in_every_form_of_the_report(tmp_path: Pat
 
     files = [regions("balanced", True, 1.08), regions("equal", False, 2.5)]
     experiment = EXPERIMENTS["lstm"]
-    said = write_report(experiment, {"train": [], "regions": files, "speed": []}, tmp_path / "out", "it", {})
+    said = write_report(
+        experiment, {**{key: [] for key in KINDS}, "regions": files}, tmp_path / "out", "it", {}
+    )
     text = (tmp_path / "out" / "results.md").read_text()
     for row in (r"balanced by nnz +\| +1\.08 \(at most 1\.08\) +\| +1\.10", r"of equal length +\| +2\.50"):
         assert re.search(row, text) and re.search(row, said)

@@ -38,10 +38,14 @@ def write_run(
     ranks: int = 4,
     dense_steps: int = 0,
     status: str = "complete",
+    batch: int = 16,
+    held_out_loss: float = 0.5,
     **replaced: NDArray[Any],
 ) -> Path:
     """A run whose figures can be worked out by hand: constant but for the loss and the first step's time."""
-    config = json.dumps({"training": {"seed": seed}, "reduction": {"method": method, **(settings or {})}})
+    config = json.dumps(
+        {"training": {"seed": seed, "batch_size": batch}, "reduction": {"method": method, **(settings or {})}}
+    )
     info = RunInfo(
         config,
         '{"python": "3.11"}',
@@ -49,7 +53,7 @@ def write_run(
         ranks,
         LENGTH,
         K,
-        16,
+        batch,
         seed,
         "here",
         "0123456789abcdef",
@@ -76,8 +80,10 @@ def write_run(
     with RunFile(path, info) as file:
         if steps:
             file.append_steps(columns, {"select": columns["seconds_reduction"]})
-            file.append_evaluation(**{**dict.fromkeys(EVALUATION_COLUMNS, 0.0), "accuracy": 0.5, "step": 1})
+            first = {**dict.fromkeys(EVALUATION_COLUMNS, 0.0), "loss": 1.0, "accuracy": 0.5, "step": 1}
+            file.append_evaluation(**first)
             last = {
+                "loss": held_out_loss,
                 "accuracy": accuracy,
                 "character_error_rate": character_error_rate,
                 "step": steps,

@@ -14,7 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
-from jobs import panels, pictures
+from jobs import panels, pictures, time_pictures
 from jobs.bench_figures import LINES, STAGES
 from jobs.figures import PAGE, draw, svg
 from jobs.groups import differences, group_runs
@@ -245,7 +245,7 @@ def test_losses_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
 
 def test_throughput_is_that_of_the_median_step(tmp_path: Path) -> None:
     paths = [write_run(tmp_path / f"{ranks}.h5", ranks=ranks) for ranks in (1, 2, 4)]
-    (line,) = pictures.scaling(group_runs(read_runs(paths))).lines
+    (line,) = time_pictures.scaling(group_runs(read_runs(paths))).lines
     assert line.label == "Ok-Topk"
     assert line.x.tolist() == [1.0, 2.0, 4.0]
     assert line.y == pytest.approx(16 * line.x / 0.006)
@@ -298,7 +298,7 @@ def test_speech_is_told_by_its_error_rates(tmp_path: Path) -> None:
 def test_a_method_has_one_colour_everywhere() -> None:
     assert {name: METHODS[name][1] for name in LINES} == {name: colour for name, (colour, _) in LINES.items()}
     assert len({colour for _, colour, _ in METHODS.values()}) == len(METHODS)
-    assert {name: STAGES[name] for name in pictures.STAGES} == pictures.STAGES
+    assert {name: STAGES[name] for name in time_pictures.STAGES} == time_pictures.STAGES
 
 
 def test_the_command_takes_throughput_runs_alone(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""What Ok-Topk is to show beside dense where a language is learnt: losses of held-out masked words, and time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jobs.claims import NotMeasured, claim, figure, only, step_claim, volume_claims
+from jobs.groups import Group, by_batch
+from jobs.page import Claim
+from jobs.style import title_of
+from jobs.summary import Run
+
+if TYPE_CHECKING:
+    from jobs.experiments import Experiment
+
+LOSS_MARGIN = 0.01  # of dense's loss, that a sparse method may lose
+FASTER = 2.0  # than NCCL's flat allreduce, in training
+
+
+def language_claims(experiment: Experiment, groups: Sequence[Group], fast: Sequence[Group]) -> list[Claim]:
+    """The claims on loss, volume and time; those on time for each size of batches that speeds were compared at."""
+    dense, oktopk = only(groups, "dense"), only(groups, "oktopk")
+    claims = [
+        claim(
+            f"Ok-Topk's held-out loss is at most {LOSS_MARGIN:.0%} above dense's after as many steps, means over the seeds",
+            lambda: (
+                (
+                    figure(oktopk, "held_out_loss") / figure(dense, "held_out_loss") - 1,
+                    figure(oktopk, "held_out_loss"),
+                    figure(dense, "held_out_loss"),
+                ),
+                figure(oktopk, "held_out_loss") <= (1 + LOSS_MARGIN) * figure(dense, "held_out_loss"),
+            ),
+            "{:+.2%}: {:.4f} and {:.4f}",
+        ),
+        *(_sooner(oktopk, only(groups, method), method) for method in ("dense", "dense-ovlp")),
+        *volume_claims(groups),
+    ]
+    for batch, alike in (by_batch(fast) or {0: []}).items():
+        where = f", batches of {batch}" if batch else ""
+        claims += [_reduction_claim(alike, where), step_claim(alike, where)]
+    return claims
+
+
+def _sooner(oktopk: Group | None, dense: Group | None, method: str) -> Claim:
+    def measure() -> tuple[tuple[float, ...], bool]:
+        if oktopk is None or dense is None:
+            raise NotMeasured
+        seconds = min(_ended(oktopk), _ended(dense))
+        sparse_loss, dense_loss = _loss_after(oktopk, seconds), _loss_after(dense, seconds)
+        return (seconds, sparse_loss, dense_loss), sparse_loss < dense_loss
+
+    return claim(
+        f"Ok-Topk's held-out loss is below {title_of(method)}'s in equal time: when the faster of the two has ended, the "
+        "other one being as far in its schedule as it got",
+        measure,
+        "after {:.1f} s of training {:.4f} and {:.4f}",
+    )
+
+
+def _ended(group: Group) -> float:
+    return figure(group, "training_seconds")
+
+
+def _loss_after(group: Group, seconds: float) -> float:
+    """The held-out loss after some training time, on a straight line between two evaluations; mean over the runs."""
+    return float(np.mean([np.interp(seconds, *_losses(run)) for run in group.counted]))
+
+
+def _losses(run: Run) -> tuple[np.ndarray, np.ndarray]:
+    if not len(run.evaluations["step"]):
+        raise NotMeasured
+    return run.at_steps(run.training_seconds, run.evaluations["step"]), run.evaluations["loss"]
+
+
+def _reduction_claim(fast: Sequence[Group], where: str) -> Claim:
+    """Whole reductions against each other: also what Ok-Topk selects, and NCCL converts, is in them."""
+    size = max((group.ranks for group in fast), default=0)
+    widest = [group for group in fast if group.ranks == size]
+    oktopk, nccl = only(widest, "oktopk"), only(widest, "nccl")
+    kind = "" if nccl is None else nccl.runs[0].config["reduction"].get("gradient_type") or "float32"
+
+    def measure() -> tuple[tuple[float, ...], bool]:
+        taken, flat = figure(oktopk, "reduction_seconds"), figure(nccl, "reduction_seconds")
+        return (flat / taken, 1e3 * taken, 1e3 * flat), flat >= FASTER * taken
+
+    return claim(
+        f"in training Ok-Topk's reduction, selection included, is at least {FASTER:.0f} times faster than NCCL's flat "
+        f"allreduce{f' of {kind}' if kind else ''}{where}",
+        measure,
+        "{:.2f} times: {:.2f} and {:.2f} ms",
+    )

@@ -1,0 +1,116 @@
+"""The tables of speed: samples per second over the ranks, and what a step of each method is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jobs.groups import Group, by_batch, on_most_ranks
+from jobs.page import MISSING, Cell, Table
+from jobs.style import title_of
+from jobs.tables import Figures, milliseconds, step_cell
+
+PHASES = ("forward", "backward", "reduction", "optimizer", "data")
+
+
+def speed_tables(groups: Sequence[Group]) -> list[Table]:
+    """Tables of runs that are compared by their speed, for each size of batches."""
+    tables = []
+    batches = by_batch(groups)
+    for batch, alike in batches.items():
+        where = f", batches of {batch}" if len(batches) > 1 else ""
+        if len({group.ranks for group in alike}) > 1:
+            tables.append(throughput_table(alike, where))
+        tables.append(steps_table(on_most_ranks(alike), where))
+    return tables
+
+
+def throughput_table(groups: Sequence[Group], where: str = "") -> Table:
+    """Samples per second and step time of each method on each number of ranks; where: what the groups have in common."""
+    sizes = sorted({group.ranks for group in groups})
+    methods: dict[str, dict[int, Group]] = {}
+    for group in groups:
+        methods.setdefault(group.method, {})[group.ranks] = group
+    rows = []
+    for by_ranks in methods.values():
+        first = next(iter(by_ranks.values()))
+        row = [Cell(title_of(first.method), colour=first.colour)]
+        for size in sizes:
+            there = by_ranks.get(size)
+            rate = there.mean("samples_per_second") if there else None
+            step = there.mean("step_seconds") if there else None
+            row.append(
+                Cell(
+                    MISSING if rate is None else f"{rate:,.0f}",
+                    "" if step is None else f"{step * 1e3:.2f} ms",
+                )
+            )
+        rows.append(row)
+    heads = [
+        Cell("Method"),
+        *(Cell(f"{size} rank{'' if size == 1 else 's'}", "samples / s") for size in sizes),
+    ]
+    return Table(
+        f"Throughput{where}",
+        heads,
+        rows,
+        note="By the mean step, exact steps included; no evaluations in between.",
+    )
+
+
+def steps_table(groups: Sequence[Group], where: str = "") -> Table:
+    """Phases of a step and stages of its reduction, and both beside NCCL's where that was measured.
+
+    Args:
+        groups: on one number of ranks, one or more.
+        where: what they have in common, in words.
+    """
+    nccl = next((group for group in groups if group.method == "nccl"), None)
+    heads = [
+        Cell("Method"),
+        Cell("Samples / s"),
+        Cell("Step, ms", "mean; median"),
+        *(Cell(phase.capitalize(), "ms; by stage" if phase == "reduction" else "ms") for phase in PHASES),
+    ]
+    if nccl is not None:
+        heads += [Cell("NCCL / step"), Cell("NCCL / reduction")]
+    rows = [_steps_row(group, nccl) for group in groups]
+    return Table(
+        f"A step on {groups[0].ranks} rank{'' if groups[0].ranks == 1 else 's'}{where}",
+        heads,
+        rows,
+        note="Reduction: from the gradients that backward left to the mean that the optimizer sees, selection, exact thresholds "
+        "and conversions included; what DenseOvlp and DDP do behind backward is in backward. NCCL / …: how many times "
+        "faster than one flat allreduce by NCCL in the same type.",
+    )
+
+
+def _steps_row(group: Group, nccl: Group | None) -> list[Cell]:
+    figures: Figures = {
+        name: group.mean(name)
+        for name in (
+            "samples_per_second",
+            "step_seconds",
+            "step_seconds_median",
+            *(f"{p}_seconds" for p in PHASES),
+        )
+    }
+    rate = figures["samples_per_second"]
+    row = [
+        Cell(group.label, colour=group.colour),
+        Cell(MISSING if rate is None else f"{rate:,.0f}"),
+        step_cell(figures),
+    ]
+    for phase in PHASES:
+        small = _stages(group) if phase == "reduction" else ""
+        row.append(Cell(milliseconds(figures[f"{phase}_seconds"]), small))
+    if nccl is not None:
+        for name in ("step_seconds", "reduction_seconds"):
+            theirs, own = nccl.mean(name), figures[name]
+            row.append(Cell(f"{theirs / own:.2f}" if theirs and own else MISSING))
+    return row
+
+
+def _stages(group: Group) -> str:
+    stages = dict.fromkeys(stage for run in group.runs for stage in run.stages)
+    means = {stage: group.mean(f"stage_{stage}_seconds") for stage in stages}
+    return ", ".join(f"{stage} {milliseconds(seconds)}" for stage, seconds in means.items() if seconds)

@@ -1,0 +1,177 @@
+"""The experiment on text: a small one by one command, and what its parts make of runs worked out by hand."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jobs.configfile import validate
+from jobs.experiment import main
+from jobs.experiment_options import parse
+from jobs.experiment_plan import measured_pace, plan
+from jobs.experiments import EXPERIMENTS
+from jobs.groups import group_runs
+from jobs.language_claims import language_claims
+from jobs.report import report
+from jobs.runreader import RunReader
+from jobs.summary import read_runs
+from tests.documents import write_documents
+from tests.test_report import rows, write_run
+
+BERT = EXPERIMENTS["bert"]
+SWEPT = ["density-0.001", "density-0.05", *(f"threshold_interval-{interval}" for interval in (32, 64, 256))]
+
+
+def planned_settings(tmp_path: Path, *more: str) -> dict[str, tuple[object, ...]]:
+    options = parse(["bert", "--data", "x.h5", "-o", str(tmp_path), "--steps", "2000", *more])
+    configs = {each.trial.name: validate(each.document) for each in plan(BERT, options)}
+    return {
+        name: (
+            config.training.steps,
+            config.training.batch_size,
+            config.reduction.threshold_interval,
+            config.reduction.density,
+        )
+        for name, config in configs.items()
+    }
+
+
+def test_text_is_planned_with_the_seeds_batches_and_settings_of_the_table(tmp_path: Path) -> None:
+    planned = planned_settings(tmp_path)
+    trained = [f"{method}-0" for method in BERT.methods] + ["dense-1", "oktopk-1"]
+    fast = [f"speed-4x{batch}-{method}" for batch in (8, 256) for method in BERT.fast]
+    assert sorted(planned) == sorted([*trained, *fast, *(f"sweep-{name}" for name in SWEPT)])
+    assert {planned[name] for name in trained} == {(2000, 8, 128, 0.01)}
+    assert planned["sweep-threshold_interval-32"] == (2000, 8, 32, 0.01)
+    assert planned["sweep-density-0.05"] == (2000, 8, 128, 0.05)
+    assert planned["speed-4x256-nccl"] == (148, 256, 128, 0.01)
+    # what the runs train with is not trained with again, and the rest is
+    other = planned_settings(tmp_path, "--set", "reduction.threshold_interval=64")
+    assert "sweep-threshold_interval-64" not in other
+    assert other["sweep-threshold_interval-128"] == (2000, 8, 128, 0.01)
+    assert not [name for name in planned_settings(tmp_path, "--no-sweep") if name.startswith("sweep")]
+
+
+def test_settings_reach_every_run_and_a_run_by_steps_keeps_its_shape(tmp_path: Path) -> None:
+    words = ["bert", "--data", "x.h5", "-o", str(tmp_path), "--steps", "2000", "--step-seconds", "0.05"]
+    given = ["training.precision=bfloat16", "reduction.gradient_type=bfloat16", "training.batch_size=32"]
+    options = parse([*words, "--set", *given])
+    planned = plan(BERT, options)
+    for each in planned:
+        config = validate(each.document)
+        assert (config.training.precision, config.reduction.gradient_type) == ("bfloat16", "bfloat16")
+        assert (config.schedule.unit, config.schedule.warmup) == ("run", 0.1)
+        if each.trial.kind != "speed":
+            assert (config.training.batch_size, config.training.eval_every) == (32, 125)
+    pace = measured_pace(BERT, options, planned)
+    work = {each.trial.work for each in planned}
+    assert work == {"train", "speed, batches of 8", "speed, batches of 256"}
+    assert pace.guesses["train"] == pytest.approx(pace.guesses["speed, batches of 8"] + 0.05 * (2000 - 148))
+
+
+@pytest.mark.timeout(300)
+def test_a_small_experiment_on_text_is_one_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [
+        *("bert", "--data", str(write_documents(tmp_path)), "-o", str(tmp_path / "out"), "--ranks", "2"),
+        *("--steps", "20", "--speed-steps", "4", "--speed-batches", "2", "4", "--no-gpu-methods"),
+        *("--methods", "dense", "oktopk", "--set", "model.vocabulary=0", "model.layers=1", "model.hidden=64"),
+        *("optimizer.lr=3e-3", "training.device=cpu", "run.measure_every=9", "data.eval_sequences=30"),
+    ]
+    assert main(words) == 0, capfd.readouterr()
+    runs, folder = tmp_path / "out" / "runs", tmp_path / "out" / "report"
+    assert len(list(runs.glob("*.h5"))) == 4 + 4 + len(SWEPT)
+    for name in ("dense-0", "oktopk-1", "sweep-density-0.05"):
+        with RunReader(runs / f"{name}.h5") as reader:
+            evaluations = reader.evaluations()
+            assert evaluations["step"].tolist() == list(range(2, 21, 2))
+            assert set(evaluations["samples"]) == {evaluations["samples"][0]}
+            assert reader.steps()["loss"][-5:].mean() < reader.steps()["loss"][:5].mean()
+    text = (folder / "results.md").read_text(encoding="utf-8")
+    assert re.search(r"^\| Method +\| +Loss \(held out, at the end\) \| +Accuracy ", text, re.MULTILINE)
+    assert re.search(r"^## Sweep\n\n\| density +\| +threshold_interval ", text, re.MULTILINE)
+    assert re.search(r"^## A step on 2 ranks, batches of 2$", text, re.MULTILINE)
+    assert re.search(r"1% above dense's after as many steps.*\| +(held|failed) \|", text)
+    assert re.search(r"NCCL's flat allreduce, batches of 4 +\| +open", text)
+    found = {
+        (row["reduction.threshold_interval"], row["reduction.density"]) for row in rows(folder / "sweep.csv")
+    }
+    assert found == {(i, "0.01") for i in ("32", "64", "128", "256")} | {("128", "0.001"), ("128", "0.05")}
+    for name in ("held-out-loss-over-time", "speed-by-part-batch-2", "speed-by-stage-batch-4"):
+        assert len(rows(folder / f"{name}.csv")) > 1, name
+    assert "bert of 1 layers of 64" in text
+
+    (runs / "sweep-density-0.05.h5").unlink()
+    capfd.readouterr()
+    assert main([*words, "--plan"]) == 0
+    assert "1 of 13 runs to do" in capfd.readouterr().out
+
+
+def timed(path: Path, method: str, loss: float, seconds: float = 25.0) -> Path:
+    """A run whose held-out loss falls from 1 at its first step to `loss` at its end."""
+    elapsed = np.linspace(0, seconds, 51)[1:]
+    return write_run(
+        path, method=method, held_out_loss=loss, elapsed=elapsed, settings={"threshold_interval": 128}
+    )
+
+
+def verdicts(groups: list[Path], fast: list[Path]) -> list[str]:
+    claims = language_claims(BERT, group_runs(read_runs(groups)), group_runs(read_runs(fast)))
+    return [claim.verdict for claim in claims]
+
+
+def test_losses_are_compared_after_equal_steps_and_after_equal_time(tmp_path: Path) -> None:
+    dense = timed(tmp_path / "dense.h5", "dense", 0.5)
+    overlapped = timed(tmp_path / "ovlp.h5", "dense-ovlp", 0.5, seconds=10.0)
+    for loss, seconds, expected in (
+        (0.504, 12.5, ["held", "held", "failed"]),  # in half the time dense is at 0.755
+        (0.504, 25.0, ["held", "failed", "failed"]),
+        (0.506, 9.0, ["failed", "held", "held"]),  # there DenseOvlp is at 0.551
+        (0.400, 40.0, ["held", "failed", "failed"]),  # at 0.4 too late: at 0.635 when dense has ended
+    ):
+        sparse = timed(tmp_path / f"{loss}-{seconds}.h5", "oktopk", loss, seconds)
+        assert verdicts([dense, overlapped, sparse], [])[:3] == expected, (loss, seconds)
+    assert verdicts([dense], [])[:3] == ["open"] * 3
+
+
+def test_reductions_are_compared_at_each_size_of_batches(tmp_path: Path) -> None:
+    fast = []
+    for batch, seconds in ((8, 0.0021), (256, 0.0026)):
+        for method, taken in (("nccl", 0.005), ("oktopk", seconds), ("ddp", 0.001)):
+            path = tmp_path / f"{batch}-{method}.h5"
+            settings = {"gradient_type": "bfloat16"}
+            seconds_taken = np.full(50, taken)
+            fast.append(
+                write_run(
+                    path, method=method, batch=batch, seconds_reduction=seconds_taken, settings=settings
+                )
+            )
+    claims = language_claims(BERT, [], group_runs(read_runs(fast)))[-4:]
+    assert [claim.verdict for claim in claims] == ["held", "held", "failed", "held"]
+    assert claims[0].text.endswith("NCCL's flat allreduce of bfloat16, batches of 8")
+    assert claims[0].measured == "2.38 times: 2.10 and 5.00 ms"
+    assert claims[3].measured == "0.73 of NCCL's time, 1.32 of DDP's on 4 GPUs"
+    report([], tmp_path / "out", throughput=fast)
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert "A step on 4 ranks, batches of 256" in page
+    assert "A step on 4 ranks, batches of 8" in page
+
+
+def test_a_sweep_is_a_table_with_the_usual_settings_in_their_place(tmp_path: Path) -> None:
+    usual = [write_run(tmp_path / f"o{seed}.h5", seed=seed, settings={"density": 0.01}) for seed in (0, 1)]
+    dense = write_run(tmp_path / "dense.h5", method="dense", held_out_loss=0.4)
+    others = [
+        write_run(tmp_path / f"{density}.h5", settings={"density": density}, held_out_loss=loss)
+        for density, loss in ((0.05, 0.3), (0.001, 0.6))
+    ]
+    report([*usual, dense], tmp_path / "out", sweep=others)
+    with open(tmp_path / "out" / "sweep.csv", newline="", encoding="utf-8") as file:
+        found = list(csv.DictReader(file))
+    assert [row["reduction.density"] for row in found] == ["0.001", "0.01", "0.05"]
+    assert [float(row["held_out_loss"]) for row in found] == [0.6, 0.5, 0.3]
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    for above in ("+50.00%", "+25.00%", "-25.00%", "2 seeds"):
+        assert above in page
