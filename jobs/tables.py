@@ -108,13 +108,20 @@ def methods_table(groups: Sequence[Group], target: float | None = None) -> Table
     for group in groups:
         figures = method_figures(group, target)
         rows.append([cell(group, figures) for _, cell in columns])
+    words = {
+        int(run.evaluations["samples"][-1])
+        for group in groups
+        for run in group.runs
+        if run.evaluations["step"].size
+    }
+    heard = f" Error rates are of {max(words)} words: one of them is {1 / max(words):.4f}." if speech else ""
     return Table(
         "Methods",
         [head for head, _ in columns],
         rows,
         note="Accuracy, error rates and loss: mean over the seeds ± sample standard deviation. Times leave out the first "
         "steps, evaluations and measurements. Both: selection and exchange in one stream of kernels. Words: "
-        "payload; a share is that of a dense allreduce, 2n(P−1)/P.",
+        f"payload; a share is that of a dense allreduce, 2n(P−1)/P.{heard}",
     )
 
 

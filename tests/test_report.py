@@ -86,6 +86,7 @@ def write_run(
                 "loss": held_out_loss,
                 "accuracy": accuracy,
                 "character_error_rate": character_error_rate,
+                "samples": 773,
                 "step": steps,
             }
             file.append_evaluation(**{**dict.fromkeys(EVALUATION_COLUMNS, 0.5), **last})

@@ -286,6 +286,7 @@ def test_speech_is_told_by_its_error_rates(tmp_path: Path) -> None:
     ]
     assert dense[1:3] == ["0.2900 ± 0.0141 (0.2800 … 0.3000)", "0.2300 ± 0.0283 (0.2100 … 0.2500)"]
     assert topka[1:3] == ["–", "–"]
+    assert methods_table(group_runs(read_runs(paths))).note.endswith("of 773 words: one of them is 0.0013.")
     assert "0.2300 ± 0.0283" in (tmp_path / "out" / "index.html").read_text()
     (row, _) = rows(tmp_path / "out" / "methods.csv")
     assert [float(row[f"character_error_rate{end}"]) for end in ("", "_least", "_largest")] == pytest.approx(
