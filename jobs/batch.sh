@@ -1,6 +1,16 @@
 # shellcheck shell=bash
 # What all batch scripts share: start the ranks as this site wants it, hand signals on, queue the job again when it asks for it.
 
+# Slurm sends USR1 before the time limit (--signal) and TERM when it ends or preempts the job. From the first line on neither kills
+# this script. srun and mpiexec hand USR1 on to the ranks; TERM would end them.
+SIGNALLED="" CHILD=""
+hand_on() {
+  SIGNALLED=$1
+  [ -z "$CHILD" ] || kill -USR1 "$CHILD" 2>/dev/null
+}
+trap 'hand_on USR1' USR1
+trap 'hand_on TERM' TERM
+
 cd "${SLURM_SUBMIT_DIR:?submit me from the root of the checkout: jobs/submit.sh jobs/NAME.sbatch}" || exit 2
 # shellcheck source=jobs/site.sh
 source "${OKTOPK_SITE:-jobs/site.sh}"
@@ -35,7 +45,7 @@ command_for() {
   esac
 }
 
-# Set COMMAND by LAUNCHER.
+# Set COMMAND by LAUNCHER, unless a signal comes first.
 choose_launcher() {
   if [ "$LAUNCHER" != auto ]; then
     command_for "$LAUNCHER"
@@ -46,6 +56,7 @@ choose_launcher() {
   for tried in srun-pmix srun-pmi2 mpiexec; do
     # a plugin that this Slurm lacks need not be tried
     [[ $tried == mpiexec || $plugins == *"${tried#srun-}"* ]] || continue
+    [ -z "$SIGNALLED" ] || return
     command_for "$tried"
     if answer=$(timeout 120 "${COMMAND[@]}" -m jobs.rank_check 2>&1); then
       echo "launcher: $tried ($SLURM_NTASKS ranks on $SLURM_JOB_NODELIST)"
@@ -53,37 +64,44 @@ choose_launcher() {
     fi
     printf '%s does not start %s ranks that see each other:\n%s\n' "$tried" "$SLURM_NTASKS" "$answer" >&2
   done
+  [ -z "$SIGNALLED" ] || return
   echo "no launcher works here: see docs/cluster.md" >&2
   exit 2
 }
 
+# Queue the job again, which stopped as these words say, unless it was cancelled.
+queue_again() {
+  # Slurm itself ends the job, not for its time: a user did. What it preempts without notice it queues again.
+  if [[ $(squeue -h -j "$SLURM_JOB_ID" -o "%T %r") =~ ^COMPLETING\ (.*) && ${BASH_REMATCH[1]} != TimeLimit ]]; then
+    echo "job $SLURM_JOB_ID was cancelled and stopped $1: submit it once more to continue"
+    return
+  fi
+  echo "job $SLURM_JOB_ID stopped $1: queued again"
+  trap '' TERM USR1 # requeueing ends this script
+  scontrol requeue "$SLURM_JOB_ID" || echo "it could not be queued again: submit it once more to continue" >&2
+}
+
 # Run the words on all ranks and leave with their status; queue the job again if they stopped with a checkpoint.
 run_ranks() {
-  local child status=0 before trapped interrupted=no asked=no
+  local status=0 before interrupted=no
   choose_launcher
+  if [ -n "$SIGNALLED" ]; then
+    queue_again "before its ranks were started"
+    exit "$AGAIN"
+  fi
   "${COMMAND[@]}" "$@" &
-  child=$!
-  # Slurm sends USR1 before the time limit (--signal) and TERM when it ends or preempts the job. srun and mpiexec hand
-  # USR1 on to the ranks; TERM would end them.
-  trap 'trapped=yes asked=yes; kill -USR1 "$child" 2>/dev/null' USR1
-  trap 'trapped=yes; kill -USR1 "$child" 2>/dev/null' TERM
+  CHILD=$!
+  [ -z "$SIGNALLED" ] || hand_on "$SIGNALLED" # it came before the child was known
   while :; do
-    trapped=no before=$status
-    wait "$child"
+    SIGNALLED="" before=$status
+    wait "$CHILD"
     status=$?
-    [ "$trapped" = yes ] || break # a wait that a signal ended says nothing about the ranks
+    [ -n "$SIGNALLED" ] || break # a wait that a signal ended says nothing about the ranks
     interrupted=yes
   done
   # unless they had ended with it: then there is nothing left to wait for, and it had their status
   [ "$status" -ne 127 ] || [ "$interrupted" = no ] || status=$before
-  # Slurm ends the job, and no USR1 said that its time is up: it was cancelled. What it preempts, Slurm itself queues again.
-  if [ "$status" -eq "$AGAIN" ] && [ "$asked" = no ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = COMPLETING ]; then
-    echo "job $SLURM_JOB_ID was cancelled and stopped with a checkpoint: submit it once more to continue"
-  elif [ "$status" -eq "$AGAIN" ]; then
-    echo "job $SLURM_JOB_ID stopped with a checkpoint: queued again"
-    trap '' TERM # requeueing ends this script
-    scontrol requeue "$SLURM_JOB_ID" || echo "it could not be queued again: submit it once more to continue" >&2
-  fi
+  [ "$status" -ne "$AGAIN" ] || queue_again "with a checkpoint"
   exit "$status"
 }
 

@@ -11,18 +11,20 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def leave_with(folder: Path, mpiexec: str, path: str = "") -> int:
-    """The status of a batch script whose launcher is `mpiexec`."""
+def leave_with(folder: Path, mpiexec: str, path: str = "", launcher: str = "mpiexec") -> int:
+    """The status of a batch script whose launcher is `mpiexec`; what it says is in the file "said"."""
     site = folder / "site.sh"
     site.write_text(
-        f"load_modules() {{ :; }}\nCONTAINER=()\nPYTHON=python3\nMPIEXEC={mpiexec}\nLAUNCHER=mpiexec\n"
+        f"load_modules() {{ :; }}\nCONTAINER=()\nPYTHON=python3\nMPIEXEC={mpiexec}\nLAUNCHER={launcher}\n"
         f"RUNS={folder}\nGPUS_PER_RANK=0\n"
     )
     slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1"}
-    words = ["bash", "-c", "source jobs/batch.sh; run_ranks -m jobs.train"]
-    environment = {**os.environ, **slurm, "OKTOPK_SITE": str(site)}
+    words = ["bash", "-c", "export SCRIPT=$$; source jobs/batch.sh; run_ranks -m jobs.train"]
+    environment = {**os.environ, **slurm, "OKTOPK_SITE": str(site), "SLURM_JOB_NODELIST": "n1"}
     environment["PATH"] = f"{path}:{environment['PATH']}"
-    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, check=False).returncode
+    with open(folder / "said", "w") as said:
+        done = subprocess.run(words, cwd=ROOT, env=environment, stdout=said, stderr=said, check=False)
+    return done.returncode
 
 
 def test_a_launcher_that_is_not_there_is_a_failure(tmp_path: Path) -> None:
@@ -38,21 +40,41 @@ def program(path: Path, line: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("state", "signal", "queued"),
+    ("state", "signals", "queued"),
     [
-        ("RUNNING", "", True),
-        ("COMPLETING", "", False),
-        ("COMPLETING", "TERM", False),
-        ("COMPLETING", "USR1", True),
+        ("RUNNING None", "", True),
+        ("RUNNING None", "USR1", True),
+        ("COMPLETING None", "", False),
+        ("COMPLETING None", "TERM", False),
+        ("COMPLETING None", "USR1 TERM", False),
+        ("COMPLETING TimeLimit", "USR1 TERM", True),
+        ("COMPLETING TimeLimit", "TERM", True),
     ],
 )
 def test_a_job_that_was_cancelled_is_not_queued_again(
-    tmp_path: Path, state: str, signal: str, queued: bool
+    tmp_path: Path, state: str, signals: str, queued: bool
 ) -> None:
     # the launcher signals the batch script, and ends as ranks do that stopped with a checkpoint
-    kill = f"kill -{signal} $PPID" if signal else ":"
-    ranks = program(tmp_path / "ranks", f"trap '' USR1; sleep 0.3; {kill}; sleep 0.3; exit 75")
+    kills = "".join(f"kill -{signal} $SCRIPT; sleep 0.3; " for signal in signals.split())
+    ranks = program(tmp_path / "ranks", f"trap '' USR1; sleep 0.3; {kills} exit 75")
     program(tmp_path / "squeue", f"echo {state}")
     program(tmp_path / "scontrol", f"echo $* >{tmp_path}/queued")
     assert leave_with(tmp_path, str(ranks), str(tmp_path)) == 75
     assert (tmp_path / "queued").exists() == queued
+
+
+@pytest.mark.parametrize("signal", ["USR1", "TERM"])
+@pytest.mark.parametrize("works", [True, False])
+def test_a_signal_that_comes_before_the_ranks_are_started_is_not_lost(
+    tmp_path: Path, signal: str, works: bool
+) -> None:
+    # it comes while the launcher is tried; one that does not work is followed by no other
+    status = 0 if works else 1
+    tried = f"case $1 in --mpi=list) echo pmix pmi2;; *) echo $* >>{tmp_path}/started; kill -{signal} $SCRIPT;"
+    program(tmp_path / "srun", f"{tried} exit {status};; esac")
+    program(tmp_path / "squeue", "echo RUNNING None")
+    program(tmp_path / "scontrol", f"echo $* >{tmp_path}/queued")
+    assert leave_with(tmp_path, "true", str(tmp_path), launcher="auto") == 75
+    assert (tmp_path / "queued").read_text() == "requeue 1\n"
+    assert len((tmp_path / "started").read_text().splitlines()) == 1
+    assert "stopped before its ranks were started: queued again" in (tmp_path / "said").read_text()

@@ -135,6 +135,17 @@ def test_a_preempted_job_is_queued_again_and_ends_as_an_undisturbed_one(
     assert_same_outcome(undisturbed, path)
 
 
+def test_a_job_that_is_cancelled_stays_so_though_it_was_told_to_stop_before(slurm: Slurm) -> None:
+    path = slurm.folder / "run.h5"
+    job = slurm.submit(tiny_script(slurm.folder, path, "seconds=1"))
+    wait_for_step(slurm, job, path, 1)
+    slurm.call("scancel", "--batch", "--signal=USR1", job)
+    slurm.call("scancel", job)
+    slurm.wait_for(job, "CANCELLED")
+    assert slurm.fact(job, "Restarts") == "0"
+    assert "queued again" not in slurm.output(job)
+
+
 def test_a_killed_rank_ends_the_job_in_seconds(slurm: Slurm) -> None:
     path = slurm.folder / "run.h5"
     job = slurm.submit(tiny_script(slurm.folder, path, "seconds=0.1"))
