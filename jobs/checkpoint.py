@@ -94,9 +94,10 @@ class Checkpointer:
         about: what else the manifest says.
         interval: when they are due.
         keep: sets to keep, >= 1.
-        patience: seconds that a set may take to be written; 0: for ever.
+        patience: seconds that a set's files, and then rank 0's making a set of them, may take; 0: for ever.
         received: the number of the last signal that asks to stop, 0 for none.
         before_sealing: run by rank 0 before a set becomes valid: what must be on disk by then.
+        moved: called between what may take that long each, while a set is waited for.
     """
 
     def __init__(
@@ -111,13 +112,14 @@ class Checkpointer:
         patience: float = 0.0,
         received: Callable[[], int] = lambda: 0,
         before_sealing: Callable[[], object] = lambda: None,
+        moved: Callable[[], object] = lambda: None,
     ) -> None:
         self.comm = comm.Dup()
         self.folder = folder
         self.stop_signal = 0
         self._about = {**vars(identity), **about, "ranks": comm.size}
         self._interval, self._keep, self._patience = interval, keep, patience
-        self._received, self._before_sealing = received, before_sealing
+        self._received, self._before_sealing, self._moved = received, before_sealing, moved
         self._common, self._own = Snapshot(), Snapshot()
         self._task: _Task[list[Part]] | None = None  # every rank's writing
         self._sealing: _Task[Path] | None = None  # rank 0's
@@ -243,10 +245,12 @@ class Checkpointer:
             self._task.wait(self._patience or None)
             self._raise_if_any(self._problem())
             self._seal()
+            self._moved()
         if self._sealing is not None:
             self._sealing.wait(self._patience or None)
         self._raise_if_any(self._problem())
         self._conclude()
+        self._moved()
 
     def _seal(self) -> None:
         """Every rank's part is on disk: let rank 0 make them a set."""

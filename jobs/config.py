@@ -319,7 +319,13 @@ class RunConfig(_Section):
     watchdog: float = Field(
         default=600.0,
         ge=0.0,
-        description="seconds without a step after which every rank's stack is printed and the job ended; 0: never",
+        description="seconds without a step after which every rank's stack is printed and the job ended; 0: never. "
+        "A checkpoint that takes longer to be written is an error",
+    )
+    watchdog_around: float = Field(
+        default=1800.0,
+        ge=0.0,
+        description="the same for the start of a job, up to its first step, and for its end, after the last; 0: never",
     )
 
     @field_validator("file")

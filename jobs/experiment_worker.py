@@ -23,19 +23,14 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from jobs.agreement import RanksDiverged, Refused, decide_on_root, decide_together
+from jobs.agreement import decide_on_root, decide_together
 from jobs.budget import Pace
-from jobs.checkpoint import CheckpointError
 from jobs.configfile import ConfigError, validate
 from jobs.experiments import Trial
 from jobs.interruption import EXIT_STATUS, Interrupted, heed_again
 from jobs.start import checkpoint_folder
-from jobs.train import Build, train
+from jobs.train import FAULTS, Build, train
 from jobs.workloads import build_workload, load_images
-from oktopk import NonFiniteGradientError
-
-# of one run, and raised on every rank alike: the next one can be tried
-FAULTS = (Refused, NonFiniteGradientError, RanksDiverged, CheckpointError)
 
 
 class Outcome:
@@ -85,6 +80,7 @@ def main(argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WO
             _train(entry["document"], comm, build)
             pace.add(trial, time.perf_counter() - began)
         except FAULTS as error:
+            # of this run alone: the next one can be tried
             outcome.failed[trial.name] = str(error)
             status = 1
         except Interrupted:

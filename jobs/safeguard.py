@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from jobs.checkpoint import Checkpointer, Due
 from jobs.interruption import Interrupted, SignalNote
-from jobs.watchdog import Watchdog
+from jobs.watchdog import Phase, Watchdog
 from oktopk import NonFiniteGradientError
 
 Capture = Callable[[], tuple[dict[str, Any], dict[str, Any]]]
@@ -22,7 +22,7 @@ class Safeguard:
     Args:
         checkpointer: writes the checkpoints.
         note: that the checkpointer asks for signals.
-        watchdog: ends the job when no step comes.
+        watchdog: of the job, told what comes next.
     """
 
     def __init__(self, checkpointer: Checkpointer, note: SignalNote, watchdog: Watchdog) -> None:
@@ -45,20 +45,26 @@ class Safeguard:
         if due is Due.NOTHING:
             return
         before()
-        self._checkpointer.save(done, *capture(), wait=last or due is Due.STOP)
-        self._watchdog.tick(done)
+        if last or due is Due.STOP:
+            self._watchdog.enter(Phase.WAITING)
+            self._checkpointer.save(done, *capture(), wait=True)
+            self._watchdog.enter(Phase.STEPPING)
+        else:
+            self._checkpointer.save(done, *capture())
+            self._watchdog.move()
         if due is Due.STOP:
             raise Interrupted(self._checkpointer.stop_signal, done)
 
     def __enter__(self) -> Self:
         self._note.__enter__()
-        self._watchdog.__enter__()
+        self._watchdog.enter(Phase.STEPPING)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._watchdog.__exit__(kind, error, trace)
         self._note.__exit__(kind, error, trace)
         if kind is None or issubclass(kind, _TOGETHER):
+            self._watchdog.enter(Phase.WAITING)
             self._checkpointer.close()
+        self._watchdog.enter(Phase.ENDING)

@@ -121,7 +121,9 @@ class Session:
             self._say(f"{path} lacks steps {file.done + 1} to {behind}: no file has them any more")
         return file
 
-    def safeguard(self, model: nn.Module, optimizer: ReducingOptimizer, progress: Progress) -> Safeguard:
+    def safeguard(
+        self, model: nn.Module, optimizer: ReducingOptimizer, progress: Progress, watchdog: Watchdog
+    ) -> Safeguard:
         """What guards the steps from here on."""
         config, note = self._config, SignalNote()
         checkpointer = Checkpointer(
@@ -140,9 +142,10 @@ class Session:
             received=lambda: note.received,
             # a set must not say more steps are done than the run file on the disk
             before_sealing=lambda: sync(Path(config.run.file)),
+            moved=watchdog.move,
         )
         checkpointer.start(progress.done)
-        return Safeguard(checkpointer, note, Watchdog(self._comm, config.run.watchdog))
+        return Safeguard(checkpointer, note, watchdog)
 
     def _differing(self, manifest: Mapping[str, Any]) -> list[str]:
         # the run file, which plan_start asks, may have been moved away

@@ -27,7 +27,7 @@ from mpi4py import MPI
 
 from data import DataError
 from jobs import provenance
-from jobs.agreement import Refused, decide_on_root, decide_together
+from jobs.agreement import RanksDiverged, Refused, decide_on_root, decide_together
 from jobs.checkpoint import CheckpointError
 from jobs.config import Config
 from jobs.configfile import ConfigError, apply_overrides, read_toml, validate
@@ -39,9 +39,13 @@ from jobs.rank_check import launch_problem
 from jobs.reduction import build_reduction
 from jobs.runfile import RunFile, RunFileError, RunInfo
 from jobs.session import Session
+from jobs.watchdog import Watchdog
 from jobs.workloads import Workload, WorkloadError, build_optimizer, build_workload
 from oktopk import NonFiniteGradientError, broadcast_parameters
 from oktopk.settings import entries_kept
+
+FAULTS = (Refused, NonFiniteGradientError, RanksDiverged, CheckpointError)
+"""What ends a run before its end; raised on every rank alike."""
 
 
 class Build(Protocol):
@@ -142,24 +146,15 @@ def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
         RanksDiverged: on every rank: their parameters are no longer the same.
     """
     torch.set_num_threads(config.training.threads)
-    with Session(config, comm) as session:
+    watchdog = Watchdog(
+        comm, step=config.run.watchdog, around=config.run.watchdog_around, together=(*FAULTS, Interrupted)
+    )
+    with watchdog, Session(config, comm) as session:
         if session.complete:
             _say(comm, f"jobs.train: {config.run.file} is complete: nothing to do")
             return
         placement = find_placement(config.training.device, comm, deterministic=config.training.deterministic)
-
-        def build_here() -> Workload:
-            workload = build(config, rank=comm.rank, size=comm.size)
-            workload.place(placement)
-            if workload.steps_per_epoch < config.training.accumulate:
-                raise WorkloadError(
-                    f"training.accumulate {config.training.accumulate} is more than the "
-                    f"{workload.steps_per_epoch} batches of an epoch"
-                )
-            return workload
-
-        faults = (DataError, WorkloadError, OSError, torch.OutOfMemoryError)
-        workload = decide_together(comm, build_here, faults)
+        workload = _build_workload(config, comm, build, placement)
         inner = build_optimizer(config.optimizer, workload.model.parameters(), fused=placement.fused)
         optimizer = build_reduction(config, workload, inner, placement, comm)
         broadcast_parameters(workload.model, comm)
@@ -167,12 +162,26 @@ def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
         with (
             open_gradient_file(config, comm, optimizer.length, overwrite=session.resumed) as gradients,
             open_run_file(config, comm, optimizer.length, placement, session) as file,
-            session.safeguard(workload.model, optimizer, progress) as safeguard,
+            session.safeguard(workload.model, optimizer, progress, watchdog) as safeguard,
         ):
             TrainingLoop(
                 config, comm, placement, workload, inner, optimizer, file, gradients, progress, safeguard
             ).run()
         optimizer.close()
+
+
+def _build_workload(config: Config, comm: MPI.Intracomm, build: Build, placement: Placement) -> Workload:
+    def build_here() -> Workload:
+        workload = build(config, rank=comm.rank, size=comm.size)
+        workload.place(placement)
+        if workload.steps_per_epoch < config.training.accumulate:
+            raise WorkloadError(
+                f"training.accumulate {config.training.accumulate} is more than the "
+                f"{workload.steps_per_epoch} batches of an epoch"
+            )
+        return workload
+
+    return decide_together(comm, build_here, (DataError, WorkloadError, OSError, torch.OutOfMemoryError))
 
 
 def open_gradient_file(

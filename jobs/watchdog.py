@@ -1,8 +1,9 @@
-"""Finds ranks that hang: no step for a set time, then every rank's stack is printed and the job ended."""
+"""Finds ranks that hang, from a job's start to its end: after a set time every rank's stack is printed and the job ended."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import faulthandler
 import os
 import signal
@@ -17,68 +18,113 @@ from mpi4py import MPI
 GRACE = 3.0
 """Seconds between a rank's stack and the end of the job, in which the other ranks print theirs."""
 EXIT_STATUS = 70
+_PULSE = 0.25
+
+
+class Phase(enum.Enum):
+    """What a job is at, in the words that tell of it."""
+
+    STARTING = "starting"
+    STEPPING = "no step"
+    WAITING = "waiting for a checkpoint"
+    ENDING = "ending"
 
 
 class Watchdog:
-    """Ends the job when `tick` has not been called for `seconds`; a context manager, collective in effect.
+    """Ends the job when nothing has moved for a set time; a context manager around all that a job does.
 
     Ranks step together, so when one hangs all of them stand still and each prints its own stacks. One that was stopped
-    (SIGSTOP, a dead node) prints nothing: the others say where they wait for it.
+    (SIGSTOP, a dead node) prints nothing: the others say where they wait for it. Time in which this process itself was stopped
+    does not count: a job may be suspended.
 
     Args:
-        comm: whose rank is printed.
-        seconds: without a step; 0: never.
+        comm: collective: a rank leaves when all do, so that one that hangs at its end is still found.
+        step: seconds without a step; 0: for ever. A checkpoint that is waited for has its own bound, so it is given twice that.
+        around: seconds that the start, and the end, may take; 0: for ever.
+        together: errors that every rank raises alike. With any other a rank leaves alone.
     """
 
-    def __init__(self, comm: MPI.Intracomm, seconds: float) -> None:
-        self._rank, self._ranks = comm.rank, comm.size
-        self._seconds = seconds
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        *,
+        step: float,
+        around: float,
+        together: tuple[type[BaseException], ...] = (),
+    ) -> None:
+        self._comm, self._together = comm, together
+        self._seconds = {
+            Phase.STARTING: around,
+            Phase.STEPPING: step,
+            Phase.WAITING: 2.0 * step,
+            Phase.ENDING: around,
+        }
+        self._phase = Phase.STARTING
         self._done = 0
-        self._last = time.monotonic()
+        self._moves = 0
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
+    def enter(self, phase: Phase) -> None:
+        """Note what comes next."""
+        self._phase = phase
+        self.move()
+
     def tick(self, done: int) -> None:
-        """Note that a step, or something else that may take as long, is done."""
-        self._done, self._last = done, time.monotonic()
+        """Note that a step is done, and how many are."""
+        self._done = done
+        self.move()
+
+    def move(self) -> None:
+        """Note that something is done that may take as long as what follows it."""
+        self._moves += 1
 
     def __enter__(self) -> Self:
-        self.tick(self._done)
-        if self._seconds:
+        if any(self._seconds.values()):
             self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.enter(Phase.ENDING)
+        if kind is None or issubclass(kind, self._together):
+            self._comm.Barrier()
         self._leaving.set()
-        if self._seconds:
+        if self._thread.is_alive():
             self._thread.join()
 
     def _watch(self) -> None:
-        while not self._leaving.wait(max(0.05, self._last + self._seconds - time.monotonic())):
-            if time.monotonic() - self._last >= self._seconds:
-                self._end()
+        seen, idle = self._moves, 0.0
+        while not self._leaving.wait(_PULSE):
+            # pulses and not the clock, which goes on while the process is stopped
+            idle += _PULSE
+            if self._moves != seen:
+                seen, idle = self._moves, 0.0
+            seconds = self._seconds[self._phase]
+            if seconds and idle >= seconds:
+                self._end(seconds)
+                idle = 0.0
 
-    def _end(self) -> None:
-        seen = self._last
+    def _end(self, seconds: float) -> None:
+        seen = self._moves
         # whatever there is no telling with, the job must end
         with contextlib.suppress(Exception):
-            self._tell()
-        if self._leaving.wait(GRACE) or self._last != seen:
-            return  # it moved after all: it was suspended with the whole job, or slow
+            self._tell(seconds)
+        if self._leaving.wait(GRACE) or self._moves != seen:
+            return  # it moved after all: it was slow
         try:
             # Abort may itself wait for a lock that the hanging call holds.
             threading.Thread(target=self._kill_later, daemon=True).start()
         finally:
             MPI.COMM_WORLD.Abort(EXIT_STATUS)
 
-    def _tell(self) -> None:
+    def _tell(self, seconds: float) -> None:
         if sys.__stderr__ is None:
             return
         told = (
-            f"rank {self._rank} of {self._ranks}: no step for {self._seconds:g} s, {self._done} done; the job is ended "
-            f"unless one comes within {GRACE:g} s. Its threads, the innermost call first:\n{stacks()}"
+            f"rank {self._comm.rank} of {self._comm.size}: {self._phase.value} for {seconds:g} s, {self._done} steps "
+            f"done; the job is ended unless it goes on within {GRACE:g} s. Its threads, the innermost call first:\n{stacks()}"
         )
         os.write(sys.__stderr__.fileno(), told.encode())
 

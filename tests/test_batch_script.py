@@ -70,7 +70,9 @@ def test_a_signal_that_comes_before_the_ranks_are_started_is_not_lost(
 ) -> None:
     # it comes while the launcher is tried; one that does not work is followed by no other
     status = 0 if works else 1
-    tried = f"case $1 in --mpi=list) echo pmix pmi2;; *) echo $* >>{tmp_path}/started; kill -{signal} $SCRIPT;"
+    tried = (
+        f"case $1 in --mpi=list) echo pmix pmi2;; *) echo $* >>{tmp_path}/started; kill -{signal} $SCRIPT;"
+    )
     program(tmp_path / "srun", f"{tried} exit {status};; esac")
     program(tmp_path / "squeue", "echo RUNNING None")
     program(tmp_path / "scontrol", f"echo $* >{tmp_path}/queued")

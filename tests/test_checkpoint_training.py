@@ -127,7 +127,7 @@ def test_a_job_that_overwrites_and_is_queued_again_destroys_nothing_before_it_be
     assert job.wait() == 0, job.said
     left = path.read_bytes(), checkpoints(path)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    job = Job(path, RANKS, overwrite, ["hang=1:0"])
+    job = Job(path, RANKS, overwrite, ["hang=1:build"])
     lock = path.with_suffix(".checkpoints") / "lock"
     while "Slurm job 7" not in (lock.read_text() if lock.exists() else ""):
         assert job.running, job.said

@@ -107,11 +107,43 @@ def test_a_rank_that_hangs_makes_every_rank_print_its_stack(tmp_path: Path) -> N
     job = Job(tmp_path / "run.h5", RANKS, [f"run.watchdog={WATCHDOG}"], ["hang=1:25"])
     assert job.wait() not in (0, 2, 75), job.said
     for rank in range(RANKS):
-        assert f"rank {rank} of {RANKS}: no step for {WATCHDOG:g} s, 24 done" in job.said
+        assert f"rank {rank} of {RANKS}: no step for {WATCHDOG:g} s, 24 steps done" in job.said
     stacks = job.said.split("rank 1 of 3: no step")[1]
     assert "tiny_job.py" in stacks
     assert "in loss" in stacks
     assert_gone(job, time.monotonic() + DEADLINE)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("fault", "phase", "done", "where"),
+    [("1:build", "starting", 0, "in __init__"), ("0:close", "ending", 60, "in __exit__")],
+)
+def test_a_rank_that_hangs_before_the_first_step_or_after_the_last_is_found(
+    tmp_path: Path, fault: str, phase: str, done: int, where: str
+) -> None:
+    path, rank = tmp_path / "run.h5", fault[0]
+    job = Job(path, RANKS, [f"run.watchdog_around={WATCHDOG}"], [f"hang={fault}"])
+    assert job.wait() not in (0, 1, 2, 75), job.said
+    told = f"{phase} for {WATCHDOG:g} s, {done} steps done"
+    for each in range(RANKS):
+        assert f"rank {each} of {RANKS}: {told}" in job.said
+    stack = job.said.split(f"rank {rank} of {RANKS}: {told}")[1].split(" steps done")[0]
+    assert "in stand_still" in stack
+    assert where in stack
+    assert_gone(job, time.monotonic() + DEADLINE)
+    job = Job(path, RANKS)
+    assert job.wait() == 0, job.said
+
+
+@pytest.mark.timeout(200)
+def test_a_last_checkpoint_that_is_not_written_in_time_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    settings = ["checkpoint.every_steps=0", f"run.watchdog={WATCHDOG}"]
+    job = Job(tmp_path / "run.h5", RANKS, settings, ["hang=1:write"])
+    assert job.wait() == 1, job.said
+    assert "the checkpoint of step 60 could not be written" in job.said
+    assert f"rank 1: not written within {WATCHDOG:g} s" in job.said
+    assert "the innermost call" not in job.said
 
 
 @pytest.mark.timeout(200)

@@ -4,7 +4,9 @@ python -m mpi4py -m tests.tiny_job CONFIG.toml --set run.file=... [-- KEY=VALUE 
 
 seconds=0.01   what a step takes at least
 nan=RANK:STEP  a loss that is not finite
-hang=RANK:STEP a rank that stands still; in step 0 while it builds
+hang=RANK:STEP a rank that stands still
+hang=RANK:build, hang=RANK:write, hang=RANK:close
+               one that stands still while it builds, writes a checkpoint, or (rank 0) closes the run file
 """
 
 from __future__ import annotations
@@ -12,15 +14,19 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from typing import NoReturn
 
 import numpy as np
 import torch
+from mpi4py import MPI
 from torch import nn
 
 from data.loader import Batch
+from jobs import checkpoint_files
 from jobs.config import Config
 from jobs.interruption import leave
 from jobs.placement import Placement
+from jobs.runfile import RunFile
 from jobs.train import main
 from jobs.workloads import Score, Workload
 
@@ -46,9 +52,8 @@ class Tiny:
         self._config, self._rank = config, rank
         self._seconds = float(faults.get("seconds", 0))
         self._faults = faults
-        self._now = 0
-        if self._due("hang"):
-            time.sleep(3600)
+        if faults.get("hang") == f"{rank}:build":
+            stand_still()
         self._centres = np.random.default_rng(0).standard_normal((CLASSES, FEATURES), np.float32)
 
     def place(self, placement: Placement) -> None:
@@ -69,7 +74,7 @@ class Tiny:
         time.sleep(self._seconds)
         loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
         if self._due("hang"):
-            time.sleep(3600)
+            stand_still()
         return loss * float("nan") if self._due("nan") else loss
 
     def _due(self, kind: str) -> bool:
@@ -85,9 +90,18 @@ class Tiny:
         return Score(loss, int((logits.argmax(dim=1) == labels).sum()), len(labels))
 
 
+def stand_still(*ignored: object) -> NoReturn:
+    while True:
+        time.sleep(1)
+
+
 def run(words: list[str]) -> int:
     split = words.index("--") if "--" in words else len(words)
     faults = dict(word.split("=") for word in words[split + 1 :])
+    if faults.get("hang") == f"{MPI.COMM_WORLD.rank}:write":
+        checkpoint_files.write_part = stand_still  # type: ignore[assignment]
+    if faults.get("hang") == f"{MPI.COMM_WORLD.rank}:close":
+        RunFile.close = stand_still  # type: ignore[assignment]
 
     def build(config: Config, *, rank: int, size: int) -> Workload:
         return Tiny(config, rank, faults)
