@@ -30,6 +30,7 @@ from jobs.experiments import Trial
 from jobs.interruption import EXIT_STATUS, Interrupted, heed_again
 from jobs.start import checkpoint_folder
 from jobs.train import FAULTS, Build, train
+from jobs.wires import stop_process_group
 from jobs.workloads import build_workload, load_images
 
 
@@ -110,9 +111,9 @@ def _fits(comm: MPI.Intracomm, deadline: float | None, seconds: float) -> bool:
 
 def _forget(comm: MPI.Intracomm) -> None:
     """Give the memory of the last run back before the next one asks for its own."""
-    if (
-        "torch._dynamo" in sys.modules
-    ):  # keeps what it compiled, and gives up after some networks of one class
+    stop_process_group()  # of a run that failed before it closed
+    # it keeps what it compiled, and gives up after some networks of one class
+    if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():

@@ -169,10 +169,11 @@ def test_nothing_of_a_run_outlives_it(tmp_path: Path, monkeypatch: pytest.Monkey
     first = plan(VGG, options)[0]
     entries: list[dict[str, Any]] = []
     networks: list[weakref.ref[Any]] = []
-    for method in ("oktopk", "dense-ovlp", "ddp"):
-        changed = [f"reduction.method={method}", f"run.file={tmp_path / method}.h5", "run.measure_every=0"]
-        document = apply_overrides(first.document, changed)
-        entries.append({"trial": dataclasses.asdict(first.trial), "document": document, "name": method})
+    for name, *changed in (("oktopk",), ("dense-ovlp",), ("diverging", "optimizer.lr=1e30"), ("ddp",)):
+        method = "ddp" if changed else name
+        changed += [f"reduction.method={method}", f"run.file={tmp_path / name}.h5", "run.measure_every=0"]
+        trial = {**dataclasses.asdict(first.trial), "name": name, "method": method}
+        entries.append({"trial": trial, "document": apply_overrides(first.document, changed), "name": name})
 
     def build(config: Config, **others: Any) -> Workload:
         assert not [network for network in networks if network() is not None]
@@ -185,8 +186,9 @@ def test_nothing_of_a_run_outlives_it(tmp_path: Path, monkeypatch: pytest.Monkey
     paths[0].write_text(
         json.dumps({"deadline": None, "guesses": {"train": 1.0}, "measured": [], "trials": entries})
     )
-    assert work(list(map(str, paths)), comm=MPI.COMM_SELF) == 0, paths[1].read_text()
-    assert [network() for network in networks] == [None] * 3
+    assert work(list(map(str, paths)), comm=MPI.COMM_SELF) == 1
+    assert list(json.loads(paths[1].read_text())["failed"]) == ["diverging"]
+    assert [network() for network in networks] == [None] * 4
 
 
 def planned_trials(**replaced: object) -> list[Trial]:
