@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from typing import Any
 import safetensors
 import safetensors.torch
 
+from jobs.durable import sync
 from jobs.packing import Snapshot, unpack
 
 FORMAT = "oktopk checkpoint 1"
@@ -205,15 +205,6 @@ def check_part(path: Path, manifest: Mapping[str, Any]) -> None:
         raise BadCheckpointError(f"{path.name} cannot be read: {error.strerror or error}") from None
     if digest != manifest["files"][path.name]["sha256"]:
         raise BadCheckpointError(f"{path.name} is damaged: its SHA-256 does not fit")
-
-
-def sync(path: Path) -> None:
-    """Bring a file, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _step_of(path: Path) -> int:

@@ -10,6 +10,8 @@ The rows of a recording that was cut short, by `kill -9` as well, can be read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +19,8 @@ from typing import Any, Self
 import h5py
 import numpy as np
 from numpy.typing import NDArray
+
+from jobs.durable import draft_of, put_in_place
 
 FORMAT = "oktopk gradients 1"
 _CHUNK = 1 << 20  # elements: a row is read and written in pieces of 4 MB
@@ -31,6 +35,24 @@ def gradient_path(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"rank-{rank}.h5"
 
 
+def check_recordable(folder: str | Path, rank: int) -> None:
+    """Raise GradientFileError when there is a recording already; creates nothing."""
+    path = gradient_path(folder, rank)
+    if path.exists():
+        raise GradientFileError(f"{path} exists: choose another folder, or allow it to be replaced")
+
+
+def steps_recorded(folder: str | Path, rank: int, ranks: int, length: int) -> int:
+    """Steps in this rank's part of a recording, 0 unless it is one of such a run."""
+    try:
+        with h5py.File(gradient_path(folder, rank), "r", libver="latest", swmr=True) as file:
+            mine = {"format": FORMAT, "rank": rank, "ranks": ranks, "length": length}
+            fits = all(file.attrs.get(name) == value for name, value in mine.items())
+            return int(file["gradients"].shape[0]) if fits else 0
+    except (OSError, KeyError):
+        return 0
+
+
 class GradientRecorder:
     """Writes the gradients of one rank, up to a number of steps; a context manager.
 
@@ -41,6 +63,7 @@ class GradientRecorder:
         steps: rows to keep, >= 1: a row is 4n bytes. Later ones are let pass.
         source: what is trained, in words.
         overwrite: replace a recording that is there.
+        kept: its first rows that stay, as many as it has and `steps` at most; of the same run, see steps_recorded.
 
     Raises:
         GradientFileError: there is a recording and overwrite is False, or it cannot be written.
@@ -56,20 +79,27 @@ class GradientRecorder:
         steps: int,
         source: str = "",
         overwrite: bool = False,
+        kept: int = 0,
     ) -> None:
         if steps < 1:
             raise GradientFileError(f"{steps} steps to record are not at least 1")
         self.path = gradient_path(folder, rank)
         self._left = steps
-        if self.path.exists() and not overwrite:
-            raise GradientFileError(f"{self.path} exists: choose another folder, or allow it to be replaced")
+        if not overwrite:
+            check_recordable(folder, rank)
+        attributes = {"format": FORMAT, "rank": rank, "ranks": ranks, "length": length, "source": source}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.unlink(missing_ok=True)  # not truncated: who reads the old one may go on
-            self._file = h5py.File(self.path, "w", libver="latest", locking="best-effort")
+            # beside: who reads the old one may go on, and a killed writer's cannot be opened to be written
+            self._file = h5py.File(draft_of(self.path), "w", libver="latest", locking="best-effort")
+            self._create(attributes, length, kept)
+            put_in_place(self.path)
         except OSError as error:
+            with suppress(OSError):
+                draft_of(self.path).unlink(missing_ok=True)
             raise GradientFileError(f"{self.path} cannot be written: {error}") from error
-        attributes = {"format": FORMAT, "rank": rank, "ranks": ranks, "length": length, "source": source}
+
+    def _create(self, attributes: Mapping[str, Any], length: int, kept: int) -> None:
         self._file.attrs.update(attributes)
         self._rows = self._file.create_dataset(
             "gradients",
@@ -79,6 +109,10 @@ class GradientRecorder:
             chunks=(1, min(length, _CHUNK)),
         )
         self._file.swmr_mode = True
+        if kept:
+            with h5py.File(self.path, "r", libver="latest", swmr=True) as earlier:
+                for row in range(kept):
+                    self.add(earlier["gradients"][row])
 
     @property
     def full(self) -> bool:

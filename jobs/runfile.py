@@ -19,7 +19,6 @@ A killed writer leaves a file that HDF5 opens in SWMR mode only, so read it with
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,6 +28,8 @@ from typing import Any, Self
 import h5py
 import numpy as np
 from numpy.typing import NDArray
+
+from jobs.durable import draft_of, put_in_place
 
 FORMAT = "oktopk run 1"
 STATUSES = ("running", "complete", "failed", "interrupted")
@@ -151,14 +152,14 @@ class RunFile:
         self.path = Path(path)
         check_creatable(self.path, overwrite=overwrite)
         # Built beside and renamed: no reader meets half a file, and one that a run still writes is safe.
-        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        draft = draft_of(self.path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = h5py.File(draft, "w", libver="latest", locking="best-effort")
             try:
                 self._create(info if earlier is None else replace(info, started=earlier.started))
                 self._begin(info, earlier)
-                os.replace(draft, self.path)
+                put_in_place(self.path)
             except BaseException:
                 self._file.close()
                 draft.unlink(missing_ok=True)

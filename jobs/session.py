@@ -16,8 +16,9 @@ from torch import nn
 from jobs import provenance
 from jobs.agreement import decide_on_root
 from jobs.checkpoint import Checkpointer, Interval
-from jobs.checkpoint_files import Identity, sync
+from jobs.checkpoint_files import Identity
 from jobs.config import Config
+from jobs.durable import sync
 from jobs.interruption import SignalNote
 from jobs.reduction import ReducingOptimizer
 from jobs.resume import Found, find
@@ -66,9 +67,9 @@ class Session:
         return self._start.complete
 
     @property
-    def resumed(self) -> bool:
-        """Whether an earlier job's checkpoint was found."""
-        return self._found is not None
+    def continues(self) -> bool:
+        """Whether an earlier job began this run: what it left is this run's to replace."""
+        return self._found is not None or self._start.saved_ranks is not None
 
     def resume(self, model: nn.Module, optimizer: ReducingOptimizer) -> Progress:
         """Continue from the newest usable checkpoint if there is one, and say so.

@@ -31,7 +31,7 @@ from jobs.agreement import RanksDiverged, Refused, decide_on_root, decide_togeth
 from jobs.checkpoint import CheckpointError
 from jobs.config import Config
 from jobs.configfile import ConfigError, apply_overrides, read_toml, validate
-from jobs.gradient_file import GradientFileError, GradientRecorder
+from jobs.gradient_file import GradientFileError, GradientRecorder, check_recordable, steps_recorded
 from jobs.interruption import EXIT_STATUS, Interrupted, leave, show_when_asked
 from jobs.loop import TrainingLoop
 from jobs.placement import Placement, find_placement
@@ -159,9 +159,10 @@ def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
         optimizer = build_reduction(config, workload, inner, placement, comm)
         broadcast_parameters(workload.model, comm)
         progress = session.resume(workload.model, optimizer)
+        check_gradient_file(config, comm, session)
         with (
-            open_gradient_file(config, comm, optimizer.length, overwrite=session.resumed) as gradients,
             open_run_file(config, comm, optimizer.length, placement, session) as file,
+            open_gradient_file(config, comm, optimizer.length, progress.done) as gradients,
             session.safeguard(workload.model, optimizer, progress, watchdog) as safeguard,
         ):
             TrainingLoop(
@@ -184,22 +185,42 @@ def _build_workload(config: Config, comm: MPI.Intracomm, build: Build, placement
     return decide_together(comm, build_here, (DataError, WorkloadError, OSError, torch.OutOfMemoryError))
 
 
+def check_gradient_file(config: Config, comm: MPI.Intracomm, session: Session) -> None:
+    """Before anything of the run is written: no recording of another one is in the way; collective. Raises Refused."""
+    folder = config.run.record_gradients
+    if folder and not config.run.overwrite and not session.continues:
+        decide_together(comm, lambda: check_recordable(folder, comm.rank), (GradientFileError,))
+
+
 def open_gradient_file(
-    config: Config, comm: MPI.Intracomm, length: int, *, overwrite: bool
+    config: Config, comm: MPI.Intracomm, length: int, done: int
 ) -> AbstractContextManager[GradientRecorder | None]:
-    """This rank's recording of gradients, None if none is asked for; collective. Raises Refused."""
-    if not config.run.record_gradients:
+    """This rank's recording of gradients, None if there is nothing to record; collective. Raises Refused.
+
+    Args:
+        done: steps that the run has behind it: the recording keeps as many, and goes on from there.
+    """
+    folder, steps = config.run.record_gradients, config.run.record_steps
+    kept = min(done, steps)
+    if folder and comm.allreduce(steps_recorded(folder, comm.rank, comm.size, length), MPI.MIN) < kept:
+        _say(
+            comm,
+            f"jobs.train: {folder} does not hold the gradients of steps 1 to {kept}: begins again with {done + 1}",
+        )
+        kept = 0
+    if not folder or kept == steps:
         return nullcontext()
 
     def create() -> GradientRecorder:
         return GradientRecorder(
-            config.run.record_gradients,
+            folder,
             comm.rank,
             comm.size,
             length,
-            steps=config.run.record_steps,
+            steps=steps,
             source=f"{config.model.description} on {config.data.name}",
-            overwrite=overwrite or config.run.overwrite,
+            overwrite=True,
+            kept=kept,
         )
 
     return decide_together(comm, create, (GradientFileError,))

@@ -10,7 +10,13 @@ import h5py
 import numpy as np
 import pytest
 
-from jobs.gradient_file import GradientFileError, GradientRecorder, RecordedGradients, gradient_path
+from jobs.gradient_file import (
+    GradientFileError,
+    GradientRecorder,
+    RecordedGradients,
+    gradient_path,
+    steps_recorded,
+)
 
 ROOT = Path(__file__).parent.parent
 ROWS = np.random.default_rng(0).standard_normal((5, 13)).astype(np.float32)
@@ -64,6 +70,18 @@ def test_a_killed_recording_can_be_read(tmp_path: Path) -> None:
     recorded = RecordedGradients(tmp_path, 0, 1)
     assert recorded.steps == 4
     assert [recorded.next().tolist() for _ in range(4)] == [[step] * 3 for step in range(4)]
+    recorded.close()
+    # and be continued, from any step that it has; a draft that was left behind is no obstacle
+    assert [steps_recorded(tmp_path, *shape) for shape in ((0, 1, 3), (0, 2, 3), (0, 1, 4), (1, 1, 3))] == [
+        *(4, 0, 0, 0)
+    ]
+    (tmp_path / ".rank-0.h5.part").write_text("left behind")
+    with GradientRecorder(tmp_path, 0, 1, 3, steps=3, overwrite=True, kept=2) as recorder:
+        for value in (7, 8):
+            recorder.add(np.full(3, value, np.float32))
+    recorded = RecordedGradients(tmp_path, 0, 1)
+    assert [recorded.next()[0] for _ in range(recorded.steps)] == [0, 1, 7]
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-0.h5"]
 
 
 def test_a_recording_is_not_overwritten_unless_allowed(tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def test_a_run_file_continues_without_gap_or_doubled_step(tmp_path: Path) -> Non
         file.append_steps(columns(1, 8), {"select": np.arange(8.0)})
         file.append_evaluation(**evaluation(4))
         file.append_evaluation(**evaluation(8))
+    (tmp_path / ".run.h5.part").write_text("a job that was killed while it continued left this")
     later = RunInfo(**{**vars(INFO), "ranks": 2, "started": "2026-01-02T00:00:00+00:00"})
     file = RunFile(path, later, overwrite=True, earlier=read_record(path, 5))
     assert (file.done, file.elapsed) == (5, 0.5)
@@ -118,3 +119,24 @@ def test_a_run_file_continues_without_gap_or_doubled_step(tmp_path: Path) -> Non
     assert record.segments["step"].tolist() == [0, 5]
     assert record.segments["ranks"].tolist() == [4, 2]
     assert record.started == INFO.started
+    assert [left.name for left in tmp_path.iterdir()] == ["run.h5"]
+
+
+def test_a_run_file_is_on_the_disk_before_it_replaces_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.h5"
+    synced: list[tuple[str, int, bool]] = []
+    RunFile(path, INFO).close("interrupted")
+    before = path.read_bytes()
+
+    def note(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((name.name, name.stat().st_size, path.read_bytes() == before))
+
+    monkeypatch.setattr(os, "fsync", note)
+    with RunFile(path, INFO, overwrite=True, earlier=read_record(path, 5)):
+        (draft, size, before_it), (folder, _, before_folder) = synced
+        assert (draft, before_it) == (".run.h5.part", True)
+        assert size >= len(before)
+        assert (folder, before_folder) == (tmp_path.name, False)

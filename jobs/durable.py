@@ -1,0 +1,28 @@
+"""Files that outlive a machine that fails: what was written is brought to the disk before it counts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def draft_of(path: Path) -> Path:
+    """Where a file is built before it replaces the one at `path`; what a killed job left there, the next one overwrites."""
+    return path.with_name(f".{path.name}.part")
+
+
+def put_in_place(path: Path) -> None:
+    """Let the draft replace the file: whatever happens, one of the two is there and whole."""
+    draft = draft_of(path)
+    sync(draft)
+    os.replace(draft, path)
+    sync(path.parent)
