@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from jobs.groups import Group
+from jobs.groups import Group, timed_by_stage
 from jobs.page import Claim
 
 if TYPE_CHECKING:
@@ -157,8 +157,9 @@ def claim(text: str, measure: Callable[[], tuple[float | tuple[float, ...], bool
 
 
 def only(groups: Sequence[Group], method: str) -> Group | None:
-    """The method's first group, if it has a complete run."""
-    found = [group for group in groups if group.method == method and group.counted[0].complete]
+    """The method's first group, if it has a complete run; none that was timed by stage."""
+    complete = [group for group in groups if group.method == method and group.counted[0].complete]
+    found = [group for group in complete if not timed_by_stage(group)]
     return found[0] if found else None
 
 

@@ -309,6 +309,10 @@ class RunConfig(_Section):
         description="steps between measurements of xi and fill-in, two dense allreduces each; 0: none. "
         "A multiple of reduction.threshold_interval would meet only exact steps, or none",
     )
+    time_stages: bool = Field(
+        default=False,
+        description="time the stages of Ok-Topk's steps where they run as one on the GPUs, which makes them a little slower",
+    )
     record_gradients: str = Field(
         default="", description="folder to record gradients in, for jobs.bench --replay"
     )

@@ -41,6 +41,7 @@ class Experiment:
         speed_steps: of a run that is compared by its speed, likewise.
         speed_batches: samples per rank that speeds are compared at, likewise; empty: as many as are trained with.
         scaling: whether speeds are compared on fewer ranks too, likewise.
+        staged: whether Ok-Topk runs once more with its stages timed one by one.
         swept: "section.key" -> values that Ok-Topk is trained with besides, one away from the configuration at a time.
         compares_regions: whether Ok-Topk also runs with regions of equal length.
     """
@@ -59,6 +60,7 @@ class Experiment:
     speed_steps: int = 200
     speed_batches: tuple[int, ...] = ()
     scaling: bool = True
+    staged: bool = False
     swept: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     compares_regions: bool = False
 
@@ -141,6 +143,8 @@ def trials(
             for method in fast:
                 if elsewhere or method not in SUMMED_ELSEWHERE:
                     planned.append(_speed_trial(method, size, batch, speed_steps))
+            if experiment.staged and "oktopk" in fast:
+                planned.append(_speed_trial("oktopk", size, batch, speed_steps, staged=True))
     if usual is not None and "oktopk" in methods:
         for name, values in experiment.swept.items():
             for value in values:
@@ -150,17 +154,20 @@ def trials(
     return planned
 
 
-def _speed_trial(method: str, size: int, batch: int | None, steps: int) -> Trial:
+def _speed_trial(method: str, size: int, batch: int | None, steps: int, *, staged: bool = False) -> Trial:
     settings = {
         **_short(steps),
         # what is measured is the method, not how it starts
         "reduction.dense_warmup_steps": 0,
         "run.measure_every": 0,
     }
-    if batch is None:
-        return _trial(f"speed-{size}-{method}", "speed", method, size, 0, settings)
-    settings["training.batch_size"] = batch
-    return _trial(f"speed-{size}x{batch}-{method}", "speed", method, size, 0, settings)
+    called = f"{size}" if batch is None else f"{size}x{batch}"
+    if batch is not None:
+        settings["training.batch_size"] = batch
+    if staged:
+        settings["run.time_stages"] = True
+    name = f"speed-{called}-{method}" + ("-stages" if staged else "")
+    return _trial(name, "speed", method, size, 0, settings)
 
 
 def _short(steps: int) -> dict[str, Any]:
@@ -218,6 +225,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         speed_steps=ONE_PERIOD,
         speed_batches=(8, 256),  # the paper's, and one that keeps an H200 busy
         scaling=False,
+        staged=True,
         swept={
             "reduction.threshold_interval": (32, 64, 128, 256),
             "reduction.density": (0.001, 0.01, 0.05),

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from jobs.style import colour_of, dashes_of, place_of, title_of
 from jobs.summary import Run, figures
 
-# what may differ between runs of one group, besides everything in [run] and [checkpoint]
+STAGED = "run.time_stages"  # which makes a run slower
+# what may differ between runs of one group, besides everything else in [run] and [checkpoint]
 _INCIDENTAL = ("training.seed", "data.path", "reduction.method")
 _MOST_NAMED = 3  # settings in a label
 
@@ -107,6 +108,11 @@ def on_most_ranks(groups: Sequence[Group]) -> list[Group]:
     return group_runs([run for group in groups if group.ranks == size for run in group.runs])
 
 
+def timed_by_stage(group: Group) -> bool:
+    """Whether its stages were timed one by one: it shows what they take, and not how fast the method is."""
+    return STAGED in settings_of(group.runs[0])
+
+
 def reads_text(groups: Sequence[Group]) -> bool:
     """Whether what is learnt is a language: then the held-out loss is what tells methods apart."""
     data = [run.config.get("data", {}).get("name") for group in groups for run in group.runs]
@@ -123,7 +129,8 @@ def settings_of(run: Run) -> dict[str, Any]:
     return {
         name: value
         for name, value in flat.items()
-        if name not in _INCIDENTAL and not name.startswith(("run.", "checkpoint."))
+        if name not in _INCIDENTAL
+        and (not name.startswith(("run.", "checkpoint.")) or (name == STAGED and value))
     }
 
 
@@ -150,6 +157,7 @@ def _labels(together: Sequence[Sequence[Run]]) -> list[str]:
         named = [
             _ranks(members[0].info.ranks) if name == "ranks" else f"{name.split('.')[-1]} {own.get(name)}"
             for name in differing
+            if name == "ranks" or own.get(name) is not None
         ]
         if len(named) > _MOST_NAMED:
             named = [members[0].stem]

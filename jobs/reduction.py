@@ -76,7 +76,7 @@ def build_reduction(
     settings = config.reduction
     try:
         if settings.method in METHODS:
-            return DistributedOptimizer(
+            optimizer = DistributedOptimizer(
                 inner,
                 comm,
                 settings.method,
@@ -84,6 +84,8 @@ def build_reduction(
                 clip_norm=config.optimizer.clip_norm,
                 **settings.settings(),
             )
+            optimizer.reducer.time_stages = config.run.time_stages
+            return optimizer
         return _BUILDERS[settings.method](config, workload, inner, placement, comm)
     except (ValueError, WireError) as error:  # the same on every rank
         raise Refused(str(error)) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobs.groups import Group, by_batch, on_most_ranks
+from jobs.groups import Group, by_batch, on_most_ranks, timed_by_stage
 from jobs.page import MISSING, Cell, Table
 from jobs.style import title_of
 from jobs.tables import Figures, milliseconds, step_cell
@@ -19,7 +19,8 @@ def speed_tables(groups: Sequence[Group]) -> list[Table]:
     for batch, alike in batches.items():
         where = f", batches of {batch}" if len(batches) > 1 else ""
         if len({group.ranks for group in alike}) > 1:
-            tables.append(throughput_table(alike, where))
+            quick = [group for group in alike if not timed_by_stage(group)]
+            tables.append(throughput_table(quick, where))
         tables.append(steps_table(on_most_ranks(alike), where))
     return tables
 
@@ -80,7 +81,8 @@ def steps_table(groups: Sequence[Group], where: str = "") -> Table:
         rows,
         note="Reduction: from the gradients that backward left to the mean that the optimizer sees, selection, exact thresholds "
         "and conversions included; what DenseOvlp and DDP do behind backward is in backward. NCCL / …: how many times "
-        "faster than one flat allreduce by NCCL in the same type.",
+        "faster than one flat allreduce by NCCL in the same type. Stages of one stream of kernels are `step`; with time_stages "
+        "they are timed one by one, which costs a little.",
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jobs.groups import Group, by_batch, on_most_ranks
+from jobs.groups import Group, by_batch, on_most_ranks, timed_by_stage
 from jobs.panels import BarPanel, Line, LinePanel, Panel
 from jobs.style import PARTS, title_of
 
@@ -32,7 +32,8 @@ def speed(groups: Sequence[Group]) -> list[Panel]:
         place = f"-batch-{batch}" if len(batches) > 1 else ""
         where = f", batches of {batch}" if len(batches) > 1 else ""
         if len({group.ranks for group in alike}) > 1:
-            panels.append(scaling(alike, f"throughput{place}", where))
+            quick = [group for group in alike if not timed_by_stage(group)]
+            panels.append(scaling(quick, f"throughput{place}", where))
         widest = on_most_ranks(alike)
         panels.append(time_parts(widest, f"speed-by-part{place}", where))
         panels.append(time_stages(widest, f"speed-by-stage{place}", where))

@@ -43,7 +43,7 @@ def planned_settings(tmp_path: Path, *more: str) -> dict[str, tuple[object, ...]
 def test_text_is_planned_with_the_seeds_batches_and_settings_of_the_table(tmp_path: Path) -> None:
     planned = planned_settings(tmp_path)
     trained = [f"{method}-0" for method in BERT.methods] + ["dense-1", "oktopk-1"]
-    fast = [f"speed-4x{batch}-{method}" for batch in (8, 256) for method in BERT.fast]
+    fast = [f"speed-4x{batch}-{method}" for batch in (8, 256) for method in (*BERT.fast, "oktopk-stages")]
     assert sorted(planned) == sorted([*trained, *fast, *(f"sweep-{name}" for name in SWEPT)])
     assert {planned[name] for name in trained} == {(2000, 8, 128, 0.01)}
     assert planned["sweep-threshold_interval-32"] == (2000, 8, 32, 0.01)
@@ -83,7 +83,7 @@ def test_a_small_experiment_on_text_is_one_command(tmp_path: Path, capfd: pytest
     ]
     assert main(words) == 0, capfd.readouterr()
     runs, folder = tmp_path / "out" / "runs", tmp_path / "out" / "report"
-    assert len(list(runs.glob("*.h5"))) == 4 + 4 + len(SWEPT)
+    assert len(list(runs.glob("*.h5"))) == 4 + 6 + len(SWEPT)
     for name in ("dense-0", "oktopk-1", "sweep-density-0.05"):
         with RunReader(runs / f"{name}.h5") as reader:
             evaluations = reader.evaluations()
@@ -107,7 +107,7 @@ def test_a_small_experiment_on_text_is_one_command(tmp_path: Path, capfd: pytest
     (runs / "sweep-density-0.05.h5").unlink()
     capfd.readouterr()
     assert main([*words, "--plan"]) == 0
-    assert "1 of 13 runs to do" in capfd.readouterr().out
+    assert "1 of 15 runs to do" in capfd.readouterr().out
 
 
 def timed(path: Path, method: str, loss: float, seconds: float = 25.0) -> Path:
@@ -149,7 +149,21 @@ def test_reductions_are_compared_at_each_size_of_batches(tmp_path: Path) -> None
                     path, method=method, batch=batch, seconds_reduction=seconds_taken, settings=settings
                 )
             )
-    claims = language_claims(BERT, [], group_runs(read_runs(fast)))[-4:]
+    staged = write_run(
+        tmp_path / "staged.h5",
+        batch=8,
+        seconds_reduction=np.full(50, 0.009),
+        settings={"gradient_type": "bfloat16"},
+        time_stages=True,
+    )
+    fast.insert(0, staged)
+    groups = group_runs(read_runs(fast))
+    assert {group.label for group in groups if group.method == "oktopk"} == {
+        "Ok-Topk (batch_size 8)",
+        "Ok-Topk (batch_size 8, time_stages True)",
+        "Ok-Topk (batch_size 256)",
+    }
+    claims = language_claims(BERT, [], groups)[-4:]
     assert [claim.verdict for claim in claims] == ["held", "held", "failed", "held"]
     assert claims[0].text.endswith("NCCL's flat allreduce of bfloat16, batches of 8")
     assert claims[0].measured == "2.38 times: 2.10 and 5.00 ms"
@@ -158,6 +172,7 @@ def test_reductions_are_compared_at_each_size_of_batches(tmp_path: Path) -> None
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert "A step on 4 ranks, batches of 256" in page
     assert "A step on 4 ranks, batches of 8" in page
+    assert "Ok-Topk (time_stages True)" in page
 
 
 def test_a_sweep_is_a_table_with_the_usual_settings_in_their_place(tmp_path: Path) -> None:

@@ -39,12 +39,17 @@ def write_run(
     dense_steps: int = 0,
     status: str = "complete",
     batch: int = 16,
+    time_stages: bool = False,
     held_out_loss: float = 0.5,
     **replaced: NDArray[Any],
 ) -> Path:
     """A run whose figures can be worked out by hand: constant but for the loss and the first step's time."""
     config = json.dumps(
-        {"training": {"seed": seed, "batch_size": batch}, "reduction": {"method": method, **(settings or {})}}
+        {
+            "training": {"seed": seed, "batch_size": batch},
+            "reduction": {"method": method, **(settings or {})},
+            "run": {"time_stages": time_stages},
+        }
     )
     info = RunInfo(
         config,
