@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from data import DataError
+from data.frequencies import frequency_loss
+from data.masking import TextEvaluationLoader
+from data.text_file import open_text_file
 from jobs.claims import NotMeasured, claim, figure, only, step_claim, volume_claims
 from jobs.groups import Group, by_batch
 from jobs.page import Claim
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
     from jobs.experiments import Experiment
 
 LOSS_MARGIN = 0.01  # of dense's loss, that a sparse method may lose
+LEARNT = 0.5  # nats below what word frequencies give
 FASTER = 2.0  # than NCCL's flat allreduce, in training
 
 
@@ -24,6 +29,7 @@ def language_claims(experiment: Experiment, groups: Sequence[Group], fast: Seque
     """The claims on loss, volume and time; those on time for each size of batches that speeds were compared at."""
     dense, oktopk = only(groups, "dense"), only(groups, "oktopk")
     claims = [
+        _learnt(dense),
         claim(
             f"Ok-Topk's held-out loss is at most {LOSS_MARGIN:.0%} above dense's after as many steps, means over the seeds",
             lambda: (
@@ -43,6 +49,34 @@ def language_claims(experiment: Experiment, groups: Sequence[Group], fast: Seque
         where = f", batches of {batch}" if batch else ""
         claims += [_reduction_claim(alike, where), step_claim(alike, where)]
     return claims
+
+
+def _learnt(dense: Group | None) -> Claim:
+    """Before that, all methods look alike."""
+
+    def measure() -> tuple[tuple[float, ...], bool]:
+        loss = figure(dense, "held_out_loss")
+        known = _frequency_loss(dense)
+        return (loss, known), loss <= known - LEARNT
+
+    return claim(
+        f"dense's held-out loss is {LEARNT} nats or more below that of word frequencies alone",
+        measure,
+        "{:.4f} and {:.4f}",
+    )
+
+
+def _frequency_loss(group: Group | None) -> float:
+    """Of the held-out words that the group was scored by. Raises NotMeasured: the text is no longer there."""
+    data = {} if group is None else group.runs[0].config.get("data", {})
+    try:
+        training, held_out = open_text_file(data.get("path", ""))
+    except DataError as error:
+        raise NotMeasured from error
+    loader = TextEvaluationLoader(
+        held_out, batch_size=512, rank=0, size=1, most=data.get("eval_sequences", 0)
+    )
+    return frequency_loss(training, loader)
 
 
 def _sooner(oktopk: Group | None, dense: Group | None, method: str) -> Claim:

@@ -10,6 +10,7 @@ import torch
 
 from data import DataError, text
 from data.corpus import read_documents, split_sentences
+from data.frequencies import frequency_loss
 from data.masking import IGNORED, TextEvaluationLoader, TextTrainingLoader
 from data.packing import Frame, Packer, Sequences
 from data.prepare import main
@@ -316,6 +317,16 @@ def test_held_out_sequences_are_seen_once_and_always_masked_alike() -> None:
         assert torch.equal(torch.cat([batch.tokens for batch in some]), tokens)
     beyond = TextEvaluationLoader(texts, batch_size=7, rank=0, size=1, most=10**6)
     assert sum(len(batch.tokens) for batch in beyond) == len(texts)
+
+
+def test_word_frequencies_alone_give_their_entropy() -> None:
+    often, rarely = [10] * 900, [11] * 100
+    packed = Packer(FRAME, "s").pack([[often + rarely]])
+    texts = TextSet(packed, WORDS, "")
+    # all held-out words are the rare one; what the training text lacks counts once
+    rare = TextSet(Packer(FRAME, "s").pack([[[11] * 200]]), WORDS, "")
+    loss = frequency_loss(texts, TextEvaluationLoader(rare, batch_size=3, rank=0, size=1))
+    assert loss == pytest.approx(np.log((1000 + len(WORDS) - 3) / 101))
 
 
 def test_fewer_sequences_than_ranks_are_refused_with_the_file() -> None:
