@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from jobs.rank_check import launch_problem
+import pytest
+from mpi4py import MPI
+
+from jobs.rank_check import launch_problem, main
 
 
 @pytest.mark.parametrize("name", ["OKTOPK_RANKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"])
@@ -25,3 +28,23 @@ def test_the_batch_script_knows_better_than_slurm_whose_step_counts_daemons() ->
     assert launch_problem(8, {"OKTOPK_RANKS": "8", "SLURM_NTASKS": "2"}) == ""
     assert launch_problem(8, {"OMPI_COMM_WORLD_SIZE": "8", "SLURM_NTASKS": "2"}) == ""
     assert "the batch script started 8 ranks" in launch_problem(2, {"OKTOPK_RANKS": "8", "SLURM_NTASKS": "2"})
+
+
+class WrongOnTheLast(MPI.Intracomm):
+    """A communicator that loses an element on its way to one rank."""
+
+    def Allreduce(self, send: Any, receive: Any, op: MPI.Op = MPI.SUM) -> None:
+        super().Allreduce(send, receive, op)
+        if self.rank == self.size - 1:
+            receive[12345] = -7
+
+
+@pytest.mark.mpi
+def test_a_sum_that_is_wrong_on_one_rank_alone_is_told_by_all(
+    comm: MPI.Intracomm, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(comm) == 0
+    assert main(WrongOnTheLast(comm)) == 2
+    if comm.rank == 0:
+        right = comm.size * (comm.size + 1) // 2
+        assert f"gave -7 at 12345 on rank {comm.size - 1}: {right} is right" in capfd.readouterr().err
