@@ -63,7 +63,9 @@ def main(comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:
     sums = comm.allgather(mine)
     if any(sums) and not problem:
         named = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(sums) if text)
-        problem = f"an Allreduce of {ELEMENTS} integers over {comm.size} ranks gave {named}: {expected} is right"
+        problem = (
+            f"an Allreduce of {ELEMENTS} integers over {comm.size} ranks gave {named}: {expected} is right"
+        )
     problem = comm.bcast(problem)
     if problem and comm.rank == 0:
         print(problem, file=sys.stderr, flush=True)

@@ -35,7 +35,8 @@ RANKS = (1, 2, 3, 4, 5, 8)
 ALL_TESTS = ["tests"]
 CHECK_SECONDS = 180
 SINGLE_SECONDS = 1800
-SLURM_SECONDS = 1200
+SLURM_SECONDS = 540
+SLURM_LEAVING = 60  # to end its jobs and daemons: ten minutes in all
 RANKS_SECONDS = 900
 
 
@@ -67,8 +68,18 @@ class Tally:
         return f"{states} in {seconds:.0f} s"
 
 
-def run(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> int | None:
-    """Exit status of a command that prints where we print; None if it had to be ended after `seconds`."""
+def run(
+    command: Sequence[str],
+    seconds: float,
+    environment: Mapping[str, str] | None = None,
+    leaving: float = 10,
+) -> int | None:
+    """Exit status of a command that prints where we print; None if it had to be ended.
+
+    Args:
+        seconds: that it may take.
+        leaving: that it then has to end what it started.
+    """
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
     )
@@ -80,7 +91,7 @@ def run(command: Sequence[str], seconds: float, environment: Mapping[str, str] |
         if process.poll() is None:
             process.terminate()  # mpiexec passes it on to its ranks, which are in process groups of their own
             try:
-                process.wait(timeout=10)
+                process.wait(timeout=leaving)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -115,10 +126,11 @@ def run_group(
     environment: Mapping[str, str],
     outcomes: Path,
     may_be_empty: bool,
+    leaving: float = 10,
 ) -> None:
     """One pytest, on one or several ranks, and what became of each of its tests."""
     announce(title)
-    status = run(command, seconds, environment)
+    status = run(command, seconds, environment, leaving)
     states = read_outcomes(outcomes)
     for test, state in states.items():
         if state == "started":
@@ -146,7 +158,7 @@ def run_slurm(tally: Tally, pytest: Sequence[str], folder: Path) -> None:
     outcomes = folder / "slurm"
     marked = ["-m", "slurm", "--timeout-method=signal", f"--outcomes={outcomes}", "tests/slurm"]
     command = [sys.executable, *pytest, *marked]
-    run_group(tally, "Slurm", command, SLURM_SECONDS, os.environ, outcomes, False)
+    run_group(tally, "Slurm", command, SLURM_SECONDS, os.environ, outcomes, False, SLURM_LEAVING)
 
 
 def files_with_rank_tests(paths: Sequence[str]) -> list[str]:

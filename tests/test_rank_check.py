@@ -33,7 +33,7 @@ def test_the_batch_script_knows_better_than_slurm_whose_step_counts_daemons() ->
 class WrongOnTheLast(MPI.Intracomm):
     """A communicator that loses an element on its way to one rank."""
 
-    def Allreduce(self, send: Any, receive: Any, op: MPI.Op = MPI.SUM) -> None:
+    def Allreduce(self, send: Any, receive: Any, op: MPI.Op = MPI.SUM) -> None:  # noqa: N802
         super().Allreduce(send, receive, op)
         if self.rank == self.size - 1:
             receive[12345] = -7

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 import pytest
 
@@ -49,6 +52,25 @@ class Slurm:
         )
         assert may_fail or done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout.strip()
+
+    def shell(self, line: str, folder: Path, *, terminal: bool = False) -> str:
+        """What a command prints that a user types in a checkout of his own, with its own site.sh."""
+        environment = {name: value for name, value in self._environment.items() if name != "OKTOPK_SITE"}
+        reader, writer = os.openpty() if terminal else os.pipe()
+        with subprocess.Popen(
+            line,
+            shell=True,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=writer,
+            stderr=writer,
+        ) as process:
+            os.close(writer)
+            said = b"".join(iter(lambda: _read(reader), b"")).decode()
+        os.close(reader)
+        assert process.returncode == 0, f"{line}: {said}"
+        return said
 
     def submit(self, *words: str, launcher: str = "srun-pmix") -> str:
         """Queue a batch script by jobs/submit.sh; returns its number."""
@@ -99,6 +121,13 @@ class Slurm:
         return self.output(job)
 
 
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 1 << 16)
+    except OSError:  # how a terminal says that nobody writes any more
+        return b""
+
+
 def steps_left(job: str) -> bool:
     """Whether a step of the job is still being cleared away; with the same number, a new one could not start."""
     for folder in Path("/proc").iterdir():
@@ -108,6 +137,12 @@ def steps_left(job: str) -> bool:
         except OSError:
             continue
     return False
+
+
+def leave_in_order(number: int, frame: FrameType | None) -> NoReturn:
+    """Let a SIGTERM end the tests as their end does: the lab's daemons, in sessions of their own, must not outlive them."""
+    signal.signal(number, signal.SIG_IGN)
+    pytest.exit(signal.Signals(number).name, returncode=128 + number)
 
 
 def free_ports(count: int) -> int:
@@ -128,6 +163,7 @@ def lab() -> Iterator[Slurm]:
     # not pytest's own folder: the socket's path must be short
     with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
         up = [str(LAB), "up", folder, str(free_ports(5))]
+        signal.signal(signal.SIGTERM, leave_in_order)
         try:
             subprocess.run(up, check=True, timeout=120, stdin=subprocess.DEVNULL, env=dict(os.environ))
             yield Slurm(Path(folder) / "slurm.conf")

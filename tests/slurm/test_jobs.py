@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from data.prepare import prepare_an4
 from jobs.runreader import RunReader
-from tests.slurm.conftest import PATIENCE, Slurm
+from tests.documents import write_documents
+from tests.slurm.conftest import PATIENCE, ROOT, Slurm
 from tests.tiny_runs import CONFIG, SETTINGS, assert_same_outcome, rank_processes, steps_done
+from tests.utterances import write_an4
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3 * PATIENCE)]
 
@@ -48,26 +54,60 @@ def wait_for_step(slurm: Slurm, job: str, path: Path, step: int) -> None:
 
 
 def test_each_workload_ends_with_its_result(slurm: Slurm) -> None:
-    run, vgg, bench = (slurm.folder / name for name in ("digits.h5", "vgg.h5", "bench.json"))
-    digits = slurm.submit("jobs/digits.sbatch", *TOY, "training.steps=30", f"run.file={run}", launcher="auto")
-    said = slurm.complete(digits)
-    assert "launcher: " in said
-    assert "(4 ranks on n[1-2])" in said
-    assert finished(run) == 30
-    # the paper's settings, on data that is always there
-    data = ["data.name=digits", "data.flip=false"]
-    jobs = [
-        slurm.submit("--ntasks=2", "jobs/vgg.sbatch", *TOY, *data, "training.steps=10", f"run.file={vgg}"),
-        slurm.submit(
-            "--ntasks=2", "jobs/bench.sbatch", "--length", "20000", "--steps", "40", "--json", str(bench)
-        ),
-    ]
-    for job in jobs:
+    runs = {name: slurm.folder / f"{name}.h5" for name in ("vgg", "lstm", "bert")}
+    bench = slurm.folder / "bench.json"
+    spoken = [" ".join(("NO", "GO", "UP")[: 1 + number % 3]) for number in range(16)]
+    write_an4(slurm.folder / "an4", spoken[:12], spoken[12:])
+    prepare_an4(slurm.folder, slurm.folder / "an4.h5", partial=True, progress=False)
+    toys = {
+        # the paper's settings, on data that is always there
+        "vgg": [*TOY, "data.name=digits", "data.flip=false"],
+        "lstm": [f"data.path={slurm.folder / 'an4.h5'}", "model.width=0.0625", "training.eval_every=10"],
+        "bert": [
+            f"data.path={write_documents(slurm.folder)}",
+            *("model.vocabulary=0", "model.layers=1", "model.hidden=64", "training.eval_every=10"),
+        ],
+    }
+    jobs = {
+        name: slurm.submit(
+            "--ntasks=2", f"jobs/{name}.sbatch", *toy, "training.steps=10", f"run.file={runs[name]}"
+        )
+        for name, toy in toys.items()
+    }
+    words = ["--length", "20000", "--steps", "40", "--json", str(bench)]
+    jobs["bench"] = slurm.submit("--ntasks=2", "jobs/bench.sbatch", *words)
+    for job in jobs.values():
         slurm.complete(job)
-    assert finished(vgg) == 10
-    with RunReader(vgg) as reader:
-        assert reader.info.ranks == 2
+    for name, path in runs.items():
+        assert finished(path) == 10
+        with RunReader(path) as reader:
+            assert reader.info.ranks == 2
+            assert reader.config["model"]["name"] == {"vgg": "vgg16"}.get(name, name)
+            assert np.isfinite(reader.evaluations()["loss"]).all()
     assert json.loads(bench.read_text())["runs"][0]["ranks"] == 2
+
+
+def test_the_five_commands_of_the_documentation_end_in_a_trained_model(slurm: Slurm) -> None:
+    block = re.search(r"(?m)(?:^    .+\n){5}", (ROOT / "docs" / "cluster.md").read_text())
+    assert block is not None
+    clone, install, edit, submit, watch = (line.strip() for line in block[0].splitlines())
+    assert clone.startswith("git clone ")
+    assert ".venv" in install
+    checkout = slurm.folder / "oktopk"
+    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs", "demo"))
+    (checkout / ".venv").symlink_to(sys.prefix)
+    # the site that this one-machine Slurm is needs nothing
+    assert (checkout / edit.split()[-1]).is_file()
+    said = slurm.shell(f"{submit} {' '.join(TOY)} training.steps=30", checkout)
+    job = said.split()[-1]
+    shown = slurm.shell(watch, checkout, terminal=True)
+    assert "not there yet" in shown
+    assert "complete" in shown
+    slurm.wait_for(job, "COMPLETED")
+    printed = (checkout / "runs" / f"digits-{job}.out").read_text()
+    assert re.search(r"launcher: \S+ \(4 ranks on n\[1-2\]\)", printed)
+    assert finished(checkout / "runs" / "digits.h5") == 30
+    assert (checkout / "runs" / "digits.checkpoints" / "step-00000030" / "manifest.json").exists()
 
 
 def test_an_array_trains_with_each_method(slurm: Slurm) -> None:
