@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jobs.experiments import EXPERIMENTS
+from jobs.experiments import EXPERIMENTS, KINDS
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -57,7 +57,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         help="per rank, to compare speeds at; default: as in training, for bert 8 and 256",
     )
     parser.add_argument(
-        "--no-sweep", action="store_true", help="bert: leave out Ok-Topk with other intervals and densities"
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        help="only runs of these kinds, and in this order; default: all, the most telling ones first",
     )
     parser.add_argument(
         "--no-gpu-methods", action="store_true", help="leave out NCCL and DistributedDataParallel"

@@ -51,8 +51,7 @@ def plan(experiment: Experiment, options: argparse.Namespace) -> list[Planned]:
             base = shortened(base, unit, length, given)
     # what cannot be continued is begun again
     begins_again = not base.get("checkpoint", {}).get("enabled", True)
-    planned = []
-    for trial in trials(
+    every = trials(
         experiment,
         ranks=options.ranks,
         seeds=options.seeds,
@@ -62,8 +61,13 @@ def plan(experiment: Experiment, options: argparse.Namespace) -> list[Planned]:
         region_steps=options.region_steps,
         elsewhere=not options.no_gpu_methods,
         speed_batches=options.speed_batches,
-        usual=None if options.no_sweep else _values(base, experiment.swept),
-    ):
+        usual=_values(base, experiment.swept),
+    )
+    if options.kinds is not None:
+        wanted = [trial for trial in every if trial.kind in options.kinds]
+        every = sorted(wanted, key=lambda trial: options.kinds.index(trial.kind))
+    planned = []
+    for trial in every:
         file = options.output / RUNS / f"{trial.name}.h5"
         settings = {"run.file": str(file), "run.overwrite": begins_again, **trial.settings}
         document = _merged(base, settings)

@@ -53,7 +53,8 @@ def test_text_is_planned_with_the_seeds_batches_and_settings_of_the_table(tmp_pa
     other = planned_settings(tmp_path, "--set", "reduction.threshold_interval=64")
     assert "sweep-threshold_interval-64" not in other
     assert other["sweep-threshold_interval-128"] == (2000, 8, 128, 0.01)
-    assert not [name for name in planned_settings(tmp_path, "--no-sweep") if name.startswith("sweep")]
+    ordered = [name.split("-")[0] for name in planned_settings(tmp_path, "--kinds", "speed", "sweep")]
+    assert ordered == ["speed"] * len(fast) + ["sweep"] * len(SWEPT)
 
 
 def test_settings_reach_every_run_and_a_run_by_steps_keeps_its_shape(tmp_path: Path) -> None:
