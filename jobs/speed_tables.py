@@ -8,6 +8,7 @@ from jobs.groups import Group, by_batch, on_most_ranks, timed_by_stage
 from jobs.page import MISSING, Cell, Table
 from jobs.style import title_of
 from jobs.tables import Figures, milliseconds, step_cell
+from jobs.time_pictures import ordered_stages
 
 PHASES = ("forward", "backward", "reduction", "optimizer", "data")
 
@@ -70,10 +71,11 @@ def steps_table(groups: Sequence[Group], where: str = "") -> Table:
         Cell("Method"),
         Cell("Samples / s"),
         Cell("Step, ms", "mean; median"),
-        *(Cell(phase.capitalize(), "ms; by stage" if phase == "reduction" else "ms") for phase in PHASES),
+        *(Cell(phase.capitalize(), "ms") for phase in PHASES),
     ]
     if nccl is not None:
         heads += [Cell("NCCL / step"), Cell("NCCL / reduction")]
+    heads.append(Cell("Reduction by stage", "ms"))
     rows = [_steps_row(group, nccl) for group in groups]
     return Table(
         f"A step on {groups[0].ranks} rank{'' if groups[0].ranks == 1 else 's'}{where}",
@@ -102,17 +104,14 @@ def _steps_row(group: Group, nccl: Group | None) -> list[Cell]:
         Cell(MISSING if rate is None else f"{rate:,.0f}"),
         step_cell(figures),
     ]
-    for phase in PHASES:
-        small = _stages(group) if phase == "reduction" else ""
-        row.append(Cell(milliseconds(figures[f"{phase}_seconds"]), small))
+    row += [Cell(milliseconds(figures[f"{phase}_seconds"])) for phase in PHASES]
     if nccl is not None:
         for name in ("step_seconds", "reduction_seconds"):
             theirs, own = nccl.mean(name), figures[name]
             row.append(Cell(f"{theirs / own:.2f}" if theirs and own else MISSING))
-    return row
+    return [*row, Cell(_stages(group), wrap=True)]
 
 
 def _stages(group: Group) -> str:
-    stages = dict.fromkeys(stage for run in group.runs for stage in run.stages)
-    means = {stage: group.mean(f"stage_{stage}_seconds") for stage in stages}
+    means = {stage: group.mean(f"stage_{stage}_seconds") for stage in ordered_stages([group])}
     return ", ".join(f"{stage} {milliseconds(seconds)}" for stage, seconds in means.items() if seconds)

@@ -58,8 +58,7 @@ def time_parts(groups: Sequence[Group], name: str = "time-by-part", where: str =
 
 def time_stages(groups: Sequence[Group], name: str = "time-by-stage", where: str = "") -> BarPanel:
     """What the reduction of each group spends its time on; where: as time_parts."""
-    stages = dict.fromkeys(stage for group in groups for run in group.runs for stage in run.stages)
-    ordered = [stage for stage in STAGES if stage in stages] + [s for s in stages if s not in STAGES]
+    ordered = ordered_stages(groups)
     shown = [group for group in groups if any(group.mean(f"stage_{stage}_seconds") for stage in ordered)]
     return BarPanel(
         name,
@@ -70,6 +69,12 @@ def time_stages(groups: Sequence[Group], name: str = "time-by-stage", where: str
         {stage: [group.mean(f"stage_{stage}_seconds") or 0.0 for group in shown] for stage in ordered},
         {stage: STAGES.get(stage, OTHER_STAGE) for stage in ordered},
     )
+
+
+def ordered_stages(groups: Sequence[Group]) -> list[str]:
+    """The stages of all runs, in the order of STAGES."""
+    stages = dict.fromkeys(stage for group in groups for run in group.runs for stage in run.stages)
+    return [stage for stage in STAGES if stage in stages] + [s for s in stages if s not in STAGES]
 
 
 def scaling(groups: Sequence[Group], name: str = "throughput", where: str = "") -> LinePanel:

@@ -175,6 +175,7 @@ def test_reductions_are_compared_at_each_size_of_batches(tmp_path: Path) -> None
     assert "A step on 4 ranks, batches of 256" in page
     assert "A step on 4 ranks, batches of 8" in page
     assert "Ok-Topk (time_stages True)" in page
+    assert "select 2.10" in page
 
 
 def test_a_sweep_is_a_table_with_the_usual_settings_in_their_place(tmp_path: Path) -> None:
