@@ -2,14 +2,16 @@
 # What all batch scripts share: start the ranks as this site wants it, hand signals on, queue the job again when it asks for it.
 
 # Slurm sends USR1 before the time limit (--signal) and TERM when it ends or preempts the job. From the first line on neither kills
-# this script. srun and mpiexec hand USR1 on to the ranks; TERM would end them.
+# this script. srun and mpiexec hand USR1 and USR2 on to the ranks; TERM would end them.
 SIGNALLED="" CHILD=""
+# What came, and what the ranks get.
 hand_on() {
   SIGNALLED=$1
-  [ -z "$CHILD" ] || kill -USR1 "$CHILD" 2>/dev/null
+  [ -z "$CHILD" ] || kill "-$2" "$CHILD" 2>/dev/null
 }
-trap 'hand_on USR1' USR1
-trap 'hand_on TERM' TERM
+trap 'hand_on USR1 USR1' USR1
+trap 'hand_on TERM USR1' TERM
+trap '[ -z "$CHILD" ] || hand_on USR2 USR2' USR2 # ranks that are not there have no stacks to show
 
 cd "${SLURM_SUBMIT_DIR:?submit me from the root of the checkout: jobs/submit.sh jobs/NAME.sbatch}" || exit 2
 # shellcheck source=jobs/site.sh
@@ -25,7 +27,7 @@ AGAIN=75 # exit status of a job that stopped with a checkpoint, see jobs/interru
 
 # A signal that comes while Python starts waits until it is listened to, where env can do that (coreutils 8.31).
 SHIELD=()
-env --block-signal=USR1 true 2>/dev/null && SHIELD=(env --block-signal=USR1)
+env --block-signal=USR1,USR2 true 2>/dev/null && SHIELD=(env --block-signal=USR1,USR2)
 
 # The words that start the ranks, into COMMAND.
 command_for() {
@@ -91,7 +93,7 @@ run_ranks() {
   fi
   "${COMMAND[@]}" "$@" &
   CHILD=$!
-  [ -z "$SIGNALLED" ] || hand_on "$SIGNALLED" # it came before the child was known
+  [ -z "$SIGNALLED" ] || hand_on "$SIGNALLED" USR1 # it came before the child was known
   while :; do
     SIGNALLED="" before=$status
     wait "$CHILD"

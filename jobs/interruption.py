@@ -51,6 +51,8 @@ def show_when_asked() -> None:
     """From here on SIGUSR2 prints the stacks of all threads and changes nothing; again is allowed."""
     if sys.__stderr__ is not None:
         faulthandler.register(SHOWING, file=sys.__stderr__, all_threads=True)
+        # The batch scripts start ranks with it and SIGUSR1 blocked, so that none comes while Python starts.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {SHOWING})
 
 
 class SignalNote:
@@ -69,7 +71,6 @@ class SignalNote:
         for number in STOPPING:
             signal.signal(number, self._note)
         show_when_asked()
-        # The batch scripts start ranks with it blocked, so that one that comes while Python starts is not lost.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         return self
 

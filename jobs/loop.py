@@ -14,6 +14,7 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 from collectives.traffic import dense_words
+from jobs import provenance
 from jobs.agreement import check_same_parameters
 from jobs.config import TRAINING_MODES, Config
 from jobs.gradient_file import GradientRecorder
@@ -100,7 +101,8 @@ class TrainingLoop:
             disable=comm.rank != 0,
             # mpiexec puts a pipe between the ranks and the terminal, so its width is not to be asked for.
             bar_format="{desc} {percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
-            mininterval=0.5,
+            # a batch job's output is a file, where every bar stays
+            mininterval=30.0 if provenance.job() else 0.5,
         )
 
     def run(self) -> None:

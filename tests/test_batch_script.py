@@ -80,3 +80,15 @@ def test_a_signal_that_comes_before_the_ranks_are_started_is_not_lost(
     assert (tmp_path / "queued").read_text() == "requeue 1\n"
     assert len((tmp_path / "started").read_text().splitlines()) == 1
     assert "stopped before its ranks were started: queued again" in (tmp_path / "said").read_text()
+
+
+def test_ranks_show_their_stacks_when_the_script_is_asked_and_go_on(tmp_path: Path) -> None:
+    kills = "kill -USR2 $SCRIPT; sleep 0.3; kill -USR2 $SCRIPT; sleep 0.3"
+    ranks = program(tmp_path / "ranks", f"trap 'echo shown' USR2; sleep 0.3; {kills}; echo done")
+    assert leave_with(tmp_path, str(ranks)) == 0
+    assert (tmp_path / "said").read_text().split() == ["shown", "shown", "done"]
+    # while no rank is there it changes nothing
+    tried = "case $1 in --mpi=list) echo pmix;; *) kill -USR2 $SCRIPT; echo $*;; esac"
+    program(tmp_path / "srun", tried)
+    assert leave_with(tmp_path, "true", str(tmp_path), launcher="auto") == 0
+    assert "-m jobs.train" in (tmp_path / "said").read_text()

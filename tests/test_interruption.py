@@ -14,6 +14,8 @@ from jobs.launch import launch_environment
 STOP_TWICE = """
 import os, signal
 from jobs.interruption import EXIT_STATUS, SignalNote, leave
+# as the batch scripts start it
+signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGUSR1, signal.SIGUSR2}})
 with SignalNote() as note:
     os.kill(os.getpid(), signal.{name})
     assert note.received == signal.{name}

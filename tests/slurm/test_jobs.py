@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from data.prepare import prepare_an4
+from jobs.checkpoint_files import rank_file, read_part
 from jobs.runreader import RunReader
+from models.vgg import VGG16
 from tests.documents import write_documents
 from tests.slurm.conftest import PATIENCE, ROOT, Slurm
 from tests.tiny_runs import CONFIG, SETTINGS, assert_same_outcome, rank_processes, steps_done
@@ -107,7 +109,10 @@ def test_the_five_commands_of_the_documentation_end_in_a_trained_model(slurm: Sl
     printed = (checkout / "runs" / f"digits-{job}.out").read_text()
     assert re.search(r"launcher: \S+ \(4 ranks on n\[1-2\]\)", printed)
     assert finished(checkout / "runs" / "digits.h5") == 30
-    assert (checkout / "runs" / "digits.checkpoints" / "step-00000030" / "manifest.json").exists()
+    # and it can be read as the documentation says
+    newest = checkout / "runs" / "digits.checkpoints" / "step-00000030"
+    trained = read_part(newest / "common.safetensors")["model"] | read_part(newest / rank_file(0))["buffers"]
+    VGG16(classes=10, width=0.0625).load_state_dict(trained)
 
 
 def test_an_array_trains_with_each_method(slurm: Slurm) -> None:
@@ -161,6 +166,9 @@ def test_a_preempted_job_is_queued_again_and_ends_as_an_undisturbed_one(
     calm = slurm.submit(tiny_script(slurm.folder, undisturbed), launcher=launcher)
     slurm.complete(calm)
     job = slurm.submit(tiny_script(slurm.folder, path, "seconds=0.1"), launcher=launcher)
+    wait_for_step(slurm, job, path, 5)
+    if to == "batch script":
+        slurm.call("scancel", "--batch", "--signal=USR2", job)
     wait_for_step(slurm, job, path, 13)
     slurm.call("scancel", *(["--batch"] if to == "batch script" else []), "--signal=USR1", job)
     said = slurm.complete(job)
@@ -168,6 +176,7 @@ def test_a_preempted_job_is_queued_again_and_ends_as_an_undisturbed_one(
     assert "SIGUSR1: stopped after step" in said
     assert f"job {job} stopped with a checkpoint: queued again" in said
     assert "resumed after step" in said
+    assert said.count("Current thread") == (4 if to == "batch script" else 0)
     with RunReader(path) as reader:
         first, second = reader.segments()["step"].tolist()
     assert first == 0
