@@ -19,6 +19,7 @@ source "${OKTOPK_SITE:-jobs/site.sh}"
 load_modules
 # Ranks compare it with their communicator. SLURM_NTASKS itself will not do: mpiexec's daemons are a step of their own.
 export OKTOPK_RANKS="$SLURM_NTASKS"
+export OKTOPK_ENDED=""
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
 # Since Slurm 22.05 srun does not take it from the job any more.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
@@ -104,10 +105,22 @@ run_ranks() {
   # unless they had ended with it: then there is nothing left to wait for, and it had their status
   [ "$status" -ne 127 ] || [ "$interrupted" = no ] || status=$before
   [ "$status" -ne "$AGAIN" ] || queue_again "with a checkpoint"
+  if [ "$status" -eq 0 ] && [ -n "$OKTOPK_ENDED" ] && ! rm "$OKTOPK_ENDED" 2>/dev/null; then
+    echo "job $SLURM_JOB_ID: the launcher ended without an error, but the training did not end: submit it once more" >&2
+    status=1
+  fi
   exit "$status"
+}
+
+# Run a training on all ranks.
+run_training() {
+  # Open MPI's mpiexec leaves with 0 when it loses a node: so the training says itself that it has come to its end.
+  export OKTOPK_ENDED="$RUNS/.ended-$SLURM_JOB_ID"
+  rm -f "$OKTOPK_ENDED"
+  run_ranks "$@"
 }
 
 # train NAME CONFIG.toml [section.key=value ...]: into the run file NAME, unless the arguments say otherwise.
 train() {
-  run_ranks -m jobs.train "$2" --set "run.file=$RUNS/$1.h5" "${@:3}"
+  run_training -m jobs.train "$2" --set "run.file=$RUNS/$1.h5" "${@:3}"
 }

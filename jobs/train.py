@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -94,6 +95,8 @@ def main(
         how = "with a checkpoint" if config.checkpoint.enabled else "without a checkpoint"
         _say(comm, f"jobs.train: {leaving.signal_name}: stopped after step {leaving.step} {how}")
         return EXIT_STATUS if config.checkpoint.enabled else 128 + leaving.signal_number
+    if comm.rank == 0 and (mark := os.environ.get("OKTOPK_ENDED")):
+        Path(mark).touch()  # for jobs/batch.sh, whose launcher's word does not do
     return 0
 
 

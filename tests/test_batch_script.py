@@ -11,7 +11,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def leave_with(folder: Path, mpiexec: str, path: str = "", launcher: str = "mpiexec") -> int:
+def leave_with(
+    folder: Path,
+    mpiexec: str,
+    path: str = "",
+    launcher: str = "mpiexec",
+    action: str = "run_ranks -m jobs.train",
+) -> int:
     """The status of a batch script whose launcher is `mpiexec`; what it says is in the file "said"."""
     site = folder / "site.sh"
     site.write_text(
@@ -19,7 +25,7 @@ def leave_with(folder: Path, mpiexec: str, path: str = "", launcher: str = "mpie
         f"RUNS={folder}\nGPUS_PER_RANK=0\n"
     )
     slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1"}
-    words = ["bash", "-c", "export SCRIPT=$$; source jobs/batch.sh; run_ranks -m jobs.train"]
+    words = ["bash", "-c", "export SCRIPT=$$; source jobs/batch.sh; " + action]
     environment = {**os.environ, **slurm, "OKTOPK_SITE": str(site), "SLURM_JOB_NODELIST": "n1"}
     environment["PATH"] = f"{path}:{environment['PATH']}"
     with open(folder / "said", "w") as said:
@@ -92,3 +98,13 @@ def test_ranks_show_their_stacks_when_the_script_is_asked_and_go_on(tmp_path: Pa
     program(tmp_path / "srun", tried)
     assert leave_with(tmp_path, "true", str(tmp_path), launcher="auto") == 0
     assert "-m jobs.train" in (tmp_path / "said").read_text()
+
+
+def test_a_launcher_that_ends_before_the_training_is_a_failure(tmp_path: Path) -> None:
+    # as mpiexec does when it loses a node
+    assert leave_with(tmp_path, "true", action="train digits jobs/configs/digits.toml") == 1
+    assert "the training did not end" in (tmp_path / "said").read_text()
+    ends = program(tmp_path / "ends", 'touch "$OKTOPK_ENDED"')
+    for _ in range(2):
+        assert leave_with(tmp_path, str(ends), action="train digits jobs/configs/digits.toml") == 0
+        assert not list(tmp_path.glob(".ended*"))

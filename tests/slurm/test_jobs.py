@@ -42,7 +42,7 @@ def tiny_script(folder: Path, path: Path, *faults: str) -> str:
     )
     script.write_text(
         "#!/bin/bash\n#SBATCH --ntasks=4 --requeue --open-mode=append --signal=B:USR1@120\n"
-        f"source jobs/batch.sh\nrun_ranks -m tests.tiny_job {words}\n"
+        f"source jobs/batch.sh\nrun_training -m tests.tiny_job {words}\n"
     )
     return str(script)
 
@@ -193,6 +193,16 @@ def test_a_job_that_is_cancelled_stays_so_though_it_was_told_to_stop_before(slur
     slurm.wait_for(job, "CANCELLED")
     assert slurm.fact(job, "Restarts") == "0"
     assert "queued again" not in slurm.output(job)
+
+
+def test_a_lost_node_is_no_success(slurm: Slurm) -> None:
+    path = slurm.folder / "run.h5"
+    script = tiny_script(slurm.folder, path, "seconds=0.1")
+    job = slurm.submit(script, launcher="mpiexec")
+    wait_for_step(slurm, job, path, 3)
+    # mpiexec's own daemons on the other nodes die of it
+    slurm.call("scancel", "--signal=KILL", f"{job}.0")
+    slurm.wait_for(job, "FAILED")
 
 
 def test_a_killed_rank_ends_the_job_in_seconds(slurm: Slurm) -> None:
