@@ -13,6 +13,8 @@ from typing import Any
 NEEDED = (8, 0)
 """Least compute capability: the kernels add over a warp in one instruction (`__reduce_add_sync`), which came with 8.0."""
 
+SEE_ITS_STATE = "see nvidia-smi for its state and compute mode"
+
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
@@ -60,7 +62,7 @@ def gpu_problem() -> str:
             return _NO_GPU
         if "InsufficientDriver" in str(error):
             return f"the NVIDIA driver is missing or too old for CuPy ({error}): {installation()}, or a newer driver"
-        return f"the GPU cannot be used ({error}): see nvidia-smi for its state and compute mode"
+        return f"the GPU cannot be used ({error}): {SEE_ITS_STATE}"
     return ""
 
 
@@ -71,6 +73,10 @@ _NO_GPU = (
 
 def kernel_problem(error: Exception) -> str:
     """Why the kernels cannot be made, from what CuPy raised."""
+    if isinstance(error, MemoryError) and not is_cuda_error(error):
+        return str(error)  # a sentence of `device_memory` or `pinned_memory`
+    if "out of memory" in str(error).lower():
+        return _out_of_memory(f"{first_line(error)}: ")
     return (
         f"the kernels cannot be compiled for this GPU ({first_line(error)}): CuPy takes NVRTC and CUDA's headers "
         f"from its [ctk] extra, {installation()}"
@@ -122,12 +128,7 @@ def device_memory(nbytes: int) -> Any:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         if error.status != _OUT_OF_MEMORY:
             raise
-        free, total = cupy.cuda.runtime.memGetInfo()
-        raise MemoryError(
-            f"GPU {cupy.cuda.Device().id} is out of memory: {nbytes:,} bytes wanted, {free:,} of {total:,} free. "
-            "Other processes hold it, or this one's pools do: torch.cuda.empty_cache() and "
-            "cupy.get_default_memory_pool().free_all_blocks() give back what they keep"
-        ) from None
+        raise MemoryError(_out_of_memory(f"{nbytes:,} bytes wanted, ")) from None
 
 
 def pinned_memory(nbytes: int) -> Any:
@@ -147,6 +148,17 @@ def pinned_memory(nbytes: int) -> Any:
             f"{nbytes:,} bytes of page-locked host memory cannot be had for staging: "
             "see free -g, the memory limit of the job and ulimit -l"
         ) from None
+
+
+def _out_of_memory(what: str) -> str:
+    import cupy
+
+    free, total = cupy.cuda.runtime.memGetInfo()
+    return (
+        f"GPU {cupy.cuda.Device().id} is out of memory: {what}{free:,} of {total:,} bytes free. "
+        "Other processes hold it, or this one's pools do: torch.cuda.empty_cache() and "
+        "cupy.get_default_memory_pool().free_all_blocks() give back what they keep"
+    )
 
 
 def first_line(error: BaseException) -> str:

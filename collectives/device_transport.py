@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.cuda_problems import gpu_problem, pinned_memory
+from collectives.cuda_problems import SEE_ITS_STATE, first_line, gpu_problem, pinned_memory
 from collectives.device import Device, DeviceEntries, DeviceWorkspace
 from collectives.device_kernels import DeviceKernels
 from collectives.peer_memory import PeerMemory, peer_memory_problem
@@ -149,15 +149,29 @@ def select_device(comm: MPI.Intracomm) -> int:
     """Make the GPU of this rank's place on its host the current one, round robin; returns its number. Collective.
 
     Raises:
-        RuntimeError: there is none that can be used; the message says why, and what to do.
+        RuntimeError: a rank has none that can be used; on every rank alike. The message names the ranks, and says why and what
+            to do.
     """
-    place = local_rank(comm)
+    number, problem = _use_gpu(local_rank(comm))
+    failed = {rank: text for rank, text in enumerate(comm.allgather(problem)) if text}
+    if failed:
+        where = "" if len(failed) == comm.size else f" on rank(s) {', '.join(map(str, failed))}"
+        raise RuntimeError(f"no GPU can be selected{where}: {next(iter(failed.values()))}")
+    return number
+
+
+def _use_gpu(place: int) -> tuple[int, str]:
+    """(its number, why it cannot be used): a busy or exclusive GPU refuses only when it is made the current one."""
+    refusals = cupy.cuda.runtime.CUDARuntimeError
     try:
         count = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError:
-        count = 0
+    except refusals as error:
+        return 0, gpu_problem() or first_line(error)
     if not count:
-        raise RuntimeError(f"no GPU can be selected: {gpu_problem()}")
+        return 0, gpu_problem()
     number = place % count
-    cupy.cuda.Device(number).use()
-    return number
+    try:
+        cupy.cuda.Device(number).use()
+    except refusals as error:
+        return number, f"GPU {number} cannot be used ({first_line(error)}): {SEE_ITS_STATE}"
+    return number, ""

@@ -12,6 +12,7 @@ import cupy
 import numpy as np
 from mpi4py import MPI
 
+from collectives.cuda_problems import device_memory
 from collectives.device import Device, DeviceEntries
 from collectives.sparse import ENTRY
 
@@ -74,27 +75,28 @@ class PeerMemory:
         self._memory: Any = None
         handle, problem = b"", ""
         try:
-            self._memory = cupy.cuda.Memory(-(-(self.first + nbytes) // _GRANULE) * _GRANULE)
+            self._memory = device_memory(-(-(self.first + nbytes) // _GRANULE) * _GRANULE)
             _EXPORTED.add(self._memory)
             device.zero(self._memory.ptr, self.first)
             device.synchronize()
             if self.size > 1:
                 handle = cupy.cuda.runtime.ipcGetMemHandle(self._memory.ptr)
-        except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.memory.OutOfMemoryError) as error:
+        except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
             problem = str(error)
         everyone = comm.allgather((problem, handle))
-        bases = []
         if not any(theirs for theirs, _ in everyone):
             try:
                 bases = [self._map(rank, theirs) for rank, (_, theirs) in enumerate(everyone)]
-            except cupy.cuda.runtime.CUDARuntimeError as error:
+                self._table = device.allocate(self.size, np.uint64)
+                self._table.set(np.array(bases, np.uint64), stream=device.stream)
+                device.synchronize()
+            except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
                 problem = str(error)
         problems = comm.allgather(problem)
         if any(problems):
             self.close()
             named = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
             raise RuntimeError(f"no peer memory: {named}")
-        self._table = cupy.asarray(np.array(bases, np.uint64))
         self.windows = int(self._table.data.ptr)
 
     def entries(self, at: int, count: int) -> DeviceEntries:

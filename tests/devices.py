@@ -12,6 +12,8 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+_NO_DEVICE = 100  # cudaErrorNoDevice
+
 
 @functools.cache
 def gpus() -> int:
@@ -20,7 +22,13 @@ def gpus() -> int:
         return 0
     import cupy
 
-    return int(cupy.cuda.runtime.getDeviceCount())
+    runtime = cupy.cuda.runtime
+    try:
+        return int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as error:
+        if error.status != _NO_DEVICE:
+            raise
+        return 0  # CUDA_VISIBLE_DEVICES hides them
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not gpus(), reason="no GPU"))]

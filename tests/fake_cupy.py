@@ -29,7 +29,8 @@ def fake_cupy(
     runtime: int = 13000,
     count: Any = 4,
     memory: Any = (80 * 10**9, 81 * 10**9),
-    allocation: Exception | None = None,
+    allocation: Any = None,
+    use: Exception | None = None,
 ) -> ModuleType:
     """A CuPy whose answers are given; an exception among them is raised."""
 
@@ -43,7 +44,7 @@ def fake_cupy(
 
     made = ModuleType("cupy")
     made.cuda = SimpleNamespace(  # type: ignore[attr-defined]
-        Device=lambda: SimpleNamespace(id=3, compute_capability=capability),
+        Device=lambda number=3: SimpleNamespace(id=number, compute_capability=capability, use=answer(use)),
         Memory=answer(allocation),
         alloc_pinned_memory=answer(allocation),
         runtime=SimpleNamespace(

@@ -25,6 +25,7 @@ from collectives.cuda_problems import cupy_packages, device_memory, gpu_problem,
 from collectives.transport import Transport
 from oktopk import GradientAllreduce, gradient_allreduce
 from oktopk.backend import HostBackend, make_backend
+from tests import devices
 from tests.fake_cupy import BUSY, NO_DEVICE, OLD_DRIVER, OUT_OF_MEMORY, FakeCUDAError, fake_cupy, on_fake
 
 
@@ -132,7 +133,7 @@ def test_memory_that_is_not_to_be_had_is_named_with_what_is_wanted_and_free(
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(memory=(123456, 7654321), allocation=OUT_OF_MEMORY))
     with pytest.raises(
-        MemoryError, match="GPU 3 is out of memory: 1,000,000 bytes wanted, 123,456 of 7,654,321 free"
+        MemoryError, match="GPU 3 is out of memory: 1,000,000 bytes wanted, 123,456 of 7,654,321 bytes free"
     ):
         device_memory(10**6)
     with pytest.raises(MemoryError, match="1,000,000 bytes of page-locked host memory .*ulimit -l"):
@@ -140,6 +141,17 @@ def test_memory_that_is_not_to_be_had_is_named_with_what_is_wanted_and_free(
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(allocation=BUSY))
     with pytest.raises(FakeCUDAError):
         device_memory(10**6)
+
+
+def test_gpus_that_are_hidden_are_none_to_test_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(devices.os.path, "exists", lambda _: True)
+    for count, found in ((NO_DEVICE, 0), (2, 2)):
+        monkeypatch.setitem(sys.modules, "cupy", fake_cupy(count=count))
+        assert devices.gpus.__wrapped__() == found
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(count=OLD_DRIVER))
+    with pytest.raises(FakeCUDAError):  # a host that should have tests on GPUs, and would skip them all
+        devices.gpus.__wrapped__()
 
 
 def test_kernels_that_do_not_compile_point_to_the_headers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +174,40 @@ def test_kernels_that_do_not_compile_point_to_the_headers(monkeypatch: pytest.Mo
     ):
         make_backend("cuda", "float32", None)
     assert "and so on" not in kernel_problem(OSError("first\nand so on"))
+
+
+class PoolError(MemoryError):
+    """CuPy's own, which comes from its pool."""
+
+    __module__ = "cupy.cuda.memory"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OUT_OF_MEMORY,
+        RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: out of memory"),
+        PoolError("Out of memory allocating 8"),
+    ],
+    ids=repr,
+)
+def test_memory_that_is_short_when_kernels_are_made_is_not_said_to_be_a_compilers_fault(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(memory=(5, 10)))
+    monkeypatch.setitem(sys.modules, "oktopk.device_backend", SimpleNamespace(DeviceBackend=full))  # type: ignore[arg-type]
+    with pytest.raises(
+        RuntimeError, match=r"GPU 3 is out of memory: .*: 5 of 10 bytes free\. Other processes"
+    ) as seen:
+        make_backend("cuda", "float32", None)
+    assert str(error) in str(seen.value)
+    assert "compiled" not in str(seen.value)
+    assert (
+        kernel_problem(MemoryError("a sentence that is there already")) == "a sentence that is there already"
+    )
 
 
 # several ranks
@@ -196,7 +242,7 @@ def test_out_of_memory_on_one_rank_is_the_same_error_on_all(
     monkeypatch.setattr(gradient_allreduce, "make_backend", lambda *_: backend)
     for _ in range(2):  # a communicator that leaks or hangs shows the second time
         with pytest.raises(
-            ValueError, match=f"^rank {last}: GPU 3 is out of memory: 400 bytes wanted, 5 of 10 free"
+            ValueError, match=f"^rank {last}: GPU 3 is out of memory: 400 bytes wanted, 5 of 10 bytes free"
         ):
             GradientAllreduce(comm, 100)
 
@@ -246,6 +292,46 @@ def test_selecting_a_gpu_where_there_is_none_is_a_sentence(
         RuntimeError, match="no GPU can be selected: there is no GPU, or CUDA_VISIBLE_DEVICES hides it"
     ):
         device_transport.select_device(comm)  # type: ignore[attr-defined]
+
+
+@pytest.mark.mpi
+def test_a_gpu_that_refuses_one_rank_is_refused_on_all(
+    comm: MPI.Intracomm, device_backend: ModuleType
+) -> None:
+    device_transport: Any = sys.modules["collectives.device_transport"]
+    last = comm.size - 1
+    device_transport.cupy.cuda = fake_cupy(count=64, use=BUSY if comm.rank == last else None).cuda  # type: ignore[attr-defined]
+    where = f" on rank\\(s\\) {last}" if last else ""
+    with pytest.raises(
+        RuntimeError,
+        match=f"^no GPU can be selected{where}: GPU {last} cannot be used .*DevicesUnavailable.*nvidia-smi",
+    ):
+        device_transport.select_device(comm)
+    device_transport.cupy.cuda = fake_cupy(count=64).cuda  # type: ignore[attr-defined]
+    assert device_transport.select_device(comm) == comm.rank
+
+
+@pytest.mark.mpi
+def test_a_window_that_one_rank_has_no_memory_for_is_refused_on_all(
+    comm: MPI.Intracomm, device_backend: ModuleType
+) -> None:
+    peer_memory: Any = sys.modules["collectives.peer_memory"]
+    last = comm.size - 1
+    full = fake_cupy(memory=(5, 10), allocation=OUT_OF_MEMORY if comm.rank == last else Window())
+    full.cuda.runtime.ipcGetMemHandle = lambda _: b"handle"
+    sys.modules["cupy"].cuda = peer_memory.cupy.cuda = full.cuda  # type: ignore[attr-defined]
+    device = SimpleNamespace(zero=lambda *_: None, synchronize=lambda: None)
+    with pytest.raises(
+        RuntimeError,
+        match=f"^no peer memory: rank {last}: GPU 3 is out of memory: [0-9,]+ bytes wanted, 5 of 10 bytes free",
+    ):
+        peer_memory.PeerMemory(comm, device, 2**30)
+
+
+class Window:
+    """Device memory."""
+
+    ptr = 1
 
 
 @pytest.mark.mpi
