@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 SIZE = 2**26
@@ -52,18 +53,29 @@ def _compile() -> dict[str, Any]:
 
     mpi4py.rc(initialize=False)
     try:
-        from collectives import device, device_kernels
+        from collectives import device, device_kernels, launches
         from oktopk import device_kernels as gradient_kernels
+        from oktopk.backend import GRADIENT_TYPES
     except (ImportError, RuntimeError):  # no MPI library, which the exchanges will say
         return {}
     began = time.perf_counter()
     try:
         gpu = device.Device()
         device_kernels.DeviceKernels(gpu)
-        gradient_kernels.DeviceKernels(gpu)
+        for gradient_type in GRADIENT_TYPES["cuda"]:
+            gradient_kernels.DeviceKernels(gpu, gradient_type)
+        for source in _untyped_sources(device_kernels, gradient_kernels):
+            launches.compiled(source).compile()
     except Exception as error:
         return {"problem": kernel_problem(error)}
     return {"kernel_seconds": time.perf_counter() - began}
+
+
+def _untyped_sources(*modules: ModuleType) -> list[Path]:
+    """The `.cu` files beside these modules that know no type of gradient."""
+    folders = [Path(str(module.__file__)).parent / "kernels" for module in modules]
+    sources = [source for folder in folders for source in sorted(folder.glob("*.cu"))]
+    return [source for source in sources if "gradient.cuh" not in source.read_text(encoding="utf-8")]
 
 
 def _properties(properties: dict[str, Any]) -> dict[str, Any]:
@@ -127,12 +139,13 @@ def _on_gpus(comm: Any, transport_of: Callable[..., Any]) -> dict[str, Any]:
 
 
 def peer(comm: Any) -> dict[str, Any]:
-    """Device memory of the other process, opened by CUDA IPC and read."""
+    """Device memory of the other process, opened by CUDA IPC and read; and why the library would not use it."""
     import cupy
     import numpy as np
 
     from collectives.device import Device
     from collectives.device_transport import select_device
+    from collectives.peer_memory import peer_memory_problem
 
     number, other = select_device(comm), 1 - comm.rank
     runtime, stream = cupy.cuda.runtime, cupy.cuda.Stream(non_blocking=True)
@@ -162,7 +175,8 @@ def peer(comm: Any) -> dict[str, Any]:
     comm.Barrier()
     runtime.ipcCloseMemHandle(theirs)
     comm.Barrier()
-    found = {"problem": "" if equal else "the bytes that were read are not those that were written"}
+    problem = "" if equal else "the bytes that were read are not those that were written"
+    found = {"problem": problem, "refused": peer_memory_problem(comm)}
     if comm.rank == 0:
         found |= {"latency": latency, "bandwidth": bandwidth}  # type: ignore[dict-item]
     return found | {"devices": comm.allgather(number)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 REQUIRED = ("numpy", "numba", "mpi4py")
@@ -13,6 +12,7 @@ OPTIONAL = ("torch", "h5py", "matplotlib", "pydantic", "scikit-learn", "tabulate
 
 PATHS = {
     "peer": "peer memory inside the host (CUDA IPC), MPI between hosts",
+    "peer-staged": "peer memory (CUDA IPC), else MPI through pinned host memory",
     "device": "CUDA-aware MPI",
     "staged": "MPI through pinned host memory",
     "cpu": "CPU",
@@ -74,35 +74,41 @@ def verdict(found: dict[str, Any]) -> Verdict:
         return Verdict("device", CANNOT, (*advice, *_optional(found)))
     if said and staged:
         return Verdict("staged", CANNOT, (f"staging through the host failed: {staged}", said, *advice))
+    peers, peer_advice = _peers(exchanges["peer"])
     if said:
         if not device:
             said = f"MPI moved device memory, though it does not say that it can ({said}): set OKTOPK_CUDA_AWARE_MPI=1"
-        advice.insert(0, said)
-        return Verdict("staged", SLOWER, (*advice, *_optional(found)))
-    return _with_device_memory(found, advice)
+        elif peers:
+            said = f"only Ok-Topk inside this host does without staging: {said}"
+        path = "peer-staged" if peers else "staged"
+        return Verdict(path, SLOWER, (said, *advice, *peer_advice, *_optional(found)))
+    status, more = _device_memory(found)
+    status = SLOWER if peer_advice else status
+    return Verdict("peer" if peers else "device", status, (*advice, *more, *peer_advice, *_optional(found)))
 
 
-def _with_device_memory(found: dict[str, Any], advice: list[str]) -> Verdict:
+def _peers(exchange: dict[str, Any]) -> tuple[bool, list[str]]:
+    """Whether Ok-Topk will use peer memory inside the host, whatever MPI moves; and what to do where it could."""
+    if exchange["problem"]:
+        return False, [
+            f"a process cannot open another's device memory ({exchange['problem']}): "
+            "a container must share the host's IPC (docker run --ipc=host), and all GPUs be visible to every rank"
+        ]
+    return not exchange[
+        "refused"
+    ], []  # it works, and the library does not use it: nothing that this host could do better
+
+
+def _device_memory(found: dict[str, Any]) -> tuple[int, list[str]]:
+    """Whether MPI moves device memory as fast as it can: (status, advice)."""
     exchanges, gpu = found["exchanges"], found["gpu"]
-    status = BEST
     two_gpus = len(set(exchanges["device"]["devices"])) == 2
     if two_gpus and exchanges["device"]["bandwidth"] < _LINK_AT_LEAST * _nvlinks(gpu):
-        status = SLOWER
-        advice.append(
+        return SLOWER, [
             f"{exchanges['device']['bandwidth'] / 1e9:.0f} GB/s between GPUs on NVLink: MPI goes through the host. "
             "See that UCX_TLS is not set, and that a container shares the host's IPC (docker run --ipc=host)"
-        )
-    path = "device"
-    if find_spec("collectives.peer_memory") is not None:
-        if exchanges["peer"]["problem"]:
-            status = SLOWER
-            advice.append(
-                f"a process cannot open another's device memory ({exchanges['peer']['problem']}): "
-                "a container must share the host's IPC (docker run --ipc=host), and all GPUs be visible to every rank"
-            )
-        else:
-            path = "peer"
-    return Verdict(path, status, (*advice, *_optional(found)))
+        ]
+    return BEST, []
 
 
 def _nvlinks(gpu: dict[str, Any]) -> int:

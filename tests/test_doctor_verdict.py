@@ -46,7 +46,7 @@ def gpu_host(gpus: int = 4, **changes: Any) -> dict[str, Any]:
             "host": works(0.6e-6, 9e9, devices=None, library="Open MPI v5.0.11", device_memory_problem=""),
             "device": works(),
             "staged": works(38e-6, 21e9),
-            "peer": works(9e-6, 380e9),
+            "peer": works(9e-6, 380e9, refused=""),
         },
     }
     for path, value in changes.items():
@@ -65,6 +65,8 @@ def cpu_host(**changes: Any) -> dict[str, Any]:
     return found
 
 
+ON_ONE = works(bandwidth=41e9, devices=[0, 0])
+REFUSED = works(devices=[0, 0], refused="ranks share a GPU")
 PAIRS_OF_FOUR = [["X", "NV4"], ["NV4", "X"]]
 FAILED = {"problem": "a process died of SIGSEGV (a segmentation fault)"}
 NOT_AWARE = works(
@@ -73,80 +75,56 @@ NOT_AWARE = works(
 
 
 @pytest.mark.parametrize(
-    ("found", "peer_path", "path", "status", "advice"),
+    ("found", "path", "status", "advice"),
     [
-        (gpu_host(), False, "device", BEST, ""),
-        (gpu_host(), True, "peer", BEST, ""),
-        (gpu_host(exchanges__peer=FAILED), False, "device", BEST, ""),
-        (gpu_host(exchanges__peer=FAILED), True, "device", SLOWER, "cannot open another's device memory"),
+        (gpu_host(), "peer", BEST, ""),
+        (gpu_host(exchanges__peer=FAILED), "device", SLOWER, "cannot open another's device memory"),
+        (gpu_host(exchanges__device=works(bandwidth=41e9)), "peer", SLOWER, "41 GB/s between GPUs on NVLink"),
+        (gpu_host(1, exchanges__device=ON_ONE, exchanges__peer=REFUSED), "device", BEST, ""),
         (
-            gpu_host(exchanges__device=works(bandwidth=41e9)),
-            False,
-            "device",
-            SLOWER,
-            "41 GB/s between GPUs on NVLink",
-        ),
-        (gpu_host(exchanges__device=works(bandwidth=41e9, devices=[0, 0])), False, "device", BEST, ""),
-        (
-            gpu_host(2, gpu__links=PAIRS_OF_FOUR, exchanges__device=works(bandwidth=41e9)),
-            False,
+            gpu_host(1, gpu__links=PAIRS_OF_FOUR, exchanges__device=ON_ONE, exchanges__peer=REFUSED),
             "device",
             BEST,
             "",
         ),
+        (gpu_host(2, gpu__links=PAIRS_OF_FOUR, exchanges__device=works(bandwidth=41e9)), "peer", BEST, ""),
         (
             gpu_host(2, gpu__links=[["X", "SYS"], ["SYS", "X"]], exchanges__device=works(bandwidth=1e9)),
-            False,
-            "device",
-            BEST,
-            "",
-        ),
-        (
-            gpu_host(1, gpu__links=PAIRS_OF_FOUR, exchanges__device=works(bandwidth=1e9)),
-            False,
-            "device",
+            "peer",
             BEST,
             "",
         ),
         (
             gpu_host(exchanges__host=NOT_AWARE, exchanges__device=FAILED),
-            False,
+            "peer-staged",
+            SLOWER,
+            "only Ok-Topk inside this host does without staging: no libucx wheel",
+        ),
+        (gpu_host(exchanges__host=NOT_AWARE), "peer-staged", SLOWER, "set OKTOPK_CUDA_AWARE_MPI=1"),
+        (
+            gpu_host(exchanges__host=NOT_AWARE, exchanges__device=FAILED, exchanges__peer=FAILED),
+            "staged",
+            SLOWER,
+            "no libucx wheel is installed a process cannot open another's device memory",
+        ),
+        (
+            gpu_host(1, exchanges__host=NOT_AWARE, exchanges__device=FAILED, exchanges__peer=REFUSED),
             "staged",
             SLOWER,
             "no libucx wheel",
         ),
-        (gpu_host(exchanges__host=NOT_AWARE), False, "staged", SLOWER, "set OKTOPK_CUDA_AWARE_MPI=1"),
-        (
-            gpu_host(exchanges__host=NOT_AWARE, exchanges__staged=FAILED),
-            False,
-            "staged",
-            CANNOT,
-            "died of SIGSEGV",
-        ),
-        (gpu_host(exchanges__device=FAILED), False, "device", CANNOT, "set OKTOPK_CUDA_AWARE_MPI=0"),
-        (gpu_host(exchanges__host=FAILED), False, "none", CANNOT, "cannot exchange messages in host memory"),
-        (
-            gpu_host(gpu__problem="CuPy is not installed: pip install x"),
-            False,
-            "cpu",
-            SLOWER,
-            "pip install x",
-        ),
-        (gpu_host(versions__torch="2.13.0+cpu"), False, "device", BEST, "torch is a build without CUDA"),
-        (gpu_host(versions__mpich="5.0.2"), False, "device", BEST, "pip uninstall one of them"),
-        (cpu_host(), False, "cpu", BEST, ""),
-        (cpu_host(exchanges__host=FAILED), False, "none", CANNOT, "SIGSEGV"),
-        (cpu_host(launcher__problem="no mpiexec"), False, "none", CANNOT, "no mpiexec"),
-        (
-            cpu_host(versions={"numpy": "2"}),
-            False,
-            "none",
-            CANNOT,
-            "numba, mpi4py are missing: pip install -e .",
-        ),
+        (gpu_host(exchanges__host=NOT_AWARE, exchanges__staged=FAILED), "staged", CANNOT, "died of SIGSEGV"),
+        (gpu_host(exchanges__device=FAILED), "device", CANNOT, "set OKTOPK_CUDA_AWARE_MPI=0"),
+        (gpu_host(exchanges__host=FAILED), "none", CANNOT, "cannot exchange messages in host memory"),
+        (gpu_host(gpu__problem="CuPy is not installed: pip install x"), "cpu", SLOWER, "pip install x"),
+        (gpu_host(versions__torch="2.13.0+cpu"), "peer", BEST, "torch is a build without CUDA"),
+        (gpu_host(versions__mpich="5.0.2"), "peer", BEST, "pip uninstall one of them"),
+        (cpu_host(), "cpu", BEST, ""),
+        (cpu_host(exchanges__host=FAILED), "none", CANNOT, "SIGSEGV"),
+        (cpu_host(launcher__problem="no mpiexec"), "none", CANNOT, "no mpiexec"),
+        (cpu_host(versions={"numpy": "2"}), "none", CANNOT, "numba, mpi4py are missing: pip install -e ."),
         (
             cpu_host(exchanges__host={"problem": "RuntimeError: cannot load MPI library"}),
-            False,
             "none",
             CANNOT,
             r".[mpi]",
@@ -154,14 +132,8 @@ NOT_AWARE = works(
     ],
 )
 def test_what_was_found_gives_the_path_the_status_and_what_to_do(
-    monkeypatch: pytest.MonkeyPatch,
-    found: dict[str, Any],
-    peer_path: bool,
-    path: str,
-    status: int,
-    advice: str,
+    found: dict[str, Any], path: str, status: int, advice: str
 ) -> None:
-    monkeypatch.setattr(doctor_verdict, "find_spec", lambda name: object() if peer_path else None)
     judged = verdict(found)
     assert (judged.path, judged.status) == (path, status)
     assert advice in " ".join(judged.advice)
