@@ -159,8 +159,8 @@ class Device:
         return scan
 
     def next_epoch(self) -> int:
-        """Numbers notes among peers, and look-backs; never comes back to one that kernels may still find in memory."""
-        self._epoch += 1
+        """Numbers notes among peers, and look-backs, in 32 bits: none comes back while kernels may still find it."""
+        self._epoch = (self._epoch + 1) & 0xFFFFFFFF
         return self._epoch
 
     def launch(self, kernel: Kernel, blocks: int, threads: int, *arguments: int, rows: int = 1) -> None:
@@ -244,6 +244,11 @@ class DeviceWorkspace:
             memory = self._device.allocate(size, np.uint64)
             buffer = self._buffers[name] = DeviceEntries(self._device, memory.data.ptr, size, memory)
         return buffer[:count]
+
+    def forget(self, *names: str) -> None:
+        """Give up buffers; the memory goes once nobody holds entries of it."""
+        for name in names:
+            self._buffers.pop(name, None)
 
     def place(self, name: str, entries: DeviceEntries) -> None:
         """Let the buffer of that name be these entries, until more are asked for."""

@@ -104,7 +104,8 @@ class PeerMemory:
         return DeviceEntries(self._device, self._memory.ptr + at, count, self._memory)
 
     def close(self) -> None:
-        """Unmap the other ranks' windows and free this one's. Collective: nobody may still read."""
+        """Unmap the other ranks' windows and free this one's, once all ranks' kernels are done with them. Collective."""
+        self._device.synchronize()
         self._comm.Barrier()
         for pointer in self._opened:
             cupy.cuda.runtime.ipcCloseMemHandle(pointer)

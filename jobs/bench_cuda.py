@@ -91,11 +91,11 @@ class Cuda:
         """Count what CuPy's pool and the library's own cudaMalloc are asked for, and watch the driver's free memory.
 
         The driver counts for the whole GPU, in pages of 2 MB: it is not asked where other ranks share the GPU. Waits are those
-        of `collectives.device.Device.synchronize`, through which regular steps wait; `finish` is the bench's own.
+        of `collectives.device.Device`, for its stream or for a word that a kernel writes; `finish` is the bench's own.
         """
         growth = Growth(synchronizations=0)
         device = collectives.device.Device
-        allocate, synchronize = device.allocate, device.synchronize
+        allocate, synchronize, watch = device.allocate, device.synchronize, device.watch
 
         def counted_allocate(self: Any, count: int, dtype: Any) -> Any:
             growth.allocated += max(1, count) * np.dtype(dtype).itemsize
@@ -106,10 +106,16 @@ class Cuda:
             growth.synchronizations += 1
             synchronize(self)
 
+        def counted_watch(self: Any, words: Any, at: int, epoch: int) -> None:
+            assert growth.synchronizations is not None
+            growth.synchronizations += words[at] >> 32 != epoch  # else there is nothing to wait for
+            watch(self, words, at, epoch)
+
         before = self.free_bytes()
         with (
             mock.patch.object(device, "allocate", counted_allocate),
             mock.patch.object(device, "synchronize", counted_synchronize),
+            mock.patch.object(device, "watch", counted_watch),
             _PoolWatch(growth),
         ):
             yield growth

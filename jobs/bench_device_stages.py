@@ -11,6 +11,7 @@ from oktopk import GradientAllreduce
 
 _STEPS = 24  # after all others: an event between two kernels, and launches one by one, make a step slower
 _LAST = "gather and apply"
+_CLEARED = 4 / 28  # of the bytes of `apply`: one element an entry
 
 
 def stages_on_device(reducer: GradientAllreduce, source: GradientSource, device: Device) -> dict[str, float]:
@@ -39,11 +40,13 @@ def device_stages(
 
     Args:
         on_device: stage -> seconds of each rank.
-        floors: of the stages as `bench_floors` has them; what is gathered is applied at once.
+        floors: of the stages as `bench_floors` has them, whose `apply` also clears; what is gathered is applied at once.
     """
     known = {stage: floor["seconds"] for stage, floor in floors.items()}
     if _LAST in on_device:
-        known[_LAST] = known.get("allgather", 0.0) + known.get("apply", 0.0)
+        apply = known.get("apply", 0.0)
+        known["clear"] = _CLEARED * apply
+        known[_LAST] = known.get("allgather", 0.0) + (1 - _CLEARED) * apply
     return {
         stage: {"seconds": statistics.fmean(ranks), "slowest": max(ranks), "floor": known.get(stage)}
         for stage, ranks in on_device.items()

@@ -200,8 +200,8 @@ def _on_device(runs: Sequence[dict[str, Any]]) -> str:
         rows.append([cell_title(run), *cells, _us(whole)])
     note = (
         "Regular steps on the device, by events between the kernels of some further steps, us: median over the steps, "
-        "mean over the ranks (floor). `exchange` waits for the latest rank; the last update is cleared beside `exchange` "
-        "and `reduce`; `reduce` waits for all counts."
+        "mean over the ranks (floor). `clear` zeroes the last update; `exchange` waits for the latest rank, `reduce` for all "
+        "counts."
     )
     return f"{note}\n\n{_table(rows, ['stage', *names, 'all'])}"
 

@@ -16,6 +16,7 @@ from collectives.device_kernels import DeviceKernels as CollectiveKernels
 from collectives.device_transport import DeviceTransport, StagedDeviceTransport
 from collectives.transport import Transport
 from oktopk.device_kernels import DeviceKernels
+from oktopk.peer_launches import compile_peer_kernels
 
 _STORED = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 
@@ -35,7 +36,9 @@ class DeviceBackend:
     def __init__(self, gradient_type: str, stream: Any = None) -> None:
         self.device = Device(stream)
         self.kernels = DeviceKernels(self.device, gradient_type)
-        CollectiveKernels(self.device)  # compiled before ranks wait for each other
+        # compiled before ranks wait for each other
+        CollectiveKernels(self.device).collect_kernels()
+        compile_peer_kernels()
         self._gradient_type = gradient_type
         self._stored = np.dtype(_STORED[gradient_type])
 

@@ -22,7 +22,9 @@ from oktopk.settings import DENSE_ABOVE, Settings, entries_kept
 class NonFiniteGradientError(ArithmeticError):
     """Gradients held NaN or Inf; raised on every rank alike.
 
-    The gradient was taken back out of the residuals: they are as before the step, to the rounding of what was accumulated.
+    The gradient was taken back out of the residuals: they are as before the step, to the rounding of what was accumulated,
+    but where an element of it is above half the largest float. Finite gradients whose sum over the ranks overflows are
+    not found: that sum is applied as Inf.
 
     Attributes:
         ranks: the ranks whose gradients were not finite.
@@ -56,7 +58,7 @@ class GradientAllreduce:
     Raises:
         ValueError: an argument is out of range, the device cannot be used, or ranks disagree; on every rank alike.
 
-    Memory: n words of update; n of residual from the first sparse step on; n of velocity with momentum correction; n/2 of
+    Memory: n words of update; n of residual where the method is sparse; n of velocity with momentum correction; n/2 of
         scratch from the first dense step on; 3n/2 from the first measured step on; the lists of the method, O(k) for Ok-Topk
         where regions balance.
     Traffic: that of the method, see `oktopk.methods`; one allgather of the settings at construction.
@@ -83,6 +85,7 @@ class GradientAllreduce:
     ) -> None:
         door = Transport(comm)
         backend: Backend | None = None
+        residual = velocity = None
         try:
             self.settings = Settings(**settings)
             check_length(length)
@@ -90,6 +93,11 @@ class GradientAllreduce:
                 raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
             backend = make_backend(device, gradient_type, stream)
             update = backend.zeros(length)
+            # now, when a rank without room for them can still tell the others
+            if METHODS[method].sparse and self.settings.density <= DENSE_ABOVE:
+                residual = backend.zeros(length)
+            if self.settings.momentum_correction:
+                velocity = backend.zeros(length)
         except (TypeError, ValueError, RuntimeError, MemoryError) as error:
             problem = problem or str(error) or type(error).__name__
         resolved = settings if problem else asdict(self.settings)
@@ -103,14 +111,16 @@ class GradientAllreduce:
         assert backend is not None
         self.backend = backend
         self.transport = backend.connect(door)
-        self.without_peers = self.transport.find_peers(peer_memory)
+        self.without_peers = METHODS[method].keeps_to_messages(self.settings) or self.transport.find_peers(
+            peer_memory
+        )
         """Why this instance does not use peer memory, in a sentence; "" if it does."""
         self.length = length
         self.method = method
         self.update: NDArray[np.float32] = update
         """float32[n], the last step's result: the mean over the ranks, or the sum. Valid until the next step."""
-        self.residual: NDArray[np.float32] | None = None
-        self.velocity: NDArray[np.float32] | None = None
+        self.residual: NDArray[np.float32] | None = residual
+        self.velocity: NDArray[np.float32] | None = velocity
         self.time_stages = False
         """Time the stages of regular steps through peer memory by events on the device: some 50 us a step slower. Else the
         report has one stage, `step`."""
@@ -182,8 +192,6 @@ class GradientAllreduce:
         self.steps += 1
         self._last_k = k
         self._sparse_steps += method.sparse
-        if method.sparse and self.residual is None:
-            self.residual = self.backend.zeros(self.length)
         residual = self.residual if method.sparse or self._pending else None
         try:
             reduction = method.reduce(corrected, residual, self.update, plan)
@@ -200,7 +208,7 @@ class GradientAllreduce:
             return self._report(step, method, k, reduction, stopwatch)
         self._support, self._selected, self._pending = reduction.update, reduction.selected, True
         report = self._report(step, method, k, reduction, stopwatch)
-        reduction.finish()  # after all that the host has to do, which costs nothing while the GPU works
+        reduction.finish()
         stopwatch.lap("step")
         return report
 
@@ -240,11 +248,17 @@ class GradientAllreduce:
         self._sparse_steps = state["sparse_steps"]
         self._last_k = state["last_k"]
         self._pending = state["residual"] is not None
-        self.residual = self.backend.from_host(state["residual"]) if self._pending else None
-        velocity = state["velocity"]
-        self.velocity = None if velocity is None else self.backend.from_host(velocity)
+        self.residual = self._loaded(self.residual, state["residual"])
+        self.velocity = self._loaded(self.velocity, state["velocity"])
         for name, method_state in state["methods"].items():
             self._instance(name).load_state_dict(method_state)
+
+    def _loaded(self, vector: Any, loaded: NDArray[np.float32] | None) -> Any:
+        if loaded is not None:
+            return self.backend.from_host(loaded)
+        if vector is not None:
+            vector.fill(0)
+        return vector
 
     def forget_support(self) -> None:
         """Say that `update` was written to: the next step zeroes all of it, not only where it was applied."""
@@ -290,8 +304,7 @@ class GradientAllreduce:
         momentum = self.settings.momentum_correction
         if not momentum:
             return gradient, False
-        if self.velocity is None:
-            self.velocity = self.backend.zeros(self.length)
+        assert self.velocity is not None
         if self._kernels.accumulate_momentum(gradient, self.velocity, momentum):
             return gradient, True
         return self.velocity, False

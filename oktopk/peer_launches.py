@@ -10,6 +10,7 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.cuda_problems import is_cuda_error
 from collectives.device_kernels import tile_shift
 from collectives.device_transport import DeviceTransport
 from collectives.launches import Kernel, PreparedLaunch, compiled, double_bits, float_bits
@@ -29,7 +30,13 @@ _SMALL_POOL = 4096  # entries that cost nothing: a small k may lie in one region
 _ROOM = 1.5  # a region may be this much longer than an equal one before its launches are laid out anew
 _PIECE = 128  # entries that a warp of gather_and_apply takes at once
 _STEP_WORDS = 8  # of a step: see peer.cuh
-_STAGES = ("select", "exchange", "reduce", "gather and apply")
+_STAGES = ("select", "clear", "exchange", "reduce", "gather and apply")
+
+
+def compile_peer_kernels() -> None:
+    """Compile what steps among peers alone use, where a failure can still be told to the other ranks."""
+    for name in ("decide", "kth_histogram"):
+        compiled(_KERNELS / f"{name.partition('_')[0]}.cu").get_function(name)
 
 
 class PeerLaunches:
@@ -71,7 +78,9 @@ class PeerLaunches:
         try:
             self._make_buffers()
             self._lay_out(packed_at, kept_at, settings)
-        except (MemoryError, RuntimeError) as error:
+        except Exception as error:
+            if not isinstance(error, MemoryError) and not is_cuda_error(error):
+                raise
             problem = str(error) or type(error).__name__
         # the others would wait for this rank on their GPUs, where nothing ends them
         problems = transport.comm.allgather(problem)
@@ -178,11 +187,12 @@ class PeerLaunches:
     def enqueue(self, vectors: tuple[int, ...], stream: int, exact: bool) -> None:
         """What follows the selection: (gradient, residual, update, velocity or 0) are addresses."""
         ranks = self._transport.size
-        # what the selections of other ranks are waited for anyway
+        # here, since the selections of other ranks must be waited for anyway
         self._clear.values[0] = vectors[2]
         self._clear(self._clear_blocks, 256, stream)
-        self._collect(self._copy_blocks, 256, stream, ranks)
         self._mark(2, stream)
+        self._collect(self._copy_blocks, 256, stream, ranks)
+        self._mark(3, stream)
         if exact:
             self._sum_all(self._tiles, 256, stream)
             self._naming.name_globally(self.pool.size, stream)
@@ -191,11 +201,11 @@ class PeerLaunches:
             self._count_sums(self._tiles, 256, stream)
             self._decide(1, 128, stream)
             self._sum_again(self._tiles, 256, stream)
-        self._mark(3, stream)
+        self._mark(4, stream)
         values = self._apply.values
         values[6], values[10], values[11] = vectors[2], vectors[1], vectors[3]
         self._apply(self._apply_blocks, 256, stream, ranks)
-        self._mark(4, stream)
+        self._mark(5, stream)
 
     def enqueue_exact_selection(self, gradient: Any, residual: Any, lowest: int, stream: int) -> None:
         """Accumulate, and cut what reaches `lowest` down to the exact top k."""
@@ -213,8 +223,10 @@ class PeerLaunches:
         return [(name, elapsed(*self._marks[i : i + 2]) / 1e3) for i, name in enumerate(_STAGES)]
 
     def close(self) -> None:
-        """Free the windows. Collective."""
+        """Free the windows, and lists that another k may need far smaller. Collective."""
         self._memory.close()
+        workspace: Any = self._transport.workspace
+        workspace.forget("packed", "incoming", "gathered", "region sums")
 
     def _mark(self, number: int, stream: int) -> None:
         if self.timed:

@@ -1,4 +1,4 @@
-"""Ok-Topk's step among the GPUs of one host: one graph of kernels through peer memory, and one wait.
+"""Ok-Topk's step among the GPUs of one host: one graph of kernels through peer memory, and one wait, for what was decided.
 
 Nothing that the host must know stands between selecting and applying, so nothing waits for it: the kernels tell each other
 what was selected and counted, and decide alike on all ranks. Where a step is out of the ordinary (a gradient that is not finite,
@@ -195,7 +195,7 @@ class PeerStep:
         return graph
 
     def selected(self) -> tuple[int, int, list[int]]:
-        """(nnz, nonfinite, P + 1 points) of the selection that `launch` made; waits for it alone."""
+        """(nnz, nonfinite, P + 1 points) of the selection that `launch` made; there once the outcome is."""
         assert self._launches is not None
         nnz, nonfinite, *points = self._launches.selected.read(self._epoch)
         return nnz, nonfinite, points
@@ -230,10 +230,10 @@ class PeerStep:
         return Outcome("", bits, 0 if exact else _RUNG_BITS[nearest], launches.gathered[:total])
 
     def finish(self, stopwatch: Stopwatch) -> None:
-        """Wait for all kernels; books the stages of a timed step."""
+        """Book the stages of a timed step, which is waited for; any other goes on on the stream."""
         assert self._launches is not None
-        self._device.synchronize()
         if self._launches.timed:
+            self._device.synchronize()
             for stage, seconds in self._launches.stage_seconds():
                 stopwatch.book(stage, seconds)
 
@@ -272,6 +272,7 @@ class PeerStep:
     def lists(self) -> RegionLists:
         """The contributions to this rank's region, after a step that stopped for its threshold."""
         assert self._boundaries is not None and self._launches is not None
+        self._device.synchronize()
         rank, ranks = self._transport.rank, self._transport.size
         incoming = self._launches.collected[:ranks]
         counts = np.array([incoming[(rank - i) % ranks] for i in range(ranks)], np.int64)

@@ -129,7 +129,9 @@ def test_waits_and_allocations_on_a_gpu_are_counted(comm: MPI.Intracomm) -> None
     with device.watch() as growth:
         kept = theirs.allocate(1 << 22, np.float32), cupy.empty(1000, np.uint8)
         theirs.synchronize()
-        theirs.synchronize()
+        theirs.watch([5 << 32], 0, 5)  # there already
+        with pytest.raises(RuntimeError, match="without reporting"):
+            theirs.watch([5 << 32], 0, 6)
     assert len(kept) == growth.synchronizations == 2
     assert growth.allocated >= 4 * (1 << 22) + 1000
     assert growth.resident is None or growth.resident >= 4 * (1 << 22)

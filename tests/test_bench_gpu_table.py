@@ -131,11 +131,13 @@ def test_floors_of_narrow_gradients_are_lower() -> None:
 
 def test_stages_on_a_device_stand_beside_their_floors() -> None:
     floors = stage_floors("oktopk", Workload(1000, 4, selected=10, applied=20), Speeds(1000.0, 100.0, 0.5))
-    ranks = {"select": [13.0, 15.0], "gather and apply": [4.0, 8.0], "elsewhere": [1.0, 1.0]}
+    ranks = {"select": [13.0, 15.0], "clear": [1.0], "gather and apply": [4.0, 8.0], "elsewhere": [1.0, 1.0]}
     found = device_stages(ranks, floors)
     assert found["select"] == {"seconds": 14.0, "slowest": 15.0, "floor": 12.0}
-    together = floors["allgather"]["seconds"] + floors["apply"]["seconds"]
-    assert found["gather and apply"] == {"seconds": 6.0, "slowest": 8.0, "floor": together}
+    # 20 entries: one element of 4 bytes each is cleared before, of 28 bytes an entry that `apply` counts
+    assert found["clear"]["floor"] == pytest.approx(20 * 4 / 1000)
+    together = floors["allgather"]["seconds"] + floors["apply"]["seconds"] - found["clear"]["floor"]
+    assert found["gather and apply"] == {"seconds": 6.0, "slowest": 8.0, "floor": pytest.approx(together)}
     assert found["elsewhere"]["floor"] is None
     assert device_stages({}, floors) == {}
 

@@ -140,20 +140,54 @@ def test_ugly_gradients_through_peer_memory_give_the_cpus_bits(
         on_gpu.close()
 
 
-def test_a_nonfinite_gradient_among_peers_raises_everywhere_and_is_undone(comm: MPI.Intracomm) -> None:
-    reduced = reducer(comm, "oktopk", peer_memory=True, threshold_interval=32)
-    for step in range(6):
-        reduced.step(put("cuda", np.rint(8 * normal(comm, step))))
+def narrowed(gradient: NDArray[np.float32], gradient_type: str) -> NDArray[Any]:
+    """As it is given: bfloat16 by its bits."""
+    if gradient_type == "float32":
+        return gradient
+    return (gradient.view(np.uint32) >> 16).astype(np.uint16)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("gradient_type", ["float32", "bfloat16"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_nonfinite_gradient_among_peers_raises_everywhere_and_is_undone(
+    comm: MPI.Intracomm, momentum: float, gradient_type: str, exact: bool
+) -> None:
+    reduced = reducer(
+        comm,
+        "oktopk",
+        peer_memory=True,
+        threshold_interval=6 if exact else 32,
+        momentum_correction=momentum,
+        gradient_type=gradient_type,
+    )
+
+    def step(gradient: NDArray[np.float32]) -> None:
+        reduced.step(put("cuda", narrowed(gradient, gradient_type)))
+
+    for number in range(6):
+        step(np.rint(8 * normal(comm, number)))
     before = get(reduced.residual)
     poisoned = np.rint(8 * normal(comm, 7))
     if comm.rank == comm.size - 1:
         poisoned[[5, 40_000]] = np.inf
     with pytest.raises(NonFiniteGradientError, match=rf"rank\(s\) {comm.size - 1}$"):
-        reduced.step(put("cuda", poisoned))
+        step(poisoned)
     assert np.array_equal(get(reduced.residual), before)
     assert not get(reduced.update).any()
-    reduced.step(put("cuda", np.rint(8 * normal(comm, 8))))
+    step(np.rint(8 * normal(comm, 8)))
     assert get(reduced.update).any()
+    reduced.close()
+
+
+def test_lists_shrink_with_k(comm: MPI.Intracomm) -> None:
+    """A density warm-up begins with lists as long as the gradient."""
+    reduced = reducer(comm, "oktopk", peer_memory=True, density=0.001, density_warmup_steps=8)
+    held = []
+    for step in range(12):
+        reduced.step(put("cuda", normal(comm, step)))
+        held.append(reduced.transport.workspace.nbytes)
+    assert held[-1] < held[0] / 20
     reduced.close()
 
 

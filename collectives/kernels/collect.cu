@@ -69,12 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (int q = 0; q < ranks; ++q) incoming += notes[q][3 + lane] - notes[q][2 + lane];
       bad = bad || incoming > capacity;
     }
-    unsigned inclusive = count;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const unsigned other = __shfl_up_sync(FULL_WARP, inclusive, d);
-      if (lane >= d) inclusive += other;
-    }
+    const unsigned inclusive = inclusive_sum(count, lane);
     first[lane] = from;
     length[lane] = count;
     begin[lane] = inclusive - count;

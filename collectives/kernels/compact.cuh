@@ -41,12 +41,7 @@ __device__ __forceinline__ void places_in_order(const bool (&flag)[COMPACT_ROWS]
       mine[i] = sum;
       sum += counts[lane * EACH + i];
     }
-    unsigned inclusive = sum;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const unsigned other = __shfl_up_sync(FULL_WARP, inclusive, d);
-      if (lane >= d) inclusive += other;
-    }
+    const unsigned inclusive = inclusive_sum(sum, lane);
 #pragma unroll
     for (int i = 0; i < EACH; ++i) counts[lane * EACH + i] = inclusive - sum + mine[i];
     const unsigned whole = __shfl_sync(FULL_WARP, inclusive, 31);

@@ -24,6 +24,16 @@ __device__ __forceinline__ float multiply(float a, float b) {
 __device__ __forceinline__ unsigned magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 __device__ __forceinline__ unsigned magnitude(Entry entry) { return static_cast<unsigned>(entry.y) & 0x7fffffffu; }
 
+// Sum over this lane and those before it. Called by a whole warp.
+__device__ __forceinline__ unsigned inclusive_sum(unsigned value, int lane) {
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const unsigned other = __shfl_up_sync(FULL_WARP, value, d);
+    if (lane >= d) value += other;
+  }
+  return value;
+}
+
 // First place in sorted entries[begin, end) whose index is >= `index`.
 __device__ __forceinline__ long long lower_bound(const Entry* __restrict__ entries, long long begin, long long end,
                                                  long long index) {

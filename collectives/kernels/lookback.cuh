@@ -1,7 +1,7 @@
 // Decoupled look-back: the exclusive prefix of a tile's count over all tiles before it, in one pass.
 //
 // status[tile] packs (epoch, state, count) in 64 bits, so that one load sees all three and no launch has to clear the array:
-// a state of an earlier epoch counts as not there yet. Counts are below 2^32, epochs below 2^30.
+// a state of an earlier epoch counts as not there yet. Counts are below 2^32; epochs count modulo 2^30.
 //
 // Blocks take their tiles in the order in which they start, by a ticket, so that every tile looked at belongs to a block that runs.
 #pragma once
@@ -9,6 +9,7 @@
 #include "coo.cuh"
 
 constexpr unsigned TILE_COUNTED = 1, TILE_PREFIXED = 2;
+constexpr unsigned MOST_EPOCH = (1u << 30) - 1;
 
 __device__ __forceinline__ unsigned long long pack_status(unsigned epoch, unsigned state, unsigned count) {
   return static_cast<unsigned long long>(epoch << 2 | state) << 32 | count;
@@ -34,6 +35,7 @@ __device__ __forceinline__ unsigned draw_ticket(unsigned* ticket) {
 // Called by one whole warp. Returns, on every lane, the sum of the counts of tiles 0 .. tile-1.
 __device__ __forceinline__ unsigned look_back(unsigned long long* status, unsigned tile, unsigned count, unsigned epoch,
                                               int lane) {
+  epoch &= MOST_EPOCH;
   constexpr int EACH = 4;  // tiles a lane looks at: what is not prefixed yet is passed in strides of 128
   if (tile == 0) {
     if (lane == 0) store_status(status, pack_status(epoch, TILE_PREFIXED, count));

@@ -111,12 +111,7 @@ __device__ unsigned sum_window(Shared& shared, const Entry* __restrict__ pool, c
     bits[i] = total;
     total += word < width / 32 ? __popc(shared.present[word]) : 0;
   }
-  unsigned inclusive = total;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const unsigned other = __shfl_up_sync(FULL_WARP, inclusive, d);
-    if (lane >= d) inclusive += other;
-  }
+  const unsigned inclusive = inclusive_sum(total, lane);
   if (lane == 31) shared.warp_totals[warp] = inclusive;
   __syncthreads();
   unsigned sums = 0, base = inclusive - total;
@@ -191,12 +186,7 @@ __device__ unsigned place_rows(Shared& shared, int lane) {
     mine[i] = sum;
     sum += shared.counts[lane * COUNTS_EACH + i];
   }
-  unsigned inclusive = sum;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const unsigned other = __shfl_up_sync(FULL_WARP, inclusive, d);
-    if (lane >= d) inclusive += other;
-  }
+  const unsigned inclusive = inclusive_sum(sum, lane);
 #pragma unroll
   for (int i = 0; i < COUNTS_EACH; ++i) shared.counts[lane * COUNTS_EACH + i] = inclusive - sum + mine[i];
   return __shfl_sync(FULL_WARP, inclusive, 31);

@@ -102,19 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   // hits of each vector, and of the same vector on the lanes before: all vectors at once, a byte each, since 4 · 32 fit
   const unsigned nibbles = hits - (hits >> 1 & 0x77777777) - (hits >> 2 & 0x33333333) - (hits >> 3 & 0x11111111);
   const unsigned even = nibbles & 0x0f0f0f0f, odd = nibbles >> 4 & 0x0f0f0f0f;
-  unsigned even_up_to = even, odd_up_to = odd;
   const bool any = __any_sync(FULL_WARP, hits);
-  if (any) {
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const unsigned even_below = __shfl_up_sync(FULL_WARP, even_up_to, d);
-      const unsigned odd_below = __shfl_up_sync(FULL_WARP, odd_up_to, d);
-      if (lane >= d) {
-        even_up_to += even_below;
-        odd_up_to += odd_below;
-      }
-    }
-  }
+  const unsigned even_up_to = any ? inclusive_sum(even, lane) : 0, odd_up_to = any ? inclusive_sum(odd, lane) : 0;
   const unsigned even_all = __shfl_sync(FULL_WARP, even_up_to, 31), odd_all = __shfl_sync(FULL_WARP, odd_up_to, 31);
   unsigned found = 0;
 #pragma unroll
@@ -168,12 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8)
   if (lane == 0) of_warps[warp] = before;
   if (warp == 0) {
     const uint2 mine = lane < members && first + lane < chunks ? places[first + lane] : make_uint2(0, 0);
-    unsigned inclusive = mine.x;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const unsigned other = __shfl_up_sync(FULL_WARP, inclusive, d);
-      if (lane >= d) inclusive += other;
-    }
+    const unsigned inclusive = inclusive_sum(mine.x, lane);
     rooms[lane] = mine.y;
     offsets[lane + 1] = inclusive;
     if (lane == 0) offsets[0] = 0;

@@ -33,12 +33,7 @@ __device__ Digit find_digit(const unsigned* counts, int digits, unsigned wanted)
   const int top = digits - static_cast<int>(threadIdx.x) * each;
   unsigned sum = 0;
   for (int i = 1; i <= each; ++i) sum += counts[top - i];
-  unsigned inclusive = sum;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const unsigned other = __shfl_up_sync(FULL_WARP, inclusive, d);
-    if (lane >= d) inclusive += other;
-  }
+  unsigned inclusive = inclusive_sum(sum, lane);
   if (lane == 31) warp_sums[warp] = inclusive;
   if (threadIdx.x == 0) found.digit = -1;
   __syncthreads();

@@ -58,7 +58,8 @@ class Reduction:
         exact: a threshold was named exactly, planned or because a count missed.
         local_nnz, global_nnz: entries selected here, and applied.
         local_threshold, global_threshold: magnitudes, NaN where there is none.
-        finish: None, or `out`, residual and velocity will be as they shall be when it returns; nothing is left to apply.
+        finish: None, or nothing is left to apply: `out`, residual and velocity will be as they shall be when the stream gets
+            there; to be called once the host has done its part.
     """
 
     update: SparseVector | None
@@ -96,6 +97,11 @@ class Method(ABC):
         self.kernels = kernels
         self.settings = settings
         self.boundaries: NDArray[np.int64] | None = None
+
+    @classmethod
+    def keeps_to_messages(cls, settings: Settings) -> str:
+        """Why kernels of different ranks have nothing to read from each other, "" if they do where they can."""
+        return f"{cls.name} exchanges by messages alone"
 
     @abstractmethod
     def reduce(

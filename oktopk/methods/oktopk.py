@@ -36,9 +36,14 @@ class OkTopk(SparseMethod):
     def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
         super().__init__(length, transport, kernels, settings)
         self.threshold = GlobalThreshold(kernels, settings.drift_tolerance)
-        # balanced regions alone fit the lists among peers, and an order of rounds is of no meaning there
-        usual = settings.balanced_regions and settings.rotate
-        self._peers: Any = kernels.peer_step(transport, length, settings) if usual else None
+        messages = self.keeps_to_messages(settings)
+        self._peers: Any = None if messages else kernels.peer_step(transport, length, settings)
+
+    @classmethod
+    def keeps_to_messages(cls, settings: Settings) -> str:
+        if not settings.balanced_regions:
+            return "regions that are not balanced do not fit the lists among peers"
+        return "" if settings.rotate else "an order of rounds is of no meaning among peers"
 
     def reduce(
         self,
@@ -68,9 +73,13 @@ class OkTopk(SparseMethod):
         exact = plan.exact or threshold.bits is None
         selection: Selection | None = None
         given, bits = None, local.bits
-        if plan.exact or local.exact_due or bits is None:
+        if plan.nonfinite:
+            # nothing will be exchanged, and what is given in the velocity's place may be narrower
+            selection = local.select(gradient, residual, k, exact=False)
+            cuts = self._cuts(selection.packed)
+        elif plan.exact or local.exact_due or bits is None:
             selection, cuts = self._select_exactly(gradient, residual, k, buffer)
-        elif fresh or exact or plan.nonfinite:
+        elif fresh or exact:
             selection, cuts = self._select_by(bits, gradient, residual, k, buffer)
         if selection is not None:
             given, bits = (selection.packed.nnz, selection.nonfinite + plan.nonfinite), 0
@@ -92,12 +101,12 @@ class OkTopk(SparseMethod):
             exact,
             plan.stopwatch.detailed,
         )
-        if selection is None:  # the kernels run on: they do not need what the host learns from it
+        # the one wait: the kernels run on, and need nothing that the host learns
+        outcome = peers.outcome(exact)
+        if selection is None:
             nnz, nonfinite, points = peers.selected()
             selection = local.settle(Packing(nnz, nonfinite, points), residual, k, bits or 0, False, buffer)
-        outcome = peers.outcome(exact)
         if outcome.stopped_at:
-            peers.finish(plan.stopwatch)
             plan.stopwatch.lap("step")
             if outcome.stopped_at == "threshold":
                 return self._keep_and_gather(peers.lists(), selection, plan)

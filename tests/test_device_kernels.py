@@ -1,0 +1,188 @@
+"""Kernels on a GPU against the host's, on inputs that reach every branch; skipped where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from collectives import host_kernels
+from collectives.host_kernels import magnitude_bits
+from collectives.sparse import ENTRY
+from oktopk.host_kernels import BLOCK
+from oktopk.host_kernels import accumulate_select as select_on_host
+from oktopk.thresholds import LADDER
+from tests.devices import gpus
+
+pytestmark = pytest.mark.skipif(not gpus(), reason="no GPU")
+
+CHUNK, TILE = 4096, 32_768
+GUARD = 64
+POISON = 0xA5
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A device whose memory is full of what nobody wrote."""
+    import cupy
+
+    from collectives.device import Device
+
+    allocate = Device.allocate
+
+    def poisoned(self: Any, count: int, dtype: Any) -> Any:
+        array = allocate(self, count, dtype)
+        cupy.cuda.runtime.memset(array.data.ptr, POISON, array.nbytes)
+        return array
+
+    monkeypatch.setattr(Device, "allocate", poisoned)
+    return Device()
+
+
+def entries_of(device: Any, host: NDArray[np.void]) -> Any:
+    from collectives.device import DeviceEntries
+
+    memory = device.allocate(len(host), np.uint64)
+    memory.set(host.view(np.uint64))
+    return DeviceEntries(device, memory.data.ptr, len(host), memory)
+
+
+def accumulated(kind: str, n: int, rng: np.random.Generator) -> tuple[NDArray[np.float32], float]:
+    """A sum of gradient and residual, and the magnitude to select by."""
+    values = rng.standard_normal(n, np.float32)
+    if kind == "crowded":  # nearly all that is selected lies in few chunks
+        values *= 0.01
+        values[n // 3 : n // 3 + 3 * CHUNK] *= 1000
+    return values, {"everything": 1e-30, "nothing": 100.0, "crowded": 0.5}.get(kind, 2.5)
+
+
+# 6 M and 40 M: 2 and 16 chunks a group on 132 multiprocessors
+@pytest.mark.parametrize("n", [1, CHUNK - 1, CHUNK + 1, 50_003, 6_000_001, 40_000_003])
+@pytest.mark.parametrize("kind", ["spread", "crowded", "nothing"])
+@pytest.mark.parametrize("gradient_type", ["float32", "bfloat16"])
+def test_selections_are_the_hosts(device: Any, n: int, kind: str, gradient_type: str) -> None:
+    rng = np.random.default_rng(n)
+    wanted, magnitude = accumulated(kind, n, rng)
+    check_selection(device, wanted, magnitude, gradient_type, rng, room=n // 16 + 16 + 4 * CHUNK)
+
+
+def test_selections_of_everything_are_the_hosts(device: Any) -> None:
+    rng = np.random.default_rng(0)
+    wanted, magnitude = accumulated("everything", 5 * CHUNK + 7, rng)
+    check_selection(device, wanted, magnitude, "float32", rng, room=len(wanted))
+
+
+@pytest.mark.parametrize("shift", [1, 2, 3])
+def test_vectors_that_begin_anywhere_are_selected_from(device: Any, shift: int) -> None:
+    rng = np.random.default_rng(shift)
+    wanted, magnitude = accumulated("spread", 3 * CHUNK + 5, rng)
+    check_selection(device, wanted, magnitude, "float32", rng, room=len(wanted), shift=shift)
+
+
+@pytest.mark.parametrize("n", [9 * CHUNK, 6_000_001])
+def test_what_a_list_has_no_room_for_is_counted_and_nothing_behind_it_is_written(device: Any, n: int) -> None:
+    rng = np.random.default_rng(n)
+    wanted, magnitude = accumulated("spread", n, rng)
+    for _ in range(2):  # what overflowed must leave nothing behind
+        check_selection(device, wanted, magnitude, "float32", rng, room=n // 200)
+        check_selection(device, wanted, magnitude, "float32", rng, room=n // 16)
+
+
+def test_what_is_not_finite_is_counted_and_left_as_it_was(device: Any) -> None:
+    rng = np.random.default_rng(3)
+    wanted, magnitude = accumulated("spread", 20 * CHUNK + 3, rng)
+    wanted[[0, CHUNK, CHUNK + 1, -1]] = [np.nan, np.inf, -np.inf, np.nan]
+    check_selection(device, wanted, magnitude, "float32", rng, room=len(wanted) // 16)
+
+
+def check_selection(
+    device: Any,
+    wanted: NDArray[np.float32],
+    magnitude: float,
+    gradient_type: str,
+    rng: np.random.Generator,
+    room: int,
+    shift: int = 0,
+) -> None:
+    import cupy
+
+    from oktopk.device_kernels import DeviceKernels
+
+    n = len(wanted)
+    gradient = wanted.copy()
+    if gradient_type == "bfloat16":
+        gradient = (gradient.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    residual = rng.standard_normal(n, np.float32) * np.float32(1e-3)
+    edges = rng.integers(0, n + 1, 5)
+    boundaries = np.sort(np.array([0, *edges, min(n, CHUNK), min(n, CHUNK), n, n], np.int64))
+    bits = magnitude_bits(magnitude)
+
+    stored = gradient if gradient_type == "float32" else (gradient.view(np.uint32) >> 16).astype(np.uint16)
+    on_device = cupy.empty(n + shift, stored.dtype)[shift:]
+    on_device.set(stored)
+    left = cupy.asarray(residual)
+    whole = entries_of(device, np.full(room + GUARD, POISON, np.uint64).view(ENTRY))
+    found = DeviceKernels(device, gradient_type).accumulate_select(
+        on_device, left, bits, whole[:room], boundaries
+    )
+
+    packed = np.empty(n + BLOCK, ENTRY)
+    expected = select_on_host(gradient, residual, bits, packed)
+    packed = packed[: expected.nnz]
+    assert (found.nnz, found.nonfinite) == (expected.nnz, expected.nonfinite)
+    assert left.get().tobytes() == residual.tobytes()
+    got = whole.get()
+    assert np.all(got[room:].view(np.uint64) == POISON)
+    if expected.nnz <= room:
+        assert got[: expected.nnz].tobytes() == packed.tobytes()
+        assert found.points.tolist() == np.searchsorted(packed["index"], boundaries).tolist()
+
+
+def lists_over(
+    lower: int, upper: int, lists: int, share: float, rng: np.random.Generator
+) -> tuple[NDArray[np.void], NDArray[np.int64], NDArray[np.int64]]:
+    """Sorted lists that each hold a share of the region, one after the other in a pool."""
+    parts = []
+    for _ in range(lists):
+        at = lower + np.flatnonzero(rng.random(upper - lower) < share)
+        part = np.empty(len(at), ENTRY)
+        part["index"], part["value"] = at, rng.standard_normal(len(at), np.float32)
+        parts.append(part)
+    sizes = np.array([len(part) for part in parts])
+    ends = sizes.cumsum()
+    return np.concatenate(parts), ends - sizes, ends
+
+
+# 1.0 and 0.4: more sums than a tile may hold at once; 0.001: tiles as wide as they come; 9 lists: fetched in three goes
+@pytest.mark.parametrize("share", [1.0, 0.4, 0.02, 0.001, 0.0])
+@pytest.mark.parametrize("lists", [1, 4, 5, 9])
+@pytest.mark.parametrize("length", [1, 1000, 3 * TILE + 11, 200 * TILE])
+def test_region_sums_are_the_hosts(device: Any, length: int, lists: int, share: float) -> None:
+    from collectives.device_kernels import DeviceKernels
+
+    if length * lists * share > 4e6:
+        pytest.skip("slow on the host")
+    rng = np.random.default_rng((length, lists))
+    lower, upper = 12_345, 12_345 + length
+    pool, begins, ends = lists_over(lower, upper, lists, share, rng)
+    bits = magnitude_bits(1.2)
+    room = min(len(pool), length) + 1
+    out = np.empty(room, ENTRY)
+    expected = out[: host_kernels.sum_sorted_lists(pool, begins, ends, lower, upper, bits, out)]
+
+    kernels = DeviceKernels(device)
+    given = entries_of(device, pool) if len(pool) else entries_of(device, np.empty(1, ENTRY))
+    whole = entries_of(device, np.full(room + GUARD, POISON, np.uint64).view(ENTRY))
+    for _ in range(2):
+        kept = kernels.sum_sorted_lists(given, begins, ends, lower, upper, bits, whole[:room])
+        got = whole.get()
+        assert got[:kept].tobytes() == expected.tobytes()
+        assert np.all(got[room:].view(np.uint64) == POISON)
+
+    counted = kernels.counted_sums(given, begins, ends, lower, upper, bits, LADDER, whole[:room])
+    known = host_kernels.counted_sums(pool, begins, ends, lower, upper, bits, LADDER, np.empty(room, ENTRY))
+    assert counted.counts.tolist() == known.counts.tolist()
+    moved = bits + int(LADDER[40])
+    assert counted.take(moved).get().tobytes() == known.take(moved).tobytes()
