@@ -20,7 +20,7 @@ from jobs.runreader import RunReader
 from models.vgg import VGG16
 from tests.documents import write_documents
 from tests.slurm.conftest import PATIENCE, ROOT, Slurm
-from tests.tiny_runs import CONFIG, SETTINGS, assert_same_outcome, rank_processes, steps_done
+from tests.tiny_runs import CONFIG, SETTINGS, Job, assert_same_outcome, rank_processes, steps_done
 from tests.utterances import write_an4
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3 * PATIENCE)]
@@ -156,15 +156,21 @@ def test_ranks_that_do_not_see_each_other_stop_at_once(slurm: Slurm) -> None:
     assert "the batch script started 4 ranks, but mpi4py's MPI sees 2" in slurm.output(job)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("undisturbed") / "run.h5"
+    job = Job(path, 4)
+    assert job.wait() == 0, job.said
+    return path
+
+
 @pytest.mark.parametrize(
     ("to", "launcher"), [("batch script", "srun-pmix"), ("steps", "srun-pmix"), ("batch script", "mpiexec")]
 )
 def test_a_preempted_job_is_queued_again_and_ends_as_an_undisturbed_one(
-    slurm: Slurm, to: str, launcher: str
+    slurm: Slurm, undisturbed: Path, to: str, launcher: str
 ) -> None:
-    undisturbed, path = slurm.folder / "undisturbed.h5", slurm.folder / "run.h5"
-    calm = slurm.submit(tiny_script(slurm.folder, undisturbed), launcher=launcher)
-    slurm.complete(calm)
+    path = slurm.folder / "run.h5"
     job = slurm.submit(tiny_script(slurm.folder, path, "seconds=0.1"), launcher=launcher)
     wait_for_step(slurm, job, path, 5)
     if to == "batch script":
