@@ -1,6 +1,8 @@
 # On a fresh Debian or Ubuntu machine with git, make and Python >= 3.11 with venv, as root or not:
 #     make demo      watch four ranks train, dense and sparse, then look at the page
 #     make test      lint, format, types, spelling and all tests on 1, 2, 3, 4, 5 and 8 ranks
+#                    The CUDA kernels are compiled, GPU or not, by nvcc from PATH or NVRTC from the extra cuda-compile; with
+#                    neither that is skipped, unless CI is set, which installs the extra and fails without.
 # Each does its own set-up in .venv, once; again when setup.cfg or constraints.txt change.
 
 # The interpreter that makes .venv; unset: the first of these that is new enough.
@@ -99,4 +101,8 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 		echo "no CPU build of torch from $(TORCH_INDEX): taking the default one, which may bring CUDA (2.7 GB)"; \
 	fi
 	$(PIP) install $(if $(CI),--quiet) $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
+	@if [ -n "$(CI)" ] && ! command -v nvcc >/dev/null; then \
+		$(PIP) install --quiet $(PIP_ARGS) -e '.[cuda-compile]' || \
+		echo "no nvcc on PATH and no NVRTC from the registry: the tests that compile the kernels will fail"; \
+	fi
 	@touch $(READY)
