@@ -149,12 +149,8 @@ __device__ unsigned sum_window(Shared& shared, const Entry* __restrict__ pool, c
 __device__ unsigned pick(Shared& shared, unsigned sums, unsigned threshold, bool count_rungs) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   unsigned kept = 0;
-#pragma unroll
-  for (int row = 0; row < ROWS; ++row) {
-    if (row * THREADS >= sums) {
-      if (lane == 0) shared.counts[row * WARPS + warp] = 0;
-      continue;
-    }
+#pragma unroll 1  // as many rows as there are sums: most tiles have few
+  for (int row = 0; row * THREADS < sums; ++row) {
     const unsigned at = row * THREADS + threadIdx.x;
     const unsigned bits = at < sums ? magnitude(shared.sums[at]) : 0;
     const bool keep = bits >= threshold;
@@ -177,14 +173,15 @@ __device__ unsigned pick(Shared& shared, unsigned sums, unsigned threshold, bool
   return kept;
 }
 
-// Turns the counts into places; returns their sum. Called by one warp.
-__device__ unsigned place_rows(Shared& shared, int lane) {
+// Turns the counts of so many sums into places; returns their sum. Called by one warp.
+__device__ unsigned place_rows(Shared& shared, unsigned sums, int lane) {
   constexpr int COUNTS_EACH = ROWS * WARPS / 32;
   unsigned mine[COUNTS_EACH], sum = 0;
 #pragma unroll
   for (int i = 0; i < COUNTS_EACH; ++i) {
     mine[i] = sum;
-    sum += shared.counts[lane * COUNTS_EACH + i];
+    const unsigned at = lane * COUNTS_EACH + i;
+    sum += at / WARPS * THREADS < sums ? shared.counts[at] : 0;
   }
   const unsigned inclusive = inclusive_sum(sum, lane);
 #pragma unroll
@@ -192,11 +189,11 @@ __device__ unsigned place_rows(Shared& shared, int lane) {
   return __shfl_sync(FULL_WARP, inclusive, 31);
 }
 
-__device__ void write_kept(const Shared& shared, unsigned kept, unsigned offset, long long start, Entry* __restrict__ out,
-                           unsigned capacity) {
+__device__ void write_kept(const Shared& shared, unsigned sums, unsigned kept, unsigned offset, long long start,
+                           Entry* __restrict__ out, unsigned capacity) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-#pragma unroll
-  for (int row = 0; row < ROWS; ++row) {
+#pragma unroll 1
+  for (int row = 0; row * THREADS < sums; ++row) {
     const bool keep = kept >> row & 1;
     const unsigned votes = __ballot_sync(FULL_WARP, keep);
     if (keep) {
@@ -207,7 +204,7 @@ __device__ void write_kept(const Shared& shared, unsigned kept, unsigned offset,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
+extern "C" __global__ void __launch_bounds__(THREADS, 5)
     sum_sorted_lists(const Entry* __restrict__ pool, const unsigned* __restrict__ cuts, int lists, long long lower,
                      int tiles, int shift, unsigned threshold, const long long* __restrict__ offsets,
                      Entry* __restrict__ out, unsigned capacity, State* state, unsigned long long* status, unsigned* ticket,
@@ -240,11 +237,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
   unsigned kept = 0, whole = 0;
   if (sums <= MOST) {
     kept = pick(shared, sums, threshold, true);
-    if (warp == 0) whole = place_rows(shared, lane);
+    if (warp == 0) whole = place_rows(shared, sums, lane);
   } else {
     for (unsigned at = 0; at < width; at += MOST) {
-      pick(shared, sum_window(shared, pool, cuts, lists, tiles, tile, start + at, MOST), threshold, true);
-      if (warp == 0) whole += place_rows(shared, lane);
+      const unsigned these = sum_window(shared, pool, cuts, lists, tiles, tile, start + at, MOST);
+      pick(shared, these, threshold, true);
+      if (warp == 0) whole += place_rows(shared, these, lane);
     }
   }
   if (warp == 0) {
@@ -258,16 +256,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     if (shared.rungs[i]) atomicAdd(&state->rungs[i], shared.rungs[i]);
   __syncthreads();
   if (sums <= MOST) {
-    write_kept(shared, kept, shared.offset, start, out, capacity);
+    write_kept(shared, sums, kept, shared.offset, start, out, capacity);
   } else {
     for (unsigned at = 0; at < width; at += MOST) {
-      kept = pick(shared, sum_window(shared, pool, cuts, lists, tiles, tile, start + at, MOST), threshold, false);
+      const unsigned these = sum_window(shared, pool, cuts, lists, tiles, tile, start + at, MOST);
+      kept = pick(shared, these, threshold, false);
       if (warp == 0) {
-        const unsigned these = place_rows(shared, lane);
-        if (lane == 0) shared.total = these;
+        const unsigned total = place_rows(shared, these, lane);
+        if (lane == 0) shared.total = total;
       }
       __syncthreads();
-      write_kept(shared, kept, shared.offset, start + at, out, capacity);
+      write_kept(shared, these, kept, shared.offset, start + at, out, capacity);
       __syncthreads();
       if (threadIdx.x == 0) shared.offset += shared.total;
     }
