@@ -72,7 +72,7 @@ def find(
         Refused: there are sets and none can be used, and all are left where they are; or a newer one than the one that can
             be used cannot be set aside. On every rank alike.
 
-    Traffic: two small messages for every set tried.
+    Traffic: two small messages for every set tried, and one more for the one that is used.
     """
     names: list[str] = []
     if comm.rank == 0:
