@@ -112,6 +112,9 @@ def launch_environment(
     environment.setdefault("OMP_NUM_THREADS", "1")
     if not flavour.startswith("openmpi"):
         return environment
+    if flavour == "openmpi":
+        # a rank has threads (autograd's, NCCL's), and two jobs on a host would be bound to the same cores
+        environment.setdefault("PRTE_MCA_hwloc_default_binding_policy", "none")
     if root is None:
         root = hasattr(os, "geteuid") and os.geteuid() == 0
     if cores is None:
