@@ -3,11 +3,13 @@
 
 # Slurm sends USR1 before the time limit (--signal) and TERM when it ends or preempts the job. From the first line on neither kills
 # this script. srun and mpiexec hand USR1 and USR2 on to the ranks; TERM would end them.
-SIGNALLED="" CHILD=""
+SIGNALLED="" CHILD="" HANDED_ON=no
 # What came, and what the ranks get.
 hand_on() {
   SIGNALLED=$1
-  [ -z "$CHILD" ] || kill "-$2" "$CHILD" 2>/dev/null
+  [ -n "$CHILD" ] || return
+  HANDED_ON=yes
+  kill "-$2" "$CHILD" 2>/dev/null
 }
 trap 'hand_on USR1 USR1' USR1
 trap 'hand_on TERM USR1' TERM
@@ -23,7 +25,11 @@ export OKTOPK_ENDED=""
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
 # Since Slurm 22.05 srun does not take it from the job any more.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
+# Open MPI's mpiexec (5, 4) would bind each rank with all its threads to one core, and another job's to the same one.
+export PRTE_MCA_hwloc_default_binding_policy="${PRTE_MCA_hwloc_default_binding_policy:-none}"
+export OMPI_MCA_hwloc_base_binding_policy="${OMPI_MCA_hwloc_base_binding_policy:-none}"
 
+KILLED_BY_USR1=$((128 + $(kill -l USR1))) KILLED_BY_USR2=$((128 + $(kill -l USR2)))
 AGAIN=75 # exit status of a job that stopped with a checkpoint, see jobs/interruption.py
 
 # A signal that comes while Python starts waits until it is listened to, where env can do that (coreutils 8.31).
@@ -61,7 +67,7 @@ choose_launcher() {
     [[ $tried == mpiexec || $plugins == *"${tried#srun-}"* ]] || continue
     [ -z "$SIGNALLED" ] || return
     command_for "$tried"
-    if answer=$(timeout 120 "${COMMAND[@]}" -m jobs.rank_check 2>&1); then
+    if answer=$(timeout -k 10 60 "${COMMAND[@]}" -m jobs.rank_check 2>&1); then
       echo "launcher: $tried ($SLURM_NTASKS ranks on $SLURM_JOB_NODELIST)"
       return
     fi
@@ -105,6 +111,11 @@ run_ranks() {
   # unless they had ended with it: then there is nothing left to wait for, and it had their status
   [ "$status" -ne 127 ] || [ "$interrupted" = no ] || status=$before
   [ "$status" -ne "$AGAIN" ] || queue_again "with a checkpoint"
+  # what was handed on killed the launcher: it was not listening yet
+  if [ "$HANDED_ON" = yes ] && [[ $status -eq $KILLED_BY_USR1 || $status -eq $KILLED_BY_USR2 ]]; then
+    queue_again "as its launcher was killed by a signal that was for the ranks"
+    status=$AGAIN
+  fi
   if [ "$status" -eq 0 ] && [ -n "$OKTOPK_ENDED" ] && ! rm "$OKTOPK_ENDED" 2>/dev/null; then
     echo "job $SLURM_JOB_ID: the launcher ended without an error, but the training did not end: submit it once more" >&2
     status=1
@@ -115,6 +126,7 @@ run_ranks() {
 # Run a training on all ranks.
 run_training() {
   # Open MPI's mpiexec leaves with 0 when it loses a node: so the training says itself that it has come to its end.
+  mkdir -p "$RUNS"
   export OKTOPK_ENDED="$RUNS/.ended-$SLURM_JOB_ID"
   rm -f "$OKTOPK_ENDED"
   run_ranks "$@"

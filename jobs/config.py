@@ -329,7 +329,7 @@ class RunConfig(_Section):
     watchdog_around: float = Field(
         default=1800.0,
         ge=0.0,
-        description="the same for the start of a job, up to its first step, and for its end, after the last; 0: never",
+        description="the same for the start of a job, up to its first step, for an evaluation, and for its end; 0: never",
     )
 
     @field_validator("file")

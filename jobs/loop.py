@@ -121,6 +121,8 @@ class TrainingLoop:
                 if len(self.timed) >= self.config.run.flush_every or evaluate:
                     self._write()
                 if evaluate:
+                    if self.safeguard is not None:
+                        self.safeguard.before_evaluation()
                     self._evaluate(step + 1)
                 if self.safeguard is not None:
                     self.safeguard.after_step(

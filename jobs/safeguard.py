@@ -55,6 +55,10 @@ class Safeguard:
         if due is Due.STOP:
             raise Interrupted(self._checkpointer.stop_signal, done)
 
+    def before_evaluation(self) -> None:
+        """An evaluation comes next, which may take longer than a step."""
+        self._watchdog.enter(Phase.EVALUATING)
+
     def __enter__(self) -> Self:
         self._note.__enter__()
         self._watchdog.enter(Phase.STEPPING)

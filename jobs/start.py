@@ -97,14 +97,18 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, patience: float = 15.0) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._path = folder, folder / "lock"
-        self._file: IO[str] = open(self._path, "a+", encoding="utf-8")  # noqa: SIM115 - held for life
+        self._file: IO[str] = self._opened()
         deadline = time.monotonic() + patience
         while True:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+                if self._is_the_lock():
+                    break
+                # who held it has removed it: another job may have made a new one
+                self._file.close()
+                self._file = self._opened()
+                continue
             except BlockingIOError:
                 if time.monotonic() < deadline:
                     time.sleep(0.2)
@@ -121,6 +125,16 @@ class FolderLock:
             f"process {os.getpid()} on {provenance.host()}{f', Slurm job {job}' if job else ''}\n"
         )
         self._file.flush()
+
+    def _opened(self) -> IO[str]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return open(self._path, "a+", encoding="utf-8")
+
+    def _is_the_lock(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            return False
 
     def release(self) -> None:
         """Let go of it, and leave no folder where nothing was written; again is allowed."""

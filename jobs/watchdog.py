@@ -6,10 +6,8 @@ import contextlib
 import enum
 import faulthandler
 import os
-import signal
 import sys
 import threading
-import time
 from types import TracebackType
 from typing import Self
 
@@ -26,6 +24,7 @@ class Phase(enum.Enum):
 
     STARTING = "starting"
     STEPPING = "no step"
+    EVALUATING = "evaluating"
     WAITING = "waiting for a checkpoint"
     ENDING = "ending"
 
@@ -40,7 +39,7 @@ class Watchdog:
     Args:
         comm: collective: a rank leaves when all do, so that one that hangs at its end is still found.
         step: seconds without a step; 0: for ever. A checkpoint that is waited for has its own bound, so it is given twice that.
-        around: seconds that the start, and the end, may take; 0: for ever.
+        around: seconds that the start, an evaluation, and the end may take, each; 0: for ever.
         together: errors that every rank raises alike. With any other a rank leaves alone.
     """
 
@@ -56,6 +55,7 @@ class Watchdog:
         self._seconds = {
             Phase.STARTING: around,
             Phase.STEPPING: step,
+            Phase.EVALUATING: around,
             Phase.WAITING: 2.0 * step,
             Phase.ENDING: around,
         }
@@ -71,9 +71,9 @@ class Watchdog:
         self.move()
 
     def tick(self, done: int) -> None:
-        """Note that a step is done, and how many are."""
+        """Note that a step is done with all that belongs to it, and how many are."""
         self._done = done
-        self.move()
+        self.enter(Phase.STEPPING)
 
     def move(self) -> None:
         """Note that something is done that may take as long as what follows it."""
@@ -108,14 +108,16 @@ class Watchdog:
 
     def _end(self, seconds: float) -> None:
         seen = self._moves
-        # whatever there is no telling with, the job must end
-        with contextlib.suppress(Exception):
-            self._tell(seconds)
+        # whatever there is no telling with, the job must end: stderr may be what hangs
+        telling = threading.Thread(target=self._tell, args=(seconds,), daemon=True)
+        telling.start()
+        telling.join(GRACE)
         if self._leaving.wait(GRACE) or self._moves != seen:
             return  # it moved after all: it was slow
         try:
-            # Abort may itself wait for a lock that the hanging call holds.
-            threading.Thread(target=self._kill_later, daemon=True).start()
+            # Abort may itself wait, for a lock that the hanging call holds or for stderr, and keep the interpreter meanwhile
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            faulthandler.dump_traceback_later(GRACE, exit=True, file=nowhere)
         finally:
             MPI.COMM_WORLD.Abort(EXIT_STATUS)
 
@@ -126,11 +128,8 @@ class Watchdog:
             f"rank {self._comm.rank} of {self._comm.size}: {self._phase.value} for {seconds:g} s, {self._done} steps "
             f"done; the job is ended unless it goes on within {GRACE:g} s. Its threads, the innermost call first:\n{stacks()}"
         )
-        os.write(sys.__stderr__.fileno(), told.encode())
-
-    def _kill_later(self) -> None:
-        time.sleep(GRACE)
-        os.kill(os.getpid(), signal.SIGKILL)
+        with contextlib.suppress(OSError, ValueError):  # closed
+            os.write(sys.__stderr__.fileno(), told.encode())
 
 
 def stacks() -> str:

@@ -88,6 +88,17 @@ def test_a_signal_that_comes_before_the_ranks_are_started_is_not_lost(
     assert "stopped before its ranks were started: queued again" in (tmp_path / "said").read_text()
 
 
+@pytest.mark.parametrize("signal", ["USR1", "TERM", "USR2"])
+def test_a_signal_that_kills_the_launcher_before_it_listens_queues_the_job_again(
+    tmp_path: Path, signal: str
+) -> None:
+    deaf = program(tmp_path / "deaf", f"kill -{signal} $SCRIPT; sleep 2")
+    program(tmp_path / "squeue", "echo RUNNING None")
+    program(tmp_path / "scontrol", f"echo $* >{tmp_path}/queued")
+    assert leave_with(tmp_path, str(deaf), str(tmp_path)) == 75
+    assert (tmp_path / "queued").read_text() == "requeue 1\n"
+
+
 def test_ranks_show_their_stacks_when_the_script_is_asked_and_go_on(tmp_path: Path) -> None:
     kills = "kill -USR2 $SCRIPT; sleep 0.3; kill -USR2 $SCRIPT; sleep 0.3"
     ranks = program(tmp_path / "ranks", f"trap 'echo shown' USR2; sleep 0.3; {kills}; echo done")

@@ -187,7 +187,8 @@ def test_nothing_of_a_run_outlives_it(tmp_path: Path, monkeypatch: pytest.Monkey
         json.dumps({"deadline": None, "guesses": {"train": 1.0}, "measured": [], "trials": entries})
     )
     assert work(list(map(str, paths)), comm=MPI.COMM_SELF) == 1
-    assert list(json.loads(paths[1].read_text())["failed"]) == ["diverging"]
+    failed = json.loads(paths[1].read_text())["failed"]
+    assert list(failed) == ["diverging"], failed
     assert [network() for network in networks] == [None] * 4
 
 

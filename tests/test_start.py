@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,21 @@ def test_a_lock_whose_folder_is_lost_is_released_in_silence(tmp_path: Path) -> N
     lock = FolderLock(folder)
     folder.parent.rename(tmp_path / "gone")
     lock.release()
+
+
+def test_who_waited_for_a_lock_that_is_removed_holds_the_next_one(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    first = FolderLock(folder)
+    with ThreadPoolExecutor() as others:
+        waiting = others.submit(FolderLock, folder, 10.0)
+        time.sleep(0.5)  # long enough to be waiting, most of the time
+        first.release()
+        second = waiting.result()
+    assert folder.exists()
+    with pytest.raises(RunFileError, match="is in use by process"):
+        FolderLock(folder, patience=0.0)
+    second.release()
+    assert not folder.exists()
 
 
 def test_a_run_file_continues_without_gap_or_doubled_step(tmp_path: Path) -> None:
