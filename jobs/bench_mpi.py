@@ -108,7 +108,8 @@ def _tuned_algorithm(number: int, method: str) -> Iterator[None]:
     """Within it, Open MPI gives new communicators this allreduce algorithm."""
     library = _loaded_library()
     level = ctypes.c_int()
-    if library is None or library.MPI_T_init_thread(0, ctypes.byref(level)):
+    # the level that MPI has: Open MPI takes a lower one for its own from then on
+    if library is None or library.MPI_T_init_thread(MPI.Query_thread(), ctypes.byref(level)):
         raise AlgorithmError(f"method {method!r}: this MPI has no tool interface to choose the algorithm by")
     try:
         forced = _Variable(library, "coll_tuned_use_dynamic_rules", ctypes.c_bool)

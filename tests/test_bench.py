@@ -232,6 +232,7 @@ def test_the_library_sums_and_says_what_was_not_counted() -> None:
 
 
 def test_an_algorithm_is_chosen_or_refused_by_name() -> None:
+    threads = MPI.Query_thread()
     for method in ALGORITHMS:
         try:
             reducer = MpiAllreduce(MPI.COMM_SELF, 3, method)
@@ -241,6 +242,7 @@ def test_an_algorithm_is_chosen_or_refused_by_name() -> None:
         else:
             reducer.step(np.ones(3, np.float32))
             reducer.close()
+    assert MPI.Query_thread() == threads
 
 
 def test_a_run_that_fails_leaves_no_file(tmp_path: Path) -> None:
