@@ -92,7 +92,7 @@ def test_a_signal_that_comes_before_the_ranks_are_started_is_not_lost(
 def test_a_signal_that_kills_the_launcher_before_it_listens_queues_the_job_again(
     tmp_path: Path, signal: str
 ) -> None:
-    deaf = program(tmp_path / "deaf", f"kill -{signal} $SCRIPT; sleep 2")
+    deaf = program(tmp_path / "deaf", f"sleep 0.2; kill -{signal} $SCRIPT; exec sleep 30")
     program(tmp_path / "squeue", "echo RUNNING None")
     program(tmp_path / "scontrol", f"echo $* >{tmp_path}/queued")
     assert leave_with(tmp_path, str(deaf), str(tmp_path)) == 75
@@ -100,10 +100,12 @@ def test_a_signal_that_kills_the_launcher_before_it_listens_queues_the_job_again
 
 
 def test_ranks_show_their_stacks_when_the_script_is_asked_and_go_on(tmp_path: Path) -> None:
-    kills = "kill -USR2 $SCRIPT; sleep 0.3; kill -USR2 $SCRIPT; sleep 0.3"
-    ranks = program(tmp_path / "ranks", f"trap 'echo shown' USR2; sleep 0.3; {kills}; echo done")
+    asks = "while [ $n -lt 2 ]; do kill -USR2 $SCRIPT; sleep 0.3; done"
+    ranks = program(tmp_path / "ranks", f"n=0; trap 'n=$((n+1)); echo shown' USR2; {asks}; echo done")
     assert leave_with(tmp_path, str(ranks)) == 0
-    assert (tmp_path / "said").read_text().split() == ["shown", "shown", "done"]
+    *shown, done = (tmp_path / "said").read_text().split()
+    assert (set(shown), done) == ({"shown"}, "done")
+    assert len(shown) >= 2
     # while no rank is there it changes nothing
     tried = "case $1 in --mpi=list) echo pmix;; *) kill -USR2 $SCRIPT; echo $*;; esac"
     program(tmp_path / "srun", tried)
