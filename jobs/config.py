@@ -16,6 +16,9 @@ from oktopk import METHODS, Settings
 TRAINING_MODES = ("dense-ovlp", "nccl", "ddp")
 """Ways to sum all gradients that take part in the backward pass or are another library's, see jobs.dense_training."""
 
+IN_THE_BACKWARD_PASS = ("dense-ovlp", "ddp")
+"""Those of them that reduce from within it."""
+
 
 class _Section(BaseModel):
     # strict: "16" is not 16. A string that reads as a number is more often a slip than an intention.
@@ -270,6 +273,11 @@ class TrainingConfig(_Section):
     compile: Literal["", "default", "reduce-overhead", "max-autotune"] = Field(
         default="", description="torch.compile's mode; empty: not compiled"
     )
+    cuda_graph: bool = Field(
+        default=False,
+        description="replay the forward and the backward pass as CUDA graphs, which spares a network of many small kernels the "
+        "wait for Python; dense-ovlp and ddp, which reduce from within the backward pass, do without",
+    )
     deterministic: bool = Field(
         default=False, description="the same bits from run to run on a GPU too, at the price of speed"
     )
@@ -294,6 +302,12 @@ class TrainingConfig(_Section):
     def _ends(self) -> Self:
         if not self.steps and not self.epochs:
             raise ValueError("steps and epochs are both 0: the run would never end")
+        return self
+
+    @model_validator(mode="after")
+    def _graphs_are_captured_once(self) -> Self:
+        if self.cuda_graph and self.compile not in ("", "default"):
+            raise ValueError(f"compile {self.compile!r} captures CUDA graphs of its own: not with cuda_graph")
         return self
 
 
@@ -369,6 +383,16 @@ class Config(_Section):
     def _the_network_takes_the_data(self) -> Self:
         if (self.model.name == "bert") != (self.data.name == "text"):
             raise ValueError(f"model.name {self.model.name!r} does not take data.name {self.data.name!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _graphs_hold_what_they_replay(self) -> Self:
+        if self.training.cuda_graph and self.model.recompute:
+            raise ValueError("training.cuda_graph keeps what a forward pass leaves: not with model.recompute")
+        if self.training.cuda_graph and self.model.name == "lstm":
+            raise ValueError(
+                "training.cuda_graph needs batches of one shape, and utterances differ: not for 'lstm'"
+            )
         return self
 
     @model_validator(mode="after")

@@ -16,9 +16,10 @@ from tqdm import tqdm
 from collectives.traffic import dense_words
 from jobs import provenance
 from jobs.agreement import check_same_parameters
-from jobs.config import TRAINING_MODES, Config
+from jobs.config import IN_THE_BACKWARD_PASS, TRAINING_MODES, Config
 from jobs.gradient_file import GradientRecorder
 from jobs.laps import Laps, MeasuredStep, TimedStep, measure
+from jobs.passes import CapturedPasses, EagerPasses, Passes
 from jobs.placement import Placement
 from jobs.recording import StepRecorder
 from jobs.reduction import ReducingOptimizer
@@ -91,7 +92,9 @@ class TrainingLoop:
         self.timed: list[TimedStep] = []
         self.began = 0.0
         # of a batch in its step's loss
-        self.share = torch.tensor(1.0 / config.training.accumulate, device=placement.device)
+        share = torch.tensor(1.0 / config.training.accumulate, device=placement.device)
+        captured = config.training.cuda_graph and config.reduction.method not in IN_THE_BACKWARD_PASS
+        self.passes: Passes = (CapturedPasses if captured else EagerPasses)(workload, share)
         self.figures: dict[str, str] = {}
         self.bar: tqdm[Any] = tqdm(
             total=self.steps,
@@ -164,11 +167,11 @@ class TrainingLoop:
             self.optimizer.zero_grad()
         last = number + 1 == self.config.training.accumulate
         with nullcontext() if last else self.optimizer.no_sync():
-            loss = self.workload.loss(batch)
+            loss = self.passes.forward(batch)
             laps.end("forward")
-            loss.backward(self.share)
+            self.passes.backward()
             laps.end("backward")
-        return loss.detach()
+        return loss
 
     def _evaluates_after(self, step: int) -> bool:
         every = self.config.training.eval_every or self.steps_per_epoch

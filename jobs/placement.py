@@ -30,6 +30,7 @@ class Placement(Protocol):
         description: of the hardware, in words.
         fused: whether torch's fused optimizers are the fast ones.
         process_group: torch.distributed's backend for it.
+        captures: whether it has CUDA graphs.
         unit: a name that no other device in the world has.
     """
 
@@ -37,6 +38,7 @@ class Placement(Protocol):
     description: str
     fused: bool
     process_group: str
+    captures: bool
     unit: str
 
     def mark(self) -> Any:
@@ -60,6 +62,7 @@ class HostPlacement:
     device = torch.device("cpu")
     fused = False
     process_group = "gloo"
+    captures = False
 
     def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:
         self.description = platform.processor() or platform.machine()
@@ -99,6 +102,7 @@ class CudaPlacement:
 
     fused = True
     process_group = "nccl"
+    captures = True
 
     def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:
         if deterministic:

@@ -157,6 +157,8 @@ def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
             _say(comm, f"jobs.train: {config.run.file} is complete: nothing to do")
             return
         placement = find_placement(config.training.device, comm, deterministic=config.training.deterministic)
+        if config.training.cuda_graph and not placement.captures:
+            raise Refused(f"training.cuda_graph needs GPUs, and this run is on {placement.device}")
         workload = _build_workload(config, comm, build, placement)
         inner = build_optimizer(config.optimizer, workload.model.parameters(), fused=placement.fused)
         optimizer = build_reduction(config, workload, inner, placement, comm)

@@ -1,0 +1,146 @@
+"""The forward and the backward pass of a training step: asked for kernel by kernel, or replayed as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from jobs.workloads import Workload
+
+WARM_UP = 3
+"""Passes before the capture: libraries choose their algorithms and make their buffers in the first ones."""
+
+
+class Passes(Protocol):
+    """What adds the gradients of one batch to those of the parameters. The two take turns."""
+
+    def forward(self, batch: Any) -> Tensor:
+        """The loss of a batch, detached, and the caller's to keep."""
+
+    def backward(self) -> None:
+        """Add the gradients of the last batch."""
+
+
+class EagerPasses:
+    """As Python goes.
+
+    Args:
+        workload: whose loss.
+        share: of a batch in its step's loss, a scalar on the device.
+    """
+
+    def __init__(self, workload: Workload, share: Tensor) -> None:
+        self._workload, self._share = workload, share
+        self._loss: Tensor | None = None
+
+    def forward(self, batch: Any) -> Tensor:
+        """As the protocol says."""
+        self._loss = self._workload.loss(batch)
+        return self._loss.detach()
+
+    def backward(self) -> None:
+        """As the protocol says."""
+        assert self._loss is not None
+        self._loss.backward(self._share)
+        self._loss = None
+
+
+class CapturedPasses:
+    """Each pass is one CUDA graph, captured at the first batch and replayed for all: many small kernels wait for no Python.
+
+    Batches must be sequences of tensors whose shapes stay the same, and the loss must not wait for the device. Where the
+    optimizer hands out no gradient, the captured ones are given to the parameters: those of the first pass of a step, to which
+    the later ones of an accumulation add theirs.
+
+    Args: as EagerPasses.
+
+    Memory: one set of activations stays allocated, two with accumulation; during the capture the gradients once more.
+    """
+
+    def __init__(self, workload: Workload, share: Tensor) -> None:
+        self._workload, self._share = workload, share
+        self._parameters = [p for p in workload.model.parameters() if p.requires_grad]
+        # by whether there are gradients to add to
+        self._captured: dict[bool, _Capture] = {}
+        self._current: _Capture | None = None
+
+    def forward(self, batch: Any) -> Tensor:
+        """As the protocol says."""
+        adds = self._parameters[0].grad is not None  # the optimizer hands out all of them or none
+        if adds not in self._captured:
+            self._captured[adds] = _Capture(self._workload, batch, self._parameters, self._share)
+        self._current = self._captured[adds]
+        return self._current.forward(batch)
+
+    def backward(self) -> None:
+        """As the protocol says."""
+        assert self._current is not None
+        self._current.backward()
+        self._current = None
+
+
+class _Capture:
+    """The two graphs, and where they read and write."""
+
+    def __init__(
+        self, workload: Workload, batch: Sequence[Tensor], parameters: Sequence[Tensor], share: Tensor
+    ) -> None:
+        self._inputs = [tensor.clone() for tensor in batch]
+        self._parameters = parameters
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        _warm_up(workload, self._inputs, parameters, share, stream)
+        # other threads, NCCL's watchdog among them, go on to ask the device what they like
+        how = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(self._forward, **how):  # type: ignore[arg-type]
+            loss = workload.loss(self._inputs)
+        with torch.cuda.graph(self._backward, **how):  # type: ignore[arg-type]
+            loss.backward(share)
+        self._loss = loss.detach()
+        self._gradients = [parameter.grad for parameter in parameters]
+
+    def forward(self, batch: Sequence[Tensor]) -> Tensor:
+        for held, tensor in zip(self._inputs, batch, strict=True):
+            held.copy_(tensor)
+        self._forward.replay()
+        return self._loss.clone()
+
+    def backward(self) -> None:
+        self._backward.replay()
+        if self._parameters[0].grad is None:
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+                parameter.grad = gradient
+
+
+def _warm_up(
+    workload: Workload,
+    batch: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    share: Tensor,
+    stream: torch.cuda.Stream,
+) -> None:
+    """Some passes that leave no trace: gradients, buffers and random numbers are afterwards what they were."""
+    held = [None if p.grad is None else p.grad.clone() for p in parameters]
+    buffers = [buffer.clone() for buffer in workload.model.buffers()]
+    drawn = torch.cuda.get_rng_state()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            workload.loss(batch).backward(share)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.set_rng_state(drawn)
+    _put_back(workload.model, buffers)
+    for parameter, gradient in zip(parameters, held, strict=True):
+        if gradient is None:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad.copy_(gradient)
+
+
+def _put_back(model: nn.Module, buffers: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
