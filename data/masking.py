@@ -15,6 +15,8 @@ from data.text_file import TextSet
 
 PART = 0.15
 IGNORED = -100
+BLOCK = 2048
+"""Sequences that are cut together: the some hundred small kernels of it are shared by all the batches among them."""
 
 
 class TextBatch(NamedTuple):
@@ -146,10 +148,13 @@ class TextTrainingLoader:
         self.texts = texts
         self._text = MaskedText(texts, torch.device("cpu"))
         self._planned: tuple[int, torch.Tensor] | None = None
+        self._steps_per_block = max(1, BLOCK // batch_size)
+        self._block: tuple[int, int] | None = None
+        self._batches: TextBatch
 
     def to(self, device: torch.device) -> Self:
         """Hold the text on a device. Raises DataError: it does not fit."""
-        self._text, self._planned = MaskedText(self.texts, device), None
+        self._text, self._planned, self._block = MaskedText(self.texts, device), None, None
         return self
 
     @property
@@ -158,12 +163,21 @@ class TextTrainingLoader:
         return self.shards.steps_per_epoch
 
     def batch(self, epoch: int, step: int) -> TextBatch:
-        """The batch of one step, 0 <= step < steps_per_epoch. Raises ValueError: epoch or step out of bounds."""
+        """The batch of one step, 0 <= step < steps_per_epoch: pieces of a larger block, not to be changed.
+
+        Raises:
+            ValueError: epoch or step out of bounds.
+        """
         if not 0 <= step < self.steps_per_epoch:
             raise ValueError(f"step {step} is not in [0, {self.steps_per_epoch})")
-        here = slice(step * self.shards.batch_size, (step + 1) * self.shards.batch_size)
-        samples, draws = self._plan(epoch)[:, here]
-        return self._text.cut(samples, draws)
+        size = self.shards.batch_size
+        first = step - step % self._steps_per_block
+        if self._block != (epoch, first):
+            stop = min(first + self._steps_per_block, self.steps_per_epoch)
+            samples, draws = self._plan(epoch)[:, first * size : stop * size]
+            self._batches, self._block = self._text.cut(samples, draws), (epoch, first)
+        here = slice((step - first) * size, (step - first + 1) * size)
+        return TextBatch(*(tensor[here] for tensor in self._batches))
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[TextBatch]:
         """The batches of an epoch, from first_step on: 0 for all of it, another to resume in its middle."""

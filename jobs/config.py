@@ -16,8 +16,8 @@ from oktopk import METHODS, Settings
 TRAINING_MODES = ("dense-ovlp", "nccl", "ddp")
 """Ways to sum all gradients that take part in the backward pass or are another library's, see jobs.dense_training."""
 
-IN_THE_BACKWARD_PASS = ("dense-ovlp", "ddp")
-"""Those of them that reduce from within it."""
+EAGER_MODES = ("ddp",)
+"""Those of them whose passes no CUDA graph replays."""
 
 
 class _Section(BaseModel):
@@ -269,6 +269,12 @@ class TrainingConfig(_Section):
         default="float32",
         description="bfloat16: where torch's autocast deems it safe; parameters stay float32",
     )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="share of a training label that all classes get alike; images only, and not where they are held out",
+    )
     channels_last: bool = Field(default=False, description="memory layout of images and convolutions")
     compile: Literal["", "default", "reduce-overhead", "max-autotune"] = Field(
         default="", description="torch.compile's mode; empty: not compiled"
@@ -276,7 +282,7 @@ class TrainingConfig(_Section):
     cuda_graph: bool = Field(
         default=False,
         description="replay the forward and the backward pass as CUDA graphs, which spares a network of many small kernels the "
-        "wait for Python; dense-ovlp and ddp, which reduce from within the backward pass, do without",
+        "wait for Python; ddp does without",
     )
     deterministic: bool = Field(
         default=False, description="the same bits from run to run on a GPU too, at the price of speed"
@@ -383,6 +389,8 @@ class Config(_Section):
     def _the_network_takes_the_data(self) -> Self:
         if (self.model.name == "bert") != (self.data.name == "text"):
             raise ValueError(f"model.name {self.model.name!r} does not take data.name {self.data.name!r}")
+        if self.training.label_smoothing and self.model.name != "vgg16":
+            raise ValueError(f"training.label_smoothing is for images, not for {self.model.name!r}")
         return self
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ They are what a sparse method is to be compared with, and are shaped like `oktop
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 import warnings
@@ -128,6 +129,9 @@ class BucketedTraining(DenseTraining):
         wire: sums up pieces; see `jobs.wires`.
         flat: the gradients; the wire's pieces are slices of it.
         overlapped: start in the backward pass, else after it.
+
+    Attributes:
+        overlapped: as given.
     """
 
     def __init__(
@@ -147,7 +151,8 @@ class BucketedTraining(DenseTraining):
         self._sizes = [self._bucket_of.count(bucket) for bucket in range(len(buckets))]
         self._missing = list(self._sizes)
         self._started = 0
-        self._armed = overlapped
+        self.overlapped = self._armed = overlapped
+        self._captured: Traffic | None = None
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket))
             for parameter, bucket in zip(self._parameters, self._bucket_of, strict=True)
@@ -180,7 +185,17 @@ class BucketedTraining(DenseTraining):
 
         return filled
 
+    def settle(self) -> None:
+        """Wait for what a backward pass began, on the device's stream: the end of one that is captured, or that precedes it.
+
+        What is captured so is replayed with the pass, and `reduce` only accounts for it.
+        """
+        self._captured = self._end()
+
     def _finish(self) -> Traffic:
+        return self._end() if self._captured is None else dataclasses.replace(self._captured)
+
+    def _end(self) -> Traffic:
         # a parameter that got no gradient held its bucket, and all after it, back
         for bucket in range(self._started, len(self._sizes)):
             self._wire.start(bucket)

@@ -16,13 +16,13 @@ from tqdm import tqdm
 from collectives.traffic import dense_words
 from jobs import provenance
 from jobs.agreement import check_same_parameters
-from jobs.config import IN_THE_BACKWARD_PASS, TRAINING_MODES, Config
+from jobs.config import EAGER_MODES, TRAINING_MODES, Config
 from jobs.gradient_file import GradientRecorder
 from jobs.laps import Laps, MeasuredStep, TimedStep, measure
 from jobs.passes import CapturedPasses, EagerPasses, Passes
 from jobs.placement import Placement
 from jobs.recording import StepRecorder
-from jobs.reduction import ReducingOptimizer
+from jobs.reduction import ReducingOptimizer, settling
 from jobs.runfile import RunFile
 from jobs.safeguard import Safeguard
 from jobs.schedule import learning_rate_factor
@@ -93,8 +93,9 @@ class TrainingLoop:
         self.began = 0.0
         # of a batch in its step's loss
         share = torch.tensor(1.0 / config.training.accumulate, device=placement.device)
-        captured = config.training.cuda_graph and config.reduction.method not in IN_THE_BACKWARD_PASS
-        self.passes: Passes = (CapturedPasses if captured else EagerPasses)(workload, share)
+        self.passes: Passes = EagerPasses(workload, share)
+        if config.training.cuda_graph and config.reduction.method not in EAGER_MODES:
+            self.passes = CapturedPasses(workload, share, settling(optimizer))
         self.figures: dict[str, str] = {}
         self.bar: tqdm[Any] = tqdm(
             total=self.steps,
@@ -117,6 +118,12 @@ class TrainingLoop:
         """
         self.began = time.perf_counter() - (self.file.elapsed if self.file is not None else 0.0)
         self.workload.model.train()
+        try:
+            self._run()
+        finally:
+            self.passes.close()
+
+    def _run(self) -> None:
         with self.bar:
             for step in range(self.done, self.steps):
                 self._step(step)
@@ -167,7 +174,7 @@ class TrainingLoop:
             self.optimizer.zero_grad()
         last = number + 1 == self.config.training.accumulate
         with nullcontext() if last else self.optimizer.no_sync():
-            loss = self.passes.forward(batch)
+            loss = self.passes.forward(batch, last=last)
             laps.end("forward")
             self.passes.backward()
             laps.end("backward")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from jobs.workloads import Workload
+
+Settle = Callable[[], None]
 
 WARM_UP = 3
 """Passes before the capture: libraries choose their algorithms and make their buffers in the first ones."""
@@ -17,11 +19,14 @@ WARM_UP = 3
 class Passes(Protocol):
     """What adds the gradients of one batch to those of the parameters. The two take turns."""
 
-    def forward(self, batch: Any) -> Tensor:
-        """The loss of a batch, detached, and the caller's to keep."""
+    def forward(self, batch: Any, *, last: bool = True) -> Tensor:
+        """The loss of a batch, detached, and the caller's to keep; whether it is the last one of its step."""
 
     def backward(self) -> None:
-        """Add the gradients of the last batch."""
+        """Add the gradients of that batch."""
+
+    def close(self) -> None:
+        """Free what is held on the device; before a process group that took part is ended."""
 
 
 class EagerPasses:
@@ -36,7 +41,7 @@ class EagerPasses:
         self._workload, self._share = workload, share
         self._loss: Tensor | None = None
 
-    def forward(self, batch: Any) -> Tensor:
+    def forward(self, batch: Any, *, last: bool = True) -> Tensor:
         """As the protocol says."""
         self._loss = self._workload.loss(batch)
         return self._loss.detach()
@@ -47,6 +52,10 @@ class EagerPasses:
         self._loss.backward(self._share)
         self._loss = None
 
+    def close(self) -> None:
+        """As the protocol says."""
+        self._loss = None
+
 
 class CapturedPasses:
     """Each pass is one CUDA graph, captured at the first batch and replayed for all: many small kernels wait for no Python.
@@ -55,24 +64,28 @@ class CapturedPasses:
     optimizer hands out no gradient, the captured ones are given to the parameters: those of the first pass of a step, to which
     the later ones of an accumulation add theirs.
 
-    Args: as EagerPasses.
+    Args:
+        workload, share: as EagerPasses.
+        settle: ends what a step's last backward pass has begun beside it, None for nothing; captured with it.
 
     Memory: one set of activations stays allocated, two with accumulation; during the capture the gradients once more.
     """
 
-    def __init__(self, workload: Workload, share: Tensor) -> None:
-        self._workload, self._share = workload, share
+    def __init__(self, workload: Workload, share: Tensor, settle: Settle | None = None) -> None:
+        self._workload, self._share, self._settle = workload, share, settle
         self._parameters = [p for p in workload.model.parameters() if p.requires_grad]
-        # by whether there are gradients to add to
-        self._captured: dict[bool, _Capture] = {}
+        # by whether there are gradients to add to, and whether something is to be settled
+        self._captured: dict[tuple[bool, bool], _Capture] = {}
         self._current: _Capture | None = None
 
-    def forward(self, batch: Any) -> Tensor:
+    def forward(self, batch: Any, *, last: bool = True) -> Tensor:
         """As the protocol says."""
         adds = self._parameters[0].grad is not None  # the optimizer hands out all of them or none
-        if adds not in self._captured:
-            self._captured[adds] = _Capture(self._workload, batch, self._parameters, self._share)
-        self._current = self._captured[adds]
+        settle = self._settle if last else None
+        key = adds, settle is not None
+        if key not in self._captured:
+            self._captured[key] = _Capture(self._workload, batch, self._parameters, self._share, settle)
+        self._current = self._captured[key]
         return self._current.forward(batch)
 
     def backward(self) -> None:
@@ -81,24 +94,37 @@ class CapturedPasses:
         self._current.backward()
         self._current = None
 
+    def close(self) -> None:
+        """As the protocol says: NCCL ends no communicator while a graph holds some of its kernels."""
+        torch.cuda.synchronize()
+        self._captured.clear()
+        self._current = None
+
 
 class _Capture:
     """The two graphs, and where they read and write."""
 
     def __init__(
-        self, workload: Workload, batch: Sequence[Tensor], parameters: Sequence[Tensor], share: Tensor
+        self,
+        workload: Workload,
+        batch: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        share: Tensor,
+        settle: Settle | None,
     ) -> None:
         self._inputs = [tensor.clone() for tensor in batch]
         self._parameters = parameters
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        _warm_up(workload, self._inputs, parameters, share, stream)
+        _warm_up(workload, self._inputs, parameters, share, settle, stream)
         # other threads, NCCL's watchdog among them, go on to ask the device what they like
         how = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(self._forward, **how):  # type: ignore[arg-type]
             loss = workload.loss(self._inputs)
         with torch.cuda.graph(self._backward, **how):  # type: ignore[arg-type]
             loss.backward(share)
+            if settle is not None:
+                settle()
         self._loss = loss.detach()
         self._gradients = [parameter.grad for parameter in parameters]
 
@@ -120,6 +146,7 @@ def _warm_up(
     batch: Sequence[Tensor],
     parameters: Sequence[Tensor],
     share: Tensor,
+    settle: Settle | None,
     stream: torch.cuda.Stream,
 ) -> None:
     """Some passes that leave no trace: gradients, buffers and random numbers are afterwards what they were."""
@@ -130,6 +157,8 @@ def _warm_up(
     with torch.cuda.stream(stream):
         for _ in range(WARM_UP):
             workload.loss(batch).backward(share)
+            if settle is not None:
+                settle()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.set_rng_state(drawn)
     _put_back(workload.model, buffers)

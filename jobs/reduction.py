@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from jobs.agreement import Refused
 from jobs.config import Config
 from jobs.dense_training import BucketedTraining, DdpTraining, bucket_slices
+from jobs.passes import Settle
 from jobs.placement import Placement
 from jobs.wires import MpiWire, TorchWire, Wire, WireError, start_process_group
 from jobs.workloads import Workload
@@ -89,6 +90,13 @@ def build_reduction(
         return _BUILDERS[settings.method](config, workload, inner, placement, comm)
     except (ValueError, WireError) as error:  # the same on every rank
         raise Refused(str(error)) from error
+
+
+def settling(optimizer: ReducingOptimizer) -> Settle | None:
+    """What ends the reduction that a backward pass begins; None where it begins none."""
+    if isinstance(optimizer, BucketedTraining) and optimizer.overlapped:
+        return optimizer.settle
+    return None
 
 
 def _overlapped(

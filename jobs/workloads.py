@@ -113,16 +113,16 @@ class Classification:
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Mean cross entropy of a batch."""
-        return self._cross_entropy(self._logits(self.network, batch), batch, "mean")
+        logits = self._logits(self.network, batch)
+        return nn.functional.cross_entropy(
+            logits.float(), batch[1], label_smoothing=self._config.label_smoothing
+        )
 
     def _logits(self, network: nn.Module, batch: Batch) -> torch.Tensor:
         images = batch[0].contiguous(memory_format=self._format)
         with autocast(self._config.precision, images.device):
             logits: torch.Tensor = network(images)
         return logits
-
-    def _cross_entropy(self, logits: torch.Tensor, batch: Batch, reduction: str) -> torch.Tensor:
-        return nn.functional.cross_entropy(logits.float(), batch[1], reduction=reduction)
 
     def score(self) -> Score:
         """Summed cross entropy, and how many of the held-out samples are classed right."""
@@ -135,7 +135,7 @@ class Classification:
             with torch.inference_mode():
                 for batch in self._held_out:
                     logits = self._logits(self.model, batch)
-                    loss += self._cross_entropy(logits, batch, "sum")
+                    loss += nn.functional.cross_entropy(logits.float(), batch[1], reduction="sum")
                     correct += (logits.argmax(dim=1) == batch[1]).sum()
                     samples += len(batch[1])
         finally:

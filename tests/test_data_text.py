@@ -297,6 +297,19 @@ def test_masks_are_drawn_anew_in_every_epoch_and_do_not_depend_on_the_ranks() ->
     assert masked(0, 1) != masked(0, 2)
 
 
+def test_a_batch_does_not_depend_on_those_that_are_cut_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = random_set()
+    whole = TextTrainingLoader(texts, batch_size=5, rank=0, size=1, seed=1)
+    monkeypatch.setattr("data.masking.BLOCK", 12)
+    pairs = TextTrainingLoader(texts, batch_size=5, rank=0, size=1, seed=1)
+    last = whole.steps_per_epoch - 1
+    assert last % 2 == 0, "the last block must be a short one"
+    for epoch, step in ((0, 0), (0, 3), (0, 2), (1, 2), (0, 2), (1, last)):
+        for one, other in zip(whole.batch(epoch, step), pairs.batch(epoch, step), strict=True):
+            assert len(one) == 5
+            assert torch.equal(one, other)
+
+
 def test_held_out_sequences_are_seen_once_and_always_masked_alike() -> None:
     texts = random_set()
     whole = list(TextEvaluationLoader(texts, batch_size=7, rank=0, size=1))

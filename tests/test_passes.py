@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,16 @@ from torch import nn
 from data.masking import TextBatch
 from jobs.config import Config
 from jobs.configfile import ConfigError, validate
+from jobs.dense_training import BucketedTraining, bucket_slices
 from jobs.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train import main
+from jobs.wires import TorchWire, ring_traffic, start_process_group, stop_process_group
 from jobs.workloads import autocast
 from models.bert import BERT
 from models.vgg import VGG16
 from oktopk import DistributedOptimizer
-from tests.devices import gpus
+from oktopk.flat_gradients import FlatGradients
+from tests.devices import gpus, use
 
 ROOT = Path(__file__).parent.parent
 needs_gpu = pytest.mark.skipif(not gpus(), reason="no GPU")
@@ -137,6 +141,66 @@ def test_a_loss_is_kept_over_later_batches() -> None:
     passes.backward()
     second = passes.forward(workload.batch(1))
     assert float(first) == before != float(second)
+
+
+@needs_gpu
+@pytest.mark.mpi
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_allreduce_within_the_backward_pass_is_replayed_with_it(
+    comm: MPI.Intracomm, alike: None, dtype: torch.dtype, passes: int
+) -> None:
+    if comm.size > gpus():
+        pytest.skip("NCCL takes one rank per GPU")
+    use("cuda", comm)
+    start_process_group(comm, torch.device("cuda", torch.cuda.current_device()), "nccl", f"{comm.rank}")
+    try:
+        expected = overlapped(comm, EagerPasses, dtype, passes)
+        found = overlapped(comm, CapturedPasses, dtype, passes)
+    finally:
+        stop_process_group()
+    for one, other in zip(expected, found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-3, atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert comm.allgather(found[-1].sum().item()) == [found[-1].sum().item()] * comm.size
+
+
+def overlapped(
+    comm: MPI.Intracomm, way: type[EagerPasses | CapturedPasses], dtype: torch.dtype, passes: int
+) -> list[torch.Tensor]:
+    """The mean gradients of some steps, and the parameters after them."""
+    workload = Images("float32")
+    inner = torch.optim.SGD(workload.model.parameters(), lr=0.05)
+    parameters = list(workload.model.parameters())
+    flat = FlatGradients(parameters, torch.float32)
+    buckets = bucket_slices(parameters, 4e4)
+    assert len(buckets) > 2
+    wire = TorchWire([flat.vector[bucket] for bucket in buckets], dtype)
+    optimizer = BucketedTraining(inner, 0.0, flat, buckets, wire, overlapped=True)
+    share = torch.tensor(1.0 / passes, device="cuda")
+    turns: Passes = EagerPasses(workload, share)
+    if way is CapturedPasses:
+        turns = CapturedPasses(workload, share, optimizer.settle)
+    gradients = []
+    for step in range(4):
+        optimizer.zero_grad()
+        for number in range(passes):
+            last = number + 1 == passes
+            with nullcontext() if last else optimizer.no_sync():
+                turns.forward(workload.batch((step * passes + number) * comm.size + comm.rank), last=last)
+                turns.backward()
+        report = optimizer.reduce()
+        assert (
+            report.words
+            == ring_traffic(
+                sum(bucket.stop - bucket.start for bucket in buckets) * dtype.itemsize // 4,
+                comm.size,
+                len(buckets),
+            ).words
+        )
+        gradients.append(flat.vector.clone())
+        optimizer.apply()
+    turns.close()
+    return [*gradients, torch.cat([p.detach().reshape(-1) for p in parameters])]
 
 
 def settings(**sections: dict[str, object]) -> Config:

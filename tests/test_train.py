@@ -19,12 +19,14 @@ import torch
 from mpi4py import MPI
 
 from jobs.agreement import Refused
+from jobs.configfile import apply_overrides, read_toml, validate
 from jobs.demo import main as demo
 from jobs.interruption import EXIT_STATUS
 from jobs.launch import LaunchError, find_mpiexec, launch_environment, mpiexec_command, mpiexec_flavour
 from jobs.runreader import RunReader
 from jobs.summary import Run, read_runs
 from jobs.train import check_launch, main
+from jobs.workloads import Workload, build_workload
 from tests.devices import gpus
 
 ROOT = Path(__file__).parent.parent
@@ -461,6 +463,25 @@ def test_precision_and_layout_change_losses_by_rounding_only(tmp_path: Path) -> 
     assert last == pytest.approx(plain, rel=1e-2)
     assert mixed == pytest.approx(plain, rel=0.1)
     assert mixed.tolist() != plain.tolist()
+
+
+def test_smoothed_labels_are_for_training_alone(tmp_path: Path) -> None:
+    def workload(*overrides: str) -> Workload:
+        words = ["training.eval_batch_size=1000", *TINY, *overrides]
+        return build_workload(validate(apply_overrides(read_toml(CONFIG), words)), rank=0, size=1)
+
+    plain, smoothed = workload(), workload("training.label_smoothing=0.2")
+    images, labels = batch = next(plain.batches(0))
+    with torch.no_grad():
+        shares = plain.model(images).log_softmax(dim=1)
+        expected = -0.8 * shares.gather(1, labels[:, None]).mean() - 0.2 * shares.mean()
+        plain.model.load_state_dict(smoothed.model.state_dict())  # its statistics have seen a batch
+        assert float(smoothed.loss(batch)) == pytest.approx(float(expected), rel=1e-5)
+        assert float(plain.loss(batch)) == pytest.approx(
+            float(-shares.gather(1, labels[:, None]).mean()), rel=1e-5
+        )
+    plain.model.load_state_dict(smoothed.model.state_dict())
+    assert smoothed.score() == plain.score()
 
 
 def test_a_tiny_bound_on_the_gradients_norm_stops_the_parameters(tmp_path: Path) -> None:
