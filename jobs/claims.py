@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from jobs.groups import Group, timed_by_stage
+from jobs.groups import Group, is_captured, timed_by_stage
 from jobs.page import Claim
 
 if TYPE_CHECKING:
@@ -109,7 +109,8 @@ def step_claim(fast: Sequence[Group], where: str = "") -> Claim:
         figure_or_none(only([group for group in fast if group.ranks == size], method), "step_seconds")
         for method in ("oktopk", "nccl", "ddp")
     )
-    beside = f", {oktopk / ddp:.2f} of DDP's" if oktopk and ddp else ""
+    eager = " without CUDA graphs" if any(map(is_captured, fast)) else ""
+    beside = f", {oktopk / ddp:.2f} of DDP's{eager}" if oktopk and ddp else ""
 
     def measure() -> tuple[float, bool]:
         if oktopk is None or nccl is None:

@@ -113,6 +113,11 @@ def timed_by_stage(group: Group) -> bool:
     return STAGED in settings_of(group.runs[0])
 
 
+def is_captured(group: Group) -> bool:
+    """Whether its runs asked for their passes as CUDA graphs."""
+    return bool(group.runs[0].config.get("training", {}).get("cuda_graph"))
+
+
 def reads_text(groups: Sequence[Group]) -> bool:
     """Whether what is learnt is a language: then the held-out loss is what tells methods apart."""
     data = [run.config.get("data", {}).get("name") for group in groups for run in group.runs]

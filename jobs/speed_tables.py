@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobs.groups import Group, by_batch, on_most_ranks, timed_by_stage
+from jobs.groups import Group, by_batch, is_captured, on_most_ranks, timed_by_stage
 from jobs.page import MISSING, Cell, Table
 from jobs.style import title_of
 from jobs.tables import Figures, milliseconds, step_cell
@@ -77,6 +77,9 @@ def steps_table(groups: Sequence[Group], where: str = "") -> Table:
         heads += [Cell("NCCL / step"), Cell("NCCL / reduction")]
     heads.append(Cell("Reduction by stage", "ms"))
     rows = [_steps_row(group, nccl) for group in groups]
+    captured = (
+        " Forward and backward are CUDA graphs, but for DDP's." if any(map(is_captured, groups)) else ""
+    )
     return Table(
         f"A step on {groups[0].ranks} rank{'' if groups[0].ranks == 1 else 's'}{where}",
         heads,
@@ -84,7 +87,7 @@ def steps_table(groups: Sequence[Group], where: str = "") -> Table:
         note="Reduction: from the gradients that backward left to the mean that the optimizer sees, selection, exact thresholds "
         "and conversions included; what DenseOvlp and DDP do behind backward is in backward. NCCL / …: how many times "
         "faster than one flat allreduce by NCCL in the same type. Stages of one stream of kernels are `step`; with time_stages "
-        "they are timed one by one, which costs a little.",
+        f"they are timed one by one, which costs a little.{captured}",
     )
 
 
