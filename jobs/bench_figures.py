@@ -18,7 +18,7 @@ from matplotlib.ticker import EngFormatter, FixedLocator, NullFormatter, NullLoc
 
 from jobs.bench_document import BenchError, read
 from jobs.bench_tables import BUSIER, cell_title, document_tables, reference
-from jobs.style import COLOURS, GREY, STYLE
+from jobs.style import COLOURS, GREY, STAGES, STYLE
 
 TITLES = {
     "dense": "Dense",
@@ -35,20 +35,6 @@ TITLES = {
     "oktopk-mpi": "Ok-Topk, MPI alone",
     "oktopk-into-g": "Ok-Topk into g",
 }
-STAGES = {
-    "select": "#0072B2",
-    "boundaries": "#000000",
-    "exchange": "#56B4E9",
-    "reduce": "#009E73",
-    "threshold": "#F0E442",
-    "allgather": "#E69F00",
-    "allreduce": "#D55E00",
-    "apply": "#CC79A7",
-    "into g": "#882255",
-    "finish": "#666633",
-    "between": "#999999",
-}
-"""Every stage has one colour in all pictures."""
 LINES = {
     "oktopk": (COLOURS[1], "o"),
     "dense": (COLOURS[6], "s"),

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -27,7 +28,7 @@ from oktopk.flat_gradients import FlatGradients
 from oktopk.optimizer import load_state
 
 
-class DenseTraining:
+class DenseTraining(ABC):
     """What the modes have in common.
 
     Args:
@@ -50,13 +51,13 @@ class DenseTraining:
         """Forget all gradients."""
         self.inner.zero_grad(set_to_none=True)
 
+    @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it backward passes add up locally."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _finish(self) -> Traffic:
         """Return when each `p.grad` is the mean over the ranks, or is sure to be before whatever a GPU is asked for next."""
-        raise NotImplementedError
 
     def reduce(self, *, measure: bool = False) -> StepReport:
         """The first half of a step: from here on each `p.grad` is the mean over the ranks. Collective.
@@ -114,6 +115,7 @@ class DenseTraining:
         self._steps = state_dict["reducer"]["steps"]
         load_state(self.inner, state_dict["optimizer"])
 
+    @abstractmethod
     def close(self) -> None:
         """Free what was set up. Collective."""
 

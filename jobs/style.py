@@ -34,6 +34,24 @@ PARTS: dict[str, str] = {
 }
 """What a step spends its time on -> colour."""
 
+STAGES: dict[str, str] = {
+    "step": "#44AA99",
+    "select": "#0072B2",
+    "boundaries": "#000000",
+    "clear": "#332288",
+    "exchange": "#56B4E9",
+    "reduce": "#009E73",
+    "threshold": "#F0E442",
+    "allgather": "#E69F00",
+    "gather and apply": "#DDCC77",
+    "allreduce": "#D55E00",
+    "apply": "#CC79A7",
+    "into g": "#882255",
+    "finish": "#666633",
+    "between": "#999999",
+}
+"""Stage of a reduction -> its colour in all pictures, in the order in which they are listed."""
+
 STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.titlesize": 12,

@@ -8,19 +8,8 @@ import numpy as np
 
 from jobs.groups import Group, by_batch, on_most_ranks, timed_by_stage
 from jobs.panels import BarPanel, Line, LinePanel, Panel
-from jobs.style import PARTS, title_of
+from jobs.style import PARTS, STAGES, title_of
 
-STAGES = {
-    "select": "#0072B2",
-    "boundaries": "#000000",
-    "exchange": "#56B4E9",
-    "reduce": "#009E73",
-    "threshold": "#F0E442",
-    "allgather": "#E69F00",
-    "allreduce": "#D55E00",
-    "apply": "#CC79A7",
-}
-"""Every stage has one colour in all pictures; the same as in those of the bench."""
 OTHER_STAGE = "#999999"
 
 

@@ -35,8 +35,8 @@ _STAGES = ("select", "clear", "exchange", "reduce", "gather and apply")
 
 def compile_peer_kernels() -> None:
     """Compile what steps among peers alone use, where a failure can still be told to the other ranks."""
-    for name in ("decide", "kth_histogram"):
-        compiled(_KERNELS / f"{name.partition('_')[0]}.cu").get_function(name)
+    for file, kernel in (("decide.cu", "decide"), ("kth.cu", "kth_histogram")):
+        compiled(_KERNELS / file).get_function(kernel)
 
 
 class PeerLaunches:
