@@ -17,7 +17,7 @@ TRAINING_MODES = ("dense-ovlp", "nccl", "ddp")
 """Ways to sum all gradients that take part in the backward pass or are another library's, see jobs.dense_training."""
 
 EAGER_MODES = ("ddp",)
-"""Those of them whose passes no CUDA graph replays."""
+"""Those of them whose steps no CUDA graph replays."""
 
 
 class _Section(BaseModel):
@@ -281,7 +281,7 @@ class TrainingConfig(_Section):
     )
     cuda_graph: bool = Field(
         default=False,
-        description="replay the forward and the backward pass as CUDA graphs, which spares a network of many small kernels the "
+        description="replay the passes and the optimizer's step as CUDA graphs, which spares a network of many small kernels the "
         "wait for Python; ddp does without",
     )
     deterministic: bool = Field(
@@ -429,6 +429,11 @@ class Config(_Section):
             if value != needed:
                 raise ValueError(f"{key} {value!r} is not for reduction.method {self.reduction.method!r}")
         return self
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are replayed as CUDA graphs."""
+        return self.training.cuda_graph and self.reduction.method not in EAGER_MODES
 
     def to_json(self) -> str:
         """The whole configuration, defaults included."""

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from collectives.traffic import dense_words
 from jobs import provenance
 from jobs.agreement import check_same_parameters
-from jobs.config import EAGER_MODES, TRAINING_MODES, Config
+from jobs.config import TRAINING_MODES, Config
 from jobs.gradient_file import GradientRecorder
 from jobs.laps import Laps, MeasuredStep, TimedStep, measure
 from jobs.passes import CapturedPasses, EagerPasses, Passes
@@ -94,7 +94,7 @@ class TrainingLoop:
         # of a batch in its step's loss
         share = torch.tensor(1.0 / config.training.accumulate, device=placement.device)
         self.passes: Passes = EagerPasses(workload, share)
-        if config.training.cuda_graph and config.reduction.method not in EAGER_MODES:
+        if config.captured:
             self.passes = CapturedPasses(workload, share, settling(optimizer))
         self.figures: dict[str, str] = {}
         self.bar: tqdm[Any] = tqdm(

@@ -160,7 +160,12 @@ def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
         if config.training.cuda_graph and not placement.captures:
             raise Refused(f"training.cuda_graph needs GPUs, and this run is on {placement.device}")
         workload = _build_workload(config, comm, build, placement)
-        inner = build_optimizer(config.optimizer, workload.model.parameters(), fused=placement.fused)
+        inner = build_optimizer(
+            config.optimizer,
+            workload.model.parameters(),
+            fused=placement.fused,
+            captured=config.captured,
+        )
         optimizer = build_reduction(config, workload, inner, placement, comm)
         broadcast_parameters(workload.model, comm)
         progress = session.resume(workload.model, optimizer)

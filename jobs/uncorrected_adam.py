@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
+
+LONG_AGO = 2.0**60
+"""A step count at which torch's bias corrections are 1, and which counting on leaves as it is."""
 
 
 class UncorrectedAdam(torch.optim.AdamW):
     """Adam without bias correction, with decoupled weight decay.
 
     p <- (1 - lr wd) p - lr m / (sqrt(v) + eps), m and v being the running means of the gradient and of its square, from
-    zero. torch's kernels do the work: what they correct is taken out of the rate, eps and the decay that they are given.
+    zero. It is torch's, told that it began long ago.
 
     Args:
         As torch.optim.AdamW.
@@ -21,17 +22,14 @@ class UncorrectedAdam(torch.optim.AdamW):
     Source: Devlin et al., NAACL 2019, and their published optimizer.
     """
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; every parameter that has a gradient in one step needs one in all."""
-        given = [(group["lr"], group["eps"], group["weight_decay"]) for group in self.param_groups]
-        for group, (lr, eps, decay) in zip(self.param_groups, given, strict=True):
-            group["steps"] = group.get("steps", 0) + 1
-            beta1, beta2 = group["betas"]
-            spread = math.sqrt(1.0 - beta2 ** group["steps"])
-            faster = (1.0 - beta1 ** group["steps"]) / spread
-            group["lr"], group["eps"], group["weight_decay"] = lr * faster, eps / spread, decay / faster
-        try:
-            return super().step(closure)
-        finally:
-            for group, (lr, eps, decay) in zip(self.param_groups, given, strict=True):
-                group["lr"], group["eps"], group["weight_decay"] = lr, eps, decay
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer's; the state is there from the start."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        on_device = group["capturable"] or group["fused"]
+        for parameter in group["params"]:
+            self.state[parameter] = {
+                "step": torch.tensor(LONG_AGO, device=parameter.device if on_device else "cpu"),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }

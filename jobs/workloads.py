@@ -16,6 +16,7 @@ from data.digits import load_digits
 from data.image_file import open_image_file
 from data.images import Augment, ImageSet
 from data.loader import Batch, EvaluationLoader, EvaluationSource, TrainingLoader, TrainingSource
+from jobs.captured_optimizer import CapturedOptimizer
 from jobs.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from jobs.placement import Placement
 from jobs.uncorrected_adam import UncorrectedAdam
@@ -220,9 +221,27 @@ def build_model(config: Config, images: ImageSet) -> nn.Module:
 
 
 def build_optimizer(
-    config: OptimizerConfig, parameters: Iterable[nn.Parameter], *, fused: bool = False
+    config: OptimizerConfig,
+    parameters: Iterable[nn.Parameter],
+    *,
+    fused: bool = False,
+    captured: bool = False,
 ) -> torch.optim.Optimizer:
-    """The torch optimizer that applies the reduced gradient; fused into one kernel where that is asked for."""
+    """The torch optimizer that applies the reduced gradient.
+
+    Args:
+        config: of a run.
+        parameters: where they are to stay.
+        fused: in one kernel.
+        captured: and that replayed as a CUDA graph.
+    """
+    optimizer = _torch_optimizer(config, parameters, fused, captured)
+    return CapturedOptimizer(optimizer) if captured else optimizer
+
+
+def _torch_optimizer(
+    config: OptimizerConfig, parameters: Iterable[nn.Parameter], fused: bool, capturable: bool
+) -> torch.optim.Optimizer:
     groups = _groups(config, parameters)
     if config.name == "sgd":
         return torch.optim.SGD(
@@ -242,6 +261,7 @@ def build_optimizer(
         eps=config.eps,
         weight_decay=config.weight_decay,
         fused=fused or None,
+        capturable=capturable,
     )
 
 

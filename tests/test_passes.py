@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from mpi4py import MPI
 from torch import nn
 
 from data.masking import TextBatch
-from jobs.config import Config
+from jobs.captured_optimizer import CapturedOptimizer
+from jobs.config import Config, OptimizerConfig
 from jobs.configfile import ConfigError, validate
 from jobs.dense_training import BucketedTraining, bucket_slices
 from jobs.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train import main
 from jobs.wires import TorchWire, ring_traffic, start_process_group, stop_process_group
-from jobs.workloads import autocast
+from jobs.workloads import autocast, build_optimizer
 from models.bert import BERT
 from models.vgg import VGG16
 from oktopk import DistributedOptimizer
@@ -95,7 +97,8 @@ def trained(
 ) -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
     """Losses, state and random numbers after some steps on one rank."""
     workload = kind(precision)
-    inner = torch.optim.SGD(workload.model.parameters(), lr=0.05, momentum=0.9)
+    config = OptimizerConfig(lr=0.05, momentum=0.9)
+    inner = build_optimizer(config, workload.model.parameters(), fused=True, captured=way is CapturedPasses)
     optimizer = DistributedOptimizer(inner, MPI.COMM_SELF, "dense", gradient_type=gradient_type)
     torch.cuda.manual_seed(11)
     turns: Passes = way(workload, torch.tensor(1.0 / passes, device="cuda"))
@@ -201,6 +204,46 @@ def overlapped(
         optimizer.apply()
     turns.close()
     return [*gradients, torch.cat([p.detach().reshape(-1) for p in parameters])]
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"name": "sgd", "momentum": 0.9, "nesterov": True},
+        {"name": "sgd"},
+        {"name": "adam"},
+        {"name": "adamw"},
+        {"name": "adamw", "bias_correction": False, "decay_vectors": False},
+    ],
+)
+def test_a_replayed_optimizer_takes_the_same_steps(kind: dict[str, Any]) -> None:
+    config = OptimizerConfig(weight_decay=0.1, **kind)
+    drawn = torch.Generator().manual_seed(4)
+    start = [torch.randn(7, 5, generator=drawn), torch.randn(9, generator=drawn)]
+    slopes = [[torch.randn(one.shape, generator=drawn).cuda() for one in start] for _ in range(9)]
+
+    def stepped(captured: bool) -> list[torch.Tensor]:
+        parameters = [nn.Parameter(one.cuda()) for one in start]
+        optimizer = build_optimizer(config, parameters, fused=True, captured=captured)
+        assert isinstance(optimizer, CapturedOptimizer) == captured
+        homes = [torch.empty_like(p) for p in parameters]
+        for number, gradients in enumerate(slopes):
+            if number == 4:  # as after a restart
+                state = optimizer.state_dict()
+                optimizer = build_optimizer(config, parameters, fused=True, captured=captured)
+                optimizer.load_state_dict(state)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (number + 1)
+            for parameter, home, gradient in zip(parameters, homes, gradients, strict=True):
+                home.copy_(gradient)
+                parameter.grad = home if number != 7 else gradient.clone()
+            optimizer.step()
+            assert optimizer.param_groups[0]["lr"] == 0.01 * (number + 1)
+        return [p.detach() for p in parameters]
+
+    for one, other in zip(stepped(True), stepped(False), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def settings(**sections: dict[str, object]) -> Config:
