@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class CapturedOptimizer(torch.optim.Optimizer):
-    """Steps of an optimizer replayed as one CUDA graph: after a reduction the GPU need not wait for a walk through all parameters.
+    """Steps of an optimizer replayed as one CUDA graph: no GPU stands still while Python walks through all parameters.
 
     The first step is the optimizer's own, which makes its state; the second one is captured. Learning rates may change from
     step to step, all else of the groups may not. Where gradients lie elsewhere than in the capture, the step is the
