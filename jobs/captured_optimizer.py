@@ -14,8 +14,8 @@ class CapturedOptimizer(torch.optim.Optimizer):
     """Steps of an optimizer replayed as one CUDA graph: no GPU stands still while Python walks through all parameters.
 
     The first step is the optimizer's own, which makes its state; the second one is captured. Learning rates may change from
-    step to step, all else of the groups may not. Where gradients lie elsewhere than in the capture, the step is the
-    optimizer's own.
+    step to step. Where gradients lie elsewhere than in the capture, or something else of the groups has changed, the step is
+    the optimizer's own.
 
     Args:
         inner: fused, and capturable where it has the choice. Its state must not be replaced but by `load_state_dict` here.
@@ -28,6 +28,7 @@ class CapturedOptimizer(torch.optim.Optimizer):
         self._graph: torch.cuda.CUDAGraph | None = None
         self._gradients: list[Tensor | None] = []
         self._rates: list[Tensor] = []
+        self._settings: list[dict[str, Any]] = []
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -61,7 +62,7 @@ class CapturedOptimizer(torch.optim.Optimizer):
         gradients = [parameter.grad for group in self.param_groups for parameter in group["params"]]
         if self._graph is None and self._warm:
             self._capture(gradients)
-        if self._graph is None or any(a is not b for a, b in zip(gradients, self._gradients, strict=True)):
+        if self._graph is None or not self._fits(gradients):
             with warnings.catch_warnings():
                 # that a step of a capturable optimizer is not captured
                 warnings.filterwarnings("ignore", "This instance was constructed with capturable")
@@ -73,21 +74,27 @@ class CapturedOptimizer(torch.optim.Optimizer):
         self._graph.replay()
         return result
 
+    def _fits(self, gradients: list[Tensor | None]) -> bool:
+        same = all(a is b for a, b in zip(gradients, self._gradients, strict=True))
+        return same and self._settings == [_settings(group) for group in self.param_groups]
+
     def _capture(self, gradients: list[Tensor | None]) -> None:
         """Record a step without taking it."""
         device = self.param_groups[0]["params"][0].device
         given = [group["lr"] for group in self.param_groups]
         self._rates = [torch.tensor(float(rate), device=device) for rate in given]
         self._gradients = gradients
-        self._graph = torch.cuda.CUDAGraph()
+        self._settings = [_settings(group) for group in self.param_groups]
+        graph = torch.cuda.CUDAGraph()
         try:
             for group, rate in zip(self.param_groups, self._rates, strict=True):
                 group["lr"] = rate
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.inner.step()
         finally:
             for group, rate in zip(self.param_groups, given, strict=True):
                 group["lr"] = rate
+        self._graph = graph
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's."""
@@ -100,3 +107,7 @@ class CapturedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"CapturedOptimizer({self.inner!r})"
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "lr")}

@@ -105,11 +105,10 @@ def volume_claims(groups: Sequence[Group]) -> list[Claim]:
 def step_claim(fast: Sequence[Group], where: str = "") -> Claim:
     """A step beside NCCL's on the most ranks, and what it is of DDP's; where: in words, what the groups have in common."""
     size = max((group.ranks for group in fast), default=0)
-    oktopk, nccl, ddp = (
-        figure_or_none(only([group for group in fast if group.ranks == size], method), "step_seconds")
-        for method in ("oktopk", "nccl", "ddp")
-    )
-    eager = " without CUDA graphs" if any(map(is_captured, fast)) else ""
+    widest = [group for group in fast if group.ranks == size]
+    compared = [only(widest, method) for method in ("oktopk", "nccl", "ddp")]
+    oktopk, nccl, ddp = (figure_or_none(group, "step_seconds") for group in compared)
+    eager = " without CUDA graphs" if compared[0] is not None and is_captured(compared[0]) else ""
     beside = f", {oktopk / ddp:.2f} of DDP's{eager}" if oktopk and ddp else ""
 
     def measure() -> tuple[float, bool]:

@@ -5,7 +5,6 @@ They are what a sparse method is to be compared with, and are shaped like `oktop
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 import warnings
@@ -195,7 +194,8 @@ class BucketedTraining(DenseTraining):
         self._captured = self._end()
 
     def _finish(self) -> Traffic:
-        return self._end() if self._captured is None else dataclasses.replace(self._captured)
+        replayed = self._captured is not None and not self._started
+        return self._captured if replayed and self._captured else self._end()
 
     def _end(self) -> Traffic:
         # a parameter that got no gradient held its bucket, and all after it, back

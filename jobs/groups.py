@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jobs.config import EAGER_MODES
 from jobs.style import colour_of, dashes_of, place_of, title_of
 from jobs.summary import Run, figures
 
@@ -114,8 +115,10 @@ def timed_by_stage(group: Group) -> bool:
 
 
 def is_captured(group: Group) -> bool:
-    """Whether its runs asked for their passes as CUDA graphs."""
-    return bool(group.runs[0].config.get("training", {}).get("cuda_graph"))
+    """Whether its steps were replayed as CUDA graphs."""
+    return (
+        bool(group.runs[0].config.get("training", {}).get("cuda_graph")) and group.method not in EAGER_MODES
+    )
 
 
 def reads_text(groups: Sequence[Group]) -> bool:

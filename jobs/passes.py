@@ -68,23 +68,28 @@ class CapturedPasses:
         workload, share: as EagerPasses.
         settle: ends what a step's last backward pass has begun beside it, None for nothing; captured with it.
 
-    Memory: one set of activations stays allocated, two with accumulation; during the capture the gradients once more.
+    Memory: the activations of one batch stay allocated, apart from those of evaluations, and gradients that the optimizer did not
+        hand out; during the capture the gradients once more.
     """
 
     def __init__(self, workload: Workload, share: Tensor, settle: Settle | None = None) -> None:
         self._workload, self._share, self._settle = workload, share, settle
         self._parameters = [p for p in workload.model.parameters() if p.requires_grad]
+        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         # by whether there are gradients to add to, and whether something is to be settled
         self._captured: dict[tuple[bool, bool], _Capture] = {}
         self._current: _Capture | None = None
 
     def forward(self, batch: Any, *, last: bool = True) -> Tensor:
         """As the protocol says."""
-        adds = self._parameters[0].grad is not None  # the optimizer hands out all of them or none
+        adds = any(parameter.grad is not None for parameter in self._parameters)
         settle = self._settle if last else None
         key = adds, settle is not None
         if key not in self._captured:
-            self._captured[key] = _Capture(self._workload, batch, self._parameters, self._share, settle)
+            # they take turns, so that one pool serves all
+            self._captured[key] = _Capture(
+                self._workload, batch, self._parameters, self._share, settle, self._stream, self._pool
+            )
         self._current = self._captured[key]
         return self._current.forward(batch)
 
@@ -96,7 +101,6 @@ class CapturedPasses:
 
     def close(self) -> None:
         """As the protocol says: NCCL ends no communicator while a graph holds some of its kernels."""
-        torch.cuda.synchronize()
         self._captured.clear()
         self._current = None
 
@@ -111,22 +115,27 @@ class _Capture:
         parameters: Sequence[Tensor],
         share: Tensor,
         settle: Settle | None,
+        stream: torch.cuda.Stream,
+        pool: Any,
     ) -> None:
         self._inputs = [tensor.clone() for tensor in batch]
-        self._parameters = parameters
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        missing = [parameter.grad is None for parameter in parameters]
         _warm_up(workload, self._inputs, parameters, share, settle, stream)
         # other threads, NCCL's watchdog among them, go on to ask the device what they like
         how = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(self._forward, **how):  # type: ignore[arg-type]
+        with torch.cuda.graph(self._forward, **how):
             loss = workload.loss(self._inputs)
-        with torch.cuda.graph(self._backward, **how):  # type: ignore[arg-type]
+        with torch.cuda.graph(self._backward, **how):
             loss.backward(share)
             if settle is not None:
                 settle()
         self._loss = loss.detach()
-        self._gradients = [parameter.grad for parameter in parameters]
+        self._made = [
+            (parameter, parameter.grad)
+            for parameter, made in zip(parameters, missing, strict=True)
+            if made and parameter.grad is not None
+        ]
 
     def forward(self, batch: Sequence[Tensor]) -> Tensor:
         for held, tensor in zip(self._inputs, batch, strict=True):
@@ -136,9 +145,8 @@ class _Capture:
 
     def backward(self) -> None:
         self._backward.replay()
-        if self._parameters[0].grad is None:
-            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-                parameter.grad = gradient
+        for parameter, gradient in self._made:
+            parameter.grad = gradient
 
 
 def _warm_up(

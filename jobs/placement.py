@@ -1,4 +1,4 @@
-"""Where a rank computes: the one place among the jobs that knows a GPU from the host."""
+"""Where a rank computes: the one place among the jobs that knows a GPU from the host, but for what CUDA graphs replay."""
 
 from __future__ import annotations
 

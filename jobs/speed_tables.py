@@ -77,9 +77,9 @@ def steps_table(groups: Sequence[Group], where: str = "") -> Table:
         heads += [Cell("NCCL / step"), Cell("NCCL / reduction")]
     heads.append(Cell("Reduction by stage", "ms"))
     rows = [_steps_row(group, nccl) for group in groups]
-    captured = (
-        " Forward and backward are CUDA graphs, but for DDP's." if any(map(is_captured, groups)) else ""
-    )
+    kinds = {title_of(group.method): is_captured(group) for group in groups}
+    eager = ", ".join(title for title, captured in kinds.items() if not captured)
+    replayed = f" Steps are replayed as CUDA graphs{f', but for {eager}' if eager else ''}."
     return Table(
         f"A step on {groups[0].ranks} rank{'' if groups[0].ranks == 1 else 's'}{where}",
         heads,
@@ -87,7 +87,7 @@ def steps_table(groups: Sequence[Group], where: str = "") -> Table:
         note="Reduction: from the gradients that backward left to the mean that the optimizer sees, selection, exact thresholds "
         "and conversions included; what DenseOvlp and DDP do behind backward is in backward. NCCL / …: how many times "
         "faster than one flat allreduce by NCCL in the same type. Stages of one stream of kernels are `step`; with time_stages "
-        f"they are timed one by one, which costs a little.{captured}",
+        f"they are timed one by one, which costs a little.{replayed if any(kinds.values()) else ''}",
     )
 
 

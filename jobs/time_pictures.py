@@ -10,7 +10,7 @@ from jobs.groups import Group, by_batch, on_most_ranks, timed_by_stage
 from jobs.panels import BarPanel, Line, LinePanel, Panel
 from jobs.style import PARTS, STAGES, title_of
 
-OTHER_STAGE = "#999999"
+OTHER_STAGE = "#DDDDDD"
 
 
 def speed(groups: Sequence[Group]) -> list[Panel]:

@@ -103,7 +103,9 @@ class BERT(nn.Module):
             raise ValueError(
                 f"tokens of shape {tuple(tokens.shape)} are not [batch, length of at most {self.positions}]"
             )
-        encoded = self.network.bert(tokens, attention_mask=present, token_type_ids=segments)
+        # In full: of a mask of two dimensions the library would ask the device whether it hides anything.
+        hidden = present[:, None, None, :].expand(-1, 1, tokens.shape[1], -1)
+        encoded = self.network.bert(tokens, attention_mask=hidden, token_type_ids=segments)
         states = encoded.last_hidden_state
         chosen = states.gather(1, places[:, :, None].expand(-1, -1, states.shape[2]))
         words, follows = self.network.cls(chosen, encoded.pooler_output)

@@ -300,7 +300,7 @@ def test_masks_are_drawn_anew_in_every_epoch_and_do_not_depend_on_the_ranks() ->
 def test_a_batch_does_not_depend_on_those_that_are_cut_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = random_set()
     whole = TextTrainingLoader(texts, batch_size=5, rank=0, size=1, seed=1)
-    monkeypatch.setattr("data.masking.BLOCK", 12)
+    monkeypatch.setattr("data.masking.BLOCK", 12 * texts.length)
     pairs = TextTrainingLoader(texts, batch_size=5, rank=0, size=1, seed=1)
     last = whole.steps_per_epoch - 1
     assert last % 2 == 0, "the last block must be a short one"

@@ -13,12 +13,15 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
+from collectives.traffic import Traffic
 from data.masking import TextBatch
 from jobs.captured_optimizer import CapturedOptimizer
 from jobs.config import Config, OptimizerConfig
 from jobs.configfile import ConfigError, validate
 from jobs.dense_training import BucketedTraining, bucket_slices
 from jobs.passes import CapturedPasses, EagerPasses, Passes
+from jobs.reduction import settling
+from jobs.summary import Run, read_runs
 from jobs.train import main
 from jobs.wires import TorchWire, ring_traffic, start_process_group, stop_process_group
 from jobs.workloads import autocast, build_optimizer
@@ -28,7 +31,7 @@ from oktopk import DistributedOptimizer
 from oktopk.flat_gradients import FlatGradients
 from tests.devices import gpus, use
 
-ROOT = Path(__file__).parent.parent
+DIGITS = Path(__file__).parent.parent / "jobs" / "configs" / "digits.toml"
 needs_gpu = pytest.mark.skipif(not gpus(), reason="no GPU")
 
 
@@ -109,6 +112,7 @@ def trained(
             losses.append(turns.forward(workload.batch(step * passes + number)))
             turns.backward()
         optimizer.step()
+    turns.close()
     optimizer.close()
     state = {name: value.clone() for name, value in workload.model.state_dict().items()}
     return [float(loss) for loss in losses], state, torch.cuda.get_rng_state()
@@ -144,10 +148,11 @@ def test_a_loss_is_kept_over_later_batches() -> None:
     passes.backward()
     second = passes.forward(workload.batch(1))
     assert float(first) == before != float(second)
+    passes.close()
 
 
 @needs_gpu
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_allreduce_within_the_backward_pass_is_replayed_with_it(
@@ -238,12 +243,92 @@ def test_a_replayed_optimizer_takes_the_same_steps(kind: dict[str, Any]) -> None
             for parameter, home, gradient in zip(parameters, homes, gradients, strict=True):
                 home.copy_(gradient)
                 parameter.grad = home if number != 7 else gradient.clone()
-            optimizer.step()
+            own.clear()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(kind_of(optimizer), "step", counted(kind_of(optimizer).step))
+                optimizer.step()
+            if captured:  # the first ones, one with a gradient elsewhere, and those that are recorded
+                assert len(own) == (number in (0, 1, 4, 5, 7))
             assert optimizer.param_groups[0]["lr"] == 0.01 * (number + 1)
         return [p.detach() for p in parameters]
 
+    own: list[bool] = []
+
+    def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+        return type(optimizer.inner if isinstance(optimizer, CapturedOptimizer) else optimizer)
+
+    def counted(step: Any) -> Any:
+        def counting(self: torch.optim.Optimizer, closure: Any = None) -> Any:
+            own.append(True)
+            return step(self, closure)
+
+        return counting
+
     for one, other in zip(stepped(True), stepped(False), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["reduction.method=oktopk", "optimizer.clip_norm=1.0"],
+        ["reduction.method=oktopk", "reduction.gradient_type=bfloat16", "training.precision=bfloat16"],
+        ["reduction.method=nccl", "training.channels_last=true"],
+        ["reduction.method=dense-ovlp"],
+    ],
+)
+def test_a_captured_run_trains_as_an_eager_one(alike: None, tmp_path: Path, overrides: list[str]) -> None:
+    common = ["training.device=cuda", "model.width=0.125", "training.batch_size=16", "training.accumulate=2"]
+    common += ["training.steps=12", "training.eval_every=4", "training.deterministic=true", *overrides]
+
+    def run(name: str, *more: str) -> Run:
+        path = tmp_path / f"{name}.h5"
+        assert main([str(DIGITS), "--set", f"run.file={path}", *common, *more], comm=MPI.COMM_SELF) == 0
+        return read_runs([path])[0]
+
+    eager, captured = run("eager"), run("captured", "training.cuda_graph=true")
+    loose = 5e-2 if "training.precision=bfloat16" in overrides else 1e-2
+    assert captured.steps["loss"] == pytest.approx(eager.steps["loss"], rel=loose)
+    assert captured.evaluations["loss"] == pytest.approx(eager.evaluations["loss"], rel=loose)
+    assert captured.steps["words"].tolist() == eager.steps["words"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("method", "captured", "settled"),
+    [("oktopk", True, False), ("nccl", True, False), ("dense-ovlp", True, True), ("ddp", False, False)],
+)
+def test_what_is_captured_of_a_method(method: str, captured: bool, settled: bool) -> None:
+    assert settings(reduction={"method": method}).captured == captured
+    assert not settings(reduction={"method": method}, training={"cuda_graph": False}).captured
+    parameter = nn.Parameter(torch.zeros(3))
+    inner, flat = torch.optim.SGD([parameter], lr=0.1), FlatGradients([parameter], torch.float32)
+    if method in ("nccl", "dense-ovlp"):
+        overlaps = method == "dense-ovlp"
+        optimizer = BucketedTraining(inner, 0.0, flat, [slice(0, 3)], NoWire(), overlapped=overlaps)
+        assert (settling(optimizer) is not None) == settled
+        parameter.sum().backward()
+        optimizer.settle()
+        assert optimizer.reduce().words == 5
+        optimizer.zero_grad()
+        parameter.sum().backward()  # not replayed: it is waited for again
+        assert optimizer.reduce().words == (6 if overlaps else 5)
+
+
+class NoWire:
+    """Counts what is waited for."""
+
+    waited = 4
+
+    def start(self, number: int) -> None:
+        pass
+
+    def finish(self) -> Traffic:
+        self.waited += 1
+        return Traffic(words=self.waited)
+
+    def close(self) -> None:
+        pass
 
 
 def settings(**sections: dict[str, object]) -> Config:
@@ -270,8 +355,7 @@ def test_what_cannot_be_captured_is_named(sections: dict[str, dict[str, object]]
 
 def test_graphs_are_refused_where_there_is_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.h5"
-    config = ROOT / "jobs" / "configs" / "digits.toml"
-    words = [str(config), "--set", f"run.file={path}", "training.cuda_graph=true", "training.device=cpu"]
+    words = [str(DIGITS), "--set", f"run.file={path}", "training.cuda_graph=true", "training.device=cpu"]
     assert main(words, comm=MPI.COMM_SELF) == 2
     assert "training.cuda_graph needs GPUs, and this run is on cpu" in capsys.readouterr().err
     assert not path.exists()
