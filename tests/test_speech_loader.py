@@ -31,7 +31,8 @@ def test_a_spectrogram_is_that_of_its_definition() -> None:
     padded = np.pad(samples.numpy().astype(np.float64), WINDOW // 2)
     pieces = [padded[start : start + WINDOW] * window for start in range(0, len(samples) + 1, HOP)]
     logs = np.log1p(np.abs(np.fft.rfft(pieces, axis=1))).T
-    assert np.allclose(found[0].numpy(), (logs - logs.mean()) / logs.std(), atol=1e-4)
+    # single precision: a faint bin beside a loud one is off by what a machine's Fourier transform rounds
+    assert np.allclose(found[0].numpy(), (logs - logs.mean()) / logs.std(), atol=1e-3)
 
 
 def test_a_spectrogram_is_the_same_alone_and_in_company() -> None:
