@@ -74,7 +74,7 @@ def steps_table(groups: Sequence[Group], where: str = "") -> Table:
         *(Cell(phase.capitalize(), "ms") for phase in PHASES),
     ]
     if nccl is not None:
-        heads += [Cell("NCCL / step"), Cell("NCCL / reduction")]
+        heads += [Cell("× NCCL", "step"), Cell("× NCCL", "reduction")]
     heads.append(Cell("Reduction by stage", "ms"))
     rows = [_steps_row(group, nccl) for group in groups]
     kinds = {title_of(group.method): is_captured(group) for group in groups}
@@ -85,7 +85,7 @@ def steps_table(groups: Sequence[Group], where: str = "") -> Table:
         heads,
         rows,
         note="Reduction: from the gradients that backward left to the mean that the optimizer sees, selection, exact thresholds "
-        "and conversions included; what DenseOvlp and DDP do behind backward is in backward. NCCL / …: how many times "
+        "and conversions included; what DenseOvlp and DDP do behind backward is in backward. × NCCL: how many times "
         "faster than one flat allreduce by NCCL in the same type. Stages of one stream of kernels are `step`; with time_stages "
         f"they are timed one by one, which costs a little.{replayed if any(kinds.values()) else ''}",
     )
