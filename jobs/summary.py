@@ -247,6 +247,7 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
         "fill_in": _mean(run.measures["fill_in"]),
         "xi": _mean(xi),
         "xi_largest": float(xi.max()) if len(xi) else None,
+        "xi_share_not_below_ranks": _mean(xi >= run.info.ranks),
         "region_balance": _mean(balance),
         "region_balance_largest": float(balance.max()) if len(balance) else None,
         "words_balance": float(busiest.mean() / sent.mean()) if len(sent) and sent.mean() else None,
