@@ -408,3 +408,5 @@ def test_claims_are_held_against_what_was_measured(tmp_path: Path) -> None:
     assert verdicts([fine], [fast]) == ["open", "open", "held", "held", "held", "held", "open"]
     unfinished = write_run(tmp_path / "u.h5", accuracy=0.904, xi=(1.0,), status="interrupted")
     assert verdicts([*dense, unfinished], [])[1:5] == ["open"] * 4
+    (xi,) = (claim for claim in sparse_claims(VGG, group_runs(read_runs([bad])), []) if "ξ" in claim.text)
+    assert (xi.verdict, xi.measured) == ("failed", "4.10 at most; 50.0% of the samples are not below P")
