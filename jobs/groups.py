@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.config import EAGER_MODES
+from jobs.config_sections import EAGER_MODES
 from jobs.style import colour_of, dashes_of, place_of, title_of
 from jobs.summary import Run, figures
 

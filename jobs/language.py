@@ -12,7 +12,8 @@ from torch import nn
 from data import DataError
 from data.masking import IGNORED, TextBatch, TextEvaluationLoader, TextTrainingLoader
 from data.text_file import TextSet, open_text_file
-from jobs.config import Config, TrainingConfig
+from jobs.config import Config
+from jobs.config_sections import TrainingConfig
 from jobs.placement import Placement
 from jobs.workloads import Score, WorkloadError, autocast
 from models.bert import BERT

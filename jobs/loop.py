@@ -16,7 +16,8 @@ from tqdm import tqdm
 from collectives.traffic import dense_words
 from jobs import provenance
 from jobs.agreement import check_same_parameters
-from jobs.config import TRAINING_MODES, Config
+from jobs.config import Config
+from jobs.config_sections import TRAINING_MODES
 from jobs.gradient_file import GradientRecorder
 from jobs.laps import Laps, MeasuredStep, TimedStep, measure
 from jobs.passes import CapturedPasses, EagerPasses, Passes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jobs.config import ScheduleConfig
+from jobs.config_sections import ScheduleConfig
 
 
 def learning_rate_factor(

@@ -15,7 +15,8 @@ from data.spectrogram import frame_count, log_spectrograms
 from data.speech import ALPHABET, SpeechSet
 from data.speech_augmentation import add_noise, change_tempo, mask, played
 from data.speech_loader import SpeechBatch, SpeechEvaluationLoader, SpeechTrainingLoader
-from jobs.config import Config, DataConfig
+from jobs.config import Config
+from jobs.config_sections import DataConfig
 from jobs.decoding import count_errors, decode
 from jobs.placement import Placement
 from jobs.workloads import Score, WorkloadError, autocast

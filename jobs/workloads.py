@@ -17,7 +17,8 @@ from data.image_file import open_image_file
 from data.images import Augment, ImageSet
 from data.loader import Batch, EvaluationLoader, EvaluationSource, TrainingLoader, TrainingSource
 from jobs.captured_optimizer import CapturedOptimizer
-from jobs.config import Config, DataConfig, OptimizerConfig, TrainingConfig
+from jobs.config import Config
+from jobs.config_sections import DataConfig, OptimizerConfig, TrainingConfig
 from jobs.placement import Placement
 from jobs.uncorrected_adam import UncorrectedAdam
 from models.vgg import REDUCTION, VGG16

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.config import Config, ReductionConfig, ScheduleConfig
+from jobs.config import Config
+from jobs.config_sections import ReductionConfig, ScheduleConfig
 from jobs.configfile import ConfigError, apply_overrides, load, read_toml, validate
 from jobs.schedule import learning_rate_factor
 from oktopk import Settings
@@ -138,6 +139,7 @@ def test_an_unknown_section_names_itself_and_the_valid_ones() -> None:
         ("schedule.name=step", "[schedule] the schedule 'step' needs milestones"),
         ("data.path=x.h5", "[data] path is 'x.h5', but digits are read from no file"),
         ("data.name=cifar10", "[data] path is empty, but the data set 'cifar10' is read from a file"),
+        ("training.label_smoothing=1", "training.label_smoothing = 1: Input should be less than 1"),
         ("run.file=''", 'run.file = "": the run file\'s name is empty'),
     ],
 )

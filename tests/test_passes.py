@@ -16,7 +16,8 @@ from torch import nn
 from collectives.traffic import Traffic
 from data.masking import TextBatch
 from jobs.captured_optimizer import CapturedOptimizer
-from jobs.config import Config, OptimizerConfig
+from jobs.config import Config
+from jobs.config_sections import OptimizerConfig
 from jobs.configfile import ConfigError, validate
 from jobs.dense_training import BucketedTraining, bucket_slices
 from jobs.passes import CapturedPasses, EagerPasses, Passes
@@ -345,6 +346,14 @@ def settings(**sections: dict[str, object]) -> Config:
             "not with model.recompute",
         ),
         ({"model": {"name": "lstm"}, "data": {"name": "an4", "path": "x.h5"}}, "not for 'lstm'"),
+        (
+            {
+                "model": {"name": "lstm"},
+                "data": {"name": "an4", "path": "x.h5"},
+                "training": {"cuda_graph": False, "label_smoothing": 0.1},
+            },
+            "label_smoothing is for images, not for 'lstm'",
+        ),
     ],
 )
 def test_what_cannot_be_captured_is_named(sections: dict[str, dict[str, object]], message: str) -> None:
