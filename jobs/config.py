@@ -1,4 +1,4 @@
-"""What a training run is: typed, validated, frozen. The sections are in jobs.config_sections, what they ask of each other is here.
+"""What a training run is: typed, validated, frozen. What is of one section alone is in jobs.config_sections.
 
 jobs.configfile reads it from a file and a command line.
 """

@@ -334,6 +334,10 @@ class RunConfig(Section):
         default=False,
         description="time the stages of Ok-Topk's steps where they run as one on the GPUs, which makes them a little slower",
     )
+    commit: str = Field(
+        default="",
+        description="of the sources, for the record; empty: git is asked, where they are a checkout",
+    )
     record_gradients: str = Field(
         default="", description="folder to record gradients in, for jobs.bench --replay"
     )

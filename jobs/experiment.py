@@ -8,6 +8,9 @@ batches; bert also trains Ok-Topk with other intervals and densities. It prints 
 about to do and how long that takes, skips the runs whose files are complete, stops before a run that would not end
 within --budget, and writes the report, its figures as CSV and the tables as Markdown into DIR/report.
 
+Several jobs may fill one table at the same time, each with --methods or --kinds of its own; the command for all of it, given
+last, writes the report of all.
+
 Exit status: 0 when the table is complete; 3 when runs are left for another call; 1 when one failed; 2 when what was
 asked for cannot be done.
 """
@@ -18,6 +21,7 @@ import dataclasses
 import json
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,24 +103,25 @@ def run_trials(
 
 def _launch(planned: Sequence[Planned], pace: Pace, deadline: float | None, runs: Path) -> dict[str, Any]:
     """One mpiexec that trains these runs; what its outcome file says."""
-    plan_file, outcome_file = runs / "plan.json", runs / "outcome.json"
     entries = [
         {"trial": dataclasses.asdict(each.trial), "document": each.document, "name": each.trial.name}
         for each in planned
     ]
-    plan_file.write_text(
-        json.dumps(
-            {"deadline": deadline, "guesses": pace.guesses, "measured": pace.measured, "trials": entries}
-        )
-    )
-    outcome_file.unlink(missing_ok=True)
     began = time.time()
     ranks = planned[0].trial.ranks
-    words = ["-m", "jobs.experiment_worker", str(plan_file), str(outcome_file)]
-    status = run_job(ranks, words, patience=PATIENCE)
-    if not outcome_file.exists():
-        raise LaunchError(f"the job of {ranks} ranks ended with status {status} before its first run")
-    outcome: dict[str, Any] = json.loads(outcome_file.read_text())
+    # a folder of its own: another job may be at other runs of this table
+    with tempfile.TemporaryDirectory(prefix="launch-", dir=runs) as folder:
+        plan_file, outcome_file = Path(folder) / "plan.json", Path(folder) / "outcome.json"
+        plan_file.write_text(
+            json.dumps(
+                {"deadline": deadline, "guesses": pace.guesses, "measured": pace.measured, "trials": entries}
+            )
+        )
+        words = ["-m", "jobs.experiment_worker", str(plan_file), str(outcome_file)]
+        status = run_job(ranks, words, patience=PATIENCE)
+        if not outcome_file.exists():
+            raise LaunchError(f"the job of {ranks} ranks ended with status {status} before its first run")
+        outcome: dict[str, Any] = json.loads(outcome_file.read_text())
     outcome["error"] = f"the job ended with status {status} after {time.time() - began:.0f} s"
     return outcome
 

@@ -135,7 +135,7 @@ class Session:
                 "config": json.loads(config.to_json()),
                 "versions": provenance.versions(),
                 "host": provenance.host(),
-                "commit": provenance.commit(),
+                "commit": config.run.commit or provenance.commit(),
             },
             interval=Interval(config.checkpoint.every_steps, config.checkpoint.every_minutes),
             keep=config.checkpoint.keep,

@@ -253,7 +253,7 @@ def open_run_file(
             batch_size=config.training.batch_size,
             seed=config.training.seed,
             host=provenance.host(),
-            commit=provenance.commit(),
+            commit=config.run.commit or provenance.commit(),
             started=provenance.now(),
             hardware=provenance.hardware_json(),
             command=provenance.command(),

@@ -123,6 +123,21 @@ def test_an_experiment_grows_over_several_calls(tmp_path: Path, capfd: pytest.Ca
 
 
 @pytest.mark.timeout(PATIENCE)
+def test_two_jobs_fill_one_table_at_the_same_time(tmp_path: Path) -> None:
+    words = [*small(tmp_path), "--speed-steps", "0", "--seeds", "1"]
+    jobs = [
+        subprocess.Popen([sys.executable, "-m", "jobs.experiment", *words, "--methods", method], cwd=ROOT)
+        for method in ("dense", "oktopk")
+    ]
+    assert [job.wait() for job in jobs] == [0, 0]
+    assert {each.trial.name for each in plan(VGG, parse(words)) if each.done} == {"dense-0", "oktopk-0"}
+    assert sorted(path.name for path in (tmp_path / "out" / "runs").iterdir()) == [
+        "dense-0.h5",
+        "oktopk-0.h5",
+    ]
+
+
+@pytest.mark.timeout(PATIENCE)
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = [*small(tmp_path), "--speed-steps", "0", "--seeds", "1", "--methods", "dense", "oktopk"]
     path = tmp_path / "out" / "runs" / "dense-0.h5"

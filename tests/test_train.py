@@ -59,6 +59,8 @@ def test_the_run_file_says_what_ran(tmp_path: Path) -> None:
     assert re.fullmatch(r"([0-9a-f]{40}(-dirty)?)?", info.commit)
     assert steps["dense"].tolist() == [1, 1]
     assert np.isnan(steps["global_threshold"]).all()
+    assert train_alone(tmp_path / "b.h5", "training.steps=1", "run.commit=told") == 0
+    assert read_runs([tmp_path / "b.h5"])[0].info.commit == "told"
 
 
 def _tiny_model() -> torch.nn.Module:
