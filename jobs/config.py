@@ -11,7 +11,6 @@ from typing import Self
 from pydantic import model_validator
 
 from jobs.config_sections import (
-    EAGER_MODES,
     CheckpointConfig,
     DataConfig,
     ModelConfig,
@@ -22,6 +21,7 @@ from jobs.config_sections import (
     Section,
     TrainingConfig,
 )
+from jobs.modes import EAGER_MODES
 from oktopk import METHODS
 
 

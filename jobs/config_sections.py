@@ -10,13 +10,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from jobs.modes import TRAINING_MODES
 from oktopk import METHODS, Settings
-
-TRAINING_MODES = ("dense-ovlp", "nccl", "ddp")
-"""Ways to sum all gradients that take part in the backward pass or are another library's, see jobs.dense_training."""
-
-EAGER_MODES = ("ddp",)
-"""Those of them whose steps no CUDA graph replays."""
 
 
 class Section(BaseModel):

@@ -191,11 +191,12 @@ class BucketedTraining(DenseTraining):
 
         What is captured so is replayed with the pass, and `reduce` only accounts for it.
         """
+        assert self.overlapped
         self._captured = self._end()
 
     def _finish(self) -> Traffic:
-        replayed = self._captured is not None and not self._started
-        return self._captured if replayed and self._captured else self._end()
+        untouched = not self._started and self._missing == self._sizes
+        return self._captured if untouched and self._captured is not None else self._end()
 
     def _end(self) -> Traffic:
         # a parameter that got no gradient held its bucket, and all after it, back

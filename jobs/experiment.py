@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -110,18 +111,25 @@ def _launch(planned: Sequence[Planned], pace: Pace, deadline: float | None, runs
     began = time.time()
     ranks = planned[0].trial.ranks
     # a folder of its own: another job may be at other runs of this table
-    with tempfile.TemporaryDirectory(prefix="launch-", dir=runs) as folder:
-        plan_file, outcome_file = Path(folder) / "plan.json", Path(folder) / "outcome.json"
-        plan_file.write_text(
-            json.dumps(
-                {"deadline": deadline, "guesses": pace.guesses, "measured": pace.measured, "trials": entries}
-            )
+    folder = Path(tempfile.mkdtemp(prefix="launch-", dir=runs))
+    plan_file, outcome_file = folder / "plan.json", folder / "outcome.json"
+    plan_file.write_text(
+        json.dumps(
+            {"deadline": deadline, "guesses": pace.guesses, "measured": pace.measured, "trials": entries}
         )
-        words = ["-m", "jobs.experiment_worker", str(plan_file), str(outcome_file)]
-        status = run_job(ranks, words, patience=PATIENCE)
+    )
+    try:
+        status = run_job(
+            ranks, ["-m", "jobs.experiment_worker", str(plan_file), str(outcome_file)], patience=PATIENCE
+        )
         if not outcome_file.exists():
-            raise LaunchError(f"the job of {ranks} ranks ended with status {status} before its first run")
+            raise LaunchError(
+                f"the job of {ranks} ranks ended with status {status} before its first run of {plan_file}"
+            )
         outcome: dict[str, Any] = json.loads(outcome_file.read_text())
+    finally:
+        if outcome_file.exists():  # else the plan is kept, to be tried by hand
+            shutil.rmtree(folder, ignore_errors=True)
     outcome["error"] = f"the job ended with status {status} after {time.time() - began:.0f} s"
     return outcome
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.config_sections import EAGER_MODES
+from jobs.modes import is_replayed
 from jobs.style import colour_of, dashes_of, place_of, title_of
 from jobs.summary import Run, figures
 
@@ -116,9 +116,7 @@ def timed_by_stage(group: Group) -> bool:
 
 def is_captured(group: Group) -> bool:
     """Whether its steps were replayed as CUDA graphs."""
-    return (
-        bool(group.runs[0].config.get("training", {}).get("cuda_graph")) and group.method not in EAGER_MODES
-    )
+    return is_replayed(group.runs[0].config, group.method)
 
 
 def reads_text(groups: Sequence[Group]) -> bool:

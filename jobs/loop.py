@@ -17,9 +17,9 @@ from collectives.traffic import dense_words
 from jobs import provenance
 from jobs.agreement import check_same_parameters
 from jobs.config import Config
-from jobs.config_sections import TRAINING_MODES
 from jobs.gradient_file import GradientRecorder
 from jobs.laps import Laps, MeasuredStep, TimedStep, measure
+from jobs.modes import TRAINING_MODES
 from jobs.passes import CapturedPasses, EagerPasses, Passes
 from jobs.placement import Placement
 from jobs.recording import StepRecorder

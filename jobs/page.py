@@ -13,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from jobs.figures import svg
 from jobs.groups import Group, differences, settings_of
+from jobs.modes import is_replayed
 from jobs.panels import Panel
 from jobs.summary import Run
 
@@ -163,7 +164,7 @@ def task(run: Run) -> str:
         f"{model.get('name')} of {size} on {data.get('name')} "
         f"({Path(data.get('path') or '-').name}); {length}, batches of {run.info.batch_size}{accumulated} a rank, "
         f"{optimizer.get('name')} at {optimizer.get('lr')} with the schedule {schedule.get('name')}; "
-        f"{training.get('precision', 'float32')}{', CUDA graphs' if training.get('cuda_graph') else ''}"
+        f"{training.get('precision', 'float32')}{', CUDA graphs' if is_replayed(config, run.info.method) else ''}"
     )
 
 

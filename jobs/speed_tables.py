@@ -77,7 +77,7 @@ def steps_table(groups: Sequence[Group], where: str = "") -> Table:
         heads += [Cell("× NCCL", "step"), Cell("× NCCL", "reduction")]
     heads.append(Cell("Reduction by stage", "ms"))
     rows = [_steps_row(group, nccl) for group in groups]
-    kinds = {title_of(group.method): is_captured(group) for group in groups}
+    kinds = {group.label: is_captured(group) for group in groups}
     eager = ", ".join(title for title, captured in kinds.items() if not captured)
     replayed = f" Steps are replayed as CUDA graphs{f', but for {eager}' if eager else ''}."
     return Table(

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from jobs.demo import main as demo
-
-# Seconds for a job of several ranks that takes some 10 on two free cores.
-PATIENCE = 120
+from tests.launched import PATIENCE
 
 
 @pytest.mark.timeout(PATIENCE)

@@ -126,10 +126,23 @@ def test_an_experiment_grows_over_several_calls(tmp_path: Path, capfd: pytest.Ca
 def test_two_jobs_fill_one_table_at_the_same_time(tmp_path: Path) -> None:
     words = [*small(tmp_path), "--speed-steps", "0", "--seeds", "1"]
     jobs = [
-        subprocess.Popen([sys.executable, "-m", "jobs.experiment", *words, "--methods", method], cwd=ROOT)
+        subprocess.Popen(
+            [sys.executable, "-m", "jobs.experiment", *words, "--methods", method],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         for method in ("dense", "oktopk")
     ]
-    assert [job.wait() for job in jobs] == [0, 0]
+    try:
+        for job in jobs:
+            said, _ = job.communicate(timeout=PATIENCE - 30)
+            assert job.returncode == 0, said
+    finally:
+        for job in jobs:
+            job.terminate()
+            job.wait()
     assert {each.trial.name for each in plan(VGG, parse(words)) if each.done} == {"dense-0", "oktopk-0"}
     assert sorted(path.name for path in (tmp_path / "out" / "runs").iterdir()) == [
         "dense-0.h5",

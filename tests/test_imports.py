@@ -135,3 +135,12 @@ def test_the_ucx_that_knows_cuda_is_loaded_before_mpi(program: str) -> None:
     assert done.returncode == 0, (
         f"{program}: mpi4py.MPI is imported before collectives has loaded UCX, or never"
     )
+
+
+@pytest.mark.parametrize("module", ["jobs.report", "jobs.demo", "jobs.watch"])
+def test_results_are_read_where_there_is_no_mpi(module: str) -> None:
+    code = f"import sys; sys.modules['mpi4py'] = None; import {module}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ from jobs.train import main
 from jobs.workloads import build_optimizer, build_workload
 from tests.devices import gpus
 from tests.documents import write_documents
-from tests.test_train_ranks import run_ranks
+from tests.launched import run_ranks
 
 CONFIG = Path(__file__).parent.parent / "jobs" / "configs" / "bert.toml"
 TINY = [

@@ -14,10 +14,12 @@ from jobs.experiment import main
 from jobs.experiment_options import parse
 from jobs.experiment_plan import measured_pace, plan
 from jobs.experiments import EXPERIMENTS
-from jobs.groups import group_runs
+from jobs.groups import group_runs, is_captured
 from jobs.language_claims import language_claims
+from jobs.page import task
 from jobs.report import report
 from jobs.runreader import RunReader
+from jobs.speed_tables import steps_table
 from jobs.summary import read_runs
 from tests.documents import write_documents
 from tests.test_report import rows, write_run
@@ -170,6 +172,19 @@ def test_reductions_are_compared_at_each_size_of_batches(tmp_path: Path) -> None
     assert claims[0].text.endswith("NCCL's flat allreduce of bfloat16, batches of 8")
     assert claims[0].measured == "2.38 times: 2.10 and 5.00 ms"
     assert claims[3].measured == "0.73 of NCCL's time, 1.32 of DDP's on 4 GPUs"
+    replayed = [
+        write_run(tmp_path / f"graph-{method}.h5", method=method, batch=8, cuda_graph=True)
+        for method in ("oktopk", "nccl", "ddp")
+    ]
+    groups = group_runs(read_runs(replayed))
+    assert language_claims(BERT, [], groups)[-1].measured.endswith("of DDP's without CUDA graphs on 4 GPUs")
+    assert steps_table(groups).note.endswith("Steps are replayed as CUDA graphs, but for DDP.")
+    assert [task(group.runs[0]).endswith(", CUDA graphs") for group in groups] == [True, True, False]
+    both = group_runs(read_runs([replayed[0], write_run(tmp_path / "eager.h5", batch=8)]))
+    eager = next(group.label for group in both if not is_captured(group))
+    for order in (both, both[::-1]):
+        assert steps_table(order).note.endswith(f"Steps are replayed as CUDA graphs, but for {eager}.")
+    assert "CUDA graphs" not in steps_table(group_runs(read_runs(fast))).note
     report([], tmp_path / "out", throughput=fast)
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert "A step on 4 ranks, batches of 256" in page

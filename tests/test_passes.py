@@ -302,27 +302,32 @@ def test_a_captured_run_trains_as_an_eager_one(alike: None, tmp_path: Path, over
 def test_what_is_captured_of_a_method(method: str, captured: bool, settled: bool) -> None:
     assert settings(reduction={"method": method}).captured == captured
     assert not settings(reduction={"method": method}, training={"cuda_graph": False}).captured
-    parameter = nn.Parameter(torch.zeros(3))
-    inner, flat = torch.optim.SGD([parameter], lr=0.1), FlatGradients([parameter], torch.float32)
-    if method in ("nccl", "dense-ovlp"):
-        overlaps = method == "dense-ovlp"
-        optimizer = BucketedTraining(inner, 0.0, flat, [slice(0, 3)], NoWire(), overlapped=overlaps)
-        assert (settling(optimizer) is not None) == settled
-        parameter.sum().backward()
+    first, second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
+    inner = torch.optim.SGD([first, second], lr=0.1)
+    if method not in ("nccl", "dense-ovlp"):
+        return
+    flat, wire = FlatGradients([first, second], torch.float32), NoWire()
+    optimizer = BucketedTraining(inner, 0.0, flat, [slice(0, 5)], wire, overlapped=settled)
+    assert (settling(optimizer) is not None) == settled
+    (first.sum() + second.sum()).backward()
+    if settled:
         optimizer.settle()
-        assert optimizer.reduce().words == 5
+        assert (optimizer.reduce().words, wire.started) == (1, 1)
+    assert (optimizer.reduce().words, wire.started) == (1, 1)
+    # passes that are not replayed are waited for again, also where a gradient is missing
+    for count, loss in ((2, first.sum() + second.sum()), (3, first.sum())):
         optimizer.zero_grad()
-        parameter.sum().backward()  # not replayed: it is waited for again
-        assert optimizer.reduce().words == (6 if overlaps else 5)
+        loss.backward()
+        assert (optimizer.reduce().words, wire.started) == (count, count)
 
 
 class NoWire:
-    """Counts what is waited for."""
+    """Counts what is begun and what is waited for."""
 
-    waited = 4
+    started = waited = 0
 
     def start(self, number: int) -> None:
-        pass
+        self.started += 1
 
     def finish(self) -> Traffic:
         self.waited += 1

@@ -40,13 +40,14 @@ def write_run(
     status: str = "complete",
     batch: int = 16,
     time_stages: bool = False,
+    cuda_graph: bool = False,
     held_out_loss: float = 0.5,
     **replaced: NDArray[Any],
 ) -> Path:
     """A run whose figures can be worked out by hand: constant but for the loss and the first step's time."""
     config = json.dumps(
         {
-            "training": {"seed": seed, "batch_size": batch},
+            "training": {"seed": seed, "batch_size": batch, **({"cuda_graph": True} if cuda_graph else {})},
             "reduction": {"method": method, **(settings or {})},
             "run": {"time_stages": time_stages},
         }

@@ -17,23 +17,15 @@ import pytest
 import torch
 
 from jobs.interruption import EXIT_STATUS
-from jobs.launch import find_mpiexec, launch_environment, mpiexec_command, mpiexec_flavour
+from jobs.launch import find_mpiexec, launch_environment, mpiexec_flavour
 from jobs.runreader import RunReader
 from jobs.summary import Run, read_runs
 from tests.devices import gpus
+from tests.launched import PATIENCE, run_ranks
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "jobs" / "configs" / "digits.toml"
-# Seconds for a job of several ranks that takes some 10 on two free cores.
-PATIENCE = 120
 TINY = ["model.width=0.0625", "training.batch_size=4", "training.eval_every=100"]
-
-
-def run_ranks(ranks: int, *module_args: str) -> subprocess.CompletedProcess[str]:
-    argv, environment = mpiexec_command(ranks, module_args)
-    return subprocess.run(
-        argv, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE - 5, check=False
-    )
 
 
 @pytest.mark.timeout(PATIENCE)

@@ -1,0 +1,17 @@
+"""Ways of training that are no methods of oktopk. Imports nothing: what reads results knows them without starting MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+TRAINING_MODES = ("dense-ovlp", "nccl", "ddp")
+"""Ways to sum all gradients that take part in the backward pass or are another library's, see jobs.dense_training."""
+
+EAGER_MODES = ("ddp",)
+"""Those of them whose steps no CUDA graph replays."""
+
+
+def is_replayed(document: Mapping[str, Any], method: str) -> bool:
+    """Whether the steps of a run with this configuration and method are replayed as CUDA graphs."""
+    return bool(document.get("training", {}).get("cuda_graph")) and method not in EAGER_MODES
