@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oktopk.wrapped_optimizer import WrappedOptimizer
 
-class CapturedOptimizer(torch.optim.Optimizer):
+
+class CapturedOptimizer(WrappedOptimizer):
     """Steps of an optimizer replayed as one CUDA graph: no GPU stands still while Python walks through all parameters.
 
     The first step is the optimizer's own, which makes its state; the second one is captured. Learning rates may change from
@@ -22,28 +24,12 @@ class CapturedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
-        # the base class is not initialised: groups, state and defaults are those of the wrapped optimizer
-        self.inner = inner
+        super().__init__(inner)
         self._warm = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._gradients: list[Tensor | None] = []
         self._rates: list[Tensor] = []
         self._settings: list[dict[str, Any]] = []
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's."""
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's."""
-        return self.inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's."""
-        return self.inner.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The wrapped optimizer's."""

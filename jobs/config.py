@@ -21,7 +21,7 @@ from jobs.config_sections import (
     Section,
     TrainingConfig,
 )
-from jobs.modes import EAGER_MODES
+from jobs.modes import is_replayed
 from oktopk import METHODS
 
 
@@ -89,7 +89,7 @@ class Config(Section):
     @property
     def captured(self) -> bool:
         """Whether steps are replayed as CUDA graphs."""
-        return self.training.cuda_graph and self.reduction.method not in EAGER_MODES
+        return is_replayed(self.training.model_dump(), self.reduction.method)
 
     def to_json(self) -> str:
         """The whole configuration, defaults included."""

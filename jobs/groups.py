@@ -116,7 +116,7 @@ def timed_by_stage(group: Group) -> bool:
 
 def is_captured(group: Group) -> bool:
     """Whether its steps were replayed as CUDA graphs."""
-    return is_replayed(group.runs[0].config, group.method)
+    return is_replayed(group.runs[0].config.get("training", {}), group.method)
 
 
 def reads_text(groups: Sequence[Group]) -> bool:

@@ -12,6 +12,6 @@ EAGER_MODES = ("ddp",)
 """Those of them whose steps no CUDA graph replays."""
 
 
-def is_replayed(document: Mapping[str, Any], method: str) -> bool:
-    """Whether the steps of a run with this configuration and method are replayed as CUDA graphs."""
-    return bool(document.get("training", {}).get("cuda_graph")) and method not in EAGER_MODES
+def is_replayed(training: Mapping[str, Any], method: str) -> bool:
+    """Whether a run with this section of its configuration, and this method, replays its steps as CUDA graphs."""
+    return bool(training.get("cuda_graph")) and method not in EAGER_MODES

@@ -164,7 +164,7 @@ def task(run: Run) -> str:
         f"{model.get('name')} of {size} on {data.get('name')} "
         f"({Path(data.get('path') or '-').name}); {length}, batches of {run.info.batch_size}{accumulated} a rank, "
         f"{optimizer.get('name')} at {optimizer.get('lr')} with the schedule {schedule.get('name')}; "
-        f"{training.get('precision', 'float32')}{', CUDA graphs' if is_replayed(config, run.info.method) else ''}"
+        f"{training.get('precision', 'float32')}{', CUDA graphs' if is_replayed(training, run.info.method) else ''}"
     )
 
 

@@ -18,12 +18,13 @@ from oktopk.flat_gradients import FlatGradients, dense_views, is_dense
 from oktopk.gradient_allreduce import GradientAllreduce
 from oktopk.report import StepReport
 from oktopk.tensor_memory import HostMemory, TensorMemory, memory_of
+from oktopk.wrapped_optimizer import WrappedOptimizer
 
 GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What `GradientAllreduce` calls a type of torch's."""
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(WrappedOptimizer):
     """Reduces the gradients of all ranks, then lets the wrapped optimizer step on the average.
 
     The gradients of all parameters live in one flat buffer of `gradient_type`. Where that is the parameters' own type, each
@@ -70,8 +71,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         clip_norm: float = 0.0,
         **settings: Any,
     ) -> None:
-        # the base class is not initialised: groups, state and defaults are those of the wrapped optimizer
-        self.inner = optimizer
+        super().__init__(optimizer)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self.length = sum(p.numel() for p in self._parameters)
         self.clip_norm = clip_norm
@@ -103,21 +103,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._updates = dense_views(self._applied, self._parameters)
         self._version = -1  # of the update, when it was handed out; -1: it is not
         self._gradients.attach()
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's."""
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's."""
-        return self.inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's."""
-        return self.inner.defaults
 
     @property
     def gradient(self) -> NDArray[np.float32]:
