@@ -188,7 +188,7 @@ class Device:
     def post(self, name: str, array: NDArray[np.int64]) -> int:
         """Write a few numbers where kernels can read them, in pinned memory; returns the address.
 
-        What was posted under the same name before must have been read: the stream is waited for once a step.
+        What was posted under the same name before must have been read: whoever posts waits for the stream afterwards.
         """
         words = self.report(f"post {name}", 2 * len(array))
         words.view(np.int64)[: len(array)] = array

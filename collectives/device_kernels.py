@@ -20,10 +20,11 @@ from collectives.launches import Kernel, compiled, float_bits
 _KERNELS = Path(__file__).parent / "kernels"
 NARROWEST, WIDEST = 12, 15  # of region.cuh
 RUNGS = 65
+SUMS_WORDS = 2 + RUNGS  # of what a launch of sum_sorted_lists reports
 _ALONE = (0, 0, 0, 0, 0, 0)  # the last arguments of a launch of sum_sorted_lists that speaks to no peers
 _FULL = 1024  # sums that a tile should hold: a quarter of what it may, since large entries lie in crowds
 COMPACT_TILE = 2048  # of compact.cuh
-_COLLECT = {"tell_selection": 10, "tell_kept": 5, "collect_region": 12}  # name -> arguments
+_COLLECT = {"tell_selection": 10, "tell_kept": 5, "collect_region": 11}  # name -> arguments
 _COMPACT_THREADS = 256
 
 
@@ -79,8 +80,8 @@ class DeviceKernels:
         self._write_block = Kernel(lists, "write_block", 4)
         self._add_values = Kernel(lists, "add_values", 3)
         self._scale_values = Kernel(lists, "scale_values", 3)
-        self.sums_state = int(device.scratch("sums state", 2 + RUNGS, np.uint32).data.ptr)
-        device.report("sums", 1 + RUNGS)
+        self.sums_state = int(device.scratch("sums state", 3 + RUNGS, np.uint32).data.ptr)
+        device.report("sums", SUMS_WORDS)
         self.sums_report = device.address("sums")
 
     def collect_kernels(self) -> dict[str, Kernel]:
@@ -118,7 +119,7 @@ class DeviceKernels:
             cuts,
             rows=lists,
         )
-        report = device.report("sums", 1 + RUNGS)
+        report = device.report("sums", SUMS_WORDS)
         scan = device.scan("sums", tiles)
         device.launch(
             self.sum_kernel,
@@ -142,7 +143,7 @@ class DeviceKernels:
             *_ALONE,
         )
         device.synchronize()
-        return int(report[0]), report[1:]
+        return int(report[0]), report[1 : 1 + RUNGS]
 
     def sum_sorted_lists(
         self,

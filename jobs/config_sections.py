@@ -223,6 +223,7 @@ class ReductionConfig(Section):
     bucket_rounds: int = Settings.bucket_rounds
     drift_tolerance: float = Settings.drift_tolerance
     average: bool = Settings.average
+    deferred: bool = Settings.deferred
     balanced_regions: bool = Settings.balanced_regions
     rotate: bool = Settings.rotate
     gradient_type: Literal["", "float32", "bfloat16", "float16"] = Field(

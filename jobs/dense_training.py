@@ -95,6 +95,9 @@ class DenseTraining(ABC):
         """The second half of a step: the wrapped optimizer's own."""
         self.inner.step()
 
+    def complete(self) -> None:  # noqa: B027 - of no mode
+        """Nothing: what is known of a step is known at once."""
+
     @property
     def gradient(self) -> NDArray[np.float32]:
         """float32[n]: the reduced gradient on the host; what this rank alone computed is not kept."""

@@ -186,6 +186,7 @@ class TrainingLoop:
         return (step + 1) % every == 0 or step + 1 == self.steps
 
     def _write(self) -> None:
+        self.optimizer.complete()
         measured = measure(self.timed)
         if self.config.reduction.method in TRAINING_MODES:
             self._check_losses(measured)

@@ -47,6 +47,10 @@ class ReducingOptimizer(Protocol):
         """The second half of a step."""
         ...
 
+    def complete(self) -> None:
+        """Complete the reports of all steps."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """What a restart of this rank needs."""
         ...

@@ -34,7 +34,7 @@ def _gradient_kernels(gradient_type: str) -> dict[str, Kernel]:
     sizes = {
         "accumulate": 5,
         "accumulate_moments": 5,
-        "undo_accumulate": 3,
+        "undo_accumulate": 4,
         "accumulate_momentum": 5,
         "undo_momentum": 4,
         "copy_scaled": 4,
@@ -130,7 +130,7 @@ class DeviceKernels:
         """As the host's."""
         n = residual.size
         kernel = self.kernels_for(gradient.dtype.itemsize)["undo_accumulate"]
-        self.device.launch_for(kernel, n, gradient.data.ptr, residual.data.ptr, n)
+        self.device.launch_for(kernel, n, gradient.data.ptr, residual.data.ptr, n, 0)
 
     def accumulate_momentum(self, gradient: Any, velocity: Any, momentum: float) -> int:
         """As the host's."""

@@ -36,7 +36,7 @@ class GaussianSelection(LocalSelection):
         exact: bool,
         boundaries: NDArray[np.int64] | None = None,
     ) -> Selection:
-        buffer = self._transport.workspace.entries("packed", 2 * k + self._kernels.BLOCK)
+        buffer = self.buffer(k)
         total, squares, nonfinite = self._kernels.accumulate_moments(gradient, residual)
         if nonfinite:
             self.exact_due = True

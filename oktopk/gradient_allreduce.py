@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,15 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.sparse import SparseVector, check_length
+from collectives.traffic import Traffic
 from collectives.transport import FlaggedRanksError, Transport
 from oktopk.backend import Backend, make_backend
 from oktopk.measures import Sampler
-from oktopk.methods import METHODS, Method, Plan, Reduction
+from oktopk.methods import METHODS, Deferred, Method, Plan, Reduction
 from oktopk.report import StepReport, Stopwatch
 from oktopk.settings import DENSE_ABOVE, Settings, entries_kept
+
+_TRUSTED = 8  # steps in a row without the host's help, before one is deferred
 
 
 class NonFiniteGradientError(ArithmeticError):
@@ -36,6 +40,25 @@ class NonFiniteGradientError(ArithmeticError):
         super().__init__(f"step {step}: gradient + residual is NaN or Inf on rank(s) {named}")
         self.ranks = ranks
         self.step = step
+
+
+@dataclass(slots=True)
+class _OpenStep:
+    """A deferred step that the host has not looked at.
+
+    Attributes:
+        report: the caller's, to be completed.
+        method: that ran.
+        settle: as Deferred's.
+        stopwatch: of the step.
+        overwritten: `update` was written to since.
+    """
+
+    report: StepReport
+    method: Method
+    settle: Callable[[], Reduction | None]
+    stopwatch: Stopwatch
+    overwritten: bool = False
 
 
 class GradientAllreduce:
@@ -135,9 +158,17 @@ class GradientAllreduce:
         self._sparse_steps = 0
         self._last_k: int | None = None
         self._said_dense = False
+        self._open: _OpenStep | None = None  # the deferred step that the host has not looked at
+        self._unaided = 0  # steps among peers in a row that needed no help from the host, up to _TRUSTED
 
     def step(self, gradient: NDArray[np.float32], *, measure: bool = False) -> StepReport:
         """Reduce one gradient; the result is in `update`. Collective: every rank must call.
+
+        With `Settings.deferred` a regular step of Ok-Topk through peer memory is on its way on the stream when this returns:
+        `update` will be there for whatever the stream is given next, and the report is complete when the next step begins, or by
+        `complete`. Such a step has no help from the host. Where it needs some, which is rare (a selection over the cap, a
+        threshold that missed), it applies nothing: `update` is zero, the gradient stays in the residual, and steps are waited for
+        until eight in a row have needed none, as at the beginning. A gradient that is not finite is found a step later.
 
         Args:
             gradient: [n] of the gradient type, C-contiguous, on the device; unchanged. bfloat16 is given as uint16.
@@ -145,15 +176,50 @@ class GradientAllreduce:
                 neither the report's traffic nor its seconds include. Equal on all ranks; the update is the same either way.
 
         Raises:
-            NonFiniteGradientError: a sum is NaN or Inf on some rank, and settings say to raise; on every rank alike.
+            NonFiniteGradientError: a sum is NaN or Inf on some rank, and settings say to raise; on every rank alike. Of the last
+                deferred step before anything is done with this gradient.
             TypeError, ValueError: not float32, of another length, or not contiguous; on this rank alone, so that the job must be
                 one that ends when a rank raises (`python -m mpi4py`).
             MemoryError: the GPU has too little memory for what the step needs besides; on this rank alone, likewise.
             RuntimeError: peer memory for a new k could not be had, on every rank alike; or a kernel failed, on this one alone.
         """
         gradient = self.backend.accept(gradient, self.length)
+        self.complete()
         with self.backend.running():
-            return self._measured_step(gradient) if measure else self._step(gradient)
+            return self._measured_step(gradient) if measure else self._step(gradient, self._deferrable)
+
+    def complete(self) -> None:
+        """Learn how the last step went, if it was deferred and that is not known yet: its report is complete afterwards.
+
+        To be called after the last step, too. Waits for what the ranks decided, not for the update, but where stages are timed.
+
+        Raises:
+            NonFiniteGradientError: as `step`.
+        """
+        if self._open is None:
+            return
+        opened, self._open = self._open, None
+        report, method, stopwatch = opened.report, opened.method, opened.stopwatch
+        self._support, self._selected = SparseVector.empty(self.length), None
+        try:
+            reduction = opened.settle()
+            if reduction is None:
+                self._unaided = 0
+                known = self._report(report.step, method, report.k, None, stopwatch)
+            else:
+                known = self._unaided_report(report.step, method, report.k, reduction, stopwatch)
+        except FlaggedRanksError as flagged:
+            known = self._skipped_report(report.step, method, report.k, flagged.ranks, stopwatch)
+        finally:
+            if opened.overwritten:
+                self._support = None
+        for field in fields(known):
+            setattr(report, field.name, getattr(known, field.name))
+
+    @property
+    def _deferrable(self) -> bool:
+        # momentum correction looks for what is not finite before anything is launched
+        return self.settings.deferred and not self.settings.momentum_correction
 
     def _measured_step(self, gradient: NDArray[np.float32]) -> StepReport:
         method, k = self._method_at(self.steps)
@@ -170,7 +236,7 @@ class GradientAllreduce:
         measures = self._sampler.after(self.update, self._selected, k, to_sum, method.boundaries)
         return replace(report, measures=measures)
 
-    def _step(self, gradient: NDArray[np.float32]) -> StepReport:
+    def _step(self, gradient: NDArray[np.float32], deferrable: bool = False) -> StepReport:
         settings, transport = self.settings, self.transport
         stopwatch = Stopwatch(self.time_stages)
         step = self.steps
@@ -189,6 +255,9 @@ class GradientAllreduce:
             stopwatch=stopwatch,
             nonfinite=overflowed,
         )
+        if changed:
+            self._unaided = 0
+        plan.deferrable = deferrable and self._unaided == _TRUSTED
         self.steps += 1
         self._last_k = k
         self._sparse_steps += method.sparse
@@ -197,29 +266,37 @@ class GradientAllreduce:
             reduction = method.reduce(corrected, residual, self.update, plan)
         except FlaggedRanksError as flagged:
             self._undo(gradient)
-            self._last_k = None  # what this step was to renew, the next one renews
-            if settings.nonfinite == "raise":
-                transport.take_traffic()
-                raise NonFiniteGradientError(flagged.ranks, step) from None
-            return self._report(step, method, k, None, stopwatch)
+            return self._skipped_report(step, method, k, flagged.ranks, stopwatch)
+        if isinstance(reduction, Deferred):
+            self._pending = True
+            stopwatch.lap("step")
+            report = self._report(step, method, k, None, stopwatch, traffic=Traffic())
+            report.complete = False
+            self._open = _OpenStep(report, method, reduction.settle, stopwatch)
+            return report
         if reduction.finish is None:
+            self._unaided = 0
             self._apply(reduction, scale)
             stopwatch.lap("apply")
             return self._report(step, method, k, reduction, stopwatch)
-        self._support, self._selected, self._pending = reduction.update, reduction.selected, True
-        report = self._report(step, method, k, reduction, stopwatch)
-        reduction.finish()
+        report = self._unaided_report(step, method, k, reduction, stopwatch)
         stopwatch.lap("step")
         return report
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, copied: plain numbers and arrays."""
+        """Everything that the next step depends on, copied: plain numbers and arrays.
+
+        Raises:
+            NonFiniteGradientError: of the last step, where it was deferred.
+        """
+        self.complete()
         return {
             "length": self.length,
             "method": self.method,
             "steps": self.steps,
             "sparse_steps": self._sparse_steps,
             "last_k": self._last_k,
+            "unaided": self._unaided,
             "residual": self.backend.to_host(self.residual)
             if self._pending and self.residual is not None
             else None,
@@ -238,7 +315,7 @@ class GradientAllreduce:
         for name in ("length", "method"):
             if state[name] != getattr(self, name):
                 problem = f"state has {name} {state[name]!r}, this reducer {getattr(self, name)!r}"
-        common = {name: state[name] for name in ("steps", "sparse_steps", "last_k")}
+        common = {name: state.get(name) for name in ("steps", "sparse_steps", "last_k", "unaided")}
         agreed = {name: METHODS[name].agreed_state(theirs) for name, theirs in state["methods"].items()}
         self.transport.agree(common | agreed, problem)
         for method in self._methods.values():
@@ -247,6 +324,9 @@ class GradientAllreduce:
         self.steps = state["steps"]
         self._sparse_steps = state["sparse_steps"]
         self._last_k = state["last_k"]
+        self._unaided = state.get("unaided", 0)
+        self._open = self._support = self._selected = None
+        self.transport.take_traffic()
         self._pending = state["residual"] is not None
         self.residual = self._loaded(self.residual, state["residual"])
         self.velocity = self._loaded(self.velocity, state["velocity"])
@@ -263,9 +343,11 @@ class GradientAllreduce:
     def forget_support(self) -> None:
         """Say that `update` was written to: the next step zeroes all of it, not only where it was applied."""
         self._support = None
+        if self._open is not None:
+            self._open.overwritten = True
 
     def close(self) -> None:
-        """Free what MPI holds. Collective."""
+        """Free what MPI holds. Collective. How a deferred step went that is not complete stays unknown."""
         if self._sampler is not None:
             self._sampler.close()
         for method in self._methods.values():
@@ -350,15 +432,44 @@ class GradientAllreduce:
         else:
             self._kernels.clear_support(vector, reduction.selected.entries)
 
-    def _report(
-        self, step: int, method: Method, k: int, reduction: Reduction | None, stopwatch: Stopwatch
+    def _unaided_report(
+        self, step: int, method: Method, k: int, reduction: Reduction, stopwatch: Stopwatch
     ) -> StepReport:
-        traffic = self.transport.take_traffic()
+        """Of a step that the device ended by itself."""
+        assert reduction.finish is not None
+        self._unaided = min(self._unaided + 1, _TRUSTED)
+        self._support, self._selected, self._pending = reduction.update, reduction.selected, True
+        report = self._report(step, method, k, reduction, stopwatch)
+        reduction.finish()
+        return report
+
+    def _skipped_report(
+        self, step: int, method: Method, k: int, ranks: list[int], stopwatch: Stopwatch
+    ) -> StepReport:
+        """Of a step that nobody applied, since gradients of these ranks are not finite; or the error."""
+        self._last_k = None  # what this step was to renew, the next one renews
+        if self.settings.nonfinite == "raise":
+            self.transport.take_traffic()
+            raise NonFiniteGradientError(ranks, step) from None
+        return self._report(step, method, k, None, stopwatch, skipped=True)
+
+    def _report(
+        self,
+        step: int,
+        method: Method,
+        k: int,
+        reduction: Reduction | None,
+        stopwatch: Stopwatch,
+        skipped: bool = False,
+        traffic: Traffic | None = None,
+    ) -> StepReport:
+        if traffic is None:
+            traffic = self.transport.take_traffic()
         return StepReport(
             step=step,
             method=method.name,
             exact=reduction is not None and reduction.exact,
-            skipped=reduction is None,
+            skipped=skipped,
             k=k,
             length=self.length,
             local_nnz=reduction.local_nnz if reduction else 0,

@@ -130,10 +130,13 @@ class DistributedOptimizer(WrappedOptimizer):
             measure: take the paper's measures of this step, see `GradientAllreduce.step`.
 
         Returns:
-            What was selected, sent and timed. A skipped step leaves parameters and optimizer state untouched.
+            What was selected, sent and timed. A skipped step leaves parameters and optimizer state untouched, unless it was
+            deferred: the report of such a step (`Settings.deferred`) is incomplete until the next one begins, or `complete`, and
+            where it stopped or is skipped the optimizer has stepped on an update of zero.
 
         Raises:
-            NonFiniteGradientError: on every rank alike, if settings say so; nothing was stepped.
+            NonFiniteGradientError: on every rank alike, if settings say so; nothing was stepped, or where the last step was
+                deferred and it is that one's, it was stepped on an update of zero.
         """
         if closure is not None:
             with torch.enable_grad():
@@ -145,7 +148,8 @@ class DistributedOptimizer(WrappedOptimizer):
     def reduce(self, *, measure: bool = False) -> StepReport:
         """The first half of a step: from here to `apply`, each `p.grad` is its piece of the update. Collective.
 
-        In between the update may be looked at or changed, as long as all ranks change it alike; a skipped step has none.
+        In between the update may be looked at or changed, as long as all ranks change it alike; a skipped step has none, and a
+        deferred one that is skipped or stopped has zeros.
 
         Args:
             measure: as `step`.
@@ -186,6 +190,14 @@ class DistributedOptimizer(WrappedOptimizer):
             if self._update._version != self._version:  # some optimizers work in place on p.grad
                 self.reducer.forget_support()
             self._version = -1
+
+    def complete(self) -> None:
+        """Complete the report of the last step, see `GradientAllreduce.complete`.
+
+        Raises:
+            NonFiniteGradientError: as `step`.
+        """
+        self.reducer.complete()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the flat gradient is laid out at construction.

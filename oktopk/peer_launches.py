@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cuda_problems import is_cuda_error
-from collectives.device_kernels import tile_shift
+from collectives.device_kernels import NARROWEST, RUNGS, SUMS_WORDS, tile_shift
 from collectives.device_transport import DeviceTransport
 from collectives.launches import Kernel, PreparedLaunch, compiled, double_bits, float_bits
 from collectives.peer_memory import PeerMemory, entries_bytes
@@ -27,7 +27,9 @@ _COUNTS = 5  # words of a decision before the counts: see peer.cuh
 _KERNELS = Path(__file__).parent / "kernels"
 _POOL = 3  # a region's incoming entries, in multiples of k: regions balance
 _SMALL_POOL = 4096  # entries that cost nothing: a small k may lie in one region on every rank
-_ROOM = 1.5  # a region may be this much longer than an equal one before its launches are laid out anew
+_ROOM = 1.5  # a region may have so many times the tiles of an equal one before its launches are laid out anew
+# a multiprocessor, at most, where tiles are halved for being crowded: some six rounds of blocks
+_NARROWED_TILES = 32
 _PIECE = 128  # entries that a warp of gather_and_apply takes at once
 _STEP_WORDS = 8  # of a step: see peer.cuh
 _STAGES = ("select", "clear", "exchange", "reduce", "gather and apply")
@@ -104,6 +106,7 @@ class PeerLaunches:
         self.taken = report(device, "taken", TAKEN_WORDS)
         self.cuts = report(device, "cuts found", ranks)
         self._words = report(device, "step", _STEP_WORDS)
+        self._summed = report(device, "sums", SUMS_WORDS)
         self._where = device.allocate(ranks + 1, np.int64)
         self._decision = device.scratch("decision", _COUNTS + 2 * ranks, np.uint32).data.ptr
         self._step = device.scratch("step", _STEP_WORDS, np.uint32).data.ptr
@@ -115,14 +118,17 @@ class PeerLaunches:
         device, transport, kernels = self._device, self._transport, self._kernels
         ranks, k, windows = transport.size, self.k, self._memory.windows
         equal = -(-self._length // ranks)
-        self._shift = tile_shift(k, equal)
-        self._most_tiles = max(1, -(-self._length >> self._shift))
-        self._tiles = min(self._most_tiles, max(1, -(-int(_ROOM * equal) >> self._shift)))
+        self._most_tiles = max(1, -(-self._length >> NARROWEST))
+        self._region = (0, 0)
+        self._narrowed = 0
+        self._tiles = min(self._most_tiles, int(_ROOM * max(1, -(-equal >> tile_shift(k, equal)))))
         # enough to keep NVLink's latency covered, few enough to wait side by side
         self._copy_blocks = max(1, min(8 * device.processors // ranks, -(-2 * k // (256 * ranks))))
         # a warp for each piece of what a rank keeps at most, so that all take about as long
         self._apply_blocks = max(1, -(-selection_cap(k) // (ranks * _PIECE * 8)))
         self._clear_blocks = max(1, min(16 * device.processors, -(-selection_cap(k) // 256)))
+        # few: nearly always they have nothing to do
+        self._undo_blocks = device.processors
         # momentum correction selects from a velocity, which is float32
         width = 4 if settings.momentum_correction else kernels.gradient_bytes
         self._alone = kernels.select_launches(width, self._length, self._packed)
@@ -130,6 +136,9 @@ class PeerLaunches:
             windows, ranks, transport.rank, self._where.data.ptr, self._step
         )
         scale = 1.0 / ranks if settings.average else 1.0
+        self._undo = PreparedLaunch(
+            kernels.kernels_for(width)["undo_accumulate"], 0, 0, self._length, self._decision
+        )
         self._lay_out_exchange(packed_at, kept_at, settings.drift_tolerance, settings.balance_trigger, scale)
         self._naming = NamingLaunches(
             transport,
@@ -155,9 +164,34 @@ class PeerLaunches:
         """Lay the launches out for new regions; whether graphs of them no longer hold."""
         rank = self._transport.rank
         self._where.set(boundaries, stream=self._device.stream)
-        lower, upper = int(boundaries[rank]), int(boundaries[rank + 1])
-        tiles = max(1, -(-(upper - lower) >> self._shift))
-        self._words[4], self._words[5] = lower, tiles
+        self._region = int(boundaries[rank]), int(boundaries[rank + 1])
+        return self._cut_tiles()
+
+    def narrow(self) -> bool:
+        """Halve the tiles of this rank's region if the last step found some crowded; whether graphs no longer hold.
+
+        A crowded tile holds up all: its sums do not lie in shared memory at once. But every tile costs some microseconds of a
+        block, so that there may be too many. The result is the same in tiles of any width.
+        """
+        if not self._summed[1 + RUNGS]:
+            return False
+        self._summed[1 + RUNGS] = 0
+        before = self._words[6]
+        self._narrowed += 1
+        larger = self._cut_tiles()
+        if self._words[6] == before:
+            self._narrowed -= 1
+        return larger
+
+    def _cut_tiles(self) -> bool:
+        lower, upper = self._region
+        # where large entries lie close together a region is short, and so are its tiles: they get about as many entries
+        widest = tile_shift(self.k, upper - lower)
+        shift = max(NARROWEST, widest - self._narrowed)
+        while shift < widest and upper - lower >> shift > _NARROWED_TILES * self._device.processors:
+            shift += 1
+        tiles = max(1, -(-(upper - lower) >> shift))
+        self._words[4], self._words[5], self._words[6] = lower, tiles, shift
         if tiles <= self._tiles:
             return False
         self._tiles = tiles
@@ -176,16 +210,19 @@ class PeerLaunches:
         values[1], values[2] = nnz, nonfinite
         self._tell_selection(1, 128, stream)
 
-    def enqueue_whole(self, vectors: tuple[int, ...], stream: int) -> None:
-        """A regular step from the gradient on; can be captured. `vectors` as in `enqueue`."""
+    def enqueue_whole(self, vectors: tuple[int, ...], stream: int, undo: bool) -> None:
+        """A regular step from the gradient on; can be captured. `vectors` and `undo` as in `enqueue`."""
         self.upload_step(stream)
         self._mark(0, stream)
         self._select.enqueue(vectors[0], vectors[1], stream)
         self._mark(1, stream)
-        self.enqueue(vectors, stream, exact=False)
+        self.enqueue(vectors, stream, exact=False, undo=undo)
 
-    def enqueue(self, vectors: tuple[int, ...], stream: int, exact: bool) -> None:
-        """What follows the selection: (gradient, residual, update, velocity or 0) are addresses."""
+    def enqueue(self, vectors: tuple[int, ...], stream: int, exact: bool, undo: bool) -> None:
+        """What follows the selection: (gradient, residual, update, velocity or 0) are addresses.
+
+        With `undo` the gradient leaves the residual again where some rank's was not finite.
+        """
         ranks = self._transport.size
         # here, since the selections of other ranks must be waited for anyway
         self._clear.values[0] = vectors[2]
@@ -205,6 +242,9 @@ class PeerLaunches:
         values = self._apply.values
         values[6], values[10], values[11] = vectors[2], vectors[1], vectors[3]
         self._apply(self._apply_blocks, 256, stream, ranks)
+        if undo:
+            self._undo.values[0], self._undo.values[1] = vectors[0], vectors[1]
+            self._undo(self._undo_blocks, 256, stream)
         self._mark(5, stream)
 
     def enqueue_exact_selection(self, gradient: Any, residual: Any, lowest: int, stream: int) -> None:
@@ -249,7 +289,7 @@ class PeerLaunches:
         )
         self._collect = PreparedLaunch(
             collect["collect_region"],
-            windows, ranks, rank, packed_at, selection_cap(self.k), self.pool.pointer, self.pool.size, self._shift, 0,
+            windows, ranks, rank, packed_at, selection_cap(self.k), self.pool.pointer, self.pool.size, 0,
             self._decision, device.address("collected"), self._step,
         )  # fmt: skip
         self._clear = PreparedLaunch(self._kernels.clear_kernel, 0, self.gathered.pointer, 0, self._step)
@@ -270,13 +310,13 @@ class PeerLaunches:
         ranks, rank = self._transport.size, self._transport.rank
         sums: Any = self._transport.kernels
         cuts = device.scratch("peer cuts", ranks * (self._most_tiles + 1), np.uint32).data.ptr
-        self._collect.values[8] = cuts
+        self._collect.values[7] = cuts
         scan = device.scan("peer sums", self._most_tiles)
 
         def launch(ladder: int, out: Any, again: int, told: int) -> PreparedLaunch:
             return PreparedLaunch(
                 sums.sum_kernel,
-                self.pool.pointer, cuts, ranks, 0, 0, self._shift, 0, ladder, out.pointer, out.size, sums.sums_state,
+                self.pool.pointer, cuts, ranks, 0, 0, 0, 0, ladder, out.pointer, out.size, sums.sums_state,
                 scan.status, scan.ticket, 0, sums.sums_report, self._decision, again, told, ranks, rank, self._step,
             )  # fmt: skip
 

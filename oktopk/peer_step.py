@@ -3,7 +3,8 @@
 Nothing that the host must know stands between selecting and applying, so nothing waits for it: the kernels tell each other
 what was selected and counted, and decide alike on all ranks. Where a step is out of the ordinary (a gradient that is not finite,
 a selection over the cap, a threshold that missed) they stop, on all ranks at the same place, and the host takes over from there.
-A regular step is launched as a whole; an exact one selects first, so that the host may agree on new regions.
+A regular step is launched as a whole; an exact one selects first, so that the host may agree on new regions. A deferred step is
+not waited for until the next one begins, and is given up where it stopped.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from oktopk.thresholds import LADDER
 if TYPE_CHECKING:
     from oktopk.device_kernels import DeviceKernels
 
-_BAD_SELECTION = 1  # why kernels stop: see peer.cuh
+_BAD_SELECTION, _NOT_FINITE = 1, 4  # why kernels stop: see peer.cuh
 _RUNG_BITS = LADDER.tolist()
 _DIGITS = sum(1 << width for _, width in LEVELS)
 _MOST_GRAPHS = 8  # of gradients that live elsewhere
@@ -64,11 +65,13 @@ class Outcome:
     Attributes:
         stopped_at: "" when all will be applied; "selection" when nothing was exchanged; "threshold" when the lists of this
             rank's region are there, and nothing was kept.
+        flagged: ranks whose gradients were not finite, where the step stopped for them.
         bits, missed: the global threshold, and how far the expected one was from the best one; gathered: all that was applied;
             only when all is done.
     """
 
     stopped_at: str
+    flagged: tuple[int, ...] = ()
     bits: int = 0
     missed: int = 0
     gathered: DeviceEntries | None = None
@@ -93,7 +96,8 @@ class PeerStep:
         self._launches: PeerLaunches | None = None
         self._epoch = 0
         self._boundaries: NDArray[np.int64] | None = None
-        self._graphs: dict[tuple[int, ...], Any] = {}  # by where the vectors live; None: seen once
+        # by where the vectors live, and `undo`; None: seen once
+        self._graphs: dict[tuple[int, ...], Any] = {}
 
     def fits(self, k: int) -> bool:
         """Whether windows and lists are as this k needs them; the same on all ranks."""
@@ -121,6 +125,7 @@ class PeerStep:
         selected: tuple[int, int] | None = None,
         exact: bool = False,
         timed: bool = False,
+        undo: bool = False,
     ) -> None:
         """Put one step on the stream. Collective: every rank must call; then `outcome`, and last `finish`.
 
@@ -136,6 +141,8 @@ class PeerStep:
             selected: (nnz, nonfinite) when the selection lies in the buffer already, and nothing is to be accumulated.
             exact: name the exact global threshold.
             timed: time the stages on the device, where the whole step runs there.
+            undo: where some rank's gradient is not finite, `residual` is given back as it was, to rounding. Else the caller
+                has to.
 
         Traffic: 2 words a selected entry outside the own region, read by its owner; 2(P-1) words a kept sum, read by all.
             Control: notes of P + 3 and 65 words to every rank, or 4096 where the threshold is named exactly.
@@ -147,6 +154,8 @@ class PeerStep:
             self._boundaries = boundaries
             if launches.place(boundaries):
                 self._graphs.clear()
+        elif launches.narrow():
+            self._graphs.clear()
         to_clear = 0
         if support is not None and (not support.nnz or support.entries.pointer == launches.gathered.pointer):  # type: ignore[attr-defined]
             to_clear = support.nnz
@@ -165,33 +174,34 @@ class PeerStep:
         if selected is not None:
             launches.upload_step(stream.ptr)
             launches.tell(*selected, stream.ptr)
-            launches.enqueue(vectors, stream.ptr, exact)
+            launches.enqueue(vectors, stream.ptr, exact, undo)
             return
-        graph = None if timed else self._graphs.get(vectors)
+        graph = None if timed else self._graphs.get((*vectors, undo))
         if graph is None and not timed:
-            graph = self._first_seen(vectors)
+            graph = self._first_seen(vectors, undo)
         if graph is None:
-            launches.enqueue_whole(vectors, stream.ptr)
+            launches.enqueue_whole(vectors, stream.ptr, undo)
         else:
             graph.launch(stream)
 
-    def _first_seen(self, vectors: tuple[int, ...]) -> Any:
+    def _first_seen(self, vectors: tuple[int, ...], undo: bool) -> Any:
         """A graph of the step, for vectors that come a second time; None for those that may never come back."""
         assert self._launches is not None
-        if vectors not in self._graphs:
+        key = *vectors, undo
+        if key not in self._graphs:
             if len(self._graphs) >= _MOST_GRAPHS:
                 self._graphs.clear()
-            self._graphs[vectors] = None
+            self._graphs[key] = None
             return None
         capturing = cupy.cuda.Stream(non_blocking=True)
         capturing.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
         try:
-            self._launches.enqueue_whole(vectors, capturing.ptr)
+            self._launches.enqueue_whole(vectors, capturing.ptr, undo)
         except BaseException:
             with suppress(cupy.cuda.runtime.CUDARuntimeError):  # half a step is no graph
                 capturing.end_capture()
             raise
-        graph = self._graphs[vectors] = capturing.end_capture()
+        graph = self._graphs[key] = capturing.end_capture()
         return graph
 
     def selected(self) -> tuple[int, int, list[int]]:
@@ -214,8 +224,9 @@ class PeerStep:
         traffic = transport.traffic
         traffic.control_words += others * (3 + ranks)
         traffic.control_messages += 1
-        if stop == _BAD_SELECTION:
-            return Outcome("selection")
+        if stop in (_BAD_SELECTION, _NOT_FINITE):
+            flags = counts if stop == _NOT_FINITE else []
+            return Outcome("selection", tuple(rank for rank, found in enumerate(flags) if found))
         nnz, _, *points = launches.selected.read(self._epoch)
         traffic.words += 2 * (nnz - points[rank + 1] + points[rank])
         for other in range(ranks):
@@ -227,7 +238,8 @@ class PeerStep:
         traffic.control_messages += again
         traffic.words += 2 * others * counts[rank]
         traffic.messages += others if counts[rank] else 0
-        return Outcome("", bits, 0 if exact else _RUNG_BITS[nearest], launches.gathered[:total])
+        missed = 0 if exact else _RUNG_BITS[nearest]
+        return Outcome("", bits=bits, missed=missed, gathered=launches.gathered[:total])
 
     def finish(self, stopwatch: Stopwatch) -> None:
         """Book the stages of a timed step, which is waited for; any other goes on on the stream."""

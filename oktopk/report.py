@@ -17,14 +17,18 @@ class StepReport:
         method: the method that ran; "dense" during a dense warm-up or above a density of 0.25.
         exact: a threshold was named exactly in this step, on this rank or by all, planned or because a count missed.
         skipped: a gradient was not finite and the settings say to skip: nothing was applied.
+        complete: it is known how the step went; false of a deferred one until the next one begins, or
+            `GradientAllreduce.complete`, and for good if that raised. Until then entries, words and messages are zero, thresholds
+            NaN.
         k: entries wanted.
         length: elements of the gradient (n).
         local_nnz: entries this rank selected; n for dense.
-        global_nnz: entries applied; n for dense.
+        global_nnz: entries applied; n for dense; 0 of a deferred step that stopped, whose gradient is in the residual.
         local_threshold, global_threshold: magnitudes selected by; NaN where the method has none.
         words, messages: payload this rank sent.
         control_words, control_messages: sizes, cuts, histograms, flags; see `collectives.Traffic`.
-        seconds: time by stage, in the order in which the stages ran.
+        seconds: time by stage, in the order in which the stages ran; of a deferred step what the host took to launch it,
+            and where stages are timed (`GradientAllreduce.time_stages`) theirs beside it.
         measures: the paper's measures, where they were asked for and the step was sparse and applied; else None.
     """
 
@@ -44,6 +48,7 @@ class StepReport:
     control_messages: int
     seconds: dict[str, float]
     measures: Measures | None = None
+    complete: bool = True
 
     @property
     def total_seconds(self) -> float:

@@ -90,11 +90,14 @@ class LocalSelection:
         Returns:
             The selection; its entries lie in the workspace until the next call.
         """
-        buffer = self._transport.workspace.entries("packed", 2 * k + self._kernels.BLOCK)
         exact = exact or self.exact_due or self.bits is None
         bits = self.lower_threshold() if exact or self.bits is None else self.bits
-        packing = self._kernels.accumulate_select(gradient, residual, bits, buffer, boundaries)
-        return self.settle(packing, residual, k, bits, exact, buffer)
+        packing = self._kernels.accumulate_select(gradient, residual, bits, self.buffer(k), boundaries)
+        return self.settle(packing, residual, k, bits, exact)
+
+    def buffer(self, k: int) -> NDArray[np.void]:
+        """ENTRY[2k + a block], where what is selected is packed."""
+        return self._transport.workspace.entries("packed", 2 * k + self._kernels.BLOCK)
 
     def settle(
         self,
@@ -103,18 +106,17 @@ class LocalSelection:
         k: int,
         bits: int,
         exact: bool,
-        buffer: NDArray[np.void],
     ) -> Selection:
         """What `select` does after the pass: repack or tighten where the count asks for it, and learn the next threshold.
 
         Args:
-            packing: the outcome of the pass.
+            packing: the outcome of the pass, into `buffer`.
             residual: float32[n], accumulated.
             bits: the threshold that was packed by.
             exact: cut the list down to the exact top k.
-            buffer: ENTRY[2k + a block], where it was packed.
         """
         nnz, nonfinite, points = packing.nnz, packing.nonfinite, packing.points
+        buffer = self.buffer(k)
         if nonfinite:  # nobody applies this step: learn nothing from it, but start afresh
             self.exact_due = True
             return Selection(SparseVector(buffer[:0], self._length), nonfinite, False, bits_magnitude(bits))
@@ -130,6 +132,10 @@ class LocalSelection:
             packed, threshold_bits = buffer[:nnz], bits
             self._follow(nnz, k, bits)
         return Selection(SparseVector(packed, self._length), 0, exact, bits_magnitude(threshold_bits), points)
+
+    def missed(self) -> None:
+        """Nothing came of what the last pass packed: the next step names its threshold exactly."""
+        self.exact_due = True
 
     def state_dict(self) -> dict[str, Any]:
         return {"bits": self.bits, "slope": self.slope, "trend": self.trend, "exact_due": self.exact_due}

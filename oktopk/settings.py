@@ -34,6 +34,8 @@ class Settings:
         drift_tolerance: in between exact steps the global threshold follows when it would keep a count that is further
             from k than this share of k, in [0, 0.25].
         average: give back the mean over the ranks, else the sum.
+        deferred: return from a regular step of Ok-Topk through peer memory before the host knows how it went, so that the GPU
+            does not wait for the host; see `GradientAllreduce.step`. Without meaning elsewhere.
         balanced_regions: cut the regions by what the ranks select, else into equal lengths; for comparison.
         rotate: in each round of split-and-reduce every rank sends to another one, else all to the same; for comparison.
     """
@@ -49,6 +51,7 @@ class Settings:
     bucket_rounds: int = 8
     drift_tolerance: float = 0.01
     average: bool = True
+    deferred: bool = False
     balanced_regions: bool = True
     rotate: bool = True
 
@@ -57,7 +60,7 @@ class Settings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"{name} {value!r} is not a number")
-        for name in ("average", "balanced_regions", "rotate"):
+        for name in ("average", "deferred", "balanced_regions", "rotate"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} {getattr(self, name)!r} is not True or False")
         if not 0 < self.density <= 1:

@@ -140,6 +140,28 @@ def test_ugly_gradients_through_peer_memory_give_the_cpus_bits(
         on_gpu.close()
 
 
+def test_tiles_that_are_crowded_are_halved_and_no_bit_changes(comm: MPI.Intracomm) -> None:
+    """Some large entries side by side in a long region, as one small layer has them."""
+    use("cuda", comm)
+    length = 4_000_037
+    settings: dict[str, Any] = {"density": 0.01, "threshold_interval": 4, "boundary_interval": 8}
+    on_cpu = GradientAllreduce(comm, length, "oktopk", **settings)
+    on_gpu = GradientAllreduce(comm, length, "oktopk", device="cuda", peer_memory=True, **settings)
+    rng = np.random.default_rng(comm.rank)
+    for _ in range(10):
+        gradient = rng.standard_normal(length, np.float32)
+        for hot in (length // 7, length // 3, length - 50_000):
+            gradient[hot : hot + 9_000] *= 100
+        on_gpu.step(put("cuda", gradient))
+        on_cpu.step(gradient)
+        assert np.array_equal(get(on_gpu.update), on_cpu.update)
+        assert np.array_equal(get(on_gpu.residual), on_cpu.residual)
+    launches = on_gpu._methods["oktopk"]._peers._launches  # type: ignore[attr-defined]
+    assert comm.allreduce(launches._narrowed) > 0
+    on_cpu.close()
+    on_gpu.close()
+
+
 def narrowed(gradient: NDArray[np.float32], gradient_type: str) -> NDArray[Any]:
     """As it is given: bfloat16 by its bits."""
     if gradient_type == "float32":

@@ -155,18 +155,52 @@ def lists_over(
     return np.concatenate(parts), ends - sizes, ends
 
 
-# 1.0 and 0.4: more sums than a tile may hold at once; 0.001: tiles as wide as they come; 9 lists: fetched in three goes
+# 0.001: tiles as wide as they come; 9 lists: fetched in three goes
 @pytest.mark.parametrize("share", [1.0, 0.4, 0.02, 0.001, 0.0])
 @pytest.mark.parametrize("lists", [1, 4, 5, 9])
 @pytest.mark.parametrize("length", [1, 1000, 3 * TILE + 11, 200 * TILE])
 def test_region_sums_are_the_hosts(device: Any, length: int, lists: int, share: float) -> None:
-    from collectives.device_kernels import DeviceKernels
-
     if length * lists * share > 4e6:
         pytest.skip("slow on the host")
     rng = np.random.default_rng((length, lists))
     lower, upper = 12_345, 12_345 + length
-    pool, begins, ends = lists_over(lower, upper, lists, share, rng)
+    check_sums(device, *lists_over(lower, upper, lists, share, rng), lower, upper)
+
+
+# wide tiles that hold more sums than fit at once; 40 lists: too many for the windows' edges
+@pytest.mark.parametrize("lists", [1, 4, 9, 40])
+def test_sums_of_crowded_tiles_are_the_hosts(device: Any, lists: int) -> None:
+    from collectives.device_kernels import WIDEST, tile_shift
+
+    rng = np.random.default_rng(lists)
+    lower, length = 12_345, 6_000_007
+    crowd = lower + length // 2
+    pools = [
+        lists_over(lower, crowd, lists, 1e-5, rng),
+        lists_over(crowd, crowd + 22_500, lists, 0.9 / lists**0.5, rng),
+        lists_over(crowd + 22_500, lower + length, lists, 1e-5, rng),
+    ]
+    parts = [
+        np.concatenate([pool[begins[at] : ends[at]] for pool, begins, ends in pools]) for at in range(lists)
+    ]
+    ends = np.cumsum([len(part) for part in parts])
+    assert tile_shift(int(ends[-1]), length) > WIDEST - 3
+    check_sums(
+        device, np.concatenate(parts), ends - [len(part) for part in parts], ends, lower, lower + length
+    )
+
+
+def check_sums(
+    device: Any,
+    pool: NDArray[np.void],
+    begins: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    lower: int,
+    upper: int,
+) -> None:
+    from collectives.device_kernels import DeviceKernels
+
+    length = upper - lower
     bits = magnitude_bits(1.2)
     room = min(len(pool), length) + 1
     out = np.empty(room, ENTRY)

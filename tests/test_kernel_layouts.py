@@ -77,7 +77,10 @@ def test_sizes_are_the_same_on_both_sides() -> None:
     peers = hosts_know("oktopk/peer_launches")
     assert peers["_PIECE"] == 32 * apply["AHEAD"]
     assert peers["_COUNTS"] == peer["COUNTS"]
-    assert hosts_know("oktopk/peer_step")["_BAD_SELECTION"] == peer["BAD_SELECTION"]
+    stops = hosts_know("oktopk/peer_step")
+    assert [stops[f"_{name}"] for name in ("BAD_SELECTION", "NOT_FINITE")] == [
+        peer[name] for name in ("BAD_SELECTION", "NOT_FINITE")
+    ]
     assert hosts_know("oktopk/naming_launches")["_SEARCH_WORDS"] == search["TIES"] + 1
 
 

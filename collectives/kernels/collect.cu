@@ -4,7 +4,7 @@
 //          lists in rotation order (own, r-1, r-2, ...), one after the other; cuts[ranks][tiles + 1]: where each tile of the region
 //          begins in each list, as places in the pool. report in host memory: how many entries each rank has for this
 //          region.
-// Units    a tile is 2^shift elements; step, as in peer.cuh, says where the region begins and its tiles. cap: most entries a
+// Units    a tile is 2^shift elements; step, as in peer.cuh, says that, where the region begins, and its tiles. cap: most entries a
 //          selection may have.
 // Launch   collect_region: (blocks, ranks) of THREADS; every block waits for the notes of all ranks. The others: one block of 128.
 // Notes    SELECTED: nnz, nonfinite, and ranks + 1 places where each region begins in the selection.
@@ -41,7 +41,7 @@ extern "C" __global__ void tell_kept(const unsigned long long* windows, int rank
 extern "C" __global__ void __launch_bounds__(THREADS)
     collect_region(const unsigned long long* __restrict__ windows, int ranks, int rank,
                    unsigned long long packed_at, unsigned cap, Entry* __restrict__ pool, unsigned capacity,
-                   int shift, unsigned* __restrict__ cuts, unsigned* decision, volatile unsigned* report,
+                   unsigned* __restrict__ cuts, unsigned* decision, volatile unsigned* report,
                    const unsigned* __restrict__ step) {
   __shared__ unsigned first[MOST_PEERS], length[MOST_PEERS], begin[MOST_PEERS];
   __shared__ unsigned notes[MOST_PEERS][MOST_PEERS + 3];
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const unsigned long long window = windows[rank];
   const long long lower = step[LOWER];
-  const int tiles = step[TILES];
+  const int tiles = step[TILES], shift = step[SHIFT];
   hear_peers(window, ranks, SELECTED, step[EPOCH]);
   // all notes at once: one trip to memory
   for (int i = threadIdx.x; i < ranks * (3 + ranks); i += THREADS)
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       nonfinite = notes[source][1];
       from = notes[source][2 + rank];
       count = notes[source][3 + rank] - from;
-      bad = nonfinite || nnz > cap;
+      bad = nnz > cap;
       unsigned long long incoming = 0;  // of region `lane`
       for (int q = 0; q < ranks; ++q) incoming += notes[q][3 + lane] - notes[q][2 + lane];
       bad = bad || incoming > capacity;
@@ -73,13 +73,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     first[lane] = from;
     length[lane] = count;
     begin[lane] = inclusive - count;
-    const bool any = __any_sync(FULL_WARP, bad);
-    if (lane == 0) stop = any ? BAD_SELECTION : PROCEED;
+    const bool infinite = __any_sync(FULL_WARP, nonfinite > 0), any = __any_sync(FULL_WARP, bad);
+    const int found = infinite ? NOT_FINITE : any ? BAD_SELECTION : PROCEED;
+    if (lane == 0) stop = found;
     if (blockIdx.x == 0 && blockIdx.y == 0) {
       if (lane < ranks) {
         report[source] = count;
+        if (infinite) decision[COUNTS + source] = nonfinite;
       }
-      if (lane == 0) decision[STOP] = any ? BAD_SELECTION : PROCEED;
+      if (lane == 0) decision[STOP] = found;
     }
   }
   __syncthreads();

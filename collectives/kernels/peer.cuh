@@ -20,13 +20,14 @@ constexpr unsigned long long INBOX_AT = NOTES * MOST_PEERS * 4;  // bytes; the f
 constexpr unsigned long long DIGITS_AT = INBOX_AT + SLOTS * MOST_PEERS * NOTE_WORDS * 4;
 
 // Why a step cannot go on by itself; 0: it can. Equal on all ranks.
-enum Stop { PROCEED = 0, BAD_SELECTION = 1, BAD_THRESHOLD = 2, SKEWED = 3 };
+enum Stop { PROCEED = 0, BAD_SELECTION = 1, BAD_THRESHOLD = 2, SKEWED = 3, NOT_FINITE = 4 };
 
-// What all ranks decided alike: words of a `decision` array. AGAIN: what is kept comes after the decision.
+// What all ranks decided alike: words of a `decision` array. AGAIN: what is kept comes after the decision. After a stop for NOT_FINITE
+// the counts are of what was not finite.
 enum Decision { STOP = 0, NEAREST = 1, BITS = 2, AGAIN = 3, TOTAL = 4, COUNTS = 5 };  // COUNTS[ranks], then starts[ranks]
 
 // What changes from step to step, in device memory, so that the launches of a step stay as they are and replay as one graph.
-enum Step { EPOCH = 0, LOCAL_BITS = 1, GLOBAL_BITS = 2, SUPPORT = 3, LOWER = 4, TILES = 5 };
+enum Step { EPOCH = 0, LOCAL_BITS = 1, GLOBAL_BITS = 2, SUPPORT = 3, LOWER = 4, TILES = 5, SHIFT = 6 };
 
 __device__ __forceinline__ unsigned* flag_of(unsigned long long window, Note note, int from) {
   return reinterpret_cast<unsigned*>(window) + note * MOST_PEERS + from;

@@ -2,7 +2,7 @@
 //
 // Shapes   pool[...] COO; list j is pool[ranges[j], ranges[lists + j]), strictly ascending within [lower, upper);
 //          cuts[lists][tiles + 1]: where each tile begins in each list; out[capacity] COO;
-//          report[1 + RUNGS] in host memory: sums kept, and sums on each rung.
+//          report[2 + RUNGS] in host memory: sums kept, sums on each rung, and tiles that were crowded.
 // Units    threshold: bits of the smallest magnitude to keep, >= 1. Rung r holds what reaches threshold + offsets[r] and not
 //          threshold + offsets[r + 1], both clipped to finite nonzero magnitudes; offsets[RUNGS] ascend; null: no ladder.
 //          A tile is 2^shift elements, NARROWEST <= shift <= WIDEST.
@@ -10,7 +10,7 @@
 //          of THREADS; `state` zeroed once; status, ticket, epoch as in lookback.cuh.
 // Peers    windows null: none. With `decision` a launch does nothing when the step stops; with `again` it also does nothing
 //          unless the ranks decided on another threshold, which it then takes. Otherwise its last block tells the peers: COUNTED
-//          with the rungs, or KEPT. With `step`, threshold, lower, tiles and epochs are those it says.
+//          with the rungs, or KEPT. With `step`, threshold, lower, tiles, shift and epochs are those it says.
 // Order    out ascends by index. Every sum is taken in list order: lists one after the other, an index at most once in each,
 //          so that no atomics are needed and the result depends on the lists alone.
 // Overflow what does not fit `out` is counted, not written. A tile with more than MOST sums is done in narrow windows, each
@@ -30,9 +30,10 @@ constexpr int WORDS = (1 << WIDEST) / 32;
 constexpr int EACH = WORDS / THREADS;  // words of the bitmap a thread
 constexpr int AHEAD = 4;               // lists whose entries are fetched together
 constexpr int DEEP = 2;                // entries of each, a thread
+constexpr int EDGES = 256;             // of windows in lists
 
 struct State {
-  unsigned finished, kept;
+  unsigned finished, kept, crowded;
   unsigned rungs[RUNGS];
 };
 
@@ -53,6 +54,7 @@ struct Shared {
   unsigned short element[MOST];     // of each sum, within the window
   unsigned counts[ROWS * WARPS], warp_totals[WARPS];
   unsigned rungs[RUNGS], edge[RUNGS];
+  unsigned edges[EDGES];  // where the windows of a crowded tile begin in each list, as cuts are
   unsigned tile, offset, total, last;
 };
 
@@ -145,6 +147,25 @@ __device__ unsigned sum_window(Shared& shared, const Entry* __restrict__ pool, c
   return sums;
 }
 
+// Where the lists of a tile are cut into its windows: what `sum_window` takes in the place of cuts, tiles and tile.
+struct Windows {
+  const unsigned* cuts;
+  int windows, first, each;  // the first window and what the next ones add
+};
+
+__device__ Windows cut_into_windows(Shared& shared, const Entry* __restrict__ pool, const unsigned* __restrict__ cuts, int lists,
+                                    int tiles, unsigned tile, long long start, unsigned width) {
+  const int windows = width / MOST, edges = windows + 1;
+  if (lists * edges > EDGES) return {cuts, tiles, static_cast<int>(tile), 0};  // each window reads the whole tile
+  __syncthreads();
+  for (int i = threadIdx.x; i < lists * edges; i += THREADS) {
+    const unsigned* cut = cuts + static_cast<long long>(i / edges) * (tiles + 1) + tile;
+    shared.edges[i] = lower_bound(pool, cut[0], cut[1], start + static_cast<long long>(i % edges) * MOST);
+  }
+  __syncthreads();
+  return {shared.edges, windows, 0, 1};
+}
+
 // Which of this thread's sums reach the threshold, a bit a row; counts the rungs, and the kept of each row and warp.
 __device__ unsigned pick(Shared& shared, unsigned sums, unsigned threshold, bool count_rungs) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -221,6 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
     threshold = step[GLOBAL_BITS];
     lower = step[LOWER];
     tiles = step[TILES];
+    shift = step[SHIFT];
   }
   if (again) threshold = decision[BITS];
   for (int i = threadIdx.x; i < RUNGS; i += THREADS) {
@@ -235,12 +257,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
   const unsigned width = 1u << shift;
   const unsigned sums = sum_window(shared, pool, cuts, lists, tiles, tile, start, width);
   unsigned kept = 0, whole = 0;
+  Windows narrow{};
   if (sums <= MOST) {
     kept = pick(shared, sums, threshold, true);
     if (warp == 0) whole = place_rows(shared, sums, lane);
   } else {
+    if (threadIdx.x == 0) atomicAdd(&state->crowded, 1u);
+    narrow = cut_into_windows(shared, pool, cuts, lists, tiles, tile, start, width);
     for (unsigned at = 0; at < width; at += MOST) {
-      const unsigned these = sum_window(shared, pool, cuts, lists, tiles, tile, start + at, MOST);
+      const unsigned window = narrow.first + at / MOST * narrow.each;
+      const unsigned these = sum_window(shared, pool, narrow.cuts, lists, narrow.windows, window, start + at, MOST);
       pick(shared, these, threshold, true);
       if (warp == 0) whole += place_rows(shared, these, lane);
     }
@@ -259,7 +285,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
     write_kept(shared, sums, kept, shared.offset, start, out, capacity);
   } else {
     for (unsigned at = 0; at < width; at += MOST) {
-      const unsigned these = sum_window(shared, pool, cuts, lists, tiles, tile, start + at, MOST);
+      const unsigned window = narrow.first + at / MOST * narrow.each;
+      const unsigned these = sum_window(shared, pool, narrow.cuts, lists, narrow.windows, window, start + at, MOST);
       kept = pick(shared, these, threshold, false);
       if (warp == 0) {
         const unsigned total = place_rows(shared, these, lane);
@@ -284,6 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
     }
     if (threadIdx.x == 0) {
       report[0] = *const_cast<volatile unsigned*>(&state->kept);
+      report[1 + RUNGS] = atomicExch(&state->crowded, 0u);
       state->finished = 0;
     }
     __syncthreads();

@@ -7,8 +7,8 @@
 // NaN, Inf an element whose result is not finite stays as it was and is counted, except in `accumulate`, which only counts.
 // Order    `moments` adds block sums by atomics: the last bits depend on the run, and only a threshold depends on them.
 
-#include "coo.cuh"
 #include "gradient.cuh"
+#include "peer.cuh"
 
 __device__ __forceinline__ bool finite(float x) { return magnitude(x) < INFINITY_BITS; }
 
@@ -51,9 +51,10 @@ extern "C" __global__ void accumulate_moments(const GRADIENT* __restrict__ gradi
   if (bad) atomicAdd(nonfinite, bad);
 }
 
-// residual -= gradient, where accumulate_select added it
+// residual -= gradient, where accumulate_select added it; only after a stop for what is not finite, unless decision is null
 extern "C" __global__ void undo_accumulate(const GRADIENT* __restrict__ gradient, float* __restrict__ residual,
-                                           long long n) {
+                                           long long n, const unsigned* __restrict__ decision) {
+  if (decision && decision[STOP] != NOT_FINITE) return;
   FOR_EACH(i, n) {
     const float g = widen(gradient[i]);
     if (finite(g) && finite(add(g, residual[i]))) residual[i] = add(residual[i], -g);

@@ -25,7 +25,8 @@ extern "C" __global__ void __launch_bounds__(128)
   __shared__ int chosen, nearest, stop;
   const unsigned epoch = step[EPOCH], bits = step[GLOBAL_BITS];
   if (decision[STOP]) {
-    if (threadIdx.x < COUNTS + ranks) announce(report, threadIdx.x, threadIdx.x == STOP ? decision[STOP] : 0, epoch);
+    const bool told = threadIdx.x == STOP || (decision[STOP] == NOT_FINITE && threadIdx.x >= COUNTS);
+    if (threadIdx.x < COUNTS + ranks) announce(report, threadIdx.x, told ? decision[threadIdx.x] : 0, epoch);
     return;
   }
   const int rung = threadIdx.x;

@@ -33,6 +33,7 @@ class Plan:
         support: where `out` is not zero, None for anywhere.
         clear_out: zeroes it there; every method calls it before it writes there, or does as much itself.
         velocity: float32[n], cleared where the residual is, by methods that apply; None without momentum correction.
+        deferrable: the step may end as a Deferred one.
     """
 
     k: int
@@ -44,6 +45,7 @@ class Plan:
     clear_out: Callable[[], None]
     nonfinite: bool = False
     velocity: Any = None
+    deferrable: bool = False
 
 
 @dataclass(slots=True)
@@ -72,6 +74,19 @@ class Reduction:
     local_threshold: float = math.nan
     global_threshold: float = math.nan
     finish: Callable[[], None] | None = None
+
+
+@dataclass(slots=True)
+class Deferred:
+    """A step that is on its way on the device, and ends without the host.
+
+    Attributes:
+        settle: waits for what was decided, and for no kernel after that; None where nothing was applied, and all stays in the
+            residual, on every rank alike. Not collective; to be called once, before the next step. Raises FlaggedRanksError as
+            `Method.reduce` does.
+    """
+
+    settle: Callable[[], Reduction | None]
 
 
 class Method(ABC):
@@ -110,7 +125,7 @@ class Method(ABC):
         residual: NDArray[np.float32] | None,
         out: NDArray[np.float32],
         plan: Plan,
-    ) -> Reduction:
+    ) -> Reduction | Deferred:
         """Reduce gradient + residual over the ranks. Collective: every rank must call, with the same plan.
 
         Args:
@@ -153,7 +168,7 @@ class SparseMethod(Method):
         residual: NDArray[np.float32] | None,
         out: NDArray[np.float32],
         plan: Plan,
-    ) -> Reduction:
+    ) -> Reduction | Deferred:
         assert residual is not None, f"{self.name} needs a residual"
         plan.clear_out()
         plan.stopwatch.lap("apply")

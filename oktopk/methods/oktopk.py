@@ -15,12 +15,12 @@ from collectives.balance_and_allgatherv import balance_and_allgatherv
 from collectives.host_kernels import bits_magnitude
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import RegionLists, split_and_reduce
-from collectives.transport import Transport
+from collectives.transport import FlaggedRanksError, Transport
 from oktopk.host_kernels import Packing
-from oktopk.methods.base import Plan, Reduction, SparseMethod
+from oktopk.methods.base import Deferred, Plan, Reduction, SparseMethod
 from oktopk.regions import equal_boundaries, region_boundaries
 from oktopk.selection import Selection
-from oktopk.settings import Settings
+from oktopk.settings import Settings, selection_cap
 from oktopk.thresholds import GlobalThreshold
 
 
@@ -38,6 +38,10 @@ class OkTopk(SparseMethod):
         self.threshold = GlobalThreshold(kernels, settings.drift_tolerance)
         messages = self.keeps_to_messages(settings)
         self._peers: Any = None if messages else kernels.peer_step(transport, length, settings)
+        # a step stopped at its selection: perhaps a region got more than there is room for
+        self._stale_regions = False
+        # and it was deferred, so that the kernels of some rank may have yet to read what was selected
+        self._stopped_apart = False
 
     @classmethod
     def keeps_to_messages(cls, settings: Settings) -> str:
@@ -51,7 +55,7 @@ class OkTopk(SparseMethod):
         residual: NDArray[np.float32] | None,
         out: NDArray[np.float32],
         plan: Plan,
-    ) -> Reduction:
+    ) -> Reduction | Deferred:
         if self._peers is None:
             return super().reduce(gradient, residual, out, plan)
         if not self._peers.fits(plan.k):
@@ -65,12 +69,16 @@ class OkTopk(SparseMethod):
         residual: NDArray[np.float32],
         out: NDArray[np.float32],
         plan: Plan,
-    ) -> Reduction:
-        """A step through peer memory; what is out of the ordinary goes the way of `exchange`."""
+    ) -> Reduction | Deferred:
+        """A step through peer memory; what is out of the ordinary goes the way of `exchange`, or is given up where deferred."""
         local, threshold, k = self.selection, self.threshold, plan.k
-        buffer = self.transport.workspace.entries("packed", 2 * k + self.kernels.BLOCK)
-        fresh = plan.new_boundaries or self.boundaries is None
+        if self._stopped_apart:
+            # a note of this step would overwrite the one that another rank's kernels have yet to read
+            self.transport.comm.Barrier()
+            self._stopped_apart = False
+        fresh = plan.new_boundaries or self._stale_regions or self.boundaries is None
         exact = plan.exact or threshold.bits is None
+        deferred = plan.deferrable and not (fresh or exact)  # equal on all ranks, as all of it is
         selection: Selection | None = None
         given, bits = None, local.bits
         if plan.nonfinite:
@@ -78,14 +86,15 @@ class OkTopk(SparseMethod):
             selection = local.select(gradient, residual, k, exact=False)
             cuts = self._cuts(selection.packed)
         elif plan.exact or local.exact_due or bits is None:
-            selection, cuts = self._select_exactly(gradient, residual, k, buffer)
+            selection, cuts = self._select_exactly(gradient, residual, k)
         elif fresh or exact:
-            selection, cuts = self._select_by(bits, gradient, residual, k, buffer)
+            selection, cuts = self._select_by(bits, gradient, residual, k)
         if selection is not None:
             given, bits = (selection.packed.nnz, selection.nonfinite + plan.nonfinite), 0
             plan.stopwatch.lap("select")
         if fresh:
             self.boundaries = region_boundaries(cuts, self.length, self.transport)
+            self._stale_regions = False
             plan.stopwatch.lap("boundaries")
         peers = self._peers
         peers.launch(
@@ -100,48 +109,76 @@ class OkTopk(SparseMethod):
             given,
             exact,
             plan.stopwatch.detailed,
+            deferred,
         )
+        if deferred:
+            return Deferred(partial(self._settle, selection, residual, bits or 0, plan))
         # the one wait: the kernels run on, and need nothing that the host learns
         outcome = peers.outcome(exact)
         if selection is None:
             nnz, nonfinite, points = peers.selected()
-            selection = local.settle(Packing(nnz, nonfinite, points), residual, k, bits or 0, False, buffer)
+            selection = local.settle(Packing(nnz, nonfinite, points), residual, k, bits or 0, False)
         if outcome.stopped_at:
             plan.stopwatch.lap("step")
             if outcome.stopped_at == "threshold":
                 return self._keep_and_gather(peers.lists(), selection, plan)
+            self._stale_regions = True
             if plan.nonfinite:
                 selection = replace(selection, nonfinite=selection.nonfinite + 1)
             return self.exchange_or_undo(
                 selection, gradient, residual, out, replace(plan, new_boundaries=False)
             )
-        finish = partial(peers.finish, plan.stopwatch)
+        return self._applied(selection, outcome, exact, plan)
+
+    def _settle(
+        self, selection: Selection | None, residual: NDArray[np.float32], bits: int, plan: Plan
+    ) -> Reduction | None:
+        """How a deferred step went, see `Deferred`; the selection, where it was made before the step was launched."""
+        local, peers, k = self.selection, self._peers, plan.k
+        outcome = peers.outcome(exact=False)
+        self._stopped_apart = self._stale_regions = outcome.stopped_at == "selection"
+        if selection is None:
+            nnz, nonfinite, points = peers.selected()
+            if nonfinite or nnz > selection_cap(k):
+                local.missed()
+            else:
+                selection = local.settle(Packing(nnz, nonfinite, points), residual, k, bits, False)
+        if outcome.flagged:
+            raise FlaggedRanksError(list(outcome.flagged))
+        if outcome.stopped_at:
+            return None
+        assert selection is not None  # else the step had stopped
+        return self._applied(selection, outcome, False, plan)
+
+    def _applied(self, selection: Selection, outcome: Any, exact: bool, plan: Plan) -> Reduction:
+        """What a step gave that the kernels ended by themselves; learns from it."""
         if exact:
-            threshold.named(outcome.bits)
+            self.threshold.named(outcome.bits)
         else:
-            threshold.follow(outcome.bits, outcome.missed)
+            self.threshold.follow(outcome.bits, outcome.missed)
+        finish = partial(self._peers.finish, plan.stopwatch)
         return self._reduction(selection, SparseVector(outcome.gathered, self.length), finish)
 
     def _select_exactly(
-        self, gradient: NDArray[np.float32], residual: NDArray[np.float32], k: int, buffer: Any
+        self, gradient: NDArray[np.float32], residual: NDArray[np.float32], k: int
     ) -> tuple[Selection, NDArray[np.int64]]:
         """The exact local selection among peers, and the cuts that split it evenly."""
         local, lowest = self.selection, self.selection.lower_threshold()
         found = self._peers.select_exact(gradient, residual, lowest)
         if found.short:
             packing = Packing(found.candidates, found.nonfinite)
-            selection = local.settle(packing, residual, k, lowest, True, buffer)
+            selection = local.settle(packing, residual, k, lowest, True)
             return selection, self._cuts(selection.packed)
         local.named(found.candidates, k, lowest, found.bits)
-        packed = SparseVector(buffer[: found.nnz], self.length)
+        packed = SparseVector(local.buffer(k)[: found.nnz], self.length)
         return Selection(packed, 0, True, bits_magnitude(found.bits)), np.array(found.cuts, np.int64)
 
     def _select_by(
-        self, bits: int, gradient: NDArray[np.float32], residual: NDArray[np.float32], k: int, buffer: Any
+        self, bits: int, gradient: NDArray[np.float32], residual: NDArray[np.float32], k: int
     ) -> tuple[Selection, NDArray[np.int64]]:
         """A selection among peers by the threshold there is, and the cuts that split it evenly."""
         nnz, nonfinite, cuts = self._peers.select(gradient, residual, bits)
-        selection = self.selection.settle(Packing(nnz, nonfinite), residual, k, bits, False, buffer)
+        selection = self.selection.settle(Packing(nnz, nonfinite), residual, k, bits, False)
         if not nnz or selection.packed.nnz != nnz:
             return selection, self._cuts(selection.packed)
         return selection, np.array(cuts, np.int64)
@@ -212,7 +249,8 @@ class OkTopk(SparseMethod):
         return state["threshold"], None if boundaries is None else [int(cut) for cut in boundaries]
 
     def state_dict(self) -> dict[str, Any]:
-        boundaries = None if self.boundaries is None else self.boundaries.copy()
+        kept = self.boundaries is not None and not self._stale_regions
+        boundaries = self.boundaries.copy() if kept else None  # type: ignore[union-attr]
         return super().state_dict() | {"threshold": self.threshold.state_dict(), "boundaries": boundaries}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,0 +1,188 @@
+"""Peer memory without GPUs: what the kernels of a step tell each other goes over MPI, and the host finds what it would on a GPU.
+
+It stands where `oktopk.peer_step.PeerStep` does, so that what the host makes of a step among peers, deferred or not, is tested
+on any machine. What kernels compute, and when, is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives import host_kernels as lists_kernels
+from collectives.sparse import ENTRY, SparseVector
+from collectives.split_and_reduce import RegionLists
+from collectives.transport import Transport
+from oktopk import host_kernels as kernels
+from oktopk.report import Stopwatch
+from oktopk.settings import Settings, selection_cap
+from oktopk.thresholds import LADDER, MISS, NOTHING, kth_magnitude
+
+_POOL, _SMALL_POOL = 3, 4096
+
+
+class FakePeers:
+    """As PeerStep."""
+
+    def __init__(self, transport: Transport, length: int, settings: Settings) -> None:
+        self._transport, self._length, self._settings = transport, length, settings
+        self._k = 0
+
+    def fits(self, k: int) -> bool:
+        return self._k == k
+
+    def prepare(self, k: int) -> None:
+        self._k = k
+        self._transport.comm.Barrier()
+
+    def select(
+        self, gradient: NDArray[np.float32], residual: NDArray[np.float32], bits: int
+    ) -> tuple[int, int, list[int]]:
+        packing = kernels.accumulate_select(gradient, residual, bits, self._packed)
+        return packing.nnz, packing.nonfinite, self._cuts(min(packing.nnz, 2 * self._k))
+
+    def select_exact(
+        self, gradient: NDArray[np.float32], residual: NDArray[np.float32], lowest: int
+    ) -> SimpleNamespace:
+        k, packed = self._k, self._packed
+        packing = kernels.accumulate_select(gradient, residual, lowest, packed)
+        short = bool(packing.nonfinite) or not k <= packing.nnz <= 2 * k
+        found = SimpleNamespace(
+            candidates=packing.nnz, nonfinite=packing.nonfinite, short=short, nnz=0, bits=0, cuts=[]
+        )
+        if not short:
+            candidates = packed[: packing.nnz]
+            found.bits, larger = kth_magnitude(
+                lambda level, prefix: kernels.magnitude_histogram(candidates, level, prefix), k
+            )
+            ties = selection_cap(k) - larger
+            found.nnz = lists_kernels.take_at_least(candidates, found.bits, ties, candidates)
+            found.cuts = self._cuts(found.nnz)
+        return found
+
+    def launch(
+        self,
+        gradient: NDArray[np.float32],
+        residual: NDArray[np.float32],
+        update: NDArray[np.float32],
+        velocity: NDArray[np.float32] | None,
+        bits: tuple[int, int],
+        boundaries: NDArray[np.int64],
+        support: SparseVector | None,
+        clear: Callable[[], None],
+        selected: tuple[int, int] | None = None,
+        exact: bool = False,
+        timed: bool = False,
+        undo: bool = False,
+    ) -> None:
+        comm, rank, ranks = self._transport.comm, self._transport.rank, self._transport.size
+        clear()
+        if selected is None:
+            packing = kernels.accumulate_select(gradient, residual, bits[0], self._packed)
+            selected = packing.nnz, packing.nonfinite
+        nnz, nonfinite = selected
+        mine = self._packed[: min(nnz, 2 * self._k)].copy()
+        points = lists_kernels.split_points(mine, boundaries)
+        notes = comm.allgather((nnz, nonfinite, mine, points))
+        self._selected = nnz, nonfinite, points.tolist()
+        flagged = tuple(source for source, note in enumerate(notes) if note[1])
+        if flagged and undo:
+            kernels.undo_accumulate(gradient, residual)
+        room = max(_POOL * self._k, min(ranks * selection_cap(self._k), _SMALL_POOL))
+        incoming = np.sum([np.diff(theirs) for *_, theirs in notes], axis=0).max()
+        if flagged or incoming > room or any(note[0] > selection_cap(self._k) for note in notes):
+            self._outcome = SimpleNamespace(stopped_at="selection", flagged=flagged)
+            return
+        sources = [(rank - i) % ranks for i in range(ranks)]
+        parts = [notes[source][2][slice(*notes[source][3][rank : rank + 2])] for source in sources]
+        ends = np.cumsum([len(part) for part in parts])
+        self._lists = RegionLists(
+            np.concatenate(parts),
+            ends - [len(part) for part in parts],
+            ends,
+            int(boundaries[rank]),
+            int(boundaries[rank + 1]),
+            self._transport,
+        )
+        named = self._name(bits[1]) if exact else self._follow(bits[1])
+        traffic = self._transport.traffic
+        traffic.words += 2 * (nnz - points[rank + 1] + points[rank])
+        self._outcome = SimpleNamespace(stopped_at="threshold", flagged=())
+        if named is None:
+            return
+        kept, threshold, missed = named
+        gathered = np.concatenate(comm.allgather(kept))
+        traffic.words += 2 * (ranks - 1) * len(kept)
+        kernels.write_scaled(update, gathered, 1.0 / ranks if self._settings.average else 1.0)
+        for vector in (residual, velocity):
+            if vector is not None:
+                kernels.clear_common(vector, mine, gathered)
+        self._outcome = SimpleNamespace(
+            stopped_at="", flagged=(), bits=threshold, missed=missed, gathered=gathered
+        )
+
+    def selected(self) -> tuple[int, int, list[int]]:
+        return self._selected
+
+    def outcome(self, exact: bool) -> SimpleNamespace:
+        return self._outcome
+
+    def lists(self) -> RegionLists:
+        return self._lists
+
+    def finish(self, stopwatch: Stopwatch) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def _packed(self) -> NDArray[np.void]:
+        return self._transport.workspace.entries("packed", 2 * self._k + kernels.BLOCK)
+
+    def _cuts(self, nnz: int) -> list[int]:
+        cuts = lists_kernels.equal_count_cuts(self._packed[:nnz], self._length, self._transport.size)
+        return [int(cut) for cut in cuts]
+
+    def _skewed(self, counts: NDArray[np.int64]) -> bool:
+        ranks = len(counts)
+        return ranks > 2 and bool(counts.max() * ranks > self._settings.balance_trigger * counts.sum())
+
+    def _name(self, lowest: int) -> tuple[NDArray[np.void], int, int] | None:
+        """What this rank keeps by the k-th largest sum of all ranks, as `kth.cu` does; None where it stops."""
+        comm, rank = self._transport.comm, self._transport.rank
+        sums = self._lists.sums(lowest).copy()
+        if comm.allreduce(len(sums)) < self._k:
+            return None
+        bits, _ = kth_magnitude(
+            lambda level, prefix: comm.allreduce(kernels.magnitude_histogram(sums, level, prefix)), self._k
+        )
+        edges = np.array([bits, bits + 1], np.int32)
+        counts = np.array(comm.allgather(lists_kernels.count_at_least(sums, edges)))
+        above, ties = counts[:, 1], counts[:, 0] - counts[:, 1]
+        allowed = max(0, selection_cap(self._k) - int(above.sum()))
+        ties = np.clip(allowed - (np.cumsum(ties) - ties), 0, ties)
+        if self._skewed(above + ties):
+            return None
+        kept = np.empty(len(sums) + 1, ENTRY)
+        return kept[: lists_kernels.take_at_least(sums, bits, int(ties[rank]), kept)], bits, 0
+
+    def _follow(self, expected: int) -> tuple[NDArray[np.void], int, int] | None:
+        """What this rank keeps by the rung that fits, as `decide.cu` does; None where it stops."""
+        k, settings = self._k, self._settings
+        sums = self._lists.counted(expected, LADDER)
+        counts = np.array(self._transport.comm.allgather(sums.counts))
+        totals = counts.sum(axis=0)
+        nearest, rung = int(np.argmin(np.abs(totals - k))), len(LADDER) // 2
+        if abs(totals[rung] - k) > settings.drift_tolerance * k:
+            rung = nearest
+            all_kept = expected + LADDER[0] <= 1 and totals[0] <= k
+            if abs(totals[rung] - k) > MISS * k and not all_kept:
+                return None
+        if self._skewed(counts[:, rung]):
+            return None
+        bits = min(max(expected + int(LADDER[rung]), 1), NOTHING - 1)
+        return sums.take(bits).copy(), bits, int(LADDER[nearest])
