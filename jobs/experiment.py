@@ -8,8 +8,8 @@ batches; bert also trains Ok-Topk with other intervals and densities. It prints 
 about to do and how long that takes, skips the runs whose files are complete, stops before a run that would not end
 within --budget, and writes the report, its figures as CSV and the tables as Markdown into DIR/report.
 
-Several jobs may fill one table at the same time, each with --methods or --kinds of its own; the command for all of it, given
-last, writes the report of all.
+Several jobs may fill one table at the same time, each with --methods, --kinds or --runs of its own; the command for all of it,
+given last, writes the report of all.
 
 Exit status: 0 when the table is complete; 3 when runs are left for another call; 1 when one failed; 2 when what was
 asked for cannot be done.

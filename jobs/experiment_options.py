@@ -63,6 +63,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         help="only runs of these kinds, and in this order; default: all, the most telling ones first",
     )
     parser.add_argument(
+        "--runs",
+        nargs="+",
+        metavar="NAME",
+        help="only these runs, as --plan names them: to spread a table over jobs",
+    )
+    parser.add_argument(
         "--no-gpu-methods", action="store_true", help="leave out NCCL and DistributedDataParallel"
     )
     for unit in ("epoch", "step"):

@@ -66,6 +66,13 @@ def plan(experiment: Experiment, options: argparse.Namespace) -> list[Planned]:
     if options.kinds is not None:
         wanted = [trial for trial in every if trial.kind in options.kinds]
         every = sorted(wanted, key=lambda trial: options.kinds.index(trial.kind))
+    if options.runs is not None:
+        unknown = set(options.runs) - {trial.name for trial in every}
+        if unknown:
+            raise ConfigError(
+                f"--runs {' '.join(sorted(unknown))}: not in the plan; --plan without it lists all"
+            )
+        every = [trial for trial in every if trial.name in options.runs]
     planned = []
     for trial in every:
         file = options.output / RUNS / f"{trial.name}.h5"

@@ -8,6 +8,9 @@ from typing import Any
 TRAINING_MODES = ("dense-ovlp", "nccl", "ddp")
 """Ways to sum all gradients that take part in the backward pass or are another library's, see jobs.dense_training."""
 
+OVERLAPPED_MODES = ("dense-ovlp", "ddp")
+"""Those of them that reduce behind the backward pass."""
+
 EAGER_MODES = ("ddp",)
 """Those of them whose steps no CUDA graph replays."""
 

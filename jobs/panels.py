@@ -64,15 +64,15 @@ class LinePanel:
     marks: bool = False
 
     def rows(self) -> list[dict[str, Any]]:
-        """The points, as the CSV file has them."""
+        """The points, as the CSV file has them, and the levels that they are to be compared with."""
         x, y = self.columns
         rows: list[dict[str, Any]] = []
         for line in self.lines:
             for values in zip(line.x, line.y, line.low, line.high, strict=True):
                 named = dict(zip((x, y, f"{y}_least", f"{y}_largest"), map(float, values), strict=True))
                 rows.append({"series": line.label, **named})
-        rows += [{"series": level.label, y: level.value} for level in self.levels]
-        return rows
+        levels = [{"series": level.label, y: level.value} for level in self.levels]
+        return rows + levels if rows else []
 
 
 @dataclass(frozen=True)

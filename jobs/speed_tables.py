@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jobs.groups import Group, by_batch, is_captured, on_most_ranks, timed_by_stage
+from jobs.modes import OVERLAPPED_MODES
 from jobs.page import MISSING, Cell, Table
 from jobs.style import title_of
 from jobs.tables import Figures, milliseconds, step_cell
@@ -111,7 +112,8 @@ def _steps_row(group: Group, nccl: Group | None) -> list[Cell]:
     if nccl is not None:
         for name in ("step_seconds", "reduction_seconds"):
             theirs, own = nccl.mean(name), figures[name]
-            row.append(Cell(f"{theirs / own:.2f}" if theirs and own else MISSING))
+            hidden = name == "reduction_seconds" and group.method in OVERLAPPED_MODES
+            row.append(Cell(f"{theirs / own:.2f}" if theirs and own and not hidden else MISSING))
     return [*row, Cell(_stages(group), wrap=True)]
 
 

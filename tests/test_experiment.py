@@ -127,13 +127,13 @@ def test_two_jobs_fill_one_table_at_the_same_time(tmp_path: Path) -> None:
     words = [*small(tmp_path), "--speed-steps", "0", "--seeds", "1"]
     jobs = [
         subprocess.Popen(
-            [sys.executable, "-m", "jobs.experiment", *words, "--methods", method],
+            [sys.executable, "-m", "jobs.experiment", *words, *share],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for method in ("dense", "oktopk")
+        for share in (["--methods", "dense"], ["--runs", "oktopk-0"])
     ]
     try:
         for job in jobs:
@@ -299,6 +299,14 @@ def test_the_plan_says_what_fits(tmp_path: Path) -> None:
     )
     assert "a guess" in table
     assert planned_files(planned) == {kind: [] for kind in KINDS}
+
+
+def test_runs_are_chosen_by_name(tmp_path: Path) -> None:
+    words = [*small(tmp_path), "--speed-ranks", "1"]
+    chosen = [each.trial.name for each in plan(VGG, parse([*words, "--runs", "speed-1-oktopk", "dense-0"]))]
+    assert chosen == ["dense-0", "speed-1-oktopk"]
+    with pytest.raises(ConfigError, match="--runs dense-7: not in the plan"):
+        plan(VGG, parse([*words, "--runs", "dense-7", "dense-0"]))
 
 
 def test_every_planned_configuration_is_valid(tmp_path: Path) -> None:

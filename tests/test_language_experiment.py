@@ -16,7 +16,7 @@ from jobs.experiment_plan import measured_pace, plan
 from jobs.experiments import EXPERIMENTS
 from jobs.groups import group_runs, is_captured
 from jobs.language_claims import language_claims
-from jobs.page import task
+from jobs.page import MISSING, task
 from jobs.report import report
 from jobs.runreader import RunReader
 from jobs.speed_tables import steps_table
@@ -185,12 +185,17 @@ def test_reductions_are_compared_at_each_size_of_batches(tmp_path: Path) -> None
     for order in (both, both[::-1]):
         assert steps_table(order).note.endswith(f"Steps are replayed as CUDA graphs, but for {eager}.")
     assert "CUDA graphs" not in steps_table(group_runs(read_runs(fast))).note
-    report([], tmp_path / "out", throughput=fast)
+    rows = {row[0].text: row for row in steps_table(group_runs(read_runs(replayed))).rows}
+    place = [cell.small for cell in steps_table(group_runs(read_runs(replayed))).heads].index("reduction")
+    assert rows["NCCL"][place].text == "1.00"
+    assert rows["DDP"][place].text == MISSING  # its reduction is in the backward pass
+    report([], tmp_path / "out", throughput=fast, target=0.9)
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert "A step on 4 ranks, batches of 256" in page
     assert "A step on 4 ranks, batches of 8" in page
     assert "Ok-Topk (time_stages True)" in page
     assert "select 2.10" in page
+    assert "Held-out accuracy" not in page  # a target alone makes no picture
 
 
 def test_a_sweep_is_a_table_with_the_usual_settings_in_their_place(tmp_path: Path) -> None:
