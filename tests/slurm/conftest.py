@@ -97,6 +97,12 @@ class Slurm:
         path = self.folder / name
         return path.read_text().replace("\r", "\n") if path.exists() else ""
 
+    def log(self, job: str) -> str:
+        """What the controller noted of a job."""
+        lines = Path(self._environment["SLURM_CONF"]).with_name("log").joinpath("slurmctld.log").read_text()
+        number = job.partition("_")[0]
+        return "\n".join(line for line in lines.splitlines() if re.search(rf"\bJobId={number}(?!\d)", line))
+
     def wait_for(self, job: str, *states: str) -> str:
         """Return when the job is in one of the states; one that is queued again is started as soon as it can be.
 
@@ -108,10 +114,12 @@ class Slurm:
             if state in states:
                 return state
             if state == "PENDING" and self.fact(job, "Restarts") != "0" and not steps_left(job):
+                # a node tells the new credential from the revoked one by the second in which it was made
+                time.sleep(1.1)
                 # may have started meanwhile
                 self.call("scontrol", "update", f"JobId={job}", "StartTime=now", may_fail=True)
             over = state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-            assert not over, f"job {job} is {state}:\n{self.output(job)}"
+            assert not over, f"job {job} is {state}:\n{self.output(job)}\n{self.log(job)}"
             assert time.monotonic() < end, f"job {job} is {state} after {PATIENCE} s:\n{self.output(job)}"
             time.sleep(0.3)
 
