@@ -61,7 +61,7 @@ test-mpich:
 	@$(MAKE) --no-print-directory VENV=.venv-mpich EXTRAS=mpich,jobs,dev test TEST_ARGS="--no-lint $(TEST_ARGS)"
 
 lint: $(READY)
-	@$(BIN)/python -m tests.run --no-single --no-ranks
+	@$(BIN)/python -m tests.run --no-single --no-ranks --no-host-cuda
 
 format: $(READY)
 	@$(BIN)/ruff check --select I --fix --quiet .

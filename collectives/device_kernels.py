@@ -21,6 +21,7 @@ _KERNELS = Path(__file__).parent / "kernels"
 NARROWEST, WIDEST = 12, 15  # of region.cuh
 RUNGS = 65
 SUMS_WORDS = 2 + RUNGS  # of what a launch of sum_sorted_lists reports
+_SUMS_STATE_WORDS = 3 + RUNGS
 _ALONE = (0, 0, 0, 0, 0, 0)  # the last arguments of a launch of sum_sorted_lists that speaks to no peers
 _FULL = 1024  # sums that a tile should hold: a quarter of what it may, since large entries lie in crowds
 COMPACT_TILE = 2048  # of compact.cuh
@@ -80,7 +81,7 @@ class DeviceKernels:
         self._write_block = Kernel(lists, "write_block", 4)
         self._add_values = Kernel(lists, "add_values", 3)
         self._scale_values = Kernel(lists, "scale_values", 3)
-        self.sums_state = int(device.scratch("sums state", 3 + RUNGS, np.uint32).data.ptr)
+        self.sums_state = int(device.scratch("sums state", _SUMS_STATE_WORDS, np.uint32).data.ptr)
         device.report("sums", SUMS_WORDS)
         self.sums_report = device.address("sums")
 
@@ -143,6 +144,7 @@ class DeviceKernels:
             *_ALONE,
         )
         device.synchronize()
+        report[1 + RUNGS] = 0  # of other tiles than a step among peers has
         return int(report[0]), report[1 : 1 + RUNGS]
 
     def sum_sorted_lists(

@@ -192,9 +192,10 @@ class GradientAllreduce:
         """Learn how the last step went, if it was deferred and that is not known yet: its report is complete afterwards.
 
         To be called after the last step, too. Waits for what the ranks decided, not for the update, but where stages are timed.
+        No other rank need call, unless the error is caught: who goes on after it must not do so alone.
 
         Raises:
-            NonFiniteGradientError: as `step`.
+            NonFiniteGradientError: as `step`, but on the ranks that called.
         """
         if self._open is None:
             return
@@ -348,6 +349,9 @@ class GradientAllreduce:
 
     def close(self) -> None:
         """Free what MPI holds. Collective. How a deferred step went that is not complete stays unknown."""
+        if self._open is not None:
+            self._open, self._unaided = None, 0
+            self.forget_support()
         if self._sampler is not None:
             self._sampler.close()
         for method in self._methods.values():

@@ -61,7 +61,7 @@ class PeerLaunches:
         timed: whether events are recorded between the stages of a step.
 
     Memory: a window of 13k/4 entries and 0.8 MB; lists of 29k/4 entries beside it; 2k entries and n/1500 words that a
-        selection passes through.
+        selection passes through; (P + 4)n/4096 words where tiles begin.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ from oktopk.thresholds import LADDER
 if TYPE_CHECKING:
     from oktopk.device_kernels import DeviceKernels
 
-_BAD_SELECTION, _NOT_FINITE = 1, 4  # why kernels stop: see peer.cuh
+_BAD_SELECTION, _NOT_FINITE, _BAD_REGIONS = 1, 4, 5  # why kernels stop: see peer.cuh
 _RUNG_BITS = LADDER.tolist()
 _DIGITS = sum(1 << width for _, width in LEVELS)
 _MOST_GRAPHS = 8  # of gradients that live elsewhere
@@ -66,12 +66,14 @@ class Outcome:
         stopped_at: "" when all will be applied; "selection" when nothing was exchanged; "threshold" when the lists of this
             rank's region are there, and nothing was kept.
         flagged: ranks whose gradients were not finite, where the step stopped for them.
+        crowded: the step stopped since a region got more than there is room for.
         bits, missed: the global threshold, and how far the expected one was from the best one; gathered: all that was applied;
             only when all is done.
     """
 
     stopped_at: str
     flagged: tuple[int, ...] = ()
+    crowded: bool = False
     bits: int = 0
     missed: int = 0
     gathered: DeviceEntries | None = None
@@ -224,9 +226,10 @@ class PeerStep:
         traffic = transport.traffic
         traffic.control_words += others * (3 + ranks)
         traffic.control_messages += 1
-        if stop in (_BAD_SELECTION, _NOT_FINITE):
+        if stop in (_BAD_SELECTION, _NOT_FINITE, _BAD_REGIONS):
             flags = counts if stop == _NOT_FINITE else []
-            return Outcome("selection", tuple(rank for rank, found in enumerate(flags) if found))
+            flagged = tuple(source for source, found in enumerate(flags) if found)
+            return Outcome("selection", flagged, crowded=stop == _BAD_REGIONS)
         nnz, _, *points = launches.selected.read(self._epoch)
         traffic.words += 2 * (nnz - points[rank + 1] + points[rank])
         for other in range(ranks):

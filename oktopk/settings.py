@@ -28,7 +28,9 @@ class Settings:
         density_warmup_steps: steps after those in which the density falls to `density` by stages, >= 0.
         momentum_correction: momentum applied locally before selection, in [0, 1); 0 is off. The optimizer on top must then
             have none of its own. Source: Lin et al., Deep Gradient Compression, ICLR 2018.
-        nonfinite: "raise" an error on all ranks when a gradient is NaN or Inf, or "skip" the step on all of them.
+        nonfinite: "raise" an error on all ranks when a gradient is NaN or Inf, or "skip" the step on all of them. A deferred step
+            that is skipped has an update of zero, with which the optimizer has stepped before that is known: its momentum
+            goes on.
         balance_trigger: even out the kept entries when one rank holds more than this times the mean, >= 1.
         bucket_rounds: rounds of split-and-reduce in flight at once, >= 1.
         drift_tolerance: in between exact steps the global threshold follows when it would keep a count that is further

@@ -12,12 +12,19 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from tests import host_cuda
+
 _NO_DEVICE = 100  # cudaErrorNoDevice
+
+if os.environ.get(host_cuda.ASKED_FOR):
+    host_cuda.install()
 
 
 @functools.cache
 def gpus() -> int:
-    """GPUs that CuPy can use."""
+    """GPUs that CuPy can use, those of `tests.host_cuda` among them."""
+    if host_cuda.installed():
+        return host_cuda.GPUS
     if importlib.util.find_spec("cupy") is None or not os.path.exists("/dev/nvidiactl"):
         return 0
     import cupy
@@ -29,6 +36,11 @@ def gpus() -> int:
         if error.status != _NO_DEVICE:
             raise
         return 0  # CUDA_VISIBLE_DEVICES hides them
+
+
+def asynchronous() -> bool:
+    """Whether they run beside the host, and torch knows them too."""
+    return gpus() > 0 and not host_cuda.installed()
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not gpus(), reason="no GPU"))]
@@ -56,3 +68,10 @@ def get(array: Any) -> NDArray[Any]:
     if isinstance(array, np.ndarray):
         return array.copy()
     return np.asarray(array.get())
+
+
+def narrowed(gradient: NDArray[np.float32], gradient_type: str) -> NDArray[Any]:
+    """As it is given: bfloat16 by its bits."""
+    if gradient_type == "float32":
+        return gradient
+    return (gradient.view(np.uint32) >> 16).astype(np.uint16)

@@ -30,6 +30,7 @@ class FakePeers:
     def __init__(self, transport: Transport, length: int, settings: Settings) -> None:
         self._transport, self._length, self._settings = transport, length, settings
         self._k = 0
+        self._open = True
 
     def fits(self, k: int) -> bool:
         return self._k == k
@@ -93,8 +94,10 @@ class FakePeers:
             kernels.undo_accumulate(gradient, residual)
         room = max(_POOL * self._k, min(ranks * selection_cap(self._k), _SMALL_POOL))
         incoming = np.sum([np.diff(theirs) for *_, theirs in notes], axis=0).max()
-        if flagged or incoming > room or any(note[0] > selection_cap(self._k) for note in notes):
-            self._outcome = SimpleNamespace(stopped_at="selection", flagged=flagged)
+        over, crowded = any(note[0] > selection_cap(self._k) for note in notes), bool(incoming > room)
+        if flagged or over or crowded:
+            crowded = crowded and not (flagged or over)
+            self._outcome = SimpleNamespace(stopped_at="selection", flagged=flagged, crowded=crowded)
             return
         sources = [(rank - i) % ranks for i in range(ranks)]
         parts = [notes[source][2][slice(*notes[source][3][rank : rank + 2])] for source in sources]
@@ -110,7 +113,7 @@ class FakePeers:
         named = self._name(bits[1]) if exact else self._follow(bits[1])
         traffic = self._transport.traffic
         traffic.words += 2 * (nnz - points[rank + 1] + points[rank])
-        self._outcome = SimpleNamespace(stopped_at="threshold", flagged=())
+        self._outcome = SimpleNamespace(stopped_at="threshold", flagged=(), crowded=False)
         if named is None:
             return
         kept, threshold, missed = named
@@ -121,13 +124,14 @@ class FakePeers:
             if vector is not None:
                 kernels.clear_common(vector, mine, gathered)
         self._outcome = SimpleNamespace(
-            stopped_at="", flagged=(), bits=threshold, missed=missed, gathered=gathered
+            stopped_at="", flagged=(), crowded=False, bits=threshold, missed=missed, gathered=gathered
         )
 
     def selected(self) -> tuple[int, int, list[int]]:
         return self._selected
 
     def outcome(self, exact: bool) -> SimpleNamespace:
+        assert self._open
         return self._outcome
 
     def lists(self) -> RegionLists:
@@ -137,7 +141,7 @@ class FakePeers:
         pass
 
     def close(self) -> None:
-        pass
+        self._open = False
 
     @property
     def _packed(self) -> NDArray[np.void]:

@@ -1,8 +1,9 @@
 """Everything that must hold, in one command with one closing line: `python -m tests.run`.
 
 Four checks of the sources (lint, format, types, spelling, each counts as one), the single-process tests, then
-the tests marked `mpi` on 1, 2, 3, 4, 5 and 8 ranks. A group that hangs is ended; a test that took its job
-down, a group that ran nothing and a job that failed for no reported reason count as failed.
+the tests marked `mpi` on 1, 2, 3, 4, 5 and 8 ranks, and last the tests of GPUs on a host that stands in for them
+(tests/host_cuda). A group that hangs is ended; a test that took its job down, a group that ran nothing and a job that
+failed for no reported reason count as failed.
 
     python -m tests.run --ranks 2,4 -k regions --no-lint --no-single
     python -m tests.run --slurm                     the batch scripts, on a real Slurm that is started for them
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,11 +29,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs.launch import end_on_sigterm, mpiexec_command
+from tests import host_cuda
 from tests.outcomes import read_outcomes
 from tests.slurm.install import slurm_problem
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = (1, 2, 3, 4, 5, 8)
+HOST_CUDA_RANKS = (1, 3, 4)  # alone; odd; as many as a region needs to get three times its share
+HOST_CUDA_SINGLE = ("tests/test_device_kernels.py",)
+HOST_CUDA_RANKS_TESTS = ("tests/test_device.py", "tests/test_deferred_peers.py")
 ALL_TESTS = ["tests"]
 CHECK_SECONDS = 180
 SINGLE_SECONDS = 1800
@@ -161,6 +167,38 @@ def run_slurm(tally: Tally, pytest: Sequence[str], folder: Path) -> None:
     run_group(tally, "Slurm", command, SLURM_SECONDS, os.environ, outcomes, False, SLURM_LEAVING)
 
 
+def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: argparse.Namespace) -> None:
+    """The tests of GPUs where there is none: kernels compiled for the host."""
+    alone, among = (
+        [file for file in files if options.paths == ALL_TESTS or file in options.paths]
+        for files in (HOST_CUDA_SINGLE, HOST_CUDA_RANKS_TESTS)
+    )
+    if not alone and not among:
+        return
+    title = "kernels on the host"
+    if shutil.which("g++") is None and not os.environ.get("CI"):
+        announce(title)
+        print("The kernels are not run: there is no g++ to compile them for the host.", flush=True)
+        tally.add("skipped", title)
+        return
+    asked = {host_cuda.ASKED_FOR: "1", "OKTOPK_CUDA_AWARE_MPI": "1"}
+    may_be_empty = options.expression is not None
+    if alone:
+        outcomes = folder / "host-cuda"
+        single = ["-m", "not mpi", "--timeout-method=signal", f"--outcomes={outcomes}", *alone]
+        chosen = ["-k", options.expression] if options.expression else []
+        command = [sys.executable, *pytest, *chosen, *single]
+        run_group(tally, title, command, SINGLE_SECONDS, os.environ | asked, outcomes, may_be_empty)
+    # what stands in for peers on the host is tested without
+    expression = f"({options.expression or 'test'}) and (test_device or cuda)"
+    for ranks in sorted({*HOST_CUDA_RANKS} & {*options.ranks}) if among else ():
+        outcomes = folder / f"host-cuda-{ranks}"
+        marked = ["--with-mpi", "-m", "mpi", "-k", expression, f"--outcomes={outcomes}", *among]
+        command, environment = mpiexec_command(ranks, [*pytest, *marked], mpiexec=options.mpiexec)
+        where = f"{title}, {ranks} rank{'s' if ranks > 1 else ''}"
+        run_group(tally, where, command, RANKS_SECONDS, environment | asked, outcomes, may_be_empty)
+
+
 def files_with_rank_tests(paths: Sequence[str]) -> list[str]:
     """Test files that mention the mark. The others need not be imported by every rank."""
     found: list[str] = []
@@ -184,6 +222,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-single", action="store_true", help="without the single-process tests")
     parser.add_argument("--no-ranks", action="store_true", help="without the tests on several ranks")
     parser.add_argument(
+        "--no-host-cuda",
+        action="store_true",
+        help="without the tests of GPUs on a host that stands in for them",
+    )
+    parser.add_argument(
         "--mpiexec", metavar="PATH", help="the launcher; default: this environment's, else PATH's"
     )
     parser.add_argument("--slurm", action="store_true", help="the tests on a real Slurm, and no others")
@@ -202,12 +245,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.tally is not None:
         tally.begin_with(options.tally)
     if options.slurm:
-        options.no_lint = options.no_single = options.no_ranks = True
+        options.no_lint = options.no_single = options.no_ranks = options.no_host_cuda = True
     selection = ["-k", options.expression] if options.expression else []
     partial = bool(selection) or options.paths != ALL_TESTS
     # Open MPI gives its ranks a terminal of their own: pytest cannot see where its output ends up.
     colour = "--color=yes" if sys.stdout.isatty() else "--color=no"
-    pytest = ["-m", "pytest", colour, "-p", "no:cacheprovider", *selection]
+    plain = ["-m", "pytest", colour, "-p", "no:cacheprovider"]
+    pytest = [*plain, *selection]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks are the parallelism
     if not options.no_lint:
         run_checks(tally)
@@ -233,6 +277,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command, environment = mpiexec_command(ranks, [*pytest, *marked], mpiexec=options.mpiexec)
             title = f"{ranks} rank{'s' if ranks > 1 else ''}"
             run_group(tally, title, command, RANKS_SECONDS, environment, outcomes, partial)
+        if not options.no_host_cuda:
+            run_host_cuda(tally, plain, Path(folder), options)
     announce("closing")
     for failure in tally.failures:
         print(f"FAILED {failure}")

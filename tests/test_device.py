@@ -11,7 +11,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
-from tests.devices import get, gpus, put, use
+from tests.devices import get, gpus, narrowed, put, use
 from tests.inputs import GRADIENTS, SHAPES
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(not gpus(), reason="no GPU")]
@@ -160,13 +160,6 @@ def test_tiles_that_are_crowded_are_halved_and_no_bit_changes(comm: MPI.Intracom
     assert comm.allreduce(launches._narrowed) > 0
     on_cpu.close()
     on_gpu.close()
-
-
-def narrowed(gradient: NDArray[np.float32], gradient_type: str) -> NDArray[Any]:
-    """As it is given: bfloat16 by its bits."""
-    if gradient_type == "float32":
-        return gradient
-    return (gradient.view(np.uint32) >> 16).astype(np.uint16)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])

@@ -14,7 +14,7 @@ from collectives.sparse import ENTRY
 from oktopk.host_kernels import BLOCK
 from oktopk.host_kernels import accumulate_select as select_on_host
 from oktopk.thresholds import LADDER
-from tests.devices import gpus
+from tests.devices import asynchronous, gpus
 
 pytestmark = pytest.mark.skipif(not gpus(), reason="no GPU")
 
@@ -59,7 +59,15 @@ def accumulated(kind: str, n: int, rng: np.random.Generator) -> tuple[NDArray[np
 
 
 # 6 M and 40 M: 2 and 16 chunks a group on 132 multiprocessors
-@pytest.mark.parametrize("n", [1, CHUNK - 1, CHUNK + 1, 50_003, 6_000_001, 40_000_003])
+@pytest.mark.parametrize(
+    "n",
+    [
+        *(1, CHUNK - 1, CHUNK + 1, 50_003, 6_000_001),
+        pytest.param(
+            40_000_003, marks=pytest.mark.skipif(not asynchronous(), reason="minutes without a GPU")
+        ),
+    ],
+)
 @pytest.mark.parametrize("kind", ["spread", "crowded", "nothing"])
 @pytest.mark.parametrize("gradient_type", ["float32", "bfloat16"])
 def test_selections_are_the_hosts(device: Any, n: int, kind: str, gradient_type: str) -> None:

@@ -78,10 +78,26 @@ def test_sizes_are_the_same_on_both_sides() -> None:
     assert peers["_PIECE"] == 32 * apply["AHEAD"]
     assert peers["_COUNTS"] == peer["COUNTS"]
     stops = hosts_know("oktopk/peer_step")
-    assert [stops[f"_{name}"] for name in ("BAD_SELECTION", "NOT_FINITE")] == [
-        peer[name] for name in ("BAD_SELECTION", "NOT_FINITE")
-    ]
+    reasons = ("BAD_SELECTION", "NOT_FINITE", "BAD_REGIONS")
+    assert [stops[f"_{name}"] for name in reasons] == [peer[name] for name in reasons]
     assert hosts_know("oktopk/naming_launches")["_SEARCH_WORDS"] == search["TIES"] + 1
+
+
+def test_sums_keep_and_report_as_many_words_as_hosts_have_room_for() -> None:
+    text = CUDA["sum_sorted_lists.cu"]
+    fields = ",".join(
+        re.findall(r"unsigned (.*?);", re.search(r"struct State \{(.*?)\};", text, re.DOTALL)[1])
+    )
+    alone = [field for field in re.split(r",\s*", fields) if field != "rungs[RUNGS]"]
+    module = PYTHON["collectives/device_kernels"]
+    sizes = {
+        ast.unparse(node.targets[0]): ast.unparse(node.value)
+        for node in module.body
+        if isinstance(node, ast.Assign)
+    }
+    assert sizes["_SUMS_STATE_WORDS"] == f"{len(alone)} + RUNGS"
+    last = re.search(r"report\[(\d) \+ RUNGS\] = ", text)[1]
+    assert sizes["SUMS_WORDS"] == f"{int(last) + 1} + RUNGS"
 
 
 def test_the_words_of_a_step_are_where_kernels_read_them() -> None:

@@ -58,23 +58,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (warp == 0) {
     const int source = (rank - lane + ranks) % ranks;  // lane: place in rotation order
     unsigned nnz = 0, nonfinite = 0, from = 0, count = 0;
-    bool bad = false;
+    bool over = false, crowded = false;
     if (lane < ranks) {
       nnz = notes[source][0];
       nonfinite = notes[source][1];
       from = notes[source][2 + rank];
       count = notes[source][3 + rank] - from;
-      bad = nnz > cap;
+      over = nnz > cap;
       unsigned long long incoming = 0;  // of region `lane`
       for (int q = 0; q < ranks; ++q) incoming += notes[q][3 + lane] - notes[q][2 + lane];
-      bad = bad || incoming > capacity;
+      crowded = incoming > capacity;
     }
     const unsigned inclusive = inclusive_sum(count, lane);
     first[lane] = from;
     length[lane] = count;
     begin[lane] = inclusive - count;
-    const bool infinite = __any_sync(FULL_WARP, nonfinite > 0), any = __any_sync(FULL_WARP, bad);
-    const int found = infinite ? NOT_FINITE : any ? BAD_SELECTION : PROCEED;
+    const bool infinite = __any_sync(FULL_WARP, nonfinite > 0);
+    const bool bad_selection = __any_sync(FULL_WARP, over), bad_regions = __any_sync(FULL_WARP, crowded);
+    const int found = infinite ? NOT_FINITE : bad_selection ? BAD_SELECTION : bad_regions ? BAD_REGIONS : PROCEED;
     if (lane == 0) stop = found;
     if (blockIdx.x == 0 && blockIdx.y == 0) {
       if (lane < ranks) {

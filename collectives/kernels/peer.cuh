@@ -20,7 +20,7 @@ constexpr unsigned long long INBOX_AT = NOTES * MOST_PEERS * 4;  // bytes; the f
 constexpr unsigned long long DIGITS_AT = INBOX_AT + SLOTS * MOST_PEERS * NOTE_WORDS * 4;
 
 // Why a step cannot go on by itself; 0: it can. Equal on all ranks.
-enum Stop { PROCEED = 0, BAD_SELECTION = 1, BAD_THRESHOLD = 2, SKEWED = 3, NOT_FINITE = 4 };
+enum Stop { PROCEED = 0, BAD_SELECTION = 1, BAD_THRESHOLD = 2, SKEWED = 3, NOT_FINITE = 4, BAD_REGIONS = 5 };
 
 // What all ranks decided alike: words of a `decision` array. AGAIN: what is kept comes after the decision. After a stop for NOT_FINITE
 // the counts are of what was not finite.

@@ -30,7 +30,7 @@ constexpr int WORDS = (1 << WIDEST) / 32;
 constexpr int EACH = WORDS / THREADS;  // words of the bitmap a thread
 constexpr int AHEAD = 4;               // lists whose entries are fetched together
 constexpr int DEEP = 2;                // entries of each, a thread
-constexpr int EDGES = 256;             // of windows in lists
+constexpr int EDGES = 128;             // of windows in lists
 
 struct State {
   unsigned finished, kept, crowded;

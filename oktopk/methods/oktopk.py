@@ -38,9 +38,9 @@ class OkTopk(SparseMethod):
         self.threshold = GlobalThreshold(kernels, settings.drift_tolerance)
         messages = self.keeps_to_messages(settings)
         self._peers: Any = None if messages else kernels.peer_step(transport, length, settings)
-        # a step stopped at its selection: perhaps a region got more than there is room for
+        # a region got more than there is room for
         self._stale_regions = False
-        # and it was deferred, so that the kernels of some rank may have yet to read what was selected
+        # a deferred step stopped at its selection: the kernels of some rank may have yet to read what was selected
         self._stopped_apart = False
 
     @classmethod
@@ -122,7 +122,7 @@ class OkTopk(SparseMethod):
             plan.stopwatch.lap("step")
             if outcome.stopped_at == "threshold":
                 return self._keep_and_gather(peers.lists(), selection, plan)
-            self._stale_regions = True
+            self._stale_regions = outcome.crowded
             if plan.nonfinite:
                 selection = replace(selection, nonfinite=selection.nonfinite + 1)
             return self.exchange_or_undo(
@@ -136,7 +136,7 @@ class OkTopk(SparseMethod):
         """How a deferred step went, see `Deferred`; the selection, where it was made before the step was launched."""
         local, peers, k = self.selection, self._peers, plan.k
         outcome = peers.outcome(exact=False)
-        self._stopped_apart = self._stale_regions = outcome.stopped_at == "selection"
+        self._stopped_apart, self._stale_regions = outcome.stopped_at == "selection", outcome.crowded
         if selection is None:
             nnz, nonfinite, points = peers.selected()
             if nonfinite or nnz > selection_cap(k):

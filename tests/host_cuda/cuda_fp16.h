@@ -1,0 +1,11 @@
+// float16, as far as gradients need it.
+#pragma once
+
+struct __half {
+  _Float16 value;
+};
+struct __half2 {
+  __half x, y;
+};
+inline float __half2float(__half x) { return x.value; }
+inline float2 __half22float2(__half2 x) { return {__half2float(x.x), __half2float(x.y)}; }

@@ -1,0 +1,371 @@
+"""Steps among peers, deferred or waited for: on GPUs, and on any machine over peers by make-believe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from numpy.typing import NDArray
+from torch import nn
+
+from oktopk import DistributedOptimizer, GradientAllreduce, NonFiniteGradientError
+from tests.devices import DEVICES, asynchronous, get, gpus, narrowed, put, use
+from tests.fake_peers import FakePeers
+from tests.inputs import GRADIENTS, SHAPES
+
+pytestmark = pytest.mark.mpi
+TRUSTED = 8
+
+
+def cubes(comm: MPI.Intracomm, length: int) -> Callable[[], NDArray[np.float32]]:
+    """Whole numbers with a heavy tail, so that sums are exact and thresholds settle."""
+    rng = np.random.default_rng(comm.rank)
+    return lambda: np.rint(1024 * rng.standard_normal(length) ** 3).astype(np.float32)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where there are peers: on the host by make-believe."""
+    use(request.param, comm)
+    if request.param == "cpu":
+        monkeypatch.setattr("oktopk.host_kernels.peer_step", FakePeers)
+    return str(request.param)
+
+
+def among_peers(device: str, comm: MPI.Intracomm, length: int, **settings: Any) -> GradientAllreduce:
+    chosen: dict[str, Any] = {"density": 0.02, "deferred": True, "average": False} | settings
+    if chosen.get("gradient_type", "float32") != "float32" and device == "cpu":
+        pytest.skip("the host takes float32 alone")
+    reducer = GradientAllreduce(comm, length, "oktopk", device=device, peer_memory=True, **chosen)
+    assert reducer.without_peers == "" or device == "cpu"
+    return reducer
+
+
+@pytest.fixture
+def outcomes(device: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Of all steps among peers from here on, one after the other."""
+    found: list[Any] = []
+    peers: Any = FakePeers
+    if device == "cuda":
+        from oktopk.peer_step import PeerStep
+
+        peers = PeerStep
+    outcome = peers.outcome
+
+    def noted(self: Any, exact: bool) -> Any:
+        found.append(outcome(self, exact))
+        return found[-1]
+
+    monkeypatch.setattr(peers, "outcome", noted)
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"balance_trigger": 1.0}, {"momentum_correction": 0.5}], ids=str)
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_peers_give_the_bits_of_messages(
+    device: str, outcomes: list[Any], comm: MPI.Intracomm, kind: str, settings: dict[str, Any]
+) -> None:
+    for length, density in SHAPES:
+        chosen: dict[str, Any] = {"density": density, "average": False, "threshold_interval": 4} | settings
+        among = among_peers(device, comm, length, **{"deferred": False} | chosen)
+        by_messages = GradientAllreduce(comm, length, "oktopk", device=device, peer_memory=False, **chosen)
+        if device == "cpu" and by_messages.method == "oktopk":
+            among._instance("oktopk")
+            by_messages._instance("oktopk")._peers = None  # type: ignore[attr-defined]
+        outcomes.clear()
+        rng = np.random.default_rng((comm.rank, length))
+        for _ in range(10):
+            gradient = put(device, GRADIENTS[kind](rng, length, comm.rank, comm.size))
+            first, second = among.step(gradient), by_messages.step(gradient)
+            assert (first.local_nnz, first.global_nnz) == (second.local_nnz, second.global_nnz)
+            assert np.array_equal(get(among.update), get(by_messages.update))
+            assert np.array_equal(get(among.residual), get(by_messages.residual))
+            words = comm.allreduce(np.array([first.words, second.words]))
+            # then regions are renewed among peers alone
+            assert words[0] == words[1] or any(outcome.crowded for outcome in outcomes)
+        assert len(outcomes) == (10 if first.method == "oktopk" else 0)
+        among.close()
+        by_messages.close()
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_regions_that_got_too_much_are_renewed_at_once(
+    device: str, outcomes: list[Any], comm: MPI.Intracomm, deferred: bool, resumed: bool
+) -> None:
+    """Large entries move from one end to the other, where one region holds nearly everything."""
+    if comm.size < 4:
+        pytest.skip("no region can get more than three times its share")
+    settings = {"density": 0.05, "threshold_interval": 1000, "boundary_interval": 1000, "deferred": deferred}
+    length = 40_000
+    reducer = among_peers(device, comm, length, **settings)
+    rng = np.random.default_rng(comm.rank)
+    for step in range(24):
+        gradient = rng.integers(-99, 100, length).astype(np.float32)
+        gradient[slice(-length // 8, None) if step >= 12 else slice(length // 8)] *= 100
+        if step == 12:
+            reducer.complete()
+            outcomes.clear()
+            reducer._unaided = TRUSTED
+        report = reducer.step(put(device, gradient))
+        assert step != 12 or report.complete != deferred
+        if resumed and step == 12:
+            state = reducer.state_dict()
+            reducer.close()
+            reducer = among_peers(device, comm, length, **settings)
+            reducer.load_state_dict(state)
+    reducer.complete()
+    assert (outcomes[0].stopped_at, outcomes[0].crowded) == ("selection", True)
+    assert not any(outcome.crowded for outcome in outcomes[1:])
+    assert [outcome.stopped_at for outcome in outcomes[1:]].count("selection") < 4
+    reducer.close()
+
+
+def until_deferred(device: str, reducer: GradientAllreduce, draw: Callable[[], NDArray[Any]]) -> None:
+    for _ in range(60):
+        if not reducer.step(put(device, draw())).complete:
+            return
+    raise AssertionError("60 steps, and the host looked at each")
+
+
+@pytest.mark.parametrize("gradient_type", ["float32", "bfloat16"])
+def test_deferred_steps_give_the_bits_of_those_that_are_waited_for(
+    device: str, comm: MPI.Intracomm, gradient_type: str
+) -> None:
+    """From one step that stopped to the next, if any does."""
+    length = 300_007
+    deferred, waited = (
+        among_peers(device, comm, length, deferred=late, gradient_type=gradient_type, threshold_interval=8)
+        for late in (True, False)
+    )
+    rng = np.random.default_rng(comm.rank)
+    late, stopped = 0, 0
+    for _ in range(60):
+        gradient = (rng.standard_normal(length) ** 3).astype(np.float32)
+        on_device = put(device, narrowed(gradient, gradient_type))
+        first, second = deferred.step(on_device), waited.step(on_device)
+        late += not first.complete
+        deferred.complete()
+        if not first.global_nnz:
+            stopped += 1
+            # on the rank that selected too much, or for all
+            assert comm.allreduce(second.exact)
+            waited.load_state_dict(deferred.state_dict())
+            continue
+        assert np.array_equal(get(deferred.update), get(waited.update))
+        assert np.array_equal(get(deferred.residual), get(waited.residual))
+        names = "exact local_nnz global_nnz words messages control_words global_threshold"
+        for name in names.split():
+            assert getattr(first, name) == getattr(second, name), name
+    assert late > 30 > 3 > stopped
+    deferred.close()
+    waited.close()
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_deferred_steps_lose_nothing_and_agree(device: str, comm: MPI.Intracomm, kind: str) -> None:
+    """Whether they stop or not; what stops applies nothing. All are deferred that may be."""
+    for length, density in SHAPES:
+        reducer = among_peers(
+            device, comm, length, density=density, threshold_interval=6, boundary_interval=4
+        )
+        rng = np.random.default_rng((comm.rank, length))
+        before = np.zeros(length, np.float64)
+        reports, updates, late = [], [], 0
+        for _ in range(14):
+            reducer.complete()
+            reducer._unaided = TRUSTED
+            gradient = GRADIENTS[kind](rng, length, comm.rank, comm.size)
+            reports.append(reducer.step(put(device, gradient)))
+            late += not reports[-1].complete
+            update, after = get(reducer.update), get(reducer.residual)
+            assert len(set(comm.allgather(update.tobytes()))) == 1
+            put_in = comm.allreduce(gradient + before)
+            assert np.array_equal(put_in, comm.allreduce(after.astype(np.float64)) + update), (
+                length,
+                density,
+            )
+            before = after.astype(np.float64)
+            updates.append(np.count_nonzero(update))
+        reducer.complete()
+        assert [report.global_nnz for report in reports] == updates
+        # of nine whose thresholds and regions are not new by plan; after a stop regions are
+        assert late >= 5 or reports[0].method == "dense"
+        reducer.close()
+
+
+def test_a_selection_over_the_cap_on_one_rank_stops_all_and_the_next_step_applies(
+    device: str,
+    comm: MPI.Intracomm,
+) -> None:
+    length, last = 100_003, comm.rank == comm.size - 1
+    reducer = among_peers(device, comm, length, threshold_interval=16)
+    draw = cubes(comm, length)
+    until_deferred(device, reducer, draw)
+    reports, left = [], []
+    for step in range(3):
+        reports.append(reducer.step(put(device, draw() * np.float32(4096 if step == 1 and last else 1))))
+        left.append(get(reducer.residual))
+    reducer.complete()
+    assert [report.global_nnz > 0 for report in reports] == [True, False, True]
+    assert not reports[1].skipped
+    assert not last or np.abs(left[1]).max() > 50 * np.abs(left[0]).max()  # it is all there
+    reducer.close()
+
+
+def test_ranks_that_stopped_go_on_together(device: str, comm: MPI.Intracomm) -> None:
+    """However far their hosts and GPUs are apart: nobody waits for the device in between. By make-believe all are together."""
+    length = 100_003
+    reducer = among_peers(device, comm, length, threshold_interval=1000, boundary_interval=1000)
+    draw = cubes(comm, length)
+    until_deferred(device, reducer, draw)
+    gradients = [put(device, draw()) for _ in range(4)]
+    stopped = 0
+    for number in range(40):
+        late, loud = number % comm.size == comm.rank, (number + 1) % comm.size == comm.rank
+        gradient = gradients[number % 4] * np.float32(2.0**12 if loud else 1)
+        if late and device == "cuda" and asynchronous():
+            torch.cuda._sleep(200_000)
+        reducer.complete()
+        reducer._unaided = TRUSTED
+        report = reducer.step(gradient)
+        reducer.step(gradients[(number + 1) % 4])
+        stopped += not report.global_nnz
+    updates = comm.allgather(get(reducer.update).tobytes())
+    assert len(set(updates)) == 1
+    assert stopped > 10
+    reducer.close()
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("gradient_type", ["float32", "bfloat16"])
+def test_a_nonfinite_gradient_leaves_the_residual_as_it_was(
+    device: str, comm: MPI.Intracomm, gradient_type: str, nonfinite: str
+) -> None:
+    length = 100_003
+    reducer = among_peers(
+        device, comm, length, threshold_interval=32, gradient_type=gradient_type, nonfinite=nonfinite
+    )
+    draw = cubes(comm, length)
+
+    def step(poison: bool = False) -> Any:
+        gradient = draw()
+        if poison and comm.rank == comm.size - 1:
+            gradient[[5, 40_000]] = np.inf
+        return reducer.step(put(device, narrowed(gradient, gradient_type)))
+
+    until_deferred(device, reducer, lambda: narrowed(draw(), gradient_type))
+    steps, before = reducer.steps, get(reducer.residual)
+    poisoned = step(poison=True)
+    assert np.array_equal(get(reducer.residual), before)
+    assert not get(reducer.update).any()
+    if nonfinite == "raise":
+        with pytest.raises(NonFiniteGradientError, match=rf"step {steps}: .*rank\(s\) {comm.size - 1}$"):
+            step()
+    after = step()
+    assert get(reducer.update).any() and after.complete and after.exact
+    assert nonfinite == "raise" or poisoned.skipped
+    reducer.close()
+
+
+def test_a_reloaded_reducer_continues_deferred_steps_bit_for_bit(device: str, comm: MPI.Intracomm) -> None:
+    length = 100_003
+    settings = {"threshold_interval": 8, "boundary_interval": 8}
+    undisturbed, resumed = (
+        among_peers(device, comm, length, **settings),
+        among_peers(device, comm, length, **settings),
+    )
+    draw = cubes(comm, length)
+    for _ in range(30):
+        undisturbed.step(put(device, draw()))
+    until_deferred(device, resumed, draw)  # what is open is forgotten
+    resumed.load_state_dict(undisturbed.state_dict())
+    for _ in range(8):
+        gradient = put(device, draw())
+        undisturbed.step(gradient)
+        resumed.step(gradient)
+        assert np.array_equal(get(undisturbed.update), get(resumed.update))
+    undisturbed.close()
+    resumed.close()
+
+
+def test_a_state_may_be_taken_when_all_is_closed(device: str, comm: MPI.Intracomm) -> None:
+    """Of a step whose end nobody has looked at: it stays unknown, and the next one is waited for."""
+    length = 100_003
+    reducer = among_peers(device, comm, length, threshold_interval=1000)
+    draw = cubes(comm, length)
+    until_deferred(device, reducer, draw)
+    reducer.close()
+    state = reducer.state_dict()
+    assert state["unaided"] == 0
+    again = among_peers(device, comm, length, threshold_interval=1000)
+    again.load_state_dict(state)
+    assert again.step(put(device, draw())).complete
+    again.close()
+
+
+@pytest.mark.skipif(not asynchronous(), reason="no GPU")
+def test_the_host_does_not_wait_for_a_deferred_step(comm: MPI.Intracomm) -> None:
+    device = "cuda"
+    use(device, comm)
+    length = 100_003
+    reducer = among_peers(device, comm, length, threshold_interval=32)
+    draw = cubes(comm, length)
+    until_deferred(device, reducer, draw)
+    gradient = put(device, draw())
+    reducer.step(gradient)
+    reducer.complete()
+    reducer.backend.wait()
+    comm.Barrier()
+    torch.cuda._sleep(1_000_000_000)  # some half a second
+    slept = torch.cuda.Event()
+    slept.record()
+    report = reducer.step(gradient)
+    assert not slept.query()
+    reducer.complete()
+    assert slept.query()
+    assert report.complete
+    reducer.close()
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.5])
+def test_a_network_trains_to_the_same_bits_whenever_the_host_looks(
+    device: str, comm: MPI.Intracomm, clip_norm: float
+) -> None:
+    if comm.size == 1:
+        pytest.skip("the ladder misses where this rank alone selected too little")
+    if device == "cuda":
+        if gpus() < comm.size or not asynchronous():
+            pytest.skip("needs a GPU a rank, of torch's")
+        import cupy
+
+        torch.cuda.set_device(cupy.cuda.Device().id)
+    ends = []
+    for looks in (True, False):
+        torch.manual_seed(3)
+        network = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 10)).to(device)
+        inner = torch.optim.SGD(network.parameters(), lr=0.02, momentum=0.9, fused=True)
+        settings = {"density": 0.05, "boundary_interval": 4, "deferred": True}
+        optimizer = DistributedOptimizer(inner, comm, clip_norm=clip_norm, **settings)
+        torch.manual_seed(comm.rank)
+        reports, late = [], 0
+        for _ in range(60):
+            x = torch.randn(128, 64, device=device)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(network(x), x[:, :10].argmax(1)).backward()
+            reports.append(optimizer.step())
+            late += not reports[-1].complete
+            if looks:
+                optimizer.complete()
+                if device == "cuda":
+                    torch.cuda.synchronize()
+        optimizer.complete()
+        assert late > 0
+        assert np.median([report.global_nnz / report.k for report in reports]) > 0.9
+        ends.append(torch.cat([p.detach().reshape(-1) for p in network.parameters()]))
+        optimizer.close()
+    assert torch.equal(*ends)
