@@ -9,6 +9,7 @@ import json
 from typing import Self
 
 from pydantic import model_validator
+from pydantic_core import to_jsonable_python
 
 from jobs.config_sections import (
     CheckpointConfig,
@@ -106,3 +107,17 @@ class Config(Section):
                 "",
             ]
         return "\n".join(lines)
+
+
+def with_later_keys(saved: str) -> str:
+    """A configuration in JSON as this version would have saved it: keys that came since have their defaults, as it did."""
+    document = json.loads(saved)
+    for name, section in Config.model_fields.items():
+        if name in document and section.annotation is not None:
+            later = {
+                key: to_jsonable_python(field.get_default(call_default_factory=True))
+                for key, field in section.annotation.model_fields.items()
+                if key not in document[name] and not field.is_required()
+            }
+            document[name] = later | document[name]
+    return json.dumps(document)

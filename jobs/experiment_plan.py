@@ -13,6 +13,7 @@ from typing import Any
 from tabulate import tabulate
 
 from jobs.budget import RUN_SECONDS, START_SECONDS, Pace, launches
+from jobs.config import with_later_keys
 from jobs.configfile import ConfigError, apply_overrides, read_toml, validate
 from jobs.experiments import KINDS, SHORT, Experiment, Trial, trials
 from jobs.runfile import RunFileError
@@ -20,6 +21,8 @@ from jobs.runreader import RunReader
 
 CONFIGS = Path(__file__).parent / "configs"
 RUNS = "runs"
+# what may be another one and the run still be the one that is asked for
+_OF_NO_CONSEQUENCE = frozenset({"data.path", "reduction.deferred"})
 EVALUATIONS = 16  # of a run that is shortened to so many steps, at most, and one at its end
 
 
@@ -138,7 +141,7 @@ def is_done(file: Path, document: Mapping[str, Any]) -> bool:
         with RunReader(file) as reader:
             if reader.status != "complete":
                 return False
-            found = reader.config
+            found = json.loads(with_later_keys(reader.info.config))
     except RunFileError:
         return False
     differing = [
@@ -146,7 +149,7 @@ def is_done(file: Path, document: Mapping[str, Any]) -> bool:
         for section, keys in config.items()
         if section not in ("run", "checkpoint")
         for key, value in keys.items()
-        if found.get(section, {}).get(key) != value and (section, key) != ("data", "path")
+        if found.get(section, {}).get(key) != value and f"{section}.{key}" not in _OF_NO_CONSEQUENCE
     ]
     if differing:
         raise RunFileError(

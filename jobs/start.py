@@ -13,13 +13,14 @@ from typing import IO
 
 from jobs import checkpoint_files as files
 from jobs import provenance
-from jobs.config import Config
+from jobs.config import Config, with_later_keys
 from jobs.resume import differences
 from jobs.runfile import RunFileError, check_creatable
 from jobs.runreader import RunReader
 
-# What may differ between a run and its continuation: nothing that it computes depends on these.
-_FREE = frozenset({"run", "checkpoint", "training.threads", "training.device"})
+# What may differ between a run and its continuation: nothing that it computes depends on these; on `deferred` only what becomes
+# of the few steps that need the host's help.
+_FREE = frozenset({"run", "checkpoint", "training.threads", "training.device", "reduction.deferred"})
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def plan_start(config: Config, ranks: int, environ: Mapping[str, str]) -> Start:
 def differing_settings(config: Config, ranks: int, saved: str, saved_ranks: int) -> list[str]:
     """What keeps a run from continuing one whose configuration in JSON is `saved`, see resume.differences."""
     free = _FREE | {"training.batch_size"} if saved_ranks != ranks else _FREE
-    return differences(saved, config.to_json(), free)
+    return differences(with_later_keys(saved), config.to_json(), free)
 
 
 def _exists(path: Path) -> str:

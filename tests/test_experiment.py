@@ -29,11 +29,12 @@ from jobs.experiment_report import write_report
 from jobs.experiment_worker import main as work
 from jobs.experiments import EXPERIMENTS, KINDS, Trial, trials
 from jobs.groups import group_runs
-from jobs.runfile import RunFileError
+from jobs.runfile import RunFile, RunFileError, RunInfo
 from jobs.runreader import RunReader
 from jobs.summary import read_runs
 from jobs.workloads import Workload, build_workload
 from tests.test_report import rows, write_run
+from tests.test_runfile import INFO
 
 ROOT = Path(__file__).parent.parent
 PATIENCE = 300
@@ -394,4 +395,20 @@ def test_an_unfinished_run_is_not_taken_for_done(tmp_path: Path) -> None:
     with pytest.raises(
         RunFileError, match=r"is a complete run of another experiment \(model\.name None, not"
     ):
+        plan(VGG, options)
+
+
+def test_a_run_of_an_earlier_version_is_taken_for_done(tmp_path: Path) -> None:
+    options = parse(small(tmp_path))
+    first = plan(VGG, options)[0]
+    saved = json.loads(validate(first.document).to_json())
+    for key in ("deferred", "rotate"):
+        del saved["reduction"][key]
+    first.file.parent.mkdir(parents=True)
+    RunFile(first.file, RunInfo(**{**vars(INFO), "config": json.dumps(saved)})).close("complete")
+    assert plan(VGG, options)[0].done
+    del saved["training"]["epochs"]
+    first.file.unlink()
+    RunFile(first.file, RunInfo(**{**vars(INFO), "config": json.dumps(saved)})).close("complete")
+    with pytest.raises(RunFileError, match=r"training\.epochs \d+, not \d+"):
         plan(VGG, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +24,15 @@ def config(path: Path, **sections: Any) -> Config:
     return Config.model_validate({"training": {"steps": 10}, **sections, "run": run})
 
 
-def leave_run_file(path: Path, made: Config, status: str, ranks: int = 4, job: str = "") -> None:
-    info = RunInfo(**{**vars(INFO), "config": made.to_json(), "ranks": ranks, "job": job})
+def leave_run_file(
+    path: Path, made: Config, status: str, ranks: int = 4, job: str = "", unknown: str = ""
+) -> None:
+    """As an earlier version would have, which did not know this key yet."""
+    saved = json.loads(made.to_json())
+    if unknown:
+        section, key = unknown.split(".")
+        del saved[section][key]
+    info = RunInfo(**{**vars(INFO), "config": json.dumps(saved), "ranks": ranks, "job": job})
     RunFile(path, info).close(status)
 
 
@@ -52,6 +60,17 @@ def test_a_run_is_only_continued_with_its_own_settings(tmp_path: Path) -> None:
     assert plan_start(larger, 2, {}).resume
     with pytest.raises(RunFileError, match=r"batch_size: 16 there, 32 here"):
         plan_start(larger, 4, {})
+
+
+def test_a_run_of_an_earlier_version_is_continued_where_later_settings_are_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    leave_run_file(path, config(path), "interrupted", unknown="reduction.rotate")
+    assert plan_start(config(path), 4, {}).resume
+    with pytest.raises(RunFileError, match=r"reduction\.rotate: True there, False here"):
+        plan_start(config(path, reduction={"rotate": False}), 4, {})
+    path.unlink()
+    leave_run_file(path, config(path), "interrupted", unknown="reduction.deferred")
+    assert plan_start(config(path, reduction={"deferred": True}), 4, {}).resume
 
 
 def test_a_job_that_overwrites_continues_what_it_has_begun_itself_when_it_is_started_again(
