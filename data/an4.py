@@ -82,16 +82,21 @@ def find_utterances(source: Path, byte_order: str | None = None) -> dict[str, tu
             f"{root / 'etc'}: no such directory; unpack the publisher's archive and name its folder"
         )
     found = {}
+    lists: dict[str, Path] = {}  # recording -> where it is listed
     for split in COUNTS:
         transcripts = _transcripts(root / "etc" / f"an4_{split}.transcription")
         listed = root / "etc" / f"an4_{split}.fileids"
         names = [line.strip() for line in _lines(listed) if line.strip()]
         if not names:
             raise DataError(f"{listed}: 0 utterances are not at least 1")
-        if len(set(names)) != len(names):
-            raise DataError(
-                f"{listed}: {next(n for n in names if names.count(n) > 1)} is there more than once"
-            )
+        for name in names:
+            if "\0" in name:
+                raise DataError(f"{listed}: {name!r} is not a file's name")
+            recording = os.path.normpath(name)
+            if recording in lists:
+                also = "" if lists[recording] == listed else f", first in {lists[recording].name}"
+                raise DataError(f"{listed}: {name} is there more than once{also}")
+            lists[recording] = listed
         found[split] = tuple(_utterance(root, name, listed, transcripts, byte_order) for name in names)
     return found
 
@@ -213,7 +218,8 @@ def _utterance(
 ) -> Utterance:
     """One line of a list, with what belongs to it."""
     path = root / "wav" / f"{name}.wav"
-    if not path.resolve().is_relative_to((root / "wav").resolve()):
+    # by name alone: recordings may be links into a store
+    if not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(root / "wav")):
         raise DataError(f"{listed}: {name!r} is not below {root / 'wav'}")
     transcript = transcripts.get(Path(name).name)
     if transcript is None:
@@ -258,8 +264,14 @@ def _wave_length(path: Path) -> int:
 def _wave(path: Path) -> wave.Wave_read:
     try:
         return wave.open(str(path), "rb")
-    except (wave.Error, EOFError, OSError) as error:
-        raise DataError(f"{path}: not a whole WAV file: {error or 'it ends in its header'}") from error
+    except (
+        wave.Error,
+        EOFError,
+        OSError,
+        RuntimeError,
+    ) as error:  # the last: a chunk is longer than the file
+        why = str(error) or "it ends in its header"
+        raise DataError(f"{path}: not a whole WAV file: {why}") from error
 
 
 def _transcripts(path: Path) -> dict[str, str]:
@@ -279,7 +291,7 @@ def _transcripts(path: Path) -> dict[str, str]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8: {error}") from error
     except OSError as error:

@@ -8,6 +8,7 @@ python -m data.prepare text SOURCE -o text.h5             folder of plain text; 
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -363,4 +364,8 @@ def _add_text(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

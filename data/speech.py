@@ -80,10 +80,11 @@ def encoded(transcript: str, where: str) -> NDArray[np.uint8]:
     Raises:
         DataError: it is empty, or has another character.
     """
-    text = " ".join(transcript.upper().split())
+    text = " ".join(transcript.split())
     if not text:
         raise DataError(f"{where}: the transcript is empty")
-    labels = [ALPHABET.find(character, 1) for character in text]
+    # one by one: in upper case some letters are two
+    labels = [ALPHABET.find(character.upper(), 1) for character in text]
     if -1 in labels:
         raise DataError(
             f"{where}: {text[labels.index(-1)]!r} in the transcript {text!r} is not one of {ALPHABET[1:]!r}"

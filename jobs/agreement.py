@@ -21,6 +21,10 @@ class RanksDiverged(RuntimeError):  # noqa: N818
     """The ranks hold different parameters, which data-parallel training must never do."""
 
 
+class HeldOutLossError(ArithmeticError):
+    """The held-out loss is NaN or Inf: the parameters are of no use any more."""
+
+
 def decide_on_root(
     comm: MPI.Intracomm, action: Callable[[], Result], faults: tuple[type[Exception], ...]
 ) -> Result:

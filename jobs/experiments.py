@@ -174,6 +174,7 @@ def _short(steps: int) -> dict[str, Any]:
     """Settings of a run that is seconds long."""
     return {
         "training.steps": steps,
+        "training.epochs": 0,
         "training.eval_every": steps,
         # begun again rather than continued
         "run.overwrite": True,

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from collectives.traffic import dense_words
 from jobs import provenance
-from jobs.agreement import check_same_parameters
+from jobs.agreement import HeldOutLossError, check_same_parameters
 from jobs.config import Config
 from jobs.gradient_file import GradientRecorder
 from jobs.laps import Laps, MeasuredStep, TimedStep, measure
@@ -115,6 +115,7 @@ class TrainingLoop:
 
         Raises:
             NonFiniteGradientError: on every rank, when reduction.nonfinite is "raise".
+            HeldOutLossError: on every rank: it is not finite; it is in the run file.
             RanksDiverged: on every rank: their parameters are no longer the same.
         """
         self.began = time.perf_counter() - (self.file.elapsed if self.file is not None else 0.0)
@@ -229,16 +230,17 @@ class TrainingLoop:
         sums = np.array(dataclasses.astuple(mine), np.float64)
         self.comm.Allreduce(MPI.IN_PLACE, sums)
         loss, correct, samples, character_errors, characters = sums.tolist()
-        if self.file is None:
-            return
-        self.file.append_evaluation(
-            step=done,
-            epoch=(done + self.ahead) / self.steps_per_epoch,
-            loss=loss / max(1.0, samples),
-            accuracy=correct / max(1.0, samples),
-            samples=samples,
-            character_error_rate=character_errors / characters if characters else math.nan,
-            seconds=time.perf_counter() - began,
-        )
+        if self.file is not None:
+            self.file.append_evaluation(
+                step=done,
+                epoch=(done + self.ahead) / self.steps_per_epoch,
+                loss=loss / max(1.0, samples),
+                accuracy=correct / max(1.0, samples),
+                samples=samples,
+                character_error_rate=character_errors / characters if characters else math.nan,
+                seconds=time.perf_counter() - began,
+            )
+        if not math.isfinite(loss):
+            raise HeldOutLossError(f"the held-out loss after step {done} is {loss}")
         self.figures["held-out"] = f"{correct / max(1.0, samples):.2%}"
         self.bar.set_postfix(self.figures)

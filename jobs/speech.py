@@ -131,7 +131,9 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
     train, held_out = open_an4(config.data.path)
     for split, speech in (("train", train), ("test", held_out)):
         fastest = config.data.tempo[1] if config.data.tempo and split == "train" else 1.0
-        check_lengths(speech, f"{config.data.path}, split {split!r}", fastest)
+        # batch normalization takes no single frame
+        least = 2 if split == "train" else 1
+        check_lengths(speech, f"{config.data.path}, split {split!r}", fastest, least)
     training = SpeechTrainingLoader(
         train,
         batch_size=config.training.batch_size,
@@ -151,16 +153,17 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
     return Speech(model, training, evaluation, config)
 
 
-def check_lengths(speech: SpeechSet, where: str, tempo: float = 1.0) -> None:
+def check_lengths(speech: SpeechSet, where: str, tempo: float = 1.0, least: int = 1) -> None:
     """Refuse what CTC cannot align: each label takes a frame, and so does a blank between two that are equal.
 
     Args:
         speech: a split.
         where: names it in messages.
         tempo: the fastest that it is played.
+        least: frames that the network needs of any utterance.
 
     Raises:
-        DataError: the network gives an utterance fewer frames than its transcript needs.
+        DataError: the network gives an utterance fewer frames than its transcript, or the network itself, needs.
     """
     spectrograms = frame_count(torch.from_numpy(speech.lengths)).tolist()
     frames = output_lengths(torch.tensor([played(count, tempo) for count in spectrograms])).numpy()
@@ -169,11 +172,15 @@ def check_lengths(speech: SpeechSet, where: str, tempo: float = 1.0) -> None:
     firsts = speech.label_offsets[:-1]
     repeated[firsts] = 0
     needed = speech.label_lengths + np.add.reduceat(repeated, firsts)
-    short = np.flatnonzero(frames < needed)
+    short = np.flatnonzero(frames < np.maximum(needed, least))
     if len(short):
         which = int(short[0])
+        wanted = (
+            f"{needed[which]} that CTC needs for {speech.transcript(which)!r}"
+            if frames[which] < needed[which]
+            else f"{least} that batch normalization needs"
+        )
         raise DataError(
             f"{where}, utterance {speech.names[which]}: {frames[which]} frames of the network"
-            f"{f' at a tempo of {tempo:g}' if tempo != 1.0 else ''} are fewer than the "
-            f"{needed[which]} that CTC needs for {speech.transcript(which)!r}"
+            f"{f' at a tempo of {tempo:g}' if tempo != 1.0 else ''} are fewer than the {wanted}"
         )

@@ -166,6 +166,11 @@ FAULTS: list[tuple[Callable[[Path, Path], object], str]] = [
     (lambda s, w: cut(w, 10), "u0-train.wav: .* the file is truncated"),
     (lambda s, w: cut(w, 2000), "u0-train.wav: .* the file is truncated"),
     (lambda s, w: w.write_bytes(w.read_bytes()[:20]), "u0-train.wav: not a whole WAV file"),
+    # a chunk that says it is longer than the file
+    (
+        lambda s, w: w.write_bytes(w.read_bytes()[:36] + b"LIST\xf0\xff\xff\xff" + w.read_bytes()[36:]),
+        "u0-train.wav: not a whole WAV file: it ends in its header",
+    ),
     (lambda s, w: w.unlink(), "u0-train.wav: no such file, nor u0-train.raw"),
     (
         lambda s, w: edit(transcription(s), "YES", "Y3S"),
@@ -181,7 +186,14 @@ FAULTS: list[tuple[Callable[[Path, Path], object], str]] = [
     (lambda s, w: edit(transcription(s), "u1", "u0"), "line 2: u0-train is there more than once"),
     (lambda s, w: transcription(s).unlink(), "an4_train.transcription: No such file"),
     (lambda s, w: edit(s / "etc/an4_train.fileids", "s1/u1", "../../u1"), "is not below"),
-    (lambda s, w: edit(s / "etc/an4_train.fileids", "s0/u2", "s0/u0"), "is there more than once|no line"),
+    (lambda s, w: edit(s / "etc/an4_train.fileids", "s0/u2", "s0/u0"), "is there more than once"),
+    (lambda s, w: edit(s / "etc/an4_train.fileids", "s0/u2", "./s0/u0"), "is there more than once"),
+    (
+        lambda s, w: edit(s / "etc/an4_test.fileids", "an4_test/s0/u0-test", "an4_train/s0/u0-train"),
+        "an4_test.fileids: .*u0-train is there more than once, first in an4_train.fileids",
+    ),
+    (lambda s, w: edit(s / "etc/an4_train.fileids", "s0/u0", "s0/\0u0"), "is not a file's name"),
+    (lambda s, w: edit(transcription(s), "YES", "STRAßE"), "'ß' in the transcript 'STRAßE' is not one of"),
     (lambda s, w: (s / "etc/an4_test.fileids").write_text(""), "an4_test.fileids: 0 utterances"),
     (lambda s, w: (s / "etc").rename(s / "other"), "etc: no such directory"),
 ]
@@ -198,6 +210,17 @@ def test_a_fault_in_the_source_is_named_and_nothing_is_written(
     assert prepare(source, tmp_path / "a.h5") == 1
     assert re.search(message, capsys.readouterr().err)
     assert not list(tmp_path.glob("*.h5")) and not list(tmp_path.glob(".*"))
+
+
+def test_recordings_may_be_links_and_lists_may_begin_with_a_mark(tmp_path: Path) -> None:
+    written = write_an4(tmp_path / "an4", TRAIN, TEST)
+    for number, path in enumerate(written["train"]):
+        path.rename(tmp_path / f"{number}.wav")
+        path.symlink_to(tmp_path / f"{number}.wav")
+    for path in (tmp_path / "an4" / "etc").iterdir():
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert prepare(tmp_path / "an4", tmp_path / "a.h5") == 0
+    assert_holds_the_texts(tmp_path / "a.h5")
 
 
 def test_a_raw_file_of_half_a_sample_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jobs import checkpoint_files as files
 from jobs.checkpoint_files import Identity
+from jobs.runreader import RunReader
 from tests.tiny_runs import Job, assert_same_outcome, checkpoints, steps_done
 
 RANKS = 3
@@ -157,6 +159,21 @@ def test_a_nan_on_one_rank_ends_all_alike_and_leaves_the_last_checkpoint(tmp_pat
     job = Job(path, RANKS)
     assert job.wait() == 0, job.said
     assert "resumed after step 20 from" in job.said
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_a_held_out_loss_that_is_not_finite_is_named_and_written(tmp_path: Path, nonfinite: str) -> None:
+    """The last step may leave parameters that no further gradient tells of."""
+    path = tmp_path / "run.h5"
+    last = ["training.steps=1", "training.eval_every=1", "optimizer.lr=1e38", "schedule.warmup=0"]
+    job = Job(path, 2, [*last, f"reduction.nonfinite={nonfinite}"])
+    assert job.wait() == 1, job.said
+    assert job.said.count("the held-out loss after step 1 is nan: try a smaller optimizer.lr") == 1
+    assert "Traceback" not in job.said
+    with RunReader(path) as reader:
+        assert reader.status == "failed"
+        assert np.isnan(reader.evaluations()["loss"]).tolist() == [True]
 
 
 @pytest.fixture

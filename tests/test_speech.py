@@ -245,6 +245,17 @@ def test_an_utterance_too_short_for_its_transcript_is_named() -> None:
         check_lengths(type(speech)(**shorter), "here")
 
 
+def test_an_utterance_of_a_single_frame_is_named() -> None:
+    speech = speech_set(["A", "B"])
+    offsets = np.array([0, 300, 300 + speech.lengths[1]])
+    short = dict(vars(speech), offsets=offsets, samples=speech.samples[: offsets[-1]])
+    check_lengths(type(speech)(**short), "here")
+    with pytest.raises(
+        DataError, match=r"utterance u0: 1 frames .* fewer than the 2 that batch normalization"
+    ):
+        check_lengths(type(speech)(**short), "here", least=2)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
