@@ -120,7 +120,7 @@ class Packer:
                 continue
             middle = self._random.randint(begin + 1, stop - 1)
             first = _joined(document[begin:middle])
-            if self._random.random() < 0.5:
+            if self._random.random() < 0.5 or len(documents) == 1:  # there is no other one
                 second = _joined(document[middle:stop])
                 follows, begin = FOLLOWS, stop
             else:

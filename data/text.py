@@ -7,6 +7,7 @@ import glob
 import hashlib
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 # of text in a part: what an interruption loses at most, and what segments of other documents come from
 PART_BYTES = 4_000_000
+# no word: the library needs the square of its length to train on it
+_ENDLESS = re.compile(r"[^\W_]{1000,}")
 
 
 @dataclass(frozen=True)
@@ -220,7 +223,7 @@ def _vocabulary(
             for document, split, nbytes in recipe.splits(files):
                 bar.update(nbytes)
                 if split == "train":
-                    yield document
+                    yield _ENDLESS.sub(" ", document)
 
         tokenizer = _normalised(Tokenizer(models.WordPiece(unk_token="[UNK]")))
         trainer = trainers.WordPieceTrainer(
@@ -239,7 +242,10 @@ def _vocabulary(
     if faults:
         raise faults[0]
     numbers = tokenizer.get_vocab()
-    words = sorted(numbers, key=numbers.__getitem__)
+    words = [
+        *SPECIAL,
+        *sorted(numbers.keys() - set(SPECIAL)),
+    ]  # the library numbers them otherwise every time
     beside = parts.folder / f"vocabulary.{os.getpid()}.beside"
     beside.write_text("\n".join(words) + "\n", encoding="utf-8")
     os.replace(beside, parts.vocabulary)

@@ -162,7 +162,7 @@ def open_text_file(path: str | Path, *, verify: bool = False) -> tuple[TextSet, 
         check_vocabulary(vocabulary, str(path))
         train, test = (
             TextSet(
-                _read_split(file, path, split, verify),
+                _read_split(file, path, split, verify, len(vocabulary)),
                 vocabulary,
                 str(path),
                 str(file.attrs["name"]),
@@ -178,7 +178,7 @@ def open_text_file(path: str | Path, *, verify: bool = False) -> tuple[TextSet, 
     return train, test
 
 
-def _read_split(file: h5py.File, path: Path, split: str, verify: bool) -> Sequences:
+def _read_split(file: h5py.File, path: Path, split: str, verify: bool, words: int) -> Sequences:
     group = file[split]
     if verify:
         written, found = int(group.attrs["crc32"]), split_checksum(group)
@@ -193,6 +193,8 @@ def _read_split(file: h5py.File, path: Path, split: str, verify: bool) -> Sequen
                 f"not {np.dtype(kind)}[{len(group['tokens'])}]"
             )
     stored, spans, follows = group["tokens"], group["spans"][:], group["follows"][:]
+    if stored.ndim != 2:
+        raise DataError(f"{path}, split {split!r}: tokens of {stored.ndim} dimensions are not of 2")
     length = stored.shape[1]
     if len(stored) < 1 or length < SHORTEST:
         raise DataError(
@@ -211,6 +213,9 @@ def _read_split(file: h5py.File, path: Path, split: str, verify: bool) -> Sequen
         tokens = np.asarray(np.memmap(path, np.uint16, "c", offset, stored.shape))
     else:
         tokens = stored[:]
+    largest = max(int(tokens[start : start + BLOCK].max()) for start in range(0, len(tokens), BLOCK))
+    if largest >= words:
+        raise DataError(f"{path}, split {split!r}: word {largest} is not in a vocabulary of {words}")
     return Sequences(tokens, spans, follows)
 
 

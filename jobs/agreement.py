@@ -21,8 +21,8 @@ class RanksDiverged(RuntimeError):  # noqa: N818
     """The ranks hold different parameters, which data-parallel training must never do."""
 
 
-class HeldOutLossError(ArithmeticError):
-    """The held-out loss is NaN or Inf: the parameters are of no use any more."""
+class NonFiniteLossError(ArithmeticError):
+    """A loss is NaN or Inf on some rank; raised on every rank alike."""
 
 
 def decide_on_root(

@@ -15,11 +15,10 @@ from tqdm import tqdm
 
 from collectives.traffic import dense_words
 from jobs import provenance
-from jobs.agreement import HeldOutLossError, check_same_parameters
+from jobs.agreement import NonFiniteLossError, check_same_parameters
 from jobs.config import Config
 from jobs.gradient_file import GradientRecorder
 from jobs.laps import Laps, MeasuredStep, TimedStep, measure
-from jobs.modes import TRAINING_MODES
 from jobs.passes import CapturedPasses, EagerPasses, Passes
 from jobs.placement import Placement
 from jobs.recording import StepRecorder
@@ -29,7 +28,7 @@ from jobs.safeguard import Safeguard
 from jobs.schedule import learning_rate_factor
 from jobs.training_state import BatchStream, Progress, capture
 from jobs.workloads import Workload
-from oktopk import NonFiniteGradientError, average_buffers
+from oktopk import average_buffers
 
 
 def run_length(config: Config, steps_per_epoch: int, ahead: int = 0) -> int:
@@ -115,7 +114,7 @@ class TrainingLoop:
 
         Raises:
             NonFiniteGradientError: on every rank, when reduction.nonfinite is "raise".
-            HeldOutLossError: on every rank: it is not finite; it is in the run file.
+            NonFiniteLossError: on every rank, likewise; of held-out data in any case, and that loss is in the run file.
             RanksDiverged: on every rank: their parameters are no longer the same.
         """
         self.began = time.perf_counter() - (self.file.elapsed if self.file is not None else 0.0)
@@ -189,7 +188,7 @@ class TrainingLoop:
     def _write(self) -> None:
         self.optimizer.complete()
         measured = measure(self.timed)
-        if self.config.reduction.method in TRAINING_MODES:
+        if self.config.reduction.nonfinite == "raise":
             self._check_losses(measured)
         for step in measured:
             self.recorder.add(
@@ -214,12 +213,13 @@ class TrainingLoop:
         self.bar.set_postfix(self.figures, refresh=False)
 
     def _check_losses(self, measured: list[MeasuredStep]) -> None:
-        """A training mode sums what is not finite like anything else: the losses tell, a step later at the latest."""
+        """Gradients may be finite where a loss is not, and training modes sum what is not finite like anything else."""
         mine = next((step.report.step for step in measured if not math.isfinite(step.loss)), None)
         found = self.comm.allgather(mine)
         ranks = [rank for rank, step in enumerate(found) if step is not None]
         if ranks:
-            raise NonFiniteGradientError(ranks, min(step for step in found if step is not None))
+            step, named = min(step for step in found if step is not None), ", ".join(map(str, ranks))
+            raise NonFiniteLossError(f"step {step}: the loss is NaN or Inf on rank(s) {named}")
 
     def _evaluate(self, done: int) -> None:
         # Each rank's batch norm has seen its own batches only; all must measure the same network.
@@ -241,6 +241,6 @@ class TrainingLoop:
                 seconds=time.perf_counter() - began,
             )
         if not math.isfinite(loss):
-            raise HeldOutLossError(f"the held-out loss after step {done} is {loss}")
+            raise NonFiniteLossError(f"the held-out loss after step {done} is {loss}")
         self.figures["held-out"] = f"{correct / max(1.0, samples):.2%}"
         self.bar.set_postfix(self.figures)

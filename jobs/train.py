@@ -28,7 +28,7 @@ from mpi4py import MPI
 
 from data import DataError
 from jobs import provenance
-from jobs.agreement import HeldOutLossError, RanksDiverged, Refused, decide_on_root, decide_together
+from jobs.agreement import NonFiniteLossError, RanksDiverged, Refused, decide_on_root, decide_together
 from jobs.checkpoint import CheckpointError
 from jobs.config import Config
 from jobs.configfile import ConfigError, apply_overrides, read_toml, validate
@@ -45,7 +45,7 @@ from jobs.workloads import Workload, WorkloadError, build_optimizer, build_workl
 from oktopk import NonFiniteGradientError, broadcast_parameters
 from oktopk.settings import entries_kept
 
-FAULTS = (Refused, NonFiniteGradientError, HeldOutLossError, RanksDiverged, CheckpointError)
+FAULTS = (Refused, NonFiniteGradientError, NonFiniteLossError, RanksDiverged, CheckpointError)
 """What ends a run before its end; raised on every rank alike."""
 
 
@@ -88,7 +88,7 @@ def main(
     except NonFiniteGradientError as error:
         _say(comm, f"jobs.train: {error}: try a smaller optimizer.lr, or reduction.nonfinite=skip")
         return 1
-    except HeldOutLossError as error:
+    except NonFiniteLossError as error:
         _say(comm, f"jobs.train: {error}: try a smaller optimizer.lr")
         return 1
     except CheckpointError as error:
@@ -148,7 +148,7 @@ def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
         Refused: on every rank and before training: data, a run file or checkpoints that cannot be used.
         Interrupted: on every rank: a signal asked to stop.
         NonFiniteGradientError: on every rank, when reduction.nonfinite is "raise".
-        HeldOutLossError: on every rank: it is not finite.
+        NonFiniteLossError: on every rank, likewise, or of held-out data.
         CheckpointError: on every rank.
         RanksDiverged: on every rank: their parameters are no longer the same.
     """

@@ -63,6 +63,7 @@ class BERT(nn.Module):
         self.network = BertForPreTraining(
             BertConfig(
                 vocab_size=vocabulary,
+                pad_token_id=None,  # else the library keeps word 0 from being learnt, whatever it is
                 num_hidden_layers=layers,
                 hidden_size=hidden,
                 num_attention_heads=hidden // HEAD,

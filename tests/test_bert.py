@@ -94,6 +94,15 @@ def test_recomputed_layers_give_the_same_gradients_and_every_parameter_has_one()
         torch.testing.assert_close(left, right)
 
 
+def test_every_word_is_learnt_whatever_its_number() -> None:
+    model = tiny().train()
+    tokens, *rest = inputs()
+    tokens[0, 1] = 0
+    model(tokens, *rest)[0].square().sum().backward()
+    embedding = model.network.bert.embeddings.word_embeddings.weight
+    assert embedding[0].any() and embedding.grad[0].any()
+
+
 def test_recomputing_runs_the_layers_twice() -> None:
     counts = []
     for recompute in (False, True):

@@ -12,7 +12,7 @@ from data import DataError, text
 from data.corpus import read_documents, split_sentences
 from data.frequencies import frequency_loss
 from data.masking import IGNORED, TextEvaluationLoader, TextTrainingLoader
-from data.packing import Frame, Packer, Sequences
+from data.packing import FOLLOWS, Frame, Packer, Sequences
 from data.prepare import main
 from data.text import Recipe, prepare_text
 from data.text_file import SPECIAL, TextSet, open_text_file
@@ -115,6 +115,15 @@ def test_half_of_the_second_segments_follow_and_the_others_are_of_another_docume
     assert 0.4 < following / pairs < 0.6
 
 
+def test_the_second_segments_of_a_single_document_follow() -> None:
+    drawn = random.Random(0)
+    document = [[drawn.randint(5, 49) for _ in range(drawn.randint(1, 5))] for _ in range(400)]
+    packed = Packer(FRAME, "s").pack([document])
+    paired = packed.follows[packed.follows >= 0]
+    assert len(paired) > 50
+    assert (paired == FOLLOWS).all()
+
+
 def test_no_sentence_is_lost_between_the_pairs() -> None:
     documents = [[[d * 200 + 5 + 2 * s] for s in range(60)] for d in range(5)]
     packed = Packer(FRAME, "y").pack(documents)
@@ -189,6 +198,25 @@ def test_an_interrupted_call_continues_and_gives_the_same_file(
         assert np.array_equal(left.sequences.follows, right.sequences.follows)
 
 
+def test_a_vocabulary_is_numbered_the_same_each_time(tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "text")
+    for name in ("a", "b"):
+        prepare_text(folder, tmp_path / f"{name}.h5", Recipe(length=32), progress=False)
+    first, second = (open_text_file(tmp_path / f"{name}.h5")[0].vocabulary for name in ("a", "b"))
+    assert first == second
+    assert first[: len(SPECIAL)] == SPECIAL
+    assert list(first[len(SPECIAL) :]) == sorted(first[len(SPECIAL) :])
+
+
+@pytest.mark.timeout(20)
+def test_text_without_spaces_is_no_word_to_learn(tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "text")
+    (folder / "endless.txt").write_text("a" * 3_000_000 + " dog.\n")
+    prepare_text(folder, tmp_path / "a.h5", Recipe(length=32), progress=False)
+    train, _ = open_text_file(tmp_path / "a.h5")
+    assert max(map(len, train.vocabulary)) < 10
+
+
 def test_a_vocabulary_is_taken_as_it_is(tmp_path: Path) -> None:
     folder, output, file = corpus(tmp_path / "text"), tmp_path / "out.h5", tmp_path / "words.txt"
     file.write_text("\n".join([*SPECIAL, "the", "cat"]) + "\n", encoding="utf-8")
@@ -238,6 +266,18 @@ def test_damage_to_a_file_is_found(tmp_path: Path) -> None:
     with h5py.File(output, "r+") as file:
         file["train/spans"][0, 1] = 33
     with pytest.raises(DataError, match=r"spans that are not ascending in \[2, 32\]"):
+        open_text_file(output)
+    output.write_bytes(whole)
+    with h5py.File(output, "r+") as file:
+        file["test/tokens"][0, 1] = 60_000
+    with pytest.raises(DataError, match=r"split 'test': word 60000 is not in a vocabulary of \d+"):
+        open_text_file(output)
+    output.write_bytes(whole)
+    with h5py.File(output, "r+") as file:
+        flat = file["train/tokens"][:].reshape(-1)[: len(file["train/spans"])]
+        del file["train/tokens"]
+        file["train/tokens"] = flat
+    with pytest.raises(DataError, match="split 'train': tokens of 1 dimensions are not of 2"):
         open_text_file(output)
     output.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match="not a whole HDF5 file of text"):

@@ -162,6 +162,14 @@ def test_a_nan_on_one_rank_ends_all_alike_and_leaves_the_last_checkpoint(tmp_pat
 
 
 @pytest.mark.timeout(200)
+def test_a_loss_that_is_not_finite_though_gradients_are_ends_all_alike(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run.h5", 2, ["training.steps=30"], ["inf=1:25"])
+    assert job.wait() == 1, job.said
+    assert job.said.count("step 24: the loss is NaN or Inf on rank(s) 1: try a smaller optimizer.lr") == 1
+    assert "Traceback" not in job.said
+
+
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 def test_a_held_out_loss_that_is_not_finite_is_named_and_written(tmp_path: Path, nonfinite: str) -> None:
     """The last step may leave parameters that no further gradient tells of."""
