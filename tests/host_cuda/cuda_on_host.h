@@ -44,6 +44,7 @@ struct Barrier {
 struct Thread {
   jmp_buf at;
   ucontext_t start;
+  void* stack;
   bool begun, done;
   const unsigned* turn;  // of what it waits for, and the one that it saw
   unsigned seen;
@@ -100,7 +101,8 @@ static void resume(unsigned number) {
   if (thread.begun) _longjmp(thread.at, 1);
   thread.begun = true;
   getcontext(&thread.start);
-  thread.start.uc_stack.ss_sp = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (!thread.stack) thread.stack = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  thread.start.uc_stack.ss_sp = thread.stack;
   thread.start.uc_stack.ss_size = STACK;
   makecontext(&thread.start, live, 0);
   setcontext(&thread.start);
@@ -110,6 +112,12 @@ static double now() {
   timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);
   return time.tv_sec + 1e-9 * time.tv_nsec;
+}
+
+// What threads of a kernel that does not end were at is forgotten.
+static int failed(unsigned count, int status) {
+  for (unsigned i = 0; i < count; ++i) threads[i].begun = threads[i].begun && threads[i].done;
+  return status;
 }
 
 // 0, or what a driver says of a kernel that does not end
@@ -139,12 +147,12 @@ static int run_block(unsigned count) {
     }
     if (!spinning) {
       fprintf(stderr, "block %u, %u: threads wait for each other at different places\n", blockIdx.x, blockIdx.y);
-      return 719;  // cudaErrorLaunchFailure
+      return failed(count, 719);  // cudaErrorLaunchFailure
     }
     if (!deadline) deadline = now() + PATIENCE;
     if (now() > deadline) {
       fprintf(stderr, "block %u, %u: what it waits for was not written in %g s\n", blockIdx.x, blockIdx.y, PATIENCE);
-      return 702;  // cudaErrorLaunchTimeout
+      return failed(count, 702);  // cudaErrorLaunchTimeout
     }
     sched_yield();
   }

@@ -6,15 +6,14 @@ import ctypes
 import fcntl
 import functools
 import hashlib
-import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).parent
+_BUILD = _HERE.parent.parent / "build" / "host-cuda"
 _EMULATED = ("cuda_on_host.h", "cuda_bf16.h", "cuda_fp16.h")
 _COMPILER = (
     "g++",
@@ -75,7 +74,7 @@ def without_ptx(source: str) -> str:
 
 @functools.cache
 def compile_module(source: str, options: Sequence[str]) -> Module:
-    """A `.cu` source, with -I and -D as options; compiled once on this machine.
+    """A `.cu` source, with -I and -D as options; compiled once in this checkout.
 
     Raises:
         RuntimeError: it does not compile.
@@ -92,8 +91,8 @@ def compile_module(source: str, options: Sequence[str]) -> Module:
     ]
     whole = "\n".join(['#include "cuda_on_host.h"', source, *bodies])
     digest = hashlib.sha256(repr((whole, sorted(headers.items()), defines, _COMPILER)).encode()).hexdigest()
-    folder = Path(tempfile.gettempdir()) / f"oktopk-host-cuda-{os.getuid()}" / digest[:20]
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = _BUILD / digest[:20]
+    folder.mkdir(parents=True, exist_ok=True)
     library = folder / "kernels.so"
     with open(folder / "lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # all ranks come here at the same time
