@@ -83,7 +83,7 @@ def decide_together(
     raise Refused("\n".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None))
 
 
-def check_same_parameters(module: nn.Module, comm: MPI.Intracomm, step: int) -> None:
+def check_same_parameters(module: nn.Module, comm: MPI.Intracomm, step: int, *, buffers: bool = True) -> None:
     """Check that parameters and buffers are bit-identical on all ranks.
 
     Each tensor is summed up where it lies, and 8 bytes of it are fetched.
@@ -92,13 +92,15 @@ def check_same_parameters(module: nn.Module, comm: MPI.Intracomm, step: int) -> 
         module: on any device.
         comm: collective.
         step: for the message.
+        buffers: these too, which each rank has its own of until they are averaged.
 
     Raises:
         RanksDiverged: on every rank, naming which ranks hold what.
 
     Traffic: one allgather of a digest.
     """
-    sums = torch.stack([_checksum(tensor.detach()) for tensor in module.state_dict().values()])
+    tensors = module.state_dict().values() if buffers else module.parameters()
+    sums = torch.stack([_checksum(tensor.detach()) for tensor in tensors])
     digest = hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=8).hexdigest()
     digests: list[str] = comm.allgather(digest)
     if len(set(digests)) == 1:

@@ -162,7 +162,8 @@ def stage_floors(method: str, work: Workload, speeds: Speeds) -> dict[str, dict[
         "gtopk": {
             "select": select,
             # along the longest path of the tree: read two lists, write one
-            "reduce": (3 * selected * rounds, selected * rounds, rounds),
+            "exchange": (0, selected * rounds, rounds),
+            "reduce": (3 * selected * rounds, 0, 0),
             "allgather": (0, applied * rounds, rounds),
             "apply": apply,
         },

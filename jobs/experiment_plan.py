@@ -81,7 +81,7 @@ def plan(experiment: Experiment, options: argparse.Namespace) -> list[Planned]:
         file = options.output / RUNS / f"{trial.name}.h5"
         settings = {"run.file": str(file), "run.overwrite": begins_again, **trial.settings}
         document = _merged(base, settings)
-        planned.append(Planned(trial, document, file, is_done(file, document)))
+        planned.append(Planned(trial, document, file, is_done(file, document, trial.ranks)))
     return planned
 
 
@@ -134,14 +134,17 @@ def _merged(document: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
     )
 
 
-def is_done(file: Path, document: Mapping[str, Any]) -> bool:
-    """Whether a run is complete. Raises RunFileError: it is, and was another one than is asked for now."""
+def is_done(file: Path, document: Mapping[str, Any], ranks: int) -> bool:
+    """Whether a run is complete. Raises RunFileError: it is, and was another one than is asked for now.
+
+    The data may lie elsewhere, but are told from others by the name of their file.
+    """
     config = json.loads(validate(document).to_json())
     try:
         with RunReader(file) as reader:
             if reader.status != "complete":
                 return False
-            found = json.loads(with_later_keys(reader.info.config))
+            found, of_ranks = json.loads(with_later_keys(reader.info.config)), reader.info.ranks
     except RunFileError:
         return False
     differing = [
@@ -151,6 +154,11 @@ def is_done(file: Path, document: Mapping[str, Any]) -> bool:
         for key, value in keys.items()
         if found.get(section, {}).get(key) != value and f"{section}.{key}" not in _OF_NO_CONSEQUENCE
     ]
+    if of_ranks != ranks:
+        differing.append(f"ranks {of_ranks}, not {ranks}")
+    data, wanted = (Path(each.get("data", {}).get("path") or "").name for each in (found, config))
+    if data != wanted:
+        differing.append(f"data {data!r}, not {wanted!r}")
     if differing:
         raise RunFileError(
             f"{file} is a complete run of another experiment ({'; '.join(differing)}): choose another -o"

@@ -11,7 +11,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from jobs.panels import BarPanel, DotPanel, Level, LinePanel, Panel
 from jobs.style import GREY, STYLE
@@ -108,7 +108,11 @@ def _count(axes: Axes, panel: LinePanel) -> None:
     elif panel.log_x or largest >= 10_000:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         if panel.log_x:
-            axes.xaxis.set_minor_formatter(NullFormatter())
+            low, high = np.log10(axes.get_xlim())
+            few = np.floor(high) - np.ceil(low) < 1  # not two powers of ten to tell the scale by
+            axes.xaxis.set_minor_formatter(EngFormatter(sep="") if few else NullFormatter())
+            if few:
+                axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     if not panel.log_x and panel.columns[0] != "ranks":
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=panel.columns[0] == "step"))
     if panel.percent:

@@ -135,6 +135,8 @@ class TrainingLoop:
                     if self.safeguard is not None:
                         self.safeguard.before_evaluation()
                     self._evaluate(step + 1)
+                elif (step + 1 + self.ahead) % self.steps_per_epoch == 0:
+                    check_same_parameters(self.workload.model, self.comm, step + 1, buffers=False)
                 if self.safeguard is not None:
                     self.safeguard.after_step(
                         step + 1, last=step + 1 == self.steps, capture=self._capture, before=self._write

@@ -126,8 +126,10 @@ def stepwise(
     x_of: Callable[[Run], NDArray[Any]],
     y_of: Callable[[Run], NDArray[Any]],
     points: int = POINTS,
+    *,
+    first: bool = False,
 ) -> Line | None:
-    """A line of one value per step; None where no step has any."""
+    """A line of one value per step; None where no step has any. For `first` see `binned`."""
     count = max(len(run.steps["step"]) for run in group.runs)
     return binned(
         group,
@@ -135,13 +137,20 @@ def stepwise(
         [run.steps["step"].astype(np.float64) for run in group.runs],
         [np.asarray(x_of(run), np.float64) for run in group.runs],
         [np.asarray(y_of(run), np.float64) for run in group.runs],
+        first=first,
     )
 
 
 def binned(
-    group: Group, points: int, steps: Sequence[Vector], xs: Sequence[Vector], ys: Sequence[Vector]
+    group: Group,
+    points: int,
+    steps: Sequence[Vector],
+    xs: Sequence[Vector],
+    ys: Sequence[Vector],
+    *,
+    first: bool = False,
 ) -> Line | None:
-    """Cut the steps of all runs into the same pieces, and average within them."""
+    """Cut the steps of all runs into the same pieces, and average within them; or take the first, of what is no measurement."""
     if not any(len(each) for each in steps):
         return None
     every = np.unique(np.concatenate(steps))
@@ -151,6 +160,10 @@ def binned(
         place = np.searchsorted(edges, step, side="right") - 1
         for values, out in ((own_x, x), (own_y, y)):
             good = np.isfinite(values)
+            if first:
+                where, at = np.unique(place[good], return_index=True)
+                out[row, where] = values[good][at]
+                continue
             count = np.bincount(place[good], minlength=len(edges))
             total = np.bincount(place[good], values[good], minlength=len(edges))
             out[row] = np.where(count > 0, total / np.maximum(count, 1), np.nan)

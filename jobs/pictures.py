@@ -131,7 +131,7 @@ def final_accuracy(groups: Sequence[Group]) -> DotPanel:
 
 def learning_rate(groups: Sequence[Group]) -> LinePanel:
     """The schedule."""
-    found = [stepwise(group, _step, lambda run: run.steps["learning_rate"]) for group in groups]
+    found = [stepwise(group, _step, lambda run: run.steps["learning_rate"], first=True) for group in groups]
     return LinePanel(
         "learning-rate",
         "Learning rate",

@@ -212,8 +212,11 @@ class RunFile:
 
     @property
     def elapsed(self) -> float:
-        """Seconds of training on record."""
-        return float(self._steps["elapsed"][-1]) if self.done else 0.0
+        """Seconds on record, the last evaluation included."""
+        if not self.done:
+            return 0.0
+        after_last = self._evaluations["step"][...] == self.done
+        return float(self._steps["elapsed"][-1]) + float(self._evaluations["seconds"][...][after_last].sum())
 
     def _create_columns(self, group: str, columns: Mapping[str, tuple[str, str]]) -> dict[str, h5py.Dataset]:
         made = {}

@@ -27,18 +27,23 @@ from jobs.runfile import (
 PATIENCE = 20  # tenths of a second
 
 
-def _check_whole(path: Path) -> None:
-    """Raise RunFileError for a file shorter than its superblock says: HDF5 in SWMR mode would wait for the rest.
+def _in_use(path: Path) -> bool:
+    """Whether a writer has the file open, or was killed with it open.
 
-    Superblock 3: eight bytes of signature, version, size of offsets, size of lengths, flags, then the base
-    address, that of the extension and the end of the file, eight bytes each.
+    Superblock 3: eight bytes of signature, version, size of offsets, size of lengths, flags (0 when it was closed), then the
+    base address, that of the extension and the end of the file, eight bytes each.
+
+    Raises:
+        RunFileError: the file is shorter than its superblock says: HDF5 in SWMR mode would wait for the rest.
     """
     for attempt in range(PATIENCE):
         with open(path, "rb") as file:
             head = file.read(36)
             size = file.seek(0, os.SEEK_END)
-        if len(head) < 36 or head[8] != 3 or int.from_bytes(head[28:36], "little") <= size:
-            return
+        if head[:8] != b"\x89HDF\r\n\x1a\n" or (len(head) > 8 and head[8] != 3):
+            return False
+        if len(head) == 36 and int.from_bytes(head[28:36], "little") <= size:
+            return bool(head[11])
         # A writer at work may have written the superblock and not yet the rest.
         time.sleep(0.1 * (attempt + 1 < PATIENCE))
     raise RunFileError(f"{path} is not a run file: truncated, {size} bytes of it are left")
@@ -54,11 +59,12 @@ class RunReader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            _check_whole(self.path)
-            self._file = h5py.File(self.path, "r", swmr=True, libver="latest", locking="best-effort")
+            # in SWMR mode HDF5 reads again, for minutes, what does not have its checksum
+            swmr = _in_use(self.path)
+            self._file = h5py.File(self.path, "r", swmr=swmr, libver="latest", locking="best-effort")
         except FileNotFoundError:
             raise RunFileError(f"{self.path}: no such file") from None
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # h5py's, of a damaged file
             raise RunFileError(f"{self.path} is not a run file: {error}") from error
         if self._file.attrs.get("format") != FORMAT:
             found = self._file.attrs.get("format", "none")

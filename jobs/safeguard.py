@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from jobs.agreement import NonFiniteLossError
+from jobs.agreement import NonFiniteLossError, RanksDiverged
 from jobs.checkpoint import Checkpointer, Due
 from jobs.interruption import Interrupted, SignalNote
 from jobs.watchdog import Phase, Watchdog
@@ -14,7 +14,12 @@ from oktopk import NonFiniteGradientError
 
 Capture = Callable[[], tuple[dict[str, Any], dict[str, Any]]]
 
-_TOGETHER = (NonFiniteGradientError, NonFiniteLossError, Interrupted)  # raised on every rank alike
+_TOGETHER = (
+    NonFiniteGradientError,
+    NonFiniteLossError,
+    RanksDiverged,
+    Interrupted,
+)  # raised on every rank alike
 
 
 class Safeguard:

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.traffic import dense_words, lower_bound, upper_bound
-from jobs.runfile import PHASES, RunFileError, RunInfo
+from jobs.runfile import PHASES, STEP_COLUMNS, RunFileError, RunInfo
 from jobs.runreader import RunReader
 from jobs.style import title_of
 
-SELECTION_STAGES = ("select", "threshold", "reduce", "apply")
+SELECTION_STAGES = ("select", "reduce", "apply")
 """Stages of a reduction that touch this rank's own memory; in the others ranks talk to each other."""
 
 COMBINED_STAGES = ("step",)
@@ -159,8 +159,15 @@ def read_readable(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
             runs.append(_read(path))
         except RunFileError as error:
             problems.append(str(error))
-        except (KeyError, OSError, ValueError) as error:
-            problems.append(f"{path} is not a run file: {error}")
+        except (
+            AttributeError,
+            KeyError,
+            OSError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:  # what damage becomes
+            problems.append(f"{path} is not a whole run file: {error}")
     return _told_apart(runs), problems
 
 
@@ -174,13 +181,18 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 def _read(path: Path) -> Run:
     with RunReader(path) as reader:
+        info, steps = reader.info, reader.steps()
+        for text in (info.config, info.hardware, info.versions):
+            dict(json.loads(text))
+        if missing := STEP_COLUMNS.keys() - steps.keys():
+            raise KeyError(f"no column {', '.join(sorted(missing))}")
         return Run(
-            label=title_of(reader.info.method),
+            label=title_of(info.method),
             stem=path.stem,
             path=path,
-            info=reader.info,
+            info=info,
             status=reader.status,
-            steps=reader.steps(),
+            steps=steps,
             stages=reader.stages(),
             evaluations=reader.evaluations(),
             measures=reader.measures(),

@@ -91,7 +91,7 @@ def main(
     except NonFiniteLossError as error:
         _say(comm, f"jobs.train: {error}: try a smaller optimizer.lr")
         return 1
-    except CheckpointError as error:
+    except (CheckpointError, RanksDiverged) as error:
         _say(comm, f"jobs.train: {error}")
         return 1
     except Interrupted as leaving:

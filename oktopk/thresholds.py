@@ -94,13 +94,16 @@ class GlobalThreshold:
         """The last threshold as a magnitude, NaN before the first step."""
         return math.nan if self.bits is None else bits_magnitude(self.bits)
 
-    def keep(self, lists: RegionLists, k: int, exact: bool) -> tuple[NDArray[np.void], NDArray[np.int64]]:
+    def keep(
+        self, lists: RegionLists, k: int, exact: bool, lap: Callable[[str], object] = lambda stage: None
+    ) -> tuple[NDArray[np.void], NDArray[np.int64]]:
         """Sum this rank's region and keep what reaches the threshold.
 
         Args:
             lists: contributions to the region. Collective: every rank must call.
             k: entries wanted over all ranks.
             exact: name the exact threshold.
+            lap: told when a stage ends: "reduce" what this rank sums, "threshold" what all ranks agree on.
 
         Returns:
             (ENTRY[counts[r]], int64[P]): this rank's kept sums, ascending, and how many each rank keeps. The counts add up to
@@ -110,10 +113,12 @@ class GlobalThreshold:
             allgather of 2 int64.
         """
         if exact or self.bits is None:
-            return self._keep_exact(lists, k)
+            return self._keep_exact(lists, k, lap)
         expected = self.expected
         sums = lists.counted(expected, LADDER)
+        lap("reduce")
         counts = lists.transport.allgather_control(sums.counts)
+        lap("threshold")
         totals = counts.sum(axis=0)
         nearest = int(np.argmin(np.abs(totals - k)))
         rung = len(LADDER) // 2
@@ -121,7 +126,7 @@ class GlobalThreshold:
             rung = nearest
             all_kept = expected + LADDER[0] <= 1 and totals[0] <= k
             if abs(totals[rung] - k) > MISS * k and not all_kept:
-                return self._keep_exact(lists, k)
+                return self._keep_exact(lists, k, lap)
         bits = min(max(expected + int(LADDER[rung]), 1), NOTHING - 1)
         self.follow(bits, int(LADDER[nearest]))
         return sums.take(bits), counts[:, rung]
@@ -155,21 +160,26 @@ class GlobalThreshold:
         self.bits = state["bits"]
         self.trend = state["trend"]
 
-    def _keep_exact(self, lists: RegionLists, k: int) -> tuple[NDArray[np.void], NDArray[np.int64]]:
+    def _keep_exact(
+        self, lists: RegionLists, k: int, lap: Callable[[str], object]
+    ) -> tuple[NDArray[np.void], NDArray[np.int64]]:
         transport = lists.transport
         lowest = self.lowest
         while True:
             sums = lists.sums(lowest)
+            lap("reduce")
 
             def histogram(level: int, prefix: int, sums: NDArray[np.void] = sums) -> NDArray[np.int64]:
                 return transport.allreduce_control(self._kernels.magnitude_histogram(sums, level, prefix))
 
             bits, _ = kth_magnitude(histogram, k)
+            lap("threshold")
             if bits >= lowest or lowest == 1:
                 break
             lowest = 1  # fewer than k sums reach the lowest rung
         self.named(bits)
         counts = _counts(sums, np.array([bits, bits + 1], np.int32), lists)
+        lap("threshold")
         at_least, above = counts[:, 0], counts[:, 1]
         ties = at_least - above
         allowed = max(0, selection_cap(k) - int(above.sum()))

@@ -405,10 +405,12 @@ def test_a_run_of_an_earlier_version_is_taken_for_done(tmp_path: Path) -> None:
     for key in ("deferred", "rotate"):
         del saved["reduction"][key]
     first.file.parent.mkdir(parents=True)
-    RunFile(first.file, RunInfo(**{**vars(INFO), "config": json.dumps(saved)})).close("complete")
+    RunFile(first.file, RunInfo(**{**vars(INFO), "config": json.dumps(saved), "ranks": 2})).close("complete")
     assert plan(VGG, options)[0].done
+    with pytest.raises(RunFileError, match=r"\(ranks 2, not 7\)"):
+        plan(VGG, parse([*small(tmp_path), "--ranks", "7"]))
     del saved["training"]["epochs"]
     first.file.unlink()
-    RunFile(first.file, RunInfo(**{**vars(INFO), "config": json.dumps(saved)})).close("complete")
+    RunFile(first.file, RunInfo(**{**vars(INFO), "config": json.dumps(saved), "ranks": 2})).close("complete")
     with pytest.raises(RunFileError, match=r"training\.epochs \d+, not \d+"):
         plan(VGG, options)

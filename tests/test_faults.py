@@ -162,6 +162,15 @@ def test_a_nan_on_one_rank_ends_all_alike_and_leaves_the_last_checkpoint(tmp_pat
 
 
 @pytest.mark.timeout(200)
+def test_ranks_that_drift_apart_are_found_at_the_end_of_the_epoch(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run.h5", 2, ["training.eval_every=60"], ["drift=1:5"])
+    assert job.wait() == 1, job.said
+    assert job.said.count("parameters differ between ranks after step 25: ") == 1
+    assert "Traceback" not in job.said
+    assert last_good_step(tmp_path / "run.h5") == 20
+
+
+@pytest.mark.timeout(200)
 def test_a_loss_that_is_not_finite_though_gradients_are_ends_all_alike(tmp_path: Path) -> None:
     job = Job(tmp_path / "run.h5", 2, ["training.steps=30"], ["inf=1:25"])
     assert job.wait() == 1, job.said

@@ -308,3 +308,32 @@ def test_the_command_takes_throughput_runs_alone(tmp_path: Path) -> None:
     summary = rows(tmp_path / "out" / "summary.csv")
     assert [row["ranks"] for row in summary] == ["1", "1", "2"]
     assert "Throughput" in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_the_schedule_is_drawn_by_rates_that_were_used(tmp_path: Path) -> None:
+    rates = np.where(np.arange(500) < 250, 0.1, 0.01)
+    run = write_run(tmp_path / "a.h5", steps=500, learning_rate=rates)
+    (line,) = pictures.learning_rate(group_runs(read_runs([run]))).lines
+    assert len(line.x) < 500
+    assert set(line.y.tolist()) == {0.1, 0.01}
+    assert line.x[0] == 1 and line.y[0] == 0.1
+
+
+@pytest.mark.parametrize("growth", [0.1, 5.0, 1000.0])
+def test_an_axis_of_words_has_numbers_even_within_a_decade(tmp_path: Path, growth: float) -> None:
+    words = np.full(50, 1.2e6 * growth / 49)
+    words[0] = 1.2e6
+    run = write_run(tmp_path / "a.h5", words=words)
+    figure = Figure()
+    with mpl.rc_context(PAGE):
+        axes = figure.subplots()
+        draw(axes, pictures.loss(group_runs(read_runs([run])), pictures.WORDS))
+        figure.draw_without_rendering()
+    low, high = axes.get_xlim()
+    shown = [
+        label.get_text()
+        for minor in (False, True)
+        for label, place in zip(axes.get_xticklabels(minor=minor), axes.get_xticks(minor=minor), strict=True)
+        if low <= place <= high and label.get_text()
+    ]
+    assert len(shown) >= 2, (low, high)

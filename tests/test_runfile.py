@@ -24,6 +24,7 @@ from jobs.runfile import (
     check_creatable,
 )
 from jobs.runreader import RunReader
+from jobs.summary import read_readable
 
 INFO = RunInfo(
     config='{"training": {"steps": 3}}',
@@ -220,10 +221,37 @@ def test_a_truncated_run_file_is_refused(tmp_path: Path) -> None:
     with RunFile(path, INFO) as file:
         file.append_steps(columns(1, 3), {})
     whole = path.read_bytes()
-    for size in (0, 100, len(whole) // 2):
+    for size in (0, 7, 8, 20, 100, len(whole) // 2):
         path.write_bytes(whole[:size])
         with pytest.raises(RunFileError, match="is not a run file"):
             RunReader(path)
+
+
+@pytest.mark.timeout(30)
+def test_a_damaged_run_file_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    with RunFile(path, INFO) as file:
+        file.append_steps(columns(1, 3), {})
+    whole = path.read_bytes()
+    named = 0
+    for place in range(0, len(whole), len(whole) // 40):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        _, problems = read_readable([path])
+        named += any(re.search("is not a (whole )?run file", problem) for problem in problems)
+    assert named > 5
+
+
+def test_time_goes_on_behind_the_last_evaluation(tmp_path: Path) -> None:
+    with RunFile(tmp_path / "run.h5", INFO) as file:
+        assert file.elapsed == 0
+        file.append_steps(columns(1, 3), {})
+        trained = file.elapsed
+        file.append_evaluation(**{**evaluation(2), "seconds": 9.0})
+        assert file.elapsed == trained > 0
+        file.append_evaluation(**{**evaluation(3), "seconds": 5.0})
+        assert file.elapsed == trained + 5
 
 
 def test_columns_must_be_the_known_ones_and_of_one_length(tmp_path: Path) -> None:

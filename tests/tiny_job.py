@@ -5,6 +5,7 @@ python -m mpi4py -m tests.tiny_job CONFIG.toml --set run.file=... [-- KEY=VALUE 
 seconds=0.01   what a step takes at least
 nan=RANK:STEP  a loss that is not finite
 inf=RANK:STEP  one that is not either, with gradients that are
+drift=RANK:STEP parameters that are no longer the other ranks'
 hang=RANK:STEP a rank that stands still
 hang=RANK:build, hang=RANK:write, hang=RANK:close
                one that stands still while it builds, writes a checkpoint, or (rank 0) closes the run file
@@ -76,6 +77,9 @@ class Tiny:
         loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
         if self._due("hang"):
             stand_still()
+        if self._due("drift"):
+            with torch.no_grad():
+                next(self.model.parameters()).add_(1e-3)
         if self._due("inf"):
             loss = loss + float("inf")
         return loss * float("nan") if self._due("nan") else loss

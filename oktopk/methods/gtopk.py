@@ -38,6 +38,7 @@ class GTopk(SparseMethod):
         for number, child in enumerate(children):
             incoming = pool[largest : 2 * largest]
             arrived = transport.receive_counted(incoming, child)
+            plan.stopwatch.lap("exchange")
             begins = np.array([0, largest], np.int64)
             ends = begins + np.array([len(held), arrived])
             merged = pool[2 * largest :]
@@ -47,9 +48,10 @@ class GTopk(SparseMethod):
             held = pool[:kept]
             if dropped:
                 pruned.append(SparseVector(rest[:dropped], self.length))
+            plan.stopwatch.lap("reduce")
         if parent is not None:
             transport.wait(transport.send(held, parent, even_if_empty=True))
-        plan.stopwatch.lap("reduce")
+        plan.stopwatch.lap("exchange")
         gathered = workspace.entries("gathered", largest)
         if parent is None:
             gathered[: len(held)] = held

@@ -204,7 +204,7 @@ class OkTopk(SparseMethod):
 
     def _keep_and_gather(self, lists: RegionLists, selection: Selection, plan: Plan) -> Reduction:
         """Sum the region, keep what reaches the global threshold, and gather it everywhere."""
-        kept, counts = self.threshold.keep(lists, plan.k, plan.exact)
+        kept, counts = self.threshold.keep(lists, plan.k, plan.exact, plan.stopwatch.lap)
         plan.stopwatch.lap("reduce")
         trigger = self.settings.balance_trigger
         update = balance_and_allgatherv(kept, counts, self.length, self.transport, trigger)
