@@ -59,13 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         planned = plan(experiment, options)
         command = shlex.join(["python", "-m", "jobs.experiment", *words])
         print(write_report(experiment, planned_files(planned), options.output / "report", command, failed))
-    except (ConfigError, LaunchError, RunFileError) as error:
+    except (ConfigError, LaunchError, RunFileError, OSError) as error:
         print(f"jobs.experiment: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     for name, reason in failed.items():
         print(f"jobs.experiment: {name} failed: {reason}", file=sys.stderr)
+    if any("needs GPUs" in reason for reason in failed.values()):
+        print("jobs.experiment: --no-gpu-methods leaves out what needs GPUs", file=sys.stderr)
     left = [each.trial.name for each in planned if not each.done]
     if left:
         print(f"{len(planned) - len(left)} of {len(planned)} runs are complete; the same command goes on")

@@ -414,3 +414,9 @@ def test_a_run_of_an_earlier_version_is_taken_for_done(tmp_path: Path) -> None:
     RunFile(first.file, RunInfo(**{**vars(INFO), "config": json.dumps(saved), "ranks": 2})).close("complete")
     with pytest.raises(RunFileError, match=r"training\.epochs \d+, not \d+"):
         plan(VGG, options)
+
+
+def test_an_output_that_is_no_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").write_text("a file")
+    assert main([*small(tmp_path), "--runs", "dense-0"]) == 2
+    assert re.search(r"jobs\.experiment: .*(Not a directory|File exists)", capsys.readouterr().err)
