@@ -83,8 +83,8 @@ def encoded(transcript: str, where: str) -> NDArray[np.uint8]:
     text = " ".join(transcript.split())
     if not text:
         raise DataError(f"{where}: the transcript is empty")
-    # one by one: in upper case some letters are two
-    labels = [ALPHABET.find(character.upper(), 1) for character in text]
+    # one by one: in upper case some letters are two, which are none
+    labels = [ALPHABET.find(upper, 1) if len(upper) == 1 else -1 for upper in map(str.upper, text)]
     if -1 in labels:
         raise DataError(
             f"{where}: {text[labels.index(-1)]!r} in the transcript {text!r} is not one of {ALPHABET[1:]!r}"

@@ -242,10 +242,8 @@ def _vocabulary(
     if faults:
         raise faults[0]
     numbers = tokenizer.get_vocab()
-    words = [
-        *SPECIAL,
-        *sorted(numbers.keys() - set(SPECIAL)),
-    ]  # the library numbers them otherwise every time
+    # the library numbers even the same words otherwise in every call
+    words = [*SPECIAL, *sorted(numbers.keys() - set(SPECIAL))]
     beside = parts.folder / f"vocabulary.{os.getpid()}.beside"
     beside.write_text("\n".join(words) + "\n", encoding="utf-8")
     os.replace(beside, parts.vocabulary)

@@ -110,7 +110,7 @@ class Config(Section):
 
 
 def with_later_keys(saved: str) -> str:
-    """A configuration in JSON as this version would have saved it: keys that came since have their defaults, as it did."""
+    """A configuration in JSON as this version would have saved it: keys of its sections that came since have their defaults."""
     document = json.loads(saved)
     for name, section in Config.model_fields.items():
         if name in document and section.annotation is not None:

@@ -17,12 +17,10 @@ from jobs.config import with_later_keys
 from jobs.configfile import ConfigError, apply_overrides, read_toml, validate
 from jobs.experiments import KINDS, SHORT, Experiment, Trial, trials
 from jobs.runfile import RunFileError
-from jobs.runreader import RunReader
+from jobs.runreader import DAMAGE, RunReader
 
 CONFIGS = Path(__file__).parent / "configs"
 RUNS = "runs"
-# what may be another one and the run still be the one that is asked for
-_OF_NO_CONSEQUENCE = frozenset({"data.path", "reduction.deferred"})
 EVALUATIONS = 16  # of a run that is shortened to so many steps, at most, and one at its end
 
 
@@ -81,7 +79,7 @@ def plan(experiment: Experiment, options: argparse.Namespace) -> list[Planned]:
         file = options.output / RUNS / f"{trial.name}.h5"
         settings = {"run.file": str(file), "run.overwrite": begins_again, **trial.settings}
         document = _merged(base, settings)
-        planned.append(Planned(trial, document, file, is_done(file, document, trial.ranks)))
+        planned.append(Planned(trial, document, file, is_done(file, document, trial)))
     return planned
 
 
@@ -134,7 +132,15 @@ def _merged(document: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
     )
 
 
-def is_done(file: Path, document: Mapping[str, Any], ranks: int) -> bool:
+def _of_no_consequence(trial: Trial) -> set[str]:
+    """The "section.key" of what may be another one, and the run still be this trial's."""
+    if trial.kind not in SHORT:
+        return {"data.path", "reduction.deferred"}
+    # a short run ends by its steps; and only with Ok-Topk does it matter whether the host waits
+    return {"data.path", "training.epochs"} | ({"reduction.deferred"} if trial.method != "oktopk" else set())
+
+
+def is_done(file: Path, document: Mapping[str, Any], trial: Trial) -> bool:
     """Whether a run is complete. Raises RunFileError: it is, and was another one than is asked for now.
 
     The data may lie elsewhere, but are told from others by the name of their file.
@@ -144,18 +150,23 @@ def is_done(file: Path, document: Mapping[str, Any], ranks: int) -> bool:
         with RunReader(file) as reader:
             if reader.status != "complete":
                 return False
-            found, of_ranks = json.loads(with_later_keys(reader.info.config)), reader.info.ranks
-    except RunFileError:
+            found, ranks = json.loads(with_later_keys(reader.info.config)), reader.info.ranks
+            steps, evaluated = reader.steps()["step"], reader.evaluations()["seconds"]
+    except (RunFileError, *DAMAGE):
+        return False
+    if trial.kind in SHORT and not (
+        len(steps) and len(evaluated) and steps[-1] == config["training"]["steps"]
+    ):
         return False
     differing = [
         f"{section}.{key} {found.get(section, {}).get(key)!r}, not {value!r}"
         for section, keys in config.items()
         if section not in ("run", "checkpoint")
         for key, value in keys.items()
-        if found.get(section, {}).get(key) != value and f"{section}.{key}" not in _OF_NO_CONSEQUENCE
+        if found.get(section, {}).get(key) != value and f"{section}.{key}" not in _of_no_consequence(trial)
     ]
-    if of_ranks != ranks:
-        differing.append(f"ranks {of_ranks}, not {ranks}")
+    if ranks != trial.ranks:
+        differing.append(f"ranks {ranks}, not {trial.ranks}")
     data, wanted = (Path(each.get("data", {}).get("path") or "").name for each in (found, config))
     if data != wanted:
         differing.append(f"data {data!r}, not {wanted!r}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import sys
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -114,7 +116,7 @@ class TrainingLoop:
 
         Raises:
             NonFiniteGradientError: on every rank, when reduction.nonfinite is "raise".
-            NonFiniteLossError: on every rank, likewise; of held-out data in any case, and that loss is in the run file.
+            NonFiniteLossError: on every rank, likewise; a held-out loss is in the run file before.
             RanksDiverged: on every rank: their parameters are no longer the same.
         """
         self.began = time.perf_counter() - (self.file.elapsed if self.file is not None else 0.0)
@@ -139,8 +141,16 @@ class TrainingLoop:
                     check_same_parameters(self.workload.model, self.comm, step + 1, buffers=False)
                 if self.safeguard is not None:
                     self.safeguard.after_step(
-                        step + 1, last=step + 1 == self.steps, capture=self._capture, before=self._write
+                        step + 1,
+                        last=step + 1 == self.steps,
+                        capture=self._capture,
+                        before=functools.partial(self._before_checkpoint, step + 1),
                     )
+
+    def _before_checkpoint(self, done: int) -> None:
+        # a restart would take the common part of it for every rank's
+        check_same_parameters(self.workload.model, self.comm, done, buffers=False)
+        self._write()
 
     def _capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return capture(self.workload.model, self.optimizer, self.batches.position)
@@ -243,6 +253,12 @@ class TrainingLoop:
                 seconds=time.perf_counter() - began,
             )
         if not math.isfinite(loss):
-            raise NonFiniteLossError(f"the held-out loss after step {done} is {loss}")
+            problem = f"the held-out loss after step {done} is {loss}"
+            if self.config.reduction.nonfinite == "raise":
+                raise NonFiniteLossError(problem)
+            if self.comm.rank == 0:
+                print(f"jobs.train: {problem}", file=sys.stderr, flush=True)
+        if self.file is None:
+            return
         self.figures["held-out"] = f"{correct / max(1.0, samples):.2%}"
         self.bar.set_postfix(self.figures)

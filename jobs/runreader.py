@@ -25,6 +25,8 @@ from jobs.runfile import (
 )
 
 PATIENCE = 20  # tenths of a second
+DAMAGE = (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)
+"""What reading from a damaged file raises, as h5py has no error of its own."""
 
 
 def _in_use(path: Path) -> bool:
@@ -61,7 +63,13 @@ class RunReader:
         try:
             # in SWMR mode HDF5 reads again, for minutes, what does not have its checksum
             swmr = _in_use(self.path)
-            self._file = h5py.File(self.path, "r", swmr=swmr, libver="latest", locking="best-effort")
+            try:
+                self._file = self._open(swmr)
+            except OSError:
+                # a run that is continued may have put its file there meanwhile
+                if swmr or not _in_use(self.path):
+                    raise
+                self._file = self._open(swmr=True)
         except FileNotFoundError:
             raise RunFileError(f"{self.path}: no such file") from None
         except (OSError, RuntimeError) as error:  # h5py's, of a damaged file
@@ -70,6 +78,9 @@ class RunReader:
             found = self._file.attrs.get("format", "none")
             self._file.close()
             raise RunFileError(f"{self.path} is not a run file: its format is {found!r}, not {FORMAT!r}")
+
+    def _open(self, swmr: bool) -> h5py.File:
+        return h5py.File(self.path, "r", swmr=swmr, libver="latest", locking="best-effort")
 
     def __enter__(self) -> Self:
         return self

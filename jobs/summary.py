@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from collectives.traffic import dense_words, lower_bound, upper_bound
 from jobs.runfile import PHASES, STEP_COLUMNS, RunFileError, RunInfo
-from jobs.runreader import RunReader
+from jobs.runreader import DAMAGE, RunReader
 from jobs.style import title_of
 
 SELECTION_STAGES = ("select", "reduce", "apply")
@@ -159,14 +159,7 @@ def read_readable(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
             runs.append(_read(path))
         except RunFileError as error:
             problems.append(str(error))
-        except (
-            AttributeError,
-            KeyError,
-            OSError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:  # what damage becomes
+        except DAMAGE as error:
             problems.append(f"{path} is not a whole run file: {error}")
     return _told_apart(runs), problems
 

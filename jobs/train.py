@@ -8,9 +8,9 @@ Rank 0 shows a progress bar and writes the run file.
 A run that was interrupted continues from its last checkpoint when it is started again. SIGUSR1 and SIGTERM on any rank
 take one and stop all of them at the same step.
 
-Exit status: 0, also when the run was complete already; 1 when the gradients ceased to be finite or a checkpoint could not be
-written; 2 when what was asked for cannot be done, with one message and before any training; 75 after a signal, with a
-checkpoint to continue from.
+Exit status: 0, also when the run was complete already; 1 when gradients or losses ceased to be finite, parameters differed
+between ranks or a checkpoint could not be written; 2 when what was asked for cannot be done, with one message and before any
+training; 75 after a signal, with a checkpoint to continue from.
 """
 
 from __future__ import annotations

@@ -198,14 +198,11 @@ def test_an_interrupted_call_continues_and_gives_the_same_file(
         assert np.array_equal(left.sequences.follows, right.sequences.follows)
 
 
-def test_a_vocabulary_is_numbered_the_same_each_time(tmp_path: Path) -> None:
-    folder = corpus(tmp_path / "text")
-    for name in ("a", "b"):
-        prepare_text(folder, tmp_path / f"{name}.h5", Recipe(length=32), progress=False)
-    first, second = (open_text_file(tmp_path / f"{name}.h5")[0].vocabulary for name in ("a", "b"))
-    assert first == second
-    assert first[: len(SPECIAL)] == SPECIAL
-    assert list(first[len(SPECIAL) :]) == sorted(first[len(SPECIAL) :])
+def test_the_words_of_a_trained_vocabulary_are_in_order(tmp_path: Path) -> None:
+    prepare_text(corpus(tmp_path / "text"), tmp_path / "a.h5", Recipe(length=32), progress=False)
+    vocabulary = open_text_file(tmp_path / "a.h5")[0].vocabulary
+    assert vocabulary[: len(SPECIAL)] == SPECIAL
+    assert list(vocabulary[len(SPECIAL) :]) == sorted(set(vocabulary[len(SPECIAL) :]))
 
 
 @pytest.mark.timeout(20)
@@ -269,9 +266,11 @@ def test_damage_to_a_file_is_found(tmp_path: Path) -> None:
         open_text_file(output)
     output.write_bytes(whole)
     with h5py.File(output, "r+") as file:
-        file["test/tokens"][0, 1] = 60_000
-    with pytest.raises(DataError, match=r"split 'test': word 60000 is not in a vocabulary of \d+"):
-        open_text_file(output)
+        words = file["vocabulary"][:20]
+        del file["vocabulary"]
+        file.create_dataset("vocabulary", data=words, dtype=h5py.string_dtype())
+    with pytest.raises(DataError, match=r"split 'train': word \d+ is not in a vocabulary of 20"):
+        open_text_file(output, verify=True)
     output.write_bytes(whole)
     with h5py.File(output, "r+") as file:
         flat = file["train/tokens"][:].reshape(-1)[: len(file["train/spans"])]

@@ -23,6 +23,7 @@ extern "C" __global__ void __launch_bounds__(96) sums(const unsigned* values, un
   if (i % 32 == 0) of_warps[i / 32] = warp;
   if (i >= 64) return;  // who has left is not waited for
   __syncthreads();
+  if (i % 32 >= 16 && n == 0) return;
   out[i] = of_warps[0] + of_warps[1];
   out[64 + i] = up;
   out[128 + i] = down;
@@ -66,6 +67,9 @@ def test_warps_and_blocks_exchange_what_they_should() -> None:
     assert out[64:128].tolist() == [i if i % 32 == 0 else i - 1 for i in lanes]
     assert out[128:192].tolist() == [i if i % 32 == 31 else i + 1 for i in lanes]
     assert out[192:].tolist() == [votes[i // 32] for i in lanes]
+    out[:] = 0
+    assert run("sums", 1, 1, 96, pointer(values), pointer(out), ctypes.c_uint(0)) == 0
+    assert out[192:].tolist() == [votes[i // 32] & 0xFFFF if i % 32 < 16 else 0 for i in lanes]
 
 
 def test_threads_that_wait_at_different_places_are_an_error(capfd: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ namespace host_cuda {
 
 constexpr int MOST_THREADS = 1024, MOST_WARPS = MOST_THREADS / 32;
 constexpr size_t STACK = 64 << 10;
-constexpr double PATIENCE = 50.0;  // seconds that a kernel may wait for what another rank writes
+constexpr double PATIENCE = 30.0;  // seconds that a kernel may wait for what another rank writes
 
 // Everybody waits until all who are still there have come.
 struct Barrier {
@@ -163,6 +163,7 @@ static int run_block(unsigned count) {
 static const uint64_t* exchange(uint64_t value) {
   Barrier& warp = warps[current / 32];
   uint64_t* given = slots[warp.turn & 1][current / 32];
+  if (!warp.here) memset(given, 0, sizeof slots[0][0]);  // who has left does not vote
   given[current % 32] = value;
   arrive(warp);
   return given;

@@ -22,6 +22,8 @@ GPUS = 8  # one a rank, so that ranks take each other for peers
 PROCESSORS = 16
 SHARED = 2 << 20  # bytes of the smallest memory that others may map: a file each
 
+POISON = 0xA5
+
 _captures: dict[int, list[Callable[[], None]]] = {}  # by stream: what is put on it while it is captured
 _streams = itertools.count(1)
 _opened: dict[int, mmap.mmap] = {}
@@ -52,6 +54,7 @@ class Memory:
             self._file = os.memfd_create("host-cuda")
             os.ftruncate(self._file, nbytes)
         self.block = mmap.mmap(self._file, max(nbytes, 1))
+        np.frombuffer(self.block, np.uint8).fill(POISON)  # what nobody wrote is not zero on a GPU either
         self.ptr = _address(self.block)
         _memories[self.ptr] = self
 
@@ -80,7 +83,8 @@ class Array(np.ndarray):
     def __new__(cls, shape: Any, dtype: Any = np.float64, memptr: MemoryPointer | None = None) -> Self:
         count = int(np.prod(shape))
         memory = memptr.mem if memptr is not None else Memory(count * np.dtype(dtype).itemsize)
-        made = np.frombuffer(memory.block, dtype, count).reshape(shape).view(cls)
+        offset = 0 if memptr is None else memptr.ptr - memory.ptr
+        made = np.frombuffer(memory.block, dtype, count, offset).reshape(shape).view(cls)
         made._memory = memory
         return made
 
