@@ -36,6 +36,7 @@ from tests.slurm.install import slurm_problem
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = (1, 2, 3, 4, 5, 8)
 HOST_CUDA_RANKS = (1, 3, 4)  # alone; odd; as many as a region needs to get three times its share
+HOST_CUDA_TEST_SECONDS = 240  # more than a kernel on the host waits for other ranks
 HOST_CUDA_SINGLE = ("tests/test_device_kernels.py",)
 HOST_CUDA_RANKS_TESTS = ("tests/test_device.py", "tests/test_deferred_peers.py")
 ALL_TESTS = ["tests"]
@@ -183,9 +184,10 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
         return
     asked = {host_cuda.ASKED_FOR: "1", "OKTOPK_CUDA_AWARE_MPI": "1"}
     may_be_empty = options.expression is not None
+    slow = [f"--timeout={HOST_CUDA_TEST_SECONDS}"]
     if alone:
         outcomes = folder / "host-cuda"
-        single = ["-m", "not mpi", "--timeout-method=signal", f"--outcomes={outcomes}", *alone]
+        single = [*slow, "-m", "not mpi", "--timeout-method=signal", f"--outcomes={outcomes}", *alone]
         chosen = ["-k", options.expression] if options.expression else []
         command = [sys.executable, *pytest, *chosen, *single]
         run_group(tally, title, command, SINGLE_SECONDS, os.environ | asked, outcomes, may_be_empty)
@@ -193,7 +195,7 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
     expression = f"({options.expression or 'test'}) and (test_device or cuda)"
     for ranks in sorted({*HOST_CUDA_RANKS} & {*options.ranks}) if among else ():
         outcomes = folder / f"host-cuda-{ranks}"
-        marked = ["--with-mpi", "-m", "mpi", "-k", expression, f"--outcomes={outcomes}", *among]
+        marked = [*slow, "--with-mpi", "-m", "mpi", "-k", expression, f"--outcomes={outcomes}", *among]
         command, environment = mpiexec_command(ranks, [*pytest, *marked], mpiexec=options.mpiexec)
         where = f"{title}, {ranks} rank{'s' if ranks > 1 else ''}"
         run_group(tally, where, command, RANKS_SECONDS, environment | asked, outcomes, may_be_empty)

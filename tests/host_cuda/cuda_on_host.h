@@ -34,7 +34,7 @@ namespace host_cuda {
 
 constexpr int MOST_THREADS = 1024, MOST_WARPS = MOST_THREADS / 32;
 constexpr size_t STACK = 64 << 10;
-constexpr double PATIENCE = 30.0;  // seconds that a kernel may wait for what another rank writes
+constexpr double PATIENCE = 100.0;  // seconds that a kernel may wait for what another rank writes
 
 // Everybody waits until all who are still there have come.
 struct Barrier {
