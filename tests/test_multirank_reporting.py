@@ -6,10 +6,14 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from jobs.launch import mpiexec_command
 from tests.outcomes import read_outcomes
 
 ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 120  # for what takes ten where nothing else runs
+pytestmark = pytest.mark.timeout(SECONDS + 20)
 
 
 def run_ranks(
@@ -24,14 +28,19 @@ def run_ranks(
         f"rank = MPI.COMM_WORLD.rank\npytestmark = pytest.mark.mpi\n{source}"
     )
     outcomes = folder / "outcomes"
-    pytest = ["-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", f"--outcomes={outcomes}"]
-    command, environment = mpiexec_command(ranks, [*pytest, *options, str(folder)])
+    words = ["-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", f"--outcomes={outcomes}"]
+    command, environment = mpiexec_command(ranks, [*words, *options, str(folder)])
     environment["PYTHONPATH"] = str(ROOT)
     environment["PYTEST_ADDOPTS"] = "-p tests.conftest"
     started = time.monotonic()
-    job = subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=50, check=False
-    )
+    try:
+        job = subprocess.run(
+            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as late:
+        raise AssertionError(
+            f"not over in {SECONDS} s; said so far: {late.stdout!r} {late.stderr!r}"
+        ) from None
     states = {test.split("::")[-1]: state for test, state in read_outcomes(outcomes).items()}
     return job, states, time.monotonic() - started
 
