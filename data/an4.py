@@ -264,12 +264,8 @@ def _wave_length(path: Path) -> int:
 def _wave(path: Path) -> wave.Wave_read:
     try:
         return wave.open(str(path), "rb")
-    except (
-        wave.Error,
-        EOFError,
-        OSError,
-        RuntimeError,
-    ) as error:  # the last: a chunk is longer than the file
+    # RuntimeError: a chunk is longer than the file
+    except (wave.Error, EOFError, OSError, RuntimeError) as error:
         why = str(error) or "it ends in its header"
         raise DataError(f"{path}: not a whole WAV file: {why}") from error
 

@@ -14,12 +14,8 @@ from oktopk import NonFiniteGradientError
 
 Capture = Callable[[], tuple[dict[str, Any], dict[str, Any]]]
 
-_TOGETHER = (
-    NonFiniteGradientError,
-    NonFiniteLossError,
-    RanksDiverged,
-    Interrupted,
-)  # raised on every rank alike
+# raised on every rank alike
+_TOGETHER = (NonFiniteGradientError, NonFiniteLossError, RanksDiverged, Interrupted)
 
 
 class Safeguard:
