@@ -74,7 +74,7 @@ def volume_claims(groups: Sequence[Group]) -> list[Claim]:
     oktopk = only(groups, "oktopk")
     return [
         claim(
-            "Ok-Topk sends at most 6k(P−1)/P words a step, mean over its sparse steps",
+            "Ok-Topk sends at most 6k(P−1)/P words a step, mean over its steps after the warm-ups",
             lambda: (
                 figure(oktopk, "words_sparse_steps") / figure(oktopk, "upper_bound_words"),
                 figure(oktopk, "words_sparse_steps") <= figure(oktopk, "upper_bound_words"),

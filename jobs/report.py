@@ -260,13 +260,13 @@ def notes(groups: Sequence[Group]) -> list[str]:
     warmed: dict[str, list[str]] = {}
     for group in groups:
         figure = figures(group.runs[0])
-        dense, words = figure["dense_steps"], figure["words_sparse_steps"]
-        if dense and words is not None:
-            share = f"{dense} of {group.runs[0].count}"
+        dense, denser, words = (figure[n] for n in ("dense_steps", "denser_steps", "words_sparse_steps"))
+        if (dense or denser) and words is not None:
+            share = f"{dense} of {group.runs[0].count} steps were dense"
+            share += f", {denser} of a higher density" if denser else ""
             warmed.setdefault(share, []).append(f"{group.label} {words:,.0f}")
     return lines + [
-        f"{share} steps were dense; words per step in the others: {', '.join(each)}"
-        for share, each in warmed.items()
+        f"{share}; words per step in the others: {', '.join(each)}" for share, each in warmed.items()
     ]
 
 
@@ -286,6 +286,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="run files that are compared by their speed alone, over the number of ranks",
     )
     parser.add_argument("--title", default="", help="the page's heading")
+    parser.add_argument(
+        "--note", action="append", default=[], metavar="TEXT", help="a sentence for the top of the page"
+    )
     options = parser.parse_args(argv)
     if options.target is not None and not 0.0 < options.target <= 1.0:
         print(f"jobs.report: --target {options.target} is not in (0, 1]", file=sys.stderr)
@@ -303,6 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     throughput=options.throughput,
                     target=options.target,
                     title=options.title,
+                    notes_besides=options.note,
                 )
             )
             print(f"\npage: {Path(options.output) / PAGE}")

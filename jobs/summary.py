@@ -66,6 +66,11 @@ class Run:
         return (self.steps["dense"] == 0) & (self.steps["skipped"] == 0)
 
     @property
+    def warmed_up(self) -> NDArray[np.bool_]:
+        """bool[count]: sparse steps of the run's own density, so none of a warm-up of the density either."""
+        return self.sparse & (self.steps["k"] == self.info.k)
+
+    @property
     def words_sent(self) -> NDArray[np.float64]:
         """float64[count]: payload words sent per rank from the first step on."""
         return np.cumsum(self.steps["words"])
@@ -218,13 +223,15 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
     """The run in single figures, None where it has none (yet). Names end in their unit where they have one.
 
     Times are means over all steps but the first, see Run.warm. Every other mean is over all steps, that of words
-    also over the sparse ones alone; a deviation is that of sparse steps, as the busiest rank's words over the mean are; xi,
-    fill-in and the balance of regions are of measured ones.
+    also over those after both warm-ups, as deviations and the busiest rank's words over the mean are; the balance of regions is
+    of measured ones of these, xi and fill-in are of all measured ones.
     """
-    sparse = run.sparse
+    warmed_up = run.warmed_up
     words = _mean(run.steps["words"])
-    xi, balance = (run.measures[name][np.isfinite(run.measures[name])] for name in ("xi", "region_balance"))
-    sent, busiest = (run.steps[name][sparse] for name in ("words", "words_busiest"))
+    settled = np.isin(run.measures["step"], run.steps["step"][warmed_up])
+    xi, balance = run.measures["xi"], run.measures["region_balance"][settled]
+    xi, balance = xi[np.isfinite(xi)], balance[np.isfinite(balance)]
+    sent, busiest = (run.steps[name][warmed_up] for name in ("words", "words_busiest"))
     result: dict[str, float | int | str | None] = {
         "run": run.label,
         "method": run.info.method,
@@ -234,21 +241,22 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
         "length": run.info.length,
         "k": run.info.k,
         "dense_steps": int((run.steps["dense"] == 1).sum()),
+        "denser_steps": int((run.sparse & ~warmed_up).sum()),
         "skipped_steps": int((run.steps["skipped"] == 1).sum()),
         "held_out_accuracy": _last(run.evaluations["accuracy"]),
         "held_out_loss": _last(run.evaluations["loss"]),
         **_error_rates(run),
         "words": words,
         "words_busiest": _mean(run.steps["words_busiest"]),
-        "words_sparse_steps": _mean(run.steps["words"][sparse]),
+        "words_sparse_steps": _mean(sent),
         "control_words": _mean(run.steps["control_words"]),
         "messages": _mean(run.steps["messages"]),
         "lower_bound_words": run.lower_bound,
         "upper_bound_words": run.upper_bound,
         "dense_words": run.dense_words,
         "share_of_dense": words / run.dense_words if words is not None and run.dense_words else None,
-        "global_nnz_deviation": _mean(np.abs(run.steps["global_nnz"] / run.steps["k"] - 1)[sparse]),
-        "local_nnz_deviation": _mean(np.abs(run.steps["local_nnz"] / run.steps["k"] - 1)[sparse]),
+        "global_nnz_deviation": _mean(np.abs(run.steps["global_nnz"] / run.steps["k"] - 1)[warmed_up]),
+        "local_nnz_deviation": _mean(np.abs(run.steps["local_nnz"] / run.steps["k"] - 1)[warmed_up]),
         "fill_in": _mean(run.measures["fill_in"]),
         "xi": _mean(xi),
         "xi_largest": float(xi.max()) if len(xi) else None,

@@ -42,6 +42,7 @@ def write_run(
     time_stages: bool = False,
     cuda_graph: bool = False,
     held_out_loss: float = 0.5,
+    stages: dict[str, NDArray[Any]] | None = None,
     **replaced: NDArray[Any],
 ) -> Path:
     """A run whose figures can be worked out by hand: constant but for the loss and the first step's time."""
@@ -85,7 +86,7 @@ def write_run(
     columns.update(replaced)
     with RunFile(path, info) as file:
         if steps:
-            file.append_steps(columns, {"select": columns["seconds_reduction"]})
+            file.append_steps(columns, stages or {"select": columns["seconds_reduction"]})
             first = {**dict.fromkeys(EVALUATION_COLUMNS, 0.0), "loss": 1.0, "accuracy": 0.5, "step": 1}
             file.append_evaluation(**first)
             last = {
@@ -163,6 +164,29 @@ def test_dense_warmup_steps_count_as_words_and_not_as_deviation(tmp_path: Path) 
     assert figure["words_sparse_steps"] == SPARSE_WORDS
     assert figure["global_nnz_deviation"] == pytest.approx(0.25)
     assert "4 of 10 steps were dense; words per step in the others: Ok-Topk 60" in report([path], tmp_path)
+
+
+def test_a_warmup_of_the_density_counts_as_words_and_not_against_the_bounds(tmp_path: Path) -> None:
+    ended = np.arange(40) >= 20
+    path = write_run(
+        tmp_path / "a.h5",
+        steps=40,
+        dense_steps=4,
+        k=np.where(np.arange(40) < 4, LENGTH, np.where(ended, K, 10 * K)),
+        words=np.where(ended, SPARSE_WORDS, 10 * SPARSE_WORDS),
+        xi=(1.0, 2.0, 3.0, 4.0),  # at steps 5, 15, 25 and 35
+        balance=1.25,
+    )
+    figure = figures(read_runs([path])[0])
+    assert figure["words"] == pytest.approx(5.5 * SPARSE_WORDS)
+    assert figure["words_sparse_steps"] == SPARSE_WORDS
+    assert (figure["dense_steps"], figure["denser_steps"]) == (4, 16)
+    assert figure["global_nnz_deviation"] == pytest.approx(0.25)
+    assert (figure["xi"], figure["region_balance"]) == (2.5, 1.25)
+    assert (
+        "4 of 40 steps were dense, 16 of a higher density; words per step in the others: Ok-Topk 60"
+        in report([path], tmp_path)
+    )
 
 
 def test_skipped_steps_are_said_and_not_measured(tmp_path: Path) -> None:
