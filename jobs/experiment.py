@@ -58,7 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         failed = run_trials(planned, pace, deadline, options.output)
         planned = plan(experiment, options)
         command = shlex.join(["python", "-m", "jobs.experiment", *words])
-        print(write_report(experiment, planned_files(planned), options.output / "report", command, failed))
+        left = [each.trial.name for each in planned if not each.done]
+        notes = [*options.note, *([f"not complete: {', '.join(left)}"] if left else [])]
+        notes += [f"{name} failed: {reason}" for name, reason in failed.items()]
+        print(write_report(experiment, planned_files(planned), options.output / "report", command, notes))
     except (ConfigError, LaunchError, RunFileError, OSError) as error:
         print(f"jobs.experiment: {error}", file=sys.stderr)
         return 2
@@ -68,7 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jobs.experiment: {name} failed: {reason}", file=sys.stderr)
     if any("needs GPUs" in reason for reason in failed.values()):
         print("jobs.experiment: --no-gpu-methods leaves out what needs GPUs", file=sys.stderr)
-    left = [each.trial.name for each in planned if not each.done]
     if left:
         print(f"{len(planned) - len(left)} of {len(planned)} runs are complete; the same command goes on")
     return 1 if failed else LEFT if left else 0

@@ -87,6 +87,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         default=[],
         help="override keys of the configuration in all runs",
     )
+    parser.add_argument(
+        "--note",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a sentence for the top of the report, on the data for instance",
+    )
     parser.add_argument("--plan", action="store_true", help="print the plan and leave")
     options = parser.parse_args(words)
     experiment = EXPERIMENTS[options.experiment]

@@ -22,7 +22,7 @@ def write_report(
     files: Mapping[str, Sequence[Path]],
     folder: Path,
     command: str,
-    failed: Mapping[str, str],
+    notes: Sequence[str],
 ) -> str:
     """Write the page, the CSV files and results.md.
 
@@ -31,7 +31,7 @@ def write_report(
         files: kind of run -> run files, of all KINDS.
         folder: where to.
         command: that made them.
-        failed: name -> why, of runs that failed in this call.
+        notes: what a reader must know first.
 
     Returns:
         The tables and claims for the terminal, and where the page is.
@@ -46,7 +46,6 @@ def write_report(
     claims = experiment.claims(experiment, group_runs(runs["train"]), group_runs(runs["speed"]))
     if experiment.compares_regions:
         claims.append(region_claim(group_runs(runs["regions"])))
-    notes = [f"{name} failed: {reason}" for name, reason in failed.items()]
     report(
         files["train"],
         folder,
@@ -61,9 +60,9 @@ def write_report(
     every = [*tables(runs, experiment.target), claims_table(claims)]
     all_runs = [run for kind in KINDS for run in runs[kind]]
     text = [f"# {experiment.title}", "", *_provenance(all_runs, command), ""]
+    text += [line for note in notes for line in (note, "")]
     for table in every:
         text += [f"## {table.title}", "", markdown(table), "", *([table.note, ""] if table.note else [])]
-    text += [f"- {note}" for note in notes]
     try:
         (folder / TABLES).write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
     except OSError as error:

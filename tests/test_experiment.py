@@ -112,7 +112,13 @@ def test_an_experiment_grows_over_several_calls(tmp_path: Path, capfd: pytest.Ca
 
     times = {path: path.stat().st_mtime_ns for path in (out / "runs").glob("*.h5")}
     (out / "runs" / "topka-0.h5").unlink()
+    assert main([*small(tmp_path), "--budget", "1", "--note", "Of noise."]) == LEFT
+    for name in ("results.md", "index.html"):
+        partly = (out / "report" / name).read_text()
+        assert "Of noise." in partly and "not complete: topka-0" in partly
+    capfd.readouterr()
     assert main(small(tmp_path)) == 0
+    assert "not complete" not in (out / "report" / "results.md").read_text()
     again = capfd.readouterr()
     assert "1 of 11 runs to do" in again.out
     assert re.findall(r"\[\d+/\d+\] (\S+)", again.err) == ["topka-0"]
@@ -363,11 +369,12 @@ def test_the_balance_of_regions_stands_in_every_form_of_the_report(tmp_path: Pat
     files = [regions("balanced", True, 1.08), regions("equal", False, 2.5)]
     experiment = EXPERIMENTS["lstm"]
     said = write_report(
-        experiment, {**{key: [] for key in KINDS}, "regions": files}, tmp_path / "out", "it", {}
+        experiment, {**{key: [] for key in KINDS}, "regions": files}, tmp_path / "out", "it", ["A note."]
     )
     text = (tmp_path / "out" / "results.md").read_text()
     for row in (r"balanced by nnz +\| +1\.08 \(at most 1\.08\) +\| +1\.10", r"of equal length +\| +2\.50"):
         assert re.search(row, text) and re.search(row, said)
+    assert "\n\nA note.\n\n" in text
     assert re.search(r"Balanced regions leave .*\| +held \| +1\.08 of the mean, with equal ones 2\.50", text)
     assert "of equal length" in (tmp_path / "out" / "index.html").read_text()
     found = [float(row["region_balance"]) for row in rows(tmp_path / "out" / "methods.csv")]
