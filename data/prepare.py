@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from data import DataError, an4, cifar10, digits
 from data.download import download, md5_of
+from data.exclusive import exclusive
 from data.image_file import ImageFileWriter, open_image_file
 from data.images import ImageSet
 from data.speech import RATE, SpeechSet
@@ -300,37 +301,42 @@ def main(arguments: list[str] | None = None) -> int:
 
     options = parser.parse_args(arguments)
     try:
-        if options.set == "digits":
-            line = prepare_digits(
-                options.output,
-                size=options.size,
-                held_out=options.held_out,
-                seed=options.seed,
-                force=options.force,
-            )
-        elif options.set == "an4":
-            line = prepare_an4(
-                options.source,
-                options.output,
-                byte_order=options.byte_order,
-                partial=options.partial,
-                force=options.force,
-            )
-        elif options.set == "text":
-            recipe = Recipe(**{key.name: getattr(options, key.name) for key in fields(Recipe)})
-            line = prepare_text(options.source, options.output, recipe, force=options.force)
-        else:
-            source = options.source
-            if options.download:
-                source = options.output.parent / PurePosixPath(cifar10.URL).name
-                if not kept_cifar10(options.output, partial=options.partial, force=options.force):
-                    download(options.url, source, cifar10.MD5)
-            line = prepare_cifar10(source, options.output, partial=options.partial, force=options.force)
+        with exclusive(options.output):
+            line = _prepared(options)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(line)
     return 0
+
+
+def _prepared(options: argparse.Namespace) -> str:
+    """What the command line asks for, done; in a line."""
+    if options.set == "digits":
+        return prepare_digits(
+            options.output,
+            size=options.size,
+            held_out=options.held_out,
+            seed=options.seed,
+            force=options.force,
+        )
+    if options.set == "an4":
+        return prepare_an4(
+            options.source,
+            options.output,
+            byte_order=options.byte_order,
+            partial=options.partial,
+            force=options.force,
+        )
+    if options.set == "text":
+        recipe = Recipe(**{key.name: getattr(options, key.name) for key in fields(Recipe)})
+        return prepare_text(options.source, options.output, recipe, force=options.force)
+    source = options.source
+    if options.download:
+        source = options.output.parent / PurePosixPath(cifar10.URL).name
+        if not kept_cifar10(options.output, partial=options.partial, force=options.force):
+            download(options.url, source, cifar10.MD5)
+    return prepare_cifar10(source, options.output, partial=options.partial, force=options.force)
 
 
 def _add_text(

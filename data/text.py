@@ -119,6 +119,20 @@ def prepare_text(
         return _kept(output, key)
     parts = Parts(output.with_name(f".{output.name}.{key}.parts"))
     hidden = None if progress else True  # None: no bar where the output is not a terminal
+    try:
+        _write_text(source, output, recipe, files, key, parts, hidden)
+    except DataError:
+        # the text that can be used will be another one
+        shutil.rmtree(parts.folder, ignore_errors=True)
+        raise
+    for folder in output.parent.glob(f".{glob.escape(output.name)}.*.parts"):  # also of other settings
+        shutil.rmtree(folder)
+    return f"{output}: wrote {description(*open_text_file(output))}"
+
+
+def _write_text(
+    source: Path, output: Path, recipe: Recipe, files: list[Path], key: str, parts: Parts, hidden: bool | None
+) -> None:
     total = sum(path.stat().st_size for path in files)
     vocabulary = _vocabulary(parts, files, recipe, total, hidden)
     tokenizer = build_tokenizer(vocabulary)
@@ -148,9 +162,6 @@ def prepare_text(
         length=recipe.length,
         parts=parts.read(count),
     )
-    for folder in output.parent.glob(f".{glob.escape(output.name)}.*.parts"):  # also of other settings
-        shutil.rmtree(folder)
-    return f"{output}: wrote {description(*open_text_file(output))}"
 
 
 class Parts:

@@ -1,8 +1,10 @@
 """CIFAR-10 from its official layout into the image file, and what is refused on the way."""
 
 import io
+import os
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -12,6 +14,7 @@ from data import DataError, cifar10
 from data.cifar10 import CLASSES, FILES, RECORD_BYTES, open_cifar10
 from data.digits import load_digits
 from data.download import md5_of
+from data.exclusive import exclusive
 from data.image_file import open_image_file
 from data.prepare import main, prepare_cifar10
 
@@ -268,6 +271,36 @@ def test_digits_are_written_in_the_same_layout(tmp_path: Path, capsys: pytest.Ca
     assert "0.25 held out" in capsys.readouterr().err
     assert main([*command[:-1], "1.5", "--force"]) == 1
     assert "held_out 1.5 is not in (0, 1)" in capsys.readouterr().err
+
+
+def test_an_output_has_one_writer(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "c.h5"
+    with exclusive(output):
+        assert prepare(folder, output) == 1
+        assert "c.h5: another process is writing it" in capsys.readouterr().err
+        assert prepare(folder, tmp_path / "d.h5") == 0
+    assert prepare(folder, output) == 0
+    assert_is_cifar10(output)
+
+    # the one who holds it ends between the opening of its file and the asking for the lock
+    first = exclusive(output)
+    first.__enter__()
+    opened = os.open
+
+    def ended_meanwhile(path: Any, *arguments: Any) -> int:
+        descriptor = opened(path, *arguments)
+        monkeypatch.setattr(os, "open", opened)
+        first.__exit__(None, None, None)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", ended_meanwhile)
+    with exclusive(output), pytest.raises(DataError, match="another process"), exclusive(output):
+        pass
+    with pytest.raises(KeyError), exclusive(output):
+        raise KeyError
+    assert {path.name for path in tmp_path.iterdir()} == {folder.name, "c.h5", "d.h5"}
 
 
 def test_the_command_line_wants_exactly_one_source(tmp_path: Path) -> None:

@@ -74,7 +74,14 @@ def test_empty_and_binary_files_are_refused_by_name(tmp_path: Path, content: byt
     (folder / "bad.txt").write_bytes(content)
     with pytest.raises(DataError, match=message):
         prepare_text(folder, tmp_path / "out.h5", progress=False)
-    assert not (tmp_path / "out.h5").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+def test_text_that_cannot_be_used_leaves_no_parts(tmp_path: Path) -> None:
+    recipe = Recipe(length=32, vocabulary_size=60, held_out_files="no such name")
+    with pytest.raises(DataError, match="no text is held out by 'no such name'"):
+        prepare_text(corpus(tmp_path / "text"), tmp_path / "out.h5", recipe, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
 def test_sequences_hold_what_their_spans_say() -> None:

@@ -1,0 +1,58 @@
+"""One writer per output: two calls that prepare the same file would take each other's parts away."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from data import DataError
+
+
+@contextmanager
+def exclusive(output: Path) -> Iterator[None]:
+    """Hold the right to write `output` within it, by a hidden file beside it that is gone afterwards.
+
+    Args:
+        output: about to be written; need not exist.
+
+    Raises:
+        DataError: another process holds the right, or the folder does not exist.
+        OSError: the folder cannot be written.
+    """
+    if not output.parent.is_dir():
+        raise DataError(f"{output.parent}: no such directory")
+    path = output.with_name(f".{output.name}.lock")
+    descriptor = _opened(path)
+    while not (held := _locks(descriptor)) or not _is(descriptor, path):
+        os.close(descriptor)
+        if not held:
+            raise DataError(f"{output}: another process is writing it")
+        descriptor = _opened(path)  # who held it has removed the file
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+
+
+def _locks(descriptor: int) -> bool:
+    """Whether this process has the lock now."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks: nothing to be had
+    return True
+
+
+def _is(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
