@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         planned = plan(experiment, options)
         command = shlex.join(["python", "-m", "jobs.experiment", *words])
         left = [each.trial.name for each in planned if not each.done]
-        notes = [*options.note, *([f"not complete: {', '.join(left)}"] if left else [])]
+        waiting = [name for name in left if name not in failed]
+        notes = [*options.note, *([f"not complete: {', '.join(waiting)}"] if waiting else [])]
         notes += [f"{name} failed: {reason}" for name, reason in failed.items()]
         print(write_report(experiment, planned_files(planned), options.output / "report", command, notes))
     except (ConfigError, LaunchError, RunFileError, OSError) as error:

@@ -12,6 +12,9 @@ from jobs.placement import Placement
 from jobs.runfile import PHASES
 from oktopk import StepReport
 
+ON_THE_DEVICE = "gather and apply"
+"""A stage that only a step has whose stages were timed on the device, one by one."""
+
 
 @dataclass
 class Laps:
@@ -101,11 +104,16 @@ def _on_the_devices_clock(report: StepReport, seconds: float) -> StepReport:
     """The report with stages that sum up to what the reduction took on the device.
 
     Its stages were timed on the host. There the first one also waits for a backward pass that a GPU has not finished, and
-    the last one ends before the GPU has.
+    the last one ends before the GPU has. Where they were timed on the device, all but `step` are what they are, and `step` is
+    the rest.
     """
     stages = dict(report.seconds)
     if not stages:
         return report
+    if ON_THE_DEVICE in stages:
+        others = sum(taken for name, taken in stages.items() if name != "step")
+        if others <= seconds:
+            return replace(report, seconds=stages | {"step": seconds - others})
     names = list(stages)
     missing = seconds - report.total_seconds
     if missing >= 0:

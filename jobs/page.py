@@ -98,7 +98,7 @@ def render(
         facts=_facts(runs),
         runs=_runs_table(everything),
         differing=_differences_table(groups),
-        commands="\n".join(f"{run.stem}: {run.info.command or 'not on record'}" for run in runs),
+        commands="\n".join(f"{run.stem}: {_command(run)}" for run in runs),
         shared=_shared(groups),
     )
 
@@ -166,6 +166,12 @@ def task(run: Run) -> str:
         f"{optimizer.get('name')} at {optimizer.get('lr')} with the schedule {schedule.get('name')}; "
         f"{training.get('precision', 'float32')}{', CUDA graphs' if is_replayed(training, run.info.method) else ''}"
     )
+
+
+def _command(run: Run) -> str:
+    """What started it; of an experiment's run its name alone, as its plan was a file that is gone."""
+    command = run.info.command or "not on record"
+    return f"jobs.experiment --runs {run.stem}" if command.startswith("jobs.experiment_worker ") else command
 
 
 def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:

@@ -261,10 +261,12 @@ def notes(groups: Sequence[Group]) -> list[str]:
     for group in groups:
         figure = figures(group.runs[0])
         dense, denser, words = (figure[n] for n in ("dense_steps", "denser_steps", "words_sparse_steps"))
-        if (dense or denser) and words is not None:
+        # all steps of a dense method are
+        if denser or (dense and words is not None):
             share = f"{dense} of {group.runs[0].count} steps were dense"
             share += f", {denser} of a higher density" if denser else ""
-            warmed.setdefault(share, []).append(f"{group.label} {words:,.0f}")
+            said = "none" if words is None else f"{words:,.0f}"
+            warmed.setdefault(share, []).append(f"{group.label} {said}")
     return lines + [
         f"{share}; words per step in the others: {', '.join(each)}" for share, each in warmed.items()
     ]

@@ -77,13 +77,13 @@ class Run:
 
     @property
     def lower_bound(self) -> float | None:
-        """2k(P-1)/P words per step; None where no step was sparse or nothing is sent."""
-        return lower_bound(self.info.k, self.info.ranks) or None if self.sparse.any() else None
+        """2k(P-1)/P words per step; None where no step was of the run's own density, or nothing is sent."""
+        return lower_bound(self.info.k, self.info.ranks) or None if self.warmed_up.any() else None
 
     @property
     def upper_bound(self) -> float | None:
         """6k(P-1)/P words per step, which only Ok-Topk promises; None as for lower_bound."""
-        promised = self.info.method == "oktopk" and self.sparse.any()
+        promised = self.info.method == "oktopk" and self.warmed_up.any()
         return upper_bound(self.info.k, self.info.ranks) or None if promised else None
 
     @property
@@ -223,13 +223,13 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
     """The run in single figures, None where it has none (yet). Names end in their unit where they have one.
 
     Times are means over all steps but the first, see Run.warm. Every other mean is over all steps, that of words
-    also over those after both warm-ups, as deviations and the busiest rank's words over the mean are; the balance of regions is
-    of measured ones of these, xi and fill-in are of all measured ones.
+    also over those after both warm-ups, as deviations and the busiest rank's words over the mean are; xi, fill-in and the
+    balance of regions are of measured ones of these.
     """
     warmed_up = run.warmed_up
     words = _mean(run.steps["words"])
     settled = np.isin(run.measures["step"], run.steps["step"][warmed_up])
-    xi, balance = run.measures["xi"], run.measures["region_balance"][settled]
+    xi, fill_in, balance = (run.measures[name][settled] for name in ("xi", "fill_in", "region_balance"))
     xi, balance = xi[np.isfinite(xi)], balance[np.isfinite(balance)]
     sent, busiest = (run.steps[name][warmed_up] for name in ("words", "words_busiest"))
     result: dict[str, float | int | str | None] = {
@@ -257,7 +257,7 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
         "share_of_dense": words / run.dense_words if words is not None and run.dense_words else None,
         "global_nnz_deviation": _mean(np.abs(run.steps["global_nnz"] / run.steps["k"] - 1)[warmed_up]),
         "local_nnz_deviation": _mean(np.abs(run.steps["local_nnz"] / run.steps["k"] - 1)[warmed_up]),
-        "fill_in": _mean(run.measures["fill_in"]),
+        "fill_in": _mean(fill_in),
         "xi": _mean(xi),
         "xi_largest": float(xi.max()) if len(xi) else None,
         "xi_share_not_below_ranks": _mean(xi >= run.info.ranks),

@@ -59,6 +59,17 @@ def test_phases_and_stages_add_up_to_the_devices_time() -> None:
     assert measure([]) == []
 
 
+def test_stages_timed_on_the_device_stay_as_they_are() -> None:
+    on_the_device = {"select": 1.0, "gather and apply": 0.5}
+    clock = [0, 0, 0, 0, 2, 2]
+    for host in (0.25, 9.0):  # launched and left, or waited for after the backward pass
+        for stages in ({"step": host, **on_the_device}, {**on_the_device, "step": host}):
+            (step,) = measure([timed(clock, stages, [1.0])])
+            assert step.report.seconds == {**on_the_device, "step": 0.5}
+    (exact,) = measure([timed(clock, {"select": 3.0, "step": 1.0}, [1.0])])
+    assert exact.report.seconds == {"select": 1.0, "step": 1.0}
+
+
 def test_a_phase_that_comes_twice_counts_twice() -> None:
     laps = Laps(Clock([0, 1, 3, 6, 10, 15]))
     for phase in ("data", "forward", "data", "forward", "reduction"):

@@ -33,7 +33,7 @@ def write_run(
     accuracy: float = 0.9,
     character_error_rate: float = math.nan,
     xi: tuple[float, ...] = (),
-    balance: float = math.nan,
+    balance: float | tuple[float, ...] = math.nan,
     steps: int = 50,
     ranks: int = 4,
     dense_steps: int = 0,
@@ -99,7 +99,7 @@ def write_run(
             file.append_evaluation(**{**dict.fromkeys(EVALUATION_COLUMNS, 0.5), **last})
         if xi:
             measures: dict[str, NDArray[Any]] = {name: np.full(len(xi), 0.25) for name in MEASURE_COLUMNS}
-            measures |= {"xi": np.array(xi), "region_balance": np.full(len(xi), balance)}
+            measures |= {"xi": np.array(xi), "region_balance": np.resize(balance, len(xi))}
             file.append_measures({**measures, "step": np.arange(len(xi)) * 10 + 5})
         if status != "complete":
             file.close(status)
@@ -174,19 +174,40 @@ def test_a_warmup_of_the_density_counts_as_words_and_not_against_the_bounds(tmp_
         dense_steps=4,
         k=np.where(np.arange(40) < 4, LENGTH, np.where(ended, K, 10 * K)),
         words=np.where(ended, SPARSE_WORDS, 10 * SPARSE_WORDS),
+        words_busiest=np.where(ended, 1.5, 10.0) * SPARSE_WORDS,
+        local_nnz=np.where(ended, 1.5 * K, 10 * K),
         xi=(1.0, 2.0, 3.0, 4.0),  # at steps 5, 15, 25 and 35
-        balance=1.25,
+        balance=(9.0, 9.0, 1.25, 1.75),
     )
     figure = figures(read_runs([path])[0])
     assert figure["words"] == pytest.approx(5.5 * SPARSE_WORDS)
     assert figure["words_sparse_steps"] == SPARSE_WORDS
     assert (figure["dense_steps"], figure["denser_steps"]) == (4, 16)
     assert figure["global_nnz_deviation"] == pytest.approx(0.25)
-    assert (figure["xi"], figure["region_balance"]) == (2.5, 1.25)
+    assert (figure["xi"], figure["region_balance"], figure["words_balance"]) == (3.5, 1.5, 1.5)
+    assert figure["local_nnz_deviation"] == pytest.approx(0.5)
     assert (
         "4 of 40 steps were dense, 16 of a higher density; words per step in the others: Ok-Topk 60"
         in report([path], tmp_path)
     )
+
+
+def test_a_run_that_ends_in_its_warmup_has_no_bounds(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a.h5", steps=10, dense_steps=4, k=np.full(10, 10 * K), status="interrupted")
+    run = read_runs([path])[0]
+    assert (run.lower_bound, run.upper_bound, figures(run)["words_sparse_steps"]) == (None, None, None)
+    assert (
+        "4 of 10 steps were dense, 6 of a higher density; words per step in the others: Ok-Topk none"
+        in report([path], tmp_path)
+    )
+
+
+def test_a_note_stands_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "a.h5")
+    assert main([str(run), "-o", str(tmp_path / "out"), "--note", "Of noise.", "--note", "Twice."]) == 0
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert "Of noise." in page and "Twice." in page
+    capsys.readouterr()
 
 
 def test_skipped_steps_are_said_and_not_measured(tmp_path: Path) -> None:

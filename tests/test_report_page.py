@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
+import h5py
 import matplotlib as mpl
 import numpy as np
 import pytest
@@ -337,3 +338,16 @@ def test_an_axis_of_words_has_numbers_even_within_a_decade(tmp_path: Path, growt
         if low <= place <= high and label.get_text()
     ]
     assert len(shown) >= 2, (low, high)
+
+
+def test_the_run_of_an_experiment_is_told_by_its_name(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "oktopk-0.h5")
+    with h5py.File(path, "r+") as file:
+        file.attrs["command"] = (
+            "jobs.experiment_worker vgg/runs/launch-x/plan.json vgg/runs/launch-x/outcome.json"
+        )
+    report([path, write_run(tmp_path / "by-hand.h5")], tmp_path / "out")
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert "oktopk-0: jobs.experiment --runs oktopk-0" in page
+    assert "by-hand: jobs.train by-hand.toml" in page
+    assert "plan.json" not in page
