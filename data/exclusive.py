@@ -1,5 +1,6 @@
 """One writer per output: two calls that prepare the same file would take each other's parts away."""
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -18,12 +19,18 @@ def exclusive(output: Path) -> Iterator[None]:
 
     Raises:
         DataError: another process holds the right, or the folder does not exist.
-        OSError: the folder cannot be written.
+        OSError: the file system is broken or full; a folder that cannot be written is no error yet.
     """
     if not output.parent.is_dir():
         raise DataError(f"{output.parent}: no such directory")
     path = output.with_name(f".{output.name}.lock")
-    descriptor = _opened(path)
+    try:
+        descriptor = _opened(path)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EROFS):
+            raise
+        yield  # nobody writes here: what is there can still be looked at
+        return
     while not (held := _locks(descriptor)) or not _is(descriptor, path):
         os.close(descriptor)
         if not held:

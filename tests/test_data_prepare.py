@@ -1,5 +1,6 @@
 """CIFAR-10 from its official layout into the image file, and what is refused on the way."""
 
+import errno
 import io
 import os
 import tarfile
@@ -301,6 +302,34 @@ def test_an_output_has_one_writer(
     with pytest.raises(KeyError), exclusive(output):
         raise KeyError
     assert {path.name for path in tmp_path.iterdir()} == {folder.name, "c.h5", "d.h5"}
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"),
+    [
+        (errno.EACCES, 0, "kept, it holds 'cifar10'"),
+        (errno.EROFS, 0, "kept, it holds 'cifar10'"),
+        (errno.EIO, 1, os.strerror(errno.EIO)),
+    ],
+)
+def test_an_output_in_a_folder_that_cannot_be_written_is_still_verified(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    status: int,
+    said: str,
+) -> None:
+    assert prepare(folder, tmp_path / "c.h5") == 0
+
+    def refused(*arguments: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", refused)
+    assert prepare(folder, tmp_path / "c.h5") == status
+    captured = capsys.readouterr()
+    assert said in captured.out + captured.err
 
 
 def test_the_command_line_wants_exactly_one_source(tmp_path: Path) -> None:
