@@ -60,7 +60,9 @@ def test_after_twenty_kills_of_random_ranks_a_run_ends_as_if_there_had_been_none
         killed = time.monotonic()
         assert job.wait(60) not in (0, 2, 75), job.said
         assert time.monotonic() - killed < DEADLINE
-        assert "signal 9" in job.said.lower()
+        said = job.said.lower()
+        # of a rank that it loses while they get to know each other the launcher says something else
+        assert "signal 9" in said or (not kill % 5 and "pmix error" in said)
         assert_gone(job, killed + DEADLINE)
         if resumed_at and kill % 5:
             assert f"resumed after step {resumed_at} from" in job.said
