@@ -24,27 +24,39 @@ def exclusive(output: Path) -> Iterator[None]:
     if not output.parent.is_dir():
         raise DataError(f"{output.parent}: no such directory")
     path = output.with_name(f".{output.name}.lock")
-    try:
-        descriptor = _opened(path)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EROFS):
-            raise
-        yield  # nobody writes here: what is there can still be looked at
-        return
-    while not (held := _locks(descriptor)) or not _is(descriptor, path):
-        os.close(descriptor)
-        if not held:
-            raise DataError(f"{output}: another process is writing it")
-        descriptor = _opened(path)  # who held it has removed the file
+    descriptor = _taken(output, path)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        if descriptor is not None:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def is_open_at(descriptor: int, path: Path) -> bool:
+    """Whether the file that is open is the one that has this name now."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _taken(output: Path, path: Path) -> int | None:
+    """The lock, open; None where nobody can write: what is there can still be looked at."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EROFS):
+                return None
+            raise
+        held = _locks(descriptor)
+        if held and is_open_at(descriptor, path):
+            return descriptor
         os.close(descriptor)
-
-
-def _opened(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        if not held:
+            raise DataError(f"{output}: another process is writing it")
+        # who held it has removed the file
 
 
 def _locks(descriptor: int) -> bool:
@@ -56,10 +68,3 @@ def _locks(descriptor: int) -> bool:
     except OSError:
         pass  # a file system without locks: nothing to be had
     return True
-
-
-def _is(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False

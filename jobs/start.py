@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from data.exclusive import is_open_at
 from jobs import checkpoint_files as files
 from jobs import provenance
 from jobs.config import Config, with_later_keys
@@ -104,7 +105,7 @@ class FolderLock:
         while True:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_the_lock():
+                if is_open_at(self._file.fileno(), self._path):
                     break
                 # who held it has removed it: another job may have made a new one
                 self._file.close()
@@ -130,12 +131,6 @@ class FolderLock:
     def _opened(self) -> IO[str]:
         self._folder.mkdir(parents=True, exist_ok=True)
         return open(self._path, "a+", encoding="utf-8")
-
-    def _is_the_lock(self) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
-        except FileNotFoundError:
-            return False
 
     def release(self) -> None:
         """Let go of it, and leave no folder where nothing was written; again is allowed."""
