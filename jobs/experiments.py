@@ -132,6 +132,7 @@ def trials(
             # with the dense warm-up: regions that are cut by the very first gradients say little of later ones
             settings = {
                 **_short(region_steps),
+                "reduction.density_warmup_steps": 0,
                 "run.measure_every": REGIONS_EVERY,
                 "reduction.balanced_regions": balanced,
             }
@@ -159,6 +160,7 @@ def _speed_trial(method: str, size: int, batch: int | None, steps: int, *, stage
         **_short(steps),
         # what is measured is the method, not how it starts
         "reduction.dense_warmup_steps": 0,
+        "reduction.density_warmup_steps": 0,
         "run.measure_every": 0,
     }
     called = f"{size}" if batch is None else f"{size}x{batch}"

@@ -318,15 +318,19 @@ def test_runs_are_chosen_by_name(tmp_path: Path) -> None:
 
 def test_every_planned_configuration_is_valid(tmp_path: Path) -> None:
     for planned in plan(VGG, parse(["vgg", "--data", "x.h5", "-o", str(tmp_path), "--no-gpu-methods", "--methods",
-                                    "dense", "oktopk", "topka", "topkdsa", "gtopk", "gaussiank"])):  # fmt: skip
+                                    "dense", "oktopk", "topka", "topkdsa", "gtopk", "gaussiank",
+                                    "--set", "reduction.density_warmup_steps=9"])):  # fmt: skip
         config = validate(planned.document)
         assert config.reduction.method == planned.trial.method
         assert config.reduction.density == 0.02
         assert config.run.file == str(tmp_path / "runs" / f"{planned.trial.name}.h5")
         if planned.trial.kind == "train":
             assert (config.training.epochs, config.run.measure_every) == (161, 50)
+            warm_up = 512, 9
         else:
-            assert (config.training.steps, config.reduction.dense_warmup_steps) == (200, 0)
+            assert config.training.steps == 200
+            warm_up = 0, 0
+        assert (config.reduction.dense_warmup_steps, config.reduction.density_warmup_steps) == warm_up
 
 
 def test_speech_is_planned_with_the_methods_and_seeds_of_the_table(tmp_path: Path) -> None:
@@ -348,11 +352,13 @@ def test_speech_is_planned_with_the_methods_and_seeds_of_the_table(tmp_path: Pat
 
 def test_regions_are_compared_by_two_short_runs_of_speech(tmp_path: Path) -> None:
     asked = ["lstm", "--data", "x.h5", "-o", str(tmp_path), "--region-steps", "250"]
+    asked += ["--set", "reduction.density_warmup_steps=9"]
     planned = [each for each in plan(EXPERIMENTS["lstm"], parse(asked)) if each.trial.kind == "regions"]
     assert [each.trial.name for each in planned] == ["regions-balanced", "regions-equal"]
     for each, balanced in zip(planned, (True, False), strict=True):
         config = validate(each.document)
         assert (config.reduction.balanced_regions, config.training.steps) == (balanced, 250)
+        assert (config.reduction.dense_warmup_steps, config.reduction.density_warmup_steps) == (128, 0)
         assert 0 < config.run.measure_every < config.reduction.threshold_interval
     for fewer in (["--region-steps", "0"], ["--ranks", "1"], ["--methods", "dense"]):
         kinds = {each.trial.kind for each in plan(EXPERIMENTS["lstm"], parse([*asked, *fewer]))}
