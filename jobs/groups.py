@@ -161,9 +161,7 @@ def _labels(together: Sequence[Sequence[Run]]) -> list[str]:
         differing = differences(rivals)
         own = {"ranks": members[0].info.ranks, **settings_of(members[0])}
         named = [
-            _ranks(members[0].info.ranks) if name == "ranks" else f"{name.split('.')[-1]} {own.get(name)}"
-            for name in differing
-            if name == "ranks" or own.get(name) is not None
+            _named(name, own.get(name)) for name in differing if name == "ranks" or own.get(name) is not None
         ]
         if len(named) > _MOST_NAMED:
             named = [members[0].stem]
@@ -171,5 +169,7 @@ def _labels(together: Sequence[Sequence[Run]]) -> list[str]:
     return labels
 
 
-def _ranks(count: int) -> str:
-    return f"{count} rank{'' if count == 1 else 's'}"
+def _named(name: str, value: Any) -> str:
+    if name == "ranks":
+        return f"{value} rank{'' if value == 1 else 's'}"
+    return "timed by stage" if name == STAGED else f"{name.rpartition('.')[2]} {value}"

@@ -23,8 +23,9 @@ def speed_tables(groups: Sequence[Group]) -> list[Table]:
         if len({group.ranks for group in alike}) > 1:
             quick = [group for group in alike if not timed_by_stage(group)]
             tables.append(throughput_table(quick, where))
-        tables.append(steps_table(on_most_ranks(alike), where))
-    return tables
+        widest = on_most_ranks(alike)
+        tables += [steps_table(widest, where), stages_table(widest, where)]
+    return [table for table in tables if table.rows]
 
 
 def throughput_table(groups: Sequence[Group], where: str = "") -> Table:
@@ -61,7 +62,7 @@ def throughput_table(groups: Sequence[Group], where: str = "") -> Table:
 
 
 def steps_table(groups: Sequence[Group], where: str = "") -> Table:
-    """Phases of a step and stages of its reduction, and both beside NCCL's where that was measured.
+    """Phases of a step, and what of them stands beside NCCL's where that was measured.
 
     Args:
         groups: on one number of ranks, one or more.
@@ -76,20 +77,47 @@ def steps_table(groups: Sequence[Group], where: str = "") -> Table:
     ]
     if nccl is not None:
         heads += [Cell("× NCCL", "step"), Cell("× NCCL", "reduction")]
-    heads.append(Cell("Reduction by stage", "ms"))
     rows = [_steps_row(group, nccl) for group in groups]
     kinds = {group.label: is_captured(group) for group in groups}
     eager = ", ".join(title for title, captured in kinds.items() if not captured)
     replayed = f" Steps are replayed as CUDA graphs{f', but for {eager}' if eager else ''}."
     return Table(
-        f"A step on {groups[0].ranks} rank{'' if groups[0].ranks == 1 else 's'}{where}",
+        f"A step{_on_ranks(groups)}{where}",
         heads,
         rows,
         note="Reduction: from the gradients that backward left to the mean that the optimizer sees, selection, exact thresholds "
         "and conversions included; what DenseOvlp and DDP do behind backward is in backward. × NCCL: how many times "
-        "faster than one flat allreduce by NCCL in the same type. Stages of one stream of kernels are `step`; with time_stages "
-        f"they are timed one by one, which costs a little.{replayed if any(kinds.values()) else ''}",
+        f"faster than one flat allreduce by NCCL in the same type.{replayed if any(kinds.values()) else ''}",
     )
+
+
+def stages_table(groups: Sequence[Group], where: str = "") -> Table:
+    """What the reduction of each group spends its time on; groups, where: as steps_table."""
+    stages = [stage for stage in ordered_stages(groups) if any(_stage(group, stage) for group in groups)]
+    rows = [
+        [
+            Cell(group.label, colour=group.colour),
+            *(Cell(milliseconds(_stage(group, stage) or None)) for stage in stages),
+        ]
+        for group in groups
+        if any(_stage(group, stage) for stage in stages)
+    ]
+    return Table(
+        f"The reduction by stage{_on_ranks(groups)}{where}",
+        [Cell("Method"), *(Cell(stage.capitalize(), "ms") for stage in stages)],
+        rows,
+        note="Mean over the steps, exact ones included, and the ranks. Stages of one stream of kernels are Step; where they were "
+        "timed one by one, which costs a little, Step is what else the reduction takes.",
+    )
+
+
+def _on_ranks(groups: Sequence[Group]) -> str:
+    ranks = groups[0].ranks
+    return f" on {ranks} rank{'' if ranks == 1 else 's'}"
+
+
+def _stage(group: Group, stage: str) -> float:
+    return group.mean(f"stage_{stage}_seconds") or 0.0
 
 
 def _steps_row(group: Group, nccl: Group | None) -> list[Cell]:
@@ -114,9 +142,4 @@ def _steps_row(group: Group, nccl: Group | None) -> list[Cell]:
             theirs, own = nccl.mean(name), figures[name]
             hidden = name == "reduction_seconds" and group.method in OVERLAPPED_MODES
             row.append(Cell(f"{theirs / own:.2f}" if theirs and own and not hidden else MISSING))
-    return [*row, Cell(_stages(group), wrap=True)]
-
-
-def _stages(group: Group) -> str:
-    means = {stage: group.mean(f"stage_{stage}_seconds") for stage in ordered_stages([group])}
-    return ", ".join(f"{stage} {milliseconds(seconds)}" for stage, seconds in means.items() if seconds)
+    return row

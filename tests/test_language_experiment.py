@@ -19,7 +19,7 @@ from jobs.language_claims import language_claims
 from jobs.page import MISSING, task
 from jobs.report import report
 from jobs.runreader import RunReader
-from jobs.speed_tables import steps_table
+from jobs.speed_tables import speed_tables, stages_table, steps_table
 from jobs.summary import read_runs
 from tests.documents import write_documents
 from tests.test_report import rows, write_run
@@ -178,9 +178,9 @@ def test_reductions_are_compared_at_each_size_of_batches(tmp_path: Path) -> None
     groups = group_runs(read_runs(fast))
     assert {group.label for group in groups if group.method == "oktopk"} == {
         "Ok-Topk (batch_size 8)",
-        "Ok-Topk (batch_size 8, time_stages True)",
+        "Ok-Topk (batch_size 8, timed by stage)",
         "Ok-Topk (batch_size 256)",
-        "Ok-Topk (batch_size 256, time_stages True)",
+        "Ok-Topk (batch_size 256, timed by stage)",
     }
     claims = language_claims(BERT, [], groups)[-6:]
     assert [claim.verdict for claim in claims] == ["held", "failed", "held", "failed", "open", "held"]
@@ -206,13 +206,20 @@ def test_reductions_are_compared_at_each_size_of_batches(tmp_path: Path) -> None
     place = [cell.small for cell in steps_table(group_runs(read_runs(replayed))).heads].index("reduction")
     assert rows["NCCL"][place].text == "1.00"
     assert rows["DDP"][place].text == MISSING  # its reduction is in the backward pass
+    by_stage = stages_table(group_runs(read_runs([path for path in fast if path.stem in ("staged", "mpi")])))
+    heads = [head.text for head in by_stage.heads]
+    split_up = next(row for row in by_stage.rows if row[0].text == "Ok-Topk (batch_size 8)")
+    assert split_up[heads.index("Select")].text == "2.00"
+    assert split_up[heads.index("Gather and apply")].text == "0.75"
+    nothing = write_run(tmp_path / "nothing.h5", method="ddp", batch=8, stages={"allreduce": np.zeros(50)})
+    titles = [table.title for table in speed_tables(group_runs(read_runs([nothing])))]
+    assert titles == ["A step on 4 ranks"]  # a reduction that is hidden has no stages to show
     report([], tmp_path / "out", throughput=fast, target=0.9)
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert "A step on 4 ranks, batches of 256" in page
     assert "A step on 4 ranks, batches of 8" in page
-    assert "Ok-Topk (time_stages True)" in page
-    assert "select 2.10" in page
-    assert "gather and apply 0.75" in page
+    assert "Ok-Topk (timed by stage)" in page
+    assert "The reduction by stage on 4 ranks, batches of 8" in page
     assert "Held-out accuracy" not in page  # a target alone makes no picture
 
 
