@@ -18,6 +18,7 @@ from jobs.configfile import ConfigError, apply_overrides, read_toml, validate
 from jobs.experiments import KINDS, SHORT, Experiment, Trial, trials
 from jobs.runfile import RunFileError
 from jobs.runreader import DAMAGE, RunReader
+from jobs.start import other_data
 
 CONFIGS = Path(__file__).parent / "configs"
 RUNS = "runs"
@@ -143,14 +144,16 @@ def _of_no_consequence(trial: Trial) -> set[str]:
 def is_done(file: Path, document: Mapping[str, Any], trial: Trial) -> bool:
     """Whether a run is complete. Raises RunFileError: it is, and was another one than is asked for now.
 
-    The data may lie elsewhere, but are told from others by the name of their file.
+    The data may lie elsewhere, but must have the name of their file and, where they are there and the run file knows it, their
+    checksum.
     """
     config = json.loads(validate(document).to_json())
     try:
         with RunReader(file) as reader:
             if reader.status != "complete":
                 return False
-            found, ranks = json.loads(with_later_keys(reader.info.config)), reader.info.ranks
+            info = reader.info
+            found, ranks = json.loads(with_later_keys(info.config)), info.ranks
             steps, evaluated = reader.steps()["step"], reader.evaluations()["seconds"]
     except (RunFileError, *DAMAGE):
         return False
@@ -170,6 +173,8 @@ def is_done(file: Path, document: Mapping[str, Any], trial: Trial) -> bool:
     data, wanted = (Path(each.get("data", {}).get("path") or "").name for each in (found, config))
     if data != wanted:
         differing.append(f"data {data!r}, not {wanted!r}")
+    else:
+        differing += other_data(config["data"]["path"], info)
     if differing:
         raise RunFileError(
             f"{file} is a complete run of another experiment ({'; '.join(differing)}): choose another -o"

@@ -2,7 +2,7 @@
 
 Layout:
     attributes            format, config (JSON), versions (JSON), method, ranks, length, k, batch_size, seed,
-                          host, commit, started (UTC, ISO 8601), hardware (JSON), command, job
+                          host, commit, started (UTC, ISO 8601), hardware (JSON), command, job, data
     status                one of STATUSES
     steps/<column>        one value per step: STEP_COLUMNS
     stages/names          what the columns of stages/seconds are, "" where unused
@@ -107,7 +107,8 @@ class RunInfo:
     """What is known before the first step; stored as attributes.
 
     length is n, the elements of the gradient; k the entries asked for after any density warm-up.
-    config, versions and hardware are JSON; job is the Slurm job's number, "" for none.
+    config, versions and hardware are JSON; job is the Slurm job's number, data the checksum of the prepared data (see
+    data.checksums), "" for none.
     """
 
     config: str
@@ -124,6 +125,7 @@ class RunInfo:
     hardware: str = "{}"
     command: str = ""
     job: str = ""
+    data: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from data.checksums import data_checksum
 from data.exclusive import is_open_at
 from jobs import checkpoint_files as files
 from jobs import provenance
 from jobs.config import Config, with_later_keys
 from jobs.resume import differences
-from jobs.runfile import RunFileError, check_creatable
+from jobs.runfile import RunFileError, RunInfo, check_creatable
 from jobs.runreader import RunReader
 
 # What may differ between a run and its continuation: nothing that it computes depends on these; on `deferred` only what becomes
@@ -71,6 +72,7 @@ def plan_start(config: Config, ranks: int, environ: Mapping[str, str]) -> Start:
     if overwrite and info.job != environ.get("SLURM_JOB_ID", ""):
         return Start(resume=False)
     differing = differing_settings(config, ranks, info.config, info.ranks)
+    differing += other_data(config.data.path, info)
     if differing:
         raise RunFileError(f"{_exists(path)}; it is of another run: {', '.join(differing)}")
     return Start(resume=True, complete=status == "complete", saved_ranks=info.ranks)
@@ -80,6 +82,14 @@ def differing_settings(config: Config, ranks: int, saved: str, saved_ranks: int)
     """What keeps a run from continuing one whose configuration in JSON is `saved`, see resume.differences."""
     free = _FREE | {"training.batch_size"} if saved_ranks != ranks else _FREE
     return differences(with_later_keys(saved), config.to_json(), free)
+
+
+def other_data(path: str, info: RunInfo) -> list[str]:
+    """That a run was of other data than lie at a path now, as differing_settings; empty where that cannot be told."""
+    found = data_checksum(path)
+    if not found or not info.data or found == info.data:
+        return []
+    return [f"data: checksum {info.data} there, {found} here"]
 
 
 def _exists(path: Path) -> str:

@@ -27,6 +27,7 @@ import torch
 from mpi4py import MPI
 
 from data import DataError
+from data.checksums import data_checksum
 from jobs import provenance
 from jobs.agreement import NonFiniteLossError, RanksDiverged, Refused, decide_on_root, decide_together
 from jobs.checkpoint import CheckpointError
@@ -262,6 +263,7 @@ def open_run_file(
             hardware=provenance.hardware_json(),
             command=provenance.command(),
             job=provenance.job(),
+            data=data_checksum(config.data.path),
         )
         created.append(session.create_run_file(info))
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from data import DataError
+from data.checksums import data_checksum
 from data.image_file import ImageFileWriter, open_image_file
 
 CLASSES = ("left", "right", "middle")
@@ -45,6 +46,24 @@ def test_what_was_written_in_any_order_is_read(path: Path) -> None:
     assert np.allclose(train.std, pixels(12, 0).std(axis=(0, 2, 3)) / 255)
     assert test.mean == train.mean
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_the_checksum_of_a_prepared_file_tells_its_contents_and_other_files_have_none(path: Path) -> None:
+    with h5py.File(path) as file:
+        said = [int(file[split].attrs["crc32"]) for split in ("train", "test")]
+    assert data_checksum(path) == f"{said[0]:08x}-{said[1]:08x}"
+    again, other = path.with_name("again.h5"), path.with_name("other.h5")
+    for copied, seed in ((again, 0), (other, 2)):
+        with writer(copied) as file:
+            file.put("test", 0, pixels(5, 1), np.arange(5) % 3)
+            file.put("train", 0, pixels(12, seed), np.arange(12) >= 8)
+    assert data_checksum(again) == data_checksum(path) != data_checksum(other)
+    with h5py.File(other, "r+") as file:
+        del file["test"].attrs["crc32"]
+    cut = path.with_name("cut.h5")
+    cut.write_bytes(path.read_bytes()[:100])
+    for none in ("", path.parent, path.with_name("none.h5"), __file__, other, cut):
+        assert data_checksum(none) == ""
 
 
 def test_images_are_mapped_and_cannot_be_changed(path: Path) -> None:

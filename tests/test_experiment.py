@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from data.checksums import data_checksum
 from data.image_file import ImageFileWriter
 from jobs.budget import RUN_SECONDS, START_SECONDS, Pace
 from jobs.claims import region_claim
@@ -96,6 +97,7 @@ def test_an_experiment_grows_over_several_calls(tmp_path: Path, capfd: pytest.Ca
             assert (reader.status, reader.info.ranks) == ("complete", 2)
             assert reader.info.method == name[:-2]
             assert reader.info.seed == int(name[-1])
+            assert reader.info.data == data_checksum(tmp_path / "images.h5") != ""
             # 64 images, 2 ranks of 8: four steps an epoch; the first is dense
             assert len(reader.steps()["step"]) == 8
             measured = [] if name.startswith("dense") else [3, 6]
@@ -427,6 +429,22 @@ def test_a_run_of_an_earlier_version_is_taken_for_done(tmp_path: Path) -> None:
     RunFile(first.file, RunInfo(**{**vars(INFO), "config": json.dumps(saved), "ranks": 2})).close("complete")
     with pytest.raises(RunFileError, match=r"training\.epochs \d+, not \d+"):
         plan(VGG, options)
+
+
+def test_a_run_of_other_data_of_the_same_name_is_not_taken_for_done(tmp_path: Path) -> None:
+    options = parse(small(tmp_path))
+    first = plan(VGG, options)[0]
+    first.file.parent.mkdir(parents=True)
+    saved = validate(first.document).to_json()
+    RunFile(first.file, RunInfo(**{**vars(INFO), "config": saved, "ranks": 2, "data": "0-1"})).close(
+        "complete"
+    )
+    here = data_checksum(tmp_path / "images.h5")
+    with pytest.raises(RunFileError, match=rf"another experiment \(data: checksum 0-1 there, {here} here\)"):
+        plan(VGG, options)
+    # a report is written where the data no longer are
+    (tmp_path / "images.h5").unlink()
+    assert plan(VGG, options)[0].done
 
 
 def test_an_output_that_is_no_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data.checksums import data_checksum
 from jobs.config import Config
 from jobs.runfile import RunFile, RunFileError, RunInfo
 from jobs.runreader import read_record
 from jobs.start import FolderLock, checkpoint_folder, plan_start
+from tests.test_experiment import write_images
 from tests.test_runfile import INFO, columns, evaluation
 
 
@@ -25,14 +27,14 @@ def config(path: Path, **sections: Any) -> Config:
 
 
 def leave_run_file(
-    path: Path, made: Config, status: str, ranks: int = 4, job: str = "", unknown: str = ""
+    path: Path, made: Config, status: str, ranks: int = 4, job: str = "", unknown: str = "", data: str = ""
 ) -> None:
     """As an earlier version would have, which did not know this key yet."""
     saved = json.loads(made.to_json())
     if unknown:
         section, key = unknown.split(".")
         del saved[section][key]
-    info = RunInfo(**{**vars(INFO), "config": json.dumps(saved), "ranks": ranks, "job": job})
+    info = RunInfo(**{**vars(INFO), "config": json.dumps(saved), "ranks": ranks, "job": job, "data": data})
     RunFile(path, info).close(status)
 
 
@@ -60,6 +62,22 @@ def test_a_run_is_only_continued_with_its_own_settings(tmp_path: Path) -> None:
     assert plan_start(larger, 2, {}).resume
     with pytest.raises(RunFileError, match=r"batch_size: 16 there, 32 here"):
         plan_start(larger, 4, {})
+
+
+def test_a_run_is_only_continued_with_the_data_it_began_with(tmp_path: Path) -> None:
+    path, images = tmp_path / "run.h5", write_images(tmp_path / "images.h5")
+    made = config(path, data={"name": "prepared", "path": str(images)})
+    for known in (data_checksum(images), ""):  # an earlier version wrote none
+        leave_run_file(path, made, "interrupted", data=known)
+        assert plan_start(made, 4, {}).resume
+        path.unlink()
+    leave_run_file(path, made, "interrupted", data="01234567-89abcdef")
+    with pytest.raises(
+        RunFileError, match=f"data: checksum 01234567-89abcdef there, {data_checksum(images)} here"
+    ):
+        plan_start(made, 4, {})
+    images.unlink()  # the run itself says more of that
+    assert plan_start(made, 4, {}).resume
 
 
 def test_a_run_of_an_earlier_version_is_continued_where_later_settings_are_as_it_was(tmp_path: Path) -> None:
