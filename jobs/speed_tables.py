@@ -12,6 +12,7 @@ from jobs.tables import Figures, milliseconds, step_cell
 from jobs.time_pictures import ordered_stages
 
 PHASES = ("forward", "backward", "reduction", "optimizer", "data")
+_STAGE_TITLES = {"step": "One stream"}
 
 
 def speed_tables(groups: Sequence[Group]) -> list[Table]:
@@ -104,10 +105,11 @@ def stages_table(groups: Sequence[Group], where: str = "") -> Table:
     ]
     return Table(
         f"The reduction by stage{_on_ranks(groups)}{where}",
-        [Cell("Method"), *(Cell(stage.capitalize(), "ms") for stage in stages)],
+        [Cell("Method"), *(Cell(_STAGE_TITLES.get(stage, stage.capitalize()), "ms") for stage in stages)],
         rows,
-        note="Mean over the steps, exact ones included, and the ranks. Stages of one stream of kernels are Step; where they were "
-        "timed one by one, which costs a little, Step is what else the reduction takes.",
+        note="Mean over the steps, exact ones included, and the ranks. One stream: selection to applying by kernels that the "
+        "host does not wait for; where they were timed one by one, which costs a little, what else the reduction takes. Of a "
+        "reduction behind the backward pass only what is waited for after it.",
     )
 
 
@@ -117,7 +119,9 @@ def _on_ranks(groups: Sequence[Group]) -> str:
 
 
 def _stage(group: Group, stage: str) -> float:
-    return group.mean(f"stage_{stage}_seconds") or 0.0
+    """Seconds; 0 for what would be shown as 0."""
+    seconds = group.mean(f"stage_{stage}_seconds") or 0.0
+    return seconds if float(milliseconds(seconds)) else 0.0
 
 
 def _steps_row(group: Group, nccl: Group | None) -> list[Cell]:
