@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jobs.bench_document import BenchError, Output, command_line, document, read
 from jobs.bench_options import Options
 from jobs.bench_tables import sweep_table
-from jobs.launch import LaunchError, end_on_sigterm, mpiexec_command
-
-ROOT = Path(__file__).resolve().parent.parent
+from jobs.launch import LaunchError, end_on_sigterm, run_job
 
 
 def drive(options: Options) -> int:
     """Run an ablation or a sweep. Not under mpiexec, and before MPI is initialised in this process.
 
+    An interrupt or a SIGTERM ends the job at work first.
+
     Returns:
         The exit status: 0, 2 when it cannot be done, or that of the job that failed.
     """
+    end_on_sigterm()
     output: Output | None = None
     try:
         output = Output(options.json) if options.json is not None else None
@@ -58,7 +57,7 @@ def _run_all(options: Options) -> tuple[list[dict[str, Any]], str, int]:
         for ranks in sweep or options.ranks:
             path = Path(folder) / f"{ranks}.json"
             print(f"{ranks} ranks", file=sys.stderr, flush=True)
-            status = _run(ranks, [*child.words(), "--json", str(path)])
+            status = run_job(ranks, ["-m", "jobs.bench", *child.words(), "--json", str(path)])
             if status:
                 print(f"jobs.bench: the job of {ranks} ranks ended with status {status}", file=sys.stderr)
                 return runs, library, status
@@ -66,19 +65,3 @@ def _run_all(options: Options) -> tuple[list[dict[str, Any]], str, int]:
             runs += found["runs"]
             library = found["mpi"]
     return runs, library, 0
-
-
-def _run(ranks: int, words: Sequence[str]) -> int:
-    """Run one job to its end; an interrupt or a SIGTERM ends the job first."""
-    end_on_sigterm()
-    command, environment = mpiexec_command(ranks, ["-m", "jobs.bench", *words])
-    process = subprocess.Popen(command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL)
-    try:
-        return process.wait()
-    except BaseException:
-        process.terminate()
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        raise

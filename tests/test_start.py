@@ -17,7 +17,7 @@ from jobs.config import Config
 from jobs.runfile import RunFile, RunFileError, RunInfo
 from jobs.runreader import read_record
 from jobs.start import FolderLock, checkpoint_folder, plan_start
-from tests.test_experiment import write_images
+from tests.small_experiment import write_images
 from tests.test_runfile import INFO, columns, evaluation
 
 
