@@ -121,7 +121,7 @@ def _on_ranks(groups: Sequence[Group]) -> str:
 def _stage(group: Group, stage: str) -> float:
     """Seconds; 0 for what would be shown as 0."""
     seconds = group.mean(f"stage_{stage}_seconds") or 0.0
-    return seconds if float(milliseconds(seconds)) else 0.0
+    return seconds if round(1e3 * seconds, 2) else 0.0
 
 
 def _steps_row(group: Group, nccl: Group | None) -> list[Cell]:
