@@ -41,7 +41,7 @@ def _gradient_kernels(gradient_type: str) -> dict[str, Kernel]:
     }
     return {name: Kernel(passes, name, size) for name, size in sizes.items()} | {
         "accumulate_select": Kernel(fused, "accumulate_select", 12),
-        "compact_selection": Kernel(fused, "compact_selection", 18),
+        "compact_selection": Kernel(fused, "compact_selection", 21),
     }
 
 

@@ -51,6 +51,7 @@ class _OpenStep:
         method: that ran.
         settle: as Deferred's.
         stopwatch: of the step.
+        exact: thresholds were to be named exactly.
         overwritten: `update` was written to since.
     """
 
@@ -58,6 +59,7 @@ class _OpenStep:
     method: Method
     settle: Callable[[], Reduction | None]
     stopwatch: Stopwatch
+    exact: bool
     overwritten: bool = False
 
 
@@ -164,11 +166,13 @@ class GradientAllreduce:
     def step(self, gradient: NDArray[np.float32], *, measure: bool = False) -> StepReport:
         """Reduce one gradient; the result is in `update`. Collective: every rank must call.
 
-        With `Settings.deferred` a regular step of Ok-Topk through peer memory is on its way on the stream when this returns:
-        `update` will be there for whatever the stream is given next, and the report is complete when the next step begins, or by
-        `complete`. Such a step has no help from the host. Where it needs some, which is rare (a selection over the cap, a
-        threshold that missed), it applies nothing: `update` is zero, the gradient stays in the residual, and steps are waited for
-        until eight in a row have needed none, as at the beginning. A gradient that is not finite is found a step later.
+        With `Settings.deferred` a step of Ok-Topk through peer memory is on its way on the stream when this returns: `update`
+        will be there for whatever the stream is given next, and the report is complete when the next step begins, or by
+        `complete`. Such a step has no help from the host. Regions are renewed by the selections of the step before; a global
+        threshold that missed moves to the best rung that keeps between k/2 and 5k/4. Where help is needed, which is rare (a
+        selection of more than 2k, no such rung, a region that got far too much), nothing is applied: `update` is zero, the
+        gradient stays in the residual, and steps are waited for until eight in a row have needed none, as at the beginning. A
+        gradient that is not finite is found a step later.
 
         Args:
             gradient: [n] of the gradient type, C-contiguous, on the device; unchanged. bfloat16 is given as uint16.
@@ -206,6 +210,8 @@ class GradientAllreduce:
             reduction = opened.settle()
             if reduction is None:
                 self._unaided = 0
+                if opened.exact:
+                    self._last_k = None  # the next one names them
                 known = self._report(report.step, method, report.k, None, stopwatch)
             else:
                 known = self._unaided_report(report.step, method, report.k, reduction, stopwatch)
@@ -273,7 +279,7 @@ class GradientAllreduce:
             stopwatch.lap("step")
             report = self._report(step, method, k, None, stopwatch, traffic=Traffic())
             report.complete = False
-            self._open = _OpenStep(report, method, reduction.settle, stopwatch)
+            self._open = _OpenStep(report, method, reduction.settle, stopwatch, plan.exact)
             return report
         if reduction.finish is None:
             self._unaided = 0

@@ -32,6 +32,8 @@ class NamingLaunches:
         packed: ENTRY[2k], where a selection lies, and what is taken of it.
         sums: the sums of this rank's region, as many as the sums kernel has kept last.
         kept: what is taken of them.
+        where: address of the boundaries.
+        settled: address of the word by which a selection says that nothing is to be cut.
         windows, decision, step: addresses; see peer.cuh.
     """
 
@@ -45,6 +47,8 @@ class NamingLaunches:
         packed: DeviceEntries,
         sums: DeviceEntries,
         kept: DeviceEntries,
+        where: int,
+        settled: int,
         windows: int,
         decision: int,
         step: int,
@@ -55,18 +59,19 @@ class NamingLaunches:
         cap, counted = selection_cap(k), kernels.sums_state + 4
         kth = compiled(_KERNELS / "kth.cu")
         histogram, agree = Kernel(kth, "kth_histogram", 17), Kernel(kth, "agree_on_digit", 12)
-        take = Kernel(kth, "take_named", 11)
+        take, take_cut = Kernel(kth, "take_named", 11), Kernel(kth, "take_cut", 16)
         search = device.scratch("search", _SEARCH_WORDS + 2 * ranks, np.uint32).data.ptr
         counts = device.scratch("digits", 1 << max(width for _, width in LEVELS), np.uint32).data.ptr
         finished = device.scratch("digits finished", 1, np.uint32).data.ptr
         device.report("taken", TAKEN_WORDS)
         device.report("cuts found", ranks)
         taken = device.address("taken")
-        self._local, self._digits, self._agree = [], [], []
+        self._local, self._too_many, self._digits, self._agree = [], [], [], []
         for level, (shift, width) in enumerate(LEVELS):
             digit = (cap, level, shift, width, search, counts, finished)
             alone = (packed.pointer, header, header + 4, 2 * k, k, *digit, 0, 0, ranks, rank, 0)
             self._local.append(PreparedLaunch(histogram, *alone))
+            self._too_many.append(PreparedLaunch(histogram, *alone[:-5], settled, *alone[-4:]))
             together = (sums.pointer, counted, 0, 0, k, *digit, decision, windows, ranks, rank, step)
             self._digits.append(PreparedLaunch(histogram, *together))
             mine = (windows, ranks, rank, k, cap, level, width, double_bits(trigger), search, decision)
@@ -77,6 +82,14 @@ class NamingLaunches:
         self._take_kept = PreparedLaunch(
             take, sums.pointer, counted, search, decision, kept.pointer, kept.size, 0, 0, 0, 0, taken
         )
+        self._cut_tiles = -(-2 * k // COMPACT_TILE)
+        scan = device.scan("peer cut", self._cut_tiles)
+        self._take_cut = PreparedLaunch(
+            take_cut,
+            packed.pointer, 2 * k, search, settled, scan.status, scan.second, scan.ticket,
+            device.scratch("cut taken", 2, np.uint32).data.ptr, device.scratch("cut finished", 1, np.uint32).data.ptr,
+            where, header, device.address("told"), windows, ranks, rank, step,
+        )  # fmt: skip
         found = device.address("cuts found")
         self._cut_taken, self._cut_selected = (
             PreparedLaunch(kernels.cuts_kernel, packed.pointer, 2 * k, count, ranks, found)
@@ -91,6 +104,12 @@ class NamingLaunches:
             histogram(self._blocks, 256, stream)
         self._take(self._take_local, most, stream)
         self._cut_taken(1, 128, stream)
+
+    def tighten(self, stream: int) -> None:
+        """Cut the selection down to its exact top k and tell the peers of it, unless it is settled; can be captured."""
+        for histogram in self._too_many:
+            histogram(self._blocks, 256, stream)
+        self._take_cut(self._cut_tiles, 256, stream)
 
     def cut(self, stream: int) -> None:
         """Find where the selection splits evenly, as it is."""

@@ -99,7 +99,7 @@ class PeerLaunches:
         self.pool = workspace.entries("incoming", pool)
         self.gathered = workspace.entries("gathered", selection_cap(k))
         self._sums = workspace.entries("region sums", pool + 1)
-        self.selected = Announced(device, "told", 3 + ranks)
+        self.selected = Announced(device, "told", 4 + 2 * ranks)
         self.packed_report = report(device, "select", 4 + ranks)
         self.collected = report(device, "collected", ranks)
         self.decided = Announced(device, "decided", _COUNTS + ranks)
@@ -109,6 +109,7 @@ class PeerLaunches:
         self._summed = report(device, "sums", SUMS_WORDS)
         self._where = device.allocate(ranks + 1, np.int64)
         self._decision = device.scratch("decision", _COUNTS + 2 * ranks, np.uint32).data.ptr
+        self._settled = device.scratch("selection settled", 1, np.uint32).data.ptr
         self._step = device.scratch("step", _STEP_WORDS, np.uint32).data.ptr
         self._header = self._kernels.header(ranks)
         self.timed = False
@@ -133,7 +134,7 @@ class PeerLaunches:
         width = 4 if settings.momentum_correction else kernels.gradient_bytes
         self._alone = kernels.select_launches(width, self._length, self._packed)
         self._select = self._alone.among_peers(
-            windows, ranks, transport.rank, self._where.data.ptr, self._step
+            windows, ranks, transport.rank, self._where.data.ptr, k, self._settled, self._step
         )
         scale = 1.0 / ranks if settings.average else 1.0
         self._undo = PreparedLaunch(
@@ -148,6 +149,8 @@ class PeerLaunches:
             packed=self._packed,
             sums=self._sums,
             kept=self._kept,
+            where=self._where.data.ptr,
+            settled=self._settled,
             windows=windows,
             decision=self._decision,
             step=self._step,
@@ -155,10 +158,10 @@ class PeerLaunches:
         self._lay_out_sums()
         device.synchronize()
 
-    def set_step(self, epoch: int, local_bits: int, global_bits: int, support: int) -> None:
+    def set_step(self, epoch: int, local_bits: int, global_bits: int, support: int, ways: int) -> None:
         """Say what is different about the next step."""
         words = self._words
-        words[0], words[1], words[2], words[3] = epoch, local_bits, global_bits, support
+        words[0], words[1], words[2], words[3], words[7] = epoch, local_bits, global_bits, support, ways
 
     def place(self, boundaries: NDArray[np.int64]) -> bool:
         """Lay the launches out for new regions; whether graphs of them no longer hold."""
@@ -210,13 +213,14 @@ class PeerLaunches:
         values[1], values[2] = nnz, nonfinite
         self._tell_selection(1, 128, stream)
 
-    def enqueue_whole(self, vectors: tuple[int, ...], stream: int, undo: bool) -> None:
-        """A regular step from the gradient on; can be captured. `vectors` and `undo` as in `enqueue`."""
+    def enqueue_whole(self, vectors: tuple[int, ...], stream: int, exact: bool, undo: bool) -> None:
+        """A step from the gradient on; one that is not exact can be captured. The arguments are those of `enqueue`."""
         self.upload_step(stream)
         self._mark(0, stream)
         self._select.enqueue(vectors[0], vectors[1], stream)
+        self._naming.tighten(stream)
         self._mark(1, stream)
-        self.enqueue(vectors, stream, exact=False, undo=undo)
+        self.enqueue(vectors, stream, exact, undo)
 
     def enqueue(self, vectors: tuple[int, ...], stream: int, exact: bool, undo: bool) -> None:
         """What follows the selection: (gradient, residual, update, velocity or 0) are addresses.
@@ -294,9 +298,9 @@ class PeerLaunches:
         )  # fmt: skip
         self._clear = PreparedLaunch(self._kernels.clear_kernel, 0, self.gathered.pointer, 0, self._step)
         self._decide = PreparedLaunch(
-            Kernel(compiled(_KERNELS / "decide.cu"), "decide", 11),
-            windows, ranks, rank, device.table(LADDER), self.k, double_bits(tolerance), double_bits(MISS), double_bits(trigger),
-            self._decision, device.address("decided"), self._step,
+            Kernel(compiled(_KERNELS / "decide.cu"), "decide", 12),
+            windows, ranks, rank, device.table(LADDER), self.k, selection_cap(self.k), double_bits(tolerance), double_bits(MISS),
+            double_bits(trigger), self._decision, device.address("decided"), self._step,
         )  # fmt: skip
         self._apply = PreparedLaunch(
             Kernel(compiled(_KERNELS / "apply.cu"), "gather_and_apply", 13),

@@ -1,10 +1,11 @@
 """Ok-Topk's step among the GPUs of one host: one graph of kernels through peer memory, and one wait, for what was decided.
 
 Nothing that the host must know stands between selecting and applying, so nothing waits for it: the kernels tell each other
-what was selected and counted, and decide alike on all ranks. Where a step is out of the ordinary (a gradient that is not finite,
-a selection over the cap, a threshold that missed) they stop, on all ranks at the same place, and the host takes over from there.
-A regular step is launched as a whole; an exact one selects first, so that the host may agree on new regions. A deferred step is
-not waited for until the next one begins, and is given up where it stopped.
+what was selected and counted, and decide alike on all ranks. A selection over the cap they cut down to the top k. Where a step
+is out of the ordinary (a gradient that is not finite, a selection that overflows its list, a threshold that missed) they stop,
+on all ranks at the same place, and the host takes over from there. A regular step is launched as a whole; an exact one selects
+first, so that the host may agree on new regions. A deferred step is launched as a whole, too, not waited for until the next one
+begins, and given up where it stopped; it stops for a threshold only where that missed by far.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from oktopk.device_kernels import DeviceKernels
 
 _BAD_SELECTION, _NOT_FINITE, _BAD_REGIONS = 1, 4, 5  # why kernels stop: see peer.cuh
+_EXACTLY, _UNAIDED = 1, 2  # how they go on: see peer.cuh
 _RUNG_BITS = LADDER.tolist()
 _DIGITS = sum(1 << width for _, width in LEVELS)
 _MOST_GRAPHS = 8  # of gradients that live elsewhere
@@ -54,6 +56,26 @@ class Named:
     nonfinite: int
     short: bool
     nnz: int
+    bits: int
+    cuts: list[int]
+
+
+@dataclass(slots=True)
+class Selected:
+    """What the kernels of a step selected.
+
+    Attributes:
+        nnz, nonfinite: as they were packed, or cut down.
+        points: P + 1 integers, where each region begins in the list.
+        candidates: of which the list was cut down to the top k; 0 where it is as it was packed.
+        bits: the k-th largest magnitude, where the list was cut.
+        cuts: P - 1 indices that split the list into equal counts, where it is not empty.
+    """
+
+    nnz: int
+    nonfinite: int
+    points: list[int]
+    candidates: int
     bits: int
     cuts: list[int]
 
@@ -127,7 +149,8 @@ class PeerStep:
         selected: tuple[int, int] | None = None,
         exact: bool = False,
         timed: bool = False,
-        undo: bool = False,
+        exactly: bool = False,
+        unaided: bool = False,
     ) -> None:
         """Put one step on the stream. Collective: every rank must call; then `outcome`, and last `finish`.
 
@@ -143,8 +166,10 @@ class PeerStep:
             selected: (nnz, nonfinite) when the selection lies in the buffer already, and nothing is to be accumulated.
             exact: name the exact global threshold.
             timed: time the stages on the device, where the whole step runs there.
-            undo: where some rank's gradient is not finite, `residual` is given back as it was, to rounding. Else the caller
-                has to.
+            exactly: cut this rank's selection down to its top k wherever it holds as many, not only above the cap.
+            unaided: the host will not help. Where some rank's gradient is not finite `residual` is given back as it was, to
+                rounding, which the caller has to do else; and a threshold that missed is moved to the best rung that keeps
+                between k/2 and 5k/4 sums, where there is one. Equal on all ranks.
 
         Traffic: 2 words a selected entry outside the own region, read by its owner; 2(P-1) words a kept sum, read by all.
             Control: notes of P + 3 and 65 words to every rank, or 4096 where the threshold is named exactly.
@@ -163,7 +188,8 @@ class PeerStep:
             to_clear = support.nnz
         else:
             clear()
-        launches.set_step(self._epoch, bits[0], bits[1], to_clear)
+        ways = (_EXACTLY if exactly else 0) | (_UNAIDED if unaided else 0)
+        launches.set_step(self._epoch, bits[0], bits[1], to_clear, ways)
         self._device.pending = True
         vectors = (
             gradient.data.ptr,
@@ -176,13 +202,14 @@ class PeerStep:
         if selected is not None:
             launches.upload_step(stream.ptr)
             launches.tell(*selected, stream.ptr)
-            launches.enqueue(vectors, stream.ptr, exact, undo)
+            launches.enqueue(vectors, stream.ptr, exact, unaided)
             return
-        graph = None if timed else self._graphs.get((*vectors, undo))
-        if graph is None and not timed:
-            graph = self._first_seen(vectors, undo)
+        captured = not (timed or exact)
+        graph = self._graphs.get((*vectors, unaided)) if captured else None
+        if graph is None and captured:
+            graph = self._first_seen(vectors, unaided)
         if graph is None:
-            launches.enqueue_whole(vectors, stream.ptr, undo)
+            launches.enqueue_whole(vectors, stream.ptr, exact, unaided)
         else:
             graph.launch(stream)
 
@@ -198,7 +225,7 @@ class PeerStep:
         capturing = cupy.cuda.Stream(non_blocking=True)
         capturing.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
         try:
-            self._launches.enqueue_whole(vectors, capturing.ptr, undo)
+            self._launches.enqueue_whole(vectors, capturing.ptr, False, undo)
         except BaseException:
             with suppress(cupy.cuda.runtime.CUDARuntimeError):  # half a step is no graph
                 capturing.end_capture()
@@ -206,11 +233,14 @@ class PeerStep:
         graph = self._graphs[key] = capturing.end_capture()
         return graph
 
-    def selected(self) -> tuple[int, int, list[int]]:
-        """(nnz, nonfinite, P + 1 points) of the selection that `launch` made; there once the outcome is."""
+    def selected(self) -> Selected:
+        """The selection that `launch` made; there once the outcome is."""
         assert self._launches is not None
-        nnz, nonfinite, *points = self._launches.selected.read(self._epoch)
-        return nnz, nonfinite, points
+        words = self._launches.selected.read(self._epoch)
+        after = 3 + self._transport.size
+        return Selected(
+            words[0], words[1], words[2:after], words[after], words[after + 1], words[after + 2 :]
+        )
 
     def outcome(self, exact: bool) -> Outcome:
         """What the ranks decided, and the traffic counted; waits for that alone.
@@ -230,8 +260,9 @@ class PeerStep:
             flags = counts if stop == _NOT_FINITE else []
             flagged = tuple(source for source, found in enumerate(flags) if found)
             return Outcome("selection", flagged, crowded=stop == _BAD_REGIONS)
-        nnz, _, *points = launches.selected.read(self._epoch)
-        traffic.words += 2 * (nnz - points[rank + 1] + points[rank])
+        selected = self.selected()
+        points = selected.points
+        traffic.words += 2 * (selected.nnz - points[rank + 1] + points[rank])
         for other in range(ranks):
             traffic.messages += other != rank and points[other] < points[other + 1]
         traffic.control_words += others * (_DIGITS if exact else RUNGS)

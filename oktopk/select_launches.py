@@ -9,6 +9,7 @@ import numpy as np
 
 from collectives.device import DeviceEntries
 from collectives.launches import PreparedLaunch
+from oktopk.settings import selection_cap
 
 if TYPE_CHECKING:
     from oktopk.device_kernels import DeviceKernels
@@ -51,14 +52,18 @@ class SelectLaunches:
         self.compact = PreparedLaunch(
             typed["compact_selection"],
             pool, places, chunks, totals, shift, cursor, entries.pointer, len(entries), 0, _NO_REGIONS, nonfinite,
-            0, finished, 0, 0, 0, 0, 0,
+            0, finished, 0, 0, 0, 0, 0, 0, 0, 0,
         )  # fmt: skip
 
-    def among_peers(self, windows: int, ranks: int, rank: int, where: int, step: int) -> SelectLaunches:
+    def among_peers(
+        self, windows: int, ranks: int, rank: int, where: int, k: int, settled: int, step: int
+    ) -> SelectLaunches:
         """The same launches for a step among peers; see peer.cuh.
 
         Args:
             where: address of the boundaries.
+            k: entries wanted.
+            settled: address of the word that says whether the selection is to be cut.
             step: address of what changes from step to step, the threshold among it.
         """
         mine = copy(self)
@@ -68,7 +73,8 @@ class SelectLaunches:
         values = mine.compact.values
         values[8], values[9] = where, ranks
         values[11], values[13] = self._header(ranks), self._device.address("told")
-        values[14], values[15], values[16], values[17] = windows, ranks, rank, step
+        values[14], values[15], values[16] = windows, ranks, rank
+        values[17], values[18], values[19], values[20] = k, selection_cap(k), settled, step
         return mine
 
     def enqueue(self, gradient: int, residual: int, stream: int) -> None:

@@ -36,7 +36,7 @@ class Settings:
         drift_tolerance: in between exact steps the global threshold follows when it would keep a count that is further
             from k than this share of k, in [0, 0.25].
         average: give back the mean over the ranks, else the sum.
-        deferred: return from a regular step of Ok-Topk through peer memory before the host knows how it went, so that the GPU
+        deferred: return from a step of Ok-Topk through peer memory before the host knows how it went, so that the GPU
             does not wait for the host; see `GradientAllreduce.step`. Without meaning elsewhere.
         balanced_regions: cut the regions by what the ranks select, else into equal lengths; for comparison.
         rotate: in each round of split-and-reduce every rank sends to another one, else all to the same; for comparison.

@@ -55,12 +55,7 @@ class FakePeers:
             candidates=packing.nnz, nonfinite=packing.nonfinite, short=short, nnz=0, bits=0, cuts=[]
         )
         if not short:
-            candidates = packed[: packing.nnz]
-            found.bits, larger = kth_magnitude(
-                lambda level, prefix: kernels.magnitude_histogram(candidates, level, prefix), k
-            )
-            ties = selection_cap(k) - larger
-            found.nnz = lists_kernels.take_at_least(candidates, found.bits, ties, candidates)
+            found.nnz, found.bits = self._cut_down(packing.nnz)
             found.cuts = self._cuts(found.nnz)
         return found
 
@@ -77,20 +72,33 @@ class FakePeers:
         selected: tuple[int, int] | None = None,
         exact: bool = False,
         timed: bool = False,
-        undo: bool = False,
+        exactly: bool = False,
+        unaided: bool = False,
     ) -> None:
         comm, rank, ranks = self._transport.comm, self._transport.rank, self._transport.size
         clear()
+        cut = 0, 0
         if selected is None:
             packing = kernels.accumulate_select(gradient, residual, bits[0], self._packed)
             selected = packing.nnz, packing.nonfinite
+            least = self._k if exactly else selection_cap(self._k) + 1
+            if least <= packing.nnz <= 2 * self._k and not packing.nonfinite:
+                left, kth = self._cut_down(packing.nnz)
+                selected, cut = (left, 0), (packing.nnz, kth)
         nnz, nonfinite = selected
         mine = self._packed[: min(nnz, 2 * self._k)].copy()
         points = lists_kernels.split_points(mine, boundaries)
         notes = comm.allgather((nnz, nonfinite, mine, points))
-        self._selected = nnz, nonfinite, points.tolist()
+        self._selected = SimpleNamespace(
+            nnz=nnz,
+            nonfinite=nonfinite,
+            points=points.tolist(),
+            candidates=cut[0],
+            bits=cut[1],
+            cuts=self._cuts(len(mine)),
+        )
         flagged = tuple(source for source, note in enumerate(notes) if note[1])
-        if flagged and undo:
+        if flagged and unaided:
             kernels.undo_accumulate(gradient, residual)
         room = max(_POOL * self._k, min(ranks * selection_cap(self._k), _SMALL_POOL))
         incoming = np.sum([np.diff(theirs) for *_, theirs in notes], axis=0).max()
@@ -110,7 +118,7 @@ class FakePeers:
             int(boundaries[rank + 1]),
             self._transport,
         )
-        named = self._name(bits[1]) if exact else self._follow(bits[1])
+        named = self._name(bits[1]) if exact else self._follow(bits[1], unaided)
         traffic = self._transport.traffic
         traffic.words += 2 * (nnz - points[rank + 1] + points[rank])
         self._outcome = SimpleNamespace(stopped_at="threshold", flagged=(), crowded=False)
@@ -127,7 +135,7 @@ class FakePeers:
             stopped_at="", flagged=(), crowded=False, bits=threshold, missed=missed, gathered=gathered
         )
 
-    def selected(self) -> tuple[int, int, list[int]]:
+    def selected(self) -> SimpleNamespace:
         return self._selected
 
     def outcome(self, exact: bool) -> SimpleNamespace:
@@ -146,6 +154,15 @@ class FakePeers:
     @property
     def _packed(self) -> NDArray[np.void]:
         return self._transport.workspace.entries("packed", 2 * self._k + kernels.BLOCK)
+
+    def _cut_down(self, nnz: int) -> tuple[int, int]:
+        """(entries, bits) of what is left when a list is cut down to its top k."""
+        candidates = self._packed[:nnz]
+        bits, larger = kth_magnitude(
+            lambda level, prefix: kernels.magnitude_histogram(candidates, level, prefix), self._k
+        )
+        ties = selection_cap(self._k) - larger
+        return lists_kernels.take_at_least(candidates, bits, ties, candidates), bits
 
     def _cuts(self, nnz: int) -> list[int]:
         cuts = lists_kernels.equal_count_cuts(self._packed[:nnz], self._length, self._transport.size)
@@ -174,7 +191,7 @@ class FakePeers:
         kept = np.empty(len(sums) + 1, ENTRY)
         return kept[: lists_kernels.take_at_least(sums, bits, int(ties[rank]), kept)], bits, 0
 
-    def _follow(self, expected: int) -> tuple[NDArray[np.void], int, int] | None:
+    def _follow(self, expected: int, unaided: bool) -> tuple[NDArray[np.void], int, int] | None:
         """What this rank keeps by the rung that fits, as `decide.cu` does; None where it stops."""
         k, settings = self._k, self._settings
         sums = self._lists.counted(expected, LADDER)
@@ -185,7 +202,10 @@ class FakePeers:
             rung = nearest
             all_kept = expected + LADDER[0] <= 1 and totals[0] <= k
             if abs(totals[rung] - k) > MISS * k and not all_kept:
-                return None
+                while unaided and rung < len(LADDER) - 1 and totals[rung] > selection_cap(k):
+                    rung += 1
+                if not unaided or not k / 2 <= totals[rung] <= selection_cap(k):
+                    return None
         if self._skewed(counts[:, rung]):
             return None
         bits = min(max(expected + int(LADDER[rung]), 1), NOTHING - 1)

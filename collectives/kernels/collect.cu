@@ -28,8 +28,7 @@ extern "C" __global__ void tell_selection(const Entry* __restrict__ packed, long
   }
   if (threadIdx.x <= ranks) header[2 + threadIdx.x] = lower_bound(packed, 0, nnz, boundaries[threadIdx.x]);
   __syncthreads();
-  if (threadIdx.x < 3 + ranks) announce(report, threadIdx.x, header[threadIdx.x], step[EPOCH]);
-  tell_peers(windows, ranks, rank, SELECTED, header, 3 + ranks, step[EPOCH]);
+  tell_selected(windows, ranks, rank, header, packed, static_cast<unsigned>(nnz), 0, 0, report, step[EPOCH]);
 }
 
 // Tell the peers that what this rank keeps lies in its window.

@@ -27,7 +27,11 @@ enum Stop { PROCEED = 0, BAD_SELECTION = 1, BAD_THRESHOLD = 2, SKEWED = 3, NOT_F
 enum Decision { STOP = 0, NEAREST = 1, BITS = 2, AGAIN = 3, TOTAL = 4, COUNTS = 5 };  // COUNTS[ranks], then starts[ranks]
 
 // What changes from step to step, in device memory, so that the launches of a step stay as they are and replay as one graph.
-enum Step { EPOCH = 0, LOCAL_BITS = 1, GLOBAL_BITS = 2, SUPPORT = 3, LOWER = 4, TILES = 5, SHIFT = 6 };
+enum Step { EPOCH = 0, LOCAL_BITS = 1, GLOBAL_BITS = 2, SUPPORT = 3, LOWER = 4, TILES = 5, SHIFT = 6, WAYS = 7 };
+
+// How a step goes on, as bits of step[WAYS]. EXACTLY: this rank's selection is cut to its top k wherever it holds as many, not only
+// above the cap. UNAIDED: no host waits to help, so that a ladder that missed by little is no reason to stop; equal on all ranks.
+constexpr unsigned EXACTLY = 1, UNAIDED = 2;
 
 __device__ __forceinline__ unsigned* flag_of(unsigned long long window, Note note, int from) {
   return reinterpret_cast<unsigned*>(window) + note * MOST_PEERS + from;
@@ -77,4 +81,21 @@ __device__ __forceinline__ unsigned read_note(const unsigned* word) { return *co
 __device__ __forceinline__ void announce(volatile unsigned* report, int i, unsigned value, unsigned epoch) {
   volatile unsigned long long* words = reinterpret_cast<volatile unsigned long long*>(report);
   words[i] = static_cast<unsigned long long>(epoch) << 32 | value;
+}
+
+// Tell the peers of a selection, which is what `header` says, and the host as well, which learns more: of how many candidates it was
+// cut down, and the magnitude that was named then, 0 and 0 where it was not; and ranks - 1 indices that split it into equal counts, of
+// the `listed` entries there are. Called by a whole block once the selection is written.
+__device__ __forceinline__ void tell_selected(const unsigned long long* windows, int ranks, int rank, const unsigned* header,
+                                              const Entry* entries, unsigned listed, unsigned candidates, unsigned named,
+                                              volatile unsigned* report, unsigned epoch) {
+  tell_peers(windows, ranks, rank, SELECTED, header, 3 + ranks, epoch);
+  const int points = 3 + ranks;
+  for (int i = threadIdx.x; i < points + 1 + ranks; i += blockDim.x) {
+    unsigned word = candidates;
+    if (i < points) word = read_note(header + i);
+    if (i == points + 1) word = named;
+    if (i > points + 1) word = listed ? entries[static_cast<unsigned long long>(listed) * (i - points - 1) / ranks].x : 0;
+    announce(report, i, word, epoch);
+  }
 }

@@ -11,7 +11,9 @@
 // Units    threshold: bits of a float32 magnitude, >= 1, so that a zero of either sign is never packed.
 // Launch   add: a block of THREADS a chunk, chunks = ceil(n / CHUNK).
 //          compact: a block of THREADS a group; finished[1] zeroed once. Its last block tells the peers, SELECTED with the header,
-//          unless windows is null. With `step`, threshold and epoch are those it says.
+//          unless windows is null, or what was found is to be cut down first: above `cap` entries that lie here whole, or EXACTLY
+//          k of them wanted. settled[1] says which: 0 leaves both to take_cut of kth.cu. With `step`, threshold and epoch are
+//          those it says.
 // Order    entries ascend by index.
 // Overflow above `capacity` hits all are counted in report[0], and what `entries` holds is of no use.
 // NaN, Inf where gradient + residual is not finite the residual stays as it was, nothing is packed, report[1] counts it.
@@ -144,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8)
                       unsigned* totals, int shift, unsigned* cursor, Entry* entries, unsigned capacity,
                       const long long* __restrict__ boundaries, int regions, unsigned* nonfinite_total, unsigned* header,
                       unsigned* finished, volatile unsigned* report, const unsigned long long* windows, int ranks,
-                      int rank, const unsigned* __restrict__ step) {
+                      int rank, unsigned k, unsigned cap, unsigned* settled, const unsigned* __restrict__ step) {
   __shared__ unsigned offsets[MOST_GROUP + 1];  // of each chunk, within the group
   __shared__ unsigned rooms[MOST_GROUP];
   __shared__ unsigned of_warps[WARPS];
@@ -216,7 +218,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8)
     for (int i = threadIdx.x; i < 3 + regions; i += THREADS) report[i] = found[i];
     return;
   }
-  const unsigned epoch = step[EPOCH];
-  tell_peers(windows, ranks, rank, SELECTED, header, 3 + regions, epoch);
-  for (int i = threadIdx.x; i < 3 + regions; i += THREADS) announce(report, i, found[i], epoch);
+  const unsigned nnz = found[0];
+  const bool to_cut = found[1] == 0 && nnz <= capacity && (step[WAYS] & EXACTLY ? nnz >= k : nnz > cap);
+  if (threadIdx.x == 0) *settled = !to_cut;
+  if (to_cut) return;
+  tell_selected(windows, ranks, rank, header, entries, nnz < capacity ? nnz : capacity, 0, 0, report, step[EPOCH]);
 }

@@ -3,7 +3,8 @@
 // Shapes   windows[ranks] addresses; offsets[RUNGS] ascending; decision as in peer.cuh: 5 + 2·ranks words; report in host
 //          memory: the first 5 + ranks of them, as `announce` writes them.
 // Units    bits: the expected threshold, which step says; rung r holds the sums that reach bits + offsets[r] and not bits + offsets[r + 1].
-//          tolerance, miss: shares of k; trigger: a block this many times the mean is skewed.
+//          tolerance, miss: shares of k; cap: the most entries to keep; trigger: a block this many times the mean is skewed. What
+//          misses stops the step; UNAIDED only above the cap and below k/2.
 // Launch   one block of 128 threads; waits for the notes of all ranks.
 // Notes    COUNTED: RUNGS counts.
 // Overflow counts of all ranks add up to less than 2^32. NaN cannot come in.
@@ -15,8 +16,8 @@ constexpr unsigned LARGEST_FINITE = INFINITY_BITS - 1;
 
 extern "C" __global__ void __launch_bounds__(128)
     decide(const unsigned long long* __restrict__ windows, int ranks, int rank, const long long* __restrict__ offsets,
-           long long k, double tolerance, double miss, double trigger, unsigned* decision, volatile unsigned* report,
-           const unsigned* __restrict__ step) {
+           long long k, long long cap, double tolerance, double miss, double trigger, unsigned* decision,
+           volatile unsigned* report, const unsigned* __restrict__ step) {
   __shared__ unsigned notes[MOST_PEERS][RUNGS];
   __shared__ unsigned sums[RUNGS];
   __shared__ long long totals[RUNGS];
@@ -67,7 +68,11 @@ extern "C" __global__ void __launch_bounds__(128)
     if (llabs(totals[chosen] - k) > tolerance * k) {
       chosen = nearest;
       const bool all_kept = static_cast<long long>(bits) + ladder[0] <= 1 && totals[0] <= k;
-      if (llabs(totals[chosen] - k) > miss * k && !all_kept) stop = BAD_THRESHOLD;
+      const bool missed = llabs(totals[chosen] - k) > miss * k && !all_kept;
+      if (missed && step[WAYS] & UNAIDED)
+        while (chosen < RUNGS - 1 && totals[chosen] > cap) ++chosen;
+      const bool near_enough = step[WAYS] & UNAIDED && totals[chosen] <= cap && 2 * totals[chosen] >= k;
+      if (missed && !near_enough) stop = BAD_THRESHOLD;
     }
   }
   __syncthreads();

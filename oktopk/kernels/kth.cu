@@ -1,13 +1,15 @@
 // kth: the k-th largest magnitude of COO lists, digit by digit, and the list of those that reach it, without the host.
 //
 // Shapes   entries[count[0]] COO; counts[MOST_DIGITS] unsigned, zero before and after; search[TIES + 1 + 2 · ranks]: what is known of
-//          the magnitude so far; windows[ranks] addresses, null: this rank's list alone; decision as in peer.cuh.
+//          the magnitude so far; windows[ranks] addresses, null: this rank's list alone; decision as in peer.cuh, or
+//          one word that is not 0 where nothing is to be done. take_cut: header, boundaries, settled and report as in
+//          accumulate_select.cu; taken[2] scratch.
 // Units    a digit: `width` bits of a magnitude from bit `shift` up; three levels, coarsest first. cap: most entries to keep, ties at
 //          it keep the lowest indices, of lower ranks first.
 // Launch   histogram: grid-stride, blocks of THREADS, `finished` zeroed once; its last block names the digit, or tells the peers.
-//          agree_on_digit: one block of THREADS, waits for the notes of all ranks. take_named: ceil(most / COMPACT_TILE) blocks
-//          of COMPACT_THREADS, both scans as in lookback.cuh.
-// Notes    DIGITS + level: the counts of all digits.
+//          agree_on_digit: one block of THREADS, waits for the notes of all ranks. take_named, take_cut: ceil(most / COMPACT_TILE)
+//          blocks of COMPACT_THREADS, both scans as in lookback.cuh; take_cut's `finished` zeroed once.
+// Notes    DIGITS + level: the counts of all digits. take_cut: SELECTED with the header.
 // Overflow a list shorter than k, longer than `most`, or with nonfinite[0] > 0 ends the search: SHORT, and nothing is taken.
 //          NaN cannot come in otherwise.
 // Traffic  8 bytes an entry read a level, and once more with 8 written to take.
@@ -194,4 +196,34 @@ extern "C" __global__ void __launch_bounds__(COMPACT_THREADS)
     report[4] = search[PREFIX];
     report[5] = search[LARGER];
   }
+}
+
+// Cut a selection down to what reaches the named magnitude, where it lies, and tell the peers of it; nothing where it is settled.
+extern "C" __global__ void __launch_bounds__(COMPACT_THREADS)
+    take_cut(Entry* entries, unsigned capacity, const unsigned* search, const unsigned* settled,
+             unsigned long long* tie_status, unsigned long long* kept_status, unsigned* ticket, unsigned* taken,
+             unsigned* finished, const long long* __restrict__ boundaries, unsigned* header, volatile unsigned* report,
+             const unsigned long long* windows, int ranks, int rank, const unsigned* __restrict__ step) {
+  __shared__ unsigned last;
+  if (*settled) return;
+  const unsigned epoch = step[EPOCH], candidates = header[0];
+  const Scan tie_scan{tie_status, ticket, epoch};
+  const Scan kept_scan{kept_status, ticket, epoch};
+  compact(ListSource{entries}, candidates, search[PREFIX], search[TIES], entries, capacity, nullptr, tie_scan, kept_scan,
+          taken);
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicAdd(finished, 1u) == gridDim.x - 1;
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  const unsigned nnz = read_note(taken);
+  if (threadIdx.x == 0) {
+    *finished = 0;
+    header[0] = nnz;
+  }
+  for (int region = threadIdx.x; region <= ranks; region += COMPACT_THREADS)
+    header[2 + region] = lower_bound(entries, 0, nnz, boundaries[region]);
+  __syncthreads();
+  tell_selected(windows, ranks, rank, header, entries, nnz, candidates, search[PREFIX], report, epoch);
 }

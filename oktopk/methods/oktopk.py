@@ -42,6 +42,8 @@ class OkTopk(SparseMethod):
         self._stale_regions = False
         # a deferred step stopped at its selection: the kernels of some rank may have yet to read what was selected
         self._stopped_apart = False
+        # int64[P - 1], where the last selection splits evenly; known on all ranks or on none
+        self._last_cuts: NDArray[np.int64] | None = None
 
     @classmethod
     def keeps_to_messages(cls, settings: Settings) -> str:
@@ -78,21 +80,28 @@ class OkTopk(SparseMethod):
             self._stopped_apart = False
         fresh = plan.new_boundaries or self._stale_regions or self.boundaries is None
         exact = plan.exact or threshold.bits is None
-        deferred = plan.deferrable and not (fresh or exact)  # equal on all ranks, as all of it is
+        # equal on all ranks, as all of it is
+        deferred = plan.deferrable and threshold.bits is not None and not (fresh and self._last_cuts is None)
         selection: Selection | None = None
         given, bits = None, local.bits
         if plan.nonfinite:
             # nothing will be exchanged, and what is given in the velocity's place may be narrower
             selection = local.select(gradient, residual, k, exact=False)
             cuts = self._cuts(selection.packed)
-        elif plan.exact or local.exact_due or bits is None:
+        elif bits is None or (not deferred and (plan.exact or local.exact_due)):
             selection, cuts = self._select_exactly(gradient, residual, k)
-        elif fresh or exact:
+        elif not deferred and (fresh or exact):
             selection, cuts = self._select_by(bits, gradient, residual, k)
-        if selection is not None:
+        exactly = selection is None and (plan.exact or local.exact_due)
+        if exactly:
+            bits = local.lower_threshold()
+        elif selection is not None:
             given, bits = (selection.packed.nnz, selection.nonfinite + plan.nonfinite), 0
             plan.stopwatch.lap("select")
         if fresh:
+            if deferred and self._last_cuts is not None:
+                # this step's selection is not made yet; regions are for many steps
+                cuts = self._last_cuts
             self.boundaries = region_boundaries(cuts, self.length, self.transport)
             self._stale_regions = False
             plan.stopwatch.lap("boundaries")
@@ -109,15 +118,15 @@ class OkTopk(SparseMethod):
             given,
             exact,
             plan.stopwatch.detailed,
+            exactly,
             deferred,
         )
         if deferred:
-            return Deferred(partial(self._settle, selection, residual, bits or 0, plan))
+            return Deferred(partial(self._settle, selection, residual, bits or 0, exactly, exact, plan))
         # the one wait: the kernels run on, and need nothing that the host learns
-        outcome = peers.outcome(exact)
+        outcome = self._outcome(exact)
         if selection is None:
-            nnz, nonfinite, points = peers.selected()
-            selection = local.settle(Packing(nnz, nonfinite, points), residual, k, bits or 0, False)
+            selection = self._selected_by(peers.selected(), bits or 0, residual, k)
         if outcome.stopped_at:
             plan.stopwatch.lap("step")
             if outcome.stopped_at == "threshold":
@@ -131,24 +140,42 @@ class OkTopk(SparseMethod):
         return self._applied(selection, outcome, exact, plan)
 
     def _settle(
-        self, selection: Selection | None, residual: NDArray[np.float32], bits: int, plan: Plan
+        self,
+        selection: Selection | None,
+        residual: NDArray[np.float32],
+        bits: int,
+        exactly: bool,
+        exact: bool,
+        plan: Plan,
     ) -> Reduction | None:
         """How a deferred step went, see `Deferred`; the selection, where it was made before the step was launched."""
         local, peers, k = self.selection, self._peers, plan.k
-        outcome = peers.outcome(exact=False)
+        outcome = self._outcome(exact)
         self._stopped_apart, self._stale_regions = outcome.stopped_at == "selection", outcome.crowded
         if selection is None:
-            nnz, nonfinite, points = peers.selected()
-            if nonfinite or nnz > selection_cap(k):
+            told = peers.selected()
+            if told.nonfinite or told.nnz > selection_cap(k):
                 local.missed()
             else:
-                selection = local.settle(Packing(nnz, nonfinite, points), residual, k, bits, False)
+                selection = self._selected_by(told, bits, residual, k)
+                if exactly and not selection.exact and bits > 1:
+                    local.missed()
         if outcome.flagged:
             raise FlaggedRanksError(list(outcome.flagged))
         if outcome.stopped_at:
             return None
         assert selection is not None  # else the step had stopped
-        return self._applied(selection, outcome, False, plan)
+        return self._applied(selection, outcome, exact, plan)
+
+    def _outcome(self, exact: bool) -> Any:
+        """How far the kernels of a step came; and where what was selected splits, unless they stopped."""
+        outcome = self._peers.outcome(exact)
+        self._last_cuts = None
+        if not outcome.stopped_at:
+            told = self._peers.selected()
+            equal = equal_boundaries(self.length, self.transport.size)[1:-1]
+            self._last_cuts = np.array(told.cuts, np.int64) if told.nnz else equal
+        return outcome
 
     def _applied(self, selection: Selection, outcome: Any, exact: bool, plan: Plan) -> Reduction:
         """What a step gave that the kernels ended by themselves; learns from it."""
@@ -158,6 +185,15 @@ class OkTopk(SparseMethod):
             self.threshold.follow(outcome.bits, outcome.missed)
         finish = partial(self._peers.finish, plan.stopwatch)
         return self._reduction(selection, SparseVector(outcome.gathered, self.length), finish)
+
+    def _selected_by(self, told: Any, bits: int, residual: NDArray[np.float32], k: int) -> Selection:
+        """What the kernels of a step selected by the threshold `bits`, cut down where that was too much; learns from it."""
+        local = self.selection
+        if not told.candidates:
+            return local.settle(Packing(told.nnz, told.nonfinite, told.points), residual, k, bits, False)
+        local.named(told.candidates, k, bits, told.bits)
+        packed = SparseVector(local.buffer(k)[: told.nnz], self.length)
+        return Selection(packed, 0, True, bits_magnitude(told.bits), told.points)
 
     def _select_exactly(
         self, gradient: NDArray[np.float32], residual: NDArray[np.float32], k: int
@@ -246,12 +282,17 @@ class OkTopk(SparseMethod):
     @staticmethod
     def agreed_state(state: dict[str, Any]) -> Any:
         boundaries = state["boundaries"]
-        return state["threshold"], None if boundaries is None else [int(cut) for cut in boundaries]
+        agreed = state["threshold"], None if boundaries is None else [int(cut) for cut in boundaries]
+        return *agreed, state.get("last_cuts") is None
 
     def state_dict(self) -> dict[str, Any]:
         kept = self.boundaries is not None and not self._stale_regions
         boundaries = self.boundaries.copy() if kept else None  # type: ignore[union-attr]
-        return super().state_dict() | {"threshold": self.threshold.state_dict(), "boundaries": boundaries}
+        return super().state_dict() | {
+            "threshold": self.threshold.state_dict(),
+            "boundaries": boundaries,
+            "last_cuts": None if self._last_cuts is None else self._last_cuts.copy(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -260,3 +301,6 @@ class OkTopk(SparseMethod):
         # boundaries of another number of ranks are agreed on anew
         fits = boundaries is not None and len(boundaries) == self.transport.size + 1
         self.boundaries = np.array(boundaries, np.int64) if fits else None
+        cuts = state.get("last_cuts")  # of an earlier version there are none
+        known = cuts is not None and len(cuts) == self.transport.size - 1
+        self._last_cuts = np.array(cuts, np.int64) if known else None
