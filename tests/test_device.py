@@ -156,7 +156,7 @@ def test_tiles_that_are_crowded_are_halved_and_no_bit_changes(comm: MPI.Intracom
         on_cpu.step(gradient)
         assert np.array_equal(get(on_gpu.update), on_cpu.update)
         assert np.array_equal(get(on_gpu.residual), on_cpu.residual)
-    launches = on_gpu._methods["oktopk"]._peers._launches  # type: ignore[attr-defined]
+    launches = on_gpu._methods["oktopk"]._peers.kernels._launches  # type: ignore[attr-defined]
     assert comm.allreduce(launches._narrowed) > 0
     on_cpu.close()
     on_gpu.close()
