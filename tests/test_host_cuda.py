@@ -44,6 +44,10 @@ extern "C" __global__ void last_block(unsigned* finished, unsigned* out, float s
   __syncthreads();
   if (last) out[threadIdx.x] = blockIdx.x + 10 * blockIdx.y + static_cast<unsigned>(scale);
 }
+
+extern "C" __global__ void vectors(const float* values, float* out) {
+  __stcs(reinterpret_cast<float4*>(out), __ldcs(reinterpret_cast<const float4*>(values)));
+}
 """
 
 
@@ -82,6 +86,16 @@ def test_blocks_come_one_after_the_other_and_arguments_by_their_types() -> None:
     assert run("last_block", 3, 2, 32, pointer(finished), pointer(out), ctypes.c_float(100.5)) == 0
     assert finished[0] == 6
     assert (out == 2 + 10 + 100).all()
+
+
+def test_vectors_are_found_at_their_multiples_alone() -> None:
+    values, out = np.arange(96, dtype=np.uint32), np.zeros(64, np.uint32)
+    first = -(values.ctypes.data // 4) % 4
+    to = out[-(out.ctypes.data // 4) % 4 :]
+    assert run("vectors", 1, 1, 1, pointer(values[first:]), pointer(to)) == 0
+    assert to[:4].tolist() == values[first : first + 4].tolist()
+    for where, target in ((values[first + 2 :], to), (values[first:], to[1:])):
+        assert run("vectors", 1, 1, 1, pointer(where), pointer(target)) == 716
 
 
 def test_assembly_becomes_calls() -> None:

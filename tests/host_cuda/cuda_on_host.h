@@ -56,6 +56,7 @@ static uint64_t slots[2][MOST_WARPS][32];  // what lanes give each other, turn b
 static jmp_buf scheduler;
 static unsigned current;
 static bool spinning;
+static bool misaligned;  // a vector was looked for where a GPU finds none
 static void (*body)(void**);
 static void** arguments;
 
@@ -205,12 +206,14 @@ extern "C" int host_cuda_run(void (*body)(void**), unsigned blocks, unsigned row
   if (!blocks || !rows || !threads || threads > host_cuda::MOST_THREADS) return 1;  // cudaErrorInvalidValue
   host_cuda::body = body;
   host_cuda::arguments = values;
+  host_cuda::misaligned = false;
   gridDim = {blocks, rows, 1};
   blockDim = {threads, 1, 1};
   for (unsigned y = 0; y < rows; ++y)
     for (unsigned x = 0; x < blocks; ++x) {
       blockIdx = {x, y, 0};
       if (const int status = host_cuda::run_block(threads)) return status;
+      if (host_cuda::misaligned) return 716;  // cudaErrorMisalignedAddress
     }
   return 0;
 }
@@ -262,11 +265,15 @@ inline float __uint_as_float(unsigned x) { return host_cuda::unpacked<float>(hos
 
 template <class T>
 T __ldcs(const T* from) {
-  return *from;
+  host_cuda::misaligned = host_cuda::misaligned || reinterpret_cast<uintptr_t>(from) % sizeof(T);
+  T value;
+  memcpy(&value, reinterpret_cast<const char*>(from), sizeof value);
+  return value;
 }
 template <class T>
 void __stcs(T* to, T value) {
-  *to = value;
+  host_cuda::misaligned = host_cuda::misaligned || reinterpret_cast<uintptr_t>(to) % sizeof(T);
+  memcpy(reinterpret_cast<char*>(to), &value, sizeof value);
 }
 
 template <class T>
