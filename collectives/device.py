@@ -180,6 +180,15 @@ class Device:
         kind = cupy.cuda.runtime.memcpyDeviceToDevice
         cupy.cuda.runtime.memcpyAsync(dest, source, nbytes, kind, self.stream.ptr)
 
+    def upload(self, dest: int, array: NDArray[Any]) -> None:
+        """Copy a few numbers to device memory, on the stream; the array may be changed at once.
+
+        It must not be in pinned memory: from any other CUDA takes a copy before this returns.
+        """
+        self.pending = True
+        kind = cupy.cuda.runtime.memcpyHostToDevice
+        cupy.cuda.runtime.memcpyAsync(dest, array.ctypes.data, array.nbytes, kind, self.stream.ptr)
+
     def zero(self, pointer: int, nbytes: int) -> None:
         """Zero device memory, on the stream."""
         self.pending = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from collectives.cuda_problems import gpu_problem, is_cuda_error, kernel_problem
 from collectives.transport import Transport
 from oktopk import host_kernels
+from oktopk.pieces import ScatteredGradient
 
 GRADIENT_TYPES = {"cpu": ("float32",), "cuda": ("float32", "bfloat16", "float16")}
 """device -> gradient types it takes."""
@@ -33,11 +35,14 @@ class Backend(Protocol):
         """float32[length] of zeros."""
 
     def accept(self, gradient: Any, length: int) -> Any:
-        """The caller's gradient as an array of this backend, not copied.
+        """The caller's gradient as an array of this backend, or in pieces where steps read such, not copied.
 
         Raises:
             TypeError, ValueError: of another type, length or device, or not contiguous.
         """
+
+    def scattered(self, sizes: Sequence[int], element_type: str) -> ScatteredGradient:
+        """As `GradientAllreduce.scattered`, where kernels can read such a gradient."""
 
     def running(self) -> AbstractContextManager[Any]:
         """Within it all work is put where it belongs."""
@@ -77,6 +82,10 @@ class HostBackend:
         if not gradient.flags.c_contiguous:
             raise ValueError("gradient is not contiguous")
         return gradient
+
+    def scattered(self, sizes: Sequence[int], element_type: str) -> ScatteredGradient:
+        """As the protocol says: nowhere here."""
+        raise NotImplementedError("kernels of the host read one vector")
 
     def running(self) -> AbstractContextManager[Any]:
         """As the protocol says."""

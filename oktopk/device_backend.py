@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +18,7 @@ from collectives.device_transport import DeviceTransport, StagedDeviceTransport
 from collectives.transport import Transport
 from oktopk.device_kernels import DeviceKernels
 from oktopk.peer_launches import compile_peer_kernels
+from oktopk.pieces import ScatteredGradient
 
 _STORED = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 
@@ -67,6 +69,10 @@ class DeviceBackend:
 
     def accept(self, gradient: Any, length: int) -> Any:
         """As the protocol says."""
+        if isinstance(gradient, ScatteredGradient):
+            if gradient.length != length:
+                raise ValueError(f"gradient in pieces of {gradient.length} elements is not of {length}")
+            return gradient
         if not isinstance(gradient, cupy.ndarray):
             raise TypeError(
                 f"gradient is a {type(gradient).__name__}, not a cupy array on GPU {self.device.id}: "
@@ -87,6 +93,10 @@ class DeviceBackend:
                 f"call cupy.cuda.Device({gradient.device.id}).use() before that"
             )
         return gradient
+
+    def scattered(self, sizes: Sequence[int], element_type: str) -> ScatteredGradient:
+        """As the protocol says."""
+        return self.kernels.scattered(sizes, element_type)
 
     def running(self) -> AbstractContextManager[Any]:
         """As the protocol says."""

@@ -6,6 +6,7 @@ reason that `collectives.device_kernels` gives.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from collectives.device import Device, DeviceEntries
 from collectives.device_kernels import COMPACT_TILE
 from collectives.launches import Kernel, compiled, float_bits
 from oktopk.host_kernels import LEVELS, Packing
+from oktopk.pieces import ScatteredGradient, address_of
 from oktopk.select_launches import SelectLaunches
 from oktopk.settings import Settings
 
 _KERNELS = Path(__file__).parent / "kernels"
 _CUDA_TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MOST_HEADER = 128  # words of a selection's report
 _COMPACT_THREADS = 256
 
@@ -45,8 +48,24 @@ def _gradient_kernels(gradient_type: str) -> dict[str, Kernel]:
     }
 
 
+def _pieces_kernels(gradient_type: str, element_type: str) -> dict[str, Kernel]:
+    """The kernels for a gradient in pieces of another type, or of its own, by the names of those that read one vector."""
+    defines = [f"GRADIENT={_CUDA_TYPES[gradient_type]}"]
+    if element_type != gradient_type:
+        defines.append(f"SOURCE={_CUDA_TYPES[element_type]}")
+    fused = compiled(_KERNELS / "accumulate_select.cu", *defines)
+    passes = compiled(_KERNELS / "accumulate.cu", *defines)
+    return {
+        "accumulate_select": Kernel(fused, "accumulate_select_pieces", 12),
+        "undo_accumulate": Kernel(passes, "undo_accumulate_pieces", 4),
+        "place_pieces": Kernel(compiled(_KERNELS / "pieces.cu"), "place_pieces", 4),
+    }
+
+
 class DeviceKernels:
     """The gradient kernels of one instance.
+
+    `accumulate_select` and `undo_accumulate` take a gradient in pieces, too.
 
     Args:
         device: where they run.
@@ -59,7 +78,8 @@ class DeviceKernels:
 
     def __init__(self, device: Device, gradient_type: str = "float32") -> None:
         self.device = device
-        self.gradient_bytes = 4 if gradient_type == "float32" else 2
+        self.gradient_bytes = _BYTES[gradient_type]
+        self._gradient_type = gradient_type
         # momentum correction selects from a velocity, which is float32 whatever the gradient is
         self._typed = {16: _gradient_kernels(gradient_type), 32: _gradient_kernels("float32")}
         select = compiled(_KERNELS / "select.cu")
@@ -84,8 +104,9 @@ class DeviceKernels:
         regions = 0 if boundaries is None else len(boundaries) - 1
         where = None if boundaries is None else (device.post("boundaries", boundaries), regions)
         report = device.report("select", 4 + regions)
-        launches = self.select_launches(gradient.dtype.itemsize, residual.size, entries)
-        launches(gradient.data.ptr, residual.data.ptr, threshold_bits, where)
+        width = self.gradient_bytes if isinstance(gradient, ScatteredGradient) else gradient.dtype.itemsize
+        launches = self.select_launches(width, residual.size, entries).reading(self.reading(gradient))
+        launches(address_of(gradient), residual.data.ptr, threshold_bits, where)
         device.synchronize()
         found = report[: 3 + regions].tolist()
         return Packing(found[0], found[1], np.array(found[2:], np.int64) if where else None)
@@ -129,8 +150,8 @@ class DeviceKernels:
     def undo_accumulate(self, gradient: Any, residual: Any) -> None:
         """As the host's."""
         n = residual.size
-        kernel = self.kernels_for(gradient.dtype.itemsize)["undo_accumulate"]
-        self.device.launch_for(kernel, n, gradient.data.ptr, residual.data.ptr, n, 0)
+        kernel = self.reading(gradient)["undo_accumulate"]
+        self.device.launch_for(kernel, n, address_of(gradient), residual.data.ptr, n, 0)
 
     def accumulate_momentum(self, gradient: Any, velocity: Any, momentum: float) -> int:
         """As the host's."""
@@ -258,6 +279,17 @@ class DeviceKernels:
     def kernels_for(self, width: int) -> dict[str, Kernel]:
         """The kernels for gradients of so many bytes an element."""
         return self._typed[8 * width]
+
+    def reading(self, gradient: Any) -> Mapping[str, Kernel]:
+        """The kernels that read this gradient, an array or in pieces."""
+        if isinstance(gradient, ScatteredGradient):
+            return gradient.kernels
+        return self.kernels_for(gradient.dtype.itemsize)
+
+    def scattered(self, sizes: Sequence[int], element_type: str) -> ScatteredGradient:
+        """A gradient in pieces of so many elements, each "float32", "bfloat16" or "float16"."""
+        kernels = _pieces_kernels(self._gradient_type, element_type)
+        return ScatteredGradient(self.device, kernels, sizes, _BYTES[element_type])
 
     def _counted(self, gradient: Any, name: str, n: int, *arguments: Any) -> int:
         """Run a pass that counts what is not finite; waits."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -11,12 +11,14 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.cuda_problems import is_cuda_error
 from collectives.sparse import SparseVector, check_length
 from collectives.traffic import Traffic
 from collectives.transport import FlaggedRanksError, Transport
-from oktopk.backend import Backend, make_backend
+from oktopk.backend import GRADIENT_TYPES, Backend, make_backend
 from oktopk.measures import Sampler
 from oktopk.methods import METHODS, Deferred, Method, Plan, Reduction
+from oktopk.pieces import ScatteredGradient
 from oktopk.report import StepReport, Stopwatch
 from oktopk.settings import DENSE_ABOVE, Settings, entries_kept
 
@@ -163,7 +165,54 @@ class GradientAllreduce:
         self._open: _OpenStep | None = None  # the deferred step that the host has not looked at
         self._unaided = 0  # steps among peers in a row that needed no help from the host, up to _TRUSTED
 
-    def step(self, gradient: NDArray[np.float32], *, measure: bool = False) -> StepReport:
+    @property
+    def may_read_pieces(self) -> bool:
+        """Whether there are steps that read a gradient in pieces: those of Ok-Topk through peer memory. Equal on all ranks."""
+        settings = self.settings
+        return not (self.without_peers or settings.momentum_correction or settings.density > DENSE_ABOVE)
+
+    def reads_pieces(self, measure: bool = False) -> bool:
+        """Whether the next step may be given a gradient in pieces, see `scattered`: not where it is dense or measured."""
+        settings, step = self.settings, self.steps
+        dense = step < settings.dense_warmup_steps or settings.density_at(step) > DENSE_ABOVE
+        return self.may_read_pieces and not (dense or measure)
+
+    def scattered(self, sizes: Sequence[int], element_type: str) -> ScatteredGradient:
+        """A gradient whose elements lie in several arrays on the GPU, for steps that read it where it lies. Collective.
+
+        Its elements are rounded to the gradient type as they are read, to nearest even. Where they lie is said by its `place`,
+        and may be another place in every step.
+
+        Args:
+            sizes: elements of the arrays, in the order of the vector; `length` in all.
+            element_type: of the arrays: "float32", "bfloat16" or "float16".
+
+        Raises:
+            RuntimeError: no step reads pieces here, see `may_read_pieces`; on every rank alike.
+            ValueError: another type, or sizes that do not add up to `length`, on some rank, or its GPU has no memory for it; on
+                every rank alike.
+
+        Memory: n/512 bytes, and 16 bytes an array.
+        """
+        if not self.may_read_pieces:
+            raise RuntimeError("no step of this reducer reads a gradient in pieces: pass one vector")
+        problem, scattered, known = "", None, GRADIENT_TYPES["cuda"]
+        if element_type not in known:
+            problem = f"element_type {element_type!r} is not one of {', '.join(known)}"
+        elif sum(sizes) != self.length:
+            problem = f"sizes add up to {sum(sizes)}, not to {self.length}"
+        else:
+            try:
+                scattered = self.backend.scattered(sizes, element_type)
+            except Exception as error:
+                if not isinstance(error, MemoryError) and not is_cuda_error(error):
+                    raise
+                problem = str(error) or type(error).__name__
+        self.transport.agree({}, problem)
+        assert scattered is not None
+        return scattered
+
+    def step(self, gradient: NDArray[np.float32] | ScatteredGradient, *, measure: bool = False) -> StepReport:
         """Reduce one gradient; the result is in `update`. Collective: every rank must call.
 
         With `Settings.deferred` a step of Ok-Topk through peer memory is on its way on the stream when this returns: `update`
@@ -175,7 +224,8 @@ class GradientAllreduce:
         gradient that is not finite is found a step later.
 
         Args:
-            gradient: [n] of the gradient type, C-contiguous, on the device; unchanged. bfloat16 is given as uint16.
+            gradient: [n] of the gradient type, C-contiguous, on the device; unchanged. bfloat16 is given as uint16. Or one in
+                pieces, where `reads_pieces` says so.
             measure: take the paper's measures of a sparse step, see `oktopk.measures`: costs two dense allreduces, which
                 neither the report's traffic nor its seconds include. Equal on all ranks; the update is the same either way.
 
@@ -187,10 +237,12 @@ class GradientAllreduce:
             MemoryError: the GPU has too little memory for what the step needs besides; on this rank alone, likewise.
             RuntimeError: peer memory for a new k could not be had, on every rank alike; or a kernel failed, on this one alone.
         """
-        gradient = self.backend.accept(gradient, self.length)
+        if isinstance(gradient, ScatteredGradient) and not self.reads_pieces(measure):
+            raise ValueError("this step reads no gradient in pieces, see reads_pieces(): pass one vector")
+        accepted = self.backend.accept(gradient, self.length)
         self.complete()
         with self.backend.running():
-            return self._measured_step(gradient) if measure else self._step(gradient, self._deferrable)
+            return self._measured_step(accepted) if measure else self._step(accepted, self._deferrable)
 
     def complete(self) -> None:
         """Learn how the last step went, if it was deferred and that is not known yet: its report is complete afterwards.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,9 @@ from collectives.device_transport import DeviceTransport
 from collectives.launches import Kernel, PreparedLaunch, compiled, double_bits, float_bits
 from collectives.peer_memory import PeerMemory, entries_bytes
 from oktopk.naming_launches import TAKEN_WORDS, NamingLaunches
+from oktopk.pieces import ScatteredGradient, address_of
 from oktopk.reports import Announced, report
+from oktopk.select_launches import SelectLaunches
 from oktopk.settings import Settings, selection_cap
 from oktopk.thresholds import LADDER, MISS
 
@@ -39,6 +43,22 @@ def compile_peer_kernels() -> None:
     """Compile what steps among peers alone use, where a failure can still be told to the other ranks."""
     for file, kernel in (("decide.cu", "decide"), ("kth.cu", "kth_histogram")):
         compiled(_KERNELS / file).get_function(kernel)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """The launches that read a gradient of one kind.
+
+    Attributes:
+        kernels: of that kind.
+        alone, among_peers: select from it, for this rank and for a step.
+        undo: takes it out of the residual again, where a step stopped for what is not finite.
+    """
+
+    kernels: Mapping[str, Kernel]
+    alone: SelectLaunches
+    among_peers: SelectLaunches
+    undo: PreparedLaunch
 
 
 class PeerLaunches:
@@ -132,14 +152,10 @@ class PeerLaunches:
         self._undo_blocks = device.processors
         # momentum correction selects from a velocity, which is float32
         width = 4 if settings.momentum_correction else kernels.gradient_bytes
-        self._alone = kernels.select_launches(width, self._length, self._packed)
-        self._select = self._alone.among_peers(
-            windows, ranks, transport.rank, self._where.data.ptr, k, self._settled, self._step
-        )
+        self._select = kernels.select_launches(width, self._length, self._packed)
+        self._reading = self._one_vector = self._lay_out_reading(kernels.kernels_for(width))
+        self._pieces: _Reading | None = None
         scale = 1.0 / ranks if settings.average else 1.0
-        self._undo = PreparedLaunch(
-            kernels.kernels_for(width)["undo_accumulate"], 0, 0, self._length, self._decision
-        )
         self._lay_out_exchange(packed_at, kept_at, settings.drift_tolerance, settings.balance_trigger, scale)
         self._naming = NamingLaunches(
             transport,
@@ -162,6 +178,15 @@ class PeerLaunches:
         """Say what is different about the next step."""
         words = self._words
         words[0], words[1], words[2], words[3], words[7] = epoch, local_bits, global_bits, support, ways
+
+    def read(self, gradient: Any) -> int:
+        """Lay out for a gradient of this kind what is enqueued next; returns what tells such launches from others."""
+        self._reading = self._one_vector
+        if isinstance(gradient, ScatteredGradient):
+            if self._pieces is None or self._pieces.kernels is not gradient.kernels:
+                self._pieces = self._lay_out_reading(gradient.kernels)
+            self._reading = self._pieces
+        return int(self._reading.undo.kernel.function)
 
     def place(self, boundaries: NDArray[np.int64]) -> bool:
         """Lay the launches out for new regions; whether graphs of them no longer hold."""
@@ -217,13 +242,13 @@ class PeerLaunches:
         """A step from the gradient on; one that is not exact can be captured. The arguments are those of `enqueue`."""
         self.upload_step(stream)
         self._mark(0, stream)
-        self._select.enqueue(vectors[0], vectors[1], stream)
+        self._reading.among_peers.enqueue(vectors[0], vectors[1], stream)
         self._naming.tighten(stream)
         self._mark(1, stream)
         self.enqueue(vectors, stream, exact, undo)
 
     def enqueue(self, vectors: tuple[int, ...], stream: int, exact: bool, undo: bool) -> None:
-        """What follows the selection: (gradient, residual, update, velocity or 0) are addresses.
+        """What follows the selection: (gradient, residual, update, velocity or 0) are addresses, the first one as `read` has it.
 
         With `undo` the gradient leaves the residual again where some rank's was not finite.
         """
@@ -247,18 +272,19 @@ class PeerLaunches:
         values[6], values[10], values[11] = vectors[2], vectors[1], vectors[3]
         self._apply(self._apply_blocks, 256, stream, ranks)
         if undo:
-            self._undo.values[0], self._undo.values[1] = vectors[0], vectors[1]
-            self._undo(self._undo_blocks, 256, stream)
+            undo_launch = self._reading.undo
+            undo_launch.values[0], undo_launch.values[1] = vectors[0], vectors[1]
+            undo_launch(self._undo_blocks, 256, stream)
         self._mark(5, stream)
 
     def enqueue_exact_selection(self, gradient: Any, residual: Any, lowest: int, stream: int) -> None:
         """Accumulate, and cut what reaches `lowest` down to the exact top k."""
-        self._alone(gradient.data.ptr, residual.data.ptr, lowest, None)
+        self._select_alone(gradient, residual, lowest)
         self._naming.name_locally(2 * self.k, stream)
 
     def enqueue_selection(self, gradient: Any, residual: Any, bits: int, stream: int) -> None:
         """Accumulate, select what reaches `bits`, and find where that splits evenly."""
-        self._alone(gradient.data.ptr, residual.data.ptr, bits, None)
+        self._select_alone(gradient, residual, bits)
         self._naming.cut(stream)
 
     def stage_seconds(self) -> list[tuple[str, float]]:
@@ -272,9 +298,27 @@ class PeerLaunches:
         workspace: Any = self._transport.workspace
         workspace.forget("packed", "incoming", "gathered", "region sums")
 
+    def _select_alone(self, gradient: Any, residual: Any, bits: int) -> None:
+        self.read(gradient)
+        self._reading.alone(address_of(gradient), residual.data.ptr, bits, None)
+
     def _mark(self, number: int, stream: int) -> None:
         if self.timed:
             cupy.cuda.runtime.eventRecord(self._marks[number].ptr, stream)
+
+    def _lay_out_reading(self, kernels: Mapping[str, Kernel]) -> _Reading:
+        alone = self._select.reading(kernels)
+        among_peers = alone.among_peers(
+            self._memory.windows,
+            self._transport.size,
+            self._transport.rank,
+            self._where.data.ptr,
+            self.k,
+            self._settled,
+            self._step,
+        )
+        undo = PreparedLaunch(kernels["undo_accumulate"], 0, 0, self._length, self._decision)
+        return _Reading(kernels, alone, among_peers, undo)
 
     def _lay_out_exchange(
         self, packed_at: int, kept_at: int, tolerance: float, trigger: float, scale: float

@@ -26,6 +26,7 @@ from collectives.sparse import SparseVector
 from collectives.split_and_reduce import RegionLists
 from oktopk.host_kernels import LEVELS
 from oktopk.peer_launches import PeerLaunches
+from oktopk.pieces import address_of
 from oktopk.report import Stopwatch
 from oktopk.settings import Settings
 from oktopk.thresholds import LADDER
@@ -120,7 +121,7 @@ class PeerStep:
         self._launches: PeerLaunches | None = None
         self._epoch = 0
         self._boundaries: NDArray[np.int64] | None = None
-        # by where the vectors live, and `undo`; None: seen once
+        # by where the vectors live, what reads the gradient, and `undo`; None: seen once
         self._graphs: dict[tuple[int, ...], Any] = {}
 
     def fits(self, k: int) -> bool:
@@ -155,7 +156,7 @@ class PeerStep:
         """Put one step on the stream. Collective: every rank must call; then `outcome`, and last `finish`.
 
         Args:
-            gradient: [n], read.
+            gradient: [n], read; an array, or in pieces, which may lie elsewhere in every step.
             residual: float32[n]; becomes gradient + residual, less what was applied.
             update: float32[n]; becomes the sum over the ranks, scaled.
             velocity: float32[n], cleared as the residual is, or None.
@@ -192,12 +193,13 @@ class PeerStep:
         launches.set_step(self._epoch, bits[0], bits[1], to_clear, ways)
         self._device.pending = True
         vectors = (
-            gradient.data.ptr,
+            address_of(gradient),
             residual.data.ptr,
             update.data.ptr,
             0 if velocity is None else velocity.data.ptr,
         )
         stream = self._device.stream
+        reader = launches.read(gradient)
         launches.timed = timed and selected is None
         if selected is not None:
             launches.upload_step(stream.ptr)
@@ -205,18 +207,18 @@ class PeerStep:
             launches.enqueue(vectors, stream.ptr, exact, unaided)
             return
         captured = not (timed or exact)
-        graph = self._graphs.get((*vectors, unaided)) if captured else None
+        graph = self._graphs.get((*vectors, reader, unaided)) if captured else None
         if graph is None and captured:
-            graph = self._first_seen(vectors, unaided)
+            graph = self._first_seen(vectors, reader, unaided)
         if graph is None:
             launches.enqueue_whole(vectors, stream.ptr, exact, unaided)
         else:
             graph.launch(stream)
 
-    def _first_seen(self, vectors: tuple[int, ...], undo: bool) -> Any:
+    def _first_seen(self, vectors: tuple[int, ...], reader: int, undo: bool) -> Any:
         """A graph of the step, for vectors that come a second time; None for those that may never come back."""
         assert self._launches is not None
-        key = *vectors, undo
+        key = *vectors, reader, undo
         if key not in self._graphs:
             if len(self._graphs) >= _MOST_GRAPHS:
                 self._graphs.clear()

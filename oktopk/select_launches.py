@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from collectives.device import DeviceEntries
-from collectives.launches import PreparedLaunch
+from collectives.launches import Kernel, PreparedLaunch
 from oktopk.settings import selection_cap
 
 if TYPE_CHECKING:
@@ -55,6 +56,15 @@ class SelectLaunches:
             0, finished, 0, 0, 0, 0, 0, 0, 0, 0,
         )  # fmt: skip
 
+    def reading(self, kernels: Mapping[str, Kernel]) -> SelectLaunches:
+        """The same launches, with what reads another kind of gradient; all share what lies between the two."""
+        kernel = kernels["accumulate_select"]
+        if kernel is self.select.kernel:
+            return self
+        other = copy(self)
+        other.select = PreparedLaunch(kernel, *self.select.values)
+        return other
+
     def among_peers(
         self, windows: int, ranks: int, rank: int, where: int, k: int, settled: int, step: int
     ) -> SelectLaunches:
@@ -78,7 +88,7 @@ class SelectLaunches:
         return mine
 
     def enqueue(self, gradient: int, residual: int, stream: int) -> None:
-        """Put both on a stream."""
+        """Put both on a stream. `gradient`, `residual`: addresses."""
         self.select.values[0], self.select.values[1] = gradient, residual
         self.select(self.blocks, self.THREADS, stream)
         self.compact(self.groups, self.THREADS, stream)

@@ -39,7 +39,11 @@ RANKS = (1, 2, 3, 4, 5, 8)
 HOST_CUDA_RANKS = {1: "test", 3: "test", 4: "too_much"}
 HOST_CUDA_TEST_SECONDS = 240  # more than a kernel on the host waits for other ranks
 HOST_CUDA_SINGLE = ("tests/test_device_kernels.py",)
-HOST_CUDA_RANKS_TESTS = ("tests/test_device.py", "tests/test_deferred_peers.py")
+HOST_CUDA_RANKS_TESTS = (
+    "tests/test_device.py",
+    "tests/test_deferred_peers.py",
+    "tests/test_scattered_gradients.py",
+)
 ALL_TESTS = ["tests"]
 CHECK_SECONDS = 180
 SINGLE_SECONDS = 1800

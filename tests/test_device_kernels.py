@@ -148,6 +148,119 @@ def check_selection(
         assert found.points.tolist() == np.searchsorted(packed["index"], boundaries).tolist()
 
 
+# sizes of pieces: one; begins at odd places, at twice odd ones and at multiples of four; many in a chunk; none of length 0
+PIECES = {
+    "one": [3 * CHUNK + 5],
+    "single": [1],
+    "chunk": [CHUNK],
+    "odd": [3, 2 * CHUNK, 1, CHUNK - 3, 2, 3 * CHUNK + 7],
+    "twice odd": [2 * CHUNK + 2, 3 * CHUNK, 6, 2 * CHUNK],
+    "fours": [8, 2 * CHUNK, 4 * CHUNK - 8, 100, CHUNK + 1],
+    "tiny": [1] * (CHUNK + 77),
+    "none": [0, 5, 0, CHUNK, 0],
+}
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2], ids=lambda shift: f"{shift} off")
+@pytest.mark.parametrize("sizes", PIECES.values(), ids=PIECES)
+@pytest.mark.parametrize(
+    ("element_type", "gradient_type"),
+    [
+        ("float32", "float32"),
+        ("float32", "bfloat16"),
+        ("float32", "float16"),
+        ("bfloat16", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("float16", "bfloat16"),
+    ],
+)
+def test_pieces_are_selected_from_as_one_vector(
+    device: Any, element_type: str, gradient_type: str, sizes: list[int], shift: int
+) -> None:
+    """Bit for bit, wherever they begin and whichever are missing; and they leave the residual as one vector does."""
+    import cupy
+    import torch
+
+    from oktopk.device_kernels import DeviceKernels
+
+    rng = np.random.default_rng((len(sizes), shift))
+    kernels = DeviceKernels(device, gradient_type)
+    scattered = kernels.scattered(sizes, element_type)
+    n = sum(sizes)
+    residual = rng.standard_normal(n, np.float32) * np.float32(1e-3)
+    one, other = (entries_of(device, np.full(n + GUARD, POISON, np.uint64).view(ENTRY)) for _ in range(2))
+    for missing in (0.0, 0.4, 1.0):  # the second and the third time they lie elsewhere
+        parts = [wild(rng, size).to(getattr(torch, element_type)) for size in sizes]
+        homes: list[Any] = []
+        for part in parts:
+            here = rng.random() >= missing
+            homes.append(at_an_offset(part, GUARD + shift) if here else None)
+            if not here:
+                part.zero_()
+        width = parts[0].element_size()
+        scattered.place([0 if home is None else home.data.ptr + width * (GUARD + shift) for home in homes])
+        stored = bits_of(torch.cat(parts).to(getattr(torch, gradient_type)))
+        left = [cupy.asarray(np.pad(residual, (0, GUARD))) for _ in range(2)]
+        pair = (cupy.asarray(stored), left[0], one), (scattered, left[1], other)
+        edges = np.array([0, n // 3, n], np.int64)
+        found = [
+            kernels.accumulate_select(gradient, rest[:n], magnitude_bits(2.5), entries[:n], edges)
+            for gradient, rest, entries in pair
+        ]
+        assert (found[0].nnz, found[0].nonfinite) == (found[1].nnz, found[1].nonfinite)
+        assert found[0].points.tolist() == found[1].points.tolist()
+        assert missing or n < CHUNK or found[1].nnz > n // 100 < found[1].nonfinite
+        assert left[0].get().tobytes() == left[1].get().tobytes()
+        assert one.get()[: found[0].nnz].tobytes() == other.get()[: found[0].nnz].tobytes()
+        assert np.all(other.get()[n:].view(np.uint64) == POISON)
+        for gradient, rest, _ in pair:
+            kernels.undo_accumulate(gradient, rest[:n])
+        assert left[0].get().tobytes() == left[1].get().tobytes()
+        assert np.all(left[1].get()[n:] == 0)
+
+
+def wild(rng: np.random.Generator, size: int) -> Any:
+    """Float32 that rounds up, down, to even, to Inf and to what is nearly zero, and some that is not finite."""
+    import torch
+
+    values = (3 * rng.standard_normal(size)).astype(np.float32)
+    largest = np.finfo(np.float32).max
+    special = [np.nan, np.inf, -np.inf, largest, -largest, 65519, 65520, -65536, 1e-40, -1e-45, 6e-8, -0.0]
+    special += [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11]  # half way
+    chosen = rng.random(size) < 0.3
+    values[chosen] = rng.choice(np.array(special, np.float32), int(chosen.sum()))
+    return torch.from_numpy(values)
+
+
+def bits_of(tensor: Any) -> NDArray[Any]:
+    """A tensor as the reducer takes it: bfloat16, which NumPy does not have, by its bits."""
+    import torch
+
+    return np.asarray(
+        tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor
+    )
+
+
+def at_an_offset(part: Any, offset: int) -> Any:
+    """A copy on the device behind so many elements of something else."""
+    import cupy
+
+    stored = bits_of(part)
+    home = cupy.empty(offset + len(stored) + GUARD, stored.dtype)
+    home[offset : offset + len(stored)].set(stored)
+    return home
+
+
+def test_addresses_that_no_gradient_has_are_refused(device: Any) -> None:
+    from oktopk.device_kernels import DeviceKernels
+
+    scattered = DeviceKernels(device, "float32").scattered([5, 7], "float32")
+    with pytest.raises(ValueError, match="3 addresses for 2 pieces"):
+        scattered.place([0, 0, 0])
+    with pytest.raises(ValueError, match="address 4098 of piece 1 is not a multiple of an element's 4 bytes"):
+        scattered.place([4096, 4098])
+
+
 def lists_over(
     lower: int, upper: int, lists: int, share: float, rng: np.random.Generator
 ) -> tuple[NDArray[np.void], NDArray[np.int64], NDArray[np.int64]]:

@@ -74,6 +74,7 @@ def test_sizes_are_the_same_on_both_sides() -> None:
     launches = hosts_know("oktopk/select_launches")
     assert launches["_CHUNK"] == select["CHUNK"] == select["WARPS"] * 32 * select["VECTORS"] * 4
     assert 1 << launches["_LARGEST_GROUP"] == select["MOST_GROUP"]
+    assert hosts_know("oktopk/pieces")["_PLACED"] == kernels_know("pieces.cuh")["PLACED"] == select["CHUNK"]
     peers = hosts_know("oktopk/peer_launches")
     assert peers["_PIECE"] == 32 * apply["AHEAD"]
     assert peers["_COUNTS"] == peer["COUNTS"]

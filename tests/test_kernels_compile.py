@@ -18,6 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = [ROOT / package / "kernels" for package in ("collectives", "oktopk", "jobs")]
 SOURCES = sorted(source for folder in FOLDERS for source in folder.glob("*.cu"))
 TYPES = ("float", "__nv_bfloat16", "__half")
+SOURCES_OF_OTHER_TYPES = [
+    ("__nv_bfloat16", "float"),
+    ("__half", "float"),
+    ("float", "__nv_bfloat16"),
+    ("__half", "__nv_bfloat16"),
+]
 NVCC = shutil.which("nvcc")
 NVRTC = nvrtc.find()
 MISSING = "no CUDA compiler: put nvcc on PATH, or pip install -e '.[cuda-compile]'"
@@ -32,9 +38,12 @@ each_compiler = pytest.mark.parametrize(
 )
 
 
-def compiler_says(by: str, source: Path, architecture: int, gradient: str, out: Path) -> str:
+def compiler_says(
+    by: str, source: Path, architecture: int, gradient: str, out: Path, element: str = ""
+) -> str:
     """What a compiler says against a file; "" if it compiles."""
     options = ["-std=c++17", f"-arch=sm_{architecture}", f"-DGRADIENT={gradient}", "-Werror", "all-warnings"]
+    options += [f"-DSOURCE={element}"] if element else []
     options += [f"-I{folder}" for folder in FOLDERS]
     if by == "nvrtc":
         assert NVRTC
@@ -53,6 +62,18 @@ def test_a_kernel_compiles(source: Path, architecture: int, tmp_path: Path) -> N
     by = "nvcc" if NVCC else "nvrtc"
     for gradient in TYPES if "gradient.cuh" in source.read_text(encoding="utf-8") else TYPES[:1]:
         assert not compiler_says(by, source, architecture, gradient, tmp_path / "kernel.cubin")
+
+
+@compiler
+@pytest.mark.parametrize(("gradient", "element"), SOURCES_OF_OTHER_TYPES)
+@pytest.mark.parametrize("name", ["accumulate_select", "accumulate"])
+def test_a_kernel_compiles_for_pieces_of_another_type(
+    name: str, gradient: str, element: str, tmp_path: Path
+) -> None:
+    assert NVCC or NVRTC, MISSING
+    (source,) = (source for source in SOURCES if source.stem == name)
+    by = "nvcc" if NVCC else "nvrtc"
+    assert not compiler_says(by, source, 90, gradient, tmp_path / "kernel.cubin", element)
 
 
 @each_compiler

@@ -1,6 +1,7 @@
 // accumulate: the passes over whole vectors that select nothing. GRADIENT is float, __nv_bfloat16 or __half.
 //
-// Shapes   gradient[n], residual[n], velocity[n], out[n]; sums[2] double; nonfinite[1], zero before, counts what is not finite.
+// Shapes   gradient[n], residual[n], velocity[n], out[n]; sums[2] double; nonfinite[1], zero before, counts what is not finite;
+//          table: a gradient in pieces, see pieces.cuh.
 // Units    momentum, scale: factors.
 // Launch   grid-stride, any grid of blocks of 256.
 // Overflow a sum above the largest float is Inf, and not finite.
@@ -9,6 +10,7 @@
 
 #include "gradient.cuh"
 #include "peer.cuh"
+#include "pieces.cuh"
 
 __device__ __forceinline__ bool finite(float x) { return magnitude(x) < INFINITY_BITS; }
 
@@ -51,14 +53,25 @@ extern "C" __global__ void accumulate_moments(const GRADIENT* __restrict__ gradi
   if (bad) atomicAdd(nonfinite, bad);
 }
 
+// `sum` without the g that accumulate_select added to it; as it is, where nothing was added.
+__device__ __forceinline__ float without(float g, float sum) {
+  return finite(g) && finite(add(g, sum)) ? add(sum, -g) : sum;
+}
+
 // residual -= gradient, where accumulate_select added it; only after a stop for what is not finite, unless decision is null
 extern "C" __global__ void undo_accumulate(const GRADIENT* __restrict__ gradient, float* __restrict__ residual,
                                            long long n, const unsigned* __restrict__ decision) {
   if (decision && decision[STOP] != NOT_FINITE) return;
-  FOR_EACH(i, n) {
-    const float g = widen(gradient[i]);
-    if (finite(g) && finite(add(g, residual[i]))) residual[i] = add(residual[i], -g);
-  }
+  FOR_EACH(i, n) residual[i] = without(widen(gradient[i]), residual[i]);
+}
+
+// The same for a gradient in pieces.
+extern "C" __global__ void undo_accumulate_pieces(const unsigned long long* __restrict__ table,
+                                                  float* __restrict__ residual, long long n,
+                                                  const unsigned* __restrict__ decision) {
+  if (decision && decision[STOP] != NOT_FINITE) return;
+  const Pieces pieces{table, n};
+  FOR_EACH(i, n) residual[i] = without(element(pieces.narrowed(table[i / PLACED], i, i + 1)), residual[i]);
 }
 
 // velocity = momentum · velocity + gradient

@@ -1,9 +1,10 @@
 // accumulate_select: add a gradient to the residual, and pack what reaches a threshold, in one pass over both.
 //
 // Two kernels. The first streams: each block adds one chunk, and drops its hits into a pool wherever there is room next, without
-// waiting for any other. The second brings them into order, in O(k): each block adds up what lies before its group of chunks.
+// waiting for any other; accumulate_select_pieces does so for a gradient in pieces. The second brings them into order, in O(k): each block adds up what lies before its group of chunks.
 //
-// Shapes   gradient[n] (GRADIENT: float, __nv_bfloat16 or __half), residual[n] float; pool[capacity], entries[capacity] COO;
+// Shapes   gradient[n] (GRADIENT: float, __nv_bfloat16 or __half), or table: see pieces.cuh (SOURCE likewise); residual[n] float;
+//          pool[capacity], entries[capacity] COO;
 //          places[chunks] how many hits of a chunk lie where in the pool; totals[groups] hits of each group of 2^shift <=
 //          MOST_GROUP chunks, cursor[1] hits in the pool, both zero before and after; boundaries[regions + 1];
 //          header[2 + regions + 1], and the same in host memory as report: nnz, nonfinite, and where each region begins in
@@ -17,17 +18,20 @@
 // Order    entries ascend by index.
 // Overflow above `capacity` hits all are counted in report[0], and what `entries` holds is of no use.
 // NaN, Inf where gradient + residual is not finite the residual stays as it was, nothing is packed, report[1] counts it.
-// Traffic  (4 + sizeof(GRADIENT)) n bytes read, 4n written, 24 bytes an entry.
+// Traffic  (4 + sizeof(GRADIENT)) n bytes read, 4n written, 24 bytes an entry; of pieces (4 + sizeof(SOURCE)) n read, and 8 bytes a
+//          chunk. Where a piece does not begin on a vector of four, its loads are of single elements, four times as many.
 
 #include "coo.cuh"
 #include "gradient.cuh"
 #include "peer.cuh"
+#include "pieces.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int VECTORS = 4;               // of 4 elements, per lane
-constexpr int PIECE = 32 * VECTORS * 4;  // elements a warp
-constexpr int CHUNK = WARPS * PIECE;     // elements a block
+constexpr int SPAN = 32 * VECTORS * 4;   // elements a warp
+constexpr int CHUNK = WARPS * SPAN;      // elements a block
+static_assert(CHUNK == PLACED, "a block reads one word of the table");
 
 // Where this warp's hits begin among those of its block, and how many those are. Called by the whole block.
 __device__ __forceinline__ unsigned before_warp(unsigned found, unsigned* of_warps, unsigned& all) {
@@ -44,25 +48,93 @@ __device__ __forceinline__ unsigned before_warp(unsigned found, unsigned* of_war
   return before;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    accumulate_select(const GRADIENT* __restrict__ gradient, float* __restrict__ residual, long long n,
-                      unsigned threshold, Entry* __restrict__ pool, unsigned capacity, uint2* __restrict__ places,
-                      unsigned* totals, int shift, unsigned* cursor, unsigned* nonfinite_total,
-                      const unsigned* __restrict__ step) {
+// A gradient that is one vector: its loads go out beside the residual's.
+struct Flat {
+  static constexpr bool SEARCHED = false;
+  const GRADIENT* __restrict__ values;
+
+  __device__ __forceinline__ bool aligned() const {
+    return reinterpret_cast<unsigned long long>(values) % (4 * sizeof(GRADIENT)) == 0;
+  }
+  __device__ __forceinline__ float4 four(long long at) const { return load4(values + at); }
+  __device__ __forceinline__ float operator[](long long at) const { return widen(values[at]); }
+};
+
+// One in pieces, nearly all of whose chunks lie in one piece each: its loads wait for the table.
+struct Scattered {
+  static constexpr bool SEARCHED = true;
+  Pieces all;
+
+  // A warp's elements from `start` on, four a lane of each vector, zeros from n on. `word`: the table's of this chunk.
+  __device__ __forceinline__ void load(unsigned long long word, long long start, int lane, float4 (&g)[VECTORS]) const {
+    const long long end = start + SPAN < all.n ? start + SPAN : all.n;
+    word = all.narrowed(word, start, end);
+    if (word & SEVERAL) {
+      search(word, start, lane, g);
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < VECTORS; ++j) g[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (!word) return;
+    const SOURCE* from = reinterpret_cast<const SOURCE*>(word);
+    if (word % (4 * sizeof(SOURCE)) == 0 && end - start == SPAN) {
+#pragma unroll
+      for (int j = 0; j < VECTORS; ++j) g[j] = load4(from + (j * 32 + lane) * 4);
+    } else {
+#pragma unroll
+      for (int j = 0; j < VECTORS; ++j) {
+        float* gj = reinterpret_cast<float*>(&g[j]);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int i = (j * 32 + lane) * 4 + c;
+          if (start + i < all.n) gj[c] = widen(__ldcs(from + i));
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < VECTORS; ++j) g[j] = rounded(g[j]);
+  }
+
+  // The same where several pieces meet: they may hold an element each.
+  __device__ __forceinline__ void search(unsigned long long word, long long start, int lane, float4 (&g)[VECTORS]) const {
+    const unsigned last = static_cast<unsigned>(word) >> 1;
+#pragma unroll
+    for (int j = 0; j < VECTORS; ++j) {
+      const long long at = start + (j * 32 + lane) * 4;
+      unsigned piece = all.piece_of(word >> 32, last, at);
+      unsigned long long addresses[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if (c && piece < last && all.begin(piece + 1) <= at + c) ++piece;
+        addresses[c] = at + c < all.n ? all.address(piece, at + c) : 0;
+      }
+      float* gj = reinterpret_cast<float*>(&g[j]);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) gj[c] = element(addresses[c]);
+    }
+  }
+};
+
+template <class Gradient>
+__device__ __forceinline__ void add_and_drop(const Gradient& gradient, float* __restrict__ residual, long long n,
+                                             unsigned threshold, Entry* __restrict__ pool, unsigned capacity,
+                                             uint2* __restrict__ places, unsigned* totals, int shift, unsigned* cursor,
+                                             unsigned* nonfinite_total, const unsigned* __restrict__ step) {
   __shared__ unsigned of_warps[WARPS];
   __shared__ unsigned room;
+  unsigned long long word = 0;
+  if constexpr (Gradient::SEARCHED) word = gradient.all.table[blockIdx.x];  // on its way while the residual is asked for
   if (step) threshold = step[LOCAL_BITS];
   const int lane = threadIdx.x & 31;
-  const long long start = blockIdx.x * static_cast<long long>(CHUNK) + (threadIdx.x >> 5) * PIECE;
-  const bool whole = start + PIECE <= n &&
-                     ((reinterpret_cast<unsigned long long>(gradient) % (4 * sizeof(GRADIENT))) |
-                      (reinterpret_cast<unsigned long long>(residual) % 16)) == 0;
+  const long long start = blockIdx.x * static_cast<long long>(CHUNK) + (threadIdx.x >> 5) * SPAN;
+  bool whole = start + SPAN <= n && reinterpret_cast<unsigned long long>(residual) % 16 == 0;
+  if constexpr (!Gradient::SEARCHED) whole = whole && gradient.aligned();
   float4 g[VECTORS], e[VECTORS];
   if (whole) {
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) {
       const long long at = start + (j * 32 + lane) * 4;
-      g[j] = load4(gradient + at);
+      if constexpr (!Gradient::SEARCHED) g[j] = gradient.four(at);
       e[j] = __ldcs(reinterpret_cast<const float4*>(residual + at));
     }
   } else {
@@ -73,11 +145,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       float* ej = reinterpret_cast<float*>(&e[j]);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        gj[c] = at + c < n ? widen(gradient[at + c]) : 0.0f;
+        if constexpr (!Gradient::SEARCHED) gj[c] = at + c < n ? gradient[at + c] : 0.0f;
         ej[c] = at + c < n ? residual[at + c] : 0.0f;
       }
     }
   }
+  if constexpr (Gradient::SEARCHED) gradient.load(word, start, lane, g);
   unsigned hits = 0, nonfinite = 0;  // hits: four bits a vector
 #pragma unroll
   for (int j = 0; j < VECTORS; ++j) {
@@ -136,6 +209,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     place += (j % 2 ? odd_all : even_all) >> byte & 0xff;
   }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    accumulate_select(const GRADIENT* __restrict__ gradient, float* __restrict__ residual, long long n,
+                      unsigned threshold, Entry* __restrict__ pool, unsigned capacity, uint2* __restrict__ places,
+                      unsigned* totals, int shift, unsigned* cursor, unsigned* nonfinite_total,
+                      const unsigned* __restrict__ step) {
+  add_and_drop(Flat{gradient}, residual, n, threshold, pool, capacity, places, totals, shift, cursor, nonfinite_total, step);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    accumulate_select_pieces(const unsigned long long* __restrict__ table, float* __restrict__ residual, long long n,
+                             unsigned threshold, Entry* __restrict__ pool, unsigned capacity,
+                             uint2* __restrict__ places, unsigned* totals, int shift, unsigned* cursor,
+                             unsigned* nonfinite_total, const unsigned* __restrict__ step) {
+  add_and_drop(Scattered{{table, n}}, residual, n, threshold, pool, capacity, places, totals, shift, cursor, nonfinite_total,
+               step);
 }
 
 constexpr int MOST_GROUP = 32;  // chunks that a block turns into a list
