@@ -44,24 +44,35 @@ class FlatGradients:
             self.vector.zero_()
         self.attach()
 
-    def collect(self) -> None:
-        """Bring gradients that autograd or the user put elsewhere into the vector; a missing one counts as zero.
+    def collect(self, gradients: Sequence[Tensor | None] | None = None) -> Tensor:
+        """Bring gradients that autograd or the user put elsewhere into the vector, and return it; a missing one counts as zero.
+
+        Args:
+            gradients: one a parameter; each `p.grad` if not given.
 
         Raises:
             TypeError: a gradient is sparse.
         """
+        if gradients is None:
+            gradients = [parameter.grad for parameter in self._parameters]
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.grad is None:
+        for gradient, view in zip(gradients, self._views, strict=True):
+            if gradient is None:
                 view.zero_()
-            elif parameter.grad is not view:
-                if parameter.grad.is_sparse:
-                    raise TypeError("a gradient is sparse; build the embedding with sparse=False")
+            elif gradient is not view:
+                refuse_sparse(gradient)
                 targets.append(view)
-                sources.append(parameter.grad)
+                sources.append(gradient)
         if targets:
             torch._foreach_copy_(targets, sources)
+        return self.vector
+
+
+def refuse_sparse(gradient: Tensor) -> None:
+    """Raise the TypeError of a gradient that is sparse."""
+    if gradient.is_sparse:
+        raise TypeError("a gradient is sparse; build the embedding with sparse=False")
 
 
 def dense_views(flat: Tensor, like: Iterable[Tensor]) -> list[Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from oktopk.flat_gradients import FlatGradients, dense_views, is_dense
 from oktopk.gradient_allreduce import GradientAllreduce
+from oktopk.gradients_in_place import GradientsInPlace
 from oktopk.report import StepReport
 from oktopk.tensor_memory import HostMemory, TensorMemory, memory_of
 from oktopk.wrapped_optimizer import WrappedOptimizer
@@ -28,9 +29,11 @@ class DistributedOptimizer(WrappedOptimizer):
     """Reduces the gradients of all ranks, then lets the wrapped optimizer step on the average.
 
     The gradients of all parameters live in one flat buffer of `gradient_type`. Where that is the parameters' own type, each
-    `p.grad` is a view of it; else autograd makes gradients of the parameters' type, which `step` casts into it. Residual and
-    update are float32; the wrapped optimizer sees the update, in the parameters' type. A parameter without a gradient in a
-    step counts as zero. Learning-rate schedulers take either this optimizer or the wrapped one.
+    `p.grad` is a view of it; else autograd makes gradients of the parameters' type, which `step` casts into it. Where Ok-Topk's
+    kernels read each other's memory, they read each `p.grad` too where autograd left it, and round on the way: `zero_grad` makes
+    it None, and only a step that is dense or measured fills the buffer. Residual and update are float32; the wrapped optimizer
+    sees the update, in the parameters' type. A parameter without a gradient in a step counts as zero. Learning-rate schedulers
+    take either this optimizer or the wrapped one.
 
     Parameters on a GPU share their memory and torch's current stream with the reducer: nothing is copied to the host.
 
@@ -50,8 +53,9 @@ class DistributedOptimizer(WrappedOptimizer):
         ValueError: parameters that are not as said, a setting out of range, ranks that disagree, a GPU or an MPI that cannot be
             used, or momentum correction with an optimizer that has momentum of its own; on every rank alike.
 
-    Memory: that of `GradientAllreduce`; n elements of gradients; n more of updates where parameters are not float32.
-    Traffic: that of the method, once a step; two allgathers at construction.
+    Memory: that of `GradientAllreduce`; n elements of gradients (where kernels read them in place: autograd's own, and the buffer
+        once a step uses it); n more of updates where parameters are not float32.
+    Traffic: that of the method, once a step; two allgathers at construction, three where kernels read gradients in place.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
 
     Example:
@@ -95,8 +99,8 @@ class DistributedOptimizer(WrappedOptimizer):
             **settings,
         )
         self._memory = memory
-        self._gradients = FlatGradients(self._parameters, GRADIENT_TYPES[gradient_type])
-        self._array = memory.array(self._gradients.vector)
+        self._gradients = self._make_gradients(GRADIENT_TYPES[gradient_type])
+        self._array: Any = None  # of the vector, once a step takes it
         self._update = memory.tensor(self.reducer.update)
         # what the wrapped optimizer sees must be of the parameters' type
         self._applied = self._update.to(self._parameters[0].dtype)
@@ -104,16 +108,28 @@ class DistributedOptimizer(WrappedOptimizer):
         self._version = -1  # of the update, when it was handed out; -1: it is not
         self._gradients.attach()
 
+    def _make_gradients(self, dtype: torch.dtype) -> FlatGradients | GradientsInPlace:
+        """What holds the gradients. Collective."""
+        if not self.reducer.may_read_pieces:
+            return FlatGradients(self._parameters, dtype)
+        sizes = [parameter.numel() for parameter in self._parameters]
+        try:
+            pieces = self.reducer.scattered(sizes, _type_name(self._parameters[0].dtype))
+        except ValueError:
+            self.reducer.close()  # on every rank alike, as the error is
+            raise
+        return GradientsInPlace(self._parameters, dtype, pieces)
+
     @property
     def gradient(self) -> NDArray[np.float32]:
         """float32[n]: this rank's flat gradient, as the last step took it, on the host.
 
-        On the CPU a view, valid until the next backward pass; from a GPU a copy.
+        To be asked for before the next backward pass or `zero_grad`. On the CPU a view, valid until then; from a GPU a copy.
         """
         return self._gradients.vector.float().cpu().numpy()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zero all gradients; they live in one buffer, so `set_to_none` makes no difference."""
+        """Forget all gradients; whether each `p.grad` is None then depends on where they live, not on `set_to_none`."""
         self._gradients.zero()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -165,15 +181,17 @@ class DistributedOptimizer(WrappedOptimizer):
             raise RuntimeError(
                 "reduce() again before apply(): each p.grad still is its piece of the last update"
             )
-        self._gradients.collect()
+        gradient = self._given(measure)
         with self._memory.running():
-            report = self.reducer.step(self._array, measure=measure)
+            report = self.reducer.step(gradient, measure=measure)
         if report.skipped:
             return report
         if self.clip_norm:
             clip_(self._update, self.clip_norm)
         if self._applied is not self._update:
             self._applied.copy_(self._update)
+        if isinstance(self._gradients, GradientsInPlace):
+            self._gradients.lay_aside()
         for parameter, update in zip(self._parameters, self._updates, strict=True):
             parameter.grad = update
         self._version = self._update._version
@@ -190,6 +208,15 @@ class DistributedOptimizer(WrappedOptimizer):
             if self._update._version != self._version:  # some optimizers work in place on p.grad
                 self.reducer.forget_support()
             self._version = -1
+
+    def _given(self, measure: bool) -> Any:
+        """The gradients as the next step of the reducer takes them."""
+        if isinstance(self._gradients, GradientsInPlace) and self.reducer.reads_pieces(measure):
+            return self._gradients.place()
+        vector = self._gradients.collect()
+        if self._array is None:
+            self._array = self._memory.array(vector)
+        return self._array
 
     def complete(self) -> None:
         """Complete the report of the last step, see `GradientAllreduce.complete`.

@@ -43,6 +43,7 @@ HOST_CUDA_RANKS_TESTS = (
     "tests/test_device.py",
     "tests/test_deferred_peers.py",
     "tests/test_scattered_gradients.py",
+    "tests/test_gradients_in_place.py",
 )
 ALL_TESTS = ["tests"]
 CHECK_SECONDS = 180

@@ -1,0 +1,363 @@
+"""Gradients that are read where autograd left them: which can be, on any machine; and that training is the same, on GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+from oktopk import DistributedOptimizer, GradientAllreduce
+from oktopk.gradients_in_place import GradientsInPlace
+from tests.devices import asynchronous, gpus, use
+
+# On the host
+
+
+class Noted:
+    """As ScatteredGradient: where the pieces are said to lie."""
+
+    addresses: Sequence[int] = ()
+
+    def place(self, addresses: Sequence[int]) -> None:
+        self.addresses = addresses
+
+
+def in_place(
+    parameters: list[nn.Parameter], dtype: torch.dtype = torch.float32
+) -> tuple[GradientsInPlace, Noted]:
+    noted = Noted()
+    gradients = GradientsInPlace(parameters, dtype, noted)  # type: ignore[arg-type]
+    gradients.attach()
+    return gradients, noted
+
+
+def seen(address: int, parameter: Tensor) -> Tensor:
+    """What lies there, in the parameter's type, shape and order in memory."""
+    nbytes = parameter.numel() * parameter.element_size()
+    flat = torch.frombuffer(bytearray(ctypes.string_at(address, nbytes)), dtype=parameter.dtype)
+    return flat.as_strided(parameter.size(), parameter.stride())
+
+
+def ordinary() -> tuple[nn.Parameter, Tensor]:
+    return nn.Parameter(torch.zeros(5, 7)), torch.randn(5, 7)
+
+
+def channels_last() -> tuple[nn.Parameter, Tensor]:
+    parameter = torch.zeros(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)
+    return nn.Parameter(parameter), torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)
+
+
+def of_size_one() -> tuple[nn.Parameter, Tensor]:
+    """A convolution of 1 x 1: the strides of both its orders differ, its memory does not."""
+    return nn.Parameter(torch.zeros(4, 3, 1, 1)), torch.randn(4, 3, 1, 1).as_strided(
+        (4, 3, 1, 1), (3, 1, 3, 3)
+    )
+
+
+def a_slice() -> tuple[nn.Parameter, Tensor]:
+    return nn.Parameter(torch.zeros(6)), torch.randn(20)[3:9]
+
+
+def without_elements() -> tuple[nn.Parameter, Tensor]:
+    return nn.Parameter(torch.zeros(0, 3)), torch.randn(0, 3)
+
+
+def transposed() -> tuple[nn.Parameter, Tensor]:
+    return nn.Parameter(torch.zeros(5, 7)), torch.randn(7, 5).t()
+
+
+def expanded() -> tuple[nn.Parameter, Tensor]:
+    return nn.Parameter(torch.zeros(5, 7)), torch.randn(1, 1).expand(5, 7)
+
+
+def with_gaps() -> tuple[nn.Parameter, Tensor]:
+    return nn.Parameter(torch.zeros(5, 7)), torch.randn(5, 14)[:, ::2]
+
+
+def contiguous_for_channels_last() -> tuple[nn.Parameter, Tensor]:
+    return channels_last()[0], torch.randn(4, 3, 5, 5)
+
+
+@pytest.mark.parametrize("kind", [ordinary, channels_last, of_size_one, a_slice, without_elements])
+def test_a_gradient_that_lies_as_its_parameter_is_read_where_it_is(
+    kind: Callable[[], tuple[nn.Parameter, Tensor]],
+) -> None:
+    parameter, gradient = kind()
+    gradients, noted = in_place([parameter])
+    parameter.grad = gradient
+    gradients.place()
+    assert noted.addresses == [gradient.data_ptr()]
+    if gradient.numel():
+        assert torch.equal(seen(noted.addresses[0], parameter), gradient)
+
+
+@pytest.mark.parametrize("kind", [transposed, expanded, with_gaps, contiguous_for_channels_last])
+def test_any_other_gradient_is_copied_into_its_parameters_order(
+    kind: Callable[[], tuple[nn.Parameter, Tensor]],
+) -> None:
+    parameter, gradient = kind()
+    gradients, noted = in_place([parameter])
+    parameter.grad = gradient
+    gradients.place()
+    (home,) = noted.addresses
+    assert home != gradient.data_ptr()
+    assert torch.equal(seen(home, parameter), gradient)
+    gradient.untyped_storage().fill_(0)  # type: ignore[attr-defined]
+    gradients.place()
+    assert noted.addresses == [home]
+    assert not seen(home, parameter).any()
+
+
+def test_a_missing_gradient_is_zeros_and_a_sparse_one_is_refused() -> None:
+    first, second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4, 2))
+    gradients, noted = in_place([first, second])
+    second.grad = torch.ones(4, 2)
+    gradients.place()
+    assert noted.addresses == [0, second.grad.data_ptr()]
+    assert gradients.collect().tolist() == [0, 0, 0, *[1] * 8]
+    second.grad = torch.sparse_coo_tensor([[0], [0]], [1.0], (4, 2), check_invariants=True)
+    for use_it in (gradients.place, gradients.collect):
+        with pytest.raises(TypeError, match="a gradient is sparse"):
+            use_it()
+
+
+def test_autograd_hands_over_and_gets_back() -> None:
+    """Nothing is there before it, its own tensors are there afterwards, and a further pass adds to them."""
+    parameter: Any = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.full((3,), 9.0)
+    gradients, noted = in_place([parameter])
+    assert parameter.grad is None
+    weights = torch.tensor([1.0, 2.0, 4.0])
+    (parameter * weights).sum().backward()
+    made: Any = parameter.grad
+    gradients.place()
+    assert noted.addresses == [made.data_ptr()]
+    gradients.lay_aside()
+    parameter.grad = torch.full((3,), 7.0)  # as its piece of the update
+    assert gradients.vector.tolist() == [1, 2, 4]
+    gradients.attach()
+    assert parameter.grad is made
+    (parameter * weights).sum().backward()
+    assert gradients.collect().tolist() == [2, 4, 8]
+    gradients.zero()
+    assert parameter.grad is None
+    assert gradients.collect().tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_vector_is_made_once_it_is_asked_for(dtype: torch.dtype) -> None:
+    parameter, gradient = channels_last()
+    gradients, _ = in_place([parameter], dtype)
+    assert gradients._flat is None
+    parameter.grad = gradient
+    vector = gradients.collect()
+    assert vector.dtype == dtype
+    assert torch.equal(vector, gradient.permute(0, 2, 3, 1).reshape(-1).to(dtype))
+    assert gradients.collect() is vector
+
+
+# On GPUs, and on the host that stands in for them
+
+on_gpus = pytest.mark.skipif(not gpus(), reason="no GPU")
+
+
+class SharedWithTheHost:
+    """As CudaMemory, where the memory of a GPU is the host's and torch knows no GPU."""
+
+    device, stream = "cuda", None
+
+    def array(self, tensor: Tensor) -> Any:
+        import cupy
+
+        bits = (
+            tensor.view(torch.int16).numpy().view(np.uint16)
+            if tensor.dtype == torch.bfloat16
+            else tensor.numpy()
+        )
+        return bits.view(cupy.ndarray)
+
+    def tensor(self, array: Any) -> Tensor:
+        return torch.from_numpy(array.view(np.ndarray))
+
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@pytest.fixture
+def place(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """Where parameters of this rank lie, and the same bits from run to run."""
+    if comm.size > gpus():
+        pytest.skip("peer memory is quick where each rank has a GPU")
+    use("cuda", comm)
+    if not asynchronous():
+        monkeypatch.setattr("oktopk.optimizer.memory_of", lambda place: SharedWithTheHost())
+        yield torch.device("cpu")
+        return
+    import cupy
+
+    number = cupy.cuda.Device().id
+    torch.cuda.set_device(number)
+    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    yield torch.device("cuda", number)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
+
+
+class Network(nn.Module):
+    """Parameters whose gradients come in every way: in some steps only, never, and the same for all elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3)
+        self.pointwise = nn.Conv2d(8, 5, 1)
+        self.unused = nn.Linear(11, 3)
+        self.out = nn.Linear(180, 67)
+        self.sometimes = nn.Parameter(torch.zeros(67, 67))
+        self.equal = nn.Parameter(torch.zeros(67))
+
+    def forward(self, images: Tensor, step: int) -> Tensor:
+        features = self.pointwise(torch.relu(self.convolution(images))).flatten(1)
+        scores = self.out(torch.tanh(features))
+        if step % 3:
+            scores = scores + scores @ self.sometimes
+        return scores * (1 + self.equal.sum())
+
+
+def laid_out_otherwise(parameter: nn.Parameter) -> None:
+    """As a hook or a loop of one's own may leave a gradient."""
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.t().contiguous().t()
+
+
+def trained(
+    comm: MPI.Intracomm,
+    place: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    in_pieces: bool,
+    passes: int = 1,
+    zeroed_every: int = 1,
+    parameter_type: torch.dtype = torch.float32,
+    channels_last: bool = False,
+    **settings: Any,
+) -> tuple[list[Tensor], list[str], int]:
+    """Parameters after some steps, what became of each step, and how many were read in pieces."""
+    with monkeypatch.context() as patch:
+        if not in_pieces:
+            patch.setattr(GradientAllreduce, "may_read_pieces", False)
+        torch.manual_seed(3)
+        model = Network().to(place, parameter_type)
+        if channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, fused=True)
+        optimizer = DistributedOptimizer(
+            inner, comm, **{"density": 0.05, "threshold_interval": 8, "boundary_interval": 8} | settings
+        )
+        assert isinstance(optimizer._gradients, GradientsInPlace) == in_pieces
+        read = 0
+        take = GradientsInPlace.place
+
+        def counted(self: GradientsInPlace) -> Any:
+            nonlocal read
+            read += 1
+            return take(self)
+
+        patch.setattr(GradientsInPlace, "place", counted)
+        drawn = torch.Generator().manual_seed(comm.rank)
+        became = []
+        for step in range(40):
+            if step % zeroed_every == 0:
+                optimizer.zero_grad()
+            for _ in range(passes):
+                images = torch.randn(4, 3, 8, 8, generator=drawn).to(place, parameter_type)
+                labels = torch.randint(0, 67, (4,), generator=drawn).to(place)
+                nn.functional.cross_entropy(model(images, step).float(), labels).backward()
+            if step % 5 == 0:
+                laid_out_otherwise(model.out.weight)
+            report = optimizer.step(measure=step == 20)
+            optimizer.complete()
+            became.append(f"{report.method} {report.exact} {report.global_nnz} {report.global_threshold}")
+            if step % 10 == 0:
+                assert np.count_nonzero(optimizer.gradient) > optimizer.length // 2
+        optimizer.close()
+        return [p.detach().clone() for p in model.parameters()], became, read
+
+
+@on_gpus
+@pytest.mark.mpi
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {},
+        {"deferred": True},
+        {"gradient_type": "bfloat16", "deferred": True},
+        {"gradient_type": "float16", "parameter_type": torch.bfloat16},
+        {"channels_last": True, "gradient_type": "bfloat16"},
+        {"passes": 3},
+        {"zeroed_every": 4, "passes": 2},
+        {"dense_warmup_steps": 4, "density_warmup_steps": 8},
+    ],
+    ids=str,
+)
+def test_training_in_place_on_cuda_gives_the_bits_of_training_from_one_vector(
+    comm: MPI.Intracomm, place: torch.device, monkeypatch: pytest.MonkeyPatch, chosen: dict[str, Any]
+) -> None:
+    found, became, read = trained(comm, place, monkeypatch, True, **chosen)
+    expected, wanted, never = trained(comm, place, monkeypatch, False, **chosen)
+    assert became == wanted
+    assert (read > 20, never) == (True, 0)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(not asynchronous(), reason="no GPU")
+@pytest.mark.mpi
+def test_gradients_of_another_current_stream_are_waited_for(comm: MPI.Intracomm, place: torch.device) -> None:
+    parameter = nn.Parameter(torch.zeros(1 << 20, device=place))
+    inner = torch.optim.SGD([parameter], lr=1.0)
+    optimizer = DistributedOptimizer(inner, comm, density=0.01, average=False)
+    other = torch.cuda.Stream()
+    for step in range(12):
+        before = parameter.detach().clone()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other):
+            optimizer.zero_grad()
+            torch.cuda._sleep(10_000_000)
+            parameter.grad = torch.full_like(parameter, 1.0 + step)
+            report = optimizer.step()
+            optimizer.zero_grad()
+            torch.full_like(parameter, torch.nan)  # what may get the gradient's memory
+        other.synchronize()
+        applied = before - parameter.detach()
+        assert int(applied.count_nonzero()) == report.global_nnz > 0
+        assert bool(torch.isfinite(applied).all())
+        assert bool(torch.isfinite(torch.from_dlpack(optimizer.reducer.residual)).all())
+    optimizer.close()
+
+
+@on_gpus
+@pytest.mark.mpi
+def test_memory_for_one_vector_is_taken_on_cuda_only_by_steps_that_need_it(
+    comm: MPI.Intracomm, place: torch.device
+) -> None:
+    parameter = nn.Parameter(torch.zeros(1 << 16, device=place))
+    optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), comm, density=0.01)
+    gradients = optimizer._gradients
+    assert isinstance(gradients, GradientsInPlace)
+    for measure in (False, True):
+        optimizer.zero_grad()
+        assert parameter.grad is None
+        parameter.grad = made = torch.ones_like(parameter)
+        optimizer.reduce(measure=measure)
+        assert parameter.grad is not made
+        optimizer.apply()
+        assert parameter.grad is made
+        assert (gradients._flat is not None) == measure
+    optimizer.close()
