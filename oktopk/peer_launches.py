@@ -260,22 +260,25 @@ class PeerLaunches:
         self._collect(self._copy_blocks, 256, stream, ranks)
         self._mark(3, stream)
         if exact:
-            self._sum_all(self._tiles, 256, stream)
-            self._naming.name_globally(self.pool.size, stream)
-            self._tell_kept(1, 128, stream)
+            self._enqueue_named_sums(stream)
         else:
             self._count_sums(self._tiles, 256, stream)
             self._decide(1, 128, stream)
             self._sum_again(self._tiles, 256, stream)
         self._mark(4, stream)
-        values = self._apply.values
-        values[6], values[10], values[11] = vectors[2], vectors[1], vectors[3]
-        self._apply(self._apply_blocks, 256, stream, ranks)
+        self._enqueue_apply(vectors, stream)
         if undo:
             undo_launch = self._reading.undo
             undo_launch.values[0], undo_launch.values[1] = vectors[0], vectors[1]
             undo_launch(self._undo_blocks, 256, stream)
         self._mark(5, stream)
+
+    def enqueue_naming(self, vectors: tuple[int, ...], stream: int) -> None:
+        """What follows the sums of a step that stopped at its threshold, by the exact one; `vectors` are those of `enqueue`."""
+        self.upload_step(stream)
+        self._device.zero(self._decision, 4)  # why it stopped
+        self._enqueue_named_sums(stream)
+        self._enqueue_apply(vectors, stream)
 
     def enqueue_exact_selection(self, gradient: Any, residual: Any, lowest: int, stream: int) -> None:
         """Accumulate, and cut what reaches `lowest` down to the exact top k."""
@@ -297,6 +300,16 @@ class PeerLaunches:
         self._memory.close()
         workspace: Any = self._transport.workspace
         workspace.forget("packed", "incoming", "gathered", "region sums")
+
+    def _enqueue_named_sums(self, stream: int) -> None:
+        self._sum_all(self._tiles, 256, stream)
+        self._naming.name_globally(self.pool.size, stream)
+        self._tell_kept(1, 128, stream)
+
+    def _enqueue_apply(self, vectors: tuple[int, ...], stream: int) -> None:
+        values = self._apply.values
+        values[6], values[10], values[11] = vectors[2], vectors[1], vectors[3]
+        self._apply(self._apply_blocks, 256, stream, self._transport.size)
 
     def _select_alone(self, gradient: Any, residual: Any, bits: int) -> None:
         self.read(gradient)

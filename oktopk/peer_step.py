@@ -3,9 +3,9 @@
 Nothing that the host must know stands between selecting and applying, so nothing waits for it: the kernels tell each other
 what was selected and counted, and decide alike on all ranks. A selection over the cap they cut down to the top k. Where a step
 is out of the ordinary (a gradient that is not finite, a selection that overflows its list, a threshold that missed) they stop,
-on all ranks at the same place, and the host takes over from there. A regular step is launched as a whole; an exact one selects
-first, so that the host may agree on new regions. A deferred step is launched as a whole, too, not waited for until the next one
-begins, and given up where it stopped; it stops for a threshold only where that missed by far.
+on all ranks at the same place, and the host takes over from there, or has the exact threshold named. A regular step is launched
+as a whole; an exact one selects first, so that the host may agree on new regions. A deferred step is launched as a whole, too,
+not waited for until the next one begins, and given up where it stopped; it stops for a threshold only where that missed by far.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from oktopk.thresholds import LADDER
 if TYPE_CHECKING:
     from oktopk.device_kernels import DeviceKernels
 
-_BAD_SELECTION, _NOT_FINITE, _BAD_REGIONS = 1, 4, 5  # why kernels stop: see peer.cuh
+_BAD_SELECTION, _SKEWED, _NOT_FINITE, _BAD_REGIONS = 1, 3, 4, 5  # why kernels stop: see peer.cuh
 _EXACTLY, _UNAIDED = 1, 2  # how they go on: see peer.cuh
 _RUNG_BITS = LADDER.tolist()
 _DIGITS = sum(1 << width for _, width in LEVELS)
@@ -90,6 +90,7 @@ class Outcome:
             rank's region are there, and nothing was kept.
         flagged: ranks whose gradients were not finite, where the step stopped for them.
         crowded: the step stopped since a region got more than there is room for.
+        skewed: it stopped at its threshold since one rank would keep far more than the others.
         bits, missed: the global threshold, and how far the expected one was from the best one; gathered: all that was applied;
             only when all is done.
     """
@@ -97,6 +98,7 @@ class Outcome:
     stopped_at: str
     flagged: tuple[int, ...] = ()
     crowded: bool = False
+    skewed: bool = False
     bits: int = 0
     missed: int = 0
     gathered: DeviceEntries | None = None
@@ -119,7 +121,8 @@ class PeerStep:
         self._settings = settings
         self._device = transport.device
         self._launches: PeerLaunches | None = None
-        self._epoch = 0
+        self._epoch = self._selected_at = 0  # of the last notes, and of the selection they go back to
+        self._vectors = (0, 0, 0, 0)
         self._boundaries: NDArray[np.int64] | None = None
         # by where the vectors live, what reads the gradient, and `undo`; None: seen once
         self._graphs: dict[tuple[int, ...], Any] = {}
@@ -177,7 +180,7 @@ class PeerStep:
         """
         launches = self._launches
         assert launches is not None
-        self._epoch = self._device.next_epoch()
+        self._epoch = self._selected_at = self._device.next_epoch()
         if boundaries is not self._boundaries:
             self._boundaries = boundaries
             if launches.place(boundaries):
@@ -198,6 +201,7 @@ class PeerStep:
             update.data.ptr,
             0 if velocity is None else velocity.data.ptr,
         )
+        self._vectors = vectors
         stream = self._device.stream
         reader = launches.read(gradient)
         launches.timed = timed and selected is None
@@ -238,11 +242,33 @@ class PeerStep:
     def selected(self) -> Selected:
         """The selection that `launch` made; there once the outcome is."""
         assert self._launches is not None
-        words = self._launches.selected.read(self._epoch)
+        words = self._launches.selected.read(self._selected_at)
         after = 3 + self._transport.size
         return Selected(
             words[0], words[1], words[2:after], words[after], words[after + 1], words[after + 2 :]
         )
+
+    def name_exactly(self, lowest: int) -> Outcome:
+        """Go on with a step that stopped since no rung fits: name the exact global threshold, and apply. Collective.
+
+        Args:
+            lowest: bits that a sum must reach to be looked at.
+
+        Returns:
+            As `outcome`; stopped again where fewer than k sums reach `lowest`, or one rank would keep far more than the others.
+
+        Traffic: control: 4096 words to every rank.
+        """
+        launches, transport = self._launches, self._transport
+        assert launches is not None
+        self._epoch = self._device.next_epoch()
+        launches.set_step(self._epoch, 0, lowest, 0, 0)
+        launches.enqueue_naming(self._vectors, self._device.stream.ptr)
+        self._device.pending = True
+        others = transport.size - 1
+        transport.traffic.control_words += others * _DIGITS
+        transport.traffic.control_messages += len(LEVELS)
+        return self._kept(*launches.decided.read(self._epoch), exact=True)
 
     def outcome(self, exact: bool) -> Outcome:
         """What the ranks decided, and the traffic counted; waits for that alone.
@@ -254,7 +280,8 @@ class PeerStep:
         assert launches is not None
         rank, ranks = transport.rank, transport.size
         others = ranks - 1
-        stop, nearest, bits, again, total, *counts = launches.decided.read(self._epoch)
+        decided = launches.decided.read(self._epoch)
+        stop, counts = decided[0], decided[5:]
         traffic = transport.traffic
         traffic.control_words += others * (3 + ranks)
         traffic.control_messages += 1
@@ -269,13 +296,21 @@ class PeerStep:
             traffic.messages += other != rank and points[other] < points[other + 1]
         traffic.control_words += others * (_DIGITS if exact else RUNGS)
         traffic.control_messages += len(LEVELS) if exact else 1
+        return self._kept(*decided, exact=exact)
+
+    def _kept(
+        self, stop: int, nearest: int, bits: int, again: int, total: int, *counts: int, exact: bool
+    ) -> Outcome:
+        """What became of the sums, by the words of a decision."""
+        assert self._launches is not None
         if stop:
-            return Outcome("threshold")
+            return Outcome("threshold", skewed=stop == _SKEWED)
+        traffic, rank, others = self._transport.traffic, self._transport.rank, self._transport.size - 1
         traffic.control_messages += again
         traffic.words += 2 * others * counts[rank]
         traffic.messages += others if counts[rank] else 0
         missed = 0 if exact else _RUNG_BITS[nearest]
-        return Outcome("", bits=bits, missed=missed, gathered=launches.gathered[:total])
+        return Outcome("", bits=bits, missed=missed, gathered=self._launches.gathered[:total])
 
     def finish(self, stopwatch: Stopwatch) -> None:
         """Book the stages of a timed step, which is waited for; any other goes on on the stream."""

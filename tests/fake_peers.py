@@ -118,22 +118,32 @@ class FakePeers:
             int(boundaries[rank + 1]),
             self._transport,
         )
-        named = self._name(bits[1]) if exact else self._follow(bits[1], unaided)
-        traffic = self._transport.traffic
-        traffic.words += 2 * (nnz - points[rank + 1] + points[rank])
-        self._outcome = SimpleNamespace(stopped_at="threshold", flagged=(), crowded=False)
+        self._transport.traffic.words += 2 * (nnz - points[rank + 1] + points[rank])
+        self._vectors = update, [vector for vector in (residual, velocity) if vector is not None], mine
+        self._apply(self._name(bits[1]) if exact else self._follow(bits[1], unaided))
+
+    def _apply(self, named: tuple[NDArray[np.void], int, int] | None) -> None:
+        """Gather and apply what the ranks keep; None: the step stops."""
         if named is None:
+            self._outcome = SimpleNamespace(
+                stopped_at="threshold", flagged=(), crowded=False, skewed=self._one_sided
+            )
             return
         kept, threshold, missed = named
-        gathered = np.concatenate(comm.allgather(kept))
-        traffic.words += 2 * (ranks - 1) * len(kept)
+        update, vectors, mine = self._vectors
+        ranks = self._transport.size
+        gathered = np.concatenate(self._transport.comm.allgather(kept))
+        self._transport.traffic.words += 2 * (ranks - 1) * len(kept)
         kernels.write_scaled(update, gathered, 1.0 / ranks if self._settings.average else 1.0)
-        for vector in (residual, velocity):
-            if vector is not None:
-                kernels.clear_common(vector, mine, gathered)
+        for vector in vectors:
+            kernels.clear_common(vector, mine, gathered)
         self._outcome = SimpleNamespace(
             stopped_at="", flagged=(), crowded=False, bits=threshold, missed=missed, gathered=gathered
         )
+
+    def name_exactly(self, lowest: int) -> SimpleNamespace:
+        self._apply(self._name(lowest))
+        return self._outcome
 
     def selected(self) -> SimpleNamespace:
         return self._selected
@@ -169,12 +179,14 @@ class FakePeers:
         return [int(cut) for cut in cuts]
 
     def _skewed(self, counts: NDArray[np.int64]) -> bool:
-        ranks = len(counts)
-        return ranks > 2 and bool(counts.max() * ranks > self._settings.balance_trigger * counts.sum())
+        ranks, trigger = len(counts), self._settings.balance_trigger
+        self._one_sided = ranks > 2 and bool(counts.max() * ranks > trigger * counts.sum())
+        return self._one_sided
 
     def _name(self, lowest: int) -> tuple[NDArray[np.void], int, int] | None:
         """What this rank keeps by the k-th largest sum of all ranks, as `kth.cu` does; None where it stops."""
         comm, rank = self._transport.comm, self._transport.rank
+        self._one_sided = False
         sums = self._lists.sums(lowest).copy()
         if comm.allreduce(len(sums)) < self._k:
             return None
@@ -194,6 +206,7 @@ class FakePeers:
     def _follow(self, expected: int, unaided: bool) -> tuple[NDArray[np.void], int, int] | None:
         """What this rank keeps by the rung that fits, as `decide.cu` does; None where it stops."""
         k, settings = self._k, self._settings
+        self._one_sided = False
         sums = self._lists.counted(expected, LADDER)
         counts = np.array(self._transport.comm.allgather(sums.counts))
         totals = counts.sum(axis=0)

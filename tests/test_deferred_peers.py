@@ -299,40 +299,84 @@ def test_regions_are_renewed_by_the_last_selections_and_nobody_waits(
     reducer.close()
 
 
-@pytest.mark.parametrize(("factor", "goes_on"), [(0.98, True), (1.02, True), (0.5, True), (2.0, False)])
-def test_a_global_threshold_that_missed_is_moved_without_the_host_unless_by_far(
-    device: str, outcomes: list[Any], comm: MPI.Intracomm, factor: float, goes_on: bool
-) -> None:
-    """Magnitudes that lie on few steps leave no rung near k; what is kept is between k/2 and the cap, or nothing is."""
-    if comm.size == 1:
-        pytest.skip("one rank's sums are its selection: none is left to choose from")
-    length = 100_003
-    reducer = among_peers(device, comm, length, threshold_interval=1000, boundary_interval=1000)
+def few_magnitudes(comm: MPI.Intracomm, length: int, k: int) -> Callable[[], NDArray[np.float32]]:
+    """Alike on all ranks: 0.7 k entries around 1044, then 0.5 k of 1024, then ones; a ladder between has no rung near k."""
     rng = np.random.default_rng(5)
-    k = reducer._method_at(0)[1]
-    # alike on all ranks: 0.7 k of the largest, then 0.5 k at once, then many
     places = rng.permutation(length)
     magnitudes = np.ones(length, np.float32)
     magnitudes[places[: 6 * k // 5]] = 1024.0
     magnitudes[places[: 7 * k // 10]] = 1040.0 + rng.integers(0, 8, 7 * k // 10)
+    return lambda: magnitudes * np.where(rng.random(length) < 0.5, -1, 1).astype(np.float32)
 
-    def draw() -> NDArray[np.float32]:
-        return magnitudes * np.where(rng.random(length) < 0.5, -1, 1).astype(np.float32)
 
+def expect_sums_of(reducer: GradientAllreduce, magnitude: float) -> None:
+    """The next global threshold to be tried."""
+    threshold = reducer._methods["oktopk"].threshold  # type: ignore[attr-defined]
+    threshold.bits, threshold.trend = int(np.float32(magnitude).view(np.uint32)), 0
+
+
+@pytest.mark.parametrize(("factor", "goes_on"), [(0.98, True), (1.02, True), (0.5, True), (2.0, False)])
+def test_a_global_threshold_that_missed_is_moved_without_the_host_unless_by_far(
+    device: str, outcomes: list[Any], comm: MPI.Intracomm, factor: float, goes_on: bool
+) -> None:
+    """What is kept is between k/2 and the cap, or nothing is."""
+    if comm.size == 1:
+        pytest.skip("one rank's sums are its selection: none is left to choose from")
+    length = 100_003
+    reducer = among_peers(device, comm, length, threshold_interval=1000, boundary_interval=1000)
+    draw = few_magnitudes(comm, length, reducer._method_at(0)[1])
     for _ in range(12):
         reducer.step(put(device, draw()))
     reducer.complete()
-    threshold = reducer._methods["oktopk"].threshold  # type: ignore[attr-defined]
-    summed = np.float32(1030.0 * comm.size)
-    threshold.bits, threshold.trend = int((summed * np.float32(factor)).view(np.uint32)), 0
+    expect_sums_of(reducer, 1030.0 * comm.size * factor)
     reducer._unaided = TRUSTED
     outcomes.clear()
     report = reducer.step(put(device, draw()))
     assert not report.complete
     reducer.complete()
     assert (outcomes[0].stopped_at == "") == goes_on == bool(report.global_nnz)
-    assert not goes_on or k / 2 <= report.global_nnz <= 5 * k / 4
+    assert not goes_on or report.k / 2 <= report.global_nnz <= 5 * report.k / 4
     reducer.close()
+
+
+@pytest.mark.parametrize("factor", [0.98, 1.02, 0.5, 2.0])
+def test_a_global_threshold_that_missed_is_named_by_the_kernels_where_the_host_waits(
+    device: str, monkeypatch: pytest.MonkeyPatch, comm: MPI.Intracomm, factor: float
+) -> None:
+    length = 100_003
+    settings = {"threshold_interval": 1000, "boundary_interval": 1000, "deferred": False}
+    among = among_peers(device, comm, length, **settings)
+    draw = few_magnitudes(comm, length, among._method_at(0)[1])
+    for _ in range(12):
+        among.step(put(device, draw()))
+    on_cpu = GradientAllreduce(comm, length, "oktopk", density=0.02, average=False, **settings)
+    on_cpu.load_state_dict(among.state_dict())
+    on_cpu._methods["oktopk"]._peers = None  # type: ignore[attr-defined]
+    among.load_state_dict(on_cpu.state_dict())
+    peers = among._methods["oktopk"]._peers.kernels  # type: ignore[attr-defined]
+    named: list[str] = []
+    name_exactly = peers.name_exactly
+
+    def noted(lowest: int) -> Any:
+        outcome = name_exactly(lowest)
+        named.append(outcome.stopped_at)
+        return outcome
+
+    monkeypatch.setattr(peers, "name_exactly", noted)
+    for reducer in (among, on_cpu):
+        expect_sums_of(reducer, 1030.0 * comm.size * factor)
+    gradient = draw()
+    first, second = among.step(put(device, gradient)), on_cpu.step(gradient)
+    # where the ladder lies above all sums that there are, the kernels give up again
+    assert named == ["threshold" if factor == 2.0 else ""]
+    for name in ("exact", "global_nnz", "local_nnz", "global_threshold"):
+        assert getattr(first, name) == getattr(second, name), name
+    assert first.exact
+    assert comm.allreduce(first.words) == comm.allreduce(second.words)
+    assert np.array_equal(get(among.update), on_cpu.update)
+    assert np.array_equal(get(among.residual), on_cpu.residual)
+    among.close()
+    on_cpu.close()
 
 
 def test_a_selection_far_over_the_cap_on_one_rank_stops_all_and_the_next_step_applies(

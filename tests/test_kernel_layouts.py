@@ -79,8 +79,8 @@ def test_sizes_are_the_same_on_both_sides() -> None:
     assert peers["_PIECE"] == 32 * apply["AHEAD"]
     assert peers["_COUNTS"] == peer["COUNTS"]
     stops = hosts_know("oktopk/peer_step")
-    reasons = ("BAD_SELECTION", "NOT_FINITE", "BAD_REGIONS")
-    assert [stops[f"_{name}"] for name in reasons] == [peer[name] for name in reasons]
+    shared = ("BAD_SELECTION", "SKEWED", "NOT_FINITE", "BAD_REGIONS", "EXACTLY", "UNAIDED")
+    assert [stops[f"_{name}"] for name in shared] == [peer[name] for name in shared]
     assert hosts_know("oktopk/naming_launches")["_SEARCH_WORDS"] == search["TIES"] + 1
 
 

@@ -106,6 +106,9 @@ class AmongPeers:
         # the one wait: the kernels run on, and need nothing that the host learns
         outcome = self._outcome(exact)
         selection = selection or self._selected_by(step)
+        if outcome.stopped_at == "threshold" and not (exact or outcome.skewed):
+            step.exact = True
+            outcome = self._learn_cuts(self.kernels.name_exactly(threshold.lowest))
         if not outcome.stopped_at:
             return self._applied(step, selection, outcome)
         plan.stopwatch.lap("step")
@@ -162,8 +165,10 @@ class AmongPeers:
         return self._applied(step, selection, outcome)
 
     def _outcome(self, exact: bool) -> Any:
-        """How far the kernels came; and where what was selected splits, unless they stopped."""
-        outcome = self.kernels.outcome(exact)
+        return self._learn_cuts(self.kernels.outcome(exact))
+
+    def _learn_cuts(self, outcome: Any) -> Any:
+        """The outcome, once it is known where what was selected splits, unless the kernels stopped."""
         self.last_cuts = None
         if not outcome.stopped_at:
             told, method = self.kernels.selected(), self._method
