@@ -183,7 +183,8 @@ class Device:
     def upload(self, dest: int, array: NDArray[Any]) -> None:
         """Copy a few numbers to device memory, on the stream; the array may be changed at once.
 
-        It must not be in pinned memory: from any other CUDA takes a copy before this returns.
+        It must not be in pinned memory: from any other CUDA takes a copy before this returns, for which it may wait for the
+        stream above 64 KiB.
         """
         self.pending = True
         kind = cupy.cuda.runtime.memcpyHostToDevice

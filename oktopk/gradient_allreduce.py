@@ -77,7 +77,7 @@ class GradientAllreduce:
         device: "cpu" for NumPy arrays, "cuda" for CuPy arrays on the current GPU.
         gradient_type: "float32"; on a GPU also "bfloat16" or "float16". The update is float32.
         stream: on a GPU, the cupy stream that gradients are produced on; None: the current one.
-        peer_memory: on GPUs of one host, let kernels read each other's memory in regular steps of Ok-Topk. None: where every
+        peer_memory: on GPUs of one host, let kernels read each other's memory in steps of Ok-Topk. None: where every
             rank has a GPU of its own; True: also where they share one, which is slow; False: MPI alone.
         problem: what the caller found wrong on this rank alone; every rank then raises it.
         settings: keywords of `oktopk.Settings`.
@@ -149,7 +149,7 @@ class GradientAllreduce:
         self.residual: NDArray[np.float32] | None = residual
         self.velocity: NDArray[np.float32] | None = velocity
         self.time_stages = False
-        """Time the stages of regular steps through peer memory by events on the device: some 50 us a step slower. Else the
+        """Time the stages of steps through peer memory by events on the device: some 50 us a step slower. Else the
         report has one stage, `step`."""
         self.steps = 0
         self._kernels = self.backend.kernels
@@ -199,6 +199,8 @@ class GradientAllreduce:
         problem, scattered, known = "", None, GRADIENT_TYPES["cuda"]
         if element_type not in known:
             problem = f"element_type {element_type!r} is not one of {', '.join(known)}"
+        elif min(sizes, default=0) < 0:
+            problem = f"size {min(sizes)} is negative"
         elif sum(sizes) != self.length:
             problem = f"sizes add up to {sum(sizes)}, not to {self.length}"
         else:
@@ -218,8 +220,9 @@ class GradientAllreduce:
         With `Settings.deferred` a step of Ok-Topk through peer memory is on its way on the stream when this returns: `update`
         will be there for whatever the stream is given next, and the report is complete when the next step begins, or by
         `complete`. Such a step has no help from the host. Regions are renewed by the selections of the step before; a global
-        threshold that missed moves to the best rung that keeps between k/2 and 5k/4. Where help is needed, which is rare (a
-        selection of more than 2k, no such rung, a region that got far too much), nothing is applied: `update` is zero, the
+        threshold that missed moves to the best rung that keeps between k/2 and 5k/4; a selection that is due to be exact, and finds
+        less than k by its guess, is exact in the next step. Where help is needed, which is rare (a selection of more than 2k, no
+        such rung, a region that got far too much, or kept entries far from balanced), nothing is applied: `update` is zero, the
         gradient stays in the residual, and steps are waited for until eight in a row have needed none, as at the beginning. A
         gradient that is not finite is found a step later.
 
@@ -499,7 +502,7 @@ class GradientAllreduce:
     ) -> StepReport:
         """Of a step that the device ended by itself."""
         assert reduction.finish is not None
-        self._unaided = min(self._unaided + 1, _TRUSTED)
+        self._unaided = 0 if reduction.aided else min(self._unaided + 1, _TRUSTED)
         self._support, self._selected, self._pending = reduction.update, reduction.selected, True
         report = self._report(step, method, k, reduction, stopwatch)
         reduction.finish()

@@ -238,19 +238,19 @@ class PeerLaunches:
         values[1], values[2] = nnz, nonfinite
         self._tell_selection(1, 128, stream)
 
-    def enqueue_whole(self, vectors: tuple[int, ...], stream: int, exact: bool, undo: bool) -> None:
+    def enqueue_whole(self, vectors: tuple[int, ...], stream: int, *, exact: bool, unaided: bool) -> None:
         """A step from the gradient on; one that is not exact can be captured. The arguments are those of `enqueue`."""
         self.upload_step(stream)
         self._mark(0, stream)
         self._reading.among_peers.enqueue(vectors[0], vectors[1], stream)
         self._naming.tighten(stream)
         self._mark(1, stream)
-        self.enqueue(vectors, stream, exact, undo)
+        self.enqueue(vectors, stream, exact=exact, unaided=unaided)
 
-    def enqueue(self, vectors: tuple[int, ...], stream: int, exact: bool, undo: bool) -> None:
+    def enqueue(self, vectors: tuple[int, ...], stream: int, *, exact: bool, unaided: bool) -> None:
         """What follows the selection: (gradient, residual, update, velocity or 0) are addresses, the first one as `read` has it.
 
-        With `undo` the gradient leaves the residual again where some rank's was not finite.
+        Where the step is unaided, the gradient leaves the residual again where some rank's was not finite.
         """
         ranks = self._transport.size
         # here, since the selections of other ranks must be waited for anyway
@@ -267,10 +267,10 @@ class PeerLaunches:
             self._sum_again(self._tiles, 256, stream)
         self._mark(4, stream)
         self._enqueue_apply(vectors, stream)
-        if undo:
-            undo_launch = self._reading.undo
-            undo_launch.values[0], undo_launch.values[1] = vectors[0], vectors[1]
-            undo_launch(self._undo_blocks, 256, stream)
+        if unaided:
+            undo = self._reading.undo
+            undo.values[0], undo.values[1] = vectors[0], vectors[1]
+            undo(self._undo_blocks, 256, stream)
         self._mark(5, stream)
 
     def enqueue_naming(self, vectors: tuple[int, ...], stream: int) -> None:

@@ -91,6 +91,7 @@ class Outcome:
         flagged: ranks whose gradients were not finite, where the step stopped for them.
         crowded: the step stopped since a region got more than there is room for.
         skewed: it stopped at its threshold since one rank would keep far more than the others.
+        nearest: sums that reach the best rung, where it stopped since none fits.
         bits, missed: the global threshold, and how far the expected one was from the best one; gathered: all that was applied;
             only when all is done.
     """
@@ -99,6 +100,7 @@ class Outcome:
     flagged: tuple[int, ...] = ()
     crowded: bool = False
     skewed: bool = False
+    nearest: int = 0
     bits: int = 0
     missed: int = 0
     gathered: DeviceEntries | None = None
@@ -124,7 +126,7 @@ class PeerStep:
         self._epoch = self._selected_at = 0  # of the last notes, and of the selection they go back to
         self._vectors = (0, 0, 0, 0)
         self._boundaries: NDArray[np.int64] | None = None
-        # by where the vectors live, what reads the gradient, and `undo`; None: seen once
+        # by where the vectors live, what reads the gradient, and `unaided`; None: seen once
         self._graphs: dict[tuple[int, ...], Any] = {}
 
     def fits(self, k: int) -> bool:
@@ -208,21 +210,21 @@ class PeerStep:
         if selected is not None:
             launches.upload_step(stream.ptr)
             launches.tell(*selected, stream.ptr)
-            launches.enqueue(vectors, stream.ptr, exact, unaided)
+            launches.enqueue(vectors, stream.ptr, exact=exact, unaided=unaided)
             return
         captured = not (timed or exact)
         graph = self._graphs.get((*vectors, reader, unaided)) if captured else None
         if graph is None and captured:
             graph = self._first_seen(vectors, reader, unaided)
         if graph is None:
-            launches.enqueue_whole(vectors, stream.ptr, exact, unaided)
+            launches.enqueue_whole(vectors, stream.ptr, exact=exact, unaided=unaided)
         else:
             graph.launch(stream)
 
-    def _first_seen(self, vectors: tuple[int, ...], reader: int, undo: bool) -> Any:
+    def _first_seen(self, vectors: tuple[int, ...], reader: int, unaided: bool) -> Any:
         """A graph of the step, for vectors that come a second time; None for those that may never come back."""
         assert self._launches is not None
-        key = *vectors, reader, undo
+        key = *vectors, reader, unaided
         if key not in self._graphs:
             if len(self._graphs) >= _MOST_GRAPHS:
                 self._graphs.clear()
@@ -231,7 +233,7 @@ class PeerStep:
         capturing = cupy.cuda.Stream(non_blocking=True)
         capturing.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
         try:
-            self._launches.enqueue_whole(vectors, capturing.ptr, False, undo)
+            self._launches.enqueue_whole(vectors, capturing.ptr, exact=False, unaided=unaided)
         except BaseException:
             with suppress(cupy.cuda.runtime.CUDARuntimeError):  # half a step is no graph
                 capturing.end_capture()
@@ -304,7 +306,7 @@ class PeerStep:
         """What became of the sums, by the words of a decision."""
         assert self._launches is not None
         if stop:
-            return Outcome("threshold", skewed=stop == _SKEWED)
+            return Outcome("threshold", skewed=stop == _SKEWED, nearest=total)
         traffic, rank, others = self._transport.traffic, self._transport.rank, self._transport.size - 1
         traffic.control_messages += again
         traffic.words += 2 * others * counts[rank]

@@ -57,8 +57,8 @@ class ScatteredGradient:
     def place(self, addresses: Sequence[int]) -> None:
         """Say where the pieces lie from here on; what is on the stream already still reads them where they were.
 
-        Nothing is done where no address has changed. Whoever gives memory back must see to it that it is not written to before
-        what reads it was done: the allocators of one stream do.
+        Nothing is done where no address has changed; above 4,096 pieces this may wait for the stream. Whoever gives memory back
+        must see to it that it is not written to before what reads it was done: the allocators of one stream do.
 
         Args:
             addresses: of the pieces, each a multiple of an element's bytes; 0: zeros.

@@ -61,13 +61,14 @@ class LocalSelection:
         slope: -d log(nnz) / d log(threshold).
         trend: bits by which the threshold moves from step to step.
         exact_due: the next step must be exact.
+        astray: and no threshold can be guessed that a little more than k reach: the host must look.
     """
 
     def __init__(self, length: int, kernels: ModuleType, transport: Transport) -> None:
         self.bits: int | None = None
         self.slope = 4.0
         self.trend = 0
-        self.exact_due = True
+        self.exact_due = self.astray = True
         self._length = length
         self._kernels = kernels
         self._transport = transport
@@ -118,7 +119,7 @@ class LocalSelection:
         nnz, nonfinite, points = packing.nnz, packing.nonfinite, packing.points
         buffer = self.buffer(k)
         if nonfinite:  # nobody applies this step: learn nothing from it, but start afresh
-            self.exact_due = True
+            self.missed()
             return Selection(SparseVector(buffer[:0], self._length), nonfinite, False, bits_magnitude(bits))
         if exact and not (k <= nnz <= 2 * k):
             nnz, bits = self._repack(residual, k, buffer)
@@ -134,17 +135,19 @@ class LocalSelection:
         return Selection(SparseVector(packed, self._length), 0, exact, bits_magnitude(threshold_bits), points)
 
     def missed(self) -> None:
-        """Nothing came of what the last pass packed: the next step names its threshold exactly."""
-        self.exact_due = True
+        """The last pass packed too much, or too little to name what it should: the next step names its threshold exactly."""
+        self.exact_due = self.astray = True
 
     def state_dict(self) -> dict[str, Any]:
-        return {"bits": self.bits, "slope": self.slope, "trend": self.trend, "exact_due": self.exact_due}
+        names = ("bits", "slope", "trend", "exact_due", "astray")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.bits = state["bits"]
         self.slope = state["slope"]
         self.trend = state["trend"]
         self.exact_due = state["exact_due"]
+        self.astray = state.get("astray", self.exact_due)  # not known to earlier versions
 
     def lower_threshold(self) -> int:
         """Bits that an exact step packs by: a little more than k should reach them."""
@@ -159,7 +162,8 @@ class LocalSelection:
             self.slope = min(max(math.log(candidates / k) / octaves, _SLOPES[0]), _SLOPES[1])
         if self.bits is not None:
             self.trend = learned_trend(self.trend, bits - self.bits)
-        self.bits, self.exact_due = max(1, min(bits + self.trend, NOTHING - 1)), False
+        self.bits = max(1, min(bits + self.trend, NOTHING - 1))
+        self.exact_due = self.astray = False
 
     def _repack(self, residual: NDArray[np.float32], k: int, buffer: NDArray[np.void]) -> tuple[int, int]:
         """Pack a superset of the top k that fits the buffer, by a histogram of the whole vector.
@@ -197,5 +201,7 @@ class LocalSelection:
         self.exact_due = bool(2 * nnz < k and bits > 1)
         missed = int(math.log2(max(nnz, 1) / k) / self.slope * OCTAVE)
         self.trend = learned_trend(self.trend, missed)
-        moved = min(max(int(_FOLLOWED * missed) + self.trend, -_FARTHEST), _FARTHEST)
+        wanted = int(_FOLLOWED * missed) + self.trend
+        moved = min(max(wanted, -_FARTHEST), _FARTHEST)
+        self.astray = self.exact_due and moved != wanted
         self.bits = max(1, min(bits + moved, NOTHING - 1))

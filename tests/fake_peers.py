@@ -29,7 +29,7 @@ class FakePeers:
 
     def __init__(self, transport: Transport, length: int, settings: Settings) -> None:
         self._transport, self._length, self._settings = transport, length, settings
-        self._k = 0
+        self._k = self._nearest = 0
         self._open = True
 
     def fits(self, k: int) -> bool:
@@ -126,7 +126,11 @@ class FakePeers:
         """Gather and apply what the ranks keep; None: the step stops."""
         if named is None:
             self._outcome = SimpleNamespace(
-                stopped_at="threshold", flagged=(), crowded=False, skewed=self._one_sided
+                stopped_at="threshold",
+                flagged=(),
+                crowded=False,
+                skewed=self._one_sided,
+                nearest=self._nearest,
             )
             return
         kept, threshold, missed = named
@@ -211,6 +215,7 @@ class FakePeers:
         counts = np.array(self._transport.comm.allgather(sums.counts))
         totals = counts.sum(axis=0)
         nearest, rung = int(np.argmin(np.abs(totals - k))), len(LADDER) // 2
+        self._nearest = int(totals[nearest])
         if abs(totals[rung] - k) > settings.drift_tolerance * k:
             rung = nearest
             all_kept = expected + LADDER[0] <= 1 and totals[0] <= k

@@ -23,7 +23,7 @@ constexpr unsigned long long DIGITS_AT = INBOX_AT + SLOTS * MOST_PEERS * NOTE_WO
 enum Stop { PROCEED = 0, BAD_SELECTION = 1, BAD_THRESHOLD = 2, SKEWED = 3, NOT_FINITE = 4, BAD_REGIONS = 5 };
 
 // What all ranks decided alike: words of a `decision` array. AGAIN: what is kept comes after the decision. After a stop for NOT_FINITE
-// the counts are of what was not finite.
+// the counts are of what was not finite; for BAD_THRESHOLD between exact steps TOTAL is of the rung nearest k.
 enum Decision { STOP = 0, NEAREST = 1, BITS = 2, AGAIN = 3, TOTAL = 4, COUNTS = 5 };  // COUNTS[ranks], then starts[ranks]
 
 // What changes from step to step, in device memory, so that the launches of a step stay as they are and replay as one graph.

@@ -84,7 +84,8 @@ class AmongPeers:
         exact = plan.exact or threshold.bits is None
         deferred = plan.deferrable and threshold.bits is not None and not (fresh and self.last_cuts is None)
         selection, cuts = None, self.last_cuts
-        if not deferred or local.bits is None:
+        # a guess that went astray once need not come near the next time: this rank alone waits
+        if not deferred or local.astray:
             selection, cuts = self._select_before(gradient, residual, plan, needed=fresh or exact)
         if selection is not None:
             plan.stopwatch.lap("select")
@@ -106,14 +107,17 @@ class AmongPeers:
         # the one wait: the kernels run on, and need nothing that the host learns
         outcome = self._outcome(exact)
         selection = selection or self._selected_by(step)
+        aided = False
         if outcome.stopped_at == "threshold" and not (exact or outcome.skewed):
+            # a deferred step would have gone on with what the best rung keeps
+            aided = not plan.k / 2 <= outcome.nearest <= selection_cap(plan.k)
             step.exact = True
             outcome = self._learn_cuts(self.kernels.name_exactly(threshold.lowest))
         if not outcome.stopped_at:
-            return self._applied(step, selection, outcome)
+            return replace(self._applied(step, selection, outcome), aided=aided)
         plan.stopwatch.lap("step")
         if outcome.stopped_at == "threshold":
-            return method.keep_and_gather(self.kernels.lists(), selection, plan)
+            return method.keep_and_gather(self.kernels.lists(), selection, replace(plan, exact=step.exact))
         self.stale_regions = outcome.crowded
         if plan.nonfinite:
             selection = replace(selection, nonfinite=selection.nonfinite + 1)

@@ -62,6 +62,7 @@ class Reduction:
         local_threshold, global_threshold: magnitudes, NaN where there is none.
         finish: None, or nothing is left to apply: `out`, residual and velocity will be as they shall be when the stream gets
             there; to be called once the host has done its part.
+        aided: the host had to help even so, as it could not have a deferred step.
     """
 
     update: SparseVector | None
@@ -74,6 +75,7 @@ class Reduction:
     local_threshold: float = math.nan
     global_threshold: float = math.nan
     finish: Callable[[], None] | None = None
+    aided: bool = False
 
 
 @dataclass(slots=True)
