@@ -45,7 +45,10 @@ DENSE_WARMUP = 2
 class Reducer(Protocol):
     """What is measured: oktopk.GradientAllreduce, or anything of its shape."""
 
-    update: Any
+    @property
+    def update(self) -> Any:
+        """[n], the last step's result."""
+        ...
 
     def step(self, gradient: Any) -> StepReport:
         """Reduce one gradient; collective."""

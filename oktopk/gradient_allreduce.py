@@ -1,4 +1,4 @@
-"""Error feedback around a method: flat gradient in, flat update out."""
+"""Steps of a method, one after the other: flat gradient in, flat update out."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.cuda_problems import is_cuda_error
-from collectives.sparse import SparseVector, check_length
+from collectives.sparse import check_length
 from collectives.traffic import Traffic
 from collectives.transport import FlaggedRanksError, Transport
 from oktopk.backend import GRADIENT_TYPES, Backend, make_backend
+from oktopk.error_feedback import ErrorFeedback
 from oktopk.measures import Sampler
 from oktopk.methods import METHODS, Deferred, Method, Plan, Reduction
 from oktopk.pieces import ScatteredGradient
@@ -112,19 +113,16 @@ class GradientAllreduce:
     ) -> None:
         door = Transport(comm)
         backend: Backend | None = None
-        residual = velocity = None
+        vectors: ErrorFeedback | None = None
         try:
             self.settings = Settings(**settings)
             check_length(length)
             if method not in METHODS:
                 raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
             backend = make_backend(device, gradient_type, stream)
-            update = backend.zeros(length)
+            sparse = METHODS[method].sparse and self.settings.density <= DENSE_ABOVE
             # now, when a rank without room for them can still tell the others
-            if METHODS[method].sparse and self.settings.density <= DENSE_ABOVE:
-                residual = backend.zeros(length)
-            if self.settings.momentum_correction:
-                velocity = backend.zeros(length)
+            vectors = ErrorFeedback(backend, length, self.settings, sparse)
         except (TypeError, ValueError, RuntimeError, MemoryError) as error:
             problem = problem or str(error) or type(error).__name__
         resolved = settings if problem else asdict(self.settings)
@@ -136,7 +134,9 @@ class GradientAllreduce:
             door.close()  # on every rank alike, as the error is
             raise
         assert backend is not None
+        assert vectors is not None
         self.backend = backend
+        self._vectors = vectors
         self.transport = backend.connect(door)
         self.without_peers = METHODS[method].keeps_to_messages(self.settings) or self.transport.find_peers(
             peer_memory
@@ -144,26 +144,33 @@ class GradientAllreduce:
         """Why this instance does not use peer memory, in a sentence; "" if it does."""
         self.length = length
         self.method = method
-        self.update: NDArray[np.float32] = update
-        """float32[n], the last step's result: the mean over the ranks, or the sum. Valid until the next step."""
-        self.residual: NDArray[np.float32] | None = residual
-        self.velocity: NDArray[np.float32] | None = velocity
         self.time_stages = False
         """Time the stages of steps through peer memory by events on the device: some 50 us a step slower. Else the
         report has one stage, `step`."""
         self.steps = 0
-        self._kernels = self.backend.kernels
         self._methods: dict[str, Method] = {}
         self._settled: tuple[Method, int] | None = None  # the method and its k, once neither changes any more
-        self._support: SparseVector | None = None  # where `update` is not zero; None: anywhere
-        self._selected: SparseVector | None = None  # what this rank sent, in scratch until the next step
         self._sampler: Sampler | None = None
-        self._pending = False  # whether the residual may hold anything
         self._sparse_steps = 0
         self._last_k: int | None = None
         self._said_dense = False
         self._open: _OpenStep | None = None  # the deferred step that the host has not looked at
         self._unaided = 0  # steps among peers in a row that needed no help from the host, up to _TRUSTED
+
+    @property
+    def update(self) -> NDArray[np.float32]:
+        """float32[n], the last step's result: the mean over the ranks, or the sum. Valid until the next step."""
+        return self._vectors.update
+
+    @property
+    def residual(self) -> NDArray[np.float32] | None:
+        """float32[n], what was not applied; None where no step leaves anything behind."""
+        return self._vectors.residual
+
+    @property
+    def velocity(self) -> NDArray[np.float32] | None:
+        """float32[n] with momentum correction, else None."""
+        return self._vectors.velocity
 
     @property
     def may_read_pieces(self) -> bool:
@@ -220,11 +227,11 @@ class GradientAllreduce:
         With `Settings.deferred` a step of Ok-Topk through peer memory is on its way on the stream when this returns: `update`
         will be there for whatever the stream is given next, and the report is complete when the next step begins, or by
         `complete`. Such a step has no help from the host. Regions are renewed by the selections of the step before; a global
-        threshold that missed moves to the best rung that keeps between k/2 and 5k/4; a selection that is due to be exact, and finds
-        less than k by its guess, is exact in the next step. Where help is needed, which is rare (a selection of more than 2k, no
-        such rung, a region that got far too much, or kept entries far from balanced), nothing is applied: `update` is zero, the
-        gradient stays in the residual, and steps are waited for until eight in a row have needed none, as at the beginning. A
-        gradient that is not finite is found a step later.
+        threshold that missed moves to the best rung that keeps between k/2 and 5k/4; a selection that is due to be exact, and
+        finds less than k by its guess, is exact in the next step. Where help is needed, which is rare (a selection of more than
+        2k, no such rung, a region that got far too much, or kept entries far from balanced), nothing is applied: `update` is
+        zero, the gradient stays in the residual, and steps are waited for until eight in a row have needed none, as at the
+        beginning. A gradient that is not finite is found a step later.
 
         Args:
             gradient: [n] of the gradient type, C-contiguous, on the device; unchanged. bfloat16 is given as uint16. Or one in
@@ -260,7 +267,8 @@ class GradientAllreduce:
             return
         opened, self._open = self._open, None
         report, method, stopwatch = opened.report, opened.method, opened.stopwatch
-        self._support, self._selected = SparseVector.empty(self.length), None
+        self._vectors.nothing_applied()
+        self._vectors.selected = None
         try:
             reduction = opened.settle()
             if reduction is None:
@@ -274,7 +282,7 @@ class GradientAllreduce:
             known = self._skipped_report(report.step, method, report.k, flagged.ranks, stopwatch)
         finally:
             if opened.overwritten:
-                self._support = None
+                self._vectors.support = None
         for field in fields(known):
             setattr(report, field.name, getattr(known, field.name))
 
@@ -293,23 +301,24 @@ class GradientAllreduce:
         report = self._step(gradient)
         if report.skipped:
             return report
-        assert self._selected is not None
+        selected = self._vectors.selected
+        assert selected is not None
         to_sum = float(self.transport.size) if self.settings.average else 1.0
-        measures = self._sampler.after(self.update, self._selected, k, to_sum, method.boundaries)
+        measures = self._sampler.after(self.update, selected, k, to_sum, method.boundaries)
         return replace(report, measures=measures)
 
     def _step(self, gradient: NDArray[np.float32], deferrable: bool = False) -> StepReport:
-        settings, transport = self.settings, self.transport
+        settings, transport, vectors = self.settings, self.transport, self._vectors
         stopwatch = Stopwatch(self.time_stages)
         step = self.steps
         method, k = self._method_at(step)
         scale = 1.0 / transport.size if settings.average else 1.0
         changed = k != self._last_k
-        corrected, overflowed = self._correct(gradient)
+        corrected, overflowed = vectors.correct(gradient)
         plan = Plan(
-            support=self._support,
-            clear_out=self._clear_update,
-            velocity=self.velocity,
+            support=vectors.support,
+            clear_out=vectors.clear_update,
+            velocity=vectors.velocity,
             k=k,
             exact=changed or self._sparse_steps % settings.threshold_interval == 0,
             new_boundaries=changed or self._sparse_steps % settings.boundary_interval == 0,
@@ -323,14 +332,14 @@ class GradientAllreduce:
         self.steps += 1
         self._last_k = k
         self._sparse_steps += method.sparse
-        residual = self.residual if method.sparse or self._pending else None
+        residual = vectors.residual if method.sparse or vectors.pending else None
         try:
-            reduction = method.reduce(corrected, residual, self.update, plan)
+            reduction = method.reduce(corrected, residual, vectors.update, plan)
         except FlaggedRanksError as flagged:
-            self._undo(gradient)
+            vectors.undo(gradient)
             return self._skipped_report(step, method, k, flagged.ranks, stopwatch)
         if isinstance(reduction, Deferred):
-            self._pending = True
+            vectors.pending = True
             stopwatch.lap("step")
             report = self._report(step, method, k, None, stopwatch, traffic=Traffic())
             report.complete = False
@@ -338,7 +347,7 @@ class GradientAllreduce:
             return report
         if reduction.finish is None:
             self._unaided = 0
-            self._apply(reduction, scale)
+            vectors.apply(reduction, scale)
             stopwatch.lap("apply")
             return self._report(step, method, k, reduction, stopwatch)
         report = self._unaided_report(step, method, k, reduction, stopwatch)
@@ -359,11 +368,8 @@ class GradientAllreduce:
             "sparse_steps": self._sparse_steps,
             "last_k": self._last_k,
             "unaided": self._unaided,
-            "residual": self.backend.to_host(self.residual)
-            if self._pending and self.residual is not None
-            else None,
-            "velocity": None if self.velocity is None else self.backend.to_host(self.velocity),
             "methods": {name: method.state_dict() for name, method in self._methods.items()},
+            **self._vectors.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -387,24 +393,15 @@ class GradientAllreduce:
         self._sparse_steps = state["sparse_steps"]
         self._last_k = state["last_k"]
         self._unaided = state.get("unaided", 0)
-        self._open = self._support = self._selected = None
+        self._open = None
         self.transport.take_traffic()
-        self._pending = state["residual"] is not None
-        self.residual = self._loaded(self.residual, state["residual"])
-        self.velocity = self._loaded(self.velocity, state["velocity"])
+        self._vectors.load_state_dict(state)
         for name, method_state in state["methods"].items():
             self._instance(name).load_state_dict(method_state)
 
-    def _loaded(self, vector: Any, loaded: NDArray[np.float32] | None) -> Any:
-        if loaded is not None:
-            return self.backend.from_host(loaded)
-        if vector is not None:
-            vector.fill(0)
-        return vector
-
     def forget_support(self) -> None:
         """Say that `update` was written to: the next step zeroes all of it, not only where it was applied."""
-        self._support = None
+        self._vectors.support = None
         if self._open is not None:
             self._open.overwritten = True
 
@@ -443,59 +440,10 @@ class GradientAllreduce:
 
     def _instance(self, name: str) -> Method:
         if name not in self._methods:
-            self._methods[name] = METHODS[name](self.length, self.transport, self._kernels, self.settings)
+            self._methods[name] = METHODS[name](
+                self.length, self.transport, self.backend.kernels, self.settings
+            )
         return self._methods[name]
-
-    def _correct(self, gradient: NDArray[np.float32]) -> tuple[NDArray[np.float32], bool]:
-        """Momentum before selection, if asked for; and whether it is no longer finite."""
-        momentum = self.settings.momentum_correction
-        if not momentum:
-            return gradient, False
-        assert self.velocity is not None
-        if self._kernels.accumulate_momentum(gradient, self.velocity, momentum):
-            return gradient, True
-        return self.velocity, False
-
-    def _clear_update(self) -> None:
-        if self._support is None:
-            self.update.fill(0)
-        elif self._support.nnz:
-            self._kernels.clear_support(self.update, self._support.entries)
-        self._support = SparseVector.empty(self.length)
-
-    def _undo(self, gradient: NDArray[np.float32]) -> None:
-        if self.velocity is not None:
-            self._kernels.undo_momentum(gradient, self.velocity, self.settings.momentum_correction)
-        self.update.fill(0)
-        self._support = SparseVector.empty(self.length)
-
-    def _apply(self, reduction: Reduction, scale: float) -> None:
-        kernels = self._kernels
-        if reduction.update is not None:
-            kernels.write_scaled(self.update, reduction.update.entries, scale)
-        self._support = reduction.update
-        self._selected = reduction.selected
-        if reduction.selected is None:
-            if self._pending and self.residual is not None:
-                self.residual.fill(0)
-            self._pending = False
-            return
-        assert self.residual is not None
-        self._pending = True
-        self._clear_applied(self.residual, reduction)
-        for pruned in reduction.returned:
-            kernels.add_entries(self.residual, pruned.entries)
-        if self.velocity is not None:
-            self._clear_applied(self.velocity, reduction)
-
-    def _clear_applied(self, vector: NDArray[np.float32], reduction: Reduction) -> None:
-        """Zero what this rank sent and what counts as applied."""
-        assert reduction.selected is not None
-        if reduction.only_applied:
-            assert reduction.update is not None
-            self._kernels.clear_common(vector, reduction.selected.entries, reduction.update.entries)
-        else:
-            self._kernels.clear_support(vector, reduction.selected.entries)
 
     def _unaided_report(
         self, step: int, method: Method, k: int, reduction: Reduction, stopwatch: Stopwatch
@@ -503,7 +451,7 @@ class GradientAllreduce:
         """Of a step that the device ended by itself."""
         assert reduction.finish is not None
         self._unaided = 0 if reduction.aided else min(self._unaided + 1, _TRUSTED)
-        self._support, self._selected, self._pending = reduction.update, reduction.selected, True
+        self._vectors.applied(reduction)
         report = self._report(step, method, k, reduction, stopwatch)
         reduction.finish()
         return report

@@ -194,7 +194,7 @@ def test_momentum_correction_forgets_momentum_where_it_sent(
     length = 1000
     reducer = GradientAllreduce(comm, length, method, density=0.02, momentum_correction=0.5, average=False)
     sent: list[np.ndarray] = []
-    apply = reducer._apply
+    apply = reducer._vectors.apply
 
     def spy(reduction: Reduction, scale: float) -> None:
         assert reduction.selected is not None
@@ -205,7 +205,7 @@ def test_momentum_correction_forgets_momentum_where_it_sent(
         sent.append(indices.copy())
         apply(reduction, scale)
 
-    monkeypatch.setattr(reducer, "_apply", spy)
+    monkeypatch.setattr(reducer._vectors, "apply", spy)
     expected = np.zeros(length, np.float32)
     for gradient in gradients(comm, length, 4):
         reducer.step(gradient)
