@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,22 @@ def gpus() -> int:
 def asynchronous() -> bool:
     """Whether they run beside the host, and torch knows them too."""
     return gpus() > 0 and not host_cuda.installed()
+
+
+def hold_up(cycles: int = 10_000_000) -> Callable[[], bool]:
+    """Keep this rank's GPU busy for some milliseconds, on torch's current stream: what is put there next is late.
+
+    Returns what says, without waiting, whether it still is; never where all is done at once.
+    """
+    if not asynchronous():
+        return lambda: False
+    import torch
+
+    torch.cuda.init()
+    torch.cuda._sleep(cycles)
+    slept = torch.cuda.Event()
+    slept.record()
+    return lambda: not slept.query()
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not gpus(), reason="no GPU"))]

@@ -10,12 +10,13 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from oktopk import GradientAllreduce, NonFiniteGradientError
-from tests.devices import get, gpus, narrowed, put, use
+from oktopk.report import StepReport
+from tests.devices import asynchronous, get, gpus, hold_up, narrowed, put, use
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(not gpus(), reason="no GPU")]
 SIZES = [9, 40_001, 1, 1, 0, 30_522, 4096, 20_000, 3]
+BEGINS = [sum(SIZES[:number]) for number in range(len(SIZES))]
 LENGTH = sum(SIZES)
-TRUSTED = 8
 SAME = "exact skipped complete local_nnz global_nnz words messages control_words global_threshold local_threshold"
 
 
@@ -35,6 +36,12 @@ def pair(comm: MPI.Intracomm, **settings: Any) -> tuple[GradientAllreduce, Gradi
     return flat, scattered, scattered.scattered(SIZES, "float32")
 
 
+def assert_alike(first: StepReport, second: StepReport) -> None:
+    for name in SAME.split():
+        one, other = getattr(first, name), getattr(second, name)
+        assert one == other or one != one, (first.step, name)
+
+
 class Draw:
     """Gradients with a heavy tail, without some of their pieces; of float32 whose bits fit a narrower type."""
 
@@ -43,62 +50,119 @@ class Draw:
         self._gradient_type = gradient_type
         self._kept: list[Any] = []
 
-    def __call__(self, gradient: Any, moved: bool, loud: float = 1.0, poison: bool = False) -> NDArray[Any]:
-        """A gradient, put into pieces that are new ones or those of the last step; and as one vector."""
+    def vector(self, loud: float = 1.0, poison: bool = False) -> NDArray[np.float32]:
+        """As one vector, all pieces there."""
         vector = (self._rng.standard_normal(LENGTH) ** 3 * loud).astype(np.float32)
         if self._gradient_type == "bfloat16":
             # what rounds to nearest as it does by its upper half: the lower one is below a half
             vector = (vector.view(np.uint32) & np.uint32(0xFFFF7FFF)).view(np.float32)
         if poison:
             vector[[5, 40_100]] = np.inf, np.nan
-        ends = np.cumsum(SIZES)
-        parts = [vector[end - size : end] for end, size in zip(ends, SIZES, strict=True)]
-        missing = {6} if moved else {0, 2}
+        return vector
+
+    def __call__(self, gradient: Any, moved: bool, poison: bool = False) -> None:
+        """A gradient, put into pieces that are new ones or those of the last step."""
+        vector, missing = self.vector(poison=poison), missing_pieces(moved)
         if moved or not self._kept:
-            self._kept = [put("cuda", part.copy()) for part in parts]
-        for number, (home, part) in enumerate(zip(self._kept, parts, strict=True)):
-            if number in missing:
-                part[:] = 0
-            home.set(part)
-        addresses = [0 if n in missing else home.data.ptr for n, home in enumerate(self._kept)]
-        gradient.place(addresses)
-        return narrowed(vector, self._gradient_type)
+            self._kept = [put("cuda", np.zeros(size, np.float32)) for size in SIZES]
+        for home, begin in zip(self._kept, BEGINS, strict=True):
+            home.set(vector[begin : begin + home.size])
+        gradient.place([0 if n in missing else home.data.ptr for n, home in enumerate(self._kept)])
 
 
-def assert_alike(flat: GradientAllreduce, scattered: GradientAllreduce, first: Any, second: Any) -> None:
-    for name in SAME.split():
-        one, other = getattr(first, name), getattr(second, name)
-        assert one == other or one != one, name
-    assert get(flat.update).tobytes() == get(scattered.update).tobytes()
-    assert get(flat.residual).tobytes() == get(scattered.residual).tobytes()
+def missing_pieces(moved: bool) -> set[int]:
+    return {6} if moved else {0, 2}
+
+
+class Homes:
+    """Where pieces lie: in one memory on the GPU, where those of the last steps are written over, each behind its step.
+
+    Nothing here waits for the GPU.
+    """
+
+    TURNS = 3
+
+    def __init__(self) -> None:
+        self._stride = LENGTH + 8 * len(SIZES)
+        self._memory = put("cuda", np.full(self.TURNS * self._stride, np.nan, np.float32))
+        self._turn = 0
+
+    def take(self, vector: Any, moved: bool) -> list[int]:
+        """Copy a gradient into pieces that are elsewhere, or where those of the last step were; their addresses."""
+        self._turn += moved
+        turn = self._turn % self.TURNS
+        # in either order, with gaps, so that they begin at multiples of 4 to 16 bytes
+        order = range(len(SIZES)) if turn != 1 else range(len(SIZES) - 1, -1, -1)
+        at, addresses = turn * self._stride, [0] * len(SIZES)
+        for number in order:
+            size, begin = SIZES[number], BEGINS[number]
+            if number not in missing_pieces(moved):
+                addresses[number] = self._memory.data.ptr + 4 * at
+                self._memory[at : at + size] = vector[begin : begin + size]
+            at += size + 1 + (number + turn) % 7
+        return addresses
+
+    def spoil(self) -> None:
+        """Write over them, once what is on the stream has ended."""
+        begin = self._turn % self.TURNS * self._stride
+        self._memory[begin : begin + self._stride].fill(np.nan)
 
 
 @pytest.mark.parametrize("deferred", [False, True], ids=["waited for", "deferred"])
 @pytest.mark.parametrize("gradient_type", ["float32", "bfloat16"])
 def test_pieces_give_the_bits_of_one_vector_on_cuda(
-    device: str, comm: MPI.Intracomm, gradient_type: str, deferred: bool
+    device: str, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, gradient_type: str, deferred: bool
 ) -> None:
-    """Exact and regular steps, some that need the host's help, some that are not finite; in pieces that stay and that move."""
+    """Exact and regular steps, some that need the host's help, some that are not finite; in pieces that stay and that move.
+
+    From one vector each is looked at; from pieces all are given to the stream first, however late it is. Pieces are written over
+    right behind the step, and are elsewhere before it has begun.
+    """
+    monkeypatch.setattr("oktopk.gradient_allreduce._TRUSTED", 0)  # all are deferred that may be
+    steps, poisoned, loud = 48, (5, 27, 38), (13, 31)
     flat, scattered, gradient = pair(
         comm, gradient_type=gradient_type, deferred=deferred, nonfinite="skip", average=False
     )
     draw = Draw(comm, gradient_type)
     last = comm.rank == comm.size - 1
-    late = 0
-    for step in range(48):
-        loud = 4096.0 if step in (13, 31) and last else 1.0
-        vector = draw(gradient, moved=step % 3 == 0, loud=loud, poison=step in (5, 27, 38) and last)
-        assert scattered.reads_pieces()
-        if deferred:  # all are that may be
-            flat._unaided = scattered._unaided = TRUSTED
-        first, second = flat.step(put(device, vector)), scattered.step(gradient)
-        late += not second.complete
-        assert_alike(flat, scattered, first, second)
+    vectors = np.zeros((steps, LENGTH), np.float32)
+    moves = [step % 4 != 3 for step in range(steps)]
+    expected: list[tuple[StepReport, bool, bytes, bytes]] = []
+    for step in range(steps):
+        vectors[step] = draw.vector(4096.0 if step in loud and last else 1.0, step in poisoned and last)
+        whole = vectors[step].copy()
+        for number in missing_pieces(moves[step]):
+            whole[BEGINS[number] : BEGINS[number] + SIZES[number]] = 0
+        report = flat.step(put(device, narrowed(whole, gradient_type)))
+        late = not report.complete
         flat.complete()
-        scattered.complete()
-        assert_alike(flat, scattered, first, second)
-        assert first.skipped == (step in (5, 27, 38))
-    assert late > 8 or not deferred
+        expected.append((report, late, get(flat.update).tobytes(), get(flat.residual).tobytes()))
+
+    sources, homes = put(device, vectors), Homes()
+    updates, residuals = (put(device, np.zeros((steps, LENGTH), np.float32)) for _ in range(2))
+    reports: list[StepReport] = []
+    late_ones, overlapping = 0, 0
+    held = hold_up(0)
+    for step in range(steps):
+        gradient.place(homes.take(sources[step], moves[step]))
+        assert scattered.reads_pieces()
+        overlapping += held()
+        if reports:
+            assert reports[-1].complete != expected[step - 1][1]
+        held = hold_up()
+        reports.append(scattered.step(gradient))
+        late_ones += not reports[-1].complete
+        homes.spoil()
+        updates[step, :] = scattered.update
+        residuals[step, :] = scattered.residual
+    scattered.complete()
+    for step, (report, wanted) in enumerate(zip(reports, expected, strict=True)):
+        assert_alike(wanted[0], report)
+        assert report.skipped == (step in poisoned)
+        assert get(updates[step]).tobytes() == wanted[2], step
+        assert get(residuals[step]).tobytes() == wanted[3], step
+    assert late_ones > 10 or not deferred
+    assert overlapping > 10 or not (deferred and asynchronous())
     flat.close()
     scattered.close()
 
