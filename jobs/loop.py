@@ -146,6 +146,9 @@ class TrainingLoop:
                         capture=self._capture,
                         before=functools.partial(self._before_checkpoint, step + 1),
                     )
+                if not self.timed:
+                    # rank 0 wrote alone: the others would wait for it in the next step, and book that as reduction
+                    self.comm.Barrier()
 
     def _before_checkpoint(self, done: int) -> None:
         # a restart would take the common part of it for every rank's

@@ -346,6 +346,54 @@ def test_a_rank_that_raises_ends_the_job_within_ten_seconds_with_its_traceback(
         assert reader.steps()["step"].tolist() == [1, 2]
 
 
+SLOW_FILE = """
+    import json, sys, time
+    from jobs.runfile import RunFile
+    from jobs.train import main
+    from jobs.workloads import build_workload
+
+    config, file, times = sys.argv[1:4]
+    written, append = [], RunFile.append_steps
+
+    def slow(self, columns, stages):
+        append(self, columns, stages)
+        time.sleep(0.4)
+        written.append(time.time())
+
+    RunFile.append_steps = slow
+
+    def build(config, *, rank, size):
+        workload = build_workload(config, rank=rank, size=size)
+        begun, loss = [], workload.loss
+
+        def noting(batch):
+            begun.append(time.time())
+            with open(f"{times}.{rank}", "w") as file:
+                json.dump({"begun": begun, "written": written}, file)
+            return loss(batch)
+
+        workload.loss = noting
+        return workload
+
+    main([config, "--set", f"run.file={file}", "model.width=0.0625", "training.steps=4", "run.flush_every=1"], build=build)
+"""
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_writing_the_run_file_is_in_no_rank_s_step(tmp_path: Path) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(SLOW_FILE))
+    times = tmp_path / "times"
+    done = run_ranks(3, str(script), str(CONFIG), str(tmp_path / "run.h5"), str(times))
+    assert done.returncode == 0, done.stderr
+    noted = [json.loads(Path(f"{times}.{rank}").read_text()) for rank in range(3)]
+    written = noted[0]["written"]
+    assert [len(each["begun"]) for each in noted] == [4, 4, 4]
+    assert [len(each["written"]) for each in noted] == [3, 0, 0]
+    for rank, each in enumerate(noted):
+        assert all(end <= begun for end, begun in zip(written, each["begun"][1:], strict=True)), rank
+
+
 @pytest.mark.timeout(PATIENCE)
 def test_a_terminated_run_leaves_its_file_readable_and_a_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
