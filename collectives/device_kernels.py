@@ -22,7 +22,7 @@ NARROWEST, WIDEST = 12, 15  # of region.cuh
 RUNGS = 65
 SUMS_WORDS = 2 + RUNGS  # of what a launch of sum_sorted_lists reports
 _SUMS_STATE_WORDS = 3 + RUNGS
-_ALONE = (0, 0, 0, 0, 0, 0)  # the last arguments of a launch of sum_sorted_lists that speaks to no peers
+_ALONE = (0, 0, 0, 0)  # the last arguments of a launch of sum_sorted_lists that speaks to no peers
 _FULL = 1024  # sums that a tile should hold: a quarter of what it may, since large entries lie in crowds
 COMPACT_TILE = 2048  # of compact.cuh
 _COLLECT = {"tell_selection": 10, "tell_kept": 5, "collect_region": 11}  # name -> arguments
@@ -56,9 +56,9 @@ class CountedSums:
         self.counts = rungs[::-1].cumsum(dtype=np.int64)[::-1].copy()  # MPI takes no negative stride
 
     def take(self, threshold_bits: int) -> DeviceEntries:
-        """ENTRY[nnz], the sums that reach one of the rungs; may be called once. Sums again where the guess was wrong."""
+        """ENTRY[nnz], the sums that reach one of the rungs; may be called once, before other lists are summed."""
         if threshold_bits != self._expected_bits:
-            self._nnz, _ = self._launch(threshold_bits=threshold_bits)
+            self._nnz, _ = self._launch(threshold_bits=threshold_bits, again=True)
         return self._out[: self._nnz]
 
 
@@ -74,7 +74,7 @@ class DeviceKernels:
         sums = compiled(_KERNELS / "sum_sorted_lists.cu")
         lists = compiled(_KERNELS / "lists.cu")
         self._tile_cuts = Kernel(sums, "tile_cuts", 7)
-        self.sum_kernel = Kernel(sums, "sum_sorted_lists", 21)
+        self.sum_kernel = Kernel(sums, "sum_sorted_lists", 23)
         self._split_at_least = Kernel(lists, "split_at_least", 12)
         self._split_points = Kernel(lists, "split_points", 5)
         self.cuts_kernel = Kernel(lists, "equal_count_cuts", 5)
@@ -100,26 +100,31 @@ class DeviceKernels:
         out: DeviceEntries,
         threshold_bits: int,
         offsets: NDArray[np.int64] | None = None,
+        again: bool = False,
     ) -> tuple[int, NDArray[np.uint32]]:
-        """Sum, keep, count; waits. Returns (sums kept, uint32[65] sums on each rung)."""
-        device, lists = self.device, len(begins)
-        shift = tile_shift(int(ends.sum() - begins.sum()), upper - lower)
+        """Sum, keep, count; waits. Again: keep of the sums that the last launch made of the same lists.
+
+        Returns (sums kept, uint32[65] sums on each rung).
+        """
+        device, lists, entries = self.device, len(begins), int(ends.sum() - begins.sum())
+        shift = tile_shift(entries, upper - lower)
         tiles = max(1, -(-(upper - lower) >> shift))
-        ranges = device.post("ranges", np.concatenate([begins, ends]))
         cuts = device.scratch("tile cuts", lists * (tiles + 1), np.uint32).data.ptr
-        device.launch(
-            self._tile_cuts,
-            -(-(tiles + 1) // 128),
-            128,
-            pool.pointer,
-            ranges,
-            lists,
-            lower,
-            tiles,
-            shift,
-            cuts,
-            rows=lists,
-        )
+        if not again:
+            ranges = device.post("ranges", np.concatenate([begins, ends]))
+            device.launch(
+                self._tile_cuts,
+                -(-(tiles + 1) // 128),
+                128,
+                pool.pointer,
+                ranges,
+                lists,
+                lower,
+                tiles,
+                shift,
+                cuts,
+                rows=lists,
+            )
         report = device.report("sums", SUMS_WORDS)
         scan = device.scan("sums", tiles)
         device.launch(
@@ -134,6 +139,8 @@ class DeviceKernels:
             shift,
             threshold_bits,
             0 if offsets is None else device.table(offsets),
+            device.scratch("sums made", max(1, entries), np.uint64).data.ptr,
+            device.scratch("sums places", tiles, np.uint64).data.ptr,
             out.pointer,
             len(out),
             self.sums_state,
@@ -141,6 +148,8 @@ class DeviceKernels:
             scan.ticket,
             scan.epoch,
             device.address("sums"),
+            0,
+            int(again),
             *_ALONE,
         )
         device.synchronize()

@@ -80,8 +80,8 @@ class PeerLaunches:
         selected, decided: what kernels announce; packed_report, collected, taken, cuts: what they report, in pinned memory.
         timed: whether events are recorded between the stages of a step.
 
-    Memory: a window of 13k/4 entries and 0.8 MB; lists of 29k/4 entries beside it; 2k entries and n/1500 words that a
-        selection passes through; (P + 4)n/4096 words where tiles begin.
+    Memory: a window of 13k/4 entries and 0.8 MB; lists of 41k/4 entries beside it; 2k entries and n/1500 words that a
+        selection passes through; (P + 6)n/4096 words where tiles begin.
     """
 
     def __init__(
@@ -119,6 +119,7 @@ class PeerLaunches:
         self.pool = workspace.entries("incoming", pool)
         self.gathered = workspace.entries("gathered", selection_cap(k))
         self._sums = workspace.entries("region sums", pool + 1)
+        self._made = workspace.entries("region sums by tile", pool)
         self.selected = Announced(device, "told", 4 + 2 * ranks)
         self.packed_report = report(device, "select", 4 + ranks)
         self.collected = report(device, "collected", ranks)
@@ -299,7 +300,7 @@ class PeerLaunches:
         """Free the windows, and lists that another k may need far smaller. Collective."""
         self._memory.close()
         workspace: Any = self._transport.workspace
-        workspace.forget("packed", "incoming", "gathered", "region sums")
+        workspace.forget("packed", "incoming", "gathered", "region sums", "region sums by tile")
 
     def _enqueue_named_sums(self, stream: int) -> None:
         self._sum_all(self._tiles, 256, stream)
@@ -371,14 +372,16 @@ class PeerLaunches:
         ranks, rank = self._transport.size, self._transport.rank
         sums: Any = self._transport.kernels
         cuts = device.scratch("peer cuts", ranks * (self._most_tiles + 1), np.uint32).data.ptr
+        places = device.scratch("peer sums places", self._most_tiles, np.uint64).data.ptr
         self._collect.values[7] = cuts
         scan = device.scan("peer sums", self._most_tiles)
 
         def launch(ladder: int, out: Any, again: int, told: int) -> PreparedLaunch:
             return PreparedLaunch(
                 sums.sum_kernel,
-                self.pool.pointer, cuts, ranks, 0, 0, 0, 0, ladder, out.pointer, out.size, sums.sums_state,
-                scan.status, scan.ticket, 0, sums.sums_report, self._decision, again, told, ranks, rank, self._step,
+                self.pool.pointer, cuts, ranks, 0, 0, 0, 0, ladder, self._made.pointer, places, out.pointer, out.size,
+                sums.sums_state, scan.status, scan.ticket, 0, sums.sums_report, self._decision, again, told, ranks, rank,
+                self._step,
             )  # fmt: skip
 
         self._count_sums = launch(device.table(LADDER), self._kept, 0, windows)

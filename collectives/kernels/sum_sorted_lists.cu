@@ -1,21 +1,24 @@
 // sum_sorted_lists: sum COO lists over a region, keep the sums that reach a threshold, count the others by a ladder.
 //
 // Shapes   pool[...] COO; list j is pool[ranges[j], ranges[lists + j]), strictly ascending within [lower, upper);
-//          cuts[lists][tiles + 1]: where each tile begins in each list; out[capacity] COO;
+//          cuts[lists][tiles + 1]: where each tile begins in each list; out[capacity] COO; made[entries of the lists] COO: the
+//          sums of each tile, from as many places on as entries come before it; places[tiles]: that place, and how many they are;
 //          report[2 + RUNGS] in host memory: sums kept, sums on each rung, and tiles that were crowded.
 // Units    threshold: bits of the smallest magnitude to keep, >= 1. Rung r holds what reaches threshold + offsets[r] and not
 //          threshold + offsets[r + 1], both clipped to finite nonzero magnitudes; offsets[RUNGS] ascend; null: no ladder.
 //          A tile is 2^shift elements, NARROWEST <= shift <= WIDEST.
 // Launch   tile_cuts: a thread a cut, lists in y. sum_sorted_lists: at least tiles = max(1, ceil((upper - lower) / 2^shift)) blocks
 //          of THREADS; `state` zeroed once; status, ticket, epoch as in lookback.cuh.
+//          With `again` nothing is summed: kept is of what the last launch made of the same lists.
 // Peers    windows null: none. With `decision` a launch does nothing when the step stops; with `again` it also does nothing
 //          unless the ranks decided on another threshold, which it then takes. Otherwise its last block tells the peers: COUNTED
 //          with the rungs, or KEPT. With `step`, threshold, lower, tiles, shift and epochs are those it says.
 // Order    out ascends by index. Every sum is taken in list order: lists one after the other, an index at most once in each,
 //          so that no atomics are needed and the result depends on the lists alone.
-// Overflow what does not fit `out` is counted, not written. A tile with more than MOST sums is done in narrow windows, each
-//          twice. NaN cannot come in; an overflow to Inf is kept.
-// Traffic  8 bytes an entry read, of more than AHEAD lists or long ones twice, from cache; 8 a kept sum written.
+// Overflow what does not fit `out` is counted, not written. A tile with more than MOST sums is done in narrow windows.
+//          NaN cannot come in; an overflow to Inf is kept.
+// Traffic  8 bytes an entry read, of more than AHEAD lists or long ones twice, from cache; 8 a sum written, and 8 a kept one.
+//          Again: 8 a sum read, of a tile with more than MOST twice; 8 a kept one written.
 //          Shared memory holds a bitmap of the tile and its sums side by side: what is not there costs a bit.
 
 #include "lookback.cuh"
@@ -166,6 +169,33 @@ __device__ Windows cut_into_windows(Shared& shared, const Entry* __restrict__ po
   return {shared.edges, windows, 0, 1};
 }
 
+// The sums of a window that begins at `start`, in order, to where they can be read from later.
+__device__ void store_sums(const Shared& shared, unsigned sums, long long start, Entry* __restrict__ made) {
+  for (unsigned i = threadIdx.x; i < sums; i += THREADS)
+    made[i] = make_entry(static_cast<int>(start) + shared.element[i], shared.sums[i]);
+}
+
+// Up to MOST sums of the tile that begins at `start`, as sum_window leaves them.
+__device__ void load_sums(Shared& shared, unsigned sums, long long start, const Entry* made) {
+  __syncthreads();  // nobody reads the last ones any more
+  for (unsigned i = threadIdx.x; i < sums; i += THREADS) {
+    const Entry entry = made[i];
+    shared.sums[i] = entry_value(entry);
+    shared.element[i] = static_cast<unsigned short>(entry.x - start);
+  }
+  __syncthreads();
+}
+
+// Entries before a tile in this lane's share of the lists.
+__device__ unsigned entries_before(const unsigned* __restrict__ cuts, int lists, int tiles, unsigned tile, int lane) {
+  unsigned before = 0;
+  for (int list = lane; list < lists; list += 32) {
+    const unsigned* cut = cuts + static_cast<long long>(list) * (tiles + 1);
+    before += cut[tile] - cut[0];
+  }
+  return before;
+}
+
 // Which of this thread's sums reach the threshold, a bit a row; counts the rungs, and the kept of each row and warp.
 __device__ unsigned pick(Shared& shared, unsigned sums, unsigned threshold, bool count_rungs) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -227,7 +257,7 @@ __device__ void write_kept(const Shared& shared, unsigned sums, unsigned kept, u
 
 extern "C" __global__ void __launch_bounds__(THREADS, 5)
     sum_sorted_lists(const Entry* __restrict__ pool, const unsigned* __restrict__ cuts, int lists, long long lower,
-                     int tiles, int shift, unsigned threshold, const long long* __restrict__ offsets,
+                     int tiles, int shift, unsigned threshold, const long long* __restrict__ offsets, Entry* made, uint2* places,
                      Entry* __restrict__ out, unsigned capacity, State* state, unsigned long long* status, unsigned* ticket,
                      unsigned epoch, volatile unsigned* report, const unsigned* decision, int again,
                      const unsigned long long* windows, int ranks, int rank, const unsigned* __restrict__ step) {
@@ -244,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
     tiles = step[TILES];
     shift = step[SHIFT];
   }
-  if (again) threshold = decision[BITS];
+  if (again && decision) threshold = decision[BITS];
   for (int i = threadIdx.x; i < RUNGS; i += THREADS) {
     shared.rungs[i] = 0;
     const long long bits = static_cast<long long>(threshold) + (offsets ? offsets[i] : INFINITY_BITS);
@@ -255,18 +285,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
   if (tile >= static_cast<unsigned>(tiles)) return;
   const long long start = lower + (static_cast<long long>(tile) << shift);
   const unsigned width = 1u << shift;
-  const unsigned sums = sum_window(shared, pool, cuts, lists, tiles, tile, start, width);
-  unsigned kept = 0, whole = 0;
-  Windows narrow{};
-  if (sums <= MOST) {
-    kept = pick(shared, sums, threshold, true);
-    if (warp == 0) whole = place_rows(shared, sums, lane);
+  uint2 place;
+  if (again) {
+    place = places[tile];
+    if (place.y <= MOST) load_sums(shared, place.y, start, made + place.x);
   } else {
-    if (threadIdx.x == 0) atomicAdd(&state->crowded, 1u);
-    narrow = cut_into_windows(shared, pool, cuts, lists, tiles, tile, start, width);
+    const unsigned before = entries_before(cuts, lists, tiles, tile, lane);  // added up later: the loads are under way
+    place.y = sum_window(shared, pool, cuts, lists, tiles, tile, start, width);
+    place.x = __reduce_add_sync(FULL_WARP, before);
+    if (threadIdx.x == 0) places[tile] = place;
+    if (place.y <= MOST) store_sums(shared, place.y, start, made + place.x);
+  }
+  const unsigned sums = place.y;
+  made += place.x;
+  if (sums > MOST && threadIdx.x == 0) atomicAdd(&state->crowded, 1u);
+  unsigned kept = 0, whole = 0;
+  if (sums <= MOST) {
+    kept = pick(shared, sums, threshold, !again);
+    if (warp == 0) whole = place_rows(shared, sums, lane);
+  } else if (again) {
+    for (unsigned done = 0; done < sums; done += MOST) {
+      const unsigned these = sums - done < MOST ? sums - done : MOST;
+      load_sums(shared, these, start, made + done);
+      pick(shared, these, threshold, false);
+      if (warp == 0) whole += place_rows(shared, these, lane);
+    }
+  } else {
+    const Windows narrow = cut_into_windows(shared, pool, cuts, lists, tiles, tile, start, width);
+    unsigned done = 0;
     for (unsigned at = 0; at < width; at += MOST) {
       const unsigned window = narrow.first + at / MOST * narrow.each;
       const unsigned these = sum_window(shared, pool, narrow.cuts, lists, narrow.windows, window, start + at, MOST);
+      store_sums(shared, these, start + at, made + done);
+      done += these;
       pick(shared, these, threshold, true);
       if (warp == 0) whole += place_rows(shared, these, lane);
     }
@@ -284,16 +335,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
   if (sums <= MOST) {
     write_kept(shared, sums, kept, shared.offset, start, out, capacity);
   } else {
-    for (unsigned at = 0; at < width; at += MOST) {
-      const unsigned window = narrow.first + at / MOST * narrow.each;
-      const unsigned these = sum_window(shared, pool, narrow.cuts, lists, narrow.windows, window, start + at, MOST);
+    for (unsigned done = 0; done < sums; done += MOST) {
+      const unsigned these = sums - done < MOST ? sums - done : MOST;
+      load_sums(shared, these, start, made + done);
       kept = pick(shared, these, threshold, false);
       if (warp == 0) {
         const unsigned total = place_rows(shared, these, lane);
         if (lane == 0) shared.total = total;
       }
       __syncthreads();
-      write_kept(shared, these, kept, shared.offset, start + at, out, capacity);
+      write_kept(shared, these, kept, shared.offset, start, out, capacity);
       __syncthreads();
       if (threadIdx.x == 0) shared.offset += shared.total;
     }
