@@ -18,12 +18,13 @@ from collectives.device import Device, DeviceEntries
 from collectives.launches import Kernel, compiled, float_bits
 
 _KERNELS = Path(__file__).parent / "kernels"
-NARROWEST, WIDEST = 12, 15  # of region.cuh
+NARROWEST, WIDEST = 12, 16  # of region.cuh
 RUNGS = 65
-SUMS_WORDS = 2 + RUNGS  # of what a launch of sum_sorted_lists reports
-_SUMS_STATE_WORDS = 3 + RUNGS
-_ALONE = (0, 0, 0, 0)  # the last arguments of a launch of sum_sorted_lists that speaks to no peers
-_FULL = 1024  # sums that a tile should hold: a quarter of what it may, since large entries lie in crowds
+_SUMS_WORDS = 1 + RUNGS  # of what the kernels of sum_sorted_lists.cu report
+_SUMS_STATE_WORDS = 4 + RUNGS
+_SUMMED = 8  # where in it stands how many entries were summed
+_ALONE = (0, 0, 0, 0, 0)  # the last arguments of a launch of sum_sorted_lists.cu that speaks to no peers
+_FULL = 2048  # sums that a tile should hold: half of what it may, since large entries lie in crowds
 COMPACT_TILE = 2048  # of compact.cuh
 _COLLECT = {"tell_selection": 10, "tell_kept": 5, "collect_region": 11}  # name -> arguments
 _COMPACT_THREADS = 256
@@ -36,30 +37,20 @@ def tile_shift(entries: int, length: int) -> int:
 
 
 class CountedSums:
-    """A region's sums around a threshold, kept speculatively by the expected one; as the host's.
+    """A region's sums, counted around a threshold before it is known which of them to keep; as the host's.
 
     Attributes:
         counts: int64[m], descending: sums that reach each rung.
     """
 
-    def __init__(
-        self,
-        launch: Callable[..., tuple[int, NDArray[np.uint32]]],
-        out: DeviceEntries,
-        expected_bits: int,
-        offsets: NDArray[np.int64],
-    ) -> None:
-        self._launch = launch
+    def __init__(self, keep: Callable[[int], int], out: DeviceEntries, rungs: NDArray[np.uint32]) -> None:
+        self._keep = keep
         self._out = out
-        self._expected_bits = expected_bits
-        self._nnz, rungs = launch(threshold_bits=expected_bits, offsets=offsets)
         self.counts = rungs[::-1].cumsum(dtype=np.int64)[::-1].copy()  # MPI takes no negative stride
 
     def take(self, threshold_bits: int) -> DeviceEntries:
         """ENTRY[nnz], the sums that reach one of the rungs; may be called once, before other lists are summed."""
-        if threshold_bits != self._expected_bits:
-            self._nnz, _ = self._launch(threshold_bits=threshold_bits, again=True)
-        return self._out[: self._nnz]
+        return self._out[: self._keep(threshold_bits)]
 
 
 class DeviceKernels:
@@ -74,7 +65,8 @@ class DeviceKernels:
         sums = compiled(_KERNELS / "sum_sorted_lists.cu")
         lists = compiled(_KERNELS / "lists.cu")
         self._tile_cuts = Kernel(sums, "tile_cuts", 7)
-        self.sum_kernel = Kernel(sums, "sum_sorted_lists", 23)
+        self.sum_kernels = Kernel(sums, "sum_tiles", 17), Kernel(sums, "sum_crowded", 17)
+        self.keep_kernel = Kernel(sums, "keep_sums", 14)
         self._split_at_least = Kernel(lists, "split_at_least", 12)
         self._split_points = Kernel(lists, "split_points", 5)
         self.cuts_kernel = Kernel(lists, "equal_count_cuts", 5)
@@ -82,79 +74,14 @@ class DeviceKernels:
         self._add_values = Kernel(lists, "add_values", 3)
         self._scale_values = Kernel(lists, "scale_values", 3)
         self.sums_state = int(device.scratch("sums state", _SUMS_STATE_WORDS, np.uint32).data.ptr)
-        device.report("sums", SUMS_WORDS)
-        self.sums_report = device.address("sums")
+        self.summed = self.sums_state + _SUMMED
+        self.crowded_blocks = 2 * device.processors  # few: often they have nothing to do
+        device.report("sums", _SUMS_WORDS)
 
     def collect_kernels(self) -> dict[str, Kernel]:
         """The kernels of collect.cu, by name."""
         collect = compiled(_KERNELS / "collect.cu")
         return {name: Kernel(collect, name, size) for name, size in _COLLECT.items()}
-
-    def launch_sums(
-        self,
-        pool: DeviceEntries,
-        begins: NDArray[np.int64],
-        ends: NDArray[np.int64],
-        lower: int,
-        upper: int,
-        out: DeviceEntries,
-        threshold_bits: int,
-        offsets: NDArray[np.int64] | None = None,
-        again: bool = False,
-    ) -> tuple[int, NDArray[np.uint32]]:
-        """Sum, keep, count; waits. Again: keep of the sums that the last launch made of the same lists.
-
-        Returns (sums kept, uint32[65] sums on each rung).
-        """
-        device, lists, entries = self.device, len(begins), int(ends.sum() - begins.sum())
-        shift = tile_shift(entries, upper - lower)
-        tiles = max(1, -(-(upper - lower) >> shift))
-        cuts = device.scratch("tile cuts", lists * (tiles + 1), np.uint32).data.ptr
-        if not again:
-            ranges = device.post("ranges", np.concatenate([begins, ends]))
-            device.launch(
-                self._tile_cuts,
-                -(-(tiles + 1) // 128),
-                128,
-                pool.pointer,
-                ranges,
-                lists,
-                lower,
-                tiles,
-                shift,
-                cuts,
-                rows=lists,
-            )
-        report = device.report("sums", SUMS_WORDS)
-        scan = device.scan("sums", tiles)
-        device.launch(
-            self.sum_kernel,
-            tiles,
-            256,
-            pool.pointer,
-            cuts,
-            lists,
-            lower,
-            tiles,
-            shift,
-            threshold_bits,
-            0 if offsets is None else device.table(offsets),
-            device.scratch("sums made", max(1, entries), np.uint64).data.ptr,
-            device.scratch("sums places", tiles, np.uint64).data.ptr,
-            out.pointer,
-            len(out),
-            self.sums_state,
-            scan.status,
-            scan.ticket,
-            scan.epoch,
-            device.address("sums"),
-            0,
-            int(again),
-            *_ALONE,
-        )
-        device.synchronize()
-        report[1 + RUNGS] = 0  # of other tiles than a step among peers has
-        return int(report[0]), report[1 : 1 + RUNGS]
 
     def sum_sorted_lists(
         self,
@@ -167,7 +94,8 @@ class DeviceKernels:
         out: DeviceEntries,
     ) -> int:
         """As the host's."""
-        return self.launch_sums(pool, begins, ends, lower, upper, out, threshold_bits)[0]
+        made = self._launch_sums(pool, begins, ends, lower, upper, threshold_bits)
+        return self._keep_sums(made, out, threshold_bits)
 
     def counted_sums(
         self,
@@ -181,10 +109,56 @@ class DeviceKernels:
         out: DeviceEntries,
     ) -> CountedSums:
         """As the host's, for 65 offsets."""
-        launch = partial(
-            self.launch_sums, pool=pool, begins=begins, ends=ends, lower=lower, upper=upper, out=out
+        made = self._launch_sums(pool, begins, ends, lower, upper, expected_bits, offsets)
+        self.device.synchronize()
+        rungs = self.device.report("sums", _SUMS_WORDS)[1:]
+        return CountedSums(partial(self._keep_sums, made, out), out, rungs)
+
+    def _launch_sums(
+        self,
+        pool: DeviceEntries,
+        begins: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        lower: int,
+        upper: int,
+        threshold_bits: int,
+        offsets: NDArray[np.int64] | None = None,
+    ) -> DeviceEntries:
+        """Sum, and count on the ladder if there is one; what comes back holds the sums until the next launch."""
+        device, lists = self.device, len(begins)
+        entries = int(ends.sum() - begins.sum())
+        shift = tile_shift(entries, upper - lower)
+        tiles = max(1, -(-(upper - lower) >> shift))
+        ranges = device.post("ranges", np.concatenate([begins, ends]))
+        cuts = device.scratch("tile cuts", lists * (tiles + 1), np.uint32).data.ptr
+        blocks = -(-(tiles + 1) // 128)
+        device.launch(
+            self._tile_cuts, blocks, 128, pool.pointer, ranges, lists, lower, tiles, shift, cuts, rows=lists
         )
-        return CountedSums(launch, out, expected_bits, offsets)
+        memory = device.scratch("sums made", max(1, entries), np.uint64)
+        made = DeviceEntries(device, memory.data.ptr, entries, memory)
+        table = 0 if offsets is None else device.table(offsets)
+        crowded = device.scratch("crowded tiles", tiles, np.uint32).data.ptr
+        for kernel, blocks in zip(self.sum_kernels, (tiles, self.crowded_blocks), strict=True):
+            device.launch(
+                kernel, blocks, 256,
+                pool.pointer, cuts, lists, lower, tiles, shift, threshold_bits, table, made.pointer, crowded, self.sums_state,
+                device.address("sums"), *_ALONE,
+            )  # fmt: skip
+        return made
+
+    def _keep_sums(self, made: DeviceEntries, out: DeviceEntries, threshold_bits: int) -> int:
+        """Keep of what the last launch summed; waits. Returns how many reach the threshold."""
+        device = self.device
+        blocks = max(1, -(-len(made) // COMPACT_TILE))
+        scan = device.scan("keep", blocks)
+        device.launch(
+            self.keep_kernel, blocks, _COMPACT_THREADS,
+            made.pointer, threshold_bits, out.pointer, len(out), self.sums_state, scan.status, scan.ticket, scan.epoch,
+            device.address("sums"), *_ALONE,
+        )  # fmt: skip
+        device.synchronize()
+        return int(device.report("sums", _SUMS_WORDS)[0])
 
     def split_at_least(
         self,

@@ -30,7 +30,7 @@ class NamingLaunches:
         trigger: a block this many times the mean is skewed.
         header: address of what a selection reports on the device.
         packed: ENTRY[2k], where a selection lies, and what is taken of it.
-        sums: the sums of this rank's region, as many as the sums kernel has kept last.
+        sums: the sums of this rank's region, zeros among them, as many as the entries that were summed last.
         kept: what is taken of them.
         where: address of the boundaries.
         settled: address of the word by which a selection says that nothing is to be cut.
@@ -56,7 +56,7 @@ class NamingLaunches:
         device = self._device = transport.device
         ranks, rank = transport.size, transport.rank
         kernels: Any = transport.kernels
-        cap, counted = selection_cap(k), kernels.sums_state + 4
+        cap, counted = selection_cap(k), kernels.summed
         kth = compiled(_KERNELS / "kth.cu")
         histogram, agree = Kernel(kth, "kth_histogram", 17), Kernel(kth, "agree_on_digit", 12)
         take, take_cut = Kernel(kth, "take_named", 11), Kernel(kth, "take_cut", 16)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cuda_problems import is_cuda_error
-from collectives.device_kernels import NARROWEST, RUNGS, SUMS_WORDS, tile_shift
+from collectives.device_kernels import COMPACT_TILE, NARROWEST, tile_shift
 from collectives.device_transport import DeviceTransport
 from collectives.launches import Kernel, PreparedLaunch, compiled, double_bits, float_bits
 from collectives.peer_memory import PeerMemory, entries_bytes
@@ -32,8 +32,6 @@ _KERNELS = Path(__file__).parent / "kernels"
 _POOL = 3  # a region's incoming entries, in multiples of k: regions balance
 _SMALL_POOL = 4096  # entries that cost nothing: a small k may lie in one region on every rank
 _ROOM = 1.5  # a region may have so many times the tiles of an equal one before its launches are laid out anew
-# a multiprocessor, at most, where tiles are halved for being crowded: some six rounds of blocks
-_NARROWED_TILES = 32
 _PIECE = 128  # entries that a warp of gather_and_apply takes at once
 _STEP_WORDS = 8  # of a step: see peer.cuh
 _STAGES = ("select", "clear", "exchange", "reduce", "gather and apply")
@@ -80,8 +78,8 @@ class PeerLaunches:
         selected, decided: what kernels announce; packed_report, collected, taken, cuts: what they report, in pinned memory.
         timed: whether events are recorded between the stages of a step.
 
-    Memory: a window of 13k/4 entries and 0.8 MB; lists of 41k/4 entries beside it; 2k entries and n/1500 words that a
-        selection passes through; (P + 6)n/4096 words where tiles begin.
+    Memory: a window of 13k/4 entries and 0.8 MB; lists of 29k/4 entries beside it; 2k entries and n/1500 words that a
+        selection passes through; (P + 1)n/4096 words where tiles begin.
     """
 
     def __init__(
@@ -118,8 +116,7 @@ class PeerLaunches:
         pool = max(_POOL * k, min(ranks * selection_cap(k), _SMALL_POOL))
         self.pool = workspace.entries("incoming", pool)
         self.gathered = workspace.entries("gathered", selection_cap(k))
-        self._sums = workspace.entries("region sums", pool + 1)
-        self._made = workspace.entries("region sums by tile", pool)
+        self._sums = workspace.entries("region sums", pool)
         self.selected = Announced(device, "told", 4 + 2 * ranks)
         self.packed_report = report(device, "select", 4 + ranks)
         self.collected = report(device, "collected", ranks)
@@ -127,7 +124,6 @@ class PeerLaunches:
         self.taken = report(device, "taken", TAKEN_WORDS)
         self.cuts = report(device, "cuts found", ranks)
         self._words = report(device, "step", _STEP_WORDS)
-        self._summed = report(device, "sums", SUMS_WORDS)
         self._where = device.allocate(ranks + 1, np.int64)
         self._decision = device.scratch("decision", _COUNTS + 2 * ranks, np.uint32).data.ptr
         self._settled = device.scratch("selection settled", 1, np.uint32).data.ptr
@@ -141,8 +137,6 @@ class PeerLaunches:
         ranks, k, windows = transport.size, self.k, self._memory.windows
         equal = -(-self._length // ranks)
         self._most_tiles = max(1, -(-self._length >> NARROWEST))
-        self._region = (0, 0)
-        self._narrowed = 0
         self._tiles = min(self._most_tiles, int(_ROOM * max(1, -(-equal >> tile_shift(k, equal)))))
         # enough to keep NVLink's latency covered, few enough to wait side by side
         self._copy_blocks = max(1, min(8 * device.processors // ranks, -(-2 * k // (256 * ranks))))
@@ -193,32 +187,9 @@ class PeerLaunches:
         """Lay the launches out for new regions; whether graphs of them no longer hold."""
         rank = self._transport.rank
         self._where.set(boundaries, stream=self._device.stream)
-        self._region = int(boundaries[rank]), int(boundaries[rank + 1])
-        return self._cut_tiles()
-
-    def narrow(self) -> bool:
-        """Halve the tiles of this rank's region if the last step found some crowded; whether graphs no longer hold.
-
-        A crowded tile holds up all: its sums do not lie in shared memory at once. But every tile costs some microseconds of a
-        block, so that there may be too many. The result is the same in tiles of any width.
-        """
-        if not self._summed[1 + RUNGS]:
-            return False
-        self._summed[1 + RUNGS] = 0
-        before = self._words[6]
-        self._narrowed += 1
-        larger = self._cut_tiles()
-        if self._words[6] == before:
-            self._narrowed -= 1
-        return larger
-
-    def _cut_tiles(self) -> bool:
-        lower, upper = self._region
+        lower, upper = int(boundaries[rank]), int(boundaries[rank + 1])
         # where large entries lie close together a region is short, and so are its tiles: they get about as many entries
-        widest = tile_shift(self.k, upper - lower)
-        shift = max(NARROWEST, widest - self._narrowed)
-        while shift < widest and upper - lower >> shift > _NARROWED_TILES * self._device.processors:
-            shift += 1
+        shift = tile_shift(self.k, upper - lower)
         tiles = max(1, -(-(upper - lower) >> shift))
         self._words[4], self._words[5], self._words[6] = lower, tiles, shift
         if tiles <= self._tiles:
@@ -263,9 +234,10 @@ class PeerLaunches:
         if exact:
             self._enqueue_named_sums(stream)
         else:
-            self._count_sums(self._tiles, 256, stream)
+            self._count_sums[0](self._tiles, 256, stream)
+            self._count_sums[1](self._crowded_blocks, 256, stream)
             self._decide(1, 128, stream)
-            self._sum_again(self._tiles, 256, stream)
+            self._keep_sums(self._keep_blocks, 256, stream)
         self._mark(4, stream)
         self._enqueue_apply(vectors, stream)
         if unaided:
@@ -300,10 +272,11 @@ class PeerLaunches:
         """Free the windows, and lists that another k may need far smaller. Collective."""
         self._memory.close()
         workspace: Any = self._transport.workspace
-        workspace.forget("packed", "incoming", "gathered", "region sums", "region sums by tile")
+        workspace.forget("packed", "incoming", "gathered", "region sums")
 
     def _enqueue_named_sums(self, stream: int) -> None:
-        self._sum_all(self._tiles, 256, stream)
+        self._sum_all[0](self._tiles, 256, stream)
+        self._sum_all[1](self._crowded_blocks, 256, stream)
         self._naming.name_globally(self.pool.size, stream)
         self._tell_kept(1, 128, stream)
 
@@ -372,18 +345,26 @@ class PeerLaunches:
         ranks, rank = self._transport.size, self._transport.rank
         sums: Any = self._transport.kernels
         cuts = device.scratch("peer cuts", ranks * (self._most_tiles + 1), np.uint32).data.ptr
-        places = device.scratch("peer sums places", self._most_tiles, np.uint64).data.ptr
+        crowded = device.scratch("peer crowded tiles", self._most_tiles, np.uint32).data.ptr
         self._collect.values[7] = cuts
-        scan = device.scan("peer sums", self._most_tiles)
+        self._crowded_blocks = sums.crowded_blocks
 
-        def launch(ladder: int, out: Any, again: int, told: int) -> PreparedLaunch:
-            return PreparedLaunch(
-                sums.sum_kernel,
-                self.pool.pointer, cuts, ranks, 0, 0, 0, 0, ladder, self._made.pointer, places, out.pointer, out.size,
-                sums.sums_state, scan.status, scan.ticket, 0, sums.sums_report, self._decision, again, told, ranks, rank,
-                self._step,
-            )  # fmt: skip
+        def launches(ladder: int, told: int) -> list[PreparedLaunch]:
+            return [
+                PreparedLaunch(
+                    kernel,
+                    self.pool.pointer, cuts, ranks, 0, 0, 0, 0, ladder, self._sums.pointer, crowded, sums.sums_state, 0,
+                    self._decision, told, ranks, rank, self._step,
+                )
+                for kernel in sums.sum_kernels
+            ]  # fmt: skip
 
-        self._count_sums = launch(device.table(LADDER), self._kept, 0, windows)
-        self._sum_again = launch(0, self._kept, 1, windows)
-        self._sum_all = launch(0, self._sums, 0, 0)
+        self._count_sums = launches(device.table(LADDER), windows)
+        self._sum_all = launches(0, 0)
+        self._keep_blocks = -(-self._sums.size // COMPACT_TILE)
+        scan = device.scan("peer keep", self._keep_blocks)
+        self._keep_sums = PreparedLaunch(
+            sums.keep_kernel,
+            self._sums.pointer, 0, self._kept.pointer, self._kept.size, sums.sums_state, scan.status, scan.ticket, 0, 0,
+            self._decision, windows, ranks, rank, self._step,
+        )  # fmt: skip

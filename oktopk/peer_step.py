@@ -187,8 +187,6 @@ class PeerStep:
             self._boundaries = boundaries
             if launches.place(boundaries):
                 self._graphs.clear()
-        elif launches.narrow():
-            self._graphs.clear()
         to_clear = 0
         if support is not None and (not support.nnz or support.entries.pointer == launches.gathered.pointer):  # type: ignore[attr-defined]
             to_clear = support.nnz

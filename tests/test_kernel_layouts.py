@@ -97,8 +97,9 @@ def test_sums_keep_and_report_as_many_words_as_hosts_have_room_for() -> None:
         if isinstance(node, ast.Assign)
     }
     assert sizes["_SUMS_STATE_WORDS"] == f"{len(alone)} + RUNGS"
-    last = re.search(r"report\[(\d) \+ RUNGS\] = ", text)[1]
-    assert sizes["SUMS_WORDS"] == f"{int(last) + 1} + RUNGS"
+    assert int(sizes["_SUMMED"]) == 4 * alone.index("entries")
+    first = re.search(r"report\[(\d) \+ i\] = shared\.rungs\[i\]", text)[1]
+    assert sizes["_SUMS_WORDS"] == f"{first} + RUNGS"
 
 
 def test_the_words_of_a_step_are_where_kernels_read_them() -> None:

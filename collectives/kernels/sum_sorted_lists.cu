@@ -1,42 +1,40 @@
-// sum_sorted_lists: sum COO lists over a region, keep the sums that reach a threshold, count the others by a ladder.
+// sum_sorted_lists: sum COO lists over a region, count the sums on a ladder of thresholds, keep those that reach one of them.
 //
 // Shapes   pool[...] COO; list j is pool[ranges[j], ranges[lists + j]), strictly ascending within [lower, upper);
-//          cuts[lists][tiles + 1]: where each tile begins in each list; out[capacity] COO; made[entries of the lists] COO: the
-//          sums of each tile, from as many places on as entries come before it; places[tiles]: that place, and how many they are;
-//          report[2 + RUNGS] in host memory: sums kept, sums on each rung, and tiles that were crowded.
-// Units    threshold: bits of the smallest magnitude to keep, >= 1. Rung r holds what reaches threshold + offsets[r] and not
-//          threshold + offsets[r + 1], both clipped to finite nonzero magnitudes; offsets[RUNGS] ascend; null: no ladder.
-//          A tile is 2^shift elements, NARROWEST <= shift <= WIDEST.
-// Launch   tile_cuts: a thread a cut, lists in y. sum_sorted_lists: at least tiles = max(1, ceil((upper - lower) / 2^shift)) blocks
-//          of THREADS; `state` zeroed once; status, ticket, epoch as in lookback.cuh.
-//          With `again` nothing is summed: kept is of what the last launch made of the same lists.
-// Peers    windows null: none. With `decision` a launch does nothing when the step stops; with `again` it also does nothing
-//          unless the ranks decided on another threshold, which it then takes. Otherwise its last block tells the peers: COUNTED
-//          with the rungs, or KEPT. With `step`, threshold, lower, tiles, shift and epochs are those it says.
-// Order    out ascends by index. Every sum is taken in list order: lists one after the other, an index at most once in each,
+//          cuts[lists][tiles + 1]: where each tile begins in each list; made[entries of the lists] COO: the sums, ascending, those of a
+//          tile, or of a window of a crowded one, from as many places on as entries come before it, and zeros after them;
+//          crowded[tiles]; out[capacity] COO. report[1 + RUNGS] in host memory: sums kept, and on each rung.
+// Units    threshold: bits of a magnitude, >= 1, around which the ladder stands. Rung r holds what reaches threshold + offsets[r] and not
+//          threshold + offsets[r + 1], both clipped to finite nonzero magnitudes; offsets[RUNGS] ascend; null: no ladder, and what
+//          does not reach the threshold is made zero. A tile is 2^shift elements, NARROWEST <= shift <= WIDEST.
+// Launch   tile_cuts: a thread a cut, lists in y. Then sum_tiles: at least tiles = max(1, ceil((upper - lower) / 2^shift)) blocks of
+//          THREADS; sum_crowded: any blocks of THREADS; keep_sums: at least ceil(entries / COMPACT_TILE) blocks of
+//          COMPACT_THREADS, status, ticket, epoch as in lookback.cuh. `state` zeroed once.
+// Peers    windows null: none. With `decision` a launch does nothing when the step stops. The last block tells the peers: COUNTED with
+//          the rungs, or KEPT. With `step`, threshold, lower, tiles, shift and epochs are those it says; keep_sums takes the
+//          threshold that the ranks decided on.
+// Order    made and out ascend by index. Every sum is taken in list order: lists one after the other, an index at most once in each,
 //          so that no atomics are needed and the result depends on the lists alone.
-// Overflow what does not fit `out` is counted, not written. A tile with more than MOST sums is done in narrow windows.
-//          NaN cannot come in; an overflow to Inf is kept.
-// Traffic  8 bytes an entry read, of more than AHEAD lists or long ones twice, from cache; 8 a sum written, and 8 a kept one.
-//          Again: 8 a sum read, of a tile with more than MOST twice; 8 a kept one written.
-//          Shared memory holds a bitmap of the tile and its sums side by side: what is not there costs a bit.
+// Overflow what does not fit `out` is counted, not written. A tile with more than MOST sums is left to sum_crowded, which does its
+//          windows side by side. NaN cannot come in; an overflow to Inf is kept.
+// Traffic  8 bytes an entry read, of more than AHEAD lists or long ones twice, from cache, and 8 written; to keep, 8 an entry read and
+//          8 a kept sum written. Shared memory holds a bitmap of the tile and its sums side by side: what is not there costs a bit.
 
-#include "lookback.cuh"
+#include "compact.cuh"
 #include "peer.cuh"
 #include "region.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int MOST = 1 << NARROWEST;  // sums of a window
-constexpr int ROWS = MOST / THREADS;
 constexpr int WORDS = (1 << WIDEST) / 32;
 constexpr int EACH = WORDS / THREADS;  // words of the bitmap a thread
 constexpr int AHEAD = 4;               // lists whose entries are fetched together
 constexpr int DEEP = 2;                // entries of each, a thread
-constexpr int EDGES = 128;             // of windows in lists
+constexpr int EDGES = 128;             // of a window in lists
 
 struct State {
-  unsigned finished, kept, crowded;
+  unsigned finished, crowded, entries, kept;
   unsigned rungs[RUNGS];
 };
 
@@ -52,13 +50,13 @@ extern "C" __global__ void tile_cuts(const Entry* __restrict__ pool, const long 
 
 struct Shared {
   float sums[MOST];
-  unsigned present[WORDS];          // one bit an element of the window
-  unsigned short before[WORDS];     // bits before each word
-  unsigned short element[MOST];     // of each sum, within the window
-  unsigned counts[ROWS * WARPS], warp_totals[WARPS];
+  unsigned present[WORDS];       // one bit an element of the window
+  unsigned short before[WORDS];  // bits before each word
+  unsigned short element[MOST];  // of each sum, within the window
+  unsigned warp_totals[WARPS];
   unsigned rungs[RUNGS], edge[RUNGS];
-  unsigned edges[EDGES];  // where the windows of a crowded tile begin in each list, as cuts are
-  unsigned tile, offset, total, last;
+  unsigned edges[EDGES];  // where a window of a crowded tile begins and ends in each list, as cuts are
+  unsigned before_window, in_window, last;
 };
 
 // The sums of [start, start + width), packed in order; returns how many there are. Where that is more than MOST none are made.
@@ -150,222 +148,190 @@ __device__ unsigned sum_window(Shared& shared, const Entry* __restrict__ pool, c
   return sums;
 }
 
-// Where the lists of a tile are cut into its windows: what `sum_window` takes in the place of cuts, tiles and tile.
-struct Windows {
-  const unsigned* cuts;
-  int windows, first, each;  // the first window and what the next ones add
+// What all launches of a step have in common, as arguments or from `step`.
+struct Region {
+  long long lower;
+  int tiles, shift;
+  unsigned threshold, epoch;
 };
 
-__device__ Windows cut_into_windows(Shared& shared, const Entry* __restrict__ pool, const unsigned* __restrict__ cuts, int lists,
-                                    int tiles, unsigned tile, long long start, unsigned width) {
-  const int windows = width / MOST, edges = windows + 1;
-  if (lists * edges > EDGES) return {cuts, tiles, static_cast<int>(tile), 0};  // each window reads the whole tile
-  __syncthreads();
-  for (int i = threadIdx.x; i < lists * edges; i += THREADS) {
-    const unsigned* cut = cuts + static_cast<long long>(i / edges) * (tiles + 1) + tile;
-    shared.edges[i] = lower_bound(pool, cut[0], cut[1], start + static_cast<long long>(i % edges) * MOST);
-  }
-  __syncthreads();
-  return {shared.edges, windows, 0, 1};
+__device__ __forceinline__ Region region_of(long long lower, int tiles, int shift, unsigned threshold,
+                                            const unsigned* __restrict__ step) {
+  if (!step) return {lower, tiles, shift, threshold, 0};
+  return {step[LOWER], static_cast<int>(step[TILES]), static_cast<int>(step[SHIFT]), step[GLOBAL_BITS], step[EPOCH]};
 }
 
-// The sums of a window that begins at `start`, in order, to where they can be read from later.
-__device__ void store_sums(const Shared& shared, unsigned sums, long long start, Entry* __restrict__ made) {
-  for (unsigned i = threadIdx.x; i < sums; i += THREADS)
-    made[i] = make_entry(static_cast<int>(start) + shared.element[i], shared.sums[i]);
-}
-
-// Up to MOST sums of the tile that begins at `start`, as sum_window leaves them.
-__device__ void load_sums(Shared& shared, unsigned sums, long long start, const Entry* made) {
-  __syncthreads();  // nobody reads the last ones any more
-  for (unsigned i = threadIdx.x; i < sums; i += THREADS) {
-    const Entry entry = made[i];
-    shared.sums[i] = entry_value(entry);
-    shared.element[i] = static_cast<unsigned short>(entry.x - start);
-  }
-  __syncthreads();
-}
-
-// Entries before a tile in this lane's share of the lists.
-__device__ unsigned entries_before(const unsigned* __restrict__ cuts, int lists, int tiles, unsigned tile, int lane) {
-  unsigned before = 0;
-  for (int list = lane; list < lists; list += 32) {
-    const unsigned* cut = cuts + static_cast<long long>(list) * (tiles + 1);
-    before += cut[tile] - cut[0];
-  }
-  return before;
-}
-
-// Which of this thread's sums reach the threshold, a bit a row; counts the rungs, and the kept of each row and warp.
-__device__ unsigned pick(Shared& shared, unsigned sums, unsigned threshold, bool count_rungs) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  unsigned kept = 0;
-#pragma unroll 1  // as many rows as there are sums: most tiles have few
-  for (int row = 0; row * THREADS < sums; ++row) {
-    const unsigned at = row * THREADS + threadIdx.x;
-    const unsigned bits = at < sums ? magnitude(shared.sums[at]) : 0;
-    const bool keep = bits >= threshold;
-    kept |= static_cast<unsigned>(keep) << row;
-    const unsigned votes = __ballot_sync(FULL_WARP, keep);
-    if (lane == 0) shared.counts[row * WARPS + warp] = __popc(votes);
-    if (count_rungs && bits >= shared.edge[0]) {
-      int low = 0, high = RUNGS;  // the last edge that is reached
-      while (high - low > 1) {
-        const int middle = (low + high) >> 1;
-        if (bits >= shared.edge[middle])
-          low = middle;
-        else
-          high = middle;
-      }
-      atomicAdd(&shared.rungs[low], 1u);
-    }
-  }
-  __syncthreads();
-  return kept;
-}
-
-// Turns the counts of so many sums into places; returns their sum. Called by one warp.
-__device__ unsigned place_rows(Shared& shared, unsigned sums, int lane) {
-  constexpr int COUNTS_EACH = ROWS * WARPS / 32;
-  unsigned mine[COUNTS_EACH], sum = 0;
-#pragma unroll
-  for (int i = 0; i < COUNTS_EACH; ++i) {
-    mine[i] = sum;
-    const unsigned at = lane * COUNTS_EACH + i;
-    sum += at / WARPS * THREADS < sums ? shared.counts[at] : 0;
-  }
-  const unsigned inclusive = inclusive_sum(sum, lane);
-#pragma unroll
-  for (int i = 0; i < COUNTS_EACH; ++i) shared.counts[lane * COUNTS_EACH + i] = inclusive - sum + mine[i];
-  return __shfl_sync(FULL_WARP, inclusive, 31);
-}
-
-__device__ void write_kept(const Shared& shared, unsigned sums, unsigned kept, unsigned offset, long long start,
-                           Entry* __restrict__ out, unsigned capacity) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-#pragma unroll 1
-  for (int row = 0; row * THREADS < sums; ++row) {
-    const bool keep = kept >> row & 1;
-    const unsigned votes = __ballot_sync(FULL_WARP, keep);
-    if (keep) {
-      const unsigned place = offset + shared.counts[row * WARPS + warp] + __popc(votes & ((1u << lane) - 1));
-      const unsigned at = row * THREADS + threadIdx.x;
-      if (place < capacity) out[place] = make_entry(static_cast<int>(start) + shared.element[at], shared.sums[at]);
-    }
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 5)
-    sum_sorted_lists(const Entry* __restrict__ pool, const unsigned* __restrict__ cuts, int lists, long long lower,
-                     int tiles, int shift, unsigned threshold, const long long* __restrict__ offsets, Entry* made, uint2* places,
-                     Entry* __restrict__ out, unsigned capacity, State* state, unsigned long long* status, unsigned* ticket,
-                     unsigned epoch, volatile unsigned* report, const unsigned* decision, int again,
-                     const unsigned long long* windows, int ranks, int rank, const unsigned* __restrict__ step) {
-  __shared__ Shared shared;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  if (threadIdx.x == 0) shared.tile = draw_ticket(ticket);  // even if there is nothing to do
-  if (decision && (decision[STOP] || (again && !decision[AGAIN]))) return;
-  unsigned note_epoch = 0;
-  if (step) {
-    note_epoch = step[EPOCH];
-    epoch = 2 * note_epoch + again;
-    threshold = step[GLOBAL_BITS];
-    lower = step[LOWER];
-    tiles = step[TILES];
-    shift = step[SHIFT];
-  }
-  if (again && decision) threshold = decision[BITS];
+__device__ void begin_ladder(Shared& shared, unsigned threshold, const long long* __restrict__ offsets) {
   for (int i = threadIdx.x; i < RUNGS; i += THREADS) {
     shared.rungs[i] = 0;
     const long long bits = static_cast<long long>(threshold) + (offsets ? offsets[i] : INFINITY_BITS);
     shared.edge[i] = !offsets ? INFINITY_BITS + 1 : bits < 1 ? 1 : bits < INFINITY_BITS ? bits : INFINITY_BITS - 1;
   }
+}
+
+// The sums of a window that begins at `start`, then zeros, to `made`, which has room for so many entries; counts the rungs.
+__device__ void store_sums(Shared& shared, unsigned sums, unsigned entries, unsigned least, long long start,
+                           Entry* __restrict__ made) {
+#pragma unroll 1
+  for (unsigned i = threadIdx.x; i < entries; i += THREADS) {
+    const float sum = i < sums ? shared.sums[i] : 0.0f;
+    const unsigned bits = magnitude(sum);
+    made[i] = i < sums && bits >= least ? make_entry(static_cast<int>(start) + shared.element[i], sum) : make_entry(0, 0.0f);
+    if (bits < shared.edge[0]) continue;
+    int low = 0, high = RUNGS;  // the last edge that is reached
+    while (high - low > 1) {
+      const int middle = (low + high) >> 1;
+      if (bits >= shared.edge[middle])
+        low = middle;
+      else
+        high = middle;
+    }
+    atomicAdd(&shared.rungs[low], 1u);
+  }
+}
+
+// Adds this block's rungs to those of all; whether it is the last block to do so.
+__device__ bool add_rungs(Shared& shared, State* state, unsigned blocks) {
   __syncthreads();
-  const unsigned tile = shared.tile;
-  if (tile >= static_cast<unsigned>(tiles)) return;
-  const long long start = lower + (static_cast<long long>(tile) << shift);
-  const unsigned width = 1u << shift;
-  uint2 place;
-  if (again) {
-    place = places[tile];
-    if (place.y <= MOST) load_sums(shared, place.y, start, made + place.x);
-  } else {
-    const unsigned before = entries_before(cuts, lists, tiles, tile, lane);  // added up later: the loads are under way
-    place.y = sum_window(shared, pool, cuts, lists, tiles, tile, start, width);
-    place.x = __reduce_add_sync(FULL_WARP, before);
-    if (threadIdx.x == 0) places[tile] = place;
-    if (place.y <= MOST) store_sums(shared, place.y, start, made + place.x);
-  }
-  const unsigned sums = place.y;
-  made += place.x;
-  if (sums > MOST && threadIdx.x == 0) atomicAdd(&state->crowded, 1u);
-  unsigned kept = 0, whole = 0;
-  if (sums <= MOST) {
-    kept = pick(shared, sums, threshold, !again);
-    if (warp == 0) whole = place_rows(shared, sums, lane);
-  } else if (again) {
-    for (unsigned done = 0; done < sums; done += MOST) {
-      const unsigned these = sums - done < MOST ? sums - done : MOST;
-      load_sums(shared, these, start, made + done);
-      pick(shared, these, threshold, false);
-      if (warp == 0) whole += place_rows(shared, these, lane);
-    }
-  } else {
-    const Windows narrow = cut_into_windows(shared, pool, cuts, lists, tiles, tile, start, width);
-    unsigned done = 0;
-    for (unsigned at = 0; at < width; at += MOST) {
-      const unsigned window = narrow.first + at / MOST * narrow.each;
-      const unsigned these = sum_window(shared, pool, narrow.cuts, lists, narrow.windows, window, start + at, MOST);
-      store_sums(shared, these, start + at, made + done);
-      done += these;
-      pick(shared, these, threshold, true);
-      if (warp == 0) whole += place_rows(shared, these, lane);
-    }
-  }
-  if (warp == 0) {
-    const unsigned offset = look_back(status, tile, whole, epoch, lane);
-    if (lane == 0) {
-      shared.offset = offset;
-      if (tile == tiles - 1) state->kept = offset + whole;
-    }
-  }
   for (int i = threadIdx.x; i < RUNGS; i += THREADS)
     if (shared.rungs[i]) atomicAdd(&state->rungs[i], shared.rungs[i]);
-  __syncthreads();
-  if (sums <= MOST) {
-    write_kept(shared, sums, kept, shared.offset, start, out, capacity);
-  } else {
-    for (unsigned done = 0; done < sums; done += MOST) {
-      const unsigned these = sums - done < MOST ? sums - done : MOST;
-      load_sums(shared, these, start, made + done);
-      kept = pick(shared, these, threshold, false);
-      if (warp == 0) {
-        const unsigned total = place_rows(shared, these, lane);
-        if (lane == 0) shared.total = total;
-      }
-      __syncthreads();
-      write_kept(shared, these, kept, shared.offset, start, out, capacity);
-      __syncthreads();
-      if (threadIdx.x == 0) shared.offset += shared.total;
-    }
-  }
-  // the last block to finish reports the ladder, and leaves it at zero for the next launch
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) shared.last = atomicAdd(&state->finished, 1u) == tiles - 1;
+  if (threadIdx.x == 0) shared.last = atomicAdd(&state->finished, 1u) == blocks - 1;
   __syncthreads();
-  if (shared.last) {
-    __threadfence();
-    for (int i = threadIdx.x; i < RUNGS; i += THREADS) {
-      shared.rungs[i] = atomicExch(&state->rungs[i], 0u);
-      report[1 + i] = shared.rungs[i];
-    }
-    if (threadIdx.x == 0) {
-      report[0] = *const_cast<volatile unsigned*>(&state->kept);
-      report[1 + RUNGS] = atomicExch(&state->crowded, 0u);
-      state->finished = 0;
-    }
-    __syncthreads();
-    if (windows) tell_peers(windows, ranks, rank, again ? KEPT : COUNTED, shared.rungs, again ? 0 : RUNGS, note_epoch);
+  if (!shared.last) return false;
+  __threadfence();
+  if (threadIdx.x == 0) state->finished = 0;
+  return true;
+}
+
+// Reports the ladder, tells the peers of it, and leaves it at zero for the next launch.
+__device__ void tell_rungs(Shared& shared, State* state, volatile unsigned* report, const unsigned long long* windows, int ranks,
+                           int rank, unsigned epoch) {
+  for (int i = threadIdx.x; i < RUNGS; i += THREADS) {
+    shared.rungs[i] = atomicExch(&state->rungs[i], 0u);
+    if (report) report[1 + i] = shared.rungs[i];
   }
+  __syncthreads();
+  if (windows) tell_peers(windows, ranks, rank, COUNTED, shared.rungs, RUNGS, epoch);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 5)
+    sum_tiles(const Entry* __restrict__ pool, const unsigned* __restrict__ cuts, int lists, long long lower, int tiles,
+              int shift, unsigned threshold, const long long* __restrict__ offsets, Entry* __restrict__ made,
+              unsigned* __restrict__ crowded, State* state, volatile unsigned* report, const unsigned* decision,
+              const unsigned long long* windows, int ranks, int rank, const unsigned* __restrict__ step) {
+  __shared__ Shared shared;
+  const int lane = threadIdx.x & 31;
+  const Region region = region_of(lower, tiles, shift, threshold, step);
+  if ((decision && decision[STOP]) || blockIdx.x >= static_cast<unsigned>(region.tiles)) return;
+  begin_ladder(shared, region.threshold, offsets);
+  const unsigned tile = blockIdx.x;
+  unsigned before = 0, entries = 0;  // this lane's share: added up later, the loads are under way
+  for (int list = lane; list < lists; list += 32) {
+    const unsigned* cut = cuts + static_cast<long long>(list) * (region.tiles + 1);
+    before += cut[tile] - cut[0];
+    entries += cut[tile + 1] - cut[tile];
+  }
+  const long long start = region.lower + (static_cast<long long>(tile) << region.shift);
+  const unsigned sums = sum_window(shared, pool, cuts, lists, region.tiles, tile, start, 1u << region.shift);
+  before = __reduce_add_sync(FULL_WARP, before);
+  entries = __reduce_add_sync(FULL_WARP, entries);
+  if (sums <= MOST)
+    store_sums(shared, sums, entries, offsets ? 0 : region.threshold, start, made + before);
+  else if (threadIdx.x == 0)
+    crowded[atomicAdd(&state->crowded, 1u)] = tile;
+  if (tile == region.tiles - 1 && threadIdx.x == 0) state->entries = before + entries;
+  if (add_rungs(shared, state, region.tiles) && !read_note(&state->crowded))
+    tell_rungs(shared, state, report, windows, ranks, rank, region.epoch);
+}
+
+// Where a window lies in each list of its tile, in shared.edges if there is room: begin, end. Sets before_window, in_window.
+__device__ void cut_window(Shared& shared, const Entry* __restrict__ pool, const unsigned* __restrict__ cuts, int lists, int tiles,
+                           unsigned tile, long long start) {
+  __syncthreads();
+  if (threadIdx.x == 0) shared.before_window = shared.in_window = 0;
+  __syncthreads();
+  for (int list = threadIdx.x; list < lists; list += THREADS) {
+    const unsigned* cut = cuts + static_cast<long long>(list) * (tiles + 1) + tile;
+    const unsigned begin = lower_bound(pool, cut[0], cut[1], start), end = lower_bound(pool, begin, cut[1], start + MOST);
+    atomicAdd(&shared.before_window, begin - cut[-static_cast<long long>(tile)]);
+    atomicAdd(&shared.in_window, end - begin);
+    if (2 * list + 1 < EDGES) {
+      shared.edges[2 * list] = begin;
+      shared.edges[2 * list + 1] = end;
+    }
+  }
+  __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 5)
+    sum_crowded(const Entry* __restrict__ pool, const unsigned* __restrict__ cuts, int lists, long long lower, int tiles,
+                int shift, unsigned threshold, const long long* __restrict__ offsets, Entry* __restrict__ made,
+                const unsigned* __restrict__ crowded, State* state, volatile unsigned* report, const unsigned* decision,
+                const unsigned long long* windows, int ranks, int rank, const unsigned* __restrict__ step) {
+  __shared__ Shared shared;
+  const unsigned left = state->crowded;
+  if ((decision && decision[STOP]) || !left) return;
+  const Region region = region_of(lower, tiles, shift, threshold, step);
+  begin_ladder(shared, region.threshold, offsets);
+  const unsigned each = 1u << (region.shift - NARROWEST);
+  for (unsigned i = blockIdx.x; i < left * each; i += gridDim.x) {
+    const unsigned tile = crowded[i / each];
+    const long long start = region.lower + (static_cast<long long>(tile) << region.shift) + i % each * MOST;
+    cut_window(shared, pool, cuts, lists, region.tiles, tile, start);
+    const unsigned before = shared.before_window, entries = shared.in_window;
+    const bool all = 2 * lists <= EDGES;  // else each window reads the whole tile
+    const unsigned sums = all ? sum_window(shared, pool, shared.edges, lists, 1, 0, start, MOST)
+                              : sum_window(shared, pool, cuts, lists, region.tiles, tile, start, MOST);
+    store_sums(shared, sums, entries, offsets ? 0 : region.threshold, start, made + before);
+  }
+  if (!add_rungs(shared, state, gridDim.x)) return;
+  if (threadIdx.x == 0) state->crowded = 0;
+  tell_rungs(shared, state, report, windows, ranks, rank, region.epoch);
+}
+
+// out gets the sums that reach a threshold.
+extern "C" __global__ void __launch_bounds__(COMPACT_THREADS)
+    keep_sums(const Entry* __restrict__ made, unsigned threshold, Entry* __restrict__ out, unsigned capacity, State* state,
+              unsigned long long* status, unsigned* ticket, unsigned epoch, volatile unsigned* report,
+              const unsigned* decision, const unsigned long long* windows, int ranks, int rank,
+              const unsigned* __restrict__ step) {
+  __shared__ unsigned counts[COMPACT_ROWS * COMPACT_WARPS];
+  __shared__ unsigned shared_tile, offset, total, last;
+  if (threadIdx.x == 0) shared_tile = draw_ticket(ticket);  // even if there is nothing to do
+  if (decision) {
+    if (decision[STOP]) return;
+    threshold = decision[BITS];
+  }
+  if (step) epoch = step[EPOCH];
+  const unsigned entries = state->entries;
+  const unsigned tiles = entries ? (entries + COMPACT_TILE - 1) / COMPACT_TILE : 1;
+  __syncthreads();
+  const unsigned tile = shared_tile;
+  if (tile >= tiles) return;
+  const unsigned start = tile * COMPACT_TILE + threadIdx.x;
+  Entry entry[COMPACT_ROWS];
+  bool flag[COMPACT_ROWS];
+  unsigned place[COMPACT_ROWS];
+#pragma unroll
+  for (int row = 0; row < COMPACT_ROWS; ++row) {
+    const unsigned at = start + row * COMPACT_THREADS;
+    entry[row] = at < entries ? made[at] : make_entry(0, 0.0f);
+    flag[row] = magnitude(entry[row]) >= threshold;
+  }
+  places_in_order(flag, place, Scan{status, ticket, epoch}, tile, counts, &offset, &total);
+#pragma unroll
+  for (int row = 0; row < COMPACT_ROWS; ++row)
+    if (flag[row] && place[row] < capacity) out[place[row]] = entry[row];
+  if (report && tile == tiles - 1 && threadIdx.x == 0) report[0] = total;
+  if (!windows) return;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicAdd(&state->kept, 1u) == tiles - 1;
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  if (threadIdx.x == 0) state->kept = 0;
+  tell_peers(windows, ranks, rank, KEPT, counts, 0, epoch);
 }

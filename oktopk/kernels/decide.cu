@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(128)
     decision[STOP] = stop;
     decision[NEAREST] = nearest;
     decision[BITS] = named;
-    decision[AGAIN] = !stop && named != bits;
+    decision[AGAIN] = !stop;
     decision[TOTAL] = start;
   }
   __syncthreads();
