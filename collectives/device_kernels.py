@@ -58,6 +58,13 @@ class DeviceKernels:
 
     Args:
         device: where they run.
+
+    Attributes:
+        sum_kernels: sum_tiles and sum_crowded, to be launched one after the other.
+        keep_kernel: keep_sums.
+        crowded_blocks: how many blocks of sum_crowded.
+        sums_state: address of what these share from launch to launch.
+        summed: address of the word that says how many entries were summed last.
     """
 
     def __init__(self, device: Device) -> None:
