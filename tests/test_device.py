@@ -85,7 +85,8 @@ def test_steps_through_peer_memory_give_the_cpus_bits(
     on_gpu = GradientAllreduce(comm, length, "oktopk", device="cuda", peer_memory=True, **settings)
     assert on_gpu.without_peers == ""
     rng = np.random.default_rng(comm.rank)
-    notes = []  # control messages of regular steps: two notes, three when the threshold moved
+    # control messages of regular steps: of what was selected, counted, kept; one more where regions are renewed
+    notes = set()
     for _ in range(40):
         gradient = (rng.standard_normal(length) ** 3).astype(np.float32)
         first, second = on_gpu.step(put("cuda", gradient)), on_cpu.step(gradient)
@@ -98,8 +99,8 @@ def test_steps_through_peer_memory_give_the_cpus_bits(
         assert np.array_equal(get(on_gpu.update), on_cpu.update)
         assert np.array_equal(get(on_gpu.residual), on_cpu.residual)
         if not first.exact:
-            notes.append(first.control_messages)
-    assert 2 in notes and 3 in notes
+            notes.add(first.control_messages)
+    assert 3 in notes <= {3, 4}
     assert (
         on_cpu.state_dict()["methods"]["oktopk"]["threshold"]
         == on_gpu.state_dict()["methods"]["oktopk"]["threshold"]
