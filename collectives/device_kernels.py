@@ -65,6 +65,9 @@ class DeviceKernels:
         crowded_blocks: how many blocks of sum_crowded.
         sums_state: address of what these share from launch to launch.
         summed: address of the word that says how many entries were summed last.
+
+    Memory: beside what the caller has, 8 bytes an entry of the most that were summed at once by `sum_sorted_lists` or
+        `counted_sums`, and two words a tile, kept.
     """
 
     def __init__(self, device: Device) -> None:

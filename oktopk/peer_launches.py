@@ -31,7 +31,7 @@ _COUNTS = 5  # words of a decision before the counts: see peer.cuh
 _KERNELS = Path(__file__).parent / "kernels"
 _POOL = 3  # a region's incoming entries, in multiples of k: regions balance
 _SMALL_POOL = 4096  # entries that cost nothing: a small k may lie in one region on every rank
-_ROOM = 1.5  # a region may have so many times the tiles of an equal one before its launches are laid out anew
+_ROOM = 1.5  # a region may have so many times the tiles of an equal one before graphs are captured anew
 _PIECE = 128  # entries that a warp of gather_and_apply takes at once
 _STEP_WORDS = 8  # of a step: see peer.cuh
 _STAGES = ("select", "clear", "exchange", "reduce", "gather and apply")
@@ -184,7 +184,7 @@ class PeerLaunches:
         return int(self._reading.undo.kernel.function)
 
     def place(self, boundaries: NDArray[np.int64]) -> bool:
-        """Lay the launches out for new regions; whether graphs of them no longer hold."""
+        """Say where the new regions lie; whether graphs of a step have too few blocks for them."""
         rank = self._transport.rank
         self._where.set(boundaries, stream=self._device.stream)
         lower, upper = int(boundaries[rank]), int(boundaries[rank + 1])
@@ -195,7 +195,6 @@ class PeerLaunches:
         if tiles <= self._tiles:
             return False
         self._tiles = tiles
-        self._lay_out_sums()
         return True
 
     def upload_step(self, stream: int) -> None:
@@ -340,7 +339,7 @@ class PeerLaunches:
         )  # fmt: skip
 
     def _lay_out_sums(self) -> None:
-        """For regions of up to `_tiles`; takes memory for a region as long as the gradient at once."""
+        """Takes memory for a region as long as the gradient."""
         device, windows = self._device, self._memory.windows
         ranks, rank = self._transport.size, self._transport.rank
         sums: Any = self._transport.kernels
