@@ -178,7 +178,7 @@ class PeerStep:
                 between k/2 and 5k/4 sums, where there is one. Equal on all ranks.
 
         Traffic: 2 words a selected entry outside the own region, read by its owner; 2(P-1) words a kept sum, read by all.
-            Control: notes of P + 3 and 65 words to every rank, or 4096 where the threshold is named exactly.
+            Control: notes of P + 3, 65 and no words to every rank, or 4096 for 65 where the threshold is named exactly.
         """
         launches = self._launches
         assert launches is not None
