@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.recursive_doubling import allgatherv
+from collectives.allgatherv import allgatherv
+from collectives.mpi import Transport
 from collectives.sparse import SparseVector
-from collectives.transport import Transport
 
 
 def needs_balancing(counts: NDArray[np.int64], trigger: float) -> bool:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.recursive_doubling import allgatherv
-from collectives.transport import Transport
+from collectives.allgatherv import allgatherv
+from collectives.mpi import Transport
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.mpi import FlaggedRanksError, Round, Transport
 from collectives.sparse import SparseVector
-from collectives.transport import FlaggedRanksError, Round, Transport
 
 
 @dataclass(frozen=True)

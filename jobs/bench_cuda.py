@@ -18,8 +18,8 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-import collectives.device
-from collectives.device_transport import select_device
+import collectives.cuda.device
+from collectives.mpi_cuda import select_device
 from jobs.bench_device import Growth
 from jobs.bench_device_gradients import STORED, DeviceGradients, convert
 from jobs.bench_device_speeds import measure_device_speeds
@@ -91,10 +91,10 @@ class Cuda:
         """Count what CuPy's pool and the library's own cudaMalloc are asked for, and watch the driver's free memory.
 
         The driver counts for the whole GPU, in pages of 2 MB: it is not asked where other ranks share the GPU. Waits are those
-        of `collectives.device.Device`, for its stream or for a word that a kernel writes; `finish` is the bench's own.
+        of `collectives.cuda.device.Device`, for its stream or for a word that a kernel writes; `finish` is the bench's own.
         """
         growth = Growth(synchronizations=0)
-        device = collectives.device.Device
+        device = collectives.cuda.device.Device
         allocate, synchronize, watch = device.allocate, device.synchronize, device.watch
 
         def counted_allocate(self: Any, count: int, dtype: Any) -> Any:

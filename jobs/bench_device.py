@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.cuda_problems import gpu_problem
+from collectives.cuda.environment import gpu_problem
 from jobs.bench_document import BenchError
 from jobs.bench_floors import Speeds, measure_speeds
 from jobs.bench_gradients import DrawnGradients, GradientSource

@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from collectives.launches import compiled
+from collectives.cuda.launch import compiled
 from jobs.bench_gradients import Draws
 
 STORED: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}

@@ -11,12 +11,12 @@ import cupy
 import numpy as np
 from mpi4py import MPI
 
-from collectives.cuda_mpi import device_memory_problem
-from collectives.device import Device, DeviceWorkspace
+from collectives.cuda.device import Device, DeviceWorkspace
+from collectives.cuda.ucx import device_memory_problem
 from jobs.bench_device_gradients import STORED, DeviceGradients, convert
 from jobs.bench_document import BenchError
 from jobs.bench_floors import ENTRY_BYTES, Speeds, best_seconds, message_seconds, ring_exchange
-from oktopk.device_kernels import DeviceKernels
+from oktopk.cuda.kernels import DeviceKernels
 from oktopk.settings import entries_kept
 
 _WIRE_BYTES = 64 << 20

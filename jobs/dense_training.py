@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives.traffic import Traffic
 from jobs.wires import Wire, ring_traffic, stop_process_group
 from oktopk import StepReport
-from oktopk.flat_gradients import FlatGradients
-from oktopk.optimizer import load_state
+from oktopk.torch.gradients import FlatGradients
+from oktopk.torch.optimizer import load_state
 
 
 class DenseTraining(ABC):

@@ -87,7 +87,7 @@ def two(
 def as_given(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment without what loading UCX in this very process put there."""
     loaded = getattr(sys.modules.get("collectives"), "WITHOUT_CUDA_UCX", "not even imported") == ""
-    put = sys.modules["collectives.cuda_mpi"].UCX_SETTINGS if loaded else {}
+    put = sys.modules["collectives.cuda.ucx"].UCX_SETTINGS if loaded else {}
     return {name: value for name, value in environment.items() if put.get(name) != value}
 
 

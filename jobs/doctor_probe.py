@@ -25,7 +25,7 @@ _DEADLINE = 300  # seconds after which a process that nobody ends, ends itself
 
 def gpus() -> dict[str, Any]:
     """The driver, the GPUs, whether they reach each other's memory, and whether our kernels compile for them."""
-    from collectives import cuda_problems
+    from collectives.cuda import environment as cuda_problems
 
     problem = cuda_problems.gpu_problem()
     found: dict[str, Any] = {"driver": cuda_problems.driver_version(), "problem": problem}
@@ -49,13 +49,15 @@ def _compile() -> dict[str, Any]:
     """Whether our kernels compile, and how long that takes."""
     import mpi4py
 
-    from collectives.cuda_problems import kernel_problem
+    from collectives.cuda.environment import kernel_problem
 
     mpi4py.rc(initialize=False)
     try:
-        from collectives import device, device_kernels, launches
-        from oktopk import device_kernels as gradient_kernels
+        from collectives.cuda import device
+        from collectives.cuda import kernels as device_kernels
+        from collectives.cuda import launch as launches
         from oktopk.backend import GRADIENT_TYPES
+        from oktopk.cuda import kernels as gradient_kernels
     except (ImportError, RuntimeError):  # no MPI library, which the exchanges will say
         return {}
     began = time.perf_counter()
@@ -73,7 +75,7 @@ def _compile() -> dict[str, Any]:
 
 def _untyped_sources(*modules: ModuleType) -> list[Path]:
     """The `.cu` files beside these modules that know no type of gradient."""
-    folders = [Path(str(module.__file__)).parent / "kernels" for module in modules]
+    folders = [Path(str(module.__file__)).parent for module in modules]
     sources = [source for folder in folders for source in sorted(folder.glob("*.cu"))]
     return [source for source in sources if "gradient.cuh" not in source.read_text(encoding="utf-8")]
 
@@ -92,8 +94,8 @@ def host(comm: Any) -> dict[str, Any]:
     import numpy as np
     from mpi4py import MPI
 
-    from collectives.cuda_mpi import device_memory_problem
-    from collectives.transport import Transport
+    from collectives.cuda.ucx import device_memory_problem
+    from collectives.mpi import Transport
 
     library = " ".join(MPI.Get_library_version().split()).split(", ")[0]
     found = {"library": library[:60], "device_memory_problem": device_memory_problem()}
@@ -102,14 +104,14 @@ def host(comm: Any) -> dict[str, Any]:
 
 def device(comm: Any) -> dict[str, Any]:
     """Device memory, given to MPI."""
-    from collectives.device_transport import DeviceTransport
+    from collectives.mpi_cuda import DeviceTransport
 
     return _on_gpus(comm, DeviceTransport)
 
 
 def staged(comm: Any) -> dict[str, Any]:
     """Device memory through pinned host memory."""
-    from collectives.device_transport import StagedDeviceTransport
+    from collectives.mpi_cuda import StagedDeviceTransport
 
     return _on_gpus(comm, StagedDeviceTransport)
 
@@ -117,8 +119,8 @@ def staged(comm: Any) -> dict[str, Any]:
 def _on_gpus(comm: Any, transport_of: Callable[..., Any]) -> dict[str, Any]:
     import cupy
 
-    from collectives.device import Device
-    from collectives.device_transport import select_device
+    from collectives.cuda.device import Device
+    from collectives.mpi_cuda import select_device
 
     number = select_device(comm)
     with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -143,9 +145,9 @@ def peer(comm: Any) -> dict[str, Any]:
     import cupy
     import numpy as np
 
-    from collectives.device import Device
-    from collectives.device_transport import select_device
-    from collectives.peer_memory import peer_memory_problem
+    from collectives.cuda.device import Device
+    from collectives.mpi_cuda import select_device
+    from collectives.symmetric_memory import peer_memory_problem
 
     number, other = select_device(comm), 1 - comm.rank
     runtime, stream = cupy.cuda.runtime, cupy.cuda.Stream(non_blocking=True)
@@ -253,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             found = EXCHANGES[what](comm)
         except Exception as error:
-            from collectives.cuda_problems import first_line
+            from collectives.cuda.environment import first_line
 
             found = {"problem": f"{type(error).__name__}: {first_line(error)}"}
             Path(f"{path}.{comm.rank}").write_text(json.dumps(found), encoding="utf-8")

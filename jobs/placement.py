@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from mpi4py import MPI
 
-from collectives.cuda_problems import gpu_problem
+from collectives.cuda.environment import gpu_problem
 from data.loader import EvaluationLoader, EvaluationSource, TrainingLoader, TrainingSource
 from data.resident import ResidentEvaluationLoader, ResidentTrainingLoader
 from jobs.agreement import Refused, decide_together
@@ -109,7 +109,7 @@ class CudaPlacement:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
             torch.use_deterministic_algorithms(True, warn_only=True)
         decide_together(comm, _load_cupy, (PlacementError,))
-        from collectives.device_transport import select_device
+        from collectives.mpi_cuda import select_device
 
         number = select_device(comm)
 
@@ -191,7 +191,7 @@ def _kind(wanted: str) -> str:
 def _load_cupy() -> None:
     """Import what selects the GPU, before there is a CUDA context on another one."""
     try:
-        from collectives import device_transport
+        from collectives import mpi_cuda as device_transport
 
         device_transport.cupy.cuda.runtime.getDeviceCount()
     except Exception as error:  # a broken installation raises whatever it likes

@@ -18,7 +18,7 @@ from jobs.placement import Placement
 from jobs.wires import MpiWire, TorchWire, Wire, WireError, start_process_group
 from jobs.workloads import Workload
 from oktopk import METHODS, DistributedOptimizer, StepReport
-from oktopk.flat_gradients import FlatGradients
+from oktopk.torch.gradients import FlatGradients
 
 
 class ReducingOptimizer(Protocol):

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from jobs import checkpoint_files as files
 from jobs.agreement import Refused, decide_on_root
 from jobs.checkpoint_files import BadCheckpointError, Identity
-from oktopk.redistribute import inherited_ranks, redistributed_state
+from oktopk.elastic import inherited_ranks, redistributed_state
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from collectives.dense import DenseAllreduce
+from collectives.dense_allreduce import DenseAllreduce
+from collectives.mpi import Transport
 from collectives.traffic import Traffic
-from collectives.transport import Transport
 
 
 class WireError(RuntimeError):

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.cuda_problems import gpu_problem, is_cuda_error, kernel_problem
-from collectives.transport import Transport
-from oktopk import host_kernels
-from oktopk.pieces import ScatteredGradient
+from collectives.cuda.environment import gpu_problem, is_cuda_error, kernel_problem
+from collectives.mpi import Transport
+from oktopk.cpu import kernels as host_kernels
+from oktopk.cuda.multi_tensor import ScatteredGradient
 
 GRADIENT_TYPES = {"cpu": ("float32",), "cuda": ("float32", "bfloat16", "float16")}
 """device -> gradient types it takes."""
@@ -128,7 +128,7 @@ def make_backend(device: str, gradient_type: str, stream: Any) -> Backend:
         return HostBackend()  # type: ignore[return-value]
     if problem := gpu_problem():
         raise RuntimeError(f"device 'cuda' cannot be used: {problem}")
-    from oktopk.device_backend import DeviceBackend
+    from oktopk.cuda.executor import DeviceBackend
 
     try:
         return DeviceBackend(gradient_type, stream)  # type: ignore[return-value]

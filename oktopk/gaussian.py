@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.host_kernels import bits_magnitude, magnitude_bits
+from collectives.cpu.kernels import bits_magnitude, magnitude_bits
 from collectives.sparse import SparseVector
 from oktopk.selection import LocalSelection, Selection
 from oktopk.settings import selection_cap

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from oktopk.flat_gradients import FlatGradients, refuse_sparse
-from oktopk.pieces import ScatteredGradient
+from oktopk.cuda.multi_tensor import ScatteredGradient
+from oktopk.torch.gradients import FlatGradients, refuse_sparse
 
 
 class GradientsInPlace:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.host_kernels import bits_magnitude, magnitude_bits
+from collectives.cpu.kernels import bits_magnitude, magnitude_bits
+from collectives.mpi import Transport
 from collectives.sparse import SparseVector
-from collectives.transport import Transport
-from oktopk.host_kernels import Packing
+from oktopk.cpu.kernels import Packing
 from oktopk.settings import selection_cap
 from oktopk.thresholds import NOTHING, OCTAVE, kth_magnitude, learned_trend
 

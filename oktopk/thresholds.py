@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import host_kernels
-from collectives.host_kernels import bits_magnitude
+from collectives.cpu import kernels as host_kernels
+from collectives.cpu.kernels import bits_magnitude
 from collectives.split_and_reduce import RegionLists
-from oktopk.host_kernels import LEVELS
+from oktopk.cpu.kernels import LEVELS
 from oktopk.settings import selection_cap
 
 NOTHING = 0x7F800000

@@ -66,7 +66,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not gpus(), reas
 def use(device: str, comm: MPI.Intracomm) -> None:
     """Make this rank's GPU the current one."""
     if device == "cuda":
-        from collectives.device_transport import select_device
+        from collectives.mpi_cuda import select_device
 
         select_device(comm)
 

@@ -61,12 +61,12 @@ def fake_cupy(
 @contextmanager
 def on_fake(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within it the modules that need CuPy are imported anew, on this one; afterwards they are as before."""
-    names = [f"collectives.device{part}" for part in ("", "_kernels", "_transport")]
+    names = [f"collectives.cuda.device{part}" for part in ("", "_kernels", "_transport")]
     names += [
-        "collectives.launches",
-        "collectives.peer_memory",
-        "oktopk.device_kernels",
-        "oktopk.device_backend",
+        "collectives.cuda.launch",
+        "collectives.symmetric_memory",
+        "oktopk.cuda.kernels",
+        "oktopk.cuda.executor",
     ]
     names += [
         f"oktopk.{part}"

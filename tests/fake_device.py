@@ -10,8 +10,8 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives import host_kernels
-from collectives.staging_transport import StagingBuffers, StagingTransport
+from collectives.cpu import kernels as host_kernels
+from collectives.mpi_staged import StagingBuffers, StagingTransport
 
 POISON = 0xA5
 

@@ -1,6 +1,6 @@
 """Peer memory without GPUs: what the kernels of a step tell each other goes over MPI, and the host finds what it would on a GPU.
 
-It stands where `oktopk.peer_step.PeerStep` does, so that what the host makes of a step among peers, deferred or not, is tested
+It stands where `oktopk.cuda.p2p_executor.PeerStep` does: what the host makes of a step among peers, deferred or not, is tested
 on any machine. What kernels compute, and when, is not.
 """
 
@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import host_kernels as lists_kernels
+from collectives.cpu import kernels as lists_kernels
+from collectives.mpi import Transport
 from collectives.sparse import ENTRY, SparseVector
 from collectives.split_and_reduce import RegionLists
-from collectives.transport import Transport
-from oktopk import host_kernels as kernels
-from oktopk.report import Stopwatch
+from oktopk.cpu import kernels
+from oktopk.results import Stopwatch
 from oktopk.settings import Settings, selection_cap
 from oktopk.thresholds import LADDER, MISS, NOTHING, kth_magnitude
 

@@ -12,9 +12,9 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.balance_and_allgatherv import balance_and_allgatherv, needs_balancing
+from collectives.mpi import Transport
 from collectives.sparse import ENTRY
 from collectives.traffic import Traffic
-from collectives.transport import Transport
 
 SKEWED: dict[str, Callable[[int], list[int]]] = {
     "equal": lambda size: [30] * size,

@@ -123,7 +123,7 @@ def test_a_gradient_is_placed_as_its_type(comm: MPI.Intracomm, kind: str) -> Non
 def test_waits_and_allocations_on_a_gpu_are_counted(comm: MPI.Intracomm) -> None:
     import cupy
 
-    from collectives.device import Device
+    from collectives.cuda.device import Device
 
     device, theirs = open_device("cuda", "float32", comm), Device()
     with device.watch() as growth:

@@ -22,7 +22,7 @@ from jobs.checkpoint import Checkpointer, CheckpointError, Due, Interval
 from jobs.checkpoint_files import Identity
 from jobs.resume import Found, find
 from oktopk import GradientAllreduce
-from oktopk.redistribute import inherited_ranks, redistributed_state
+from oktopk.elastic import inherited_ranks, redistributed_state
 
 IDENTITY = Identity(model="abc", method="oktopk", length=1000)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from collectives.host_kernels import (
+from collectives.cpu.kernels import (
     TILE,
     bits_magnitude,
     count_at_least,

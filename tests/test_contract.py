@@ -10,8 +10,9 @@ import pytest
 from mpi4py import MPI
 
 from collectives.traffic import dense_words, step_limit, upper_bound
-from oktopk import METHODS, GradientAllreduce, StepReport, reference
+from oktopk import METHODS, GradientAllreduce, StepReport
 from oktopk.settings import selection_cap
+from tests import oracle as reference
 from tests.devices import DEVICES, get, put, use
 from tests.inputs import GRADIENTS, SHAPES, Vector
 

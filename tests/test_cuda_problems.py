@@ -20,10 +20,18 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 import collectives
-from collectives import cuda_mpi, cuda_problems
-from collectives.cuda_problems import cupy_packages, device_memory, gpu_problem, kernel_problem, pinned_memory
-from collectives.transport import Transport
-from oktopk import GradientAllreduce, gradient_allreduce
+from collectives.cuda import environment as cuda_problems
+from collectives.cuda import ucx as cuda_mpi
+from collectives.cuda.environment import (
+    cupy_packages,
+    device_memory,
+    gpu_problem,
+    kernel_problem,
+    pinned_memory,
+)
+from collectives.mpi import Transport
+from oktopk import GradientAllreduce
+from oktopk import allreduce as gradient_allreduce
 from oktopk.backend import HostBackend, make_backend
 from tests import devices
 from tests.fake_cupy import BUSY, NO_DEVICE, OLD_DRIVER, OUT_OF_MEMORY, FakeCUDAError, fake_cupy, on_fake
@@ -165,10 +173,10 @@ def test_kernels_that_do_not_compile_point_to_the_headers(monkeypatch: pytest.Mo
         def __init__(self, *_: Any) -> None:
             raise AttributeError("a mistake of our own")
 
-    monkeypatch.setitem(sys.modules, "oktopk.device_backend", SimpleNamespace(DeviceBackend=Mistaken))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "oktopk.cuda.executor", SimpleNamespace(DeviceBackend=Mistaken))  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="of our own"):
         make_backend("cuda", "float32", None)
-    monkeypatch.setitem(sys.modules, "oktopk.device_backend", SimpleNamespace(DeviceBackend=Broken))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "oktopk.cuda.executor", SimpleNamespace(DeviceBackend=Broken))  # type: ignore[arg-type]
     with pytest.raises(
         RuntimeError, match=r"cannot be compiled .*\(cannot open source file cuda_bf16.h\).*\[ctk\]"
     ):
@@ -198,7 +206,7 @@ def test_memory_that_is_short_when_kernels_are_made_is_not_said_to_be_a_compiler
         raise error
 
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(memory=(5, 10)))
-    monkeypatch.setitem(sys.modules, "oktopk.device_backend", SimpleNamespace(DeviceBackend=full))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "oktopk.cuda.executor", SimpleNamespace(DeviceBackend=full))  # type: ignore[arg-type]
     with pytest.raises(
         RuntimeError, match=r"GPU 3 is out of memory: .*: 5 of 10 bytes free\. Other processes"
     ) as seen:
@@ -249,9 +257,9 @@ def test_out_of_memory_on_one_rank_is_the_same_error_on_all(
 
 @pytest.fixture
 def device_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module `oktopk.device_backend`, on the double whatever CuPy there is."""
+    """The module `oktopk.cuda.executor`, on the double whatever CuPy there is."""
     with on_fake(fake_cupy(), monkeypatch):
-        yield importlib.import_module("oktopk.device_backend")
+        yield importlib.import_module("oktopk.cuda.executor")
 
 
 def test_a_gradient_that_is_not_where_it_should_be_is_a_sentence(device_backend: ModuleType) -> None:
@@ -286,7 +294,7 @@ def test_a_gradient_that_is_not_where_it_should_be_is_a_sentence(device_backend:
 def test_selecting_a_gpu_where_there_is_none_is_a_sentence(
     comm: MPI.Intracomm, device_backend: ModuleType, count: Any
 ) -> None:
-    device_transport = sys.modules["collectives.device_transport"]
+    device_transport = sys.modules["collectives.mpi_cuda"]
     device_transport.cupy.cuda.runtime = fake_cupy(count=count).cuda.runtime  # type: ignore[attr-defined]
     with pytest.raises(
         RuntimeError, match="no GPU can be selected: there is no GPU, or CUDA_VISIBLE_DEVICES hides it"
@@ -298,7 +306,7 @@ def test_selecting_a_gpu_where_there_is_none_is_a_sentence(
 def test_a_gpu_that_refuses_one_rank_is_refused_on_all(
     comm: MPI.Intracomm, device_backend: ModuleType
 ) -> None:
-    device_transport: Any = sys.modules["collectives.device_transport"]
+    device_transport: Any = sys.modules["collectives.mpi_cuda"]
     last = comm.size - 1
     device_transport.cupy.cuda = fake_cupy(count=64, use=BUSY if comm.rank == last else None).cuda  # type: ignore[attr-defined]
     where = f" on rank\\(s\\) {last}" if last else ""
@@ -315,7 +323,7 @@ def test_a_gpu_that_refuses_one_rank_is_refused_on_all(
 def test_a_window_that_one_rank_has_no_memory_for_is_refused_on_all(
     comm: MPI.Intracomm, device_backend: ModuleType
 ) -> None:
-    peer_memory: Any = sys.modules["collectives.peer_memory"]
+    peer_memory: Any = sys.modules["collectives.symmetric_memory"]
     last = comm.size - 1
     full = fake_cupy(memory=(5, 10), allocation=OUT_OF_MEMORY if comm.rank == last else Window())
     full.cuda.runtime.ipcGetMemHandle = lambda _: b"handle"

@@ -10,8 +10,8 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.mpi import FlaggedRanksError
 from collectives.sparse import ENTRY, SparseVector
-from collectives.transport import FlaggedRanksError
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError, StepReport
 from oktopk.methods.base import Deferred, Method, Plan, Reduction
 

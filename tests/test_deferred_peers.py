@@ -32,7 +32,7 @@ def device(request: pytest.FixtureRequest, comm: MPI.Intracomm, monkeypatch: pyt
     """Where there are peers: on the host by make-believe."""
     use(request.param, comm)
     if request.param == "cpu":
-        monkeypatch.setattr("oktopk.host_kernels.peer_step", FakePeers)
+        monkeypatch.setattr("oktopk.cpu.kernels.peer_step", FakePeers)
     return str(request.param)
 
 
@@ -51,7 +51,7 @@ def outcomes(device: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     peers: Any = FakePeers
     if device == "cuda":
-        from oktopk.peer_step import PeerStep
+        from oktopk.cuda.p2p_executor import PeerStep
 
         peers = PeerStep
     outcome = peers.outcome

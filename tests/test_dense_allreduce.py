@@ -9,9 +9,9 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.dense import DenseAllreduce
+from collectives.dense_allreduce import DenseAllreduce
+from collectives.mpi import Transport
 from collectives.traffic import dense_words
-from collectives.transport import Transport
 
 pytestmark = pytest.mark.mpi
 

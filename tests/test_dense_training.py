@@ -16,7 +16,7 @@ from torch import nn
 from collectives.traffic import Traffic, dense_words
 from jobs.dense_training import BucketedTraining, DdpTraining, DenseTraining, bucket_slices
 from jobs.wires import MpiWire, TorchWire, WireError, ring_traffic, start_process_group, stop_process_group
-from oktopk.flat_gradients import FlatGradients
+from oktopk.torch.gradients import FlatGradients
 
 CPU = torch.device("cpu")
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from collectives import host_kernels
-from collectives.host_kernels import magnitude_bits
+from collectives.cpu import kernels as host_kernels
+from collectives.cpu.kernels import magnitude_bits
 from collectives.sparse import ENTRY
-from oktopk.host_kernels import BLOCK
-from oktopk.host_kernels import accumulate_select as select_on_host
+from oktopk.cpu.kernels import BLOCK
+from oktopk.cpu.kernels import accumulate_select as select_on_host
 from oktopk.thresholds import LADDER
 from tests.devices import asynchronous, gpus
 
@@ -28,7 +28,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A device whose memory is full of what nobody wrote."""
     import cupy
 
-    from collectives.device import Device
+    from collectives.cuda.device import Device
 
     allocate = Device.allocate
 
@@ -42,7 +42,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def entries_of(device: Any, host: NDArray[np.void]) -> Any:
-    from collectives.device import DeviceEntries
+    from collectives.cuda.device import DeviceEntries
 
     memory = device.allocate(len(host), np.uint64)
     memory.set(host.view(np.uint64))
@@ -116,7 +116,7 @@ def check_selection(
 ) -> None:
     import cupy
 
-    from oktopk.device_kernels import DeviceKernels
+    from oktopk.cuda.kernels import DeviceKernels
 
     n = len(wanted)
     gradient = wanted.copy()
@@ -181,7 +181,7 @@ def test_pieces_are_selected_from_as_one_vector(
     import cupy
     import torch
 
-    from oktopk.device_kernels import DeviceKernels
+    from oktopk.cuda.kernels import DeviceKernels
 
     rng = np.random.default_rng((len(sizes), shift))
     kernels = DeviceKernels(device, gradient_type)
@@ -252,7 +252,7 @@ def at_an_offset(part: Any, offset: int) -> Any:
 
 
 def test_addresses_that_no_gradient_has_are_refused(device: Any) -> None:
-    from oktopk.device_kernels import DeviceKernels
+    from oktopk.cuda.kernels import DeviceKernels
 
     scattered = DeviceKernels(device, "float32").scattered([5, 7], "float32")
     with pytest.raises(ValueError, match="3 addresses for 2 pieces"):
@@ -291,7 +291,7 @@ def test_region_sums_are_the_hosts(device: Any, length: int, lists: int, share: 
 # wide tiles that hold more sums than fit at once; 70 lists: too many for the windows' edges
 @pytest.mark.parametrize("lists", [1, 4, 9, 70])
 def test_sums_of_crowded_tiles_are_the_hosts(device: Any, lists: int) -> None:
-    from collectives.device_kernels import WIDEST, tile_shift
+    from collectives.cuda.kernels import WIDEST, tile_shift
 
     rng = np.random.default_rng(lists)
     lower, length = 12_345, 6_000_007
@@ -319,7 +319,7 @@ def check_sums(
     lower: int,
     upper: int,
 ) -> None:
-    from collectives.device_kernels import DeviceKernels
+    from collectives.cuda.kernels import DeviceKernels
 
     length = upper - lower
     bits = magnitude_bits(1.2)

@@ -247,12 +247,12 @@ def test_every_kernel_of_the_library_is_compiled_for_every_type_it_knows(
     cupy.RawModule, cupy.cuda.alloc_pinned_memory = Module, Pinned
     cupy.ndarray = lambda shape, *_, **__: MagicMock(size=shape[0])
     with on_fake(cupy, monkeypatch):
-        launches: Any = importlib.import_module("collectives.launches")
+        launches: Any = importlib.import_module("collectives.cuda.launch")
         launches._driver = MagicMock()
         found = doctor_probe._compile()
     assert found.keys() == {"kernel_seconds"}, found
     expected = set()
-    for source in (*ROOT.glob("collectives/kernels/*.cu"), *ROOT.glob("oktopk/kernels/*.cu")):
+    for source in (*ROOT.glob("collectives/cuda/*.cu"), *ROOT.glob("oktopk/cuda/*.cu")):
         text = source.read_text(encoding="utf-8")
         typed = "gradient.cuh" in text
         expected |= {(text, kind) for kind in (("float", "__nv_bfloat16", "__half") if typed else ("",))}

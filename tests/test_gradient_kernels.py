@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from collectives.sparse import ENTRY
-from oktopk import host_kernels as kernels
-from oktopk.host_kernels import BLOCK, LEVELS
+from oktopk.cpu import kernels
+from oktopk.cpu.kernels import BLOCK, LEVELS
 
 Vector = NDArray[np.float32]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from oktopk import DistributedOptimizer, GradientAllreduce
 from oktopk.gradients_in_place import GradientsInPlace
-from oktopk.report import StepReport
+from oktopk.results import StepReport
 from tests.devices import asynchronous, gpus, hold_up, use
 
 # On the host
@@ -199,7 +199,7 @@ def place(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[torc
         pytest.skip("peer memory is quick where each rank has a GPU")
     use("cuda", comm)
     if not asynchronous():
-        monkeypatch.setattr("oktopk.optimizer.memory_of", lambda place: SharedWithTheHost())
+        monkeypatch.setattr("oktopk.torch.optimizer.memory_of", lambda place: SharedWithTheHost())
         yield torch.device("cpu")
         return
     import cupy
@@ -240,7 +240,7 @@ def laid_out_otherwise(parameter: nn.Parameter) -> None:
 
 def all_deferred(patch: pytest.MonkeyPatch) -> None:
     """All steps that may be, from here on; not only those behind eight that needed no help."""
-    patch.setattr("oktopk.gradient_allreduce._TRUSTED", 0)
+    patch.setattr("oktopk.allreduce._TRUSTED", 0)
 
 
 @dataclass

@@ -121,7 +121,7 @@ exec(sys.argv[1])
     "program",
     [
         "import oktopk",
-        "import oktopk.optimizer",
+        "import oktopk.torch.optimizer",
         "import jobs.train",
         "import jobs.bench_run",
         "import jobs.doctor_probe as probe; probe.main(['host', 'nowhere'])",

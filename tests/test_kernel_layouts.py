@@ -12,12 +12,12 @@ ROOT = Path(__file__).resolve().parent.parent
 CUDA = {
     source.name: source.read_text(encoding="utf-8")
     for package in ("collectives", "oktopk")
-    for source in sorted((ROOT / package / "kernels").iterdir())
+    for source in sorted((ROOT / package / "cuda").glob("*.cu*"))
 }
 PYTHON = {
-    f"{package}/{source.stem}": ast.parse(source.read_text(encoding="utf-8"))
+    str(source.relative_to(ROOT).with_suffix("")): ast.parse(source.read_text(encoding="utf-8"))
     for package in ("collectives", "oktopk")
-    for source in sorted((ROOT / package).glob("*.py"))
+    for source in sorted((ROOT / package).rglob("*.py"))
 }
 
 
@@ -60,7 +60,7 @@ def hosts_know(file: str) -> dict[str, int]:
 def test_sizes_are_the_same_on_both_sides() -> None:
     peer, region, select = (kernels_know(file) for file in ("peer.cuh", "region.cuh", "accumulate_select.cu"))
     search, compact, apply = (kernels_know(file) for file in ("kth.cu", "compact.cuh", "apply.cu"))
-    window, regions = hosts_know("collectives/peer_memory"), hosts_know("collectives/device_kernels")
+    window, regions = hosts_know("collectives/symmetric_memory"), hosts_know("collectives/cuda/kernels")
     for name in ("NOTES", "SLOTS", "NOTE_WORDS", "MOST_DIGITS"):
         assert window[f"_{name}"] == peer[name], name
     assert window["MOST_PEERS"] == peer["MOST_PEERS"]
@@ -70,18 +70,22 @@ def test_sizes_are_the_same_on_both_sides() -> None:
         compact["COMPACT_TILE"],
         compact["COMPACT_THREADS"],
     )
-    assert hosts_know("oktopk/device_kernels")["_COMPACT_THREADS"] == compact["COMPACT_THREADS"]
-    launches = hosts_know("oktopk/select_launches")
+    assert hosts_know("oktopk/cuda/kernels")["_COMPACT_THREADS"] == compact["COMPACT_THREADS"]
+    launches = hosts_know("oktopk/cuda/select")
     assert launches["_CHUNK"] == select["CHUNK"] == select["WARPS"] * 32 * select["VECTORS"] * 4
     assert 1 << launches["_LARGEST_GROUP"] == select["MOST_GROUP"]
-    assert hosts_know("oktopk/pieces")["_PLACED"] == kernels_know("pieces.cuh")["PLACED"] == select["CHUNK"]
-    peers = hosts_know("oktopk/peer_launches")
+    assert (
+        hosts_know("oktopk/cuda/multi_tensor")["_PLACED"]
+        == kernels_know("pieces.cuh")["PLACED"]
+        == select["CHUNK"]
+    )
+    peers = hosts_know("oktopk/cuda/p2p_graph")
     assert peers["_PIECE"] == 32 * apply["AHEAD"]
     assert peers["_COUNTS"] == peer["COUNTS"]
-    stops = hosts_know("oktopk/peer_step")
+    stops = hosts_know("oktopk/cuda/p2p_executor")
     shared = ("BAD_SELECTION", "SKEWED", "NOT_FINITE", "BAD_REGIONS", "EXACTLY", "UNAIDED")
     assert [stops[f"_{name}"] for name in shared] == [peer[name] for name in shared]
-    assert hosts_know("oktopk/naming_launches")["_SEARCH_WORDS"] == search["TIES"] + 1
+    assert hosts_know("oktopk/cuda/kth_select")["_SEARCH_WORDS"] == search["TIES"] + 1
 
 
 def test_sums_keep_and_report_as_many_words_as_hosts_have_room_for() -> None:
@@ -90,7 +94,7 @@ def test_sums_keep_and_report_as_many_words_as_hosts_have_room_for() -> None:
         re.findall(r"unsigned (.*?);", re.search(r"struct State \{(.*?)\};", text, re.DOTALL)[1])
     )
     alone = [field for field in re.split(r",\s*", fields) if field != "rungs[RUNGS]"]
-    module = PYTHON["collectives/device_kernels"]
+    module = PYTHON["collectives/cuda/kernels"]
     sizes = {
         ast.unparse(node.targets[0]): ast.unparse(node.value)
         for node in module.body
@@ -104,7 +108,7 @@ def test_sums_keep_and_report_as_many_words_as_hosts_have_room_for() -> None:
 
 def test_the_words_of_a_step_are_where_kernels_read_them() -> None:
     written: dict[str, int] = {}
-    for node in ast.walk(PYTHON["oktopk/peer_launches"]):
+    for node in ast.walk(PYTHON["oktopk/cuda/p2p_graph"]):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
             places = [ast.unparse(place) for place in node.targets[0].elts]
             found = [re.fullmatch(r"(?:self\._)?words\[(\d+)\]", place) for place in places]
@@ -113,7 +117,7 @@ def test_the_words_of_a_step_are_where_kernels_read_them() -> None:
                 written |= {word: int(place[1]) for word, place in zip(words, found, strict=True)}
     step = re.search(r"enum Step \{(.*?)\}", CUDA["peer.cuh"])[1]
     assert written == {name: int(place) for name, place in re.findall(r"(\w+) = (\d+)", step)}
-    assert hosts_know("oktopk/peer_launches")["_STEP_WORDS"] > max(written.values())
+    assert hosts_know("oktopk/cuda/p2p_graph")["_STEP_WORDS"] > max(written.values())
 
 
 def parameters() -> dict[str, int]:

@@ -15,7 +15,7 @@ import pytest
 from tests import nvrtc
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = [ROOT / package / "kernels" for package in ("collectives", "oktopk", "jobs")]
+FOLDERS = [ROOT / folder for folder in ("collectives/cuda", "oktopk/cuda", "jobs/kernels")]
 SOURCES = sorted(source for folder in FOLDERS for source in folder.glob("*.cu"))
 TYPES = ("float", "__nv_bfloat16", "__half")
 SOURCES_OF_OTHER_TYPES = [

@@ -10,10 +10,10 @@ from mpi4py import MPI
 
 from collectives.traffic import Traffic
 from oktopk import METHODS, GradientAllreduce
-from oktopk.reference import masked, top_k
 from oktopk.regions import equal_boundaries
 from oktopk.settings import entries_kept
 from tests.inputs import GRADIENTS, SHAPES
+from tests.oracle import masked, top_k
 
 pytestmark = pytest.mark.mpi
 

@@ -29,7 +29,7 @@ from jobs.workloads import autocast, build_optimizer
 from models.bert import BERT
 from models.vgg import VGG16
 from oktopk import DistributedOptimizer
-from oktopk.flat_gradients import FlatGradients
+from oktopk.torch.gradients import FlatGradients
 from tests.devices import gpus, use
 
 DIGITS = Path(__file__).parent.parent / "jobs" / "configs" / "digits.toml"

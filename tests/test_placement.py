@@ -97,7 +97,7 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused() -> None:
 def test_a_gpu_without_cupy_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.delitem(sys.modules, "collectives.device_transport", raising=False)
+    monkeypatch.delitem(sys.modules, "collectives.mpi_cuda", raising=False)
     for wanted in ("auto", "cuda"):
         with pytest.raises(Refused, match="CuPy is not installed.* pip install '"):
             find_placement(wanted, MPI.COMM_SELF)

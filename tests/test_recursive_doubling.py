@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.recursive_doubling import allgatherv
+from collectives.allgatherv import allgatherv
+from collectives.mpi import Transport
 from collectives.sparse import ENTRY
 from collectives.traffic import Traffic
-from collectives.transport import Transport
 
 pytestmark = pytest.mark.mpi
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.host_kernels import equal_count_cuts
+from collectives.cpu.kernels import equal_count_cuts
+from collectives.mpi import Transport
 from collectives.sparse import ENTRY
 from collectives.traffic import Traffic
-from collectives.transport import Transport
 from oktopk.regions import equal_boundaries, region_boundaries
 
 HUGE = 2**31 - 1

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from oktopk import GradientAllreduce, NonFiniteGradientError
-from oktopk.report import StepReport
+from oktopk.results import StepReport
 from tests.devices import asynchronous, get, gpus, hold_up, narrowed, put, use
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(not gpus(), reason="no GPU")]
@@ -118,7 +118,7 @@ def test_pieces_give_the_bits_of_one_vector_on_cuda(
     From one vector each is looked at; from pieces all are given to the stream first, however late it is. Pieces are written over
     right behind the step, and are elsewhere before it has begun.
     """
-    monkeypatch.setattr("oktopk.gradient_allreduce._TRUSTED", 0)  # all are deferred that may be
+    monkeypatch.setattr("oktopk.allreduce._TRUSTED", 0)  # all are deferred that may be
     steps, poisoned, loud = 48, (5, 27, 38), (13, 31)
     flat, scattered, gradient = pair(
         comm, gradient_type=gradient_type, deferred=deferred, nonfinite="skip", average=False

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.host_kernels import bits_magnitude
-from collectives.transport import Transport
-from oktopk import host_kernels
-from oktopk.host_kernels import BLOCK
+from collectives.cpu.kernels import bits_magnitude
+from collectives.mpi import Transport
+from oktopk.cpu import kernels as host_kernels
+from oktopk.cpu.kernels import BLOCK
 from oktopk.selection import LocalSelection, Selection
 
 Vector = NDArray[np.float32]

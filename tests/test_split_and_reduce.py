@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.mpi import FlaggedRanksError, Transport
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import split_and_reduce
 from collectives.traffic import Traffic
-from collectives.transport import FlaggedRanksError, Transport
 
 pytestmark = pytest.mark.mpi
 

@@ -15,13 +15,15 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.dense import DenseAllreduce
+from collectives.dense_allreduce import DenseAllreduce
+from collectives.mpi import Round, Transport
+from collectives.mpi_staged import StagingBuffers, size_class
 from collectives.sparse import ENTRY
-from collectives.staging_transport import StagingBuffers, size_class
 from collectives.traffic import Traffic
-from collectives.transport import Round, Transport
-from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError, gradient_allreduce, host_kernels
+from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
+from oktopk import allreduce as gradient_allreduce
 from oktopk.backend import HostBackend
+from oktopk.cpu import kernels as host_kernels
 from tests.fake_cupy import fake_cupy, on_fake
 from tests.fake_device import POISON, FakeDeviceTransport, InOrder, LateStream
 
@@ -320,7 +322,7 @@ def test_a_gpu_copies_in_the_right_direction_on_its_stream(monkeypatch: pytest.M
     cupy.cuda.alloc_pinned_memory = bytearray
     device = SimpleNamespace(pending=False, stream=SimpleNamespace(ptr=77))
     with on_fake(cupy, monkeypatch):
-        module = importlib.import_module("collectives.device_transport")
+        module = importlib.import_module("collectives.mpi_cuda")
         pinned = module.PinnedCopies(device)
         host = pinned.pinned(4096)[:24]
         array = SimpleNamespace(data=SimpleNamespace(ptr=1000))

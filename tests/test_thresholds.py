@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.host_kernels import bits_magnitude, magnitude_bits
+from collectives.cpu.kernels import bits_magnitude, magnitude_bits
+from collectives.mpi import Transport
 from collectives.sparse import ENTRY
 from collectives.split_and_reduce import RegionLists
 from collectives.traffic import Traffic
-from collectives.transport import Transport
-from oktopk import host_kernels
-from oktopk.host_kernels import LEVELS, magnitude_histogram
+from oktopk.cpu import kernels as host_kernels
+from oktopk.cpu.kernels import LEVELS, magnitude_histogram
 from oktopk.thresholds import GlobalThreshold, kth_magnitude
 
 RANKS = 8  # as many as a test may have; fewer take the first of what was drawn

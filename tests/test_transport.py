@@ -10,9 +10,9 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.mpi import Round, Transport
 from collectives.sparse import ENTRY
 from collectives.traffic import Traffic
-from collectives.transport import Round, Transport
 
 pytestmark = pytest.mark.mpi
 

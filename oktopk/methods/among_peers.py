@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.host_kernels import bits_magnitude
+from collectives.cpu.kernels import bits_magnitude
+from collectives.mpi import FlaggedRanksError
 from collectives.sparse import SparseVector
-from collectives.transport import FlaggedRanksError
-from oktopk.host_kernels import Packing
+from oktopk.cpu.kernels import Packing
 from oktopk.methods.base import Deferred, Plan, Reduction
 from oktopk.regions import equal_boundaries, region_boundaries
 from oktopk.selection import Selection
@@ -48,7 +48,7 @@ class AmongPeers:
 
     Args:
         method: whose thresholds and regions they share with steps by messages, which take over where kernels stopped.
-        kernels: an `oktopk.peer_step.PeerStep`.
+        kernels: an `oktopk.cuda.p2p_executor.PeerStep`.
 
     Attributes:
         kernels: as given.

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.mpi import FlaggedRanksError, Transport
 from collectives.sparse import SparseVector
-from collectives.transport import FlaggedRanksError, Transport
-from oktopk.report import Stopwatch
+from oktopk.results import Stopwatch
 from oktopk.selection import LocalSelection, Selection
 from oktopk.settings import Settings
 

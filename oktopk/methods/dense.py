@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.dense import DenseAllreduce
-from collectives.transport import FlaggedRanksError
+from collectives.dense_allreduce import DenseAllreduce
+from collectives.mpi import FlaggedRanksError
 from oktopk.methods.base import Method, Plan, Reduction
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from collectives.transport import Transport
+from collectives.mpi import Transport
 from oktopk.gaussian import GaussianSelection
 from oktopk.methods.topka import TopkA
 from oktopk.settings import Settings

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.balance_and_allgatherv import balance_and_allgatherv
+from collectives.mpi import Transport
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import RegionLists, split_and_reduce
-from collectives.transport import Transport
 from oktopk.methods.among_peers import AmongPeers
 from oktopk.methods.base import Deferred, Plan, Reduction, SparseMethod
 from oktopk.regions import equal_boundaries, region_boundaries

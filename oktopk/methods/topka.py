@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.recursive_doubling import allgatherv
+from collectives.allgatherv import allgatherv
 from collectives.sparse import SparseVector
 from oktopk.methods.base import Plan, Reduction, SparseMethod
 from oktopk.selection import Selection

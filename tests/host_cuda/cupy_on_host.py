@@ -210,7 +210,7 @@ class RawModule:
         self._module = compile_module(code, options)
 
     def get_function(self, name: str) -> Any:
-        """A kernel as `collectives.launches` takes it."""
+        """A kernel as `collectives.cuda.launch` takes it."""
         _kernels.append(self._module.kernel(name))
         return SimpleNamespace(kernel=SimpleNamespace(ptr=len(_kernels) - 1))
 
@@ -318,7 +318,7 @@ def install() -> None:
     cupy.on_host = True
     sys.modules["cupy"] = cupy
 
-    from collectives import launches
+    from collectives.cuda import launch as launches
 
     driver = SimpleNamespace(cuLaunchKernel=launch)
     launches._driver = lambda: driver  # type: ignore[assignment]

@@ -12,10 +12,10 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.dense import DenseAllreduce
-from collectives.host_kernels import bits_magnitude
+from collectives.cpu.kernels import bits_magnitude
+from collectives.dense_allreduce import DenseAllreduce
+from collectives.mpi import Transport
 from collectives.sparse import SparseVector
-from collectives.transport import Transport
 from oktopk.backend import Backend
 from oktopk.settings import selection_cap
 from oktopk.thresholds import kth_magnitude

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from collectives.device import Device
+from collectives.cuda.device import Device
 
 
 class Announced:

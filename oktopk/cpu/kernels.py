@@ -1,6 +1,6 @@
 """Host kernels that touch gradients: accumulate-select-pack, histogram, apply.
 
-All magnitudes are compared by bits, as in `collectives.host_kernels`. A vector is read and written once per call, in
+All magnitudes are compared by bits, as in `collectives.cpu.kernels`. A vector is read and written once per call, in
 blocks that stay in the first-level cache; no call allocates more than a block.
 """
 

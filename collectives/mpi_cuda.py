@@ -9,13 +9,13 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.cuda_problems import SEE_ITS_STATE, first_line, gpu_problem, pinned_memory
-from collectives.device import Device, DeviceEntries, DeviceWorkspace
-from collectives.device_kernels import DeviceKernels
-from collectives.peer_memory import PeerMemory, peer_memory_problem
-from collectives.staging_transport import StagingTransport
+from collectives.cuda.device import Device, DeviceEntries, DeviceWorkspace
+from collectives.cuda.environment import SEE_ITS_STATE, first_line, gpu_problem, pinned_memory
+from collectives.cuda.kernels import DeviceKernels
+from collectives.mpi import Transport
+from collectives.mpi_staged import StagingTransport
+from collectives.symmetric_memory import PeerMemory, peer_memory_problem
 from collectives.traffic import Traffic
-from collectives.transport import Transport
 
 
 class DeviceTransport(Transport):

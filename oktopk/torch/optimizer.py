@@ -14,11 +14,11 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oktopk.flat_gradients import FlatGradients, dense_views, is_dense
-from oktopk.gradient_allreduce import GradientAllreduce
+from oktopk.allreduce import GradientAllreduce
 from oktopk.gradients_in_place import GradientsInPlace
-from oktopk.report import StepReport
-from oktopk.tensor_memory import HostMemory, TensorMemory, memory_of
+from oktopk.results import StepReport
+from oktopk.torch.gradients import FlatGradients, dense_views, is_dense
+from oktopk.torch.interop import HostMemory, TensorMemory, memory_of
 from oktopk.wrapped_optimizer import WrappedOptimizer
 
 GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,4 +1,4 @@
-"""Device kernels on sorted COO lists: the functions of `collectives.host_kernels`, on one GPU and stream.
+"""Device kernels on sorted COO lists: the functions of `collectives.cpu.kernels`, on one GPU and stream.
 
 They are methods of an object, because a kernel needs a stream and scratch, and instances side by side share neither.
 Counts are read from pinned memory after a wait for the stream; every function that returns one waits.
@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.device import Device, DeviceEntries
-from collectives.launches import Kernel, compiled, float_bits
+from collectives.cuda.device import Device, DeviceEntries
+from collectives.cuda.launch import Kernel, compiled, float_bits
 
-_KERNELS = Path(__file__).parent / "kernels"
+_KERNELS = Path(__file__).parent
 NARROWEST, WIDEST = 12, 16  # of region.cuh
 RUNGS = 65
 _SUMS_WORDS = 1 + RUNGS  # of what the kernels of sum_sorted_lists.cu report

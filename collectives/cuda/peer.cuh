@@ -1,6 +1,6 @@
 // Windows of peer memory: how kernels of different GPUs of a host tell each other that something is there.
 //
-// Every rank has one window, mapped by all ranks (collectives/peer_memory.py, whose offsets these are). At its head lie flags
+// Every rank has one window, mapped by all ranks (collectives/symmetric_memory.py, whose offsets these are). At its head lie flags
 // and an inbox with one slot a rank for each kind of note; what follows is its owner's payload, which the others read.
 //
 // A note goes into the receiver's window, and the flag with it, so that waiting and reading stay on the receiver's own GPU. A flag

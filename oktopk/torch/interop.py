@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from collectives.cuda_problems import gpu_problem
+from collectives.cuda.environment import gpu_problem
 
 
 class TensorMemory(Protocol):

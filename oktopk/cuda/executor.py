@@ -11,14 +11,14 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.cuda_mpi import device_memory_problem
-from collectives.device import Device
-from collectives.device_kernels import DeviceKernels as CollectiveKernels
-from collectives.device_transport import DeviceTransport, StagedDeviceTransport
-from collectives.transport import Transport
-from oktopk.device_kernels import DeviceKernels
-from oktopk.peer_launches import compile_peer_kernels
-from oktopk.pieces import ScatteredGradient
+from collectives.cuda.device import Device
+from collectives.cuda.kernels import DeviceKernels as CollectiveKernels
+from collectives.cuda.ucx import device_memory_problem
+from collectives.mpi import Transport
+from collectives.mpi_cuda import DeviceTransport, StagedDeviceTransport
+from oktopk.cuda.kernels import DeviceKernels
+from oktopk.cuda.multi_tensor import ScatteredGradient
+from oktopk.cuda.p2p_graph import compile_peer_kernels
 
 _STORED = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 

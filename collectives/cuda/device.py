@@ -14,8 +14,8 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.cuda_problems import device_memory
-from collectives.launches import Kernel
+from collectives.cuda.environment import device_memory
+from collectives.cuda.launch import Kernel
 from collectives.sparse import ENTRY
 
 _SPINS, _NAP = 50_000, 2e-5  # some milliseconds of looking, then seconds of sleep between two looks

@@ -10,7 +10,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-_HEADERS = Path(__file__).parent / "kernels"
+_HEADERS = Path(__file__).parent
 
 
 @functools.cache
@@ -18,7 +18,7 @@ def compiled(source: Path, *defines: str) -> Any:
     """A `.cu` file compiled for the current device, once a process.
 
     Args:
-        source: the file; it finds headers beside it and those of `collectives/kernels`.
+        source: the file; it finds headers beside it and those of `collectives/cuda`.
         defines: NAME=VALUE for the preprocessor.
     """
     includes = [f"-I{folder}" for folder in (_HEADERS, source.parent)]

@@ -1,7 +1,7 @@
 """Peer memory: a window of device memory of every rank of a host, which the kernels of all its ranks read and signal in.
 
 CUDA IPC handles are exchanged once through MPI. From then on what ranks tell each other needs neither MPI nor the host: see
-`kernels/peer.cuh`, which has the layout of a window.
+`cuda/peer.cuh`, which has the layout of a window.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import cupy
 import numpy as np
 from mpi4py import MPI
 
-from collectives.cuda_problems import device_memory
-from collectives.device import Device, DeviceEntries
+from collectives.cuda.device import Device, DeviceEntries
+from collectives.cuda.environment import device_memory
 from collectives.sparse import ENTRY
 
 MOST_PEERS = 32

@@ -12,23 +12,23 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.cuda_problems import is_cuda_error
-from collectives.device_kernels import COMPACT_TILE, NARROWEST, tile_shift
-from collectives.device_transport import DeviceTransport
-from collectives.launches import Kernel, PreparedLaunch, compiled, double_bits, float_bits
-from collectives.peer_memory import PeerMemory, entries_bytes
-from oktopk.naming_launches import TAKEN_WORDS, NamingLaunches
-from oktopk.pieces import ScatteredGradient, address_of
-from oktopk.reports import Announced, report
-from oktopk.select_launches import SelectLaunches
+from collectives.cuda.environment import is_cuda_error
+from collectives.cuda.kernels import COMPACT_TILE, NARROWEST, tile_shift
+from collectives.cuda.launch import Kernel, PreparedLaunch, compiled, double_bits, float_bits
+from collectives.mpi_cuda import DeviceTransport
+from collectives.symmetric_memory import PeerMemory, entries_bytes
+from oktopk.cuda.kth_select import TAKEN_WORDS, NamingLaunches
+from oktopk.cuda.mailbox import Announced, report
+from oktopk.cuda.multi_tensor import ScatteredGradient, address_of
+from oktopk.cuda.select import SelectLaunches
 from oktopk.settings import Settings, selection_cap
 from oktopk.thresholds import LADDER, MISS
 
 if TYPE_CHECKING:
-    from oktopk.device_kernels import DeviceKernels
+    from oktopk.cuda.kernels import DeviceKernels
 
 _COUNTS = 5  # words of a decision before the counts: see peer.cuh
-_KERNELS = Path(__file__).parent / "kernels"
+_KERNELS = Path(__file__).parent
 _POOL = 3  # a region's incoming entries, in multiples of k: regions balance
 _SMALL_POOL = 4096  # entries that cost nothing: a small k may lie in one region on every rank
 _ROOM = 1.5  # a region may have so many times the tiles of an equal one before graphs are captured anew

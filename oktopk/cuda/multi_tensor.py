@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collectives.device import Device
-    from collectives.launches import Kernel
+    from collectives.cuda.device import Device
+    from collectives.cuda.launch import Kernel
 
 _PLACED = 4096  # of pieces.cuh: elements of a chunk
 

@@ -8,8 +8,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from collectives.dense import DenseAllreduce
-from collectives.transport import Transport
+from collectives.dense_allreduce import DenseAllreduce
+from collectives.mpi import Transport
 
 
 def broadcast_parameters(module: nn.Module, comm: MPI.Intracomm, root: int = 0) -> None:

@@ -19,20 +19,20 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.device import DeviceEntries
-from collectives.device_kernels import RUNGS
-from collectives.device_transport import DeviceTransport
+from collectives.cuda.device import DeviceEntries
+from collectives.cuda.kernels import RUNGS
+from collectives.mpi_cuda import DeviceTransport
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import RegionLists
-from oktopk.host_kernels import LEVELS
-from oktopk.peer_launches import PeerLaunches
-from oktopk.pieces import address_of
-from oktopk.report import Stopwatch
+from oktopk.cpu.kernels import LEVELS
+from oktopk.cuda.multi_tensor import address_of
+from oktopk.cuda.p2p_graph import PeerLaunches
+from oktopk.results import Stopwatch
 from oktopk.settings import Settings
 from oktopk.thresholds import LADDER
 
 if TYPE_CHECKING:
-    from oktopk.device_kernels import DeviceKernels
+    from oktopk.cuda.kernels import DeviceKernels
 
 _BAD_SELECTION, _SKEWED, _NOT_FINITE, _BAD_REGIONS = 1, 3, 4, 5  # why kernels stop: see peer.cuh
 _EXACTLY, _UNAIDED = 1, 2  # how they go on: see peer.cuh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from oktopk.measures import Measures
+from oktopk.metrics import Measures
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.transport import PersistentRound, Round, Transport
+from collectives.mpi import PersistentRound, Round, Transport
 
 _SMALLEST = 4096  # bytes of the smallest buffer
 # Buffers of a class that may wait for the stream before another is made. With two, a round that receives into one while the

@@ -11,16 +11,16 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.cuda_problems import is_cuda_error
+from collectives.cuda.environment import is_cuda_error
+from collectives.mpi import FlaggedRanksError, Transport
 from collectives.sparse import check_length
 from collectives.traffic import Traffic
-from collectives.transport import FlaggedRanksError, Transport
 from oktopk.backend import GRADIENT_TYPES, Backend, make_backend
+from oktopk.cuda.multi_tensor import ScatteredGradient
 from oktopk.error_feedback import ErrorFeedback
-from oktopk.measures import Sampler
 from oktopk.methods import METHODS, Deferred, Method, Plan, Reduction
-from oktopk.pieces import ScatteredGradient
-from oktopk.report import StepReport, Stopwatch
+from oktopk.metrics import Sampler
+from oktopk.results import StepReport, Stopwatch
 from oktopk.settings import DENSE_ABOVE, Settings, entries_kept
 
 _TRUSTED = 8  # steps in a row without the host's help, before one is deferred
@@ -236,7 +236,7 @@ class GradientAllreduce:
         Args:
             gradient: [n] of the gradient type, C-contiguous, on the device; unchanged. bfloat16 is given as uint16. Or one in
                 pieces, where `reads_pieces` says so.
-            measure: take the paper's measures of a sparse step, see `oktopk.measures`: costs two dense allreduces, which
+            measure: take the paper's measures of a sparse step, see `oktopk.metrics`: costs two dense allreduces, which
                 neither the report's traffic nor its seconds include. Equal on all ranks; the update is the same either way.
 
         Raises:

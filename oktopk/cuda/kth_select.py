@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from collectives.device import DeviceEntries
-from collectives.device_kernels import COMPACT_TILE
-from collectives.device_transport import DeviceTransport
-from collectives.launches import Kernel, PreparedLaunch, compiled, double_bits
-from oktopk.host_kernels import LEVELS
+from collectives.cuda.device import DeviceEntries
+from collectives.cuda.kernels import COMPACT_TILE
+from collectives.cuda.launch import Kernel, PreparedLaunch, compiled, double_bits
+from collectives.mpi_cuda import DeviceTransport
+from oktopk.cpu.kernels import LEVELS
 from oktopk.settings import selection_cap
 
 TAKEN_WORDS = 6
 """Of the report "taken": see kth.cu."""
 
-_KERNELS = Path(__file__).parent / "kernels"
+_KERNELS = Path(__file__).parent
 _SEARCH_WORDS = 5  # before two words a rank: see kth.cu
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives import host_kernels
+from collectives.cpu import kernels as host_kernels
 from collectives.sparse import ENTRY
 from collectives.traffic import WORD_BYTES, Traffic
 from collectives.workspace import Workspace

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.transport import PersistentRound, Round, Transport
+from collectives.mpi import PersistentRound, Round, Transport
 
 
 @dataclass(frozen=True)

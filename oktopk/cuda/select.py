@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collectives.device import DeviceEntries
-from collectives.launches import Kernel, PreparedLaunch
+from collectives.cuda.device import DeviceEntries
+from collectives.cuda.launch import Kernel, PreparedLaunch
 from oktopk.settings import selection_cap
 
 if TYPE_CHECKING:
-    from oktopk.device_kernels import DeviceKernels
+    from oktopk.cuda.kernels import DeviceKernels
 
 _CHUNK = 4096  # of accumulate_select.cu: elements a block
 _LARGEST_GROUP = 5  # log2 of the chunks that one block compacts at most

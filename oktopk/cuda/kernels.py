@@ -1,7 +1,7 @@
-"""Device kernels that touch gradients: the functions of `oktopk.host_kernels`, on one GPU and stream.
+"""Device kernels that touch gradients: the functions of `oktopk.cpu.kernels`, on one GPU and stream.
 
 Gradients may be float32, bfloat16 or float16; residual, velocity and update are float32. Methods of an object, for the
-reason that `collectives.device_kernels` gives.
+reason that `collectives.cuda.kernels` gives.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.device import Device, DeviceEntries
-from collectives.device_kernels import COMPACT_TILE
-from collectives.launches import Kernel, compiled, float_bits
-from oktopk.host_kernels import LEVELS, Packing
-from oktopk.pieces import ScatteredGradient, address_of
-from oktopk.select_launches import SelectLaunches
+from collectives.cuda.device import Device, DeviceEntries
+from collectives.cuda.kernels import COMPACT_TILE
+from collectives.cuda.launch import Kernel, compiled, float_bits
+from oktopk.cpu.kernels import LEVELS, Packing
+from oktopk.cuda.multi_tensor import ScatteredGradient, address_of
+from oktopk.cuda.select import SelectLaunches
 from oktopk.settings import Settings
 
-_KERNELS = Path(__file__).parent / "kernels"
+_KERNELS = Path(__file__).parent
 _CUDA_TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MOST_HEADER = 128  # words of a selection's report
@@ -176,7 +176,7 @@ class DeviceKernels:
         """What runs Ok-Topk's regular step among GPUs of one host, None where the ranks do not use peer memory."""
         if not transport.peers:
             return None
-        from oktopk.peer_step import PeerStep
+        from oktopk.cuda.p2p_executor import PeerStep
 
         return PeerStep(self, transport, length, settings)
 

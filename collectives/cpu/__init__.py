@@ -1,0 +1,1 @@
+"""Kernels for host arrays, in numba."""

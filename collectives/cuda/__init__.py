@@ -1,0 +1,1 @@
+"""Kernels for device arrays, in CUDA; what they need of a GPU."""

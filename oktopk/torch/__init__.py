@@ -1,0 +1,1 @@
+"""The torch side: optimizer wrapper, gradients of parameters, modules."""
