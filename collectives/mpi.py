@@ -1,4 +1,4 @@
-"""The one door from arrays to MPI: counted, non-blocking, on a communicator of its own.
+"""The one transport from arrays to MPI: counted, non-blocking, on a communicator of its own.
 
 Payload is point to point and counted word by word. Small host control messages (sizes, cuts, histograms, flags) use MPI's
 own collectives and are counted apart. A transport for device buffers has the same methods.
@@ -84,7 +84,7 @@ class Transport:
         kernels: the module of kernels that fits the arrays this transport moves.
         workspace: scratch for whoever communicates through it.
         traffic: what this rank has sent since `take_traffic`.
-        peers: whether kernels of the ranks may read each other's memory; see `find_peers`.
+        peers: whether kernels of the ranks may read each other's memory; see `open_p2p`.
     """
 
     kernels: ModuleType = host_kernels
@@ -95,14 +95,14 @@ class Transport:
         self.size = comm.Get_size()
         self.workspace = Workspace()
         self.traffic = Traffic()
-        self.peers = False
+        self.p2p = False
 
     def close(self) -> None:
         """Free the duplicated communicator. Collective."""
         if self.comm != MPI.COMM_NULL:
             self.comm.Free()
 
-    def find_peers(self, wanted: bool | None) -> str:
+    def open_p2p(self, wanted: bool | None) -> str:
         """Find out whether the ranks can use peer memory, and set `peers`. Collective.
 
         Args:

@@ -14,7 +14,7 @@ from collectives.cuda.environment import SEE_ITS_STATE, first_line, gpu_problem,
 from collectives.cuda.kernels import DeviceKernels
 from collectives.mpi import Transport
 from collectives.mpi_staged import StagingTransport
-from collectives.symmetric_memory import PeerMemory, peer_memory_problem
+from collectives.symmetric_memory import SymmetricMemory, symmetric_memory_problem
 from collectives.traffic import Traffic
 
 
@@ -35,8 +35,8 @@ class DeviceTransport(Transport):
         self.workspace = DeviceWorkspace(device)  # type: ignore[assignment]
         self.kernels = DeviceKernels(device)  # type: ignore[assignment]
 
-    def find_peers(self, wanted: bool | None) -> str:
-        return _find_peers(self, self.device, wanted)
+    def open_p2p(self, wanted: bool | None) -> str:
+        return _open_p2p(self, self.device, wanted)
 
     def allocate(self, length: int) -> Any:
         return self.device.allocate(length, np.float32)
@@ -111,24 +111,24 @@ class StagedDeviceTransport(StagingTransport):
         self.workspace = DeviceWorkspace(device)  # type: ignore[assignment]
         self.kernels = DeviceKernels(device)  # type: ignore[assignment]
 
-    def find_peers(self, wanted: bool | None) -> str:
-        return _find_peers(self, self.device, wanted)
+    def open_p2p(self, wanted: bool | None) -> str:
+        return _open_p2p(self, self.device, wanted)
 
     def allocate(self, length: int) -> Any:
         return self.device.allocate(length, np.float32)
 
 
-def _find_peers(transport: Transport, device: Device, wanted: bool | None) -> str:
-    """As `Transport.find_peers`: peer memory needs no MPI that knows of devices."""
+def _open_p2p(transport: Transport, device: Device, wanted: bool | None) -> str:
+    """As `Transport.open_p2p`: peer memory needs no MPI that knows of devices."""
     if wanted is False:
         return "peer memory is not wanted"
-    problem = peer_memory_problem(transport.comm, shared_gpus=bool(wanted))
+    problem = symmetric_memory_problem(transport.comm, shared_gpus=bool(wanted))
     if not problem:
         try:  # what cannot be told beforehand: containers and hidden GPUs have no CUDA IPC
-            PeerMemory(transport.comm, device, 0).close()
+            SymmetricMemory(transport.comm, device, 0).close()
         except RuntimeError as error:
             problem = str(error)
-    transport.peers = not problem
+    transport.p2p = not problem
     return problem
 
 

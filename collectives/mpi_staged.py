@@ -1,4 +1,4 @@
-"""The door from device arrays to an MPI that moves host memory only: through pinned buffers.
+"""The transport from device arrays to an MPI that moves host memory only: through pinned buffers.
 
 What is sent is copied out on the stream and waited for; what arrives is copied in on the stream when it is waited for.
 MPI never sees a device address. Needs no GPU to be imported: the copies are the device's.

@@ -92,7 +92,7 @@ def split_and_reduce(
     """
     rank, size = transport.rank, transport.size
     if points is None:
-        points = transport.kernels.split_points(packed.entries, boundaries)
+        points = transport.kernels.region_offsets(packed.entries, boundaries)
     points = np.asarray(points, np.int64)
     outgoing_counts = np.empty((size, 2), np.int64)
     outgoing_counts[:, 0] = points[1:] - points[:-1]

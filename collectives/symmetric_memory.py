@@ -25,7 +25,7 @@ _EXPORTED: set[Any] = (
 _GRANULE = 2 << 20  # an IPC handle is of a whole allocation: smaller ones share theirs with strangers
 
 
-def peer_memory_problem(comm: MPI.Intracomm, *, shared_gpus: bool = False) -> str:
+def symmetric_memory_problem(comm: MPI.Intracomm, *, shared_gpus: bool = False) -> str:
     """Why the ranks cannot use peer memory, "" if they can as far as can be told. Collective; the same on all ranks.
 
     Args:
@@ -47,7 +47,7 @@ def peer_memory_problem(comm: MPI.Intracomm, *, shared_gpus: bool = False) -> st
     return ""
 
 
-class PeerMemory:
+class SymmetricMemory:
     """One window a rank, mapped by all ranks.
 
     Args:

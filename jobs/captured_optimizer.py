@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oktopk.wrapped_optimizer import WrappedOptimizer
+from oktopk.torch.optimizer import WrappedOptimizer
 
 
 class CapturedOptimizer(WrappedOptimizer):

@@ -147,7 +147,7 @@ def peer(comm: Any) -> dict[str, Any]:
 
     from collectives.cuda.device import Device
     from collectives.mpi_cuda import select_device
-    from collectives.symmetric_memory import peer_memory_problem
+    from collectives.symmetric_memory import symmetric_memory_problem
 
     number, other = select_device(comm), 1 - comm.rank
     runtime, stream = cupy.cuda.runtime, cupy.cuda.Stream(non_blocking=True)
@@ -178,7 +178,7 @@ def peer(comm: Any) -> dict[str, Any]:
     runtime.ipcCloseMemHandle(theirs)
     comm.Barrier()
     problem = "" if equal else "the bytes that were read are not those that were written"
-    found = {"problem": problem, "refused": peer_memory_problem(comm)}
+    found = {"problem": problem, "refused": symmetric_memory_problem(comm)}
     if comm.rank == 0:
         found |= {"latency": latency, "bandwidth": bandwidth}  # type: ignore[dict-item]
     return found | {"devices": comm.allgather(number)}

@@ -16,11 +16,11 @@ from collectives.mpi import FlaggedRanksError, Transport
 from collectives.sparse import check_length
 from collectives.traffic import Traffic
 from oktopk.backend import GRADIENT_TYPES, Backend, make_backend
-from oktopk.cuda.multi_tensor import ScatteredGradient
+from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.methods import METHODS, Deferred, Method, Plan, Reduction
 from oktopk.metrics import Sampler
-from oktopk.results import StepReport, Stopwatch
+from oktopk.results import StageTimer, StepReport
 from oktopk.settings import DENSE_ABOVE, Settings, entries_kept
 
 _TRUSTED = 8  # steps in a row without the host's help, before one is deferred
@@ -53,7 +53,7 @@ class _OpenStep:
         report: the caller's, to be completed.
         method: that ran.
         settle: as Deferred's.
-        stopwatch: of the step.
+        timer: of the step.
         exact: thresholds were to be named exactly.
         overwritten: `update` was written to since.
     """
@@ -61,7 +61,7 @@ class _OpenStep:
     report: StepReport
     method: Method
     settle: Callable[[], Reduction | None]
-    stopwatch: Stopwatch
+    timer: StageTimer
     exact: bool
     overwritten: bool = False
 
@@ -111,7 +111,7 @@ class GradientAllreduce:
         problem: str = "",
         **settings: Any,
     ) -> None:
-        door = Transport(comm)
+        host = Transport(comm)
         backend: Backend | None = None
         vectors: ErrorFeedback | None = None
         try:
@@ -129,18 +129,18 @@ class GradientAllreduce:
         means = {"length": length, "method": method, "device": device, "gradient_type": gradient_type}
         means["peer_memory"] = peer_memory
         try:
-            door.agree(means | resolved, problem)
+            host.agree(means | resolved, problem)
         except ValueError:
-            door.close()  # on every rank alike, as the error is
+            host.close()  # on every rank alike, as the error is
             raise
         assert backend is not None
         assert vectors is not None
         self.backend = backend
         self._vectors = vectors
-        self.transport = backend.connect(door)
-        self.without_peers = METHODS[method].keeps_to_messages(self.settings) or self.transport.find_peers(
-            peer_memory
-        )
+        self.transport = backend.connect(host)
+        self.p2p_unavailable_reason = METHODS[method].p2p_unavailable_reason(
+            self.settings
+        ) or self.transport.open_p2p(peer_memory)
         """Why this instance does not use peer memory, in a sentence; "" if it does."""
         self.length = length
         self.method = method
@@ -173,18 +173,20 @@ class GradientAllreduce:
         return self._vectors.velocity
 
     @property
-    def may_read_pieces(self) -> bool:
+    def can_read_tensors(self) -> bool:
         """Whether there are steps that read a gradient in pieces: those of Ok-Topk through peer memory. Equal on all ranks."""
         settings = self.settings
-        return not (self.without_peers or settings.momentum_correction or settings.density > DENSE_ABOVE)
+        return not (
+            self.p2p_unavailable_reason or settings.momentum_correction or settings.density > DENSE_ABOVE
+        )
 
-    def reads_pieces(self, measure: bool = False) -> bool:
-        """Whether the next step may be given a gradient in pieces, see `scattered`: not where it is dense or measured."""
+    def reads_tensors(self, measure: bool = False) -> bool:
+        """Whether the next step may be given a gradient in pieces, see `tensors`: not where it is dense or measured."""
         settings, step = self.settings, self.steps
         dense = step < settings.dense_warmup_steps or settings.density_at(step) > DENSE_ABOVE
-        return self.may_read_pieces and not (dense or measure)
+        return self.can_read_tensors and not (dense or measure)
 
-    def scattered(self, sizes: Sequence[int], element_type: str) -> ScatteredGradient:
+    def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
         """A gradient whose elements lie in several arrays on the GPU, for steps that read it where it lies. Collective.
 
         Its elements are rounded to the gradient type as they are read, to nearest even. Where they lie is said by its `place`,
@@ -195,15 +197,15 @@ class GradientAllreduce:
             element_type: of the arrays: "float32", "bfloat16" or "float16".
 
         Raises:
-            RuntimeError: no step reads pieces here, see `may_read_pieces`; on every rank alike.
+            RuntimeError: no step reads pieces here, see `can_read_tensors`; on every rank alike.
             ValueError: another type, or sizes that do not add up to `length`, on some rank, or its GPU has no memory for it; on
                 every rank alike.
 
         Memory: n/512 bytes, and 16 bytes an array.
         """
-        if not self.may_read_pieces:
+        if not self.can_read_tensors:
             raise RuntimeError("no step of this reducer reads a gradient in pieces: pass one vector")
-        problem, scattered, known = "", None, GRADIENT_TYPES["cuda"]
+        problem, tensors, known = "", None, GRADIENT_TYPES["cuda"]
         if element_type not in known:
             problem = f"element_type {element_type!r} is not one of {', '.join(known)}"
         elif min(sizes, default=0) < 0:
@@ -212,16 +214,16 @@ class GradientAllreduce:
             problem = f"sizes add up to {sum(sizes)}, not to {self.length}"
         else:
             try:
-                scattered = self.backend.scattered(sizes, element_type)
+                tensors = self.backend.gradient_tensors(sizes, element_type)
             except Exception as error:
                 if not isinstance(error, MemoryError) and not is_cuda_error(error):
                     raise
                 problem = str(error) or type(error).__name__
         self.transport.agree({}, problem)
-        assert scattered is not None
-        return scattered
+        assert tensors is not None
+        return tensors
 
-    def step(self, gradient: NDArray[np.float32] | ScatteredGradient, *, measure: bool = False) -> StepReport:
+    def step(self, gradient: NDArray[np.float32] | GradientTensors, *, measure: bool = False) -> StepReport:
         """Reduce one gradient; the result is in `update`. Collective: every rank must call.
 
         With `Settings.deferred` a step of Ok-Topk through peer memory is on its way on the stream when this returns: `update`
@@ -235,7 +237,7 @@ class GradientAllreduce:
 
         Args:
             gradient: [n] of the gradient type, C-contiguous, on the device; unchanged. bfloat16 is given as uint16. Or one in
-                pieces, where `reads_pieces` says so.
+                pieces, where `reads_tensors` says so.
             measure: take the paper's measures of a sparse step, see `oktopk.metrics`: costs two dense allreduces, which
                 neither the report's traffic nor its seconds include. Equal on all ranks; the update is the same either way.
 
@@ -247,11 +249,11 @@ class GradientAllreduce:
             MemoryError: the GPU has too little memory for what the step needs besides; on this rank alone, likewise.
             RuntimeError: peer memory for a new k could not be had, on every rank alike; or a kernel failed, on this one alone.
         """
-        if isinstance(gradient, ScatteredGradient) and not self.reads_pieces(measure):
-            raise ValueError("this step reads no gradient in pieces, see reads_pieces(): pass one vector")
-        accepted = self.backend.accept(gradient, self.length)
+        if isinstance(gradient, GradientTensors) and not self.reads_tensors(measure):
+            raise ValueError("this step reads no gradient in pieces, see reads_tensors(): pass one vector")
+        accepted = self.backend.validate(gradient, self.length)
         self.complete()
-        with self.backend.running():
+        with self.backend.stream_scope():
             return self._measured_step(accepted) if measure else self._step(accepted, self._deferrable)
 
     def complete(self) -> None:
@@ -266,7 +268,7 @@ class GradientAllreduce:
         if self._open is None:
             return
         opened, self._open = self._open, None
-        report, method, stopwatch = opened.report, opened.method, opened.stopwatch
+        report, method, timer = opened.report, opened.method, opened.timer
         self._vectors.nothing_applied()
         self._vectors.selected = None
         try:
@@ -275,11 +277,11 @@ class GradientAllreduce:
                 self._unaided = 0
                 if opened.exact:
                     self._last_k = None  # the next one names them
-                known = self._report(report.step, method, report.k, None, stopwatch)
+                known = self._report(report.step, method, report.k, None, timer)
             else:
-                known = self._unaided_report(report.step, method, report.k, reduction, stopwatch)
+                known = self._unaided_report(report.step, method, report.k, reduction, timer)
         except FlaggedRanksError as flagged:
-            known = self._skipped_report(report.step, method, report.k, flagged.ranks, stopwatch)
+            known = self._skipped_report(report.step, method, report.k, flagged.ranks, timer)
         finally:
             if opened.overwritten:
                 self._vectors.support = None
@@ -309,7 +311,7 @@ class GradientAllreduce:
 
     def _step(self, gradient: NDArray[np.float32], deferrable: bool = False) -> StepReport:
         settings, transport, vectors = self.settings, self.transport, self._vectors
-        stopwatch = Stopwatch(self.time_stages)
+        timer = StageTimer(self.time_stages)
         step = self.steps
         method, k = self._method_at(step)
         scale = 1.0 / transport.size if settings.average else 1.0
@@ -323,7 +325,7 @@ class GradientAllreduce:
             exact=changed or self._sparse_steps % settings.threshold_interval == 0,
             new_boundaries=changed or self._sparse_steps % settings.boundary_interval == 0,
             scale=scale,
-            stopwatch=stopwatch,
+            timer=timer,
             nonfinite=overflowed,
         )
         if changed:
@@ -337,21 +339,21 @@ class GradientAllreduce:
             reduction = method.reduce(corrected, residual, vectors.update, plan)
         except FlaggedRanksError as flagged:
             vectors.undo(gradient)
-            return self._skipped_report(step, method, k, flagged.ranks, stopwatch)
+            return self._skipped_report(step, method, k, flagged.ranks, timer)
         if isinstance(reduction, Deferred):
             vectors.pending = True
-            stopwatch.lap("step")
-            report = self._report(step, method, k, None, stopwatch, traffic=Traffic())
+            timer.record("step")
+            report = self._report(step, method, k, None, timer, traffic=Traffic())
             report.complete = False
-            self._open = _OpenStep(report, method, reduction.settle, stopwatch, plan.exact)
+            self._open = _OpenStep(report, method, reduction.settle, timer, plan.exact)
             return report
         if reduction.finish is None:
             self._unaided = 0
             vectors.apply(reduction, scale)
-            stopwatch.lap("apply")
-            return self._report(step, method, k, reduction, stopwatch)
-        report = self._unaided_report(step, method, k, reduction, stopwatch)
-        stopwatch.lap("step")
+            timer.record("apply")
+            return self._report(step, method, k, reduction, timer)
+        report = self._unaided_report(step, method, k, reduction, timer)
+        timer.record("step")
         return report
 
     def state_dict(self) -> dict[str, Any]:
@@ -446,25 +448,25 @@ class GradientAllreduce:
         return self._methods[name]
 
     def _unaided_report(
-        self, step: int, method: Method, k: int, reduction: Reduction, stopwatch: Stopwatch
+        self, step: int, method: Method, k: int, reduction: Reduction, timer: StageTimer
     ) -> StepReport:
         """Of a step that the device ended by itself."""
         assert reduction.finish is not None
         self._unaided = 0 if reduction.aided else min(self._unaided + 1, _TRUSTED)
         self._vectors.applied(reduction)
-        report = self._report(step, method, k, reduction, stopwatch)
+        report = self._report(step, method, k, reduction, timer)
         reduction.finish()
         return report
 
     def _skipped_report(
-        self, step: int, method: Method, k: int, ranks: list[int], stopwatch: Stopwatch
+        self, step: int, method: Method, k: int, ranks: list[int], timer: StageTimer
     ) -> StepReport:
         """Of a step that nobody applied, since gradients of these ranks are not finite; or the error."""
         self._last_k = None  # what this step was to renew, the next one renews
         if self.settings.nonfinite == "raise":
             self.transport.take_traffic()
             raise NonFiniteGradientError(ranks, step) from None
-        return self._report(step, method, k, None, stopwatch, skipped=True)
+        return self._report(step, method, k, None, timer, skipped=True)
 
     def _report(
         self,
@@ -472,7 +474,7 @@ class GradientAllreduce:
         method: Method,
         k: int,
         reduction: Reduction | None,
-        stopwatch: Stopwatch,
+        timer: StageTimer,
         skipped: bool = False,
         traffic: Traffic | None = None,
     ) -> StepReport:
@@ -493,5 +495,5 @@ class GradientAllreduce:
             messages=traffic.messages,
             control_words=traffic.control_words,
             control_messages=traffic.control_messages,
-            seconds=stopwatch.seconds,
+            seconds=timer.seconds,
         )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from collectives.cuda.environment import gpu_problem, is_cuda_error, kernel_problem
 from collectives.mpi import Transport
 from oktopk.cpu import kernels as host_kernels
-from oktopk.cuda.multi_tensor import ScatteredGradient
+from oktopk.cuda.multi_tensor import GradientTensors
 
 GRADIENT_TYPES = {"cpu": ("float32",), "cuda": ("float32", "bfloat16", "float16")}
 """device -> gradient types it takes."""
@@ -28,23 +28,23 @@ class Backend(Protocol):
 
     kernels: ModuleType
 
-    def connect(self, door: Transport) -> Transport:
+    def connect(self, host: Transport) -> Transport:
         """The transport for arrays of this backend, made of a host transport, which it replaces. Collective."""
 
     def zeros(self, length: int) -> Any:
         """float32[length] of zeros."""
 
-    def accept(self, gradient: Any, length: int) -> Any:
+    def validate(self, gradient: Any, length: int) -> Any:
         """The caller's gradient as an array of this backend, or in pieces where steps read such, not copied.
 
         Raises:
             TypeError, ValueError: of another type, length or device, or not contiguous.
         """
 
-    def scattered(self, sizes: Sequence[int], element_type: str) -> ScatteredGradient:
-        """As `GradientAllreduce.scattered`, where kernels can read such a gradient."""
+    def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
+        """As `GradientAllreduce.gradient_tensors`, where kernels can read such a gradient."""
 
-    def running(self) -> AbstractContextManager[Any]:
+    def stream_scope(self) -> AbstractContextManager[Any]:
         """Within it all work is put where it belongs."""
 
     def to_host(self, array: Any) -> NDArray[np.float32]:
@@ -65,15 +65,15 @@ class HostBackend:
 
     kernels = host_kernels
 
-    def connect(self, door: Transport) -> Transport:
+    def connect(self, host: Transport) -> Transport:
         """As the protocol says."""
-        return door
+        return host
 
     def zeros(self, length: int) -> NDArray[np.float32]:
         """As the protocol says."""
         return np.zeros(length, np.float32)
 
-    def accept(self, gradient: NDArray[np.float32], length: int) -> NDArray[np.float32]:
+    def validate(self, gradient: NDArray[np.float32], length: int) -> NDArray[np.float32]:
         """As the protocol says."""
         if gradient.dtype != np.float32:
             raise TypeError(f"gradient dtype {gradient.dtype} is not float32")
@@ -83,11 +83,11 @@ class HostBackend:
             raise ValueError("gradient is not contiguous")
         return gradient
 
-    def scattered(self, sizes: Sequence[int], element_type: str) -> ScatteredGradient:
+    def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
         """As the protocol says: nowhere here."""
         raise NotImplementedError("kernels of the host read one vector")
 
-    def running(self) -> AbstractContextManager[Any]:
+    def stream_scope(self) -> AbstractContextManager[Any]:
         """As the protocol says."""
         return nullcontext()
 

@@ -57,7 +57,7 @@ class StepReport:
         return sum(self.seconds.values())
 
 
-class Stopwatch:
+class StageTimer:
     """Time by stage: each lap ends the stage that it names.
 
     Args:
@@ -74,13 +74,13 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
-    def lap(self, stage: str) -> None:
+    def record(self, stage: str) -> None:
         """Book the time since the last lap on `stage`."""
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
 
-    def book(self, stage: str, seconds: float) -> None:
+    def add(self, stage: str, seconds: float) -> None:
         """Book a part of the time since the last lap, measured elsewhere, on `stage`."""
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
         self._last += seconds

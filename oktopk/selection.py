@@ -22,6 +22,14 @@ _SLOPES = (0.5, 32.0)  # plausible range of -d log(nnz) / d log(threshold)
 _FARTHEST = OCTAVE // 3  # bits that the threshold moves after one step, at most: a quarter of its magnitude
 _FOLLOWED = 0.7  # share of a miss that the next threshold makes up for: misses are partly noise
 _ALL = 2**31 - 1
+# attribute -> its key in a checkpoint, which keeps the names of earlier versions
+_STATE_KEYS = {
+    "bits": "bits",
+    "slope": "slope",
+    "trend": "trend",
+    "needs_exact": "exact_due",
+    "needs_host": "astray",
+}
 
 
 @dataclass(slots=True)
@@ -60,15 +68,15 @@ class LocalSelection:
         bits: the threshold of the next step, None before the first.
         slope: -d log(nnz) / d log(threshold).
         trend: bits by which the threshold moves from step to step.
-        exact_due: the next step must be exact.
-        astray: and no threshold can be guessed that a little more than k reach: the host must look.
+        needs_exact: the next step must be exact.
+        needs_host: and no threshold can be guessed that a little more than k reach: the host must look.
     """
 
     def __init__(self, length: int, kernels: ModuleType, transport: Transport) -> None:
         self.bits: int | None = None
         self.slope = 4.0
         self.trend = 0
-        self.exact_due = self.astray = True
+        self.needs_exact = self.needs_host = True
         self._length = length
         self._kernels = kernels
         self._transport = transport
@@ -91,7 +99,7 @@ class LocalSelection:
         Returns:
             The selection; its entries lie in the workspace until the next call.
         """
-        exact = exact or self.exact_due or self.bits is None
+        exact = exact or self.needs_exact or self.bits is None
         bits = self.lower_threshold() if exact or self.bits is None else self.bits
         packing = self._kernels.accumulate_select(gradient, residual, bits, self.buffer(k), boundaries)
         return self.settle(packing, residual, k, bits, exact)
@@ -136,18 +144,17 @@ class LocalSelection:
 
     def missed(self) -> None:
         """The last pass packed too much, or too little to name what it should: the next step names its threshold exactly."""
-        self.exact_due = self.astray = True
+        self.needs_exact = self.needs_host = True
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("bits", "slope", "trend", "exact_due", "astray")
-        return {name: getattr(self, name) for name in names}
+        return {key: getattr(self, name) for name, key in _STATE_KEYS.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.bits = state["bits"]
         self.slope = state["slope"]
         self.trend = state["trend"]
-        self.exact_due = state["exact_due"]
-        self.astray = state.get("astray", self.exact_due)  # not known to earlier versions
+        self.needs_exact = state[_STATE_KEYS["needs_exact"]]
+        self.needs_host = state.get(_STATE_KEYS["needs_host"], self.needs_exact)  # not in earlier versions
 
     def lower_threshold(self) -> int:
         """Bits that an exact step packs by: a little more than k should reach them."""
@@ -163,7 +170,7 @@ class LocalSelection:
         if self.bits is not None:
             self.trend = learned_trend(self.trend, bits - self.bits)
         self.bits = max(1, min(bits + self.trend, NOTHING - 1))
-        self.exact_due = self.astray = False
+        self.needs_exact = self.needs_host = False
 
     def _repack(self, residual: NDArray[np.float32], k: int, buffer: NDArray[np.void]) -> tuple[int, int]:
         """Pack a superset of the top k that fits the buffer, by a histogram of the whole vector.
@@ -198,10 +205,10 @@ class LocalSelection:
 
     def _follow(self, nnz: int, k: int, bits: int) -> None:
         """Move the threshold to where this step's count would have been k."""
-        self.exact_due = bool(2 * nnz < k and bits > 1)
+        self.needs_exact = bool(2 * nnz < k and bits > 1)
         missed = int(math.log2(max(nnz, 1) / k) / self.slope * OCTAVE)
         self.trend = learned_trend(self.trend, missed)
         wanted = int(_FOLLOWED * missed) + self.trend
         moved = min(max(wanted, -_FARTHEST), _FARTHEST)
-        self.astray = self.exact_due and moved != wanted
+        self.needs_host = self.needs_exact and moved != wanted
         self.bits = max(1, min(bits + moved, NOTHING - 1))

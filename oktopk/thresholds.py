@@ -26,10 +26,10 @@ NOTHING = 0x7F800000
 OCTAVE = 1 << 23
 """Bits between a magnitude and its double."""
 
-_REACH, _STEP = host_kernels.LADDER_REACH, host_kernels.LADDER_STEP
+_REACH, _STEP = host_kernels.CANDIDATE_REACH, host_kernels.CANDIDATE_STEP
 # counts exchanged per step: finest near the reused threshold, where gradients may crowd
 _SIDE = np.geomspace(1, _REACH // _STEP, 32).astype(np.int64) * _STEP
-LADDER = np.concatenate([-_SIDE[::-1], [0], _SIDE])
+CANDIDATES = np.concatenate([-_SIDE[::-1], [0], _SIDE])
 """int64[65], ascending: how far from the reused threshold's bits each rung is."""
 MISS = 0.05
 """Share of k that the nearest rung may be off before the threshold is named exactly, at once."""
@@ -115,20 +115,20 @@ class GlobalThreshold:
         if exact or self.bits is None:
             return self._keep_exact(lists, k, lap)
         expected = self.expected
-        sums = lists.counted(expected, LADDER)
+        sums = lists.counted(expected, CANDIDATES)
         lap("reduce")
         counts = lists.transport.allgather_control(sums.counts)
         lap("threshold")
         totals = counts.sum(axis=0)
         nearest = int(np.argmin(np.abs(totals - k)))
-        rung = len(LADDER) // 2
+        rung = len(CANDIDATES) // 2
         if abs(totals[rung] - k) > self._tolerance * k:
             rung = nearest
-            all_kept = expected + LADDER[0] <= 1 and totals[0] <= k
+            all_kept = expected + CANDIDATES[0] <= 1 and totals[0] <= k
             if abs(totals[rung] - k) > MISS * k and not all_kept:
                 return self._keep_exact(lists, k, lap)
-        bits = min(max(expected + int(LADDER[rung]), 1), NOTHING - 1)
-        self.follow(bits, int(LADDER[nearest]))
+        bits = min(max(expected + int(CANDIDATES[rung]), 1), NOTHING - 1)
+        self.follow(bits, int(CANDIDATES[nearest]))
         return sums.take(bits), counts[:, rung]
 
     @property
@@ -145,7 +145,7 @@ class GlobalThreshold:
     @property
     def lowest(self) -> int:
         """Bits that a sum must reach to be looked at when the threshold is named exactly."""
-        return 1 if self.bits is None else max(1, self.expected + int(LADDER[0]))
+        return 1 if self.bits is None else max(1, self.expected + int(CANDIDATES[0]))
 
     def named(self, bits: int) -> None:
         """An exact step named `bits`, the k-th largest."""

@@ -69,8 +69,7 @@ def on_fake(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         "oktopk.cuda.executor",
     ]
     names += [
-        f"oktopk.{part}"
-        for part in ("select_launches", "naming_launches", "peer_launches", "peer_step", "reports")
+        f"oktopk.{part}" for part in ("select_launches", "kth_select", "p2p_graph", "peer_step", "reports")
     ]
     with monkeypatch.context() as patch:
         for name in names:

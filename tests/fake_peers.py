@@ -1,6 +1,6 @@
 """Peer memory without GPUs: what the kernels of a step tell each other goes over MPI, and the host finds what it would on a GPU.
 
-It stands where `oktopk.cuda.p2p_executor.PeerStep` does: what the host makes of a step among peers, deferred or not, is tested
+It stands where `oktopk.cuda.p2p_executor.P2PStep` does: what the host makes of a step among peers, deferred or not, is tested
 on any machine. What kernels compute, and when, is not.
 """
 
@@ -17,15 +17,15 @@ from collectives.mpi import Transport
 from collectives.sparse import ENTRY, SparseVector
 from collectives.split_and_reduce import RegionLists
 from oktopk.cpu import kernels
-from oktopk.results import Stopwatch
+from oktopk.results import StageTimer
 from oktopk.settings import Settings, selection_cap
-from oktopk.thresholds import LADDER, MISS, NOTHING, kth_magnitude
+from oktopk.thresholds import CANDIDATES, MISS, NOTHING, kth_magnitude
 
 _POOL, _SMALL_POOL = 3, 4096
 
 
 class FakePeers:
-    """As PeerStep."""
+    """As P2PStep."""
 
     def __init__(self, transport: Transport, length: int, settings: Settings) -> None:
         self._transport, self._length, self._settings = transport, length, settings
@@ -87,7 +87,7 @@ class FakePeers:
                 selected, cut = (left, 0), (packing.nnz, kth)
         nnz, nonfinite = selected
         mine = self._packed[: min(nnz, 2 * self._k)].copy()
-        points = lists_kernels.split_points(mine, boundaries)
+        points = lists_kernels.region_offsets(mine, boundaries)
         notes = comm.allgather((nnz, nonfinite, mine, points))
         self._selected = SimpleNamespace(
             nnz=nnz,
@@ -159,7 +159,7 @@ class FakePeers:
     def lists(self) -> RegionLists:
         return self._lists
 
-    def finish(self, stopwatch: Stopwatch) -> None:
+    def finish(self, timer: StageTimer) -> None:
         pass
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class FakePeers:
         return lists_kernels.take_at_least(candidates, bits, ties, candidates), bits
 
     def _cuts(self, nnz: int) -> list[int]:
-        cuts = lists_kernels.equal_count_cuts(self._packed[:nnz], self._length, self._transport.size)
+        cuts = lists_kernels.equal_count_splits(self._packed[:nnz], self._length, self._transport.size)
         return [int(cut) for cut in cuts]
 
     def _skewed(self, counts: NDArray[np.int64]) -> bool:
@@ -211,20 +211,20 @@ class FakePeers:
         """What this rank keeps by the rung that fits, as `decide.cu` does; None where it stops."""
         k, settings = self._k, self._settings
         self._one_sided = False
-        sums = self._lists.counted(expected, LADDER)
+        sums = self._lists.counted(expected, CANDIDATES)
         counts = np.array(self._transport.comm.allgather(sums.counts))
         totals = counts.sum(axis=0)
-        nearest, rung = int(np.argmin(np.abs(totals - k))), len(LADDER) // 2
+        nearest, rung = int(np.argmin(np.abs(totals - k))), len(CANDIDATES) // 2
         self._nearest = int(totals[nearest])
         if abs(totals[rung] - k) > settings.drift_tolerance * k:
             rung = nearest
-            all_kept = expected + LADDER[0] <= 1 and totals[0] <= k
+            all_kept = expected + CANDIDATES[0] <= 1 and totals[0] <= k
             if abs(totals[rung] - k) > MISS * k and not all_kept:
-                while unaided and rung < len(LADDER) - 1 and totals[rung] > selection_cap(k):
+                while unaided and rung < len(CANDIDATES) - 1 and totals[rung] > selection_cap(k):
                     rung += 1
                 if not unaided or not k / 2 <= totals[rung] <= selection_cap(k):
                     return None
         if self._skewed(counts[:, rung]):
             return None
-        bits = min(max(expected + int(LADDER[rung]), 1), NOTHING - 1)
-        return sums.take(bits).copy(), bits, int(LADDER[nearest])
+        bits = min(max(expected + int(CANDIDATES[rung]), 1), NOTHING - 1)
+        return sums.take(bits).copy(), bits, int(CANDIDATES[nearest])

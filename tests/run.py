@@ -42,7 +42,7 @@ HOST_CUDA_SINGLE = ("tests/test_device_kernels.py",)
 HOST_CUDA_RANKS_TESTS = (
     "tests/test_device.py",
     "tests/test_deferred_peers.py",
-    "tests/test_scattered_gradients.py",
+    "tests/test_gradient_tensors.py",
     "tests/test_gradients_in_place.py",
 )
 ALL_TESTS = ["tests"]

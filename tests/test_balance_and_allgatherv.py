@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.balance_and_allgatherv import balance_and_allgatherv, needs_balancing
+from collectives.allgatherv import balance_and_allgatherv, needs_balancing
 from collectives.mpi import Transport
 from collectives.sparse import ENTRY
 from collectives.traffic import Traffic

@@ -16,7 +16,7 @@ from collectives.cpu.kernels import (
     bits_magnitude,
     count_at_least,
     magnitude_bits,
-    split_points,
+    region_offsets,
     sum_sorted_lists,
     take_at_least,
 )
@@ -164,7 +164,7 @@ def test_taken_are_the_larger_ones_and_the_first_ties_in_order(
 def test_split_points_slice_a_list_into_regions(indices: list[int], cuts: list[int]) -> None:
     entries = pack([(i, 1.0) for i in indices])
     boundaries = [0, *cuts, 61]
-    points = split_points(entries, np.array(boundaries, np.int64))
+    points = region_offsets(entries, np.array(boundaries, np.int64))
     assert points.dtype == np.int64
     slices: list[Any] = [entries["index"][a:b].tolist() for a, b in itertools.pairwise(points)]
     expected = [[i for i in indices if a <= i < b] for a, b in itertools.pairwise(boundaries)]

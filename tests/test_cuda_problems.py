@@ -276,17 +276,17 @@ def test_a_gradient_that_is_not_where_it_should_be_is_a_sentence(device_backend:
     backend.device, backend._gradient_type = SimpleNamespace(id=3), "bfloat16"
     backend._stored = np.dtype(np.uint16)
     good = Array(dtype=np.uint16)
-    assert backend.accept(good, 5) is good
+    assert backend.validate(good, 5) is good
     with pytest.raises(TypeError, match=r"is a ndarray, not a cupy array on GPU 3: cupy\.asarray"):
-        backend.accept(np.zeros(5, np.uint16), 5)
+        backend.validate(np.zeros(5, np.uint16), 5)
     with pytest.raises(TypeError, match="float32 is not uint16, which holds bfloat16"):
-        backend.accept(Array(), 5)
+        backend.validate(Array(), 5)
     with pytest.raises(ValueError, match=r"shape \(6,\) is not \(5,\)"):
-        backend.accept(Array(length=6, dtype=np.uint16), 5)
+        backend.validate(Array(length=6, dtype=np.uint16), 5)
     with pytest.raises(ValueError, match=r"not contiguous: pass cupy\.ascontiguousarray"):
-        backend.accept(Array(contiguous=False, dtype=np.uint16), 5)
+        backend.validate(Array(contiguous=False, dtype=np.uint16), 5)
     with pytest.raises(ValueError, match=r"is on GPU 1, not on GPU 3.*Device\(1\)\.use\(\)"):
-        backend.accept(Array(gpu=1, dtype=np.uint16), 5)
+        backend.validate(Array(gpu=1, dtype=np.uint16), 5)
 
 
 @pytest.mark.mpi
@@ -333,7 +333,7 @@ def test_a_window_that_one_rank_has_no_memory_for_is_refused_on_all(
         RuntimeError,
         match=f"^no peer memory: rank {last}: GPU 3 is out of memory: [0-9,]+ bytes wanted, 5 of 10 bytes free",
     ):
-        peer_memory.PeerMemory(comm, device, 2**30)
+        peer_memory.SymmetricMemory(comm, device, 2**30)
 
 
 class Window:

@@ -41,7 +41,7 @@ def among_peers(device: str, comm: MPI.Intracomm, length: int, **settings: Any) 
     if chosen.get("gradient_type", "float32") != "float32" and device == "cpu":
         pytest.skip("the host takes float32 alone")
     reducer = GradientAllreduce(comm, length, "oktopk", device=device, peer_memory=True, **chosen)
-    assert reducer.without_peers == "" or device == "cpu"
+    assert reducer.p2p_unavailable_reason == "" or device == "cpu"
     return reducer
 
 
@@ -51,9 +51,9 @@ def outcomes(device: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     peers: Any = FakePeers
     if device == "cuda":
-        from oktopk.cuda.p2p_executor import PeerStep
+        from oktopk.cuda.p2p_executor import P2PStep
 
-        peers = PeerStep
+        peers = P2PStep
     outcome = peers.outcome
 
     def noted(self: Any, exact: bool) -> Any:
@@ -249,7 +249,7 @@ def test_a_deferred_step_names_its_threshold_exactly_where_that_is_due(
         accumulated = get(reducer.residual) + (gradient := draw())
         lowest = int(np.sort(np.abs(accumulated))[::-1][candidates - 1].view(np.uint32))
         if last:
-            local.exact_due = True
+            local.needs_exact = True
             local.lower_threshold = lambda lowest=lowest: lowest
         reducer._unaided = TRUSTED
         report = reducer.step(put(device, gradient))
@@ -260,7 +260,7 @@ def test_a_deferred_step_names_its_threshold_exactly_where_that_is_due(
             continue
         assert report.exact == exact
         # too few to name it: still due
-        assert local.exact_due != exact
+        assert local.needs_exact != exact
         reached = np.abs(accumulated) >= report.local_threshold
         assert report.local_nnz == np.count_nonzero(reached)
         assert not exact or np.count_nonzero(np.abs(accumulated) > report.local_threshold) < k

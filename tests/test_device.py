@@ -83,7 +83,7 @@ def test_steps_through_peer_memory_give_the_cpus_bits(
     }
     on_cpu = GradientAllreduce(comm, length, "oktopk", **settings)
     on_gpu = GradientAllreduce(comm, length, "oktopk", device="cuda", peer_memory=True, **settings)
-    assert on_gpu.without_peers == ""
+    assert on_gpu.p2p_unavailable_reason == ""
     rng = np.random.default_rng(comm.rank)
     # control messages of regular steps: of what was selected, counted, kept; one more where regions are renewed
     notes = set()
@@ -128,7 +128,7 @@ def test_ugly_gradients_through_peer_memory_give_the_cpus_bits(
         chosen: dict[str, Any] = {"density": density, "average": False} | LOCKSTEPS[settings]
         on_cpu = GradientAllreduce(comm, length, "oktopk", **chosen)
         on_gpu = GradientAllreduce(comm, length, "oktopk", device="cuda", peer_memory=True, **chosen)
-        assert on_gpu.without_peers == ""
+        assert on_gpu.p2p_unavailable_reason == ""
         rng = np.random.default_rng((comm.rank, length))
         for step in range(10):
             gradient = GRADIENTS[kind](rng, length, comm.rank, comm.size)
@@ -218,7 +218,7 @@ def test_where_memory_of_peers_cannot_be_mapped_mpi_takes_over(
 
     monkeypatch.setattr("cupy.cuda.runtime.ipcOpenMemHandle", refuse)
     reduced = reducer(comm, "oktopk", peer_memory=True)
-    assert ("no peer memory: rank 0" in reduced.without_peers) == (comm.size > 1)
+    assert ("no peer memory: rank 0" in reduced.p2p_unavailable_reason) == (comm.size > 1)
     reduced.step(put("cuda", normal(comm, 0)))
     assert get(reduced.update).any()
     reduced.close()

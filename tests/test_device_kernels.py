@@ -13,7 +13,7 @@ from collectives.cpu.kernels import magnitude_bits
 from collectives.sparse import ENTRY
 from oktopk.cpu.kernels import BLOCK
 from oktopk.cpu.kernels import accumulate_select as select_on_host
-from oktopk.thresholds import LADDER
+from oktopk.thresholds import CANDIDATES
 from tests.devices import asynchronous, gpus
 
 pytestmark = pytest.mark.skipif(not gpus(), reason="no GPU")
@@ -185,7 +185,7 @@ def test_pieces_are_selected_from_as_one_vector(
 
     rng = np.random.default_rng((len(sizes), shift))
     kernels = DeviceKernels(device, gradient_type)
-    scattered = kernels.scattered(sizes, element_type)
+    scattered = kernels.gradient_tensors(sizes, element_type)
     n = sum(sizes)
     residual = rng.standard_normal(n, np.float32) * np.float32(1e-3)
     one, other = (entries_of(device, np.full(n + GUARD, POISON, np.uint64).view(ENTRY)) for _ in range(2))
@@ -198,7 +198,9 @@ def test_pieces_are_selected_from_as_one_vector(
             if not here:
                 part.zero_()
         width = parts[0].element_size()
-        scattered.place([0 if home is None else home.data.ptr + width * (GUARD + shift) for home in homes])
+        scattered.set_pointers(
+            [0 if home is None else home.data.ptr + width * (GUARD + shift) for home in homes]
+        )
         stored = bits_of(torch.cat(parts).to(getattr(torch, gradient_type)))
         left = [cupy.asarray(np.pad(residual, (0, GUARD))) for _ in range(2)]
         pair = (cupy.asarray(stored), left[0], one), (scattered, left[1], other)
@@ -254,11 +256,11 @@ def at_an_offset(part: Any, offset: int) -> Any:
 def test_addresses_that_no_gradient_has_are_refused(device: Any) -> None:
     from oktopk.cuda.kernels import DeviceKernels
 
-    scattered = DeviceKernels(device, "float32").scattered([5, 7], "float32")
+    scattered = DeviceKernels(device, "float32").gradient_tensors([5, 7], "float32")
     with pytest.raises(ValueError, match="3 addresses for 2 pieces"):
-        scattered.place([0, 0, 0])
+        scattered.set_pointers([0, 0, 0])
     with pytest.raises(ValueError, match="address 4098 of piece 1 is not a multiple of an element's 4 bytes"):
-        scattered.place([4096, 4098])
+        scattered.set_pointers([4096, 4098])
 
 
 def lists_over(
@@ -336,8 +338,10 @@ def check_sums(
         assert got[:kept].tobytes() == expected.tobytes()
         assert np.all(got[room:].view(np.uint64) == POISON)
 
-    counted = kernels.counted_sums(given, begins, ends, lower, upper, bits, LADDER, whole[:room])
-    known = host_kernels.counted_sums(pool, begins, ends, lower, upper, bits, LADDER, np.empty(room, ENTRY))
+    counted = kernels.counted_sums(given, begins, ends, lower, upper, bits, CANDIDATES, whole[:room])
+    known = host_kernels.counted_sums(
+        pool, begins, ends, lower, upper, bits, CANDIDATES, np.empty(room, ENTRY)
+    )
     assert counted.counts.tolist() == known.counts.tolist()
-    moved = bits + int(LADDER[40])
+    moved = bits + int(CANDIDATES[40])
     assert counted.take(moved).get().tobytes() == known.take(moved).tobytes()

@@ -15,15 +15,15 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from oktopk import DistributedOptimizer, GradientAllreduce
-from oktopk.gradients_in_place import GradientsInPlace
 from oktopk.results import StepReport
+from oktopk.torch.gradients import GradientsInPlace
 from tests.devices import asynchronous, gpus, hold_up, use
 
 # On the host
 
 
 class Noted:
-    """As ScatteredGradient: where the pieces are said to lie."""
+    """As GradientTensors: where the pieces are said to lie."""
 
     addresses: Sequence[int] = ()
 
@@ -94,7 +94,7 @@ def test_a_gradient_that_lies_as_its_parameter_is_read_where_it_is(
     parameter, gradient = kind()
     gradients, noted = in_place([parameter])
     parameter.grad = gradient
-    gradients.place()
+    gradients.tensors()
     assert noted.addresses == [gradient.data_ptr()]
     if gradient.numel():
         assert torch.equal(seen(noted.addresses[0], parameter), gradient)
@@ -107,12 +107,12 @@ def test_any_other_gradient_is_copied_into_its_parameters_order(
     parameter, gradient = kind()
     gradients, noted = in_place([parameter])
     parameter.grad = gradient
-    gradients.place()
+    gradients.tensors()
     (home,) = noted.addresses
     assert home != gradient.data_ptr()
     assert torch.equal(seen(home, parameter), gradient)
     gradient.untyped_storage().fill_(0)  # type: ignore[attr-defined]
-    gradients.place()
+    gradients.tensors()
     assert noted.addresses == [home]
     assert not seen(home, parameter).any()
 
@@ -121,11 +121,11 @@ def test_a_missing_gradient_is_zeros_and_a_sparse_one_is_refused() -> None:
     first, second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4, 2))
     gradients, noted = in_place([first, second])
     second.grad = torch.ones(4, 2)
-    gradients.place()
+    gradients.tensors()
     assert noted.addresses == [0, second.grad.data_ptr()]
     assert gradients.collect().tolist() == [0, 0, 0, *[1] * 8]
     second.grad = torch.sparse_coo_tensor([[0], [0]], [1.0], (4, 2), check_invariants=True)
-    for use_it in (gradients.place, gradients.collect):
+    for use_it in (gradients.tensors, gradients.collect):
         with pytest.raises(TypeError, match="a gradient is sparse"):
             use_it()
 
@@ -139,7 +139,7 @@ def test_autograd_hands_over_and_gets_back() -> None:
     weights = torch.tensor([1.0, 2.0, 4.0])
     (parameter * weights).sum().backward()
     made: Any = parameter.grad
-    gradients.place()
+    gradients.tensors()
     assert noted.addresses == [made.data_ptr()]
     gradients.lay_aside()
     parameter.grad = torch.full((3,), 7.0)  # as its piece of the update
@@ -277,7 +277,7 @@ def trained(
     steps = 40
     with monkeypatch.context() as patch:
         if not in_pieces:
-            patch.setattr(GradientAllreduce, "may_read_pieces", False)
+            patch.setattr(GradientAllreduce, "can_read_tensors", False)
         all_deferred(patch)  # on some numbers of ranks no eight steps in a row need no help here
         torch.manual_seed(3)
         model = Network().to(place, parameter_type)
@@ -289,14 +289,14 @@ def trained(
         )
         assert isinstance(optimizer._gradients, GradientsInPlace) == in_pieces
         read = 0
-        take = GradientsInPlace.place
+        take = GradientsInPlace.tensors
 
         def counted(self: GradientsInPlace) -> Any:
             nonlocal read
             read += 1
             return take(self)
 
-        patch.setattr(GradientsInPlace, "place", counted)
+        patch.setattr(GradientsInPlace, "tensors", counted)
         drawn = torch.Generator().manual_seed(comm.rank)
         # before the first step: a copy from the host waits for the stream
         images = torch.randn(steps * passes, 4, 3, 8, 8, generator=drawn).to(place, parameter_type)

@@ -64,7 +64,7 @@ def test_sizes_are_the_same_on_both_sides() -> None:
     for name in ("NOTES", "SLOTS", "NOTE_WORDS", "MOST_DIGITS"):
         assert window[f"_{name}"] == peer[name], name
     assert window["MOST_PEERS"] == peer["MOST_PEERS"]
-    for name in ("NARROWEST", "WIDEST", "RUNGS"):
+    for name in ("NARROWEST", "WIDEST", "NUM_CANDIDATES"):
         assert regions[name] == region[name], name
     assert (regions["COMPACT_TILE"], regions["_COMPACT_THREADS"]) == (
         compact["COMPACT_TILE"],
@@ -93,17 +93,17 @@ def test_sums_keep_and_report_as_many_words_as_hosts_have_room_for() -> None:
     fields = ",".join(
         re.findall(r"unsigned (.*?);", re.search(r"struct State \{(.*?)\};", text, re.DOTALL)[1])
     )
-    alone = [field for field in re.split(r",\s*", fields) if field != "rungs[RUNGS]"]
+    alone = [field for field in re.split(r",\s*", fields) if field != "rungs[NUM_CANDIDATES]"]
     module = PYTHON["collectives/cuda/kernels"]
     sizes = {
         ast.unparse(node.targets[0]): ast.unparse(node.value)
         for node in module.body
         if isinstance(node, ast.Assign)
     }
-    assert sizes["_SUMS_STATE_WORDS"] == f"{len(alone)} + RUNGS"
+    assert sizes["_SUMS_STATE_WORDS"] == f"{len(alone)} + NUM_CANDIDATES"
     assert int(sizes["_SUMMED"]) == 4 * alone.index("entries")
     first = re.search(r"report\[(\d) \+ i\] = shared\.rungs\[i\]", text)[1]
-    assert sizes["_SUMS_WORDS"] == f"{first} + RUNGS"
+    assert sizes["_SUMS_WORDS"] == f"{first} + NUM_CANDIDATES"
 
 
 def test_the_words_of_a_step_are_where_kernels_read_them() -> None:

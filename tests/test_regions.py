@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.cpu.kernels import equal_count_cuts
+from collectives.cpu.kernels import equal_count_splits
 from collectives.mpi import Transport
 from collectives.sparse import ENTRY
 from collectives.traffic import Traffic
@@ -33,7 +33,7 @@ def transport(comm: MPI.Intracomm) -> Iterator[Transport]:
 def cuts_of(indices: list[int] | NDArray[np.int32], length: int, ranks: int) -> NDArray[np.int64]:
     entries = np.zeros(len(indices), ENTRY)
     entries["index"] = indices
-    return equal_count_cuts(entries, length, ranks)
+    return equal_count_splits(entries, length, ranks)
 
 
 def oracle_cuts(indices: list[int], length: int, ranks: int) -> list[int]:

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 TILE = 4096
 """Elements of a region summed at a time: 16 KB of sums stay in the first-level cache."""
 
-LADDER_REACH = 1 << 21
+CANDIDATE_REACH = 1 << 21
 """How far a ladder of thresholds reaches from its centre, in bits of a magnitude: a quarter of an octave."""
 
-LADDER_STEP = 1 << 9
+CANDIDATE_STEP = 1 << 9
 """Every rung lies a multiple of this many bits from the centre."""
 
-_LADDER_SHIFT = 9
+_CANDIDATE_SHIFT = 9
 _NO_HISTOGRAM = np.empty(0, np.int32)
 _GROUP = 8  # flags tested at once while a tile is scanned
 _MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -119,8 +119,8 @@ def _sum_sorted_lists(  # type: ignore[no-untyped-def]
         start = stop
     if len(histogram):
         for at in range(written):
-            bits_above = (out_index[2 * at + 1] & _MAGNITUDE) - centre + LADDER_REACH
-            histogram[min(bits_above >> _LADDER_SHIFT, len(histogram) - 1)] += 1
+            bits_above = (out_index[2 * at + 1] & _MAGNITUDE) - centre + CANDIDATE_REACH
+            histogram[min(bits_above >> _CANDIDATE_SHIFT, len(histogram) - 1)] += 1
     return written
 
 
@@ -189,7 +189,7 @@ def _take_at_least(entries, words, threshold, ties, out):  # type: ignore[no-unt
     return taken
 
 
-def split_points(entries: NDArray[np.void], boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+def region_offsets(entries: NDArray[np.void], boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
     """Where each region begins in a sorted list.
 
     Args:
@@ -202,7 +202,7 @@ def split_points(entries: NDArray[np.void], boundaries: NDArray[np.int64]) -> ND
     return np.searchsorted(entries["index"], boundaries).astype(np.int64, copy=False)
 
 
-def equal_count_cuts(entries: NDArray[np.void], length: int, parts: int) -> NDArray[np.int64]:
+def equal_count_splits(entries: NDArray[np.void], length: int, parts: int) -> NDArray[np.int64]:
     """The points that split a sorted list into parts of equal count.
 
     Args:
@@ -249,10 +249,10 @@ def counted_sums(
 
     Args:
         expected_bits: bits of the threshold that `take` will most likely be asked for, the centre of the ladder.
-        offsets: int64[m], ascending multiples of LADDER_STEP within +-LADDER_REACH; the rungs are expected_bits + offsets, of
-            which those below 1 take every sum that is not zero.
+        offsets: int64[m], ascending multiples of CANDIDATE_STEP within +-CANDIDATE_REACH; candidates are expected_bits + offsets:
+            those below 1 take every sum that is not zero.
     """
-    histogram = np.zeros(2 * LADDER_REACH // LADDER_STEP + 1, np.int32)
+    histogram = np.zeros(2 * CANDIDATE_REACH // CANDIDATE_STEP + 1, np.int32)
     lowest = np.int32(max(1, expected_bits + int(offsets[0])))
     words, values = pool.view(np.int32), pool.view(np.float32)
     out_words, out_values = out.view(np.int32), out.view(np.float32)
@@ -260,7 +260,7 @@ def counted_sums(
         words, values, begins, ends, lower, upper, lowest, out_words, out_values, expected_bits, histogram
     )
     reached = histogram[::-1].cumsum(dtype=np.int64)[::-1]
-    return CountedSums(out[:nnz], reached[(offsets + LADDER_REACH) // LADDER_STEP])
+    return CountedSums(out[:nnz], reached[(offsets + CANDIDATE_REACH) // CANDIDATE_STEP])
 
 
 def split_at_least(

@@ -260,7 +260,7 @@ class DeviceWorkspace:
         for name in names:
             self._buffers.pop(name, None)
 
-    def place(self, name: str, entries: DeviceEntries) -> None:
+    def set_buffer(self, name: str, entries: DeviceEntries) -> None:
         """Let the buffer of that name be these entries, until more are asked for."""
         self._buffers[name] = entries
 

@@ -19,9 +19,9 @@ from collectives.cuda.launch import Kernel, compiled, float_bits
 
 _KERNELS = Path(__file__).parent
 NARROWEST, WIDEST = 12, 16  # of region.cuh
-RUNGS = 65
-_SUMS_WORDS = 1 + RUNGS  # of what the kernels of sum_sorted_lists.cu report
-_SUMS_STATE_WORDS = 4 + RUNGS
+NUM_CANDIDATES = 65
+_SUMS_WORDS = 1 + NUM_CANDIDATES  # of what the kernels of sum_sorted_lists.cu report
+_SUMS_STATE_WORDS = 4 + NUM_CANDIDATES
 _SUMMED = 8  # where in it stands how many entries were summed
 _ALONE = (0, 0, 0, 0, 0)  # the last arguments of a launch of sum_sorted_lists.cu that speaks to no peers
 _FULL = 2048  # sums that a tile should hold: half of what it may, since large entries lie in crowds
@@ -78,8 +78,8 @@ class DeviceKernels:
         self.sum_kernels = Kernel(sums, "sum_tiles", 17), Kernel(sums, "sum_crowded", 17)
         self.keep_kernel = Kernel(sums, "keep_sums", 14)
         self._split_at_least = Kernel(lists, "split_at_least", 12)
-        self._split_points = Kernel(lists, "split_points", 5)
-        self.cuts_kernel = Kernel(lists, "equal_count_cuts", 5)
+        self._split_points = Kernel(lists, "region_offsets", 5)
+        self.cuts_kernel = Kernel(lists, "equal_count_splits", 5)
         self._write_block = Kernel(lists, "write_block", 4)
         self._add_values = Kernel(lists, "add_values", 3)
         self._scale_values = Kernel(lists, "scale_values", 3)
@@ -219,7 +219,7 @@ class DeviceKernels:
             [self.take_at_least(entries, int(edge), 2**31 - 1, target) for edge in edges], np.int64
         )
 
-    def split_points(self, entries: DeviceEntries, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+    def region_offsets(self, entries: DeviceEntries, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
         """As the host's."""
         device = self.device
         report = device.report("points", len(boundaries))
@@ -231,7 +231,7 @@ class DeviceKernels:
         device.synchronize()
         return report[: len(boundaries)].astype(np.int64)
 
-    def equal_count_cuts(self, entries: DeviceEntries, length: int, parts: int) -> NDArray[np.int64]:
+    def equal_count_splits(self, entries: DeviceEntries, length: int, parts: int) -> NDArray[np.int64]:
         """As the host's."""
         if not len(entries) or parts == 1:
             return length * np.arange(1, parts, dtype=np.int64) // parts

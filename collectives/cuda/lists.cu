@@ -2,7 +2,7 @@
 //
 // Shapes   entries[n], kept[capacity], rest[n] COO; report in host memory.
 // Units    threshold: bits of a magnitude >= 1.
-// Launch   split_at_least: ceil(n / COMPACT_TILE) blocks of COMPACT_THREADS, both scans as in lookback.cuh. split_points: one block.
+// Launch   split_at_least: ceil(n / COMPACT_TILE) blocks of COMPACT_THREADS, both scans as in lookback.cuh. region_offsets: one block.
 //          write_block: grid-stride, the block zeroed before.
 // Overflow what does not fit `kept` is counted, not written. NaN cannot come in.
 
@@ -18,13 +18,13 @@ extern "C" __global__ void __launch_bounds__(COMPACT_THREADS)
 }
 
 // report[i] = first place whose index is >= boundaries[i]
-extern "C" __global__ void split_points(const Entry* __restrict__ entries, long long n,
+extern "C" __global__ void region_offsets(const Entry* __restrict__ entries, long long n,
                                         const long long* __restrict__ boundaries, int count, volatile unsigned* report) {
   for (int i = threadIdx.x; i < count; i += blockDim.x) report[i] = lower_bound(entries, 0, n, boundaries[i]);
 }
 
 // report[i] = index of entry n·(i + 1) / parts, of the first count[0] of them unless null
-extern "C" __global__ void equal_count_cuts(const Entry* __restrict__ entries, long long n,
+extern "C" __global__ void equal_count_splits(const Entry* __restrict__ entries, long long n,
                                             const unsigned* __restrict__ count, int parts, volatile unsigned* report) {
   if (count && *count < n) n = *count;
   for (int i = threadIdx.x; i + 1 < parts; i += blockDim.x) report[i] = entries[n * (i + 1) / parts].x;

@@ -2,4 +2,4 @@
 #pragma once
 
 constexpr int NARROWEST = 12, WIDEST = 16;  // shifts
-constexpr int RUNGS = 65;                   // of the ladder of thresholds that sums are counted on
+constexpr int NUM_CANDIDATES = 65;                   // of the ladder of thresholds that sums are counted on

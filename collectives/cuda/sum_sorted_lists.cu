@@ -3,9 +3,9 @@
 // Shapes   pool[...] COO; list j is pool[ranges[j], ranges[lists + j]), strictly ascending within [lower, upper);
 //          cuts[lists][tiles + 1]: where each tile begins in each list; made[entries of the lists] COO: the sums, ascending, those of a
 //          tile, or of a window of a crowded one, from as many places on as entries come before it, and zeros after them;
-//          crowded[tiles]; out[capacity] COO. report[1 + RUNGS] in host memory: sums kept, and on each rung.
+//          crowded[tiles]; out[capacity] COO. report[1 + NUM_CANDIDATES] in host memory: sums kept, and on each rung.
 // Units    threshold: bits of a magnitude, >= 1, around which the ladder stands. Rung r holds what reaches threshold + offsets[r] and not
-//          threshold + offsets[r + 1], both clipped to finite nonzero magnitudes; offsets[RUNGS] ascend; null: no ladder, and what
+//          threshold + offsets[r + 1], both clipped to finite nonzero magnitudes; offsets[NUM_CANDIDATES] ascend; null: no ladder, and what
 //          does not reach the threshold is made zero. A tile is 2^shift elements, NARROWEST <= shift <= WIDEST.
 // Launch   tile_cuts: a thread a cut, lists in y. Then sum_tiles: at least tiles = max(1, ceil((upper - lower) / 2^shift)) blocks of
 //          THREADS; sum_crowded: any blocks of THREADS; keep_sums: at least ceil(entries / COMPACT_TILE) blocks of
@@ -35,7 +35,7 @@ constexpr int EDGES = 128;             // of a window in lists
 
 struct State {
   unsigned finished, crowded, entries, kept;
-  unsigned rungs[RUNGS];
+  unsigned rungs[NUM_CANDIDATES];
 };
 
 // cuts[list][tile]: where tile `tile` begins in each list; tiles + 1 cuts a list. One thread a cut.
@@ -54,7 +54,7 @@ struct Shared {
   unsigned short before[WORDS];  // bits before each word
   unsigned short element[MOST];  // of each sum, within the window
   unsigned warp_totals[WARPS];
-  unsigned rungs[RUNGS], edge[RUNGS];
+  unsigned rungs[NUM_CANDIDATES], edge[NUM_CANDIDATES];
   unsigned edges[EDGES];  // where a window of a crowded tile begins and ends in each list, as cuts are
   unsigned before_window, in_window, last;
 };
@@ -162,7 +162,7 @@ __device__ __forceinline__ Region region_of(long long lower, int tiles, int shif
 }
 
 __device__ void begin_ladder(Shared& shared, unsigned threshold, const long long* __restrict__ offsets) {
-  for (int i = threadIdx.x; i < RUNGS; i += THREADS) {
+  for (int i = threadIdx.x; i < NUM_CANDIDATES; i += THREADS) {
     shared.rungs[i] = 0;
     const long long bits = static_cast<long long>(threshold) + (offsets ? offsets[i] : INFINITY_BITS);
     shared.edge[i] = !offsets ? INFINITY_BITS + 1 : bits < 1 ? 1 : bits < INFINITY_BITS ? bits : INFINITY_BITS - 1;
@@ -178,7 +178,7 @@ __device__ void store_sums(Shared& shared, unsigned sums, unsigned entries, unsi
     const unsigned bits = magnitude(sum);
     made[i] = i < sums && bits >= least ? make_entry(static_cast<int>(start) + shared.element[i], sum) : make_entry(0, 0.0f);
     if (bits < shared.edge[0]) continue;
-    int low = 0, high = RUNGS;  // the last edge that is reached
+    int low = 0, high = NUM_CANDIDATES;  // the last edge that is reached
     while (high - low > 1) {
       const int middle = (low + high) >> 1;
       if (bits >= shared.edge[middle])
@@ -193,7 +193,7 @@ __device__ void store_sums(Shared& shared, unsigned sums, unsigned entries, unsi
 // Adds this block's rungs to those of all; whether it is the last block to do so.
 __device__ bool add_rungs(Shared& shared, State* state, unsigned blocks) {
   __syncthreads();
-  for (int i = threadIdx.x; i < RUNGS; i += THREADS)
+  for (int i = threadIdx.x; i < NUM_CANDIDATES; i += THREADS)
     if (shared.rungs[i]) atomicAdd(&state->rungs[i], shared.rungs[i]);
   __threadfence();
   __syncthreads();
@@ -208,12 +208,12 @@ __device__ bool add_rungs(Shared& shared, State* state, unsigned blocks) {
 // Reports the ladder, tells the peers of it, and leaves it at zero for the next launch.
 __device__ void tell_rungs(Shared& shared, State* state, volatile unsigned* report, const unsigned long long* windows, int ranks,
                            int rank, unsigned epoch) {
-  for (int i = threadIdx.x; i < RUNGS; i += THREADS) {
+  for (int i = threadIdx.x; i < NUM_CANDIDATES; i += THREADS) {
     shared.rungs[i] = atomicExch(&state->rungs[i], 0u);
     if (report) report[1 + i] = shared.rungs[i];
   }
   __syncthreads();
-  if (windows) tell_peers(windows, ranks, rank, COUNTED, shared.rungs, RUNGS, epoch);
+  if (windows) tell_peers(windows, ranks, rank, COUNTED, shared.rungs, NUM_CANDIDATES, epoch);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 5)

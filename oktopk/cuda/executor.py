@@ -17,7 +17,7 @@ from collectives.cuda.ucx import device_memory_problem
 from collectives.mpi import Transport
 from collectives.mpi_cuda import DeviceTransport, StagedDeviceTransport
 from oktopk.cuda.kernels import DeviceKernels
-from oktopk.cuda.multi_tensor import ScatteredGradient
+from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_graph import compile_peer_kernels
 
 _STORED = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
@@ -44,20 +44,20 @@ class DeviceBackend:
         self._gradient_type = gradient_type
         self._stored = np.dtype(_STORED[gradient_type])
 
-    def connect(self, door: Transport) -> Transport:
+    def connect(self, host: Transport) -> Transport:
         """As the protocol says. Says on rank 0 where device memory is staged through the host."""
-        problem = device_memory_problem() if door.size > 1 else ""
-        staged = {rank: text for rank, text in enumerate(door.comm.allgather(problem)) if text}
-        if staged and door.rank == 0:
-            where = "" if len(staged) == door.size else f" on rank(s) {', '.join(map(str, staged))}"
+        problem = device_memory_problem() if host.size > 1 else ""
+        staged = {rank: text for rank, text in enumerate(host.comm.allgather(problem)) if text}
+        if staged and host.rank == 0:
+            where = "" if len(staged) == host.size else f" on rank(s) {', '.join(map(str, staged))}"
             warnings.warn(
                 f"MPI does not move device memory{where}, so messages are staged through pinned host memory, which is slower: "
                 f"{next(iter(staged.values()))}. `python -m jobs.doctor` says what this host can do",
                 stacklevel=3,
             )
         kind = StagedDeviceTransport if problem else DeviceTransport
-        transport: Transport = kind(door.comm, self.device)
-        door.close()
+        transport: Transport = kind(host.comm, self.device)
+        host.close()
         return transport
 
     def zeros(self, length: int) -> Any:
@@ -67,9 +67,9 @@ class DeviceBackend:
             array.fill(0)
         return array
 
-    def accept(self, gradient: Any, length: int) -> Any:
+    def validate(self, gradient: Any, length: int) -> Any:
         """As the protocol says."""
-        if isinstance(gradient, ScatteredGradient):
+        if isinstance(gradient, GradientTensors):
             if gradient.length != length:
                 raise ValueError(f"gradient in pieces of {gradient.length} elements is not of {length}")
             return gradient
@@ -94,11 +94,11 @@ class DeviceBackend:
             )
         return gradient
 
-    def scattered(self, sizes: Sequence[int], element_type: str) -> ScatteredGradient:
+    def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
         """As the protocol says."""
-        return self.kernels.scattered(sizes, element_type)
+        return self.kernels.gradient_tensors(sizes, element_type)
 
-    def running(self) -> AbstractContextManager[Any]:
+    def stream_scope(self) -> AbstractContextManager[Any]:
         """As the protocol says."""
         return self.device.stream
 

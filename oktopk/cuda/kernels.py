@@ -18,7 +18,7 @@ from collectives.cuda.device import Device, DeviceEntries
 from collectives.cuda.kernels import COMPACT_TILE
 from collectives.cuda.launch import Kernel, compiled, float_bits
 from oktopk.cpu.kernels import LEVELS, Packing
-from oktopk.cuda.multi_tensor import ScatteredGradient, address_of
+from oktopk.cuda.multi_tensor import GradientTensors, pointer_of
 from oktopk.cuda.select import SelectLaunches
 from oktopk.settings import Settings
 
@@ -104,9 +104,9 @@ class DeviceKernels:
         regions = 0 if boundaries is None else len(boundaries) - 1
         where = None if boundaries is None else (device.post("boundaries", boundaries), regions)
         report = device.report("select", 4 + regions)
-        width = self.gradient_bytes if isinstance(gradient, ScatteredGradient) else gradient.dtype.itemsize
+        width = self.gradient_bytes if isinstance(gradient, GradientTensors) else gradient.dtype.itemsize
         launches = self.select_launches(width, residual.size, entries).reading(self.reading(gradient))
-        launches(address_of(gradient), residual.data.ptr, threshold_bits, where)
+        launches(pointer_of(gradient), residual.data.ptr, threshold_bits, where)
         device.synchronize()
         found = report[: 3 + regions].tolist()
         return Packing(found[0], found[1], np.array(found[2:], np.int64) if where else None)
@@ -151,7 +151,7 @@ class DeviceKernels:
         """As the host's."""
         n = residual.size
         kernel = self.reading(gradient)["undo_accumulate"]
-        self.device.launch_for(kernel, n, address_of(gradient), residual.data.ptr, n, 0)
+        self.device.launch_for(kernel, n, pointer_of(gradient), residual.data.ptr, n, 0)
 
     def accumulate_momentum(self, gradient: Any, velocity: Any, momentum: float) -> int:
         """As the host's."""
@@ -174,11 +174,11 @@ class DeviceKernels:
 
     def peer_step(self, transport: Any, length: int, settings: Settings) -> Any:
         """What runs Ok-Topk's regular step among GPUs of one host, None where the ranks do not use peer memory."""
-        if not transport.peers:
+        if not transport.p2p:
             return None
-        from oktopk.cuda.p2p_executor import PeerStep
+        from oktopk.cuda.p2p_executor import P2PStep
 
-        return PeerStep(self, transport, length, settings)
+        return P2PStep(self, transport, length, settings)
 
     def select_at_least(self, vector: Any, threshold_bits: int, ties: int, entries: DeviceEntries) -> int:
         """As the host's."""
@@ -282,14 +282,14 @@ class DeviceKernels:
 
     def reading(self, gradient: Any) -> Mapping[str, Kernel]:
         """The kernels that read this gradient, an array or in pieces."""
-        if isinstance(gradient, ScatteredGradient):
+        if isinstance(gradient, GradientTensors):
             return gradient.kernels
         return self.kernels_for(gradient.dtype.itemsize)
 
-    def scattered(self, sizes: Sequence[int], element_type: str) -> ScatteredGradient:
+    def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
         """A gradient in pieces of so many elements, each "float32", "bfloat16" or "float16"."""
         kernels = _pieces_kernels(self._gradient_type, element_type)
-        return ScatteredGradient(self.device, kernels, sizes, _BYTES[element_type])
+        return GradientTensors(self.device, kernels, sizes, _BYTES[element_type])
 
     def _counted(self, gradient: Any, name: str, n: int, *arguments: Any) -> int:
         """Run a pass that counts what is not finite; waits."""

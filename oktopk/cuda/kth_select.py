@@ -21,7 +21,7 @@ _KERNELS = Path(__file__).parent
 _SEARCH_WORDS = 5  # before two words a rank: see kth.cu
 
 
-class NamingLaunches:
+class KthSelect:
     """Laid out once for a k.
 
     Args:

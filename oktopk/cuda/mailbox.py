@@ -8,7 +8,7 @@ from typing import Any
 from collectives.cuda.device import Device
 
 
-class Announced:
+class Mailbox:
     """A report in pinned memory of words that tell whether they are there: the epoch above the value, in 64 bits.
 
     Args:

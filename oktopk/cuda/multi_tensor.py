@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 _PLACED = 4096  # of pieces.cuh: elements of a chunk
 
 
-class ScatteredGradient:
-    """A gradient of n elements on a GPU, in pieces that steps read where they lie; made by `GradientAllreduce.scattered`.
+class GradientTensors:
+    """A gradient of n elements on a GPU, in pieces that steps read where they lie; made by `GradientAllreduce.gradient_tensors`.
 
-    All of it is zero until `place` is called.
+    All of it is zero until `set_pointers` is called.
 
     Args:
         device: where kernels run.
@@ -52,9 +52,9 @@ class ScatteredGradient:
         self._pieces[:, 0] = (held.cumsum() - held)[self._filled]
         self._addresses: list[int] | None = None
         self._count = len(held)
-        self.place([0] * self._count)
+        self.set_pointers([0] * self._count)
 
-    def place(self, addresses: Sequence[int]) -> None:
+    def set_pointers(self, addresses: Sequence[int]) -> None:
         """Say where the pieces lie from here on; what is on the stream already still reads them where they were.
 
         Nothing is done where no address has changed; above 4,096 pieces this may wait for the stream. Whoever gives memory back
@@ -86,6 +86,6 @@ class ScatteredGradient:
         self._addresses = list(addresses)
 
 
-def address_of(gradient: Any) -> int:
+def pointer_of(gradient: Any) -> int:
     """What kernels that read a gradient, an array or in pieces, take for it."""
-    return int(gradient.address if isinstance(gradient, ScatteredGradient) else gradient.data.ptr)
+    return int(gradient.address if isinstance(gradient, GradientTensors) else gradient.data.ptr)

@@ -20,23 +20,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cuda.device import DeviceEntries
-from collectives.cuda.kernels import RUNGS
+from collectives.cuda.kernels import NUM_CANDIDATES
 from collectives.mpi_cuda import DeviceTransport
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import RegionLists
 from oktopk.cpu.kernels import LEVELS
-from oktopk.cuda.multi_tensor import address_of
-from oktopk.cuda.p2p_graph import PeerLaunches
-from oktopk.results import Stopwatch
+from oktopk.cuda.multi_tensor import pointer_of
+from oktopk.cuda.p2p_graph import P2PGraph
+from oktopk.results import StageTimer
 from oktopk.settings import Settings
-from oktopk.thresholds import LADDER
+from oktopk.thresholds import CANDIDATES
 
 if TYPE_CHECKING:
     from oktopk.cuda.kernels import DeviceKernels
 
 _BAD_SELECTION, _SKEWED, _NOT_FINITE, _BAD_REGIONS = 1, 3, 4, 5  # why kernels stop: see peer.cuh
 _EXACTLY, _UNAIDED = 1, 2  # how they go on: see peer.cuh
-_RUNG_BITS = LADDER.tolist()
+_RUNG_BITS = CANDIDATES.tolist()
 _DIGITS = sum(1 << width for _, width in LEVELS)
 _MOST_GRAPHS = 8  # of gradients that live elsewhere
 
@@ -106,7 +106,7 @@ class Outcome:
     gathered: DeviceEntries | None = None
 
 
-class PeerStep:
+class P2PStep:
     """Runs the steps of one instance of Ok-Topk.
 
     Args:
@@ -122,7 +122,7 @@ class PeerStep:
         self._kernels, self._transport, self._length = kernels, transport, length
         self._settings = settings
         self._device = transport.device
-        self._launches: PeerLaunches | None = None
+        self._launches: P2PGraph | None = None
         self._epoch = self._selected_at = 0  # of the last notes, and of the selection they go back to
         self._vectors = (0, 0, 0, 0)
         self._boundaries: NDArray[np.int64] | None = None
@@ -140,7 +140,7 @@ class PeerStep:
             RuntimeError: a rank has no memory for it; on every rank alike.
         """
         self.close()
-        self._launches = PeerLaunches(self._kernels, self._transport, self._length, k, self._settings)
+        self._launches = P2PGraph(self._kernels, self._transport, self._length, k, self._settings)
 
     def launch(
         self,
@@ -185,7 +185,7 @@ class PeerStep:
         self._epoch = self._selected_at = self._device.next_epoch()
         if boundaries is not self._boundaries:
             self._boundaries = boundaries
-            if launches.place(boundaries):
+            if launches.set_regions(boundaries):
                 self._graphs.clear()
         to_clear = 0
         if support is not None and (not support.nnz or support.entries.pointer == launches.gathered.pointer):  # type: ignore[attr-defined]
@@ -196,7 +196,7 @@ class PeerStep:
         launches.set_step(self._epoch, bits[0], bits[1], to_clear, ways)
         self._device.pending = True
         vectors = (
-            address_of(gradient),
+            pointer_of(gradient),
             residual.data.ptr,
             update.data.ptr,
             0 if velocity is None else velocity.data.ptr,
@@ -294,7 +294,7 @@ class PeerStep:
         traffic.words += 2 * (selected.nnz - points[rank + 1] + points[rank])
         for other in range(ranks):
             traffic.messages += other != rank and points[other] < points[other + 1]
-        traffic.control_words += others * (_DIGITS if exact else RUNGS)
+        traffic.control_words += others * (_DIGITS if exact else NUM_CANDIDATES)
         traffic.control_messages += len(LEVELS) if exact else 1
         return self._kept(*decided, exact=exact)
 
@@ -312,13 +312,13 @@ class PeerStep:
         missed = 0 if exact else _RUNG_BITS[nearest]
         return Outcome("", bits=bits, missed=missed, gathered=self._launches.gathered[:total])
 
-    def finish(self, stopwatch: Stopwatch) -> None:
+    def finish(self, timer: StageTimer) -> None:
         """Book the stages of a timed step, which is waited for; any other goes on on the stream."""
         assert self._launches is not None
         if self._launches.timed:
             self._device.synchronize()
             for stage, seconds in self._launches.stage_seconds():
-                stopwatch.book(stage, seconds)
+                timer.add(stage, seconds)
 
     def select_exact(self, gradient: Any, residual: Any, lowest: int) -> Named:
         """Accumulate and select the exact top k, from what reaches `lowest`; waits.

@@ -16,13 +16,13 @@ from collectives.cuda.environment import is_cuda_error
 from collectives.cuda.kernels import COMPACT_TILE, NARROWEST, tile_shift
 from collectives.cuda.launch import Kernel, PreparedLaunch, compiled, double_bits, float_bits
 from collectives.mpi_cuda import DeviceTransport
-from collectives.symmetric_memory import PeerMemory, entries_bytes
-from oktopk.cuda.kth_select import TAKEN_WORDS, NamingLaunches
-from oktopk.cuda.mailbox import Announced, report
-from oktopk.cuda.multi_tensor import ScatteredGradient, address_of
+from collectives.symmetric_memory import SymmetricMemory, entries_bytes
+from oktopk.cuda.kth_select import TAKEN_WORDS, KthSelect
+from oktopk.cuda.mailbox import Mailbox, report
+from oktopk.cuda.multi_tensor import GradientTensors, pointer_of
 from oktopk.cuda.select import SelectLaunches
 from oktopk.settings import Settings, selection_cap
-from oktopk.thresholds import LADDER, MISS
+from oktopk.thresholds import CANDIDATES, MISS
 
 if TYPE_CHECKING:
     from oktopk.cuda.kernels import DeviceKernels
@@ -59,7 +59,7 @@ class _Reading:
     undo: PreparedLaunch
 
 
-class PeerLaunches:
+class P2PGraph:
     """Everything that a step launches.
 
     Args:
@@ -88,10 +88,10 @@ class PeerLaunches:
         self.k = k
         self._kernels, self._transport, self._length = kernels, transport, length
         self._device = transport.device
-        packed_at = PeerMemory.first + -PeerMemory.first % 256
+        packed_at = SymmetricMemory.first + -SymmetricMemory.first % 256
         kept_at = packed_at + entries_bytes(2 * k)
         kept = selection_cap(k) + 1
-        self._memory = PeerMemory(transport.comm, self._device, kept_at + entries_bytes(kept))
+        self._memory = SymmetricMemory(transport.comm, self._device, kept_at + entries_bytes(kept))
         self._packed = self._memory.entries(packed_at, 2 * k)
         self._kept = self._memory.entries(kept_at, kept)
         problem = ""
@@ -112,15 +112,15 @@ class PeerLaunches:
     def _make_buffers(self) -> None:
         device, ranks, k = self._device, self._transport.size, self.k
         workspace: Any = self._transport.workspace
-        workspace.place("packed", self._packed)
+        workspace.set_buffer("packed", self._packed)
         pool = max(_POOL * k, min(ranks * selection_cap(k), _SMALL_POOL))
         self.pool = workspace.entries("incoming", pool)
         self.gathered = workspace.entries("gathered", selection_cap(k))
         self._sums = workspace.entries("region sums", pool)
-        self.selected = Announced(device, "told", 4 + 2 * ranks)
+        self.selected = Mailbox(device, "told", 4 + 2 * ranks)
         self.packed_report = report(device, "select", 4 + ranks)
         self.collected = report(device, "collected", ranks)
-        self.decided = Announced(device, "decided", _COUNTS + ranks)
+        self.decided = Mailbox(device, "decided", _COUNTS + ranks)
         self.taken = report(device, "taken", TAKEN_WORDS)
         self.cuts = report(device, "cuts found", ranks)
         self._words = report(device, "step", _STEP_WORDS)
@@ -152,7 +152,7 @@ class PeerLaunches:
         self._pieces: _Reading | None = None
         scale = 1.0 / ranks if settings.average else 1.0
         self._lay_out_exchange(packed_at, kept_at, settings.drift_tolerance, settings.balance_trigger, scale)
-        self._naming = NamingLaunches(
+        self._naming = KthSelect(
             transport,
             k,
             settings.balance_trigger,
@@ -177,13 +177,13 @@ class PeerLaunches:
     def read(self, gradient: Any) -> int:
         """Lay out for a gradient of this kind what is enqueued next; returns what tells such launches from others."""
         self._reading = self._one_vector
-        if isinstance(gradient, ScatteredGradient):
+        if isinstance(gradient, GradientTensors):
             if self._pieces is None or self._pieces.kernels is not gradient.kernels:
                 self._pieces = self._lay_out_reading(gradient.kernels)
             self._reading = self._pieces
         return int(self._reading.undo.kernel.function)
 
-    def place(self, boundaries: NDArray[np.int64]) -> bool:
+    def set_regions(self, boundaries: NDArray[np.int64]) -> bool:
         """Say where the new regions lie; whether graphs of a step have too few blocks for them."""
         rank = self._transport.rank
         self._where.set(boundaries, stream=self._device.stream)
@@ -198,7 +198,7 @@ class PeerLaunches:
         return True
 
     def upload_step(self, stream: int) -> None:
-        """Put what `set_step` and `place` said where kernels read it."""
+        """Put what `set_step` and `set_regions` said where kernels read it."""
         host_to_device = cupy.cuda.runtime.memcpyHostToDevice
         source = ctypes.addressof(self._words)
         cupy.cuda.runtime.memcpyAsync(self._step, source, 4 * _STEP_WORDS, host_to_device, stream)
@@ -286,7 +286,7 @@ class PeerLaunches:
 
     def _select_alone(self, gradient: Any, residual: Any, bits: int) -> None:
         self.read(gradient)
-        self._reading.alone(address_of(gradient), residual.data.ptr, bits, None)
+        self._reading.alone(pointer_of(gradient), residual.data.ptr, bits, None)
 
     def _mark(self, number: int, stream: int) -> None:
         if self.timed:
@@ -329,8 +329,8 @@ class PeerLaunches:
         self._clear = PreparedLaunch(self._kernels.clear_kernel, 0, self.gathered.pointer, 0, self._step)
         self._decide = PreparedLaunch(
             Kernel(compiled(_KERNELS / "decide.cu"), "decide", 12),
-            windows, ranks, rank, device.table(LADDER), self.k, selection_cap(self.k), double_bits(tolerance), double_bits(MISS),
-            double_bits(trigger), self._decision, device.address("decided"), self._step,
+            windows, ranks, rank, device.table(CANDIDATES), self.k, selection_cap(self.k), double_bits(tolerance),
+            double_bits(MISS), double_bits(trigger), self._decision, device.address("decided"), self._step,
         )  # fmt: skip
         self._apply = PreparedLaunch(
             Kernel(compiled(_KERNELS / "apply.cu"), "gather_and_apply", 13),
@@ -358,7 +358,7 @@ class PeerLaunches:
                 for kernel in sums.sum_kernels
             ]  # fmt: skip
 
-        self._count_sums = launches(device.table(LADDER), windows)
+        self._count_sums = launches(device.table(CANDIDATES), windows)
         self._sum_all = launches(0, 0)
         self._keep_blocks = -(-self._sums.size // COMPACT_TILE)
         scan = device.scan("peer keep", self._keep_blocks)

@@ -43,12 +43,12 @@ class _Launched:
     exact: bool
 
 
-class AmongPeers:
+class P2PExecutor:
     """The steps of one instance of Ok-Topk whose ranks read each other's memory.
 
     Args:
         method: whose thresholds and regions they share with steps by messages, which take over where kernels stopped.
-        kernels: an `oktopk.cuda.p2p_executor.PeerStep`.
+        kernels: an `oktopk.cuda.p2p_executor.P2PStep`.
 
     Attributes:
         kernels: as given.
@@ -84,19 +84,19 @@ class AmongPeers:
         exact = plan.exact or threshold.bits is None
         deferred = plan.deferrable and threshold.bits is not None and not (fresh and self.last_cuts is None)
         selection, cuts = None, self.last_cuts
-        # a guess that went astray once need not come near the next time: this rank alone waits
-        if not deferred or local.astray:
+        # a guess that went needs_host once need not come near the next time: this rank alone waits
+        if not deferred or local.needs_host:
             selection, cuts = self._select_before(gradient, residual, plan, needed=fresh or exact)
         if selection is not None:
-            plan.stopwatch.lap("select")
+            plan.timer.record("select")
         if fresh:
             # those of a deferred step are of the selection before: regions are for many steps
             proposed = self.last_cuts if deferred else cuts
             assert proposed is not None
             method.boundaries = region_boundaries(proposed, method.length, method.transport)
             self.stale_regions = False
-            plan.stopwatch.lap("boundaries")
-        exactly = selection is None and (plan.exact or local.exact_due)
+            plan.timer.record("boundaries")
+        exactly = selection is None and (plan.exact or local.needs_exact)
         bits = 0
         if selection is None:
             bits = local.lower_threshold() if exactly else local.bits or 0
@@ -115,7 +115,7 @@ class AmongPeers:
             outcome = self._learn_cuts(self.kernels.name_exactly(threshold.lowest))
         if not outcome.stopped_at:
             return replace(self._applied(step, selection, outcome), aided=aided)
-        plan.stopwatch.lap("step")
+        plan.timer.record("step")
         if outcome.stopped_at == "threshold":
             return method.keep_and_gather(self.kernels.lists(), selection, replace(plan, exact=step.exact))
         self.stale_regions = outcome.crowded
@@ -143,7 +143,7 @@ class AmongPeers:
             plan.clear_out,
             selected=given,
             exact=step.exact,
-            timed=plan.stopwatch.detailed,
+            timed=plan.timer.detailed,
             exactly=step.exactly,
             unaided=deferred,
         )
@@ -186,7 +186,7 @@ class AmongPeers:
             self._method.threshold.named(outcome.bits)
         else:
             self._method.threshold.follow(outcome.bits, outcome.missed)
-        finish = partial(self.kernels.finish, step.plan.stopwatch)
+        finish = partial(self.kernels.finish, step.plan.timer)
         return self._method.reduction(selection, SparseVector(outcome.gathered, self._method.length), finish)
 
     def _selected_by(self, step: _Launched) -> Selection:
@@ -212,7 +212,7 @@ class AmongPeers:
             # nothing will be exchanged, and what is given in the velocity's place may be narrower
             selection = local.select(gradient, residual, k, exact=False)
             return selection, method.cuts(selection.packed)
-        if plan.exact or local.exact_due or local.bits is None:
+        if plan.exact or local.needs_exact or local.bits is None:
             return self._select_exactly(gradient, residual, k)
         return self._select_by(local.bits, gradient, residual, k) if needed else (None, None)
 

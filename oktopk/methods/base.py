@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from collectives.mpi import FlaggedRanksError, Transport
 from collectives.sparse import SparseVector
-from oktopk.results import Stopwatch
+from oktopk.results import StageTimer
 from oktopk.selection import LocalSelection, Selection
 from oktopk.settings import Settings
 
@@ -28,7 +28,7 @@ class Plan:
         exact: name exact thresholds.
         new_boundaries: agree on new region boundaries.
         scale: factor on the sum for methods that write a dense update.
-        stopwatch: books the time of the stages.
+        timer: books the time of the stages.
         nonfinite: this rank knows already, and alone, that the step must not be applied.
         support: where `out` is not zero, None for anywhere.
         clear_out: zeroes it there; every method calls it before it writes there, or does as much itself.
@@ -40,7 +40,7 @@ class Plan:
     exact: bool
     new_boundaries: bool
     scale: float
-    stopwatch: Stopwatch
+    timer: StageTimer
     support: SparseVector | None
     clear_out: Callable[[], None]
     nonfinite: bool = False
@@ -116,7 +116,7 @@ class Method(ABC):
         self.boundaries: NDArray[np.int64] | None = None
 
     @classmethod
-    def keeps_to_messages(cls, settings: Settings) -> str:
+    def p2p_unavailable_reason(cls, settings: Settings) -> str:
         """Why kernels of different ranks have nothing to read from each other, "" if they do where they can."""
         return f"{cls.name} exchanges by messages alone"
 
@@ -173,11 +173,11 @@ class SparseMethod(Method):
     ) -> Reduction | Deferred:
         assert residual is not None, f"{self.name} needs a residual"
         plan.clear_out()
-        plan.stopwatch.lap("apply")
+        plan.timer.record("apply")
         selection = self.selection.select(gradient, residual, plan.k, plan.exact, self.regions(plan))
         if plan.nonfinite:
             selection = replace(selection, nonfinite=selection.nonfinite + 1)
-        plan.stopwatch.lap("select")
+        plan.timer.record("select")
         return self.exchange_or_undo(selection, gradient, residual, out, plan)
 
     def exchange_or_undo(

@@ -28,7 +28,7 @@ class Dense(Method):
         plan: Plan,
     ) -> Reduction:
         nonfinite = self.kernels.accumulate(gradient, residual, out)
-        plan.stopwatch.lap("select")
+        plan.timer.record("select")
         flags = self.transport.allgather_control(np.array([nonfinite > 0 or plan.nonfinite], np.int64))
         if flags.any():
             raise FlaggedRanksError(np.flatnonzero(flags).tolist())
@@ -36,7 +36,7 @@ class Dense(Method):
             self.close()
             self._allreduce = DenseAllreduce(out, self.transport)
         self._allreduce.run(plan.scale)
-        plan.stopwatch.lap("allreduce")
+        plan.timer.record("allreduce")
         return Reduction(
             update=None,
             selected=None,

@@ -2,12 +2,75 @@
 
 from __future__ import annotations
 
+import math
+from statistics import NormalDist
 from types import ModuleType
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.cpu.kernels import bits_magnitude, magnitude_bits
 from collectives.mpi import Transport
-from oktopk.gaussian import GaussianSelection
+from collectives.sparse import SparseVector
 from oktopk.methods.topka import TopkA
-from oktopk.settings import Settings
+from oktopk.selection import LocalSelection, Selection
+from oktopk.settings import Settings, selection_cap
+from oktopk.thresholds import NOTHING
+
+
+class GaussianSelection(LocalSelection):
+    """Selects what lies as far out as the top k of a Gaussian with the vector's mean and deviation would.
+
+    The fit is corrected by the ratio of the exact threshold to the fitted one, known from the last exact step. A count that
+    misses k by more than a quarter on either side makes the step exact at once.
+
+    Attributes:
+        correction: exact threshold over fitted threshold, at the last exact step.
+    """
+
+    correction = 1.0
+
+    def select(
+        self,
+        gradient: NDArray[np.float32],
+        residual: NDArray[np.float32],
+        k: int,
+        exact: bool,
+        boundaries: NDArray[np.int64] | None = None,
+    ) -> Selection:
+        buffer = self.buffer(k)
+        total, squares, nonfinite = self._kernels.accumulate_moments(gradient, residual)
+        if nonfinite:
+            self.needs_exact = True
+            return Selection(SparseVector(buffer[:0], self._length), nonfinite, False, math.nan)
+        fitted = self._fit(total, squares, k)
+        exact = exact or self.needs_exact
+        bits = NOTHING if exact else max(1, magnitude_bits(min(fitted * self.correction, 3e38)))
+        nnz = 0 if exact else self._kernels.select_counting(residual, bits, buffer[: 2 * k])
+        if exact or not 3 * k <= 4 * nnz or nnz > selection_cap(k):
+            if exact or not k <= nnz <= 2 * k:
+                nnz, bits = self._repack(residual, k, buffer)
+            packed, bits = self._tighten(buffer[:nnz], k, bits)
+            self.correction = bits_magnitude(bits) / fitted if fitted > 0 else 1.0
+            exact = True
+        else:
+            packed = buffer[:nnz]
+        return Selection(SparseVector(packed, self._length), 0, exact, bits_magnitude(bits))
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"correction": self.correction}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.correction = state["correction"]
+
+    def _fit(self, total: float, squares: float, k: int) -> float:
+        """The magnitude that k of n draws exceed, if they were Gaussian."""
+        mean = total / self._length
+        deviation = math.sqrt(max(0.0, squares / self._length - mean * mean))
+        tail = min(k / (2 * self._length), 0.5)
+        return abs(mean) + deviation * NormalDist().inv_cdf(1 - tail)
 
 
 class Gaussiank(TopkA):

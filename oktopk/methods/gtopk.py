@@ -38,7 +38,7 @@ class GTopk(SparseMethod):
         for number, child in enumerate(children):
             incoming = pool[largest : 2 * largest]
             arrived = transport.receive_counted(incoming, child)
-            plan.stopwatch.lap("exchange")
+            plan.timer.record("exchange")
             begins = np.array([0, largest], np.int64)
             ends = begins + np.array([len(held), arrived])
             merged = pool[2 * largest :]
@@ -48,15 +48,15 @@ class GTopk(SparseMethod):
             held = pool[:kept]
             if dropped:
                 pruned.append(SparseVector(rest[:dropped], self.length))
-            plan.stopwatch.lap("reduce")
+            plan.timer.record("reduce")
         if parent is not None:
             transport.wait(transport.send(held, parent, even_if_empty=True))
-        plan.stopwatch.lap("exchange")
+        plan.timer.record("exchange")
         gathered = workspace.entries("gathered", largest)
         if parent is None:
             gathered[: len(held)] = held
         nnz = broadcast(gathered, len(held), transport)
-        plan.stopwatch.lap("allgather")
+        plan.timer.record("allgather")
         return Reduction(
             update=SparseVector(gathered[:nnz], self.length),
             selected=selection.packed,

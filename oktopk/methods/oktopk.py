@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.balance_and_allgatherv import balance_and_allgatherv
+from collectives.allgatherv import balance_and_allgatherv
 from collectives.mpi import Transport
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import RegionLists, split_and_reduce
-from oktopk.methods.among_peers import AmongPeers
+from oktopk.methods.among_peers import P2PExecutor
 from oktopk.methods.base import Deferred, Plan, Reduction, SparseMethod
 from oktopk.regions import equal_boundaries, region_boundaries
 from oktopk.selection import Selection
@@ -33,12 +33,12 @@ class OkTopk(SparseMethod):
     def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
         super().__init__(length, transport, kernels, settings)
         self.threshold = GlobalThreshold(kernels, settings.drift_tolerance)
-        messages = self.keeps_to_messages(settings)
+        messages = self.p2p_unavailable_reason(settings)
         kernels_of_peers: Any = None if messages else kernels.peer_step(transport, length, settings)
-        self._peers = None if kernels_of_peers is None else AmongPeers(self, kernels_of_peers)
+        self._peers = None if kernels_of_peers is None else P2PExecutor(self, kernels_of_peers)
 
     @classmethod
-    def keeps_to_messages(cls, settings: Settings) -> str:
+    def p2p_unavailable_reason(cls, settings: Settings) -> str:
         if not settings.balanced_regions:
             return "regions that are not balanced do not fit the lists among peers"
         return "" if settings.rotate else "an order of rounds is of no meaning among peers"
@@ -56,12 +56,12 @@ class OkTopk(SparseMethod):
         return self._peers.reduce(gradient, residual, out, plan)
 
     def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> Reduction:
-        packed, transport, stopwatch = selection.packed, self.transport, plan.stopwatch
+        packed, transport, timer = selection.packed, self.transport, plan.timer
         points = selection.points
         if plan.new_boundaries or self.boundaries is None:
             self.boundaries = self._new_boundaries(packed)
             points = None
-            stopwatch.lap("boundaries")
+            timer.record("boundaries")
         lists = split_and_reduce(
             packed,
             self.boundaries,
@@ -71,16 +71,16 @@ class OkTopk(SparseMethod):
             bucket_rounds=self.settings.bucket_rounds,
             rotate=self.settings.rotate,
         )
-        stopwatch.lap("exchange")
+        timer.record("exchange")
         return self.keep_and_gather(lists, selection, plan)
 
     def keep_and_gather(self, lists: RegionLists, selection: Selection, plan: Plan) -> Reduction:
         """Sum the region, keep what reaches the global threshold, and gather it everywhere."""
-        kept, counts = self.threshold.keep(lists, plan.k, plan.exact, plan.stopwatch.lap)
-        plan.stopwatch.lap("reduce")
+        kept, counts = self.threshold.keep(lists, plan.k, plan.exact, plan.timer.record)
+        plan.timer.record("reduce")
         trigger = self.settings.balance_trigger
         update = balance_and_allgatherv(kept, counts, self.length, self.transport, trigger)
-        plan.stopwatch.lap("allgather")
+        plan.timer.record("allgather")
         return self.reduction(selection, update)
 
     def reduction(
@@ -113,7 +113,7 @@ class OkTopk(SparseMethod):
 
     def cuts(self, packed: SparseVector) -> NDArray[np.int64]:
         """int64[P - 1], where this rank's selection splits into equal counts."""
-        return self.transport.kernels.equal_count_cuts(packed.entries, self.length, self.transport.size)
+        return self.transport.kernels.equal_count_splits(packed.entries, self.length, self.transport.size)
 
     @staticmethod
     def agreed_state(state: dict[str, Any]) -> Any:

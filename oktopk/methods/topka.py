@@ -28,11 +28,11 @@ class TopkA(SparseMethod):
         begins = ends - counts
         gathered = transport.workspace.entries("gathered", int(ends[-1]))
         allgatherv(gathered, counts, transport, own=packed.entries)
-        plan.stopwatch.lap("allgather")
+        plan.timer.record("allgather")
         most = min(int(ends[-1]), self.length)
         sums = transport.workspace.entries("sums", most)
         nnz = transport.kernels.sum_sorted_lists(gathered, begins, ends, 0, self.length, 1, sums)
-        plan.stopwatch.lap("reduce")
+        plan.timer.record("reduce")
         return Reduction(
             update=SparseVector(sums[:nnz], self.length),
             selected=packed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.dynamic_allgather import GatheredRegions, allgather_regions
+from collectives.allgatherv import GatheredRegions, allgather_regions
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import split_and_reduce
 from oktopk.methods.base import Plan, Reduction, SparseMethod
@@ -35,12 +35,12 @@ class TopkDSA(SparseMethod):
             flag=selection.nonfinite > 0,
             bucket_rounds=self.settings.bucket_rounds,
         )
-        plan.stopwatch.lap("exchange")
+        plan.timer.record("exchange")
         sums = lists.sums()
-        plan.stopwatch.lap("reduce")
+        plan.timer.record("reduce")
         counts = transport.allgather_control(np.array([len(sums)], np.int64))[:, 0]
         regions = allgather_regions(sums, counts, boundaries, transport)
-        plan.stopwatch.lap("allgather")
+        plan.timer.record("allgather")
         return Reduction(
             update=self._write_if_dense(regions, out, plan.scale),
             selected=packed,

@@ -29,7 +29,7 @@ class TensorMemory(Protocol):
     def tensor(self, array: Any) -> Tensor:
         """An array of the reducer's as a tensor; the memory is shared."""
 
-    def running(self) -> AbstractContextManager[None]:
+    def stream_scope(self) -> AbstractContextManager[None]:
         """Within it the reducer works after what torch was asked for before, and before what torch is asked for next."""
 
 
@@ -47,7 +47,7 @@ class HostMemory:
         """As the protocol says."""
         return torch.from_numpy(array)
 
-    def running(self) -> AbstractContextManager[None]:
+    def stream_scope(self) -> AbstractContextManager[None]:
         """As the protocol says."""
         return nullcontext()
 
@@ -91,7 +91,7 @@ class CudaMemory:
         return tensor
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def stream_scope(self) -> Iterator[None]:
         """As the protocol says. Nothing to do unless torch's current stream has changed."""
         current = torch.cuda.current_stream()
         if current == self._torch_stream:

@@ -15,14 +15,42 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oktopk.allreduce import GradientAllreduce
-from oktopk.gradients_in_place import GradientsInPlace
 from oktopk.results import StepReport
-from oktopk.torch.gradients import FlatGradients, dense_views, is_dense
+from oktopk.torch.gradients import FlatGradients, GradientsInPlace, dense_views, is_dense
 from oktopk.torch.interop import HostMemory, TensorMemory, memory_of
-from oktopk.wrapped_optimizer import WrappedOptimizer
 
 GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What `GradientAllreduce` calls a type of torch's."""
+
+
+class WrappedOptimizer(torch.optim.Optimizer):
+    """Has the groups, the state and the defaults of the optimizer that it wraps, and none of its own.
+
+    Args:
+        inner: owns the parameters.
+
+    Attributes:
+        inner: as given.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        # the base class is not initialised: it would make groups, state and defaults
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.inner.defaults
 
 
 class DistributedOptimizer(WrappedOptimizer):
@@ -110,11 +138,11 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _make_gradients(self, dtype: torch.dtype) -> FlatGradients | GradientsInPlace:
         """What holds the gradients. Collective."""
-        if not self.reducer.may_read_pieces:
+        if not self.reducer.can_read_tensors:
             return FlatGradients(self._parameters, dtype)
         sizes = [parameter.numel() for parameter in self._parameters]
         try:
-            pieces = self.reducer.scattered(sizes, _type_name(self._parameters[0].dtype))
+            pieces = self.reducer.gradient_tensors(sizes, _type_name(self._parameters[0].dtype))
         except ValueError:
             self.reducer.close()  # on every rank alike, as the error is
             raise
@@ -182,7 +210,7 @@ class DistributedOptimizer(WrappedOptimizer):
                 "reduce() again before apply(): each p.grad still is its piece of the last update"
             )
         gradient = self._given(measure)
-        with self._memory.running():
+        with self._memory.stream_scope():
             report = self.reducer.step(gradient, measure=measure)
         if report.skipped:
             return report
@@ -211,8 +239,8 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _given(self, measure: bool) -> Any:
         """The gradients as the next step of the reducer takes them."""
-        if isinstance(self._gradients, GradientsInPlace) and self.reducer.reads_pieces(measure):
-            return self._gradients.place()
+        if isinstance(self._gradients, GradientsInPlace) and self.reducer.reads_tensors(measure):
+            return self._gradients.tensors()
         vector = self._gradients.collect()
         if self._array is None:
             self._array = self._memory.array(vector)

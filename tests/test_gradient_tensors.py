@@ -32,8 +32,8 @@ def pair(comm: MPI.Intracomm, **settings: Any) -> tuple[GradientAllreduce, Gradi
     flat, scattered = (
         GradientAllreduce(comm, LENGTH, "oktopk", device="cuda", peer_memory=True, **chosen) for _ in range(2)
     )
-    assert scattered.without_peers == ""
-    return flat, scattered, scattered.scattered(SIZES, "float32")
+    assert scattered.p2p_unavailable_reason == ""
+    return flat, scattered, scattered.gradient_tensors(SIZES, "float32")
 
 
 def assert_alike(first: StepReport, second: StepReport) -> None:
@@ -67,7 +67,7 @@ class Draw:
             self._kept = [put("cuda", np.zeros(size, np.float32)) for size in SIZES]
         for home, begin in zip(self._kept, BEGINS, strict=True):
             home.set(vector[begin : begin + home.size])
-        gradient.place([0 if n in missing else home.data.ptr for n, home in enumerate(self._kept)])
+        gradient.set_pointers([0 if n in missing else home.data.ptr for n, home in enumerate(self._kept)])
 
 
 def missing_pieces(moved: bool) -> set[int]:
@@ -144,8 +144,8 @@ def test_pieces_give_the_bits_of_one_vector_on_cuda(
     late_ones, overlapping = 0, 0
     held = hold_up(0)
     for step in range(steps):
-        gradient.place(homes.take(sources[step], moves[step]))
-        assert scattered.reads_pieces()
+        gradient.set_pointers(homes.take(sources[step], moves[step]))
+        assert scattered.reads_tensors()
         overlapping += held()
         if reports:
             assert reports[-1].complete != expected[step - 1][1]
@@ -204,8 +204,8 @@ def test_steps_that_cannot_read_pieces_say_so_on_cuda(device: str, comm: MPI.Int
     vector = put(device, np.ones(LENGTH, np.float32))
     said = []
     for _ in range(8):
-        said.append(scattered.reads_pieces())
-        assert not scattered.reads_pieces(measure=True)
+        said.append(scattered.reads_tensors())
+        assert not scattered.reads_tensors(measure=True)
         if said[-1]:
             with pytest.raises(ValueError, match="this step reads no gradient in pieces"):
                 scattered.step(gradient, measure=True)
@@ -217,9 +217,9 @@ def test_steps_that_cannot_read_pieces_say_so_on_cuda(device: str, comm: MPI.Int
     assert said[0] is False
     assert said[-1] is True
     with pytest.raises(ValueError, match=f"sizes add up to 3, not to {LENGTH}"):
-        scattered.scattered([1, 2], "float32")
+        scattered.gradient_tensors([1, 2], "float32")
     with pytest.raises(ValueError, match="element_type 'float64' is not one of float32, bfloat16, float16"):
-        scattered.scattered(SIZES, "float64")
+        scattered.gradient_tensors(SIZES, "float64")
     flat.close()
     scattered.close()
     for settings in (
@@ -228,10 +228,10 @@ def test_steps_that_cannot_read_pieces_say_so_on_cuda(device: str, comm: MPI.Int
         {"peer_memory": True, "density": 0.5},
     ):
         other = GradientAllreduce(comm, LENGTH, "oktopk", device="cuda", **settings)
-        assert not other.may_read_pieces
-        assert not other.reads_pieces()
+        assert not other.can_read_tensors
+        assert not other.reads_tensors()
         with pytest.raises(RuntimeError, match="no step of this reducer reads a gradient in pieces"):
-            other.scattered(SIZES, "float32")
+            other.gradient_tensors(SIZES, "float32")
         with pytest.raises(ValueError, match="this step reads no gradient in pieces"):
             other.step(gradient)
         other.close()
