@@ -61,15 +61,11 @@ def fake_cupy(
 @contextmanager
 def on_fake(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within it the modules that need CuPy are imported anew, on this one; afterwards they are as before."""
-    names = [f"collectives.cuda.device{part}" for part in ("", "_kernels", "_transport")]
+    names = [f"collectives.cuda.{part}" for part in ("device", "kernels", "launch")]
+    names += ["collectives.mpi_cuda", "collectives.symmetric_memory"]
     names += [
-        "collectives.cuda.launch",
-        "collectives.symmetric_memory",
-        "oktopk.cuda.kernels",
-        "oktopk.cuda.executor",
-    ]
-    names += [
-        f"oktopk.{part}" for part in ("select_launches", "kth_select", "p2p_graph", "peer_step", "reports")
+        f"oktopk.cuda.{part}"
+        for part in ("executor", "kernels", "kth_select", "mailbox", "p2p_executor", "p2p_graph", "select")
     ]
     with monkeypatch.context() as patch:
         for name in names:
