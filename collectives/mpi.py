@@ -196,6 +196,10 @@ class Transport:
 
     # control
 
+    def barrier(self) -> None:
+        """Wait until all ranks are here. Collective."""
+        self.comm.Barrier()
+
     def alltoall_control(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Row q of int64[P, m] goes to rank q; returns int64[P, m], row q from rank q."""
         received = np.empty_like(rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,35 +16,11 @@ from collectives.dense_allreduce import DenseAllreduce
 from collectives.mpi import Transport
 from collectives.sparse import SparseVector
 from oktopk.backend import Backend
+from oktopk.results import Measures
 from oktopk.settings import selection_cap
 from oktopk.thresholds import kth_magnitude
 
 _CHUNK = 1 << 20  # elements handled at a time, so that temporaries stay small
-
-
-@dataclass(frozen=True)
-class Measures:
-    """One measured step; xi and its parts are equal on all ranks.
-
-    Attributes:
-        missed: norm of (top k of the mean accumulated gradient) - (the update that was applied, as a mean).
-        gradient_norm: norm of the mean gradient: of what entered the residuals, so after momentum correction.
-        fill_in: entries that any rank selected, counted once, over k: 1 where all supports coincide, P where none meet.
-        region_balance: entries that all ranks together selected in the busiest region, over the mean of the regions: what its
-            rank receives and sums beside the others. 1 where they balance, P where one has all; NaN without regions.
-        seconds: what measuring took on this rank, beside the step's own stages.
-    """
-
-    missed: float
-    gradient_norm: float
-    fill_in: float
-    region_balance: float
-    seconds: float
-
-    @property
-    def xi(self) -> float:
-        """missed / gradient_norm; NaN where the mean gradient is zero. Convergence wants it bounded; the paper saw xi < P."""
-        return self.missed / self.gradient_norm if self.gradient_norm else math.nan
 
 
 class Sampler:

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
-from oktopk.metrics import Measures
+
+@dataclass(frozen=True)
+class Measures:
+    """One measured step; xi and its parts are equal on all ranks.
+
+    Attributes:
+        missed: norm of (top k of the mean accumulated gradient) - (the update that was applied, as a mean).
+        gradient_norm: norm of the mean gradient: of what entered the residuals, so after momentum correction.
+        fill_in: entries that any rank selected, counted once, over k: 1 where all supports coincide, P where none meet.
+        region_balance: entries that all ranks together selected in the busiest region, over the mean of the regions: what its
+            rank receives and sums beside the others. 1 where they balance, P where one has all; NaN without regions.
+        seconds: what measuring took on this rank, beside the step's own stages.
+    """
+
+    missed: float
+    gradient_norm: float
+    fill_in: float
+    region_balance: float
+    seconds: float
+
+    @property
+    def xi(self) -> float:
+        """missed / gradient_norm; NaN where the mean gradient is zero. Convergence wants it bounded; the paper saw xi < P."""
+        return self.missed / self.gradient_norm if self.gradient_norm else math.nan
 
 
 @dataclass(slots=True)
@@ -58,10 +82,10 @@ class StepReport:
 
 
 class StageTimer:
-    """Time by stage: each lap ends the stage that it names.
+    """Times the stages of a step: each `record` ends the stage that it names.
 
     Args:
-        detailed: time what runs in one go on a device by stage too, where that is possible.
+        detailed: time the stages of steps that run as one graph on a device, too.
 
     Attributes:
         seconds: stage -> time so far.
@@ -75,12 +99,12 @@ class StageTimer:
         self._last = time.perf_counter()
 
     def record(self, stage: str) -> None:
-        """Book the time since the last lap on `stage`."""
+        """Add the time since the last record to `stage`."""
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
 
     def add(self, stage: str, seconds: float) -> None:
-        """Book a part of the time since the last lap, measured elsewhere, on `stage`."""
+        """Add seconds measured elsewhere, a part of the time since the last record, to `stage`."""
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
         self._last += seconds

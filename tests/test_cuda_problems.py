@@ -32,7 +32,8 @@ from collectives.cuda.environment import (
 from collectives.mpi import Transport
 from oktopk import GradientAllreduce
 from oktopk import allreduce as gradient_allreduce
-from oktopk.backend import HostBackend, make_backend
+from oktopk.backend import make_backend
+from oktopk.cpu.backend import HostBackend
 from tests import devices
 from tests.fake_cupy import BUSY, NO_DEVICE, OLD_DRIVER, OUT_OF_MEMORY, FakeCUDAError, fake_cupy, on_fake
 
@@ -173,10 +174,10 @@ def test_kernels_that_do_not_compile_point_to_the_headers(monkeypatch: pytest.Mo
         def __init__(self, *_: Any) -> None:
             raise AttributeError("a mistake of our own")
 
-    monkeypatch.setitem(sys.modules, "oktopk.cuda.executor", SimpleNamespace(DeviceBackend=Mistaken))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "oktopk.cuda.backend", SimpleNamespace(DeviceBackend=Mistaken))  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="of our own"):
         make_backend("cuda", "float32", None)
-    monkeypatch.setitem(sys.modules, "oktopk.cuda.executor", SimpleNamespace(DeviceBackend=Broken))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "oktopk.cuda.backend", SimpleNamespace(DeviceBackend=Broken))  # type: ignore[arg-type]
     with pytest.raises(
         RuntimeError, match=r"cannot be compiled .*\(cannot open source file cuda_bf16.h\).*\[ctk\]"
     ):
@@ -206,7 +207,7 @@ def test_memory_that_is_short_when_kernels_are_made_is_not_said_to_be_a_compiler
         raise error
 
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(memory=(5, 10)))
-    monkeypatch.setitem(sys.modules, "oktopk.cuda.executor", SimpleNamespace(DeviceBackend=full))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "oktopk.cuda.backend", SimpleNamespace(DeviceBackend=full))  # type: ignore[arg-type]
     with pytest.raises(
         RuntimeError, match=r"GPU 3 is out of memory: .*: 5 of 10 bytes free\. Other processes"
     ) as seen:
@@ -257,9 +258,9 @@ def test_out_of_memory_on_one_rank_is_the_same_error_on_all(
 
 @pytest.fixture
 def device_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module `oktopk.cuda.executor`, on the double whatever CuPy there is."""
+    """The module `oktopk.cuda.backend`, on the double whatever CuPy there is."""
     with on_fake(fake_cupy(), monkeypatch):
-        yield importlib.import_module("oktopk.cuda.executor")
+        yield importlib.import_module("oktopk.cuda.backend")
 
 
 def test_a_gradient_that_is_not_where_it_should_be_is_a_sentence(device_backend: ModuleType) -> None:

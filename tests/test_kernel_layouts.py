@@ -82,7 +82,7 @@ def test_sizes_are_the_same_on_both_sides() -> None:
     peers = hosts_know("oktopk/cuda/p2p_graph")
     assert peers["_PIECE"] == 32 * apply["AHEAD"]
     assert peers["_COUNTS"] == peer["COUNTS"]
-    stops = hosts_know("oktopk/cuda/p2p_executor")
+    stops = hosts_know("oktopk/cuda/p2p_step")
     shared = ("BAD_SELECTION", "SKEWED", "NOT_FINITE", "BAD_REGIONS", "EXACTLY", "UNAIDED")
     assert [stops[f"_{name}"] for name in shared] == [peer[name] for name in shared]
     assert hosts_know("oktopk/cuda/kth_select")["_SEARCH_WORDS"] == search["TIES"] + 1

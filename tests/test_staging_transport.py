@@ -22,8 +22,8 @@ from collectives.sparse import ENTRY
 from collectives.traffic import Traffic
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
 from oktopk import allreduce as gradient_allreduce
-from oktopk.backend import HostBackend
 from oktopk.cpu import kernels as host_kernels
+from oktopk.cpu.backend import HostBackend
 from tests.fake_cupy import fake_cupy, on_fake
 from tests.fake_device import POISON, FakeDeviceTransport, InOrder, LateStream
 

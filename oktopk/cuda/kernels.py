@@ -20,7 +20,6 @@ from collectives.cuda.launch import Kernel, compiled, float_bits
 from oktopk.cpu.kernels import LEVELS, Packing
 from oktopk.cuda.multi_tensor import GradientTensors, pointer_of
 from oktopk.cuda.select import SelectLaunches
-from oktopk.settings import Settings
 
 _KERNELS = Path(__file__).parent
 _CUDA_TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
@@ -171,14 +170,6 @@ class DeviceKernels:
         n = velocity.size
         kernel = self.kernels_for(gradient.dtype.itemsize)["undo_momentum"]
         self.device.launch_for(kernel, n, gradient.data.ptr, velocity.data.ptr, n, float_bits(momentum))
-
-    def peer_step(self, transport: Any, length: int, settings: Settings) -> Any:
-        """What runs Ok-Topk's regular step among GPUs of one host, None where the ranks do not use peer memory."""
-        if not transport.p2p:
-            return None
-        from oktopk.cuda.p2p_executor import P2PStep
-
-        return P2PStep(self, transport, length, settings)
 
     def select_at_least(self, vector: Any, threshold_bits: int, ties: int, entries: DeviceEntries) -> int:
         """As the host's."""

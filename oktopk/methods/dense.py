@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from collectives.dense_allreduce import DenseAllreduce
 from collectives.mpi import FlaggedRanksError
-from oktopk.methods.base import Method, Plan, Reduction
+from oktopk.methods.base import Method
+from oktopk.step import Plan, StepResult
 
 
 class Dense(Method):
@@ -26,10 +27,11 @@ class Dense(Method):
         residual: NDArray[np.float32] | None,
         out: NDArray[np.float32],
         plan: Plan,
-    ) -> Reduction:
+        overflowed: bool = False,
+    ) -> StepResult:
         nonfinite = self.kernels.accumulate(gradient, residual, out)
         plan.timer.record("select")
-        flags = self.transport.allgather_control(np.array([nonfinite > 0 or plan.nonfinite], np.int64))
+        flags = self.transport.allgather_control(np.array([nonfinite > 0 or overflowed], np.int64))
         if flags.any():
             raise FlaggedRanksError(np.flatnonzero(flags).tolist())
         if self._allreduce is None or self._allreduce.vector is not out:
@@ -37,7 +39,7 @@ class Dense(Method):
             self._allreduce = DenseAllreduce(out, self.transport)
         self._allreduce.run(plan.scale)
         plan.timer.record("allreduce")
-        return Reduction(
+        return StepResult(
             update=None,
             selected=None,
             returned=(),

@@ -7,8 +7,9 @@ from numpy.typing import NDArray
 
 from collectives.sparse import SparseVector
 from collectives.tree import broadcast, parent_and_children
-from oktopk.methods.base import Plan, Reduction, SparseMethod
+from oktopk.methods.base import SparseMethod
 from oktopk.selection import Selection
+from oktopk.step import Plan, StepResult
 from oktopk.thresholds import kth_magnitude
 
 
@@ -24,7 +25,7 @@ class GTopk(SparseMethod):
 
     name = "gtopk"
 
-    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> Reduction:
+    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
         transport, workspace = self.transport, self.transport.workspace
         mine = np.array([selection.packed.nnz, selection.nonfinite > 0], np.int64)
         largest = max(plan.k, int(self.gather_counts(mine)[:, 0].max()))
@@ -57,7 +58,7 @@ class GTopk(SparseMethod):
             gathered[: len(held)] = held
         nnz = broadcast(gathered, len(held), transport)
         plan.timer.record("allgather")
-        return Reduction(
+        return StepResult(
             update=SparseVector(gathered[:nnz], self.length),
             selected=selection.packed,
             returned=tuple(pruned),

@@ -19,6 +19,8 @@ from collectives.mpi_cuda import DeviceTransport, StagedDeviceTransport
 from oktopk.cuda.kernels import DeviceKernels
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_graph import compile_peer_kernels
+from oktopk.cuda.p2p_step import P2PStep
+from oktopk.settings import Settings
 
 _STORED = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 
@@ -115,6 +117,10 @@ class DeviceBackend:
     def indices(self, entries: Any) -> NDArray[np.int32]:
         """As the protocol says."""
         return np.asarray(entries.get()["index"])
+
+    def p2p_step(self, transport: Any, length: int, settings: Settings) -> P2PStep | None:
+        """As the protocol says."""
+        return P2PStep(self.kernels, transport, length, settings) if transport.p2p else None
 
     def wait(self) -> None:
         """As the protocol says."""
