@@ -16,8 +16,10 @@ from the test's source.
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -90,6 +92,29 @@ def own_signals() -> Iterator[None]:
     for number, handler in before.items():
         if handler is not None:
             signal.signal(number, handler)
+
+
+# One grey pixel.
+PIXEL = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b55"
+    "0000000a49444154789c636800000082008177cd72b60000000049454e44ae426082"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write an empty picture where no test looks at it: a page takes a second to draw. Tests marked `pictures` get real ones."""
+    figure = sys.modules.get("matplotlib.figure")
+    if figure is None or request.node.get_closest_marker("pictures"):
+        return
+
+    def save(self: Any, file: Any, format: str = "png", **_: Any) -> None:
+        if format == "svg":
+            file.write('<svg xmlns="http://www.w3.org/2000/svg"></svg>')
+        else:
+            Path(file).write_bytes(PIXEL)
+
+    monkeypatch.setattr(figure.Figure, "savefig", save)
 
 
 @pytest.fixture(scope="session")
