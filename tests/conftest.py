@@ -1,8 +1,8 @@
 """What every test may count on.
 
-A test marked `@pytest.mark.mpi` takes the fixture `comm` and must hold for any number of ranks; the runner
-gives it 1, 2, 3, 4, 5 and 8. `@pytest.mark.mpi(min_size=2)` skips it on fewer. Every rank runs it; it fails
-when it fails on any rank (see multirank.py). By hand:
+A test marked `@pytest.mark.mpi` takes the fixture `comm` and must hold for any number of ranks. `make test` runs it on 1 and
+3, what tests.run names on 8 too; `make test-all` on 1, 2, 3, 4, 5 and 8. `@pytest.mark.mpi(min_size=2)` skips it on fewer.
+Every rank runs it; it fails when it fails on any rank (see multirank.py). By hand:
 
     python -m jobs.launch -n 4 -m pytest --with-mpi -m mpi tests/test_transport.py
 
@@ -43,6 +43,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("same_on_all_ranks")
 
+NO_GPU = "no GPU"  # the reason that the marks of such tests give
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("several ranks")
@@ -82,6 +84,26 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     for plugin in session.config.pluginmanager.get_plugins():
         if isinstance(plugin, pytest_mpi.MPIPlugin):
             plugin._is_testing_mpi = False  # spares every report its lines about mpi4py's build
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests that need a GPU where there is none: thousands of skips would hide the others."""
+    left_out = [item for item in items if needs_missing_gpu(item)]
+    if not left_out:
+        return
+    items[:] = [item for item in items if not needs_missing_gpu(item)]
+    config.hook.pytest_deselected(items=left_out)
+    outcomes = config.pluginmanager.get_plugin("outcome file")
+    for item in left_out if outcomes else ():
+        outcomes.leave_out(item.nodeid)
+
+
+def needs_missing_gpu(item: pytest.Item) -> bool:
+    """Whether a mark would skip it for want of a GPU."""
+    return any(
+        mark.args[0] is True and mark.kwargs.get("reason") == NO_GPU for mark in item.iter_markers("skipif")
+    )
 
 
 @pytest.fixture(autouse=True)
