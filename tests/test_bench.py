@@ -66,6 +66,7 @@ def by_name(entry: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {method["name"]: method for method in entry["methods"]}
 
 
+@pytest.mark.pictures
 @pytest.mark.timeout(PATIENCE)
 def test_a_bench_of_all_methods_on_four_ranks(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"

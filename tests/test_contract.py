@@ -195,7 +195,7 @@ def test_real_gradients_are_conserved_to_rounding_over_many_blocks(
     comm: MPI.Intracomm, device: str, method: str
 ) -> None:
     use(device, comm)
-    length = 300_007
+    length = 60_007
     reducer = GradientAllreduce(
         comm, length, method, device=device, density=0.01, average=False, threshold_interval=4
     )
