@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -25,8 +26,10 @@ from oktopk.methods.oktopk import OkTopk
 from oktopk.metrics import Sampler
 from oktopk.results import StageTimer, StepReport
 from oktopk.settings import DENSE_ABOVE, Settings, entries_kept
+from oktopk.state import state_problem
 from oktopk.step import Executor, Plan, StepHandle, StepResult
 
+_Made = TypeVar("_Made")
 _TRUSTED = 8  # deferrable steps in a row before one is deferred
 
 
@@ -138,7 +141,10 @@ class GradientAllreduce:
         assert vectors is not None
         self.backend = backend
         self._vectors = vectors
-        self.transport = backend.connect(host)
+        self.transport = host
+        self.transport = self._together(partial(backend.connect, host))
+        if self.transport is not host:
+            host.close()
         self.p2p_unavailable_reason = METHODS[method].p2p_unavailable_reason(
             self.settings
         ) or self.transport.open_p2p(peer_memory)
@@ -161,7 +167,15 @@ class GradientAllreduce:
 
     @property
     def update(self) -> NDArray[np.float32]:
-        """float32[n], the last step's result: the mean over the ranks, or the sum. Valid until the next step."""
+        """float32[n], the last step's result: the mean over the ranks, or the sum. Valid until the next step.
+
+        Read-only on the CPU. To change it in place, on a GPU too, take `writable_update`.
+        """
+        return self.backend.read_only(self._vectors.update)
+
+    @property
+    def writable_update(self) -> NDArray[np.float32]:
+        """float32[n], the memory of `update`. Call `forget_support` after writing to it, or old entries stay in later updates."""
         return self._vectors.update
 
     @property
@@ -207,23 +221,15 @@ class GradientAllreduce:
         """
         if not self.can_read_tensors:
             raise RuntimeError("no step of this reducer reads a gradient in pieces: pass one vector")
-        problem, tensors, known = "", None, GRADIENT_TYPES["cuda"]
+        known = GRADIENT_TYPES["cuda"]
+        problem = ""
         if element_type not in known:
             problem = f"element_type {element_type!r} is not one of {', '.join(known)}"
         elif min(sizes, default=0) < 0:
             problem = f"size {min(sizes)} is negative"
         elif sum(sizes) != self.length:
             problem = f"sizes add up to {sum(sizes)}, not to {self.length}"
-        else:
-            try:
-                tensors = self.backend.gradient_tensors(sizes, element_type)
-            except Exception as error:
-                if not isinstance(error, MemoryError) and not is_cuda_error(error):
-                    raise
-                problem = str(error) or type(error).__name__
-        self.transport.agree({}, problem)
-        assert tensors is not None
-        return tensors
+        return self._together(partial(self.backend.gradient_tensors, sizes, element_type), problem)
 
     def step(self, gradient: NDArray[np.float32] | GradientTensors, *, measure: bool = False) -> StepReport:
         """Reduce one gradient; the result is in `update`. Collective: every rank must call.
@@ -252,8 +258,12 @@ class GradientAllreduce:
             RuntimeError: peer memory for a new k could not be had, on every rank alike; or a kernel failed, on this one alone.
         """
         if isinstance(gradient, GradientTensors) and not self.reads_tensors(measure):
-            raise ValueError("this step reads no gradient in pieces, see reads_tensors(): pass one vector")
+            raise ValueError("this step reads no tensor list, see reads_tensors(): pass one vector")
         accepted = self.backend.validate(gradient, self.length)
+        if self.backend.share_memory(accepted, self._vectors.update):
+            raise ValueError(
+                "the gradient is this reducer's own update, which the step overwrites: pass a copy"
+            )
         self.complete()
         with self.backend.stream_scope():
             return self._measured_step(accepted) if measure else self._step(accepted, self._may_defer)
@@ -284,7 +294,7 @@ class GradientAllreduce:
         if not method.sparse:
             return self._step(gradient)
         if self._sampler is None:
-            self._sampler = Sampler(self.length, self.backend, self.transport)
+            self._sampler = self._together(partial(Sampler, self.length, self.backend, self.transport))
         self._sampler.before(gradient, self.residual, self.velocity, self.settings.momentum_correction)
         report = self._step(gradient)
         if report.skipped:
@@ -365,16 +375,15 @@ class GradientAllreduce:
         """Continue where the `state_dict` of this rank was taken, bit for bit. Collective.
 
         Raises:
-            ValueError: the state is of another length or method, or the ranks' states are not of one moment; on every rank
-                alike.
+            ValueError: the state is damaged, or of another length or method, or the ranks' states are not of one moment; on
+                every rank alike, before anything is changed.
         """
-        problem = ""
-        for name in ("length", "method"):
-            if state[name] != getattr(self, name):
-                problem = f"state has {name} {state[name]!r}, this reducer {getattr(self, name)!r}"
-        common = {name: state.get(name) for name in ("steps", "sparse_steps", "last_k", "unaided")}
-        agreed = {name: METHODS[name].agreed_state(theirs) for name, theirs in state["methods"].items()}
-        self.transport.agree(common | agreed, problem)
+        problem = state_problem(state, self.length, self.method, self.settings.momentum_correction)
+        common: dict[str, Any] = {}
+        if not problem:
+            common = {name: state.get(name) for name in ("steps", "sparse_steps", "last_k", "unaided")}
+            common |= {name: METHODS[name].agreed_state(theirs) for name, theirs in state["methods"].items()}
+        self.transport.agree(common, problem)
         for executor in self._executors.values():
             executor.close()
         self._methods, self._executors, self._final = {}, {}, None
@@ -427,10 +436,32 @@ class GradientAllreduce:
 
     def _instance(self, name: str) -> Method:
         if name not in self._methods:
-            kernels = self.backend.kernels
-            method = self._methods[name] = METHODS[name](self.length, self.transport, kernels, self.settings)
-            self._executors[name] = self._executor(method)
+            make = METHODS[name]
+            method = make(self.length, self.transport, self.backend.kernels, self.settings)
+            self._executors[name] = self._together(partial(self._executor, method))
+            self._methods[name] = method
         return self._methods[name]
+
+    def _together(self, make: Callable[[], _Made], problem: str = "") -> _Made:
+        """What `make` returns, once no rank has run out of memory over it. Collective.
+
+        Args:
+            make: called unless there is a problem already; talks to no other rank after it has taken memory.
+            problem: of this rank.
+
+        Raises:
+            ValueError: a rank has a problem or no memory; on every rank alike.
+        """
+        made: _Made | None = None
+        if not problem:
+            try:
+                made = make()
+            except Exception as error:
+                if not isinstance(error, MemoryError) and not is_cuda_error(error):
+                    raise
+                problem = str(error) or type(error).__name__
+        self.transport.agree({}, problem)
+        return made  # type: ignore[return-value]
 
     def _executor(self, method: Method) -> Executor:
         if isinstance(method, OkTopk) and not method.p2p_unavailable_reason(self.settings):

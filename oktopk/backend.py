@@ -54,6 +54,12 @@ class Backend(Protocol):
     def from_host(self, array: NDArray[np.float32]) -> Any:
         """A copy on this backend."""
 
+    def read_only(self, array: Any) -> Any:
+        """The array, not to be written to where the backend's arrays can say so."""
+
+    def share_memory(self, one: Any, other: Any) -> bool:
+        """Whether two arrays, or a tensor list and an array, have memory in common; False if that is not known."""
+
     def indices(self, entries: Any) -> NDArray[np.int32]:
         """int32[nnz] on the host: the indices of ENTRY[nnz]."""
 

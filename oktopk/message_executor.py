@@ -16,10 +16,14 @@ class MessageExecutor:
     Args:
         method: what a step computes.
         vectors: of this rank.
+
+    Raises:
+        MemoryError: the device has no memory for what the method keeps.
     """
 
     def __init__(self, method: Method, vectors: ErrorFeedback) -> None:
         self._method, self._vectors = method, vectors
+        method.prepare(vectors.update)
 
     def begin(self, gradient: Any, plan: Plan) -> CompletedStep:
         """As `Executor`."""

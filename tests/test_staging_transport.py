@@ -177,10 +177,8 @@ class FakeBackend(HostBackend):
         self.stream = LateStream()
         self.kernels = InOrder(host_kernels, self.stream)  # type: ignore[assignment]
 
-    def connect(self, door: Transport) -> Transport:
-        transport = FakeDeviceTransport(door.comm, self.stream)
-        door.close()
-        return transport
+    def connect(self, host: Transport) -> Transport:
+        return FakeDeviceTransport(host.comm, self.stream)
 
     def to_host(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
         self.stream.run()

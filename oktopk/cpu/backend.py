@@ -30,6 +30,8 @@ class HostBackend:
 
     def validate(self, gradient: NDArray[np.float32], length: int) -> NDArray[np.float32]:
         """As the protocol says."""
+        if not isinstance(gradient, np.ndarray):
+            raise TypeError(f"gradient is a {type(gradient).__name__}, not a NumPy array")
         if gradient.dtype != np.float32:
             raise TypeError(f"gradient dtype {gradient.dtype} is not float32")
         if gradient.shape != (length,):
@@ -53,6 +55,16 @@ class HostBackend:
     def from_host(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
         """As the protocol says."""
         return np.array(array, np.float32)
+
+    def read_only(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
+        """As the protocol says."""
+        view = array.view()
+        view.flags.writeable = False
+        return view
+
+    def share_memory(self, one: NDArray[np.float32], other: NDArray[np.float32]) -> bool:
+        """As the protocol says; exact, since both are contiguous."""
+        return np.may_share_memory(one, other)
 
     def indices(self, entries: NDArray[np.void]) -> NDArray[np.int32]:
         """As the protocol says."""

@@ -58,9 +58,7 @@ class DeviceBackend:
                 stacklevel=3,
             )
         kind = StagedDeviceTransport if problem else DeviceTransport
-        transport: Transport = kind(host.comm, self.device)
-        host.close()
-        return transport
+        return kind(host.comm, self.device)
 
     def zeros(self, length: int) -> Any:
         """As the protocol says."""
@@ -113,6 +111,17 @@ class DeviceBackend:
         copied = self.device.allocate(len(array), np.float32)
         copied.set(np.ascontiguousarray(array, np.float32), stream=self.device.stream)
         return copied
+
+    def read_only(self, array: Any) -> Any:
+        """As the protocol says: CuPy has no such arrays."""
+        return array
+
+    def share_memory(self, one: Any, other: Any) -> bool:
+        """As the protocol says."""
+        if isinstance(one, GradientTensors):
+            return False
+        begin, end = one.data.ptr, one.data.ptr + one.nbytes
+        return begin < other.data.ptr + other.nbytes and other.data.ptr < end
 
     def indices(self, entries: Any) -> NDArray[np.int32]:
         """As the protocol says."""

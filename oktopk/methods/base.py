@@ -46,6 +46,9 @@ class Method(ABC):
         """Why the method has no kernels that read other ranks' memory; "" if it has."""
         return f"{cls.name} exchanges messages only"
 
+    def prepare(self, out: NDArray[np.float32]) -> None:  # noqa: B027 - most methods take memory as they need it
+        """Take the memory that every step needs; `out` is the one of all steps."""
+
     @abstractmethod
     def reduce(
         self,

@@ -21,6 +21,9 @@ class Dense(Method):
     sparse = False
     _allreduce: DenseAllreduce | None = None
 
+    def prepare(self, out: NDArray[np.float32]) -> None:
+        self._allreduce = DenseAllreduce(out, self.transport)
+
     def reduce(
         self,
         gradient: NDArray[np.float32],
@@ -34,9 +37,7 @@ class Dense(Method):
         flags = self.transport.allgather_control(np.array([nonfinite > 0 or overflowed], np.int64))
         if flags.any():
             raise FlaggedRanksError(np.flatnonzero(flags).tolist())
-        if self._allreduce is None or self._allreduce.vector is not out:
-            self.close()
-            self._allreduce = DenseAllreduce(out, self.transport)
+        assert self._allreduce is not None
         self._allreduce.run(plan.scale)
         plan.timer.record("allreduce")
         return StepResult(
