@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.mpi import Transport
 from collectives.sparse import SparseVector
+from collectives.transport import Transport
 
 
 def allgatherv(

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.mpi import FlaggedRanksError, Round, Transport
 from collectives.sparse import SparseVector
+from collectives.transport import FlaggedRanksError, Round, Transport
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def split_and_reduce(
     boundaries: NDArray[np.int64],
     transport: Transport,
     flag: bool = False,
-    points: Any = None,
+    offsets: Any = None,
     bucket_rounds: int = 8,
     rotate: bool = True,
 ) -> RegionLists:
@@ -76,7 +76,7 @@ def split_and_reduce(
         packed: this rank's selection.
         boundaries: int64[P + 1], ascending, equal on all ranks; rank r owns [boundaries[r], boundaries[r + 1]).
         flag: raise it on all ranks; it travels with the counts. Collective: every rank must call.
-        points: int64[P + 1], where each region begins in `packed`, if that is known already.
+        offsets: int64[P + 1], where each region begins in `packed`, if that is known already.
         bucket_rounds: rounds in flight at once, >= 1.
         rotate: False sends to ranks 0, 1, 2, ... in the same order everywhere, for comparison.
 
@@ -91,11 +91,11 @@ def split_and_reduce(
     Source: Li & Hoefler, PPoPP 2022, section 3.1.1.
     """
     rank, size = transport.rank, transport.size
-    if points is None:
-        points = transport.kernels.region_offsets(packed.entries, boundaries)
-    points = np.asarray(points, np.int64)
+    if offsets is None:
+        offsets = transport.kernels.region_offsets(packed.entries, boundaries)
+    offsets = np.asarray(offsets, np.int64)
     outgoing_counts = np.empty((size, 2), np.int64)
-    outgoing_counts[:, 0] = points[1:] - points[:-1]
+    outgoing_counts[:, 0] = offsets[1:] - offsets[:-1]
     outgoing_counts[:, 1] = flag
     incoming_counts = transport.alltoall_control(outgoing_counts)
     if incoming_counts[:, 1].any():
@@ -112,7 +112,7 @@ def split_and_reduce(
     partial = min(total, upper - lower) + 1 if size - 1 > bucket_rounds else 0
     pool = transport.workspace.entries("incoming", total + 2 * partial)
     # plain integers: slicing by them costs a fraction of slicing by NumPy's
-    starts, stops, cut = begins.tolist(), ends.tolist(), points.tolist()
+    starts, stops, cut = begins.tolist(), ends.tolist(), offsets.tolist()
     rounds = []
     for i in range(1, size):
         dest, source = ((rank + i) % size, order[i]) if rotate else (_other(rank, i), _other(rank, i))

@@ -12,9 +12,10 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.cuda.environment import is_cuda_error
-from collectives.mpi import FlaggedRanksError, Transport
+from collectives.mpi import connect
 from collectives.sparse import check_length
 from collectives.traffic import Traffic
+from collectives.transport import FlaggedRanksError
 from oktopk.backend import GRADIENT_TYPES, Backend, make_backend
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.error_feedback import ErrorFeedback
@@ -111,7 +112,7 @@ class GradientAllreduce:
         problem: str = "",
         **settings: Any,
     ) -> None:
-        host = Transport(comm)
+        host = connect(comm)
         backend: Backend | None = None
         vectors: ErrorFeedback | None = None
         try:

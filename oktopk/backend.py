@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cuda.environment import gpu_problem, is_cuda_error, kernel_problem
-from collectives.mpi import Transport
+from collectives.mpi import MpiTransport
+from collectives.transport import Transport
 from oktopk.cpu import kernels as host_kernels
 from oktopk.cuda.multi_tensor import GradientTensors
 
@@ -28,7 +29,7 @@ class Backend(Protocol):
 
     kernels: ModuleType
 
-    def connect(self, host: Transport) -> Transport:
+    def connect(self, host: MpiTransport) -> Transport:
         """The transport for arrays of this backend, made of a host transport, which it replaces. Collective."""
 
     def zeros(self, length: int) -> Any:
@@ -65,7 +66,7 @@ class HostBackend:
 
     kernels = host_kernels
 
-    def connect(self, host: Transport) -> Transport:
+    def connect(self, host: MpiTransport) -> Transport:
         """As the protocol says."""
         return host
 

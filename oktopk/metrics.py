@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude
 from collectives.dense_allreduce import DenseAllreduce
-from collectives.mpi import Transport
 from collectives.sparse import SparseVector
+from collectives.transport import Transport
 from oktopk.backend import Backend
 from oktopk.settings import selection_cap
 from oktopk.thresholds import kth_magnitude
@@ -161,13 +160,13 @@ class Sampler:
         mine = np.zeros(len(self._vector), np.bool_)
         mine[indices] = True
         bits = np.packbits(mine)
-        self._transport.comm.Allreduce(MPI.IN_PLACE, bits, MPI.BOR)
+        self._transport.allreduce_or(bits)
         return int(np.count_nonzero(np.unpackbits(bits)))
 
     def _balance(self, indices: NDArray[np.int32], boundaries: NDArray[np.int64]) -> float:
         """The busiest region's entries over the mean of the regions; indices ascend."""
         counts = np.diff(np.searchsorted(indices, boundaries)).astype(np.int64)
-        self._transport.comm.Allreduce(MPI.IN_PLACE, counts)
+        counts = self._transport.allreduce_control(counts)
         return float(counts.max() / counts.mean()) if counts.any() else math.nan
 
 

@@ -27,6 +27,7 @@ class StepReport:
         global_nnz: entries applied; n for dense; 0 of a deferred step that stopped, whose gradient is in the residual.
         local_threshold, global_threshold: magnitudes selected by; NaN where the method has none.
         words, messages: payload this rank sent.
+        bytes: payload bytes this rank sent.
         control_words, control_messages: sizes, cuts, histograms, flags; see `collectives.Traffic`.
         seconds: time by stage, in the order in which the stages ran; of a deferred step what the host took to launch it,
             and where stages are timed (`GradientAllreduce.time_stages`) theirs beside it.
@@ -50,6 +51,7 @@ class StepReport:
     seconds: dict[str, float]
     measures: Measures | None = None
     complete: bool = True
+    bytes: int = 0
 
     @property
     def total_seconds(self) -> float:

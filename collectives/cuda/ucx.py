@@ -65,14 +65,12 @@ def device_memory_problem() -> str:
     so itself (MPIX_Query_cuda_support); and where the site says so (MPICH_GPU_SUPPORT_ENABLED=1, as on Cray systems, or
     OKTOPK_CUDA_AWARE_MPI=1). OKTOPK_CUDA_AWARE_MPI=0 says that it may not, whatever the others say, and leaves MPI as it is.
     """
-    import collectives
-
     said = os.environ.get("OKTOPK_CUDA_AWARE_MPI")
     if said == "0":
         return _SWITCHED_OFF
     if "1" in (said, os.environ.get("MPICH_GPU_SUPPORT_ENABLED")):
         return ""
-    why = collectives.WITHOUT_CUDA_UCX or _wheel_problem()
+    why = WITHOUT_CUDA_UCX or _wheel_problem()
     if not why or _says_so_itself():
         return ""
     return f"{why}; {_ADVICE}" if why == _NO_WHEEL else why
@@ -153,3 +151,7 @@ def _mapped(name: str) -> list[Path]:
     lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     paths = {line.split(maxsplit=5)[5] for line in lines if f"/{name}" in line}
     return sorted(Path(path) for path in paths)
+
+
+WITHOUT_CUDA_UCX = load_cuda_ucx()
+"""Why the wheel's UCX is not loaded; "" if it is. It is loaded when this module is imported."""

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude
-from collectives.mpi import FlaggedRanksError
 from collectives.sparse import SparseVector
+from collectives.transport import FlaggedRanksError
 from oktopk.cpu.kernels import Packing
 from oktopk.methods.base import Deferred, Plan, Reduction
 from oktopk.regions import equal_boundaries, region_boundaries
@@ -77,7 +77,7 @@ class P2PExecutor:
             self.kernels.prepare(plan.k)
         if self._stopped_apart:
             # a note of this step would overwrite the one that another rank's kernels have yet to read
-            method.transport.comm.Barrier()
+            method.transport.barrier()
             self._stopped_apart = False
         # equal on all ranks, as all of it is
         fresh = plan.new_boundaries or self.stale_regions or method.boundaries is None

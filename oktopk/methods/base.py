@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.mpi import FlaggedRanksError, Transport
 from collectives.sparse import SparseVector
+from collectives.transport import FlaggedRanksError, Transport
 from oktopk.results import StageTimer
 from oktopk.selection import LocalSelection, Selection
 from oktopk.settings import Settings

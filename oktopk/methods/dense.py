@@ -6,14 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.dense_allreduce import DenseAllreduce
-from collectives.mpi import FlaggedRanksError
+from collectives.transport import FlaggedRanksError
 from oktopk.methods.base import Method, Plan, Reduction
 
 
 class Dense(Method):
     """The exact sum; nothing stays behind.
 
-    Traffic: `collectives.traffic.dense_words`. Control: one allgather of a flag.
+    Traffic: `collectives.dense_allreduce.dense_words`. Control: one allgather of a flag.
     """
 
     name = "dense"

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.allgatherv import balance_and_allgatherv
-from collectives.mpi import Transport
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import RegionLists, split_and_reduce
+from collectives.transport import Transport
 from oktopk.methods.among_peers import P2PExecutor
 from oktopk.methods.base import Deferred, Plan, Reduction, SparseMethod
 from oktopk.regions import equal_boundaries, region_boundaries
@@ -67,7 +67,7 @@ class OkTopk(SparseMethod):
             self.boundaries,
             transport,
             flag=selection.nonfinite > 0,
-            points=points,
+            offsets=points,
             bucket_rounds=self.settings.bucket_rounds,
             rotate=self.settings.rotate,
         )
