@@ -185,7 +185,7 @@ def allgather_regions(
     Returns:
         The regions; they lie in the transport's workspace until the next call.
 
-    Traffic: min(2·nnz, length) words of every other rank's region received (a dense one rounded up to an even count),
+    Traffic: min(2·nnz, length) words of every other rank's region received (rounded up to an even count if dense),
         ceil(log2 P) rounds.
     Source: Renggli et al., SparCML, SC 2019, section 5.3.
     """

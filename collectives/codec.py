@@ -52,19 +52,16 @@ class PlainCodec:
     name = "plain"
 
     def wire_bytes(self, count: Counts) -> Counts:
-        """As `Codec`."""
         return count * ENTRY.itemsize
 
     def encode(self, entries: NDArray[np.void], lower: int, upper: int) -> NDArray[Any]:
-        """As `Codec`: the entries themselves."""
         return entries
 
     def receive_buffer(self, out: NDArray[np.void]) -> NDArray[Any]:
-        """As `Codec`: `out` itself."""
         return out
 
     def decode(self, wire: NDArray[Any], lower: int, upper: int, out: NDArray[np.void]) -> None:
-        """As `Codec`: `out` is the wire array."""
+        """Nothing to do: `out` is the wire array."""
 
 
 PLAIN = PlainCodec()

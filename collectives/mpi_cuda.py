@@ -95,23 +95,18 @@ class PinnedCopies:
 
     @property
     def pending(self) -> bool:
-        """As `Copies`."""
         return self._device.pending
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """As `Copies`."""
         return np.frombuffer(pinned_memory(nbytes), np.uint8, nbytes)
 
     def copy_out(self, host: NDArray[np.uint8], array: Any) -> None:
-        """As `Copies`."""
         self._copy(host.ctypes.data, _address(array), len(host), cupy.cuda.runtime.memcpyDeviceToHost)
 
     def copy_in(self, array: Any, host: NDArray[np.uint8]) -> None:
-        """As `Copies`."""
         self._copy(_address(array), host.ctypes.data, len(host), cupy.cuda.runtime.memcpyHostToDevice)
 
     def synchronize(self) -> None:
-        """As `Copies`."""
         self._device.synchronize()
 
     def _copy(self, dest: int, source: int, nbytes: int, kind: int) -> None:

@@ -1,4 +1,4 @@
-"""The paper's measures: what its convergence assumption bounds, and how far the ranks' supports differ."""
+"""The paper's measures: xi of its convergence assumption, fill-in, balance of regions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from oktopk.backend import Backend
 from oktopk.settings import selection_cap
 from oktopk.thresholds import kth_magnitude
 
-_CHUNK = 1 << 20  # elements handled at a time, so that temporaries stay small
+_CHUNK = 1 << 20  # elements at a time, so that temporaries stay small
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Measures:
 
     Attributes:
         missed: norm of (top k of the mean accumulated gradient) - (the update that was applied, as a mean).
-        gradient_norm: norm of the mean gradient: of what entered the residuals, so after momentum correction.
+        gradient_norm: norm of the mean of what entered the residuals: gradients, after momentum correction.
         fill_in: entries that any rank selected, counted once, over k: 1 where all supports coincide, P where none meet.
-        region_balance: entries that all ranks together selected in the busiest region, over the mean of the regions: what its
-            rank receives and sums beside the others. 1 where they balance, P where one has all; NaN without regions.
-        seconds: what measuring took on this rank, beside the step's own stages.
+        region_balance: entries that all ranks together selected in the busiest region, over the mean of the regions. 1 where
+            regions balance, P where one has all entries; NaN without regions.
+        seconds: time that measuring took on this rank, apart from the step's own stages.
     """
 
     missed: float
@@ -43,7 +43,7 @@ class Measures:
 
     @property
     def xi(self) -> float:
-        """missed / gradient_norm; NaN where the mean gradient is zero. Convergence wants it bounded; the paper saw xi < P."""
+        """missed / gradient_norm; NaN where the mean gradient is zero. Convergence assumes a bound; the paper measured xi < P."""
         return self.missed / self.gradient_norm if self.gradient_norm else math.nan
 
 
@@ -52,8 +52,8 @@ class Sampler:
 
     Args:
         length: elements of the gradient (n).
-        backend: where gradients live.
-        transport: where the ranks meet; what is sent here does not count as the step's traffic.
+        backend: of the gradients.
+        transport: of the ranks; messages for measuring do not count as the step's traffic. Collective.
 
     Memory: 3n/2 words, kept from one measured step to the next.
     Traffic: two dense allreduces of n words, an allreduce of n bits and one of P int64 a measured step.
@@ -75,18 +75,18 @@ class Sampler:
         velocity: NDArray[np.float32] | None,
         momentum: float,
     ) -> None:
-        """Sum what the step is about to see. Collective.
+        """Sum the step's input over the ranks. Collective.
 
         Args:
             gradient: [n] of the gradient type.
             residual, velocity: float32[n] as the last step left them, None for zero; momentum: that of the velocity.
         """
-        self._backend.wait()  # for what is not measuring: a backward pass, the step
+        self._backend.wait()  # so that `seconds` leaves out the backward pass and the step
         began = time.perf_counter()
         self._total(gradient, None, velocity, momentum)
         squares: Any = 0.0
-        for piece in self._pieces():
-            squares = squares + _squares(self._vector[piece].astype(np.float64))
+        for chunk in self._chunks():
+            squares = squares + _squares(self._vector[chunk].astype(np.float64))
         self._gradient_norm = math.sqrt(float(squares)) / self._transport.size
         self._total(gradient, residual, velocity, momentum)
         self._transport.take_traffic()
@@ -100,16 +100,16 @@ class Sampler:
         to_sum: float,
         boundaries: NDArray[np.int64] | None,
     ) -> Measures:
-        """Compare with what the step did. Collective.
+        """Compare the sum with the step's result. Collective.
 
         Args:
-            update: float32[n], what is applied.
-            selected: what this rank selected.
-            k: entries that were asked for.
-            to_sum: what makes the update the sum over the ranks.
-            boundaries: int64[P + 1], the regions; None where there are none.
+            update: float32[n], as applied.
+            selected: this rank's selection.
+            k: entries wanted.
+            to_sum: factor that turns the update into the sum over the ranks.
+            boundaries: int64[P + 1], the regions; None for a method without.
         """
-        self._backend.wait()  # for what is not measuring: a backward pass, the step
+        self._backend.wait()  # so that `seconds` leaves out the backward pass and the step
         began = time.perf_counter()
         bits, larger = kth_magnitude(
             lambda level, prefix: self._backend.kernels.magnitude_histogram(self._vector, level, prefix), k
@@ -117,13 +117,13 @@ class Sampler:
         threshold: Any = bits_magnitude(bits)
         ties: Any = selection_cap(k) - larger  # as in every selection, the lowest indices first
         squares: Any = 0.0
-        for piece in self._pieces():
-            total = self._vector[piece]
+        for chunk in self._chunks():
+            total = self._vector[chunk]
             magnitude = abs(total)
             tied = magnitude == threshold
             top = total * ((magnitude > threshold) | (tied & (tied.cumsum() <= ties)))
             ties = ties - tied.sum()
-            squares = squares + _squares(top.astype(np.float64) - update[piece].astype(np.float64) * to_sum)
+            squares = squares + _squares(top.astype(np.float64) - update[chunk].astype(np.float64) * to_sum)
         indices = self._backend.indices(selected.entries)
         fill_in = self._union(indices) / k
         balance = math.nan if boundaries is None else self._balance(indices, boundaries)
@@ -133,7 +133,7 @@ class Sampler:
         return Measures(missed, self._gradient_norm, fill_in, balance, seconds)
 
     def close(self) -> None:
-        """Give the requests back to MPI."""
+        """Free the persistent rounds."""
         self._allreduce.free()
 
     def _total(
@@ -146,17 +146,17 @@ class Sampler:
         """The sum over the ranks of gradient + residual + momentum * velocity, into the vector."""
         self._backend.kernels.accumulate(gradient, residual, self._vector)
         if velocity is not None:
-            for piece in self._pieces():
-                self._vector[piece] += velocity[piece] * momentum
+            for chunk in self._chunks():
+                self._vector[chunk] += velocity[chunk] * momentum
         self._backend.wait()
         self._allreduce.run()
 
-    def _pieces(self) -> Iterator[slice]:
+    def _chunks(self) -> Iterator[slice]:
         length = len(self._vector)
         return (slice(start, min(start + _CHUNK, length)) for start in range(0, length, _CHUNK))
 
     def _union(self, indices: NDArray[np.int32]) -> int:
-        """How many indices any rank has: one bit each travels."""
+        """Indices that any rank has, counted once; one bit per element travels."""
         mine = np.zeros(len(self._vector), np.bool_)
         mine[indices] = True
         bits = np.packbits(mine)
@@ -171,5 +171,5 @@ class Sampler:
 
 
 def _squares(vector: NDArray[np.float64]) -> Any:
-    """The sum of squares, on the device that the vector is on."""
+    """The sum of squares, on the vector's device."""
     return (vector * vector).sum()

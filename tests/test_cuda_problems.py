@@ -405,7 +405,7 @@ def test_whether_mpi_moves_device_memory_is_asked_and_can_be_said(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(cuda_mpi, "WITHOUT_CUDA_UCX", ucx)
     monkeypatch.setattr(cuda_mpi, "_wheel_problem", lambda: "")
-    monkeypatch.setattr(cuda_mpi, "_says_so_itself", lambda: says)
+    monkeypatch.setattr(cuda_mpi, "_library_claims_support", lambda: says)
     problem = cuda_mpi.device_memory_problem()
     if sentence:
         assert re.search(sentence, problem), problem
