@@ -10,11 +10,11 @@ from typing import Any
 
 import cupy
 import numpy as np
-from mpi4py import MPI
 
 from collectives.cuda.device import Device, DeviceEntries
 from collectives.cuda.environment import device_memory
 from collectives.sparse import ENTRY
+from collectives.transport import Transport
 
 MOST_PEERS = 32
 _NOTES, _SLOTS, _NOTE_WORDS, _MOST_DIGITS = 6, 3, 80, 2048
@@ -25,24 +25,21 @@ _EXPORTED: set[Any] = (
 _GRANULE = 2 << 20  # an IPC handle is of a whole allocation: smaller ones share theirs with strangers
 
 
-def symmetric_memory_problem(comm: MPI.Intracomm, *, shared_gpus: bool = False) -> str:
+def symmetric_memory_problem(transport: Transport, *, shared_gpus: bool = False) -> str:
     """Why the ranks cannot use peer memory, "" if they can as far as can be told. Collective; the same on all ranks.
 
     Args:
-        comm: the ranks, each with its GPU current.
+        transport: of the ranks, each with its GPU current.
         shared_gpus: also where ranks share a GPU: they wait for each other in turns of milliseconds, and under MPS, where there
             are no turns, perhaps for ever.
     """
-    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    on_this_host = host.Get_size()
-    host.Free()
     gpu = cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.runtime.getDevice())
-    everyone = comm.allgather((on_this_host, gpu))
-    if any(count != comm.Get_size() for count, _ in everyone):
+    everyone = transport.allgather_objects((transport.ranks_on_this_host(), gpu))
+    if any(count != transport.size for count, _ in everyone):
         return "the ranks are not all on one host"
-    if comm.Get_size() > MOST_PEERS:
-        return f"{comm.Get_size()} ranks are more than {MOST_PEERS}"
-    if not shared_gpus and len({gpu for _, gpu in everyone}) < comm.Get_size():
+    if transport.size > MOST_PEERS:
+        return f"{transport.size} ranks are more than {MOST_PEERS}"
+    if not shared_gpus and len({gpu for _, gpu in everyone}) < transport.size:
         return "ranks share a GPU"
     return ""
 
@@ -51,7 +48,7 @@ class SymmetricMemory:
     """One window a rank, mapped by all ranks.
 
     Args:
-        comm: ranks of one host, each with its GPU current. Collective: every rank must call.
+        transport: of ranks of one host, each with its GPU current. Collective: every rank must call.
         device: the GPU and stream of this rank.
         nbytes: of payload in every window.
 
@@ -67,9 +64,9 @@ class SymmetricMemory:
 
     first = _HEAD
 
-    def __init__(self, comm: MPI.Intracomm, device: Device, nbytes: int) -> None:
-        self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self._comm = comm
+    def __init__(self, transport: Transport, device: Device, nbytes: int) -> None:
+        self.rank, self.size = transport.rank, transport.size
+        self._transport = transport
         self._device = device
         self._opened: list[int] = []
         self._memory: Any = None
@@ -83,7 +80,7 @@ class SymmetricMemory:
                 handle = cupy.cuda.runtime.ipcGetMemHandle(self._memory.ptr)
         except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
             problem = str(error)
-        everyone = comm.allgather((problem, handle))
+        everyone = transport.allgather_objects((problem, handle))
         if not any(theirs for theirs, _ in everyone):
             try:
                 bases = [self._map(rank, theirs) for rank, (_, theirs) in enumerate(everyone)]
@@ -92,7 +89,7 @@ class SymmetricMemory:
                 device.synchronize()
             except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
                 problem = str(error)
-        problems = comm.allgather(problem)
+        problems = transport.allgather_objects(problem)
         if any(problems):
             self.close()
             named = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
@@ -106,11 +103,11 @@ class SymmetricMemory:
     def close(self) -> None:
         """Unmap the other ranks' windows and free this one's, once all ranks' kernels are done with them. Collective."""
         self._device.synchronize()
-        self._comm.Barrier()
+        self._transport.barrier()
         for pointer in self._opened:
             cupy.cuda.runtime.ipcCloseMemHandle(pointer)
         self._opened = []
-        self._comm.Barrier()  # a window is freed when nobody maps it any more
+        self._transport.barrier()  # a window is freed when nobody maps it any more
         _EXPORTED.discard(self._memory)
         self._memory = None
 

@@ -13,9 +13,10 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.cuda.environment import is_cuda_error
-from collectives.mpi import FlaggedRanksError, Transport
+from collectives.mpi import connect
 from collectives.sparse import check_length
 from collectives.traffic import Traffic
+from collectives.transport import FlaggedRanksError, Transport
 from oktopk.backend import GRADIENT_TYPES, Backend, make_backend
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_executor import P2PExecutor
@@ -115,7 +116,7 @@ class GradientAllreduce:
         problem: str = "",
         **settings: Any,
     ) -> None:
-        host = Transport(comm)
+        host = connect(comm)
         backend: Backend | None = None
         vectors: ErrorFeedback | None = None
         try:
@@ -141,7 +142,7 @@ class GradientAllreduce:
         assert vectors is not None
         self.backend = backend
         self._vectors = vectors
-        self.transport = host
+        self.transport: Transport = host
         self.transport = self._together(partial(backend.connect, host))
         if self.transport is not host:
             host.close()
@@ -501,6 +502,7 @@ class GradientAllreduce:
             local_threshold=result.local_threshold if result else float("nan"),
             global_threshold=result.global_threshold if result else float("nan"),
             words=traffic.words,
+            bytes=traffic.bytes,
             messages=traffic.messages,
             control_words=traffic.control_words,
             control_messages=traffic.control_messages,

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cuda.environment import gpu_problem, is_cuda_error, kernel_problem
-from collectives.mpi import Transport
+from collectives.mpi import MpiTransport
+from collectives.transport import Transport
 from oktopk.cpu.backend import HostBackend
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.settings import Settings
@@ -29,7 +30,7 @@ class Backend(Protocol):
 
     kernels: ModuleType
 
-    def connect(self, host: Transport) -> Transport:
+    def connect(self, host: MpiTransport) -> Transport:
         """The transport for arrays of this backend, made of a host transport, which it replaces. Collective."""
 
     def zeros(self, length: int) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from collectives.mpi import FlaggedRanksError
+from collectives.transport import FlaggedRanksError
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.methods.base import Method
 from oktopk.step import CompletedStep, Plan

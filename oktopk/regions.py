@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.mpi import Transport
+from collectives.transport import Transport
 
 
 def equal_boundaries(length: int, ranks: int) -> NDArray[np.int64]:

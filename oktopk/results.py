@@ -13,11 +13,11 @@ class Measures:
 
     Attributes:
         missed: norm of (top k of the mean accumulated gradient) - (the update that was applied, as a mean).
-        gradient_norm: norm of the mean gradient: of what entered the residuals, so after momentum correction.
+        gradient_norm: norm of the mean of what entered the residuals: gradients, after momentum correction.
         fill_in: entries that any rank selected, counted once, over k: 1 where all supports coincide, P where none meet.
-        region_balance: entries that all ranks together selected in the busiest region, over the mean of the regions: what its
-            rank receives and sums beside the others. 1 where they balance, P where one has all; NaN without regions.
-        seconds: what measuring took on this rank, beside the step's own stages.
+        region_balance: entries that all ranks together selected in the busiest region, over the mean of the regions. 1 where
+            regions balance, P where one has all entries; NaN without regions.
+        seconds: time that measuring took on this rank, apart from the step's own stages.
     """
 
     missed: float
@@ -28,7 +28,7 @@ class Measures:
 
     @property
     def xi(self) -> float:
-        """missed / gradient_norm; NaN where the mean gradient is zero. Convergence wants it bounded; the paper saw xi < P."""
+        """missed / gradient_norm; NaN where the mean gradient is zero. Convergence assumes a bound; the paper measured xi < P."""
         return self.missed / self.gradient_norm if self.gradient_norm else math.nan
 
 
@@ -51,6 +51,7 @@ class StepReport:
         global_nnz: entries applied; n for dense; 0 of a deferred step that stopped, whose gradient is in the residual.
         local_threshold, global_threshold: magnitudes selected by; NaN where the method has none.
         words, messages: payload this rank sent.
+        bytes: payload bytes this rank sent.
         control_words, control_messages: sizes, cuts, histograms, flags; see `collectives.Traffic`.
         seconds: time by stage, in the order in which the stages ran; of a deferred step what the host took to launch it,
             and where stages are timed (`GradientAllreduce.time_stages`) theirs beside it.
@@ -74,6 +75,7 @@ class StepReport:
     seconds: dict[str, float]
     measures: Measures | None = None
     complete: bool = True
+    bytes: int = 0
 
     @property
     def total_seconds(self) -> float:

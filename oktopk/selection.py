@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude, magnitude_bits
-from collectives.mpi import Transport
 from collectives.sparse import SparseVector
+from collectives.transport import Transport
 from oktopk.cpu.kernels import Packing
 from oktopk.settings import selection_cap
 from oktopk.thresholds import NOTHING, OCTAVE, kth_magnitude, learned_trend

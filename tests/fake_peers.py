@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cpu import kernels as lists_kernels
-from collectives.mpi import Transport
+from collectives.mpi import MpiTransport
 from collectives.sparse import ENTRY
 from collectives.split_and_reduce import RegionLists
 from oktopk.cpu import kernels
@@ -27,7 +27,7 @@ _POOL, _SMALL_POOL = 3, 4096
 class FakePeers:
     """As P2PStep."""
 
-    def __init__(self, transport: Transport, length: int, settings: Settings) -> None:
+    def __init__(self, transport: MpiTransport, length: int, settings: Settings) -> None:
         self._transport, self._length, self._settings = transport, length, settings
         self._k = self._nearest = 0
         self._open = True
@@ -115,7 +115,7 @@ class FakePeers:
             int(boundaries[rank + 1]),
             self._transport,
         )
-        self._transport.traffic.words += 2 * (nnz - offsets[rank + 1] + offsets[rank])
+        self._transport.traffic.count(8 * (nnz - offsets[rank + 1] + offsets[rank]), 0)
         self._vectors = update, [vector for vector in (residual, velocity) if vector is not None], mine
         self._apply(self._name(bits[1]) if exact else self._follow(bits[1], deferred))
 
@@ -134,7 +134,7 @@ class FakePeers:
         update, vectors, mine = self._vectors
         ranks = self._transport.size
         gathered = np.concatenate(self._transport.comm.allgather(kept))
-        self._transport.traffic.words += 2 * (ranks - 1) * len(kept)
+        self._transport.traffic.count(8 * (ranks - 1) * len(kept), 0)
         kernels.write_scaled(update, gathered, 1.0 / ranks if self._settings.average else 1.0)
         for vector in vectors:
             kernels.clear_common(vector, mine, gathered)

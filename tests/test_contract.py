@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives.traffic import dense_words, step_limit, upper_bound
+from collectives.dense_allreduce import dense_words
+from collectives.traffic import step_limit, upper_bound
 from oktopk import METHODS, GradientAllreduce, StepReport
 from oktopk.settings import selection_cap
 from tests import oracle as reference

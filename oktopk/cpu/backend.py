@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.mpi import Transport
+from collectives.mpi import MpiTransport
+from collectives.transport import Transport
 from oktopk.cpu import kernels
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.settings import Settings
@@ -20,7 +21,7 @@ class HostBackend:
 
     kernels = kernels
 
-    def connect(self, host: Transport) -> Transport:
+    def connect(self, host: MpiTransport) -> Transport:
         """As the protocol says."""
         return host
 

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from collectives.cuda.device import Device
 from collectives.cuda.kernels import DeviceKernels as CollectiveKernels
 from collectives.cuda.ucx import device_memory_problem
-from collectives.mpi import Transport
-from collectives.mpi_cuda import DeviceTransport, StagedDeviceTransport
+from collectives.mpi import MpiTransport
+from collectives.mpi_cuda import connect_device
+from collectives.transport import Transport
 from oktopk.cuda.kernels import DeviceKernels
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_graph import compile_peer_kernels
@@ -46,10 +47,10 @@ class DeviceBackend:
         self._gradient_type = gradient_type
         self._stored = np.dtype(_STORED[gradient_type])
 
-    def connect(self, host: Transport) -> Transport:
+    def connect(self, host: MpiTransport) -> Transport:
         """As the protocol says. Says on rank 0 where device memory is staged through the host."""
         problem = device_memory_problem() if host.size > 1 else ""
-        staged = {rank: text for rank, text in enumerate(host.comm.allgather(problem)) if text}
+        staged = {rank: text for rank, text in enumerate(host.allgather_objects(problem)) if text}
         if staged and host.rank == 0:
             where = "" if len(staged) == host.size else f" on rank(s) {', '.join(map(str, staged))}"
             warnings.warn(
@@ -57,8 +58,7 @@ class DeviceBackend:
                 f"{next(iter(staged.values()))}. `python -m jobs.doctor` says what this host can do",
                 stacklevel=3,
             )
-        kind = StagedDeviceTransport if problem else DeviceTransport
-        return kind(host.comm, self.device)
+        return connect_device(host, self.device, staged=bool(problem))
 
     def zeros(self, length: int) -> Any:
         """As the protocol says."""

@@ -10,7 +10,7 @@ import numpy as np
 from collectives.cuda.device import DeviceEntries
 from collectives.cuda.kernels import COMPACT_TILE
 from collectives.cuda.launch import Kernel, PreparedLaunch, compiled, double_bits
-from collectives.mpi_cuda import DeviceTransport
+from collectives.mpi_cuda import CudaMpiTransport
 from oktopk.cpu.kernels import LEVELS
 from oktopk.settings import selection_cap
 
@@ -39,7 +39,7 @@ class KthSelect:
 
     def __init__(
         self,
-        transport: DeviceTransport,
+        transport: CudaMpiTransport,
         k: int,
         trigger: float,
         *,

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude
-from collectives.mpi import FlaggedRanksError
 from collectives.sparse import SparseVector
+from collectives.transport import FlaggedRanksError
 from oktopk.cpu.kernels import Packing
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.methods.oktopk import OkTopk

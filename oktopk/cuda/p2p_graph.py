@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from collectives.cuda.environment import is_cuda_error
 from collectives.cuda.kernels import COMPACT_TILE, NARROWEST, tile_shift
 from collectives.cuda.launch import Kernel, PreparedLaunch, compiled, double_bits, float_bits
-from collectives.mpi_cuda import DeviceTransport
+from collectives.mpi_cuda import CudaMpiTransport
 from collectives.symmetric_memory import SymmetricMemory, entries_bytes
 from oktopk.cuda.kth_select import TAKEN_WORDS, KthSelect
 from oktopk.cuda.mailbox import Mailbox, report
@@ -83,7 +83,7 @@ class P2PGraph:
     """
 
     def __init__(
-        self, kernels: DeviceKernels, transport: DeviceTransport, length: int, k: int, settings: Settings
+        self, kernels: DeviceKernels, transport: CudaMpiTransport, length: int, k: int, settings: Settings
     ) -> None:
         self.k = k
         self._kernels, self._transport, self._length = kernels, transport, length
@@ -91,7 +91,7 @@ class P2PGraph:
         packed_at = SymmetricMemory.first + -SymmetricMemory.first % 256
         kept_at = packed_at + entries_bytes(2 * k)
         kept = selection_cap(k) + 1
-        self._memory = SymmetricMemory(transport.comm, self._device, kept_at + entries_bytes(kept))
+        self._memory = SymmetricMemory(transport, self._device, kept_at + entries_bytes(kept))
         self._packed = self._memory.entries(packed_at, 2 * k)
         self._kept = self._memory.entries(kept_at, kept)
         problem = ""
@@ -103,7 +103,7 @@ class P2PGraph:
                 raise
             problem = str(error) or type(error).__name__
         # the others would wait for this rank on their GPUs, where nothing ends them
-        problems = transport.comm.allgather(problem)
+        problems = transport.allgather_objects(problem)
         if any(problems):
             self._memory.close()
             named = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)

@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from collectives.cuda.device import DeviceEntries
 from collectives.cuda.kernels import NUM_CANDIDATES
-from collectives.mpi_cuda import DeviceTransport
+from collectives.mpi_cuda import CudaMpiTransport
+from collectives.sparse import ENTRY
 from collectives.split_and_reduce import RegionLists
+from collectives.traffic import WORD_BYTES
 from oktopk.cpu.kernels import LEVELS
 from oktopk.cuda.multi_tensor import pointer_of
 from oktopk.cuda.p2p_graph import P2PGraph
@@ -97,7 +99,7 @@ class P2PStep:
     """
 
     def __init__(
-        self, kernels: DeviceKernels, transport: DeviceTransport, length: int, settings: Settings
+        self, kernels: DeviceKernels, transport: CudaMpiTransport, length: int, settings: Settings
     ) -> None:
         self._kernels, self._transport, self._length = kernels, transport, length
         self._settings = settings
@@ -241,8 +243,7 @@ class P2PStep:
         launches.enqueue_naming(self._pointers, self._device.stream.ptr)
         self._device.pending = True
         others = transport.size - 1
-        transport.traffic.control_words += others * _DIGITS
-        transport.traffic.control_messages += len(LEVELS)
+        transport.traffic.count_control(WORD_BYTES * others * _DIGITS, len(LEVELS))
         return self._kept(*launches.decided.read(self._epoch), exact=True)
 
     def outcome(self, exact: bool) -> Outcome:
@@ -258,19 +259,17 @@ class P2PStep:
         decided = launches.decided.read(self._epoch)
         stop, counts = decided[0], decided[5:]
         traffic = transport.traffic
-        traffic.control_words += others * (3 + ranks)
-        traffic.control_messages += 1
+        traffic.count_control(WORD_BYTES * others * (3 + ranks))
         if stop in (_BAD_SELECTION, _NOT_FINITE, _BAD_REGIONS):
             flags = counts if stop == _NOT_FINITE else []
             flagged = tuple(source for source, found in enumerate(flags) if found)
             return Outcome("selection", flagged, overflowed=stop == _BAD_REGIONS)
         selected = self.selected()
         offsets = selected.offsets or []
-        traffic.words += 2 * (selected.nnz - offsets[rank + 1] + offsets[rank])
-        for other in range(ranks):
-            traffic.messages += other != rank and offsets[other] < offsets[other + 1]
-        traffic.control_words += others * (_DIGITS if exact else NUM_CANDIDATES)
-        traffic.control_messages += len(LEVELS) if exact else 1
+        messages = sum(other != rank and offsets[other] < offsets[other + 1] for other in range(ranks))
+        traffic.count(ENTRY.itemsize * (selected.nnz - offsets[rank + 1] + offsets[rank]), messages)
+        counted = _DIGITS if exact else NUM_CANDIDATES
+        traffic.count_control(WORD_BYTES * others * counted, len(LEVELS) if exact else 1)
         return self._kept(*decided, exact=exact)
 
     def _kept(
@@ -281,9 +280,8 @@ class P2PStep:
         if stop:
             return Outcome("threshold", skewed=stop == _SKEWED, nearest=total)
         traffic, rank, others = self._transport.traffic, self._transport.rank, self._transport.size - 1
-        traffic.control_messages += again
-        traffic.words += 2 * others * counts[rank]
-        traffic.messages += others if counts[rank] else 0
+        traffic.count_control(0, again)
+        traffic.count(ENTRY.itemsize * others * counts[rank], others if counts[rank] else 0)
         missed = 0 if exact else _RUNG_BITS[nearest]
         return Outcome("", bits=bits, missed=missed, gathered=self._launches.gathered[:total])
 

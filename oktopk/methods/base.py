@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.mpi import FlaggedRanksError, Transport
+from collectives.transport import FlaggedRanksError, Transport
 from oktopk.selection import LocalSelection, Selection
 from oktopk.settings import Settings
 from oktopk.step import Plan, StepResult

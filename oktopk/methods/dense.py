@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.dense_allreduce import DenseAllreduce
-from collectives.mpi import FlaggedRanksError
+from collectives.transport import FlaggedRanksError
 from oktopk.methods.base import Method
 from oktopk.step import Plan, StepResult
 
@@ -14,7 +14,7 @@ from oktopk.step import Plan, StepResult
 class Dense(Method):
     """The exact sum; nothing stays behind.
 
-    Traffic: `collectives.traffic.dense_words`. Control: one allgather of a flag.
+    Traffic: `collectives.dense_allreduce.dense_words`. Control: one allgather of a flag.
     """
 
     name = "dense"

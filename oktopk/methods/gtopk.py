@@ -13,6 +13,16 @@ from oktopk.step import Plan, StepResult
 from oktopk.thresholds import kth_magnitude
 
 
+def gtopk_words(k: int, ranks: int) -> float:
+    """Words per rank of gTopk, averaged over the ranks: every rank but rank 0 sends k entries up and gets k back."""
+    return 4 * k * (ranks - 1) / ranks
+
+
+def gtopk_busiest_words(k: int, ranks: int) -> float:
+    """Words that rank 0 sends in gTopk's broadcast; as many reach it on the way up, 4k·ceil(log2 P) in all."""
+    return 2.0 * k * (ranks - 1).bit_length()
+
+
 class GTopk(SparseMethod):
     """Merges pairs of lists up a binomial tree, each time keeping the k largest sums; rank 0 broadcasts what is left.
 

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.allgatherv import balance_and_allgatherv
-from collectives.mpi import Transport
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import RegionLists, split_and_reduce
+from collectives.transport import Transport
 from oktopk.methods.base import SparseMethod
 from oktopk.regions import Regions, equal_boundaries
 from oktopk.selection import Selection

@@ -12,6 +12,11 @@ from oktopk.selection import Selection
 from oktopk.step import Plan, StepResult
 
 
+def topka_words(k: int, ranks: int) -> float:
+    """Words per rank of TopkA and Gaussiank: an allgather of k entries from every rank."""
+    return 2.0 * k * (ranks - 1)
+
+
 class TopkA(SparseMethod):
     """Allgather of the local top ks; the update is their whole sum, up to kP entries.
 

@@ -14,6 +14,15 @@ from oktopk.selection import Selection
 from oktopk.step import Plan, StepResult
 
 
+def topkdsa_words(k: int, length: int, ranks: int) -> tuple[float, float]:
+    """The least and the most words per rank of TopkDSA, averaged over the ranks.
+
+    2k(P-1)/P to split, and to gather 2k(P-1)/P where all supports coincide, at most n(P-1)/P where every region is dense.
+    """
+    share = (ranks - 1) / ranks
+    return 4 * k * share, max(4 * k, 2 * k + length) * share
+
+
 class TopkDSA(SparseMethod):
     """Split into equal regions, reduce sparsely, allgather each region as COO or, once fill-in makes that longer, dense.
 
