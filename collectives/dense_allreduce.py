@@ -90,7 +90,7 @@ class DenseAllreduce:
             step.exchange.free()
 
     def _add_core_steps(self, number: int, core: int, surplus: int) -> None:
-        """Halve and double among `core` ranks, of which this is the given number; those with a surplus partner come first."""
+        """Halve and double as number `number` of `core` ranks; those with a surplus partner come first."""
         start, stop = 0, len(self.vector)
         distance = core // 2
         while distance:
