@@ -1,11 +1,11 @@
-"""Peer memory: a window of device memory of every rank of a host, which the kernels of all its ranks read and signal in.
+"""Symmetric memory: a window of device memory for every rank of a host, in which the kernels of all its ranks read and signal.
 
-CUDA IPC handles are exchanged once through MPI. From then on what ranks tell each other needs neither MPI nor the host: see
-`cuda/peer.cuh`, which has the layout of a window.
+CUDA IPC handles are exchanged once through MPI; after that signals need neither MPI nor the host. See `cuda/p2p.cuh`.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import cupy
@@ -14,11 +14,9 @@ from mpi4py import MPI
 
 from collectives.cuda.device import Device, DeviceEntries
 from collectives.cuda.environment import device_memory
+from collectives.cuda.layouts import MOST_PEERS, WindowHead
 from collectives.sparse import ENTRY
 
-MOST_PEERS = 32
-_NOTES, _SLOTS, _NOTE_WORDS, _MOST_DIGITS = 6, 3, 80, 2048
-_HEAD = 4 * MOST_PEERS * (_NOTES + _SLOTS * _NOTE_WORDS + (_NOTES - _SLOTS) * _MOST_DIGITS)
 _EXPORTED: set[Any] = (
     set()
 )  # windows that others may have mapped: freed by `close` alone, never by a collector on one rank
@@ -65,7 +63,7 @@ class SymmetricMemory:
     Traffic: control: two allgathers, at construction only.
     """
 
-    first = _HEAD
+    first = ctypes.sizeof(WindowHead)
 
     def __init__(self, comm: MPI.Intracomm, device: Device, nbytes: int) -> None:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()

@@ -257,9 +257,11 @@ def test_addresses_that_no_gradient_has_are_refused(device: Any) -> None:
     from oktopk.cuda.kernels import DeviceKernels
 
     scattered = DeviceKernels(device, "float32").gradient_tensors([5, 7], "float32")
-    with pytest.raises(ValueError, match="3 addresses for 2 pieces"):
+    with pytest.raises(ValueError, match="3 addresses for 2 tensors"):
         scattered.set_pointers([0, 0, 0])
-    with pytest.raises(ValueError, match="address 4098 of piece 1 is not a multiple of an element's 4 bytes"):
+    with pytest.raises(
+        ValueError, match="address 4098 of tensor 1 is not a multiple of an element's 4 bytes"
+    ):
         scattered.set_pointers([4096, 4098])
 
 

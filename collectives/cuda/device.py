@@ -7,7 +7,6 @@ and MPI would stage it through the host.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from collectives.cuda.environment import device_memory
 from collectives.cuda.launch import Kernel
+from collectives.cuda.layouts import Scan
 from collectives.sparse import ENTRY
 
 _SPINS, _NAP = 50_000, 2e-5  # some milliseconds of looking, then seconds of sleep between two looks
@@ -76,25 +76,6 @@ class DeviceEntries:
         return host
 
 
-@dataclass
-class Scan:
-    """Look-back state of one kernel: see lookback.cuh.
-
-    Attributes:
-        status, second: device addresses, for kernels with one or two prefixes.
-        ticket: device address.
-        epoch: launches so far.
-        tiles: blocks that it is large enough for.
-    """
-
-    status: int = 0
-    second: int = 0
-    ticket: int = 0
-    epoch: int = 0
-    tiles: int = 0
-    owner: Any = None
-
-
 class Device:
     """The current GPU, on one stream.
 
@@ -111,7 +92,9 @@ class Device:
         """Whether anything was put on the stream since it was last waited for."""
         self._reports: dict[str, tuple[Any, NDArray[np.uint32]]] = {}
         self._memory: dict[str, Any] = {}
-        self._scans: dict[str, Scan] = {}
+        self._scans: dict[
+            str, tuple[Any, int, Any]
+        ] = {}  # (Scan, blocks that it is large enough for, memory)
         self._epoch = 0
         self._tables: dict[bytes, Any] = {}
 
@@ -131,7 +114,7 @@ class Device:
         return array
 
     def report(self, name: str, words: int) -> NDArray[np.uint32]:
-        """uint32[words] in pinned memory, which kernels write into; read it after `synchronize`."""
+        """uint32[words] in pinned memory, which kernels write into; read it after `synchronize`, and do not keep it."""
         found = self._reports.get(name)
         if found is None or len(found[1]) < words:
             memory = cupy.cuda.alloc_pinned_memory(4 * words)
@@ -143,36 +126,34 @@ class Device:
         """Where kernels write a report."""
         return int(self._reports[name][0].ptr)
 
-    def scan(self, name: str, tiles: int) -> Scan:
-        """Look-back state for a launch of so many blocks."""
-        scan = self._scans.get(name)
-        if scan is None or scan.tiles < tiles or scan.epoch >= 2**29:
-            grown = max(tiles, 0 if scan is None else scan.tiles * 3 // 2)
-            memory = self.allocate(2 * grown + 1, np.uint64)
+    def scan(self, name: str, tiles: int) -> Any:
+        """Scan for a launch of so many blocks: the look-back state of compact.cuh."""
+        scan, room, _ = self._scans.get(name, (None, 0, None))
+        if scan is None or room < tiles or scan.epoch >= 2**29:
+            room = max(tiles, room * 3 // 2)
+            memory = self.allocate(2 * room + 1, np.uint64)
             with self.stream:
                 memory.fill(0)
             base = memory.data.ptr
-            scan = self._scans[name] = Scan(
-                base, base + 8 * grown, base + 16 * grown, tiles=grown, owner=memory
-            )
+            scan = Scan(status=base, tie_status=base + 8 * room, ticket=base + 16 * room)
+            self._scans[name] = scan, room, memory
         scan.epoch += 1
         return scan
 
     def next_epoch(self) -> int:
-        """Numbers notes among peers, and look-backs, in 32 bits: none comes back while kernels may still find it."""
+        """The next number of signals and look-backs, in 32 bits: none returns while kernels may still read an old one."""
         self._epoch = (self._epoch + 1) & 0xFFFFFFFF
         return self._epoch
 
-    def launch(self, kernel: Kernel, blocks: int, threads: int, *arguments: int, rows: int = 1) -> None:
-        """Put a kernel on the stream."""
+    def launch(self, kernel: Kernel, blocks: int, threads: int, *, rows: int = 1, **fields: Any) -> None:
+        """Put a kernel on the stream, with these parameters."""
         self.pending = True
-        kernel(blocks, rows, threads, self._stream, arguments)
+        kernel.prepare(**fields)(blocks, threads, self._stream, rows)
 
-    def launch_for(self, kernel: Kernel, elements: int, *arguments: int) -> None:
+    def launch_for(self, kernel: Kernel, elements: int, **fields: Any) -> None:
         """Put a grid-stride kernel over so many elements on the stream."""
         if elements:
-            blocks = min(-(-elements // 256), 16 * self.processors)
-            self.launch(kernel, blocks, 256, *arguments)
+            self.launch(kernel, min(-(-elements // 256), 16 * self.processors), 256, **fields)
 
     def copy(self, dest: int, source: int, nbytes: int) -> None:
         """Copy within device memory, on the stream."""

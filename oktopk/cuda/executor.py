@@ -18,7 +18,7 @@ from collectives.mpi import Transport
 from collectives.mpi_cuda import DeviceTransport, StagedDeviceTransport
 from oktopk.cuda.kernels import DeviceKernels
 from oktopk.cuda.multi_tensor import GradientTensors
-from oktopk.cuda.p2p_graph import compile_peer_kernels
+from oktopk.cuda.p2p_graph import compile_p2p_kernels
 
 _STORED = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 
@@ -40,7 +40,7 @@ class DeviceBackend:
         self.kernels = DeviceKernels(self.device, gradient_type)
         # compiled before ranks wait for each other
         CollectiveKernels(self.device).collect_kernels()
-        compile_peer_kernels()
+        compile_p2p_kernels()
         self._gradient_type = gradient_type
         self._stored = np.dtype(_STORED[gradient_type])
 

@@ -1,4 +1,4 @@
-"""What kernels tell the host through pinned memory, as plain integers."""
+"""Words that kernels post to the host through pinned memory, as plain integers."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from collectives.cuda.device import Device
 
 
 class Mailbox:
-    """A report in pinned memory of words that tell whether they are there: the epoch above the value, in 64 bits.
+    """64-bit words in pinned memory, the epoch above the value, so that each word tells whether it has arrived.
 
     Args:
-        device: whose kernels write it.
+        device: whose kernels post.
         name: of the report.
         count: words.
+
+    Attributes:
+        address: that kernels post to.
     """
 
     def __init__(self, device: Device, name: str, count: int) -> None:
         device.report(name, 2 * count)
+        self.address = device.address(name)
         self._device = device
-        self._words = (ctypes.c_uint64 * count).from_address(device.address(name))
+        self._words = (ctypes.c_uint64 * count).from_address(self.address)
         self._count = count
 
     def read(self, epoch: int) -> list[int]:
-        """The values of that epoch; waits for them, and no longer."""
+        """The values of that epoch; waits until all have arrived."""
         self._device.watch(self._words, self._count - 1, epoch)
         while True:
             words = self._words[:]

@@ -20,7 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cuda.device import DeviceEntries
-from collectives.cuda.kernels import NUM_CANDIDATES
+from collectives.cuda.layouts import (
+    BAD_REGIONS,
+    BAD_SELECTION,
+    CUT_TO_K,
+    DEFERRED,
+    NOT_FINITE,
+    NUM_CANDIDATES,
+    SKEWED,
+)
 from collectives.mpi_cuda import DeviceTransport
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import RegionLists
@@ -34,8 +42,6 @@ from oktopk.thresholds import CANDIDATES
 if TYPE_CHECKING:
     from oktopk.cuda.kernels import DeviceKernels
 
-_BAD_SELECTION, _SKEWED, _NOT_FINITE, _BAD_REGIONS = 1, 3, 4, 5  # why kernels stop: see peer.cuh
-_EXACTLY, _UNAIDED = 1, 2  # how they go on: see peer.cuh
 _RUNG_BITS = CANDIDATES.tolist()
 _DIGITS = sum(1 << width for _, width in LEVELS)
 _MOST_GRAPHS = 8  # of gradients that live elsewhere
@@ -192,7 +198,7 @@ class P2PStep:
             to_clear = support.nnz
         else:
             clear()
-        ways = (_EXACTLY if exactly else 0) | (_UNAIDED if unaided else 0)
+        ways = (CUT_TO_K if exactly else 0) | (DEFERRED if unaided else 0)
         launches.set_step(self._epoch, bits[0], bits[1], to_clear, ways)
         self._device.pending = True
         vectors = (
@@ -203,19 +209,19 @@ class P2PStep:
         )
         self._vectors = vectors
         stream = self._device.stream
-        reader = launches.read(gradient)
+        reader = launches.set_gradient(gradient)
         launches.timed = timed and selected is None
         if selected is not None:
             launches.upload_step(stream.ptr)
-            launches.tell(*selected, stream.ptr)
-            launches.enqueue(vectors, stream.ptr, exact=exact, unaided=unaided)
+            launches.put_selection(*selected, stream.ptr)
+            launches.enqueue(vectors, stream.ptr, exact=exact, deferred=unaided)
             return
         captured = not (timed or exact)
         graph = self._graphs.get((*vectors, reader, unaided)) if captured else None
         if graph is None and captured:
             graph = self._first_seen(vectors, reader, unaided)
         if graph is None:
-            launches.enqueue_whole(vectors, stream.ptr, exact=exact, unaided=unaided)
+            launches.enqueue_whole(vectors, stream.ptr, exact=exact, deferred=unaided)
         else:
             graph.launch(stream)
 
@@ -231,7 +237,7 @@ class P2PStep:
         capturing = cupy.cuda.Stream(non_blocking=True)
         capturing.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
         try:
-            self._launches.enqueue_whole(vectors, capturing.ptr, exact=False, unaided=unaided)
+            self._launches.enqueue_whole(vectors, capturing.ptr, exact=False, deferred=unaided)
         except BaseException:
             with suppress(cupy.cuda.runtime.CUDARuntimeError):  # half a step is no graph
                 capturing.end_capture()
@@ -263,7 +269,7 @@ class P2PStep:
         assert launches is not None
         self._epoch = self._device.next_epoch()
         launches.set_step(self._epoch, 0, lowest, 0, 0)
-        launches.enqueue_naming(self._vectors, self._device.stream.ptr)
+        launches.enqueue_exact(self._vectors, self._device.stream.ptr)
         self._device.pending = True
         others = transport.size - 1
         transport.traffic.control_words += others * _DIGITS
@@ -285,10 +291,10 @@ class P2PStep:
         traffic = transport.traffic
         traffic.control_words += others * (3 + ranks)
         traffic.control_messages += 1
-        if stop in (_BAD_SELECTION, _NOT_FINITE, _BAD_REGIONS):
-            flags = counts if stop == _NOT_FINITE else []
+        if stop in (BAD_SELECTION, NOT_FINITE, BAD_REGIONS):
+            flags = counts if stop == NOT_FINITE else []
             flagged = tuple(source for source, found in enumerate(flags) if found)
-            return Outcome("selection", flagged, crowded=stop == _BAD_REGIONS)
+            return Outcome("selection", flagged, crowded=stop == BAD_REGIONS)
         selected = self.selected()
         points = selected.points
         traffic.words += 2 * (selected.nnz - points[rank + 1] + points[rank])
@@ -304,7 +310,7 @@ class P2PStep:
         """What became of the sums, by the words of a decision."""
         assert self._launches is not None
         if stop:
-            return Outcome("threshold", skewed=stop == _SKEWED, nearest=total)
+            return Outcome("threshold", skewed=stop == SKEWED, nearest=total)
         traffic, rank, others = self._transport.traffic, self._transport.rank, self._transport.size - 1
         traffic.control_messages += again
         traffic.words += 2 * others * counts[rank]
@@ -332,7 +338,7 @@ class P2PStep:
         launches.enqueue_exact_selection(gradient, residual, lowest, self._device.stream.ptr)
         self._device.synchronize()
         nnz, _, candidates, short, bits = launches.taken[:5]
-        cuts = launches.cuts[: self._transport.size - 1]
+        cuts = launches.splits[: self._transport.size - 1]
         return Named(candidates, launches.packed_report[1], bool(short), nnz, bits, cuts)
 
     def select(self, gradient: Any, residual: Any, bits: int) -> tuple[int, int, list[int]]:
@@ -350,7 +356,7 @@ class P2PStep:
         launches.enqueue_selection(gradient, residual, bits, self._device.stream.ptr)
         self._device.synchronize()
         nnz, nonfinite = launches.packed_report[:2]
-        return nnz, nonfinite, launches.cuts[: self._transport.size - 1]
+        return nnz, nonfinite, launches.splits[: self._transport.size - 1]
 
     def lists(self) -> RegionLists:
         """The contributions to this rank's region, after a step that stopped for its threshold."""

@@ -226,8 +226,11 @@ def launch(function: int, blocks: int, rows: int, _: int, threads: int, *more: A
         raise TypeError(f"{kernel.name} takes {kernel.arguments} arguments, not {len(places)}")
     if stream not in _captures:
         return kernel.run(blocks, rows, threads, places)
-    values = (ctypes.c_uint64 * len(places))(*[ctypes.c_uint64.from_address(place).value for place in places])
-    kept = (ctypes.c_void_p * len(places))(*[ctypes.addressof(values) + 8 * i for i in range(len(places))])
+    values = [
+        ctypes.create_string_buffer(ctypes.string_at(places[i], size), size)
+        for i, size in enumerate(kernel.sizes)
+    ]
+    kept = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
 
     def again(alive: Any = values) -> None:
         if status := kernel.run(blocks, rows, threads, kept):
