@@ -347,3 +347,14 @@ def check_sums(
     assert counted.counts.tolist() == known.counts.tolist()
     moved = bits + int(CANDIDATES[40])
     assert counted.take(moved).get().tobytes() == known.take(moved).tobytes()
+
+
+def test_a_viewed_report_does_not_move(device: Any) -> None:
+    import ctypes
+
+    view = device.view("seen", ctypes.c_uint32 * 4)
+    with pytest.raises(RuntimeError, match="report 'seen' is viewed and cannot grow from 4 to 5 words"):
+        device.report("seen", 5)
+    device.report("seen", 4)[:] = 7
+    assert view[:] == [7] * 4
+    assert len(device.report("unseen", 4)) < len(device.report("unseen", 5))

@@ -28,7 +28,7 @@ from collectives.mpi_cuda import DeviceTransport
 from collectives.symmetric_memory import SymmetricMemory, entries_bytes
 from oktopk.cuda.kth_select import TAKEN_WORDS, KthSelect
 from oktopk.cuda.layouts import APPLY_ENTRIES
-from oktopk.cuda.mailbox import Mailbox, report
+from oktopk.cuda.mailbox import Mailbox
 from oktopk.cuda.multi_tensor import GradientTensors, pointer_of
 from oktopk.cuda.select import SelectLaunches, selection_header
 from oktopk.settings import Settings, selection_cap
@@ -125,11 +125,11 @@ class P2PGraph:
         self._sums = workspace.entries("region sums", pool)
         self.selected = Mailbox(device, "selected", 4 + 2 * ranks)
         self.decided = Mailbox(device, "decided", DECISION_WORDS + ranks)
-        self.packed_report = report(device, "select", 4 + ranks)
-        self.collected = report(device, "collected", ranks)
-        self.taken = report(device, "taken", TAKEN_WORDS)
-        self.splits = report(device, "splits found", ranks)
-        self._step = Step.from_address(ctypes.addressof(report(device, "step", ctypes.sizeof(Step) // 4)))
+        self.packed_report = device.view("select", ctypes.c_uint32 * (4 + ranks))
+        self.collected = device.view("collected", ctypes.c_uint32 * ranks)
+        self.taken = device.view("taken", ctypes.c_uint32 * TAKEN_WORDS)
+        self.splits = device.view("splits found", ctypes.c_uint32 * ranks)
+        self._step = device.view("step", Step)
         self._boundaries = device.allocate(ranks + 1, np.int64)
 
         def words(name: str, nbytes: int) -> int:
