@@ -73,7 +73,8 @@ class SymmetricMemory:
         self._memory: Any = None
         handle, problem = b"", ""
         try:
-            self._memory = device_memory(-(-(self.first + nbytes) // _GRANULE) * _GRANULE)
+            with device.gpu:
+                self._memory = device_memory(-(-(self.first + nbytes) // _GRANULE) * _GRANULE)
             _EXPORTED.add(self._memory)
             device.zero(self._memory.ptr, self.first)
             device.synchronize()

@@ -358,3 +358,17 @@ def test_a_viewed_report_does_not_move(device: Any) -> None:
     device.report("seen", 4)[:] = 7
     assert view[:] == [7] * 4
     assert len(device.report("unseen", 4)) < len(device.report("unseen", 5))
+
+
+@pytest.mark.skipif(gpus() < 2, reason="no second GPU")
+def test_memory_is_taken_on_the_devices_own_gpu(device: Any) -> None:
+    import cupy
+
+    own = device.id
+    cupy.cuda.Device(own + 1).use()
+    try:
+        arrays = [device.allocate(3, np.uint32), device.scratch("anew", 3, np.uint32)]
+        assert [array.data.device_id for array in arrays] == [own, own]
+        assert cupy.cuda.Device().id == own + 1
+    finally:
+        cupy.cuda.Device(own).use()

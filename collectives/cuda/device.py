@@ -78,14 +78,18 @@ class DeviceEntries:
 
 
 class Device:
-    """The current GPU, on one stream.
+    """The current GPU, on one stream. Memory is taken there whatever GPU is the current one later.
 
     Args:
         stream: the cupy stream that all work is ordered on; None: the current one.
+
+    Attributes:
+        gpu: as a context, within which it is the current one.
     """
 
     def __init__(self, stream: Any = None) -> None:
-        self.id = cupy.cuda.Device().id
+        self.gpu = cupy.cuda.Device(cupy.cuda.Device().id)
+        self.id = self.gpu.id
         self.stream = stream or cupy.cuda.get_current_stream()
         self._stream = self.stream.ptr
         self.processors = cupy.cuda.Device().attributes["MultiProcessorCount"]
@@ -103,14 +107,15 @@ class Device:
     def allocate(self, count: int, dtype: Any) -> Any:
         """cupy array [count] of plain cudaMalloc memory, contents undefined."""
         nbytes = max(1, count) * np.dtype(dtype).itemsize
-        return cupy.ndarray((count,), dtype, memptr=cupy.cuda.MemoryPointer(device_memory(nbytes), 0))
+        with self.gpu:
+            return cupy.ndarray((count,), dtype, memptr=cupy.cuda.MemoryPointer(device_memory(nbytes), 0))
 
     def scratch(self, name: str, count: int, dtype: Any) -> Any:
         """cupy array [>= count] that outlives the call, zeroed when it is made or grows."""
         array = self._memory.get(name)
         if array is None or array.size < count:
             array = self.allocate(max(count, 0 if array is None else array.size * 3 // 2), dtype)
-            with self.stream:
+            with self.gpu, self.stream:
                 array.fill(0)
             self._memory[name] = array
         return array
@@ -127,7 +132,8 @@ class Device:
                 raise RuntimeError(
                     f"report {name!r} is viewed and cannot grow from {len(report)} to {words} words"
                 )
-            memory = cupy.cuda.alloc_pinned_memory(4 * words)
+            with self.gpu:
+                memory = cupy.cuda.alloc_pinned_memory(4 * words)
             report = np.frombuffer(memory, np.uint32, words)
             report[:] = 0
             self._reports[name] = memory, report
@@ -149,7 +155,7 @@ class Device:
         if scan is None or room < tiles or scan.epoch >= 2**29:
             room = max(tiles, room * 3 // 2)
             memory = self.allocate(2 * room + 1, np.uint64)
-            with self.stream:
+            with self.gpu, self.stream:
                 memory.fill(0)
             base = memory.data.ptr
             scan = Scan(status=base, tie_status=base + 8 * room, ticket=base + 16 * room)
@@ -206,7 +212,7 @@ class Device:
         """A small constant array in device memory, copied there once; returns its address."""
         key = array.tobytes()
         if key not in self._tables:
-            with self.stream:
+            with self.gpu, self.stream:
                 self._tables[key] = cupy.asarray(array)
         return int(self._tables[key].data.ptr)
 

@@ -145,7 +145,8 @@ class P2PGraph:
         self._needs_no_trim = words("needs no trim", 4)
         self._header = selection_header(device, ranks)
         self.timed = False
-        self._marks = [cupy.cuda.Event() for _ in range(len(_STAGES) + 1)]
+        with device.gpu:
+            self._marks = [cupy.cuda.Event() for _ in range(len(_STAGES) + 1)]
 
     def _lay_out(self, packed_at: int, kept_at: int, settings: Settings) -> None:
         device, kernels = self._device, self._kernels

@@ -195,12 +195,23 @@ class Device:
         self.id = _current.gpu if number is None else number
         self.attributes = {"MultiProcessorCount": PROCESSORS}
         self.compute_capability = "90"
+        self._before: list[int] = []
 
     def use(self) -> None:
         """Make it the current one."""
         if not 0 <= self.id < GPUS:
             raise CUDARuntimeError(101)  # cudaErrorInvalidDevice
         _current.gpu = self.id
+
+    def __enter__(self) -> Self:
+        self._before.append(_current.gpu)
+        self.use()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _current.gpu = self._before.pop()
 
 
 class RawModule:
