@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -372,3 +373,24 @@ def test_memory_is_taken_on_the_devices_own_gpu(device: Any) -> None:
         assert cupy.cuda.Device().id == own + 1
     finally:
         cupy.cuda.Device(own).use()
+
+
+@pytest.mark.parametrize(("ranks", "k"), [(2, 2**32 // 3 + 1), (4, 2**30), (32, 2**27)])
+def test_lists_beyond_32_bit_offsets_are_refused(ranks: int, k: int) -> None:
+    from oktopk.cuda.p2p_graph import P2PGraph
+    from oktopk.settings import Settings
+
+    transport: Any = SimpleNamespace(size=ranks, device=None)
+    with pytest.raises(ValueError, match=rf"k = {k} on {ranks} ranks: .* \(< 4294967296\)"):
+        P2PGraph(None, transport, 2**31 - 1, k, Settings())
+
+
+def test_a_launch_with_another_kernels_parameters_is_refused(device: Any) -> None:
+    from collectives.cuda.kernels import DeviceKernels
+    from collectives.cuda.launch import PreparedLaunch
+
+    kernels = DeviceKernels(device)
+    with pytest.raises(TypeError, match="keep_sums takes KeepSums, not EqualCountSplits"):
+        PreparedLaunch(kernels.keep_kernel, kernels.splits_kernel.parameters())
+    with pytest.raises(AttributeError, match="treshold"):
+        kernels.keep_kernel.prepare(treshold=1)

@@ -36,6 +36,7 @@ from oktopk.thresholds import CANDIDATES, MISS
 
 _KERNELS = Path(__file__).parent
 _POOL = 3  # a region's incoming entries, in multiples of k: regions balance
+_OFFSETS = 2**32  # kernels count and index entries in 32 bits
 _SMALL_POOL = 4096  # entries that cost nothing: a small k may lie in one region on every rank
 _ROOM = 1.5  # a region may have so many times the tiles of an equal one before graphs are captured anew
 _STAGES = ("select", "clear", "exchange", "reduce", "gather and apply")
@@ -74,6 +75,7 @@ class P2PGraph:
         settings: equal on all ranks.
 
     Raises:
+        ValueError: lists of this k do not fit 32-bit offsets; on every rank alike, before anything collective.
         RuntimeError: a rank has no memory for it; on every rank alike.
 
     Attributes:
@@ -91,6 +93,11 @@ class P2PGraph:
     def __init__(
         self, kernels: Any, transport: DeviceTransport, length: int, k: int, settings: Settings
     ) -> None:
+        most = max(_POOL * k, transport.size * selection_cap(k))
+        if most >= _OFFSETS:
+            raise ValueError(
+                f"k = {k} on {transport.size} ranks: lists of up to {most} entries do not fit 32-bit offsets (< {_OFFSETS})"
+            )
         self.k = k
         self._kernels, self._transport, self._length = kernels, transport, length
         self._device = transport.device
