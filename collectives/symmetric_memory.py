@@ -17,19 +17,20 @@ from collectives.cuda.environment import device_memory
 from collectives.cuda.layouts import MOST_PEERS, WindowHead
 from collectives.sparse import ENTRY
 
-_EXPORTED: set[Any] = (
-    set()
-)  # windows that others may have mapped: freed by `close` alone, never by a collector on one rank
-_GRANULE = 2 << 20  # an IPC handle is of a whole allocation: smaller ones share theirs with strangers
+# windows that other ranks may map: freed by `close` alone, never by the garbage collector of one rank
+_EXPORTED: set[Any] = set()
+_GRANULE = (
+    2 << 20
+)  # bytes: an IPC handle exports a whole allocation, and smaller ones share an allocation with other data
 
 
 def symmetric_memory_problem(comm: MPI.Intracomm, *, shared_gpus: bool = False) -> str:
-    """Why the ranks cannot use peer memory, "" if they can as far as can be told. Collective; the same on all ranks.
+    """Why the ranks cannot use symmetric memory, "" if nothing known speaks against it. Collective; the same on all ranks.
 
     Args:
         comm: the ranks, each with its GPU current.
-        shared_gpus: also where ranks share a GPU: they wait for each other in turns of milliseconds, and under MPS, where there
-            are no turns, perhaps for ever.
+        shared_gpus: allow ranks to share a GPU. They then wait for each other in time slices of milliseconds; under MPS, which
+            has no time slices, perhaps for ever.
     """
     host = comm.Split_type(MPI.COMM_TYPE_SHARED)
     on_this_host = host.Get_size()
@@ -54,7 +55,7 @@ class SymmetricMemory:
         nbytes: of payload in every window.
 
     Raises:
-        RuntimeError: a window cannot be had or mapped; on every rank alike, naming the ranks that could not.
+        RuntimeError: a window cannot be allocated or mapped; on every rank alike, naming the ranks.
 
     Attributes:
         windows: device address of uint64[P], the address of each rank's window as this rank maps it.
@@ -94,8 +95,8 @@ class SymmetricMemory:
         problems = comm.allgather(problem)
         if any(problems):
             self.close()
-            named = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
-            raise RuntimeError(f"no peer memory: {named}")
+            texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+            raise RuntimeError(f"no peer memory: {texts}")
         self.windows = int(self._table.data.ptr)
 
     def entries(self, at: int, count: int) -> DeviceEntries:
@@ -103,13 +104,13 @@ class SymmetricMemory:
         return DeviceEntries(self._device, self._memory.ptr + at, count, self._memory)
 
     def close(self) -> None:
-        """Unmap the other ranks' windows and free this one's, once all ranks' kernels are done with them. Collective."""
+        """Wait for all ranks' kernels, unmap the other ranks' windows and free this one's. Collective."""
         self._device.synchronize()
         self._comm.Barrier()
         for pointer in self._opened:
             cupy.cuda.runtime.ipcCloseMemHandle(pointer)
         self._opened = []
-        self._comm.Barrier()  # a window is freed when nobody maps it any more
+        self._comm.Barrier()  # free a window only when no rank maps it
         _EXPORTED.discard(self._memory)
         self._memory = None
 
@@ -122,5 +123,5 @@ class SymmetricMemory:
 
 
 def entries_bytes(count: int) -> int:
-    """Bytes that so many entries take in a window, up to the next 256."""
+    """Bytes of so many entries in a window, rounded up to 256."""
     return -(-count * ENTRY.itemsize // 256) * 256

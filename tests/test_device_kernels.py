@@ -392,5 +392,5 @@ def test_a_launch_with_another_kernels_parameters_is_refused(device: Any) -> Non
     kernels = DeviceKernels(device)
     with pytest.raises(TypeError, match="keep_sums takes KeepSums, not EqualCountSplits"):
         PreparedLaunch(kernels.keep_kernel, kernels.splits_kernel.parameters())
-    with pytest.raises(AttributeError, match="treshold"):
-        kernels.keep_kernel.prepare(treshold=1)
+    with pytest.raises(AttributeError, match="limit"):
+        kernels.keep_kernel.prepare(limit=1)

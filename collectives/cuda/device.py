@@ -1,4 +1,4 @@
-"""One GPU as one instance uses it: its stream, plain device memory, and reports in pinned memory.
+"""One GPU for one instance: its stream, plain device memory, and reports in pinned memory.
 
 Communication buffers come from plain cudaMalloc: memory from an asynchronous or expandable pool has no CUDA IPC handle,
 and MPI would stage it through the host.
@@ -19,12 +19,12 @@ from collectives.cuda.launch import Kernel
 from collectives.cuda.layouts import Scan
 from collectives.sparse import ENTRY
 
-_SPINS, _NAP = 50_000, 2e-5  # some milliseconds of looking, then seconds of sleep between two looks
+_SPINS, _NAP = 50_000, 2e-5  # polls (some milliseconds), then seconds of sleep between two polls
 _RUNNING = 600  # cudaErrorNotReady
 
 
 class DeviceEntries:
-    """ENTRY[n] in device memory: what slices and copies of a NumPy array of entries mean, and no more.
+    """ENTRY[n] in device memory, with the slices and copies of a NumPy array of entries.
 
     Attributes:
         pointer: device address.
@@ -94,7 +94,7 @@ class Device:
         self._stream = self.stream.ptr
         self.processors = cupy.cuda.Device().attributes["MultiProcessorCount"]
         self.pending = False
-        """Whether anything was put on the stream since it was last waited for."""
+        """Whether work was put on the stream since the last wait for it."""
         self._reports: dict[str, tuple[Any, NDArray[np.uint32]]] = {}
         self._viewed: set[str] = set()
         self._memory: dict[str, Any] = {}
@@ -111,7 +111,7 @@ class Device:
             return cupy.ndarray((count,), dtype, memptr=cupy.cuda.MemoryPointer(device_memory(nbytes), 0))
 
     def scratch(self, name: str, count: int, dtype: Any) -> Any:
-        """cupy array [>= count] that outlives the call, zeroed when it is made or grows."""
+        """cupy array [>= count] that outlives the call, zeroed when allocated."""
         array = self._memory.get(name)
         if array is None or array.size < count:
             array = self.allocate(max(count, 0 if array is None else array.size * 3 // 2), dtype)
@@ -146,7 +146,7 @@ class Device:
         return kind.from_address(self.address(name))
 
     def address(self, name: str) -> int:
-        """Where kernels write a report."""
+        """The address of a report."""
         return int(self._reports[name][0].ptr)
 
     def scan(self, name: str, tiles: int) -> Any:
@@ -185,10 +185,9 @@ class Device:
         cupy.cuda.runtime.memcpyAsync(dest, source, nbytes, kind, self.stream.ptr)
 
     def upload(self, dest: int, array: NDArray[Any]) -> None:
-        """Copy a few numbers to device memory, on the stream; the array may be changed at once.
+        """Copy a small array to device memory, on the stream; the array may be changed at once.
 
-        It must not be in pinned memory: from any other CUDA takes a copy before this returns, for which it may wait for the
-        stream above 64 KiB.
+        It must not be in pinned memory: CUDA copies other memory before this returns (above 64 KiB it may wait for the stream).
         """
         self.pending = True
         kind = cupy.cuda.runtime.memcpyHostToDevice
@@ -200,9 +199,9 @@ class Device:
         cupy.cuda.runtime.memsetAsync(pointer, 0, nbytes, self.stream.ptr)
 
     def post(self, name: str, array: NDArray[np.int64]) -> int:
-        """Write a few numbers where kernels can read them, in pinned memory; returns the address.
+        """Write a small array to pinned memory, where kernels can read it; returns the address.
 
-        What was posted under the same name before must have been read: whoever posts waits for the stream afterwards.
+        The caller waits for the stream before it posts under the same name again.
         """
         words = self.report(f"post {name}", 2 * len(array))
         words.view(np.int64)[: len(array)] = array
@@ -217,17 +216,17 @@ class Device:
         return int(self._tables[key].data.ptr)
 
     def watch(self, words: Any, at: int, epoch: int) -> None:
-        """Wait until a kernel on the stream has announced words[at] of 64 bits, in pinned memory; no longer than that.
+        """Wait until a kernel on the stream has posted words[at] of 64 bits, in pinned memory, for this epoch.
 
         Raises:
-            RuntimeError: a kernel failed, or all ended without a word.
+            RuntimeError: a kernel failed, or all ended without posting it.
         """
         spins = 0
         while words[at] >> 32 != epoch:
             spins += 1
             if spins < _SPINS:
                 continue
-            time.sleep(_NAP)  # a rank is late: leave the interpreter to other threads
+            time.sleep(_NAP)  # a rank is late: let other threads run
             state = cupy.cuda.runtime.streamQuery(self.stream.ptr)
             if state == _RUNNING or words[at] >> 32 == epoch:
                 continue
@@ -260,12 +259,12 @@ class DeviceWorkspace:
         return buffer[:count]
 
     def forget(self, *names: str) -> None:
-        """Give up buffers; the memory goes once nobody holds entries of it."""
+        """Drop buffers; their memory is freed with the last entries that refer to it."""
         for name in names:
             self._buffers.pop(name, None)
 
     def set_buffer(self, name: str, entries: DeviceEntries) -> None:
-        """Let the buffer of that name be these entries, until more are asked for."""
+        """Use these entries as the buffer of that name, until more are asked for."""
         self._buffers[name] = entries
 
     @property

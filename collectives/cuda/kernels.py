@@ -1,7 +1,7 @@
 """Device kernels on sorted COO lists: the functions of `collectives.cpu.kernels`, on one GPU and stream.
 
-They are methods of an object, because a kernel needs a stream and scratch, and instances side by side share neither.
-Counts are read from pinned memory after a wait for the stream; every function that returns one waits.
+Methods of an object, because a kernel needs a stream and scratch memory, which instances must not share. Every function that
+returns a count waits for the stream.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _FULL = 2048  # sums that a tile should hold: half of what it may, since large e
 
 
 def tile_shift(entries: int, length: int) -> int:
-    """How wide the tiles of a region of `length` elements should be, as a power of two, where it gets so many entries."""
+    """log2 of the elements of a tile, for a region of `length` elements that gets so many entries."""
     width = _FULL * length // max(1, entries)
     return min(max(width.bit_length() - 1, NARROWEST), WIDEST)
 
 
 class CountedSums:
-    """A region's sums, counted around a threshold before it is known which of them to keep; as the host's.
+    """A region's sums, counted at candidate thresholds before one is chosen; as the host's.
 
     Attributes:
         counts: int64[m], descending: sums that reach each candidate.
@@ -48,7 +48,7 @@ class CountedSums:
     def __init__(self, keep: Callable[[int], int], out: DeviceEntries, counted: NDArray[np.uint32]) -> None:
         self._keep = keep
         self._out = out
-        self.counts = counted[::-1].cumsum(dtype=np.int64)[::-1].copy()  # MPI takes no negative stride
+        self.counts = counted[::-1].cumsum(dtype=np.int64)[::-1].copy()  # MPI needs a positive stride
 
     def take(self, threshold_bits: int) -> DeviceEntries:
         """ENTRY[nnz], the sums that reach one of the candidates; may be called once, before other lists are summed."""

@@ -49,6 +49,26 @@ __device__ __forceinline__ void post(volatile unsigned long long* mailbox, int i
   mailbox[i] = static_cast<unsigned long long>(epoch) << 32 | value;
 }
 
+// Set what each rank keeps and where that begins among all; a step that goes on stops where one rank keeps more than `trigger` times
+// the mean. One thread calls.
+template <class Kept>
+__device__ __forceinline__ void set_decision(const P2P& p2p, double trigger, int stop, unsigned bits, const Kept& kept_by) {
+  Decision& decision = *p2p.decision;
+  unsigned start = 0, largest = 0;
+  for (int q = 0; q < p2p.ranks; ++q) {
+    const unsigned kept = kept_by(q);
+    decision.counts[q] = kept;
+    decision.starts[q] = start;
+    start += kept;
+    largest = kept > largest ? kept : largest;
+  }
+  if (!stop && p2p.ranks > 2 && static_cast<double>(largest) * p2p.ranks > trigger * start) stop = SKEWED;
+  decision.stop = stop;
+  decision.bits = bits;
+  decision.wait_for_kept = !stop;
+  decision.total = start;
+}
+
 // Post the first words of a decision: all before the counts, and a count a rank. A whole block calls.
 __device__ __forceinline__ void post_decision(volatile unsigned long long* mailbox, const P2P& p2p, unsigned epoch) {
   const int i = threadIdx.x;

@@ -84,20 +84,10 @@ extern "C" __global__ void __launch_bounds__(128) decide(const __grid_constant__
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    unsigned start = 0, largest = 0;
-    for (int q = 0; q < ranks; ++q) {
-      decision.counts[q] = counts[q];
-      decision.starts[q] = start;
-      start += counts[q];
-      largest = counts[q] > largest ? counts[q] : largest;
-    }
-    if (!stop && ranks > 2 && static_cast<double>(largest) * ranks > p.trigger * start) stop = SKEWED;
     const long long moved = static_cast<long long>(bits) + offsets[chosen];
-    decision.stop = stop;
+    const unsigned threshold = moved < 1 ? 1 : moved < LARGEST_FINITE ? moved : LARGEST_FINITE;
     decision.nearest = nearest;
-    decision.bits = moved < 1 ? 1 : moved < LARGEST_FINITE ? moved : LARGEST_FINITE;
-    decision.wait_for_kept = !stop;
-    decision.total = start;
+    set_decision(p.p2p, p.trigger, stop, threshold, [&](int q) { return counts[q]; });
   }
   __syncthreads();
   post_decision(p.mailbox, p.p2p, epoch);

@@ -1,7 +1,6 @@
 """Device kernels that touch gradients: the functions of `oktopk.cpu.kernels`, on one GPU and stream.
 
-Gradients may be float32, bfloat16 or float16; residual, velocity and update are float32. Methods of an object, for the
-reason that `collectives.cuda.kernels` gives.
+Gradients may be float32, bfloat16 or float16; residual, velocity and update are float32.
 """
 
 from __future__ import annotations

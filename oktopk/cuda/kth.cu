@@ -95,25 +95,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) kth_histogram(const __grid
 // Decide how many entries equal to the magnitude each rank keeps, and all that follows from it. One thread calls.
 __device__ void share_out(const AgreeOnDigit& p) {
   Search& search = *p.search;
-  Decision& decision = *p.p2p.decision;
   const unsigned allowed = p.cap > search.larger ? p.cap - search.larger : 0;
-  unsigned before = 0, start = 0, largest = 0;
-  for (int q = 0; q < p.p2p.ranks; ++q) {
+  unsigned before = 0;
+  set_decision(p.p2p, p.trigger, PROCEED, search.prefix, [&](int q) {
     const unsigned left = allowed > before ? allowed - before : 0;
     const unsigned quota = search.equal[q] < left ? search.equal[q] : left;
     before += search.equal[q];
     if (q == p.p2p.rank) search.ties = quota;
-    const unsigned kept = search.above[q] + quota;
-    decision.counts[q] = kept;
-    decision.starts[q] = start;
-    start += kept;
-    largest = kept > largest ? kept : largest;
-  }
-  const bool skewed = p.p2p.ranks > 2 && static_cast<double>(largest) * p.p2p.ranks > p.trigger * start;
-  decision.stop = skewed ? SKEWED : PROCEED;
-  decision.bits = search.prefix;
-  decision.wait_for_kept = !skewed;
-  decision.total = start;
+    return search.above[q] + quota;
+  });
 }
 
 // Narrow the k-th largest magnitude of all ranks' lists by one digit; false where the step stops. A whole block calls.
