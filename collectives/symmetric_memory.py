@@ -1,11 +1,11 @@
-"""Peer memory: a window of device memory of every rank of a host, which the kernels of all its ranks read and signal in.
+"""Symmetric memory: a window of device memory for every rank of a host, in which the kernels of all its ranks read and signal.
 
-CUDA IPC handles are exchanged once through MPI. From then on what ranks tell each other needs neither MPI nor the host: see
-`cuda/peer.cuh`, which has the layout of a window.
+CUDA IPC handles are exchanged once through MPI; after that signals need neither MPI nor the host. See `cuda/p2p.cuh`.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import cupy
@@ -13,25 +13,24 @@ import numpy as np
 
 from collectives.cuda.device import Device, DeviceEntries
 from collectives.cuda.environment import device_memory
+from collectives.cuda.layouts import MOST_PEERS, WindowHead
 from collectives.sparse import ENTRY
 from collectives.transport import Transport
 
-MOST_PEERS = 32
-_NOTES, _SLOTS, _NOTE_WORDS, _MOST_DIGITS = 6, 3, 80, 2048
-_HEAD = 4 * MOST_PEERS * (_NOTES + _SLOTS * _NOTE_WORDS + (_NOTES - _SLOTS) * _MOST_DIGITS)
-_EXPORTED: set[Any] = (
-    set()
-)  # windows that others may have mapped: freed by `close` alone, never by a collector on one rank
-_GRANULE = 2 << 20  # an IPC handle is of a whole allocation: smaller ones share theirs with strangers
+# windows that other ranks may map: freed by `close` alone, never by the garbage collector of one rank
+_EXPORTED: set[Any] = set()
+_GRANULE = (
+    2 << 20
+)  # bytes: an IPC handle exports a whole allocation, and smaller ones share an allocation with other data
 
 
 def symmetric_memory_problem(transport: Transport, *, shared_gpus: bool = False) -> str:
-    """Why the ranks cannot use peer memory, "" if they can as far as can be told. Collective; the same on all ranks.
+    """Why the ranks cannot use symmetric memory, "" if nothing known speaks against it. Collective; the same on all ranks.
 
     Args:
         transport: of the ranks, each with its GPU current.
-        shared_gpus: also where ranks share a GPU: they wait for each other in turns of milliseconds, and under MPS, where there
-            are no turns, perhaps for ever.
+        shared_gpus: allow ranks to share a GPU. They then wait for each other in time slices of milliseconds; under MPS, which
+            has no time slices, perhaps for ever.
     """
     gpu = cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.runtime.getDevice())
     everyone = transport.allgather_objects((transport.ranks_on_this_host(), gpu))
@@ -48,12 +47,12 @@ class SymmetricMemory:
     """One window a rank, mapped by all ranks.
 
     Args:
-        transport: of ranks of one host, each with its GPU current. Collective: every rank must call.
+        comm: ranks of one host, each with its GPU current. Collective: every rank must call.
         device: the GPU and stream of this rank.
         nbytes: of payload in every window.
 
     Raises:
-        RuntimeError: a window cannot be had or mapped; on every rank alike, naming the ranks that could not.
+        RuntimeError: a window cannot be allocated or mapped; on every rank alike, naming the ranks.
 
     Attributes:
         windows: device address of uint64[P], the address of each rank's window as this rank maps it.
@@ -62,7 +61,7 @@ class SymmetricMemory:
     Traffic: control: two allgathers, at construction only.
     """
 
-    first = _HEAD
+    first = ctypes.sizeof(WindowHead)
 
     def __init__(self, transport: Transport, device: Device, nbytes: int) -> None:
         self.rank, self.size = transport.rank, transport.size
@@ -72,7 +71,8 @@ class SymmetricMemory:
         self._memory: Any = None
         handle, problem = b"", ""
         try:
-            self._memory = device_memory(-(-(self.first + nbytes) // _GRANULE) * _GRANULE)
+            with device.gpu:
+                self._memory = device_memory(-(-(self.first + nbytes) // _GRANULE) * _GRANULE)
             _EXPORTED.add(self._memory)
             device.zero(self._memory.ptr, self.first)
             device.synchronize()
@@ -92,8 +92,8 @@ class SymmetricMemory:
         problems = transport.allgather_objects(problem)
         if any(problems):
             self.close()
-            named = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
-            raise RuntimeError(f"no peer memory: {named}")
+            texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+            raise RuntimeError(f"no peer memory: {texts}")
         self.windows = int(self._table.data.ptr)
 
     def entries(self, at: int, count: int) -> DeviceEntries:
@@ -101,13 +101,13 @@ class SymmetricMemory:
         return DeviceEntries(self._device, self._memory.ptr + at, count, self._memory)
 
     def close(self) -> None:
-        """Unmap the other ranks' windows and free this one's, once all ranks' kernels are done with them. Collective."""
+        """Wait for all ranks' kernels, unmap the other ranks' windows and free this one's. Collective."""
         self._device.synchronize()
         self._transport.barrier()
         for pointer in self._opened:
             cupy.cuda.runtime.ipcCloseMemHandle(pointer)
         self._opened = []
-        self._transport.barrier()  # a window is freed when nobody maps it any more
+        self._transport.barrier()  # free a window only when no rank maps it
         _EXPORTED.discard(self._memory)
         self._memory = None
 
@@ -120,5 +120,5 @@ class SymmetricMemory:
 
 
 def entries_bytes(count: int) -> int:
-    """Bytes that so many entries take in a window, up to the next 256."""
+    """Bytes of so many entries in a window, rounded up to 256."""
     return -(-count * ENTRY.itemsize // 256) * 256

@@ -162,7 +162,7 @@ def test_tiles_that_are_crowded_give_the_cpus_bits(comm: MPI.Intracomm) -> None:
         assert np.array_equal(get(on_gpu.residual), on_cpu.residual)
     launches = on_gpu._executors["oktopk"].p2p_step._launches  # type: ignore[attr-defined]
     # so wide that one of them holds more than half of what lies side by side
-    assert comm.allreduce(1 << launches._words[6] >= 2 * 9_000, MPI.LOR)
+    assert comm.allreduce(1 << launches._step.shift >= 2 * 9_000, MPI.LOR)
     on_cpu.close()
     on_gpu.close()
 

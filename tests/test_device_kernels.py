@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -257,9 +258,11 @@ def test_addresses_that_no_gradient_has_are_refused(device: Any) -> None:
     from oktopk.cuda.kernels import DeviceKernels
 
     scattered = DeviceKernels(device, "float32").gradient_tensors([5, 7], "float32")
-    with pytest.raises(ValueError, match="3 addresses for 2 pieces"):
+    with pytest.raises(ValueError, match="3 addresses for 2 tensors"):
         scattered.set_pointers([0, 0, 0])
-    with pytest.raises(ValueError, match="address 4098 of piece 1 is not a multiple of an element's 4 bytes"):
+    with pytest.raises(
+        ValueError, match="address 4098 of tensor 1 is not a multiple of an element's 4 bytes"
+    ):
         scattered.set_pointers([4096, 4098])
 
 
@@ -345,3 +348,49 @@ def check_sums(
     assert counted.counts.tolist() == known.counts.tolist()
     moved = bits + int(CANDIDATES[40])
     assert counted.take(moved).get().tobytes() == known.take(moved).tobytes()
+
+
+def test_a_viewed_report_does_not_move(device: Any) -> None:
+    import ctypes
+
+    view = device.view("seen", ctypes.c_uint32 * 4)
+    with pytest.raises(RuntimeError, match="report 'seen' is viewed and cannot grow from 4 to 5 words"):
+        device.report("seen", 5)
+    device.report("seen", 4)[:] = 7
+    assert view[:] == [7] * 4
+    assert len(device.report("unseen", 4)) < len(device.report("unseen", 5))
+
+
+@pytest.mark.skipif(gpus() < 2, reason="no second GPU")
+def test_memory_is_taken_on_the_devices_own_gpu(device: Any) -> None:
+    import cupy
+
+    own = device.id
+    cupy.cuda.Device(own + 1).use()
+    try:
+        arrays = [device.allocate(3, np.uint32), device.scratch("anew", 3, np.uint32)]
+        assert [array.data.device_id for array in arrays] == [own, own]
+        assert cupy.cuda.Device().id == own + 1
+    finally:
+        cupy.cuda.Device(own).use()
+
+
+@pytest.mark.parametrize(("ranks", "k"), [(2, 2**32 // 3 + 1), (4, 2**30), (32, 2**27)])
+def test_lists_beyond_32_bit_offsets_are_refused(ranks: int, k: int) -> None:
+    from oktopk.cuda.p2p_graph import P2PGraph
+    from oktopk.settings import Settings
+
+    transport: Any = SimpleNamespace(size=ranks, device=None)
+    with pytest.raises(ValueError, match=rf"k = {k} on {ranks} ranks: .* \(< 4294967296\)"):
+        P2PGraph(None, transport, 2**31 - 1, k, Settings())
+
+
+def test_a_launch_with_another_kernels_parameters_is_refused(device: Any) -> None:
+    from collectives.cuda.kernels import DeviceKernels
+    from collectives.cuda.launch import PreparedLaunch
+
+    kernels = DeviceKernels(device)
+    with pytest.raises(TypeError, match="keep_sums takes KeepSums, not EqualCountSplits"):
+        PreparedLaunch(kernels.keep_kernel, kernels.splits_kernel.parameters())
+    with pytest.raises(AttributeError, match="limit"):
+        kernels.keep_kernel.prepare(limit=1)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import collectives
+from collectives.cuda.layouts import source_with_layouts
 from jobs import doctor, doctor_children, doctor_probe
 from jobs.doctor_children import as_given, find_launcher, how_it_ended, one, two
 from jobs.doctor_verdict import BEST, CANNOT, SLOWER
@@ -254,7 +255,8 @@ def test_every_kernel_of_the_library_is_compiled_for_every_type_it_knows(
     for source in (*ROOT.glob("collectives/cuda/*.cu"), *ROOT.glob("oktopk/cuda/*.cu")):
         text = source.read_text(encoding="utf-8")
         typed = "gradient.cuh" in text
-        expected |= {(text, kind) for kind in (("float", "__nv_bfloat16", "__half") if typed else ("",))}
+        whole = source_with_layouts(source)
+        expected |= {(whole, kind) for kind in (("float", "__nv_bfloat16", "__half") if typed else ("",))}
     assert built == expected
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from collectives.cuda.layouts import source_with_layouts
+from oktopk.cuda.layouts import LAYOUTS
 from tests import nvrtc
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,11 +47,13 @@ def compiler_says(
     options = ["-std=c++17", f"-arch=sm_{architecture}", f"-DGRADIENT={gradient}", "-Werror", "all-warnings"]
     options += [f"-DSOURCE={element}"] if element else []
     options += [f"-I{folder}" for folder in FOLDERS]
+    whole = out.with_name(f"whole-{source.name}")
+    whole.write_text(source_with_layouts(source), encoding="utf-8")
     if by == "nvrtc":
         assert NVRTC
         library, headers = NVRTC
-        return nvrtc.compile_source(library, source, [*options, f"-I{headers}"])
-    command = ["nvcc", *options, "-cubin", "-o", str(out), str(source)]
+        return nvrtc.compile_source(library, whole, [*options, f"-I{headers}"])
+    command = ["nvcc", *options, "-cubin", "-o", str(out), str(whole)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return f"nvcc ended with {done.returncode}\n{done.stderr}" if done.returncode else ""
 
@@ -67,7 +71,7 @@ def test_a_kernel_compiles(source: Path, architecture: int, tmp_path: Path) -> N
 @compiler
 @pytest.mark.parametrize(("gradient", "element"), SOURCES_OF_OTHER_TYPES)
 @pytest.mark.parametrize("name", ["accumulate_select", "accumulate"])
-def test_a_kernel_compiles_for_pieces_of_another_type(
+def test_a_kernel_compiles_for_tensors_of_another_type(
     name: str, gradient: str, element: str, tmp_path: Path
 ) -> None:
     assert NVCC or NVRTC, MISSING
@@ -81,7 +85,7 @@ def test_a_kernel_compiles_for_pieces_of_another_type(
 def test_a_kernel_that_is_wrong_does_not_compile(by: str, right: bool, tmp_path: Path) -> None:
     source = tmp_path / "kernel.cu"
     text = f'#include "coo.cuh"\nextern "C" __global__ void f(Entry* e) {{ e[0].{"x" if right else "z"} = 1; }}\n'
-    source.write_text(text, encoding="utf-8")
+    source.write_text(LAYOUTS.header + text, encoding="utf-8")
     said = compiler_says(by, source, 90, "float", tmp_path / "kernel.cubin")
     assert bool(said) != right, said
 

@@ -1,87 +1,79 @@
-// collect: the first half of split-and-reduce among peers: every rank reads what the others selected in its region.
+// collect: the first half of split-and-reduce over symmetric memory: every rank reads what the others selected in its region.
 //
-// Shapes   windows[ranks] addresses; each holds at `packed_at` its owner's selection, COO, ascending. pool[capacity] COO gets the
-//          lists in rotation order (own, r-1, r-2, ...), one after the other; cuts[ranks][tiles + 1]: where each tile of the region
-//          begins in each list, as places in the pool. report in host memory: how many entries each rank has for this
-//          region.
-// Units    a tile is 2^shift elements; step, as in peer.cuh, says that, where the region begins, and its tiles. cap: most entries a
-//          selection may have.
-// Launch   collect_region: (blocks, ranks) of THREADS; every block waits for the notes of all ranks. The others: one block of 128.
-// Notes    SELECTED: nnz, nonfinite, and ranks + 1 places where each region begins in the selection.
-// Overflow the step stops, on every rank alike, where a selection is above the cap or not finite or some region's lists do not fit a
+// Shapes   every window holds its owner's selection `packed_at` bytes from its start, COO, ascending. pool[capacity] COO gets the
+//          lists in rotation order (own, r-1, r-2, ...), one after the other. splits[ranks][tiles + 1]: where each tile of the region
+//          begins in each list, as positions in the pool. report in host memory: each rank's entries for this region. p: structs
+//          of layouts.py.
+// Units    a tile is 2^shift elements; the step gives shift, the region's first element and its tiles. cap: most entries of a
+//          selection.
+// Launch   collect_region: (blocks, ranks) of THREADS; every block waits for the signals of all ranks. The others: one block of 128.
+// Signals  SELECTED: nnz, nonfinite, and ranks + 1 offsets at which the regions begin in the selection. KEPT: no words.
+// Overflow the step stops, on every rank alike, where a selection is above the cap or not finite, or a region's lists do not fit a
 //          pool. NaN cannot come in otherwise.
 // Traffic  8 bytes an entry read from peers, 8 written.
 
-#include "peer.cuh"
-#include "region.cuh"
+#include "p2p.cuh"
 
 constexpr int THREADS = 256;
 constexpr int AHEAD = 4;
 
-// Tell the peers of a selection that was made and counted by the host.
-extern "C" __global__ void tell_selection(const Entry* __restrict__ packed, long long nnz, unsigned nonfinite,
-                                          const long long* __restrict__ boundaries, unsigned* header,
-                                          volatile unsigned* report, const unsigned long long* windows, int ranks, int rank, const unsigned* step) {
+// Signal a selection that the host counted.
+extern "C" __global__ void put_selection(const __grid_constant__ PutSelection p) {
   if (threadIdx.x == 0) {
-    header[0] = static_cast<unsigned>(nnz);
-    header[1] = nonfinite;
+    p.header[0] = static_cast<unsigned>(p.nnz);
+    p.header[1] = p.nonfinite;
   }
-  if (threadIdx.x <= ranks) header[2 + threadIdx.x] = lower_bound(packed, 0, nnz, boundaries[threadIdx.x]);
+  if (threadIdx.x <= p.p2p.ranks) p.header[2 + threadIdx.x] = lower_bound(p.entries, 0, p.nnz, p.boundaries[threadIdx.x]);
   __syncthreads();
-  tell_selected(windows, ranks, rank, header, packed, static_cast<unsigned>(nnz), 0, 0, report, step[EPOCH]);
+  put_selected(p.p2p, p.header, p.entries, static_cast<unsigned>(p.nnz), 0, 0, p.mailbox, p.p2p.step->epoch);
 }
 
-// Tell the peers that what this rank keeps lies in its window.
-extern "C" __global__ void tell_kept(const unsigned long long* windows, int ranks, int rank, const unsigned* decision,
-                                     const unsigned* step) {
-  if (!decision[STOP]) tell_peers(windows, ranks, rank, KEPT, decision, 0, step[EPOCH]);
+// Signal that the sums that this rank keeps lie in its window.
+extern "C" __global__ void put_kept(const __grid_constant__ PutKept p) {
+  if (!p.p2p.decision->stop) put_signal(p.p2p, KEPT, nullptr, 0, p.p2p.step->epoch);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    collect_region(const unsigned long long* __restrict__ windows, int ranks, int rank,
-                   unsigned long long packed_at, unsigned cap, Entry* __restrict__ pool, unsigned capacity,
-                   unsigned* __restrict__ cuts, unsigned* decision, volatile unsigned* report,
-                   const unsigned* __restrict__ step) {
+extern "C" __global__ void __launch_bounds__(THREADS) collect_region(const __grid_constant__ CollectRegion p) {
   __shared__ unsigned first[MOST_PEERS], length[MOST_PEERS], begin[MOST_PEERS];
-  __shared__ unsigned notes[MOST_PEERS][MOST_PEERS + 3];
+  __shared__ unsigned headers[MOST_PEERS][MOST_PEERS + 3];
   __shared__ int stop;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const unsigned long long window = windows[rank];
-  const long long lower = step[LOWER];
-  const int tiles = step[TILES], shift = step[SHIFT];
-  hear_peers(window, ranks, SELECTED, step[EPOCH]);
-  // all notes at once: one trip to memory
+  const int ranks = p.p2p.ranks, rank = p.p2p.rank;
+  const long long lower = p.p2p.step->lower;
+  const int tiles = p.p2p.step->tiles, shift = p.p2p.step->shift;
+  const WindowHead* head = wait_signal(p.p2p, SELECTED, p.p2p.step->epoch);
+  // all headers at once: one trip to memory
   for (int i = threadIdx.x; i < ranks * (3 + ranks); i += THREADS)
-    notes[i / (3 + ranks)][i % (3 + ranks)] = read_note(note_of(window, SELECTED, i / (3 + ranks)) + i % (3 + ranks));
+    headers[i / (3 + ranks)][i % (3 + ranks)] = read_volatile(head->messages[SELECTED][i / (3 + ranks)] + i % (3 + ranks));
   __syncthreads();
   if (warp == 0) {
-    const int source = (rank - lane + ranks) % ranks;  // lane: place in rotation order
+    const int source = (rank - lane + ranks) % ranks;  // lane: position in rotation order
     unsigned nnz = 0, nonfinite = 0, from = 0, count = 0;
-    bool over = false, crowded = false;
+    bool over = false, overflows = false;
     if (lane < ranks) {
-      nnz = notes[source][0];
-      nonfinite = notes[source][1];
-      from = notes[source][2 + rank];
-      count = notes[source][3 + rank] - from;
-      over = nnz > cap;
+      nnz = headers[source][0];
+      nonfinite = headers[source][1];
+      from = headers[source][2 + rank];
+      count = headers[source][3 + rank] - from;
+      over = nnz > p.cap;
       unsigned long long incoming = 0;  // of region `lane`
-      for (int q = 0; q < ranks; ++q) incoming += notes[q][3 + lane] - notes[q][2 + lane];
-      crowded = incoming > capacity;
+      for (int q = 0; q < ranks; ++q) incoming += headers[q][3 + lane] - headers[q][2 + lane];
+      overflows = incoming > p.capacity;
     }
     const unsigned inclusive = inclusive_sum(count, lane);
     first[lane] = from;
     length[lane] = count;
     begin[lane] = inclusive - count;
     const bool infinite = __any_sync(FULL_WARP, nonfinite > 0);
-    const bool bad_selection = __any_sync(FULL_WARP, over), bad_regions = __any_sync(FULL_WARP, crowded);
-    const int found = infinite ? NOT_FINITE : bad_selection ? BAD_SELECTION : bad_regions ? BAD_REGIONS : PROCEED;
-    if (lane == 0) stop = found;
+    const bool bad_selection = __any_sync(FULL_WARP, over), bad_regions = __any_sync(FULL_WARP, overflows);
+    const int reason = infinite ? NOT_FINITE : bad_selection ? BAD_SELECTION : bad_regions ? BAD_REGIONS : PROCEED;
+    if (lane == 0) stop = reason;
     if (blockIdx.x == 0 && blockIdx.y == 0) {
       if (lane < ranks) {
-        report[source] = count;
-        if (infinite) decision[COUNTS + source] = nonfinite;
+        p.report[source] = count;
+        if (infinite) p.p2p.decision->counts[source] = nonfinite;
       }
-      if (lane == 0) decision[STOP] = found;
+      if (lane == 0) p.p2p.decision->stop = reason;
     }
   }
   __syncthreads();
@@ -89,9 +81,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
   const int list = blockIdx.y;
   const int source = (rank - list + ranks) % ranks;
-  const Entry* from = reinterpret_cast<const Entry*>(windows[source] + packed_at) + first[list];
+  const Entry* from = reinterpret_cast<const Entry*>(p.p2p.windows[source] + p.packed_at) + first[list];
   const unsigned count = length[list], start = begin[list];
-  unsigned* cut = cuts + static_cast<long long>(list) * (tiles + 1);
+  unsigned* split = p.splits + static_cast<long long>(list) * (tiles + 1);
   const unsigned stride = gridDim.x * THREADS;
   for (unsigned base = blockIdx.x * THREADS + warp * 32; base < count; base += AHEAD * stride) {
     Entry entry[AHEAD];
@@ -107,14 +99,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       const unsigned at = base + j * stride + lane;
       const int previous = __shfl_up_sync(FULL_WARP, entry[j].x, 1);
       if (at >= count) continue;
-      pool[start + at] = entry[j];
+      p.pool[start + at] = entry[j];
       const int tile = static_cast<int>((entry[j].x - lower) >> shift);
       int next = at == 0 ? 0 : static_cast<int>(((lane ? previous : before[j]) - lower) >> shift) + 1;
-      for (; next <= tile; ++next) cut[next] = start + at;
+      for (; next <= tile; ++next) split[next] = start + at;
     }
   }
   if (blockIdx.x == 0) {
     const int last = count ? static_cast<int>((__ldcs(from + count - 1).x - lower) >> shift) : -1;
-    for (int tile = last + 1 + threadIdx.x; tile <= tiles; tile += THREADS) cut[tile] = start + count;
+    for (int tile = last + 1 + threadIdx.x; tile <= tiles; tile += THREADS) split[tile] = start + count;
   }
 }

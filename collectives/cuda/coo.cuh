@@ -1,14 +1,13 @@
-// One COO entry, 8 bytes, as it travels on the wire; and magnitudes as ordered integers.
+// One COO entry of 8 bytes, as messages carry it (Entry: x is the index, y the bits of the float32 value), magnitudes as ordered
+// integers, and idioms that all kernels use. Structs and constants come from layouts.py.
 #pragma once
-
-using Entry = int2;  // x: index, y: bits of the float32 value
 
 constexpr unsigned FULL_WARP = 0xffffffffu;
 constexpr unsigned INFINITY_BITS = 0x7f800000u;
 
 __device__ __forceinline__ Entry make_entry(int index, float value) { return make_int2(index, __float_as_int(value)); }
 __device__ __forceinline__ float entry_value(Entry entry) { return __int_as_float(entry.y); }
-// Denormals kept whatever the compiler is told (CuPy tells it to flush them), and never fused: the host's sums, to the bit.
+// These keep denormals under every compiler flag (CuPy flushes them) and are never fused: results equal the host's bit for bit.
 __device__ __forceinline__ float add(float a, float b) {
   float sum;
   asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
@@ -24,7 +23,7 @@ __device__ __forceinline__ float multiply(float a, float b) {
 __device__ __forceinline__ unsigned magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 __device__ __forceinline__ unsigned magnitude(Entry entry) { return static_cast<unsigned>(entry.y) & 0x7fffffffu; }
 
-// Sum over this lane and those before it. Called by a whole warp.
+// Sum over this lane and those before it. A whole warp calls.
 __device__ __forceinline__ unsigned inclusive_sum(unsigned value, int lane) {
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
@@ -34,7 +33,7 @@ __device__ __forceinline__ unsigned inclusive_sum(unsigned value, int lane) {
   return value;
 }
 
-// First place in sorted entries[begin, end) whose index is >= `index`.
+// First position in sorted entries[begin, end) whose index is >= `index`.
 __device__ __forceinline__ long long lower_bound(const Entry* __restrict__ entries, long long begin, long long end,
                                                  long long index) {
   while (begin < end) {
@@ -51,3 +50,20 @@ __device__ __forceinline__ long long lower_bound(const Entry* __restrict__ entri
 #define FOR_EACH(i, n)                                                                       \
   for (long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x; i < (n); \
        i += gridDim.x * static_cast<long long>(blockDim.x))
+
+// Read a word that another block, or another GPU, wrote during this kernel.
+__device__ __forceinline__ unsigned read_volatile(const unsigned* word) { return *const_cast<const volatile unsigned*>(word); }
+
+// Whether this block is the last of `blocks` to come here; it sees what the others wrote before. Whole blocks call. `finished`
+// begins at zero, and the last block sets it to zero again.
+__device__ __forceinline__ bool last_block(unsigned* finished, unsigned blocks) {
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicAdd(finished, 1u) == blocks - 1;
+  __syncthreads();
+  if (!last) return false;
+  __threadfence();
+  if (threadIdx.x == 0) *finished = 0;
+  return true;
+}

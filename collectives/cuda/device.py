@@ -1,4 +1,4 @@
-"""One GPU as one instance uses it: its stream, plain device memory, and reports in pinned memory.
+"""One GPU for one instance: its stream, plain device memory, and reports in pinned memory.
 
 Communication buffers come from plain cudaMalloc: memory from an asynchronous or expandable pool has no CUDA IPC handle,
 and MPI would stage it through the host.
@@ -6,8 +6,8 @@ and MPI would stage it through the host.
 
 from __future__ import annotations
 
+import ctypes
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 
 from collectives.cuda.environment import device_memory
 from collectives.cuda.launch import Kernel
+from collectives.cuda.layouts import Scan
 from collectives.sparse import ENTRY
 
-_SPINS, _NAP = 50_000, 2e-5  # some milliseconds of looking, then seconds of sleep between two looks
+_SPINS, _NAP = 50_000, 2e-5  # polls (some milliseconds), then seconds of sleep between two polls
 _RUNNING = 600  # cudaErrorNotReady
 
 
 class DeviceEntries:
-    """ENTRY[n] in device memory: what slices and copies of a NumPy array of entries mean, and no more.
+    """ENTRY[n] in device memory, with the slices and copies of a NumPy array of entries.
 
     Attributes:
         pointer: device address.
@@ -76,103 +77,106 @@ class DeviceEntries:
         return host
 
 
-@dataclass
-class Scan:
-    """Look-back state of one kernel: see lookback.cuh.
-
-    Attributes:
-        status, second: device addresses, for kernels with one or two prefixes.
-        ticket: device address.
-        epoch: launches so far.
-        tiles: blocks that it is large enough for.
-    """
-
-    status: int = 0
-    second: int = 0
-    ticket: int = 0
-    epoch: int = 0
-    tiles: int = 0
-    owner: Any = None
-
-
 class Device:
-    """The current GPU, on one stream.
+    """The current GPU, on one stream. Memory is taken there whatever GPU is the current one later.
 
     Args:
         stream: the cupy stream that all work is ordered on; None: the current one.
+
+    Attributes:
+        gpu: as a context, within which it is the current one.
     """
 
     def __init__(self, stream: Any = None) -> None:
-        self.id = cupy.cuda.Device().id
+        self.gpu = cupy.cuda.Device(cupy.cuda.Device().id)
+        self.id = self.gpu.id
         self.stream = stream or cupy.cuda.get_current_stream()
         self._stream = self.stream.ptr
         self.processors = cupy.cuda.Device().attributes["MultiProcessorCount"]
         self.pending = False
-        """Whether anything was put on the stream since it was last waited for."""
+        """Whether work was put on the stream since the last wait for it."""
         self._reports: dict[str, tuple[Any, NDArray[np.uint32]]] = {}
+        self._viewed: set[str] = set()
         self._memory: dict[str, Any] = {}
-        self._scans: dict[str, Scan] = {}
+        self._scans: dict[
+            str, tuple[Any, int, Any]
+        ] = {}  # (Scan, blocks that it is large enough for, memory)
         self._epoch = 0
         self._tables: dict[bytes, Any] = {}
 
     def allocate(self, count: int, dtype: Any) -> Any:
         """cupy array [count] of plain cudaMalloc memory, contents undefined."""
         nbytes = max(1, count) * np.dtype(dtype).itemsize
-        return cupy.ndarray((count,), dtype, memptr=cupy.cuda.MemoryPointer(device_memory(nbytes), 0))
+        with self.gpu:
+            return cupy.ndarray((count,), dtype, memptr=cupy.cuda.MemoryPointer(device_memory(nbytes), 0))
 
     def scratch(self, name: str, count: int, dtype: Any) -> Any:
-        """cupy array [>= count] that outlives the call, zeroed when it is made or grows."""
+        """cupy array [>= count] that outlives the call, zeroed when allocated."""
         array = self._memory.get(name)
         if array is None or array.size < count:
             array = self.allocate(max(count, 0 if array is None else array.size * 3 // 2), dtype)
-            with self.stream:
+            with self.gpu, self.stream:
                 array.fill(0)
             self._memory[name] = array
         return array
 
     def report(self, name: str, words: int) -> NDArray[np.uint32]:
-        """uint32[words] in pinned memory, which kernels write into; read it after `synchronize`."""
-        found = self._reports.get(name)
-        if found is None or len(found[1]) < words:
-            memory = cupy.cuda.alloc_pinned_memory(4 * words)
-            found = self._reports[name] = (memory, np.frombuffer(memory, np.uint32, words))
-            found[1][:] = 0
-        return found[1]
+        """uint32[words] in pinned memory, which kernels write into; read it after `synchronize`, and do not keep it: use `view`.
+
+        Raises:
+            RuntimeError: the report is viewed and has fewer words; growing would leave the view behind.
+        """
+        memory, report = self._reports.get(name, (None, np.empty(0, np.uint32)))
+        if memory is None or len(report) < words:
+            if name in self._viewed:
+                raise RuntimeError(
+                    f"report {name!r} is viewed and cannot grow from {len(report)} to {words} words"
+                )
+            with self.gpu:
+                memory = cupy.cuda.alloc_pinned_memory(4 * words)
+            report = np.frombuffer(memory, np.uint32, words)
+            report[:] = 0
+            self._reports[name] = memory, report
+        return report
+
+    def view(self, name: str, kind: Any) -> Any:
+        """A report as a ctypes object of this kind, which stays where it is; a slice costs a fraction of NumPy's."""
+        self.report(name, -(-ctypes.sizeof(kind) // 4))
+        self._viewed.add(name)
+        return kind.from_address(self.address(name))
 
     def address(self, name: str) -> int:
-        """Where kernels write a report."""
+        """The address of a report."""
         return int(self._reports[name][0].ptr)
 
-    def scan(self, name: str, tiles: int) -> Scan:
-        """Look-back state for a launch of so many blocks."""
-        scan = self._scans.get(name)
-        if scan is None or scan.tiles < tiles or scan.epoch >= 2**29:
-            grown = max(tiles, 0 if scan is None else scan.tiles * 3 // 2)
-            memory = self.allocate(2 * grown + 1, np.uint64)
-            with self.stream:
+    def scan(self, name: str, tiles: int) -> Any:
+        """Scan for a launch of so many blocks: the look-back state of compact.cuh."""
+        scan, room, _ = self._scans.get(name, (None, 0, None))
+        if scan is None or room < tiles or scan.epoch >= 2**29:
+            room = max(tiles, room * 3 // 2)
+            memory = self.allocate(2 * room + 1, np.uint64)
+            with self.gpu, self.stream:
                 memory.fill(0)
             base = memory.data.ptr
-            scan = self._scans[name] = Scan(
-                base, base + 8 * grown, base + 16 * grown, tiles=grown, owner=memory
-            )
+            scan = Scan(status=base, tie_status=base + 8 * room, ticket=base + 16 * room)
+            self._scans[name] = scan, room, memory
         scan.epoch += 1
         return scan
 
     def next_epoch(self) -> int:
-        """Numbers notes among peers, and look-backs, in 32 bits: none comes back while kernels may still find it."""
+        """The next number of signals and look-backs, in 32 bits: none returns while kernels may still read an old one."""
         self._epoch = (self._epoch + 1) & 0xFFFFFFFF
         return self._epoch
 
-    def launch(self, kernel: Kernel, blocks: int, threads: int, *arguments: int, rows: int = 1) -> None:
-        """Put a kernel on the stream."""
+    def launch(self, kernel: Kernel, blocks: int, threads: int, *, rows: int = 1, **fields: Any) -> None:
+        """Put a kernel on the stream, with these parameters."""
         self.pending = True
-        kernel(blocks, rows, threads, self._stream, arguments)
+        kernel.prepare(**fields)(blocks, threads, self._stream, rows)
 
-    def launch_for(self, kernel: Kernel, elements: int, *arguments: int) -> None:
+    def launch_for(self, kernel: Kernel, elements: int, **fields: Any) -> None:
         """Put a grid-stride kernel over so many elements on the stream."""
         if elements:
-            blocks = min(-(-elements // 256), 16 * self.processors)
-            self.launch(kernel, blocks, 256, *arguments)
+            self.launch(kernel, min(-(-elements // 256), 16 * self.processors), 256, **fields)
 
     def copy(self, dest: int, source: int, nbytes: int) -> None:
         """Copy within device memory, on the stream."""
@@ -181,10 +185,9 @@ class Device:
         cupy.cuda.runtime.memcpyAsync(dest, source, nbytes, kind, self.stream.ptr)
 
     def upload(self, dest: int, array: NDArray[Any]) -> None:
-        """Copy a few numbers to device memory, on the stream; the array may be changed at once.
+        """Copy a small array to device memory, on the stream; the array may be changed at once.
 
-        It must not be in pinned memory: from any other CUDA takes a copy before this returns, for which it may wait for the
-        stream above 64 KiB.
+        It must not be in pinned memory: CUDA copies other memory before this returns (above 64 KiB it may wait for the stream).
         """
         self.pending = True
         kind = cupy.cuda.runtime.memcpyHostToDevice
@@ -196,9 +199,9 @@ class Device:
         cupy.cuda.runtime.memsetAsync(pointer, 0, nbytes, self.stream.ptr)
 
     def post(self, name: str, array: NDArray[np.int64]) -> int:
-        """Write a few numbers where kernels can read them, in pinned memory; returns the address.
+        """Write a small array to pinned memory, where kernels can read it; returns the address.
 
-        What was posted under the same name before must have been read: whoever posts waits for the stream afterwards.
+        The caller waits for the stream before it posts under the same name again.
         """
         words = self.report(f"post {name}", 2 * len(array))
         words.view(np.int64)[: len(array)] = array
@@ -208,22 +211,22 @@ class Device:
         """A small constant array in device memory, copied there once; returns its address."""
         key = array.tobytes()
         if key not in self._tables:
-            with self.stream:
+            with self.gpu, self.stream:
                 self._tables[key] = cupy.asarray(array)
         return int(self._tables[key].data.ptr)
 
     def watch(self, words: Any, at: int, epoch: int) -> None:
-        """Wait until a kernel on the stream has announced words[at] of 64 bits, in pinned memory; no longer than that.
+        """Wait until a kernel on the stream has posted words[at] of 64 bits, in pinned memory, for this epoch.
 
         Raises:
-            RuntimeError: a kernel failed, or all ended without a word.
+            RuntimeError: a kernel failed, or all ended without posting it.
         """
         spins = 0
         while words[at] >> 32 != epoch:
             spins += 1
             if spins < _SPINS:
                 continue
-            time.sleep(_NAP)  # a rank is late: leave the interpreter to other threads
+            time.sleep(_NAP)  # a rank is late: let other threads run
             state = cupy.cuda.runtime.streamQuery(self.stream.ptr)
             if state == _RUNNING or words[at] >> 32 == epoch:
                 continue
@@ -256,12 +259,12 @@ class DeviceWorkspace:
         return buffer[:count]
 
     def forget(self, *names: str) -> None:
-        """Give up buffers; the memory goes once nobody holds entries of it."""
+        """Drop buffers; their memory is freed with the last entries that refer to it."""
         for name in names:
             self._buffers.pop(name, None)
 
     def set_buffer(self, name: str, entries: DeviceEntries) -> None:
-        """Let the buffer of that name be these entries, until more are asked for."""
+        """Use these entries as the buffer of that name, until more are asked for."""
         self._buffers[name] = entries
 
     @property

@@ -1,14 +1,16 @@
-"""Compiled kernels, and their launches with the arguments laid out once: a third of what CuPy's cost the host."""
+"""Compiled kernels and their launches, which cost the host a third of CuPy's: a pointer to one struct goes to the driver."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import cupy
-import numpy as np
+
+from collectives.cuda.layouts import PARAMETERS, source_with_layouts
 
 _HEADERS = Path(__file__).parent
 
@@ -21,9 +23,13 @@ def compiled(source: Path, *defines: str) -> Any:
         source: the file; it finds headers beside it and those of `collectives/cuda`.
         defines: NAME=VALUE for the preprocessor.
     """
-    includes = [f"-I{folder}" for folder in (_HEADERS, source.parent)]
-    options = ("-std=c++17", *includes, *(f"-D{define}" for define in defines))
-    return cupy.RawModule(code=source.read_text(), options=options)
+    folders = (_HEADERS, source.parent)
+    headers = b"".join(path.read_bytes() for folder in folders for path in sorted(folder.glob("*.cuh")))
+    # CuPy caches by source and options alone: without this it would not see a changed header
+    digest = f"HEADERS=0x{hashlib.sha256(headers).hexdigest()[:8]}"
+    includes = (f"-I{folder}" for folder in folders)
+    options = ("-std=c++17", *includes, *(f"-D{define}" for define in (*defines, digest)))
+    return cupy.RawModule(code=source_with_layouts(source), options=options)
 
 
 @functools.cache
@@ -35,75 +41,63 @@ def _driver() -> Any:
 
 
 class Kernel:
-    """One kernel of a module, with its arguments' memory laid out once: a launch costs a third of CuPy's.
+    """One kernel of a module.
 
-    Arguments are integers of up to 8 bytes (addresses among them); a float goes in by `float_bits`.
+    Attributes:
+        name: in the source.
+        parameters: the struct that it takes.
+        function: the driver's handle.
     """
 
-    def __init__(self, module: Any, name: str, arguments: int) -> None:
+    def __init__(self, module: Any, name: str) -> None:
         self.name = name
+        self.parameters = PARAMETERS[name]
         self._raw = module.get_function(name)  # keeps the module loaded
         self.function = self._raw.kernel.ptr
-        self._values = (ctypes.c_uint64 * arguments)()
-        base = ctypes.addressof(self._values)
-        self._pointers = (ctypes.c_void_p * arguments)(*[base + 8 * i for i in range(arguments)])
-        self.launch = _driver().cuLaunchKernel
 
-    def __call__(self, blocks: int, rows: int, threads: int, stream: int, arguments: tuple[int, ...]) -> None:
-        """Put it on a stream: grid (blocks, rows), so many threads a block.
-
-        Raises:
-            RuntimeError: the driver refused.
-        """
-        self._values[:] = list(arguments)
-        status = self.launch(self.function, blocks, rows, 1, threads, 1, 1, 0, stream, self._pointers, None)
-        if status:
-            self.refused(blocks, rows, threads, status)
-
-    def refused(self, blocks: int, rows: int, threads: int, status: int) -> None:
-        """Raise what a launch that the driver refused deserves."""
-        raise RuntimeError(
-            f"cuLaunchKernel of {self.name} in {blocks} x {rows} blocks of {threads}: CUDA error {status}"
-        )
+    def prepare(self, **fields: Any) -> PreparedLaunch:
+        """A launch with these parameters; the others are 0."""
+        return PreparedLaunch(self, self.parameters(**fields))
 
 
 class PreparedLaunch:
-    """A launch of a kernel most of whose arguments stay from one to the next.
+    """A launch whose parameters stay from one to the next but where they are set.
 
     Args:
         kernel: what is launched.
-        arguments: as a kernel takes them; `values` may be changed between launches.
+        params: of the kernel's struct.
 
     Attributes:
-        kernel: what is launched.
-        values: uint64[n], the arguments by place.
+        kernel, params: as given.
+
+    Raises:
+        TypeError: another struct.
     """
 
-    __slots__ = ("_function", "_launch", "_pointers", "kernel", "values")
+    __slots__ = ("_function", "_launch", "_pointers", "kernel", "params")
 
-    def __init__(self, kernel: Kernel, *arguments: int) -> None:
-        self.kernel = kernel
-        self.values = (ctypes.c_uint64 * len(arguments))(*arguments)
-        base = ctypes.addressof(self.values)
-        self._pointers = (ctypes.c_void_p * len(arguments))(*[base + 8 * i for i in range(len(arguments))])
-        self._function, self._launch = kernel.function, kernel.launch
+    def __init__(self, kernel: Kernel, params: Any) -> None:
+        if type(params) is not kernel.parameters:
+            raise TypeError(f"{kernel.name} takes {kernel.parameters.__name__}, not {type(params).__name__}")
+        self.kernel, self.params = kernel, params
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        self._function, self._launch = kernel.function, _driver().cuLaunchKernel
 
     def __call__(self, blocks: int, threads: int, stream: int, rows: int = 1) -> None:
-        """Put it on a stream: grid (blocks, rows), so many threads a block.
+        """Put it on a stream: grid (blocks, rows), so many threads a block. The driver copies the parameters.
 
         Raises:
             RuntimeError: the driver refused.
         """
         status = self._launch(self._function, blocks, rows, 1, threads, 1, 1, 0, stream, self._pointers, None)
         if status:
-            self.kernel.refused(blocks, rows, threads, status)
+            raise RuntimeError(
+                f"cuLaunchKernel of {self.kernel.name} in {blocks} x {rows} blocks of {threads}: CUDA error {status}"
+            )
 
-
-def float_bits(value: float) -> int:
-    """A float32 as a kernel argument."""
-    return int(np.float32(value).view(np.uint32))
-
-
-def double_bits(value: float) -> int:
-    """A float64 as a kernel argument."""
-    return int(np.float64(value).view(np.uint64))
+    def copy(self, kernel: Kernel | None = None, **fields: Any) -> PreparedLaunch:
+        """The same launch of this kernel or another one, with these parameters changed."""
+        other = PreparedLaunch(kernel or self.kernel, type(self.params).from_buffer_copy(self.params))
+        for name, value in fields.items():
+            setattr(other.params, name, value)
+        return other

@@ -1,53 +1,40 @@
-// lists: what is done with one COO list.
+// lists: operations on one COO list, and on whole vectors.
 //
-// Shapes   entries[n], kept[capacity], rest[n] COO; report in host memory.
-// Units    threshold: bits of a magnitude >= 1.
-// Launch   split_at_least: ceil(n / COMPACT_TILE) blocks of COMPACT_THREADS, both scans as in lookback.cuh. region_offsets: one block.
-//          write_block: grid-stride, the block zeroed before.
-// Overflow what does not fit `kept` is counted, not written. NaN cannot come in.
+// Shapes   entries[n], kept[capacity], rest[n] COO; report in host memory. p: structs of layouts.py.
+// Units    threshold: bits of a magnitude >= 1. ties: how many entries equal to it are kept.
+// Launch   split_at_least: ceil(n / COMPACT_TILE) blocks of COMPACT_THREADS. region_offsets, equal_count_splits: one block. The
+//          others: grid-stride; write_block needs a zeroed block.
+// Overflow entries beyond `capacity` are counted, not written. NaN cannot come in.
 
 #include "compact.cuh"
 
-extern "C" __global__ void __launch_bounds__(COMPACT_THREADS)
-    split_at_least(const Entry* entries, long long n, unsigned threshold, unsigned ties, Entry* kept, unsigned capacity,
-                   Entry* rest, unsigned long long* tie_status, unsigned long long* kept_status, unsigned* ticket,
-                   unsigned epoch, volatile unsigned* report) {
-  const Scan tie_scan{tie_status, ticket, epoch};
-  const Scan kept_scan{kept_status, ticket, epoch};
-  compact(ListSource{entries}, n, threshold, ties, kept, capacity, rest, tie_scan, kept_scan, report);
+extern "C" __global__ void __launch_bounds__(COMPACT_THREADS) split_at_least(const __grid_constant__ SplitAtLeast p) {
+  compact<true>(ListSource{p.entries}, p.n, gridDim.x, p.threshold, p.ties, p.kept, p.capacity, p.rest, p.scan, p.scan.epoch,
+                p.report);
 }
 
-// report[i] = first place whose index is >= boundaries[i]
-extern "C" __global__ void region_offsets(const Entry* __restrict__ entries, long long n,
-                                        const long long* __restrict__ boundaries, int count, volatile unsigned* report) {
-  for (int i = threadIdx.x; i < count; i += blockDim.x) report[i] = lower_bound(entries, 0, n, boundaries[i]);
+// report[i] = first position whose index is >= boundaries[i]
+extern "C" __global__ void region_offsets(const __grid_constant__ RegionOffsets p) {
+  for (int i = threadIdx.x; i < p.count; i += blockDim.x) p.report[i] = lower_bound(p.entries, 0, p.n, p.boundaries[i]);
 }
 
-// report[i] = index of entry n·(i + 1) / parts, of the first count[0] of them unless null
-extern "C" __global__ void equal_count_splits(const Entry* __restrict__ entries, long long n,
-                                            const unsigned* __restrict__ count, int parts, volatile unsigned* report) {
-  if (count && *count < n) n = *count;
-  for (int i = threadIdx.x; i + 1 < parts; i += blockDim.x) report[i] = entries[n * (i + 1) / parts].x;
+// report[i] = index of entry n·(i + 1) / parts; n is at most count[0], unless count is null
+extern "C" __global__ void equal_count_splits(const __grid_constant__ EqualCountSplits p) {
+  const long long n = p.count && *p.count < p.n ? *p.count : p.n;
+  for (int i = threadIdx.x; i + 1 < p.parts; i += blockDim.x) p.report[i] = p.entries[n * (i + 1) / p.parts].x;
 }
 
 // block[index - lower] = value
-extern "C" __global__ void write_block(const Entry* __restrict__ entries, long long n, long long lower,
-                                       float* __restrict__ block) {
-  for (long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x; i < n;
-       i += gridDim.x * static_cast<long long>(blockDim.x))
-    block[entries[i].x - lower] = entry_value(entries[i]);
+extern "C" __global__ void write_block(const __grid_constant__ WriteBlock p) {
+  FOR_EACH(i, p.n) p.block[p.entries[i].x - p.lower] = entry_value(p.entries[i]);
 }
 
 // kept += incoming
-extern "C" __global__ void add_values(float* __restrict__ kept, const float* __restrict__ incoming, long long n) {
-  for (long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x; i < n;
-       i += gridDim.x * static_cast<long long>(blockDim.x))
-    kept[i] = add(kept[i], incoming[i]);
+extern "C" __global__ void add_values(const __grid_constant__ AddValues p) {
+  FOR_EACH(i, p.n) p.kept[i] = add(p.kept[i], p.incoming[i]);
 }
 
 // values *= scale
-extern "C" __global__ void scale_values(float* values, long long n, float scale) {
-  for (long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x; i < n;
-       i += gridDim.x * static_cast<long long>(blockDim.x))
-    values[i] = multiply(values[i], scale);
+extern "C" __global__ void scale_values(const __grid_constant__ ScaleValues p) {
+  FOR_EACH(i, p.n) p.values[i] = multiply(p.values[i], p.scale);
 }

@@ -1,42 +1,40 @@
 // accumulate_select: add a gradient to the residual, and pack what reaches a threshold, in one pass over both.
 //
-// Two kernels. The first streams: each block adds one chunk, and drops its hits into a pool wherever there is room next, without
-// waiting for any other; accumulate_select_pieces does so for a gradient in pieces. The second brings them into order, in O(k): each block adds up what lies before its group of chunks.
+// Two kernels. The first streams: each block adds one chunk and appends its hits to a pool, in any order, without waiting for other
+// blocks; accumulate_select_tensors reads a tensor list. The second brings the hits into order, in O(k): each block adds up the
+// counts before its group of chunks.
 //
-// Shapes   gradient[n] (GRADIENT: float, __nv_bfloat16 or __half), or table: see pieces.cuh (SOURCE likewise); residual[n] float;
-//          pool[capacity], entries[capacity] COO;
-//          places[chunks] how many hits of a chunk lie where in the pool; totals[groups] hits of each group of 2^shift <=
-//          MOST_GROUP chunks, cursor[1] hits in the pool, both zero before and after; boundaries[regions + 1];
-//          header[2 + regions + 1], and the same in host memory as report: nnz, nonfinite, and where each region begins in
-//          `entries`; among peers as `announce` writes it.
+// Shapes   gradient[n] (GRADIENT: float, __nv_bfloat16 or __half), or a tensor list (multi_tensor.cuh, SOURCE likewise); residual[n]
+//          float; pool[capacity], entries[capacity] COO; chunks[ceil(n / CHUNK)]: hits of a chunk, and where they begin in the pool;
+//          totals[groups] hits of each group of 2^shift <= MOST_GROUP chunks, cursor[1] hits in the pool, both zero before and
+//          after; boundaries[regions + 1]; header[2 + regions + 1], and the same in host memory as report: nnz, nonfinite, and where
+//          each region begins in `entries`; with windows the mailbox gets it. p: structs of layouts.py.
 // Units    threshold: bits of a float32 magnitude, >= 1, so that a zero of either sign is never packed.
-// Launch   add: a block of THREADS a chunk, chunks = ceil(n / CHUNK).
-//          compact: a block of THREADS a group; finished[1] zeroed once. Its last block tells the peers, SELECTED with the header,
-//          unless windows is null, or what was found is to be cut down first: above `cap` entries that lie here whole, or EXACTLY
-//          k of them wanted. settled[1] says which: 0 leaves both to take_cut of kth.cu. With `step`, threshold and epoch are
-//          those it says.
+// Launch   accumulate_select: a block of THREADS a chunk. compact_selection: a block of THREADS a group; finished[1] zeroed once. With
+//          windows its last block signals SELECTED with the header, unless the selection must be trimmed: it holds more than `cap`
+//          entries (CUT_TO_K: at least k), all of them here. needs_no_trim[1] says which: 0 leaves signal and trimming to kth.cu.
+//          With a step, threshold and epoch are the step's.
 // Order    entries ascend by index.
-// Overflow above `capacity` hits all are counted in report[0], and what `entries` holds is of no use.
+// Overflow hits beyond `capacity` are counted in report[0]; `entries` is then incomplete.
 // NaN, Inf where gradient + residual is not finite the residual stays as it was, nothing is packed, report[1] counts it.
-// Traffic  (4 + sizeof(GRADIENT)) n bytes read, 4n written, 24 bytes an entry; of pieces (4 + sizeof(SOURCE)) n read, and 8 bytes a
-//          chunk. Where a piece does not begin on a vector of four, its loads are of single elements, four times as many.
+// Traffic  (4 + sizeof(GRADIENT)) n bytes read, 4n written, 24 bytes an entry; of tensors (4 + sizeof(SOURCE)) n read, and 8 bytes a
+//          chunk. Where a tensor does not begin on a vector of four, its loads are of single elements, four times as many.
 
 #include "coo.cuh"
 #include "gradient.cuh"
-#include "peer.cuh"
-#include "pieces.cuh"
+#include "multi_tensor.cuh"
+#include "p2p.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
-constexpr int VECTORS = 4;               // of 4 elements, per lane
-constexpr int SPAN = 32 * VECTORS * 4;   // elements a warp
-constexpr int CHUNK = WARPS * SPAN;      // elements a block
-static_assert(CHUNK == PLACED, "a block reads one word of the table");
+constexpr int VECTORS = 4;              // of 4 elements, per lane
+constexpr int SPAN = 32 * VECTORS * 4;  // elements a warp
+static_assert(CHUNK == WARPS * SPAN, "a block adds one chunk");
 
-// Where this warp's hits begin among those of its block, and how many those are. Called by the whole block.
-__device__ __forceinline__ unsigned before_warp(unsigned found, unsigned* of_warps, unsigned& all) {
+// Where this warp's hits begin among those of its block; all: how many those are. The whole block calls.
+__device__ __forceinline__ unsigned before_warp(unsigned hits, unsigned* of_warps, unsigned& all) {
   const int warp = threadIdx.x >> 5;
-  if ((threadIdx.x & 31) == 0) of_warps[warp] = found;
+  if ((threadIdx.x & 31) == 0) of_warps[warp] = hits;
   __syncthreads();
   unsigned before = 0;
   all = 0;
@@ -48,7 +46,7 @@ __device__ __forceinline__ unsigned before_warp(unsigned found, unsigned* of_war
   return before;
 }
 
-// A gradient that is one vector: its loads go out beside the residual's.
+// A gradient that is one vector: its loads are issued beside the residual's.
 struct Flat {
   static constexpr bool SEARCHED = false;
   const GRADIENT* __restrict__ values;
@@ -60,15 +58,15 @@ struct Flat {
   __device__ __forceinline__ float operator[](long long at) const { return widen(values[at]); }
 };
 
-// One in pieces, nearly all of whose chunks lie in one piece each: its loads wait for the table.
+// A tensor list, nearly all of whose chunks lie in one tensor each: its loads wait for the table.
 struct Scattered {
   static constexpr bool SEARCHED = true;
-  Pieces all;
+  TensorList list;
 
-  // A warp's elements from `start` on, four a lane of each vector, zeros from n on. `word`: the table's of this chunk.
+  // A warp's elements from `start` on, four a lane of each vector, zeros from n on. `word`: the table's for this chunk.
   __device__ __forceinline__ void load(unsigned long long word, long long start, int lane, float4 (&g)[VECTORS]) const {
-    const long long end = start + SPAN < all.n ? start + SPAN : all.n;
-    word = all.narrowed(word, start, end);
+    const long long end = start + SPAN < list.n ? start + SPAN : list.n;
+    word = list.narrowed(word, start, end);
     if (word & SEVERAL) {
       search(word, start, lane, g);
       return;
@@ -87,7 +85,7 @@ struct Scattered {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const int i = (j * 32 + lane) * 4 + c;
-          if (start + i < all.n) gj[c] = widen(__ldcs(from + i));
+          if (start + i < list.n) gj[c] = widen(__ldcs(from + i));
         }
       }
     }
@@ -95,18 +93,18 @@ struct Scattered {
     for (int j = 0; j < VECTORS; ++j) g[j] = rounded(g[j]);
   }
 
-  // The same where several pieces meet: they may hold an element each.
+  // The same where several tensors meet: each may hold one element.
   __device__ __forceinline__ void search(unsigned long long word, long long start, int lane, float4 (&g)[VECTORS]) const {
     const unsigned last = static_cast<unsigned>(word) >> 1;
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) {
       const long long at = start + (j * 32 + lane) * 4;
-      unsigned piece = all.piece_of(word >> 32, last, at);
+      unsigned tensor = list.tensor_at(word >> 32, last, at);
       unsigned long long addresses[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        if (c && piece < last && all.begin(piece + 1) <= at + c) ++piece;
-        addresses[c] = at + c < all.n ? all.address(piece, at + c) : 0;
+        if (c && tensor < last && list.begin(tensor + 1) <= at + c) ++tensor;
+        addresses[c] = at + c < list.n ? list.address(tensor, at + c) : 0;
       }
       float* gj = reinterpret_cast<float*>(&g[j]);
 #pragma unroll
@@ -116,15 +114,14 @@ struct Scattered {
 };
 
 template <class Gradient>
-__device__ __forceinline__ void add_and_drop(const Gradient& gradient, float* __restrict__ residual, long long n,
-                                             unsigned threshold, Entry* __restrict__ pool, unsigned capacity,
-                                             uint2* __restrict__ places, unsigned* totals, int shift, unsigned* cursor,
-                                             unsigned* nonfinite_total, const unsigned* __restrict__ step) {
+__device__ __forceinline__ void add_and_append(const Gradient& gradient, const AccumulateSelect& p) {
   __shared__ unsigned of_warps[WARPS];
   __shared__ unsigned room;
   unsigned long long word = 0;
-  if constexpr (Gradient::SEARCHED) word = gradient.all.table[blockIdx.x];  // on its way while the residual is asked for
-  if (step) threshold = step[LOCAL_BITS];
+  if constexpr (Gradient::SEARCHED) word = gradient.list.table[blockIdx.x];  // loads while the residual does
+  const unsigned threshold = p.step ? p.step->local_bits : p.threshold;
+  float* __restrict__ residual = p.residual;
+  const long long n = p.n;
   const int lane = threadIdx.x & 31;
   const long long start = blockIdx.x * static_cast<long long>(CHUNK) + (threadIdx.x >> 5) * SPAN;
   bool whole = start + SPAN <= n && reinterpret_cast<unsigned long long>(residual) % 16 == 0;
@@ -180,21 +177,21 @@ __device__ __forceinline__ void add_and_drop(const Gradient& gradient, float* __
   const bool any = __any_sync(FULL_WARP, hits);
   const unsigned even_up_to = any ? inclusive_sum(even, lane) : 0, odd_up_to = any ? inclusive_sum(odd, lane) : 0;
   const unsigned even_all = __shfl_sync(FULL_WARP, even_up_to, 31), odd_all = __shfl_sync(FULL_WARP, odd_up_to, 31);
-  unsigned found = 0;
+  unsigned in_warp = 0;
 #pragma unroll
-  for (int byte = 0; byte < 4; ++byte) found += (even_all >> 8 * byte & 0xff) + (odd_all >> 8 * byte & 0xff);
+  for (int byte = 0; byte < 4; ++byte) in_warp += (even_all >> 8 * byte & 0xff) + (odd_all >> 8 * byte & 0xff);
   unsigned in_chunk;
-  unsigned place = before_warp(found, of_warps, in_chunk);
-  if (nonfinite) atomicAdd(nonfinite_total, nonfinite);
+  unsigned position = before_warp(in_warp, of_warps, in_chunk);
+  if (nonfinite) atomicAdd(p.nonfinite, nonfinite);
   if (threadIdx.x == 0) {
-    room = in_chunk ? atomicAdd(cursor, in_chunk) : 0;
-    places[blockIdx.x] = make_uint2(in_chunk, room);
-    if (in_chunk) atomicAdd(&totals[blockIdx.x >> shift], in_chunk);
+    room = in_chunk ? atomicAdd(p.cursor, in_chunk) : 0;
+    p.chunks[blockIdx.x] = make_uint2(in_chunk, room);
+    if (in_chunk) atomicAdd(&p.totals[blockIdx.x >> p.shift], in_chunk);
   }
   if (in_chunk == 0) return;
   __syncthreads();
-  if (!any || room + in_chunk > capacity) return;
-  place += room;
+  if (!any || room + in_chunk > p.capacity) return;
+  position += room;
 #pragma unroll
   for (int j = 0; j < VECTORS; ++j) {
     const float* ej = reinterpret_cast<const float*>(&e[j]);
@@ -202,53 +199,37 @@ __device__ __forceinline__ void add_and_drop(const Gradient& gradient, float* __
     const unsigned lower = ((j % 2 ? odd_up_to - odd : even_up_to - even) >> byte) & 0xff;
     const unsigned mask = hits >> 4 * j & 0xf;
     if (mask) {
-      unsigned to = place + lower;
+      unsigned to = position + lower;
 #pragma unroll
       for (int c = 0; c < 4; ++c)
-        if (mask >> c & 1) pool[to++] = make_entry(at + c, ej[c]);
+        if (mask >> c & 1) p.pool[to++] = make_entry(at + c, ej[c]);
     }
-    place += (j % 2 ? odd_all : even_all) >> byte & 0xff;
+    position += (j % 2 ? odd_all : even_all) >> byte & 0xff;
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    accumulate_select(const GRADIENT* __restrict__ gradient, float* __restrict__ residual, long long n,
-                      unsigned threshold, Entry* __restrict__ pool, unsigned capacity, uint2* __restrict__ places,
-                      unsigned* totals, int shift, unsigned* cursor, unsigned* nonfinite_total,
-                      const unsigned* __restrict__ step) {
-  add_and_drop(Flat{gradient}, residual, n, threshold, pool, capacity, places, totals, shift, cursor, nonfinite_total, step);
+extern "C" __global__ void __launch_bounds__(THREADS) accumulate_select(const __grid_constant__ AccumulateSelect p) {
+  add_and_append(Flat{static_cast<const GRADIENT*>(p.gradient)}, p);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    accumulate_select_pieces(const unsigned long long* __restrict__ table, float* __restrict__ residual, long long n,
-                             unsigned threshold, Entry* __restrict__ pool, unsigned capacity,
-                             uint2* __restrict__ places, unsigned* totals, int shift, unsigned* cursor,
-                             unsigned* nonfinite_total, const unsigned* __restrict__ step) {
-  add_and_drop(Scattered{{table, n}}, residual, n, threshold, pool, capacity, places, totals, shift, cursor, nonfinite_total,
-               step);
+extern "C" __global__ void __launch_bounds__(THREADS) accumulate_select_tensors(const __grid_constant__ AccumulateSelect p) {
+  add_and_append(Scattered{{static_cast<const unsigned long long*>(p.gradient), p.n}}, p);
 }
 
-constexpr int MOST_GROUP = 32;  // chunks that a block turns into a list
-constexpr int AHEAD = 4;        // entries a thread has on their way
+constexpr int AHEAD = 4;  // entries that a thread has in flight
 
-extern "C" __global__ void __launch_bounds__(THREADS, 8)
-    compact_selection(const Entry* __restrict__ pool, const uint2* __restrict__ places, unsigned chunks,
-                      unsigned* totals, int shift, unsigned* cursor, Entry* entries, unsigned capacity,
-                      const long long* __restrict__ boundaries, int regions, unsigned* nonfinite_total, unsigned* header,
-                      unsigned* finished, volatile unsigned* report, const unsigned long long* windows, int ranks,
-                      int rank, unsigned k, unsigned cap, unsigned* settled, const unsigned* __restrict__ step) {
+extern "C" __global__ void __launch_bounds__(THREADS, 8) compact_selection(const __grid_constant__ CompactSelection p) {
   __shared__ unsigned offsets[MOST_GROUP + 1];  // of each chunk, within the group
   __shared__ unsigned rooms[MOST_GROUP];
   __shared__ unsigned of_warps[WARPS];
-  __shared__ unsigned last;
-  const unsigned group = blockIdx.x, first = group << shift, members = 1u << shift;
+  const unsigned group = blockIdx.x, first = group << p.shift, members = 1u << p.shift;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   unsigned before = 0;  // this group
-  for (unsigned i = threadIdx.x; i < group; i += THREADS) before += totals[i];
+  for (unsigned i = threadIdx.x; i < group; i += THREADS) before += p.totals[i];
   before = __reduce_add_sync(FULL_WARP, before);
   if (lane == 0) of_warps[warp] = before;
   if (warp == 0) {
-    const uint2 mine = lane < members && first + lane < chunks ? places[first + lane] : make_uint2(0, 0);
+    const uint2 mine = lane < members && first + lane < p.num_chunks ? p.chunks[first + lane] : make_uint2(0, 0);
     const unsigned inclusive = inclusive_sum(mine.x, lane);
     rooms[lane] = mine.y;
     offsets[lane + 1] = inclusive;
@@ -260,8 +241,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8)
   for (int w = 0; w < WARPS; ++w) group_offset += of_warps[w];
   const unsigned whole = offsets[MOST_GROUP];
   if (group == gridDim.x - 1 && threadIdx.x == 0) {
-    header[0] = group_offset + whole;
-    header[1] = atomicExch(nonfinite_total, 0u);
+    p.header[0] = group_offset + whole;
+    p.header[1] = atomicExch(p.nonfinite, 0u);
   }
   for (unsigned base = threadIdx.x; base < whole; base += AHEAD * THREADS) {
     Entry entry[AHEAD];
@@ -273,44 +254,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8)
       for (int half = MOST_GROUP / 2; half; half /= 2)
         if (offsets[low + half] <= at) low += half;
       const unsigned from = rooms[low] + at - offsets[low];
-      if (at < whole && from < capacity) entry[i] = pool[from];
+      if (at < whole && from < p.capacity) entry[i] = p.pool[from];
     }
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
       const unsigned at = base + i * THREADS;
-      if (at < whole && group_offset + at < capacity) entries[group_offset + at] = entry[i];
+      if (at < whole && group_offset + at < p.capacity) p.entries[group_offset + at] = entry[i];
     }
   }
   __syncthreads();
   // the regions that begin within this group
-  for (int region = threadIdx.x; region <= regions; region += THREADS) {
-    const long long boundary = boundaries[region];
+  for (int region = threadIdx.x; region <= p.regions; region += THREADS) {
+    const long long boundary = p.boundaries[region];
     const long long chunk = boundary / CHUNK - first;
-    const bool past_the_end = boundary >= static_cast<long long>(chunks) * CHUNK && group == gridDim.x - 1;
+    const bool past_the_end = boundary >= static_cast<long long>(p.num_chunks) * CHUNK && group == gridDim.x - 1;
     if (past_the_end) {
-      header[2 + region] = group_offset + whole;
-    } else if (chunk >= 0 && chunk < members && first + chunk < chunks) {
+      p.header[2 + region] = group_offset + whole;
+    } else if (chunk >= 0 && chunk < members && first + chunk < p.num_chunks) {
       const unsigned begin = group_offset + offsets[chunk], end = group_offset + offsets[chunk + 1];
-      header[2 + region] = lower_bound(entries, begin < capacity ? begin : capacity, end < capacity ? end : capacity, boundary);
+      p.header[2 + region] =
+          lower_bound(p.entries, begin < p.capacity ? begin : p.capacity, end < p.capacity ? end : p.capacity, boundary);
     }
   }
-  // the last block to finish reports, and leaves the sums at zero for the next launch
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(finished, 1u) == gridDim.x - 1;
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  for (unsigned i = threadIdx.x; i < gridDim.x; i += THREADS) totals[i] = 0;
-  if (threadIdx.x == 0) *finished = *cursor = 0;
-  const volatile unsigned* found = header;
-  if (!windows) {
-    for (int i = threadIdx.x; i < 3 + regions; i += THREADS) report[i] = found[i];
+  // the last block reports, and sets the sums to zero for the next launch
+  if (!last_block(p.finished, gridDim.x)) return;
+  for (unsigned i = threadIdx.x; i < gridDim.x; i += THREADS) p.totals[i] = 0;
+  if (threadIdx.x == 0) *p.cursor = 0;
+  const volatile unsigned* header = p.header;
+  if (!p.p2p.windows) {
+    for (int i = threadIdx.x; i < 3 + p.regions; i += THREADS) p.report[i] = header[i];
     return;
   }
-  const unsigned nnz = found[0];
-  const bool to_cut = found[1] == 0 && nnz <= capacity && (step[WAYS] & EXACTLY ? nnz >= k : nnz > cap);
-  if (threadIdx.x == 0) *settled = !to_cut;
-  if (to_cut) return;
-  tell_selected(windows, ranks, rank, header, entries, nnz < capacity ? nnz : capacity, 0, 0, report, step[EPOCH]);
+  const unsigned nnz = header[0];
+  const bool trim = header[1] == 0 && nnz <= p.capacity && (p.p2p.step->flags & CUT_TO_K ? nnz >= p.k : nnz > p.cap);
+  if (threadIdx.x == 0) *p.needs_no_trim = !trim;
+  if (trim) return;
+  put_selected(p.p2p, p.header, p.entries, nnz < p.capacity ? nnz : p.capacity, 0, 0, p.mailbox, p.p2p.step->epoch);
 }

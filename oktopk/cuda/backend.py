@@ -19,7 +19,7 @@ from collectives.mpi_cuda import connect_device
 from collectives.transport import Transport
 from oktopk.cuda.kernels import DeviceKernels
 from oktopk.cuda.multi_tensor import GradientTensors
-from oktopk.cuda.p2p_graph import compile_peer_kernels
+from oktopk.cuda.p2p_graph import compile_p2p_kernels
 from oktopk.cuda.p2p_step import P2PStep
 from oktopk.settings import Settings
 
@@ -43,7 +43,7 @@ class DeviceBackend:
         self.kernels = DeviceKernels(self.device, gradient_type)
         # compiled before ranks wait for each other
         CollectiveKernels(self.device).collect_kernels()
-        compile_peer_kernels()
+        compile_p2p_kernels()
         self._gradient_type = gradient_type
         self._stored = np.dtype(_STORED[gradient_type])
 

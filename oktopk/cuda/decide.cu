@@ -1,56 +1,57 @@
-// decide: every rank names the same global threshold from the counts of all ranks, as `oktopk.thresholds` does on the host.
+// decide: every rank computes the same global threshold from the counts of all ranks, as `oktopk.thresholds` does on the host.
 //
-// Shapes   windows[ranks] addresses; offsets[NUM_CANDIDATES] ascending; decision as in peer.cuh: 5 + 2·ranks words; report in host
-//          memory: the first 5 + ranks of them, as `announce` writes them.
-// Units    bits: the expected threshold, which step says; rung r holds the sums that reach bits + offsets[r] and not bits + offsets[r + 1].
-//          tolerance, miss: shares of k; cap: the most entries to keep; trigger: a block this many times the mean is skewed. What
-//          misses stops the step; UNAIDED only above the cap and below k/2.
-// Launch   one block of 128 threads; waits for the notes of all ranks.
-// Notes    COUNTED: NUM_CANDIDATES counts.
+// Shapes   candidates[NUM_CANDIDATES] ascend; the decision; mailbox in host memory: its first DECISION_WORDS + ranks words. p: structs
+//          of layouts.py.
+// Units    bits: the expected threshold, which the step gives; counter r holds the sums that reach bits + candidates[r] and not
+//          bits + candidates[r + 1]. tolerance, miss: shares of k; cap: most entries to keep; trigger: a block this many times the mean
+//          is skewed. A threshold that missed stops the step; DEFERRED only above the cap and below k/2.
+// Launch   one block of 128 threads; waits for the signals of all ranks.
+// Signals  COUNTED: NUM_CANDIDATES counts.
 // Overflow counts of all ranks add up to less than 2^32. NaN cannot come in.
 
-#include "peer.cuh"
-#include "region.cuh"
+#include "p2p.cuh"
 
 constexpr unsigned LARGEST_FINITE = INFINITY_BITS - 1;
 
-extern "C" __global__ void __launch_bounds__(128)
-    decide(const unsigned long long* __restrict__ windows, int ranks, int rank, const long long* __restrict__ offsets,
-           long long k, long long cap, double tolerance, double miss, double trigger, unsigned* decision,
-           volatile unsigned* report, const unsigned* __restrict__ step) {
-  __shared__ unsigned notes[MOST_PEERS][NUM_CANDIDATES];
+extern "C" __global__ void __launch_bounds__(128) decide(const __grid_constant__ Decide p) {
+  __shared__ unsigned counted[MOST_PEERS][NUM_CANDIDATES];
   __shared__ unsigned sums[NUM_CANDIDATES];
   __shared__ long long totals[NUM_CANDIDATES];
   __shared__ unsigned counts[MOST_PEERS];
-  __shared__ long long ladder[NUM_CANDIDATES];
+  __shared__ long long offsets[NUM_CANDIDATES];
   __shared__ int chosen, nearest, stop;
-  const unsigned epoch = step[EPOCH], bits = step[GLOBAL_BITS];
-  if (decision[STOP]) {
-    const bool told = threadIdx.x == STOP || (decision[STOP] == NOT_FINITE && threadIdx.x >= COUNTS);
-    if (threadIdx.x < COUNTS + ranks) announce(report, threadIdx.x, told ? decision[threadIdx.x] : 0, epoch);
+  const int ranks = p.p2p.ranks;
+  const long long k = p.k;
+  Decision& decision = *p.p2p.decision;
+  const unsigned epoch = p.p2p.step->epoch, bits = p.p2p.step->global_bits;
+  const bool deferred = p.p2p.step->flags & DEFERRED;
+  if (decision.stop) {
+    const bool counted = decision.stop == NOT_FINITE;
+    if (threadIdx.x < DECISION_WORDS) post(p.mailbox, threadIdx.x, threadIdx.x ? 0 : decision.stop, epoch);
+    if (threadIdx.x < ranks) post(p.mailbox, DECISION_WORDS + threadIdx.x, counted ? decision.counts[threadIdx.x] : 0, epoch);
     return;
   }
-  const int rung = threadIdx.x;
-  if (rung < NUM_CANDIDATES) ladder[rung] = offsets[rung];  // on its way while the notes are
-  const unsigned long long window = windows[rank];
-  hear_peers(window, ranks, COUNTED, epoch);
+  const int mine = threadIdx.x;  // candidate
+  if (mine < NUM_CANDIDATES) offsets[mine] = p.candidates[mine];  // loads while the signals arrive
+  const WindowHead* head = wait_signal(p.p2p, COUNTED, epoch);
   for (int i = threadIdx.x; i < ranks * NUM_CANDIDATES; i += blockDim.x)
-    notes[i / NUM_CANDIDATES][i % NUM_CANDIDATES] = read_note(note_of(window, COUNTED, i / NUM_CANDIDATES) + i % NUM_CANDIDATES);
+    counted[i / NUM_CANDIDATES][i % NUM_CANDIDATES] =
+        read_volatile(head->messages[COUNTED][i / NUM_CANDIDATES] + i % NUM_CANDIDATES);
   __syncthreads();
-  if (rung < NUM_CANDIDATES) {
+  if (mine < NUM_CANDIDATES) {
     unsigned sum = 0;
-    for (int q = 0; q < ranks; ++q) sum += notes[q][rung];
-    sums[rung] = sum;
+    for (int q = 0; q < ranks; ++q) sum += counted[q][mine];
+    sums[mine] = sum;
   }
   __syncthreads();
-  if (rung < NUM_CANDIDATES) {
+  if (mine < NUM_CANDIDATES) {
     long long reached = 0;
-    for (int r = rung; r < NUM_CANDIDATES; ++r) reached += sums[r];
-    totals[rung] = reached;
+    for (int r = mine; r < NUM_CANDIDATES; ++r) reached += sums[r];
+    totals[mine] = reached;
   }
   __syncthreads();
   if (threadIdx.x < 32) {
-    unsigned long long best = ~0ull;  // distance from k, then rung: the first of the nearest
+    unsigned long long best = ~0ull;  // distance from k, then candidate: the first of the nearest
     for (int r = threadIdx.x; r < NUM_CANDIDATES; r += 32) {
       const unsigned long long this_one = static_cast<unsigned long long>(llabs(totals[r] - k)) << 8 | r;
       best = this_one < best ? this_one : best;
@@ -65,40 +66,29 @@ extern "C" __global__ void __launch_bounds__(128)
   if (threadIdx.x == 0) {
     chosen = NUM_CANDIDATES / 2;
     stop = PROCEED;
-    if (llabs(totals[chosen] - k) > tolerance * k) {
+    if (llabs(totals[chosen] - k) > p.tolerance * k) {
       chosen = nearest;
-      const bool all_kept = static_cast<long long>(bits) + ladder[0] <= 1 && totals[0] <= k;
-      const bool missed = llabs(totals[chosen] - k) > miss * k && !all_kept;
-      if (missed && step[WAYS] & UNAIDED)
-        while (chosen < NUM_CANDIDATES - 1 && totals[chosen] > cap) ++chosen;
-      const bool near_enough = step[WAYS] & UNAIDED && totals[chosen] <= cap && 2 * totals[chosen] >= k;
+      const bool all_kept = static_cast<long long>(bits) + offsets[0] <= 1 && totals[0] <= k;
+      const bool missed = llabs(totals[chosen] - k) > p.miss * k && !all_kept;
+      if (missed && deferred)
+        while (chosen < NUM_CANDIDATES - 1 && totals[chosen] > p.cap) ++chosen;
+      const bool near_enough = deferred && totals[chosen] <= p.cap && 2 * totals[chosen] >= k;
       if (missed && !near_enough) stop = BAD_THRESHOLD;
     }
   }
   __syncthreads();
   if (threadIdx.x < ranks) {
     unsigned count = 0;
-    for (int r = chosen; r < NUM_CANDIDATES; ++r) count += notes[threadIdx.x][r];
+    for (int r = chosen; r < NUM_CANDIDATES; ++r) count += counted[threadIdx.x][r];
     counts[threadIdx.x] = count;
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    unsigned start = 0, largest = 0;
-    for (int q = 0; q < ranks; ++q) {
-      decision[COUNTS + q] = counts[q];
-      decision[COUNTS + ranks + q] = start;
-      start += counts[q];
-      largest = counts[q] > largest ? counts[q] : largest;
-    }
-    if (!stop && ranks > 2 && static_cast<double>(largest) * ranks > trigger * start) stop = SKEWED;
-    const long long moved = static_cast<long long>(bits) + ladder[chosen];
-    const unsigned named = moved < 1 ? 1 : moved < LARGEST_FINITE ? moved : LARGEST_FINITE;
-    decision[STOP] = stop;
-    decision[NEAREST] = nearest;
-    decision[BITS] = named;
-    decision[AGAIN] = !stop;
-    decision[TOTAL] = start;
+    const long long moved = static_cast<long long>(bits) + offsets[chosen];
+    const unsigned threshold = moved < 1 ? 1 : moved < LARGEST_FINITE ? moved : LARGEST_FINITE;
+    decision.nearest = nearest;
+    set_decision(p.p2p, p.trigger, stop, threshold, [&](int q) { return counts[q]; });
   }
   __syncthreads();
-  if (threadIdx.x < COUNTS + ranks) announce(report, threadIdx.x, decision[threadIdx.x], epoch);
+  post_decision(p.mailbox, p.p2p, epoch);
 }

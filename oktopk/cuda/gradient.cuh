@@ -1,4 +1,4 @@
-// Gradients as they come: GRADIENT is float, __nv_bfloat16 or __half, always widened to float before anything is added.
+// Gradients: GRADIENT is float, __nv_bfloat16 or __half, widened to float before anything is added.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,7 +1,6 @@
 """Device kernels that touch gradients: the functions of `oktopk.cpu.kernels`, on one GPU and stream.
 
-Gradients may be float32, bfloat16 or float16; residual, velocity and update are float32. Methods of an object, for the
-reason that `collectives.cuda.kernels` gives.
+Gradients may be float32, bfloat16 or float16; residual, velocity and update are float32.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cuda.device import Device, DeviceEntries
-from collectives.cuda.kernels import COMPACT_TILE
-from collectives.cuda.launch import Kernel, compiled, float_bits
+from collectives.cuda.launch import Kernel, compiled
+from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
 from oktopk.cpu.kernels import LEVELS, Packing
 from oktopk.cuda.multi_tensor import GradientTensors, pointer_of
 from oktopk.cuda.select import SelectLaunches
@@ -24,47 +23,40 @@ from oktopk.cuda.select import SelectLaunches
 _KERNELS = Path(__file__).parent
 _CUDA_TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_MOST_HEADER = 128  # words of a selection's report
-_COMPACT_THREADS = 256
 
 
 def _gradient_kernels(gradient_type: str) -> dict[str, Kernel]:
     """The kernels that read a gradient, by name."""
     define = f"GRADIENT={_CUDA_TYPES[gradient_type]}"
-    fused = compiled(_KERNELS / "accumulate_select.cu", define)
-    passes = compiled(_KERNELS / "accumulate.cu", define)
-    sizes = {
-        "accumulate": 5,
-        "accumulate_moments": 5,
-        "undo_accumulate": 4,
-        "accumulate_momentum": 5,
-        "undo_momentum": 4,
-        "copy_scaled": 4,
-    }
-    return {name: Kernel(passes, name, size) for name, size in sizes.items()} | {
-        "accumulate_select": Kernel(fused, "accumulate_select", 12),
-        "compact_selection": Kernel(fused, "compact_selection", 21),
+    files = {
+        "accumulate_select": ("accumulate_select", "compact_selection"),
+        "accumulate": (
+            "accumulate", "accumulate_moments", "undo_accumulate", "accumulate_momentum", "undo_momentum", "copy_scaled",
+        ),
+    }  # fmt: skip
+    return {
+        name: Kernel(compiled(_KERNELS / f"{file}.cu", define), name)
+        for file, names in files.items()
+        for name in names
     }
 
 
-def _pieces_kernels(gradient_type: str, element_type: str) -> dict[str, Kernel]:
-    """The kernels for a gradient in pieces of another type, or of its own, by the names of those that read one vector."""
+def _tensor_kernels(gradient_type: str, element_type: str) -> dict[str, Kernel]:
+    """The kernels that read a list of tensors of another type, or of the gradient's, by the names of those for one vector."""
     defines = [f"GRADIENT={_CUDA_TYPES[gradient_type]}"]
     if element_type != gradient_type:
         defines.append(f"SOURCE={_CUDA_TYPES[element_type]}")
     fused = compiled(_KERNELS / "accumulate_select.cu", *defines)
     passes = compiled(_KERNELS / "accumulate.cu", *defines)
     return {
-        "accumulate_select": Kernel(fused, "accumulate_select_pieces", 12),
-        "undo_accumulate": Kernel(passes, "undo_accumulate_pieces", 4),
-        "place_pieces": Kernel(compiled(_KERNELS / "pieces.cu"), "place_pieces", 4),
+        "accumulate_select": Kernel(fused, "accumulate_select_tensors"),
+        "undo_accumulate": Kernel(passes, "undo_accumulate_tensors"),
+        "locate_chunks": Kernel(compiled(_KERNELS / "multi_tensor.cu"), "locate_chunks"),
     }
 
 
 class DeviceKernels:
-    """The gradient kernels of one instance.
-
-    `accumulate_select` and `undo_accumulate` take a gradient in pieces, too.
+    """The gradient kernels of one instance. `accumulate_select` and `undo_accumulate` take tensor lists, too.
 
     Args:
         device: where they run.
@@ -83,10 +75,10 @@ class DeviceKernels:
         self._typed = {16: _gradient_kernels(gradient_type), 32: _gradient_kernels("float32")}
         select = compiled(_KERNELS / "select.cu")
         apply = compiled(_KERNELS / "apply.cu")
-        self._select_at_least = Kernel(select, "select_at_least", 11)
-        self._magnitude_histogram = Kernel(select, "magnitude_histogram", 8)
-        sizes = {"clear_support": 4, "clear_common": 5, "write_scaled": 4, "add_entries": 3}
-        self._apply = {name: Kernel(apply, name, size) for name, size in sizes.items()}
+        self._select_at_least = Kernel(select, "select_at_least")
+        self._magnitude_histogram = Kernel(select, "magnitude_histogram")
+        names = ("clear_support", "clear_common", "write_scaled", "add_entries")
+        self._apply = {name: Kernel(apply, name) for name in names}
         self._nonfinite = device.scratch("nonfinite", 1, np.uint32)
         self._launches: dict[int, SelectLaunches] = {}  # by the bytes of a gradient's element
 
@@ -101,33 +93,29 @@ class DeviceKernels:
         """As the host's; finds where the regions begin on the way."""
         device = self.device
         regions = 0 if boundaries is None else len(boundaries) - 1
-        where = None if boundaries is None else (device.post("boundaries", boundaries), regions)
         report = device.report("select", 4 + regions)
         width = self.gradient_bytes if isinstance(gradient, GradientTensors) else gradient.dtype.itemsize
-        launches = self.select_launches(width, residual.size, entries).reading(self.reading(gradient))
-        launches(pointer_of(gradient), residual.data.ptr, threshold_bits, where)
+        launches = self.select_launches(width, residual.size, entries).for_kernels(self.kernels_of(gradient))
+        address = 0 if boundaries is None else device.post("boundaries", boundaries)
+        launches.run(pointer_of(gradient), residual.data.ptr, threshold_bits, address, regions)
         device.synchronize()
-        found = report[: 3 + regions].tolist()
-        return Packing(found[0], found[1], np.array(found[2:], np.int64) if where else None)
+        words = report[: 3 + regions].tolist()
+        return Packing(words[0], words[1], np.array(words[2:], np.int64) if regions else None)
 
     def select_launches(self, width: int, n: int, entries: DeviceEntries) -> SelectLaunches:
-        """What selects from a gradient of so many bytes an element into this list."""
+        """The launches that select from a gradient of so many bytes an element into this list."""
         sizes = (n, entries.pointer, len(entries))
         launches = self._launches.get(width)
         if launches is None or launches.sizes != sizes:
-            launches = self._launches[width] = SelectLaunches(self, width, n, entries)
+            nonfinite = int(self._nonfinite.data.ptr)
+            launches = SelectLaunches(self.device, self.kernels_for(width), nonfinite, n, entries)
+            self._launches[width] = launches
         return launches
-
-    def header(self, regions: int) -> int:
-        """Address of what the last selection reported, for kernels that follow it."""
-        return int(self.device.scratch("select header", max(_MOST_HEADER, 3 + regions), np.uint32).data.ptr)
 
     def accumulate(self, gradient: Any, residual: Any, out: Any) -> int:
         """As the host's."""
-        pointer = 0 if residual is None else residual.data.ptr
-        return self._counted(
-            gradient, "accumulate", out.size, gradient.data.ptr, pointer, out.data.ptr, out.size
-        )
+        address = 0 if residual is None else residual.data.ptr
+        return self._counted("accumulate", gradient, out.size, residual=address, out=out.data.ptr)
 
     def accumulate_moments(self, gradient: Any, residual: Any) -> tuple[float, float, int]:
         """As the host's; the last bits of the sums depend on the run."""
@@ -135,64 +123,39 @@ class DeviceKernels:
         sums = self.device.scratch("moments", 2, np.float64)
         self.device.zero(sums.data.ptr, 16)
         nonfinite = self._counted(
-            gradient,
-            "accumulate_moments",
-            n,
-            gradient.data.ptr,
-            residual.data.ptr,
-            n,
-            sums.data.ptr,
+            "accumulate_moments", gradient, n, residual=residual.data.ptr, sums=sums.data.ptr
         )
         total, squares = sums[:2].get(stream=self.device.stream)
         return float(total), float(squares), nonfinite
 
     def undo_accumulate(self, gradient: Any, residual: Any) -> None:
         """As the host's."""
-        n = residual.size
-        kernel = self.reading(gradient)["undo_accumulate"]
-        self.device.launch_for(kernel, n, pointer_of(gradient), residual.data.ptr, n, 0)
+        kernel, n = self.kernels_of(gradient)["undo_accumulate"], residual.size
+        self.device.launch_for(kernel, n, gradient=pointer_of(gradient), residual=residual.data.ptr, n=n)
 
     def accumulate_momentum(self, gradient: Any, velocity: Any, momentum: float) -> int:
         """As the host's."""
-        n = velocity.size
         return self._counted(
-            gradient,
-            "accumulate_momentum",
-            n,
-            gradient.data.ptr,
-            velocity.data.ptr,
-            n,
-            float_bits(momentum),
+            "accumulate_momentum", gradient, velocity.size, velocity=velocity.data.ptr, momentum=momentum
         )
 
     def undo_momentum(self, gradient: Any, velocity: Any, momentum: float) -> None:
         """As the host's."""
-        n = velocity.size
-        kernel = self.kernels_for(gradient.dtype.itemsize)["undo_momentum"]
-        self.device.launch_for(kernel, n, gradient.data.ptr, velocity.data.ptr, n, float_bits(momentum))
+        kernel, n = self.kernels_for(gradient.dtype.itemsize)["undo_momentum"], velocity.size
+        self.device.launch_for(
+            kernel, n, gradient=gradient.data.ptr, velocity=velocity.data.ptr, n=n, momentum=momentum
+        )
 
     def select_at_least(self, vector: Any, threshold_bits: int, ties: int, entries: DeviceEntries) -> int:
         """As the host's."""
         device, n = self.device, vector.size
         tiles = -(-n // COMPACT_TILE)
-        scan = device.scan("select at least", tiles)
         report = device.report("select at least", 2)
         device.launch(
-            self._select_at_least,
-            tiles,
-            _COMPACT_THREADS,
-            vector.data.ptr,
-            n,
-            threshold_bits,
-            max(0, ties),
-            entries.pointer,
-            len(entries),
-            scan.status,
-            scan.second,
-            scan.ticket,
-            scan.epoch,
-            device.address("select at least"),
-        )
+            self._select_at_least, tiles, COMPACT_THREADS,
+            vector=vector.data.ptr, n=n, threshold=threshold_bits, ties=max(0, ties), entries=entries.pointer,
+            capacity=len(entries), scan=device.scan("select at least", tiles), report=device.address("select at least"),
+        )  # fmt: skip
         device.synchronize()
         return int(report[0])
 
@@ -207,42 +170,29 @@ class DeviceKernels:
         counts = device.scratch("histogram", 1 << max(width for _, width in LEVELS), np.uint32)
         device.zero(counts.data.ptr, 4 << width)
         packed = isinstance(values, DeviceEntries)
-        pointer = values.pointer if packed else values.data.ptr
         device.launch_for(
-            self._magnitude_histogram,
-            values.size,
-            pointer,
-            values.size,
-            1 if packed else 0,
-            2 if packed else 1,
-            shift,
-            width,
-            prefix,
-            counts.data.ptr,
-        )
-        found = counts[: 1 << width].get(stream=device.stream)
+            self._magnitude_histogram, values.size,
+            words=values.pointer if packed else values.data.ptr, n=values.size, first=int(packed), stride=1 + packed,
+            shift=shift, width=width, prefix=prefix, counts=counts.data.ptr,
+        )  # fmt: skip
+        counted = counts[: 1 << width].get(stream=device.stream)
         device.pending = False
-        return np.asarray(found).astype(np.int64)
+        return np.asarray(counted).astype(np.int64)
 
     def clear_support(self, vector: Any, entries: DeviceEntries) -> None:
         """As the host's."""
-        self._on_entries("clear_support", vector, entries, 0)
+        self._on_entries("clear_support", vector, entries)
 
     def clear_common(self, vector: Any, mine: DeviceEntries, theirs: DeviceEntries) -> None:
         """As the host's."""
         self.device.launch_for(
-            self._apply["clear_common"],
-            len(theirs),
-            vector.data.ptr,
-            mine.pointer,
-            len(mine),
-            theirs.pointer,
-            len(theirs),
-        )
+            self._apply["clear_common"], len(theirs),
+            vector=vector.data.ptr, mine=mine.pointer, mine_nnz=len(mine), theirs=theirs.pointer, n=len(theirs),
+        )  # fmt: skip
 
     def write_scaled(self, vector: Any, entries: DeviceEntries, scale: float) -> None:
         """As the host's."""
-        self._on_entries("write_scaled", vector, entries, float_bits(scale))
+        self._on_entries("write_scaled", vector, entries, scale=scale)
 
     def add_entries(self, vector: Any, entries: DeviceEntries) -> None:
         """As the host's."""
@@ -251,43 +201,41 @@ class DeviceKernels:
     def write_block_scaled(self, block: DeviceEntries, scale: float, out: Any) -> None:
         """As the host's."""
         kernel, n = self.kernels_for(out.dtype.itemsize)["copy_scaled"], out.size
-        self.device.launch_for(kernel, n, block.pointer, out.data.ptr, n, float_bits(scale))
-
-    def _on_entries(self, name: str, vector: Any, entries: DeviceEntries, *more: Any) -> None:
-        count = len(entries)
-        self.device.launch_for(self._apply[name], count, vector.data.ptr, entries.pointer, count, *more)
+        self.device.launch_for(kernel, n, values=block.pointer, out=out.data.ptr, n=n, scale=scale)
 
     @property
     def clear_kernel(self) -> Kernel:
         """The kernel that clears a support."""
         return self._apply["clear_support"]
 
-    @property
-    def nonfinite(self) -> int:
-        """Address of the count of what is not finite."""
-        return int(self._nonfinite.data.ptr)
-
     def kernels_for(self, width: int) -> dict[str, Kernel]:
         """The kernels for gradients of so many bytes an element."""
         return self._typed[8 * width]
 
-    def reading(self, gradient: Any) -> Mapping[str, Kernel]:
-        """The kernels that read this gradient, an array or in pieces."""
+    def kernels_of(self, gradient: Any) -> Mapping[str, Kernel]:
+        """The kernels that read this gradient, an array or a tensor list."""
         if isinstance(gradient, GradientTensors):
             return gradient.kernels
         return self.kernels_for(gradient.dtype.itemsize)
 
     def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
-        """A gradient in pieces of so many elements, each "float32", "bfloat16" or "float16"."""
-        kernels = _pieces_kernels(self._gradient_type, element_type)
+        """A gradient as a list of tensors of so many elements, each "float32", "bfloat16" or "float16"."""
+        kernels = _tensor_kernels(self._gradient_type, element_type)
         return GradientTensors(self.device, kernels, sizes, _BYTES[element_type])
 
-    def _counted(self, gradient: Any, name: str, n: int, *arguments: Any) -> int:
-        """Run a pass that counts what is not finite; waits."""
+    def _on_entries(self, name: str, vector: Any, entries: DeviceEntries, **more: Any) -> None:
+        n = len(entries)
+        self.device.launch_for(
+            self._apply[name], n, vector=vector.data.ptr, entries=entries.pointer, n=n, **more
+        )
+
+    def _counted(self, name: str, gradient: Any, n: int, **fields: Any) -> int:
+        """Run a pass over a gradient that counts elements that are not finite; waits."""
         pointer = self._nonfinite.data.ptr
-        self.device.launch_for(self.kernels_for(gradient.dtype.itemsize)[name], n, *arguments, pointer)
-        found = int(cupy.asnumpy(self._nonfinite[:1], stream=self.device.stream)[0])
+        kernel = self.kernels_for(gradient.dtype.itemsize)[name]
+        self.device.launch_for(kernel, n, gradient=gradient.data.ptr, n=n, nonfinite=pointer, **fields)
+        count = int(cupy.asnumpy(self._nonfinite[:1], stream=self.device.stream)[0])
         self.device.pending = False
-        if found:
+        if count:
             self.device.zero(pointer, 4)
-        return found
+        return count

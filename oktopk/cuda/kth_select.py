@@ -1,45 +1,48 @@
-"""The launches that name an exact threshold: the k-th largest magnitude of lists, digit by digit, without the host."""
+"""The launches that compute an exact threshold: the k-th largest magnitude of lists, digit by digit, without the host."""
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from collectives.cuda.device import DeviceEntries
-from collectives.cuda.kernels import COMPACT_TILE
-from collectives.cuda.launch import Kernel, PreparedLaunch, compiled, double_bits
+from collectives.cuda.launch import Kernel, PreparedLaunch, compiled
+from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
 from collectives.mpi_cuda import CudaMpiTransport
 from oktopk.cpu.kernels import LEVELS
+from oktopk.cuda.layouts import Search
 from oktopk.settings import selection_cap
 
 TAKEN_WORDS = 6
-"""Of the report "taken": see kth.cu."""
+"""Of the report "taken": see take_exact of kth.cu."""
 
 _KERNELS = Path(__file__).parent
-_SEARCH_WORDS = 5  # before two words a rank: see kth.cu
 
 
 class KthSelect:
     """Laid out once for a k.
 
     Args:
-        transport: of the ranks, which all use peer memory.
+        transport: of the ranks, which all use symmetric memory.
+        p2p: as kernels take it.
         k: entries wanted.
         trigger: a block this many times the mean is skewed.
-        header: address of what a selection reports on the device.
-        packed: ENTRY[2k], where a selection lies, and what is taken of it.
+        header: device address of a selection's header.
+        packed: ENTRY[2k], the selection, trimmed in place.
         sums: the sums of this rank's region, zeros among them, as many as the entries that were summed last.
-        kept: what is taken of them.
-        where: address of the boundaries.
-        settled: address of the word by which a selection says that nothing is to be cut.
-        windows, decision, step: addresses; see peer.cuh.
+        kept: ENTRY[5k/4 + 1], for the sums that reach the threshold.
+        boundaries: device address.
+        needs_no_trim: device address of the word that a selection sets.
+        selected, decided: addresses of mailboxes.
     """
 
     def __init__(
         self,
         transport: CudaMpiTransport,
+        p2p: Any,
         k: int,
         trigger: float,
         *,
@@ -47,75 +50,101 @@ class KthSelect:
         packed: DeviceEntries,
         sums: DeviceEntries,
         kept: DeviceEntries,
-        where: int,
-        settled: int,
-        windows: int,
-        decision: int,
-        step: int,
+        boundaries: int,
+        needs_no_trim: int,
+        selected: int,
+        decided: int,
     ) -> None:
         device = self._device = transport.device
-        ranks, rank = transport.size, transport.rank
+        ranks = transport.size
         kernels: Any = transport.kernels
-        cap, counted = selection_cap(k), kernels.summed
+        cap = selection_cap(k)
         kth = compiled(_KERNELS / "kth.cu")
-        histogram, agree = Kernel(kth, "kth_histogram", 17), Kernel(kth, "agree_on_digit", 12)
-        take, take_cut = Kernel(kth, "take_named", 11), Kernel(kth, "take_cut", 16)
-        search = device.scratch("search", _SEARCH_WORDS + 2 * ranks, np.uint32).data.ptr
-        counts = device.scratch("digits", 1 << max(width for _, width in LEVELS), np.uint32).data.ptr
-        finished = device.scratch("digits finished", 1, np.uint32).data.ptr
+        histogram, agree = Kernel(kth, "kth_histogram"), Kernel(kth, "agree_on_digit")
+        take = Kernel(kth, "take_exact")
+        search = device.scratch("search", ctypes.sizeof(Search) // 4, np.uint32).data.ptr
         device.report("taken", TAKEN_WORDS)
-        device.report("cuts found", ranks)
+        device.report("splits found", ranks)
         taken = device.address("taken")
-        self._local, self._too_many, self._digits, self._agree = [], [], [], []
+        shared = {
+            "k": k,
+            "cap": cap,
+            "search": search,
+            "counts": device.scratch("digits", 1 << max(width for _, width in LEVELS), np.uint32).data.ptr,
+            "finished": device.scratch("digits finished", 1, np.uint32).data.ptr,
+        }
+        self._local: list[PreparedLaunch] = []
+        self._trim_local: list[PreparedLaunch] = []
+        self._digits: list[PreparedLaunch] = []
+        self._agree: list[PreparedLaunch] = []
         for level, (shift, width) in enumerate(LEVELS):
-            digit = (cap, level, shift, width, search, counts, finished)
-            alone = (packed.pointer, header, header + 4, 2 * k, k, *digit, 0, 0, ranks, rank, 0)
-            self._local.append(PreparedLaunch(histogram, *alone))
-            self._too_many.append(PreparedLaunch(histogram, *alone[:-5], settled, *alone[-4:]))
-            together = (sums.pointer, counted, 0, 0, k, *digit, decision, windows, ranks, rank, step)
-            self._digits.append(PreparedLaunch(histogram, *together))
-            mine = (windows, ranks, rank, k, cap, level, width, double_bits(trigger), search, decision)
-            self._agree.append(PreparedLaunch(agree, *mine, device.address("decided"), step))
-        self._take_local = PreparedLaunch(
-            take, packed.pointer, header, search, 0, packed.pointer, 2 * k, 0, 0, 0, 0, taken
-        )
-        self._take_kept = PreparedLaunch(
-            take, sums.pointer, counted, search, decision, kept.pointer, kept.size, 0, 0, 0, 0, taken
-        )
-        self._cut_tiles = -(-2 * k // COMPACT_TILE)
-        scan = device.scan("peer cut", self._cut_tiles)
-        self._take_cut = PreparedLaunch(
-            take_cut,
-            packed.pointer, 2 * k, search, settled, scan.status, scan.second, scan.ticket,
-            device.scratch("cut taken", 2, np.uint32).data.ptr, device.scratch("cut finished", 1, np.uint32).data.ptr,
-            where, header, device.address("told"), windows, ranks, rank, step,
+            local = histogram.prepare(
+                entries=packed.pointer, count=header, nonfinite=header + 4, most=2 * k, level=level, shift=shift, width=width,
+                **shared,
+            )  # fmt: skip
+            self._local.append(local)
+            self._trim_local.append(local.copy(skip=needs_no_trim))
+            self._digits.append(
+                local.copy(p2p=p2p, entries=sums.pointer, count=kernels.summed, skip=p2p.decision)
+            )
+            self._agree.append(
+                agree.prepare(
+                    p2p=p2p,
+                    k=k,
+                    cap=cap,
+                    level=level,
+                    width=width,
+                    trigger=trigger,
+                    search=search,
+                    mailbox=decided,
+                )
+            )
+        self._take_local = take.prepare(
+            entries=packed.pointer, count=header, skip=search + Search.failed.offset, search=search, kept=packed.pointer,
+            capacity=2 * k, report=taken,
         )  # fmt: skip
-        found = device.address("cuts found")
-        self._cut_taken, self._cut_selected = (
-            PreparedLaunch(kernels.cuts_kernel, packed.pointer, 2 * k, count, ranks, found)
+        self._take_kept = take.prepare(
+            entries=sums.pointer, count=kernels.summed, skip=p2p.decision, search=search, kept=kept.pointer,
+            capacity=kept.size, report=taken,
+        )  # fmt: skip
+        self._trim_tiles = -(-2 * k // COMPACT_TILE)
+        self._trim = Kernel(kth, "trim_selection").prepare(
+            p2p=p2p, entries=packed.pointer, capacity=2 * k, search=search, needs_no_trim=needs_no_trim,
+            scan=device.scan("trim", self._trim_tiles), taken=device.scratch("trim taken", 2, np.uint32).data.ptr,
+            finished=device.scratch("trim finished", 1, np.uint32).data.ptr, boundaries=boundaries, header=header,
+            mailbox=selected,
+        )  # fmt: skip
+        self._split_taken, self._split_selected = (
+            kernels.splits_kernel.prepare(
+                entries=packed.pointer,
+                n=2 * k,
+                count=count,
+                parts=ranks,
+                report=device.address("splits found"),
+            )
             for count in (taken, header)
         )
-        device.scan("peer take", -(-sums.size // COMPACT_TILE))  # its memory, before a step needs it
+        device.scan("take", -(-sums.size // COMPACT_TILE))  # its memory, before a step needs it
         self._blocks = max(1, min(2 * device.processors, -(-k // 1024)))  # a few entries a thread
 
-    def name_locally(self, most: int, stream: int) -> None:
-        """Cut the selection down to the exact top k, and find where it splits evenly."""
+    def select_local(self, most: int, stream: int) -> None:
+        """Trim the selection to the exact top k, and compute its equal-count splits."""
         for histogram in self._local:
             histogram(self._blocks, 256, stream)
         self._take(self._take_local, most, stream)
-        self._cut_taken(1, 128, stream)
+        self._split_taken(1, 128, stream)
 
-    def tighten(self, stream: int) -> None:
-        """Cut the selection down to its exact top k and tell the peers of it, unless it is settled; can be captured."""
-        for histogram in self._too_many:
+    def trim(self, stream: int) -> None:
+        """Trim the selection to its exact top k and signal it, unless it needs no trim; can be captured."""
+        for histogram in self._trim_local:
             histogram(self._blocks, 256, stream)
-        self._take_cut(self._cut_tiles, 256, stream)
+        self._trim(self._trim_tiles, COMPACT_THREADS, stream)
 
-    def cut(self, stream: int) -> None:
-        """Find where the selection splits evenly, as it is."""
-        self._cut_selected(1, 128, stream)
+    def split(self, stream: int) -> None:
+        """Compute the equal-count splits of the selection as it is."""
+        self._split_selected(1, 128, stream)
 
-    def name_globally(self, most: int, stream: int) -> None:
+    def select_global(self, most: int, stream: int) -> None:
         """Agree on the exact global threshold, and take what reaches it; every rank's launches wait for all ranks'."""
         for histogram, agree in zip(self._digits, self._agree, strict=True):
             histogram(self._blocks, 256, stream)
@@ -124,7 +153,5 @@ class KthSelect:
 
     def _take(self, launch: PreparedLaunch, most: int, stream: int) -> None:
         tiles = -(-most // COMPACT_TILE)
-        scan = self._device.scan("peer take", tiles)
-        values = launch.values
-        values[6], values[7], values[8], values[9] = scan.status, scan.second, scan.ticket, scan.epoch
-        launch(tiles, 256, stream)
+        launch.params.scan = self._device.scan("take", tiles)
+        launch(tiles, COMPACT_THREADS, stream)

@@ -1,38 +1,34 @@
-"""What kernels tell the host through pinned memory, as plain integers."""
+"""Words that kernels post to the host through pinned memory, as plain integers."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 from collectives.cuda.device import Device
 
 
 class Mailbox:
-    """A report in pinned memory of words that tell whether they are there: the epoch above the value, in 64 bits.
+    """64-bit words in pinned memory, the epoch above the value, so that each word tells whether it has arrived.
 
     Args:
-        device: whose kernels write it.
+        device: whose kernels post.
         name: of the report.
         count: words.
+
+    Attributes:
+        address: that kernels post to.
     """
 
     def __init__(self, device: Device, name: str, count: int) -> None:
-        device.report(name, 2 * count)
         self._device = device
-        self._words = (ctypes.c_uint64 * count).from_address(device.address(name))
+        self._words = device.view(name, ctypes.c_uint64 * count)
         self._count = count
+        self.address = ctypes.addressof(self._words)
 
     def read(self, epoch: int) -> list[int]:
-        """The values of that epoch; waits for them, and no longer."""
+        """The values of that epoch; waits until all have arrived."""
         self._device.watch(self._words, self._count - 1, epoch)
         while True:
             words = self._words[:]
             if all(word >> 32 == epoch for word in words):
                 return [word & 0xFFFFFFFF for word in words]
-
-
-def report(device: Device, name: str, count: int) -> Any:
-    """A report as plain integers: a slice of it costs a fraction of what NumPy's costs."""
-    device.report(name, count)
-    return (ctypes.c_uint32 * count).from_address(device.address(name))

@@ -1,4 +1,4 @@
-"""A gradient in pieces: arrays that follow each other as one vector would, and the table that tells kernels where each lies."""
+"""A gradient as a list of tensors that follow each other as one vector would, and the table through which kernels find them."""
 
 from __future__ import annotations
 
@@ -7,85 +7,84 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from oktopk.cuda.layouts import CHUNK
+
 if TYPE_CHECKING:
     from collectives.cuda.device import Device
     from collectives.cuda.launch import Kernel
 
-_PLACED = 4096  # of pieces.cuh: elements of a chunk
-
 
 class GradientTensors:
-    """A gradient of n elements on a GPU, in pieces that steps read where they lie; made by `GradientAllreduce.gradient_tensors`.
+    """A gradient of n elements on a GPU, as tensors that steps read in place; made by `GradientAllreduce.gradient_tensors`.
 
     All of it is zero until `set_pointers` is called.
 
     Args:
         device: where kernels run.
-        kernels: what reads such a gradient, by the names of what reads one vector, and `place_pieces`.
-        sizes: elements of the pieces, in the order of the vector; 0 is none.
-        element_bytes: of an element of a piece.
+        kernels: that read such a gradient, by the names of those that read one vector, and `locate_chunks`.
+        sizes: elements of the tensors, in the order of the vector; may be 0.
+        element_bytes: of a tensor's element.
 
     Attributes:
-        length: elements of all pieces (n).
-        address: what kernels take in the place of a vector's: that of the table, which stays the same.
+        length: elements of all tensors (n).
+        address: of the table, which stays the same; kernels take it in place of a vector's.
         kernels: as given.
 
     Raises:
         MemoryError: the GPU's memory does not suffice.
 
-    Memory: n/512 bytes, and 16 bytes a piece, on the device.
+    Memory: n/512 bytes, and 16 bytes a tensor, on the device.
     """
 
     def __init__(
         self, device: Device, kernels: Mapping[str, Kernel], sizes: Sequence[int], element_bytes: int
     ) -> None:
-        held = np.asarray(sizes, np.int64)
+        counts = np.asarray(sizes, np.int64)
         self.kernels = kernels
-        self.length = int(held.sum())
+        self.length = int(counts.sum())
         self._device, self._element_bytes = device, element_bytes
-        self._filled = np.flatnonzero(held)
-        self._chunks = -(-self.length // _PLACED)
+        self._filled = np.flatnonzero(counts)
+        self._chunks = -(-self.length // CHUNK)
         self._table = device.allocate(self._chunks + 2 * len(self._filled), np.uint64)
         self.address: int = self._table.data.ptr
-        # (begin, address) of each
-        self._pieces = np.zeros((len(self._filled), 2), np.uint64)
-        self._pieces[:, 0] = (held.cumsum() - held)[self._filled]
+        self._spans = np.zeros((len(self._filled), 2), np.uint64)  # TensorSpan[]: begin, address
+        self._spans[:, 0] = (counts.cumsum() - counts)[self._filled]
         self._addresses: list[int] | None = None
-        self._count = len(held)
+        self._count = len(counts)
         self.set_pointers([0] * self._count)
 
     def set_pointers(self, addresses: Sequence[int]) -> None:
-        """Say where the pieces lie from here on; what is on the stream already still reads them where they were.
+        """Set where the tensors lie from here on; work on the stream still reads them at their old addresses.
 
-        Nothing is done where no address has changed; above 4,096 pieces this may wait for the stream. Whoever gives memory back
-        must see to it that it is not written to before what reads it was done: the allocators of one stream do.
+        Does nothing where no address has changed; above 4,096 tensors this may wait for the stream. The caller must not free a
+        tensor's memory for other use before the work that reads it is done: allocators of one stream ensure that.
 
         Args:
-            addresses: of the pieces, each a multiple of an element's bytes; 0: zeros.
+            addresses: of the tensors, each a multiple of an element's bytes; 0: zeros.
 
         Raises:
-            ValueError: another number of addresses than of pieces, or one that no element can lie at.
+            ValueError: another number of addresses than of tensors, or one that no element can lie at.
         """
         if addresses == self._addresses:
             return
-        placed = np.array(addresses, np.uint64)
-        if len(placed) != self._count:
-            raise ValueError(f"{len(placed)} addresses for {self._count} pieces")
-        odd = placed % self._element_bytes != 0
+        given = np.array(addresses, np.uint64)
+        if len(given) != self._count:
+            raise ValueError(f"{len(given)} addresses for {self._count} tensors")
+        odd = given % self._element_bytes != 0
         if odd.any():
             at = int(odd.argmax())
             raise ValueError(
-                f"address {placed[at]} of piece {at} is not a multiple of an element's {self._element_bytes} bytes"
+                f"address {given[at]} of tensor {at} is not a multiple of an element's {self._element_bytes} bytes"
             )
-        self._pieces[:, 1] = placed[self._filled]
-        count = len(self._pieces)
-        self._device.upload(self.address + 8 * self._chunks, self._pieces)
+        self._spans[:, 1] = given[self._filled]
+        self._device.upload(self.address + 8 * self._chunks, self._spans)
         self._device.launch_for(
-            self.kernels["place_pieces"], self._chunks, self.address, self.length, count, self._element_bytes
-        )
+            self.kernels["locate_chunks"], self._chunks,
+            table=self.address, n=self.length, tensors=len(self._spans), element_bytes=self._element_bytes,
+        )  # fmt: skip
         self._addresses = list(addresses)
 
 
 def pointer_of(gradient: Any) -> int:
-    """What kernels that read a gradient, an array or in pieces, take for it."""
+    """The address that kernels take for a gradient, an array or a tensor list."""
     return int(gradient.address if isinstance(gradient, GradientTensors) else gradient.data.ptr)

@@ -18,7 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cuda.device import DeviceEntries
-from collectives.cuda.kernels import NUM_CANDIDATES
+from collectives.cuda.layouts import (
+    BAD_REGIONS,
+    BAD_SELECTION,
+    CUT_TO_K,
+    DEFERRED,
+    NOT_FINITE,
+    NUM_CANDIDATES,
+    SKEWED,
+)
 from collectives.mpi_cuda import CudaMpiTransport
 from collectives.sparse import ENTRY
 from collectives.split_and_reduce import RegionLists
@@ -34,9 +42,7 @@ from oktopk.thresholds import CANDIDATES
 if TYPE_CHECKING:
     from oktopk.cuda.kernels import DeviceKernels
 
-_BAD_SELECTION, _SKEWED, _NOT_FINITE, _BAD_REGIONS = 1, 3, 4, 5  # why kernels stop: see peer.cuh
-_EXACTLY, _UNAIDED = 1, 2  # how they go on: see peer.cuh
-_RUNG_BITS = CANDIDATES.tolist()
+_CANDIDATE_BITS = CANDIDATES.tolist()
 _DIGITS = sum(1 << width for _, width in LEVELS)
 _MOST_GRAPHS = 8  # of gradients that live elsewhere
 
@@ -167,7 +173,7 @@ class P2PStep:
             to_clear = support.nnz
         else:
             vectors.clear_update()
-        flags = (_EXACTLY if cut_to_k else 0) | (_UNAIDED if deferred else 0)
+        flags = (CUT_TO_K if cut_to_k else 0) | (DEFERRED if deferred else 0)
         launches.set_step(self._epoch, bits[0], bits[1], to_clear, flags)
         self._device.pending = True
         residual: Any = vectors.residual
@@ -181,19 +187,19 @@ class P2PStep:
         )
         self._pointers = pointers
         stream = self._device.stream
-        reader = launches.read(gradient)
+        reader = launches.set_gradient(gradient)
         launches.timed = timed and selected is None
         if selected is not None:
             launches.upload_step(stream.ptr)
-            launches.tell(*selected, stream.ptr)
-            launches.enqueue(pointers, stream.ptr, exact=exact, unaided=deferred)
+            launches.put_selection(*selected, stream.ptr)
+            launches.enqueue(pointers, stream.ptr, exact=exact, deferred=deferred)
             return
         captured = not (timed or exact)
         graph = self._graphs.get((*pointers, reader, deferred)) if captured else None
         if graph is None and captured:
             graph = self._first_seen(pointers, reader, deferred)
         if graph is None:
-            launches.enqueue_whole(pointers, stream.ptr, exact=exact, unaided=deferred)
+            launches.enqueue_whole(pointers, stream.ptr, exact=exact, deferred=deferred)
         else:
             graph.launch(stream)
 
@@ -209,7 +215,7 @@ class P2PStep:
         capturing = cupy.cuda.Stream(non_blocking=True)
         capturing.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
         try:
-            self._launches.enqueue_whole(pointers, capturing.ptr, exact=False, unaided=deferred)
+            self._launches.enqueue_whole(pointers, capturing.ptr, exact=False, deferred=deferred)
         except BaseException:
             with suppress(cupy.cuda.runtime.CUDARuntimeError):  # half a step is no graph
                 capturing.end_capture()
@@ -240,7 +246,7 @@ class P2PStep:
         assert launches is not None
         self._epoch = self._device.next_epoch()
         launches.set_step(self._epoch, 0, lowest, 0, 0)
-        launches.enqueue_naming(self._pointers, self._device.stream.ptr)
+        launches.enqueue_exact(self._pointers, self._device.stream.ptr)
         self._device.pending = True
         others = transport.size - 1
         transport.traffic.count_control(WORD_BYTES * others * _DIGITS, len(LEVELS))
@@ -260,10 +266,10 @@ class P2PStep:
         stop, counts = decided[0], decided[5:]
         traffic = transport.traffic
         traffic.count_control(WORD_BYTES * others * (3 + ranks))
-        if stop in (_BAD_SELECTION, _NOT_FINITE, _BAD_REGIONS):
-            flags = counts if stop == _NOT_FINITE else []
+        if stop in (BAD_SELECTION, NOT_FINITE, BAD_REGIONS):
+            flags = counts if stop == NOT_FINITE else []
             flagged = tuple(source for source, found in enumerate(flags) if found)
-            return Outcome("selection", flagged, overflowed=stop == _BAD_REGIONS)
+            return Outcome("selection", flagged, overflowed=stop == BAD_REGIONS)
         selected = self.selected()
         offsets = selected.offsets or []
         messages = sum(other != rank and offsets[other] < offsets[other + 1] for other in range(ranks))
@@ -278,11 +284,11 @@ class P2PStep:
         """What became of the sums, by the words of a decision."""
         assert self._launches is not None
         if stop:
-            return Outcome("threshold", skewed=stop == _SKEWED, nearest=total)
+            return Outcome("threshold", skewed=stop == SKEWED, nearest=total)
         traffic, rank, others = self._transport.traffic, self._transport.rank, self._transport.size - 1
         traffic.count_control(0, again)
         traffic.count(ENTRY.itemsize * others * counts[rank], others if counts[rank] else 0)
-        missed = 0 if exact else _RUNG_BITS[nearest]
+        missed = 0 if exact else _CANDIDATE_BITS[nearest]
         return Outcome("", bits=bits, missed=missed, gathered=self._launches.gathered[:total])
 
     def time_stages(self, timer: StageTimer) -> None:
@@ -305,7 +311,7 @@ class P2PStep:
         launches.enqueue_exact_selection(gradient, residual, lowest, self._device.stream.ptr)
         self._device.synchronize()
         nnz, _, candidates, short, bits = launches.taken[:5]
-        cuts = launches.cuts[: self._transport.size - 1]
+        cuts = launches.splits[: self._transport.size - 1]
         return DeviceSelection(nnz, launches.packed_report[1], candidates, bits, cuts, short=bool(short))
 
     def select(self, gradient: Any, residual: Any, bits: int) -> tuple[int, int, list[int]]:
@@ -323,7 +329,7 @@ class P2PStep:
         launches.enqueue_selection(gradient, residual, bits, self._device.stream.ptr)
         self._device.synchronize()
         nnz, nonfinite = launches.packed_report[:2]
-        return nnz, nonfinite, launches.cuts[: self._transport.size - 1]
+        return nnz, nonfinite, launches.splits[: self._transport.size - 1]
 
     def lists(self) -> RegionLists:
         """The contributions to this rank's region, after a step that stopped for its threshold."""

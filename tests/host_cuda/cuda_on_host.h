@@ -22,6 +22,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __grid_constant__
 #define __launch_bounds__(...)
 #define __shared__ static  // one block at a time
 
@@ -197,6 +198,13 @@ static void call(void (*kernel)(A...), void** values) {
 template <class... A>
 constexpr int count_of(void (*)(A...)) {
   return sizeof...(A);
+}
+
+// Bytes of argument i.
+template <class... A>
+size_t size_of(void (*)(A...), int i) {
+  const size_t sizes[] = {sizeof(A)...};
+  return sizes[i];
 }
 
 }  // namespace host_cuda

@@ -195,12 +195,23 @@ class Device:
         self.id = _current.gpu if number is None else number
         self.attributes = {"MultiProcessorCount": PROCESSORS}
         self.compute_capability = "90"
+        self._before: list[int] = []
 
     def use(self) -> None:
         """Make it the current one."""
         if not 0 <= self.id < GPUS:
             raise CUDARuntimeError(101)  # cudaErrorInvalidDevice
         _current.gpu = self.id
+
+    def __enter__(self) -> Self:
+        self._before.append(_current.gpu)
+        self.use()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _current.gpu = self._before.pop()
 
 
 class RawModule:
@@ -226,8 +237,11 @@ def launch(function: int, blocks: int, rows: int, _: int, threads: int, *more: A
         raise TypeError(f"{kernel.name} takes {kernel.arguments} arguments, not {len(places)}")
     if stream not in _captures:
         return kernel.run(blocks, rows, threads, places)
-    values = (ctypes.c_uint64 * len(places))(*[ctypes.c_uint64.from_address(place).value for place in places])
-    kept = (ctypes.c_void_p * len(places))(*[ctypes.addressof(values) + 8 * i for i in range(len(places))])
+    values = [
+        ctypes.create_string_buffer(ctypes.string_at(places[i], size), size)
+        for i, size in enumerate(kernel.sizes)
+    ]
+    kept = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
 
     def again(alive: Any = values) -> None:
         if status := kernel.run(blocks, rows, threads, kept):

@@ -37,11 +37,15 @@ class HostKernel:
     Attributes:
         name: in the source.
         arguments: how many it takes.
+        sizes: bytes of each.
     """
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         self.name = name
         self.arguments: int = ctypes.c_int.in_dll(library, f"host_cuda_count_{name}").value
+        size_of = library[f"host_cuda_size_{name}"]
+        size_of.restype = ctypes.c_size_t
+        self.sizes = [int(size_of(i)) for i in range(self.arguments)]
         self._body = ctypes.cast(library[f"host_cuda_body_{name}"], ctypes.c_void_p)
         self._run = library.host_cuda_run
 
@@ -87,7 +91,8 @@ def compile_module(source: str, options: Sequence[str]) -> Module:
     kernels = _KERNEL.findall(source)
     bodies = [
         f'extern "C" void host_cuda_body_{name}(void** values) {{ host_cuda::call({name}, values); }}\n'
-        f'extern "C" int host_cuda_count_{name} = host_cuda::count_of({name});'
+        f'extern "C" int host_cuda_count_{name} = host_cuda::count_of({name});\n'
+        f'extern "C" size_t host_cuda_size_{name}(int i) {{ return host_cuda::size_of({name}, i); }}'
         for name in kernels
     ]
     whole = "\n".join(['#include "cuda_on_host.h"', source, *bodies])

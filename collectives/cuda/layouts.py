@@ -1,0 +1,157 @@
+"""What hosts and kernels share: constants and structs, declared here once. CUDA gets them as a generated header."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+_SCALARS: dict[str, Any] = {
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+    "int": ctypes.c_int32,
+    "unsigned": ctypes.c_uint32,
+    "long long": ctypes.c_int64,
+    "unsigned long long": ctypes.c_uint64,
+}
+
+MOST_PEERS = 32  # ranks with symmetric memory
+MESSAGE_WORDS = 80  # of a signal's message, at most
+MOST_DIGITS = 2048  # counters of a histogram of digits
+LEVELS = 3  # histograms until a magnitude is known
+# signals; DIGITS + level carries a whole histogram, the others at most MESSAGE_WORDS
+SELECTED, COUNTED, KEPT, DIGITS, SIGNALS = 0, 1, 2, 3, 6
+# why a step cannot go on without the host, the same on all ranks; 0: it can
+PROCEED, BAD_SELECTION, BAD_THRESHOLD, SKEWED, NOT_FINITE, BAD_REGIONS = range(6)
+# how a step goes on (bits of its flags). CUT_TO_K: cut the selection to its top k wherever it holds as many, not only above the
+# cap. DEFERRED: no host waits to help, so a threshold that missed by little does not stop the step; equal on all ranks.
+CUT_TO_K, DEFERRED = 1, 2
+NARROWEST, WIDEST = 12, 16  # a tile of a region is 2^shift elements
+NUM_CANDIDATES = 65  # candidate thresholds
+DECISION_WORDS = 5  # before a decision's counts
+COMPACT_THREADS, COMPACT_TILE = 256, 2048  # of a block that compacts; entries that it compacts
+
+
+class Struct(ctypes.Structure):
+    """A struct of kernels. Fields are set by name; an unknown name is an AttributeError; unset fields are 0."""
+
+    __slots__ = ()
+
+
+class Layouts:
+    """Declarations for the kernels of one folder.
+
+    Args:
+        folder: of the `.cu` files.
+        constants: integers, by name.
+        base: declarations to build on.
+    """
+
+    def __init__(self, folder: Path, constants: dict[str, Any], base: Layouts | None = None) -> None:
+        mine = {name: value for name, value in constants.items() if name.isupper() and type(value) is int}
+        self.constants: dict[str, int] = {**base.constants, **mine} if base else mine
+        self._types: dict[str, Any] = dict(base._types if base else _SCALARS)
+        self._text: str = (base._text if base else "using Entry = int2;\n") + "".join(
+            f"[[maybe_unused]] constexpr int {name} = {value};\n" for name, value in mine.items()
+        )
+        _OF_FOLDERS[folder.resolve()] = self
+
+    def struct(self, name: str, fields: str, *kernels: str) -> Any:
+        """Declare a struct, and the kernels that take one.
+
+        Args:
+            fields: as in C++: "const Entry* entries; unsigned counts[MOST_PEERS];". A pointer is an address in Python.
+        """
+        members = []
+        for field in filter(None, map(str.strip, fields.split(";"))):
+            kind, _, declarator = field.rpartition(" ")
+            member, *sides = declarator.replace("]", "").split("[")
+            c_type = ctypes.c_uint64 if kind.endswith("*") else self._types[kind]
+            for side in reversed(sides):
+                c_type *= int(side) if side.isdigit() else self.constants[side]
+            members.append((member, c_type))
+        made = type(name, (Struct,), {"__slots__": (), "_fields_": members})
+        self._types[name] = made
+        body = " ".join(fields.split())
+        offsets = (f"offsetof({name}, {member}) == {getattr(made, member).offset}" for member, _ in members)
+        self._text += (
+            f"struct {name} {{ {body} }};\n"
+            f'static_assert(sizeof({name}) == {ctypes.sizeof(made)}, "size of {name}");\n'
+            f"#ifndef __CUDACC_RTC__\n"
+            f'static_assert({" && ".join(offsets)}, "offsets of {name}");\n'
+            "#endif\n"
+        )
+        for kernel in kernels:
+            PARAMETERS[kernel] = made
+            # a definition that takes another type does not compile
+            self._text += f'extern "C" {{ __global__ void {kernel}(const __grid_constant__ {name} p); }}\n'
+        return made
+
+    @property
+    def header(self) -> str:
+        """The declarations as CUDA."""
+        return f"#ifndef __CUDACC_RTC__\n#include <cstddef>\n#endif\n{self._text}"
+
+
+PARAMETERS: dict[str, type[Struct]] = {}
+"""Kernel -> the struct that it takes."""
+
+_OF_FOLDERS: dict[Path, Layouts] = {}
+
+
+def source_with_layouts(source: Path) -> str:
+    """A `.cu` file behind the header that its folder's kernels need; errors keep the file's line numbers."""
+    text = source.read_text(encoding="utf-8")
+    layouts = _OF_FOLDERS.get(source.parent.resolve())
+    return f'{layouts.header}#line 1 "{source.name}"\n{text}' if layouts else text
+
+
+LAYOUTS = Layouts(Path(__file__).parent, globals())
+struct = LAYOUTS.struct
+
+# fmt: off
+Scan = struct("Scan", "unsigned long long* status; unsigned long long* tie_status; unsigned* ticket; unsigned epoch;")
+# What changes from step to step, in device memory, so that a captured step can be replayed
+Step = struct("Step", """
+    unsigned epoch; unsigned local_bits; unsigned global_bits; unsigned support; unsigned lower; int tiles;
+    int shift; unsigned flags;""")
+# What all ranks decided alike. wait_for_kept: the kept sums are signalled after the decision. counts: sums each rank keeps; after
+# a stop for NOT_FINITE its elements that are not finite. total: sums kept; after a stop for BAD_THRESHOLD those that reach the
+# candidate nearest k.
+Decision = struct("Decision", """
+    unsigned stop; unsigned nearest; unsigned bits; unsigned wait_for_kept; unsigned total;
+    unsigned counts[MOST_PEERS]; unsigned starts[MOST_PEERS];""")
+WindowHead = struct("WindowHead", """
+    unsigned signals[SIGNALS][MOST_PEERS]; unsigned messages[DIGITS][MOST_PEERS][MESSAGE_WORDS];
+    unsigned digits[LEVELS][MOST_PEERS][MOST_DIGITS];""")
+# windows: the address of every rank's window, null without symmetric memory
+P2P = struct("P2P", "const unsigned long long* windows; int ranks; int rank; const Step* step; Decision* decision;")
+Region = struct("Region", "long long lower; int tiles; int shift; unsigned threshold; unsigned epoch;")
+SumsState = struct("SumsState", """
+    unsigned finished; unsigned overflowed; unsigned entries; unsigned kept_blocks;
+    unsigned candidates[NUM_CANDIDATES];""")
+struct("PutSelection", """
+    P2P p2p; const Entry* entries; long long nnz; unsigned nonfinite; const long long* boundaries; unsigned* header;
+    volatile unsigned long long* mailbox;""", "put_selection")
+struct("PutKept", "P2P p2p;", "put_kept")
+struct("CollectRegion", """
+    P2P p2p; unsigned long long packed_at; unsigned cap; unsigned capacity; Entry* pool; unsigned* splits;
+    volatile unsigned* report;""", "collect_region")
+struct("SplitTiles", """
+    const Entry* pool; const long long* ranges; int lists; Region region; unsigned* splits;""", "split_tiles")
+struct("SumTiles", """
+    P2P p2p; const Entry* pool; const unsigned* splits; int lists; Region region; const long long* candidates;
+    Entry* sums; unsigned* overflowed; SumsState* state; volatile unsigned* report;""", "sum_tiles", "sum_overflowed_tiles")
+struct("KeepSums", """
+    P2P p2p; const Entry* sums; unsigned threshold; unsigned capacity; Entry* kept; SumsState* state; Scan scan;
+    volatile unsigned* report;""", "keep_sums")
+struct("SplitAtLeast", """
+    const Entry* entries; long long n; unsigned threshold; unsigned ties; Entry* kept; Entry* rest;
+    unsigned capacity; Scan scan; volatile unsigned* report;""", "split_at_least")
+struct("RegionOffsets", """
+    const Entry* entries; long long n; const long long* boundaries; int count; volatile unsigned* report;""", "region_offsets")
+struct("EqualCountSplits", """
+    const Entry* entries; long long n; const unsigned* count; int parts; volatile unsigned* report;""", "equal_count_splits")
+struct("WriteBlock", "const Entry* entries; long long n; long long lower; float* block;", "write_block")
+struct("AddValues", "float* kept; const float* incoming; long long n;", "add_values")
+struct("ScaleValues", "float* values; long long n; float scale;", "scale_values")

@@ -1,0 +1,95 @@
+// Signals between the GPUs of a host through symmetric memory.
+//
+// Every rank has one window, which all ranks map: a WindowHead, then its owner's payload, which the others read. A signal and its
+// message are written into the receiver's window, so that waiting and reading stay on the receiver's GPU. A signal's value is the
+// epoch, a counter that all ranks advance together, so nothing is ever reset.
+//
+// Order: the writers of the payload fence (device), the block that signals fences (system) and releases the signal. Who acquires
+// the signal reads everything written before it.
+#pragma once
+
+#include "coo.cuh"
+
+__device__ __forceinline__ WindowHead* head_of(unsigned long long window) { return reinterpret_cast<WindowHead*>(window); }
+
+// Send every rank, this one too, a signal with a message of `count` words. A whole block calls, after all the message speaks of is
+// written.
+__device__ __forceinline__ void put_signal(const P2P& p2p, int signal, const unsigned* message, int count, unsigned epoch) {
+  const int lane = threadIdx.x & 31;
+  for (int peer = threadIdx.x >> 5; peer < p2p.ranks; peer += blockDim.x >> 5) {
+    WindowHead* head = head_of(p2p.windows[peer]);
+    volatile unsigned* to = signal < DIGITS ? head->messages[signal][p2p.rank] : head->digits[signal - DIGITS][p2p.rank];
+    for (int i = lane; i < count; i += 32) to[i] = message[i];
+    __threadfence_system();
+    __syncwarp();
+    if (lane == 0) {
+      unsigned* flag = &head->signals[signal][p2p.rank];
+      asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(epoch) : "memory");
+    }
+  }
+}
+
+// Wait until every rank has sent a signal of this epoch; returns the head of this rank's window. A whole block calls.
+__device__ __forceinline__ const WindowHead* wait_signal(const P2P& p2p, int signal, unsigned epoch) {
+  const WindowHead* head = head_of(p2p.windows[p2p.rank]);
+  if (threadIdx.x < p2p.ranks) {
+    const unsigned* flag = &head->signals[signal][threadIdx.x];
+    unsigned seen;
+    do {
+      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+    } while (static_cast<int>(seen - epoch) < 0);
+  }
+  __syncthreads();
+  return head;
+}
+
+// Write word i of a mailbox in host memory: the epoch above the value, so that the host sees a word whole or not at all, and no
+// fence orders words.
+__device__ __forceinline__ void post(volatile unsigned long long* mailbox, int i, unsigned value, unsigned epoch) {
+  mailbox[i] = static_cast<unsigned long long>(epoch) << 32 | value;
+}
+
+// Set what each rank keeps and where that begins among all; a step that goes on stops where one rank keeps more than `trigger` times
+// the mean. One thread calls.
+template <class Kept>
+__device__ __forceinline__ void set_decision(const P2P& p2p, double trigger, int stop, unsigned bits, const Kept& kept_by) {
+  Decision& decision = *p2p.decision;
+  unsigned start = 0, largest = 0;
+  for (int q = 0; q < p2p.ranks; ++q) {
+    const unsigned kept = kept_by(q);
+    decision.counts[q] = kept;
+    decision.starts[q] = start;
+    start += kept;
+    largest = kept > largest ? kept : largest;
+  }
+  if (!stop && p2p.ranks > 2 && static_cast<double>(largest) * p2p.ranks > trigger * start) stop = SKEWED;
+  decision.stop = stop;
+  decision.bits = bits;
+  decision.wait_for_kept = !stop;
+  decision.total = start;
+}
+
+// Post the first words of a decision: all before the counts, and a count a rank. A whole block calls.
+__device__ __forceinline__ void post_decision(volatile unsigned long long* mailbox, const P2P& p2p, unsigned epoch) {
+  const int i = threadIdx.x;
+  if (i < p2p.ranks) post(mailbox, DECISION_WORDS + i, p2p.decision->counts[i], epoch);
+  if (i < DECISION_WORDS) post(mailbox, i, reinterpret_cast<const unsigned*>(p2p.decision)[i], epoch);
+}
+
+// Send the header of a selection to the peers, and post it. The host gets more: of how many candidates the selection was trimmed and
+// the threshold of that, 0 and 0 where it was not, and ranks - 1 indices that split the `listed` entries into equal counts. A whole
+// block calls, after the selection is written.
+__device__ __forceinline__ void put_selected(const P2P& p2p, const unsigned* header, const Entry* entries, unsigned listed,
+                                             unsigned candidates, unsigned threshold, volatile unsigned long long* mailbox,
+                                             unsigned epoch) {
+  const int words = 3 + p2p.ranks;
+  put_signal(p2p, SELECTED, header, words, epoch);
+  for (int i = threadIdx.x; i < words + 1 + p2p.ranks; i += blockDim.x) {
+    const unsigned long long part = i - words - 1;
+    unsigned word = candidates;
+    if (i < words) word = read_volatile(header + i);
+    if (i == words + 1) word = threshold;
+    if (i > words + 1) word = listed ? entries[listed * part / p2p.ranks].x : 0;
+    post(mailbox, i, word, epoch);
+  }
+}
