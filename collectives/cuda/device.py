@@ -171,7 +171,7 @@ class Device:
     def launch(self, kernel: Kernel, blocks: int, threads: int, *, rows: int = 1, **fields: Any) -> None:
         """Put a kernel on the stream, with these parameters."""
         self.pending = True
-        kernel.prepare(**fields)(blocks, threads, self._stream, rows)
+        kernel.launch(blocks, threads, self._stream, rows, fields)
 
     def launch_for(self, kernel: Kernel, elements: int, **fields: Any) -> None:
         """Put a grid-stride kernel over so many elements on the stream."""

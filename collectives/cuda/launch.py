@@ -54,10 +54,23 @@ class Kernel:
         self.parameters = PARAMETERS[name]
         self._raw = module.get_function(name)  # keeps the module loaded
         self.function = self._raw.kernel.ptr
+        self._last: tuple[str, ...] = ()  # fields of the last `launch`
+        self._reused = self.prepare()
 
     def prepare(self, **fields: Any) -> PreparedLaunch:
         """A launch with these parameters; the others are 0."""
         return PreparedLaunch(self, self.parameters(**fields))
+
+    def launch(self, blocks: int, threads: int, stream: int, rows: int, fields: dict[str, Any]) -> None:
+        """Put the kernel on a stream once, with these parameters; the others are 0."""
+        names = tuple(fields)
+        if names == self._last:  # the same call as the last one: its struct serves again
+            params = self._reused.params
+            for name, value in fields.items():
+                setattr(params, name, value)
+        else:
+            self._last, self._reused = names, self.prepare(**fields)
+        self._reused(blocks, threads, stream, rows)
 
 
 class PreparedLaunch:

@@ -124,7 +124,8 @@ class P2PExecutor:
             lowest = method.threshold.lowest
             outcome = self._learn_splits(self.p2p_step.go_exact(lowest))
         if not outcome.stopped_at:
-            result = replace(self._applied(step, selection, outcome), deferrable=deferrable)
+            result = self._applied(step, selection, outcome)
+            result.deferrable = deferrable
             plan.timer.record("step")
             return result
         plan.timer.record("step")

@@ -112,6 +112,7 @@ class P2PStep:
         self._device = transport.device
         self._launches: P2PGraph | None = None
         self._epoch = self._selected_at = 0  # of the last notes, and of the selection they go back to
+        self._selection: DeviceSelection | None = None  # of the last step, once it was read
         self._pointers = (0, 0, 0, 0)
         self._boundaries: NDArray[np.int64] | None = None
         # by where the vectors live, what reads the gradient, and `unaided`; None: seen once
@@ -164,6 +165,7 @@ class P2PStep:
         launches = self._launches
         assert launches is not None
         self._epoch = self._selected_at = self._device.next_epoch()
+        self._selection = None
         if boundaries is not self._boundaries:
             self._boundaries = boundaries
             if launches.set_regions(boundaries):
@@ -225,11 +227,13 @@ class P2PStep:
 
     def selected(self) -> DeviceSelection:
         """The selection that `launch` made; there once the outcome is."""
-        assert self._launches is not None
-        words = self._launches.selected.read(self._selected_at)
-        after = 3 + self._transport.size
-        offsets, (candidates, bits, *splits) = words[2:after], words[after:]
-        return DeviceSelection(words[0], words[1], candidates, bits, splits, offsets)
+        if self._selection is None:
+            assert self._launches is not None
+            words = self._launches.selected.read(self._selected_at)
+            after = 3 + self._transport.size
+            offsets, (candidates, bits, *splits) = words[2:after], words[after:]
+            self._selection = DeviceSelection(words[0], words[1], candidates, bits, splits, offsets)
+        return self._selection
 
     def go_exact(self, lowest: int) -> Outcome:
         """Go on with a step that stopped since no candidate fits: compute the exact global threshold, and apply. Collective.
