@@ -1,6 +1,6 @@
 # On a fresh Debian or Ubuntu machine with git, make and Python >= 3.11 with venv, as root or not:
 #     make demo      watch four ranks train, dense and sparse, then look at the page
-#     make test      lint, format, types, spelling and all tests on 1, 2, 3, 4, 5 and 8 ranks
+#     make test      lint, format, types, spelling and the tests, on 1 and 3 ranks, those of communication on 8 too
 #                    The CUDA kernels are compiled, GPU or not, by nvcc from PATH or NVRTC from the extra cuda-compile; with
 #                    neither that is skipped, unless CI is set, which installs the extra and fails without.
 # Each does its own set-up in .venv, once; again when setup.cfg or constraints.txt change.
@@ -27,12 +27,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slurm test-mpich bench-net lint format clean
+.PHONY: help setup demo test test-long test-slurm test-all test-mpich bench-net lint format clean
 
 help:
 	@echo "make demo     train VGG on digits with 4 ranks, dense and Ok-Topk, and compare them on a page (demo/)"
 	@echo "              WIDTH=1.0 DATA=cifar10.h5 RANKS=4 DENSITY=0.02 or any DEMO_ARGS='...'"
-	@echo "make test     lint, format, types, spelling and every test; TEST_ARGS='--ranks 1,4 -k regions'"
+	@echo "make test     lint, format, types, spelling and the tests; TEST_ARGS='--ranks 1,4 -k regions'"
+	@echo "make test-all  all that, the long tests, 2, 4, 5 and 8 ranks for everything, and Slurm"
+	@echo "make test-long  of that only the long tests and the other numbers of ranks"
 	@echo "make test-slurm  the batch scripts of jobs/ on a real Slurm, as root; installed by apt-get if need be"
 	@echo "make test-mpich  the same tests on MPICH instead of Open MPI, in .venv-mpich"
 	@echo "make bench-net  every method over TCP between four hosts on links of RATE=1gbit, as root; JSON=FILE BENCH_ARGS='...'"
@@ -49,6 +51,12 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m tests.run $(TEST_ARGS)
+
+test-all: $(READY)
+	@$(BIN)/python -m tests.run --all $(TEST_ARGS)
+
+test-long: $(READY)
+	@$(BIN)/python -m tests.run --long $(TEST_ARGS)
 
 test-slurm: $(READY)
 	@$(BIN)/python -m tests.run --slurm $(TEST_ARGS)

@@ -1,65 +1,68 @@
-"""Allgatherv of COO blocks for any number of ranks: plain, balanced first, or with dense blocks where they are shorter."""
+"""Allgatherv of blocks for any number of ranks: as they are, balanced first, or dense where that is shorter."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.mpi import Transport
+from collectives.codec import PLAIN, Codec
 from collectives.sparse import SparseVector
+from collectives.traffic import WORD_BYTES
+from collectives.transport import Transport
 
 
 def allgatherv(
-    gathered: NDArray[np.void],
+    gathered: NDArray[Any],
     counts: NDArray[np.int64],
     transport: Transport,
-    own: NDArray[np.void] | None = None,
+    own: NDArray[Any] | None = None,
 ) -> None:
     """Deliver every rank's block to all ranks.
 
-    In round j a rank passes on all it holds, at distance 2^j: to rank ^ 2^j where P is a power of two, and to
+    In round j a rank passes on all blocks that it has, at distance 2^j: to rank ^ 2^j where P is a power of two, and to
     rank - 2^j (from rank + 2^j, modulo P; Bruck's form) otherwise, where the last round moves only what is missing.
 
     Args:
-        gathered: ENTRY[sum(counts)], all blocks in rank order.
-        counts: int64[P], entries of each rank's block, equal on all ranks. Collective.
-        own: ENTRY[counts[r]], this rank's block; None: it is in `gathered` already.
+        gathered: [sum(counts)] of entries or any other type, filled with all blocks in rank order.
+        counts: int64[P], elements of each rank's block, equal on all ranks. Collective.
+        own: [counts[r]], this rank's block; None: it is in `gathered` already.
 
-    Traffic: 2·(sum(counts) - counts[r]) words received by rank r, ceil(log2 P) rounds; a range of blocks that wraps
-        around the end takes two messages.
+    Traffic: all but the own block received, ceil(log2 P) rounds; a range of blocks that wraps around the end takes two
+        messages.
     Source: Li & Hoefler, PPoPP 2022, section 3.1.2; Bruck et al., IEEE TPDS 1997.
     """
     rank, size = transport.rank, transport.size
     offsets = [0, *counts.cumsum().tolist()]
 
-    def pieces(first: int, blocks: int) -> list[NDArray[np.void]]:
+    def blocks_from(first: int, blocks: int) -> list[NDArray[Any]]:
         first %= size
         last = first + blocks
         ranges = [(first, last)] if last <= size else [(first, size), (0, last - size)]
         return [gathered[offsets[a] : offsets[b]] for a, b in ranges]
 
-    place = gathered[offsets[rank] : offsets[rank + 1]]
+    mine = gathered[offsets[rank] : offsets[rank + 1]]
     if size == 1 and own is not None:
-        place[:] = own
+        mine[:] = own
     power_of_two = size & (size - 1) == 0
     distance = 1
     while distance < size:
         if power_of_two:
             dest = source = rank ^ distance
-            outgoing = pieces(rank & -distance, distance)
-            incoming = pieces(source & -distance, distance)
+            outgoing = blocks_from(rank & -distance, distance)
+            incoming = blocks_from(source & -distance, distance)
         else:
             dest, source = (rank - distance) % size, (rank + distance) % size
             blocks = min(distance, size - distance)
-            outgoing, incoming = pieces(rank, blocks), pieces(source, blocks)
+            outgoing, incoming = blocks_from(rank, blocks), blocks_from(source, blocks)
         if distance == 1 and own is not None:
             outgoing = [own]
-        requests = [request for piece in incoming for request in transport.receive(piece, source)]
-        requests += [request for piece in outgoing for request in transport.send(piece, dest)]
+        requests = [request for part in incoming for request in transport.receive(part, source)]
+        requests += [request for part in outgoing for request in transport.send(part, dest)]
         if distance == 1 and own is not None:
-            place[:] = own  # while the first round is on the wire
+            mine[:] = own  # while the first round is on the wire
         transport.wait(requests)
         distance *= 2
 
@@ -67,7 +70,7 @@ def allgatherv(
 def needs_balancing(counts: NDArray[np.int64], trigger: float) -> bool:
     """Whether the largest of int64[P] counts exceeds `trigger` times their mean; never for trigger >= P.
 
-    Nor for two ranks: what one moves to the other it would send it anyway.
+    Never for two ranks either: what balancing would move, the allgatherv sends anyway.
     """
     return len(counts) > 2 and int(counts.max()) * len(counts) > trigger * int(counts.sum())
 
@@ -78,52 +81,61 @@ def balance_and_allgatherv(
     length: int,
     transport: Transport,
     trigger: float = 4.0,
+    codec: Codec = PLAIN,
 ) -> SparseVector:
     """Gather the ranks' blocks, in rank order, on all ranks.
 
     Where one block is much longer than the mean, entries move point to point first, so that every rank holds an equal
-    share of the whole, in the same order; an allgatherv is as slow as its longest block.
+    share of the whole, in the same order; an allgatherv is as slow as its longest block. They move as plain entries: each
+    is encoded once, by the rank that holds it in the allgatherv.
 
     Args:
         kept: ENTRY[counts[r]], this rank's block, ascending; blocks of later ranks hold higher indices.
         counts: int64[P], entries of each block, equal on all ranks. Collective: every rank must call.
         length: elements of the dense vector.
         trigger: balance when the largest block exceeds this times the mean block.
+        codec: encodes the gathered entries; equal on all ranks.
 
     Returns:
         All blocks as one vector; its entries lie in the transport's workspace until the next call.
 
-    Traffic: 2·(sum(counts) - own share) words received, ceil(log2 P) rounds; balancing adds at most 2·sum(counts)·(P-1)/P²
-        words a rank on average, and at most P-1 messages.
+    Traffic: the codec's bytes of all but the own share received, plain 2·(sum(counts) - share) words, ceil(log2 P) rounds;
+        balancing adds at most 2·sum(counts)·(P-1)/P² words a rank on average, and at most P-1 messages.
     Source: Li & Hoefler, PPoPP 2022, section 3.1.2.
     """
     total = int(counts.sum())
     gathered = transport.workspace.entries("gathered", total)
-    ends = np.cumsum(counts)
-    if needs_balancing(counts, trigger):
-        cuts = total * np.arange(transport.size + 1, dtype=np.int64) // transport.size
-        shares = np.diff(cuts)
-        _redistribute(kept, ends - counts, ends, cuts, gathered, transport)
-        allgatherv(gathered, shares, transport)
-    else:
-        allgatherv(gathered, counts, transport, own=kept)
+    buffer = codec.receive_buffer(gathered)
+    balance = needs_balancing(counts, trigger)
+    if balance:
+        splits = total * np.arange(transport.size + 1, dtype=np.int64) // transport.size
+        kept, counts = _redistribute(kept, counts, splits, gathered, transport), np.diff(splits)
+    in_place = balance and buffer is gathered
+    own = None if in_place else codec.encode(kept, 0, length)
+    sizes = codec.wire_bytes(counts) // buffer.itemsize
+    allgatherv(buffer, sizes, transport, own)
+    if buffer is not gathered:
+        wires, blocks = sizes.cumsum(), counts.cumsum()
+        for wire, size, block, count in zip(wires, sizes, blocks, counts, strict=True):
+            codec.decode(buffer[wire - size : wire], 0, length, gathered[block - count : block])
     return SparseVector(gathered, length)
 
 
 def _redistribute(
     kept: NDArray[np.void],
-    begins: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    cuts: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    splits: NDArray[np.int64],
     gathered: NDArray[np.void],
     transport: Transport,
-) -> None:
-    """Move entries so that rank r holds gathered[cuts[r]:cuts[r + 1]] of the whole, which it held as begins[r]:ends[r]."""
+) -> NDArray[np.void]:
+    """Move entries so that rank r holds gathered[splits[r]:splits[r + 1]], which is returned; before it held block r."""
     rank, size = transport.rank, transport.size
+    ends = counts.cumsum()
+    begins = ends - counts
 
     def overlap(holder: int, target: int) -> tuple[int, int]:
-        start = max(int(begins[holder]), int(cuts[target]))
-        return start, max(start, min(int(ends[holder]), int(cuts[target + 1])))
+        start = max(int(begins[holder]), int(splits[target]))
+        return start, max(start, min(int(ends[holder]), int(splits[target + 1])))
 
     requests = []
     for i in range(1, size):
@@ -135,11 +147,12 @@ def _redistribute(
     start, stop = overlap(rank, rank)
     gathered[start:stop] = kept[start - begins[rank] : stop - begins[rank]]
     transport.wait(requests)
+    return gathered[splits[rank] : splits[rank + 1]]
 
 
 @dataclass(frozen=True)
 class GatheredRegions:
-    """Every region's sums, in one buffer.
+    """Every region's sums, in one array.
 
     Attributes:
         entries: ENTRY[offsets[-1]]; region r lies in entries[offsets[r]:offsets[r + 1]], as COO, or as float32 values of the
@@ -172,12 +185,12 @@ def allgather_regions(
     Returns:
         The regions; they lie in the transport's workspace until the next call.
 
-    Traffic: min(2·nnz, length) words of every other rank's region received (a dense one rounded up to an even count),
+    Traffic: min(2·nnz, length) words of every other rank's region received (rounded up to an even count if dense),
         ceil(log2 P) rounds.
     Source: Renggli et al., SparCML, SC 2019, section 5.3.
     """
     lengths = np.diff(boundaries)
-    dense = 2 * counts > lengths
+    dense = PLAIN.wire_bytes(counts) > WORD_BYTES * lengths
     units = np.where(dense, (lengths + 1) // 2, counts)
     offsets = np.zeros(transport.size + 1, np.int64)
     np.cumsum(units, out=offsets[1:])

@@ -10,12 +10,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.mpi import PersistentRound, Round, Transport
+from collectives.transport import PersistentRound, Round, Transport
+
+
+def dense_words(length: int, ranks: int) -> float:
+    """Words per rank of `DenseAllreduce`, averaged over the ranks.
+
+    2n(P-1)/P where P is a power of two. Otherwise, with p the power of two below P, the P - p surplus ranks fold in and
+    out of a partner at 5n/2 words a pair: (2n(p-1) + 5n(P-p)/2) / P.
+    """
+    core = 1 << (ranks.bit_length() - 1)
+    return (2 * length * (core - 1) + 2.5 * length * (ranks - core)) / ranks
 
 
 @dataclass(frozen=True)
 class _Step:
-    """Exchange, then add what came to what is kept; both may be empty."""
+    """Exchange, then add `incoming` to `kept`; both may be empty."""
 
     exchange: PersistentRound
     kept: NDArray[np.float32]
@@ -31,10 +41,10 @@ class DenseAllreduce:
 
     Args:
         vector: float32[n], summed in place by `run`; must not move.
-        transport: where the ranks meet.
+        transport: of the ranks. Collective: every rank must construct.
 
     Memory: n/2 words of scratch.
-    Traffic: `collectives.traffic.dense_words`; 2 log2 P messages a rank where P is a power of two.
+    Traffic: `dense_words`; 2 log2 P messages a rank where P is a power of two.
     """
 
     def __init__(self, vector: NDArray[np.float32], transport: Transport) -> None:
@@ -53,14 +63,14 @@ class DenseAllreduce:
         if rank >= 2 * surplus:
             self._add_core_steps(rank - surplus, core, surplus)
         elif rank % 2 == 0:
-            self._add_sum_step(rank + 1, outgoing=high, kept=low)
-            self._reduce_steps.append(self._plain_step(rank + 1, outgoing=nothing, incoming=high))
+            self._reduce_steps.append(self._sum_step(rank + 1, outgoing=high, kept=low))
+            self._reduce_steps.append(self._copy_step(rank + 1, outgoing=nothing, incoming=high))
             self._add_core_steps(rank // 2, core, surplus)
-            self._gather_steps.append(self._plain_step(rank + 1, outgoing=vector, incoming=nothing))
+            self._gather_steps.append(self._copy_step(rank + 1, outgoing=vector, incoming=nothing))
         else:
-            self._add_sum_step(rank - 1, outgoing=low, kept=high)
-            self._reduce_steps.append(self._plain_step(rank - 1, outgoing=high, incoming=nothing))
-            self._gather_steps.append(self._plain_step(rank - 1, outgoing=nothing, incoming=vector))
+            self._reduce_steps.append(self._sum_step(rank - 1, outgoing=low, kept=high))
+            self._reduce_steps.append(self._copy_step(rank - 1, outgoing=high, incoming=nothing))
+            self._gather_steps.append(self._copy_step(rank - 1, outgoing=nothing, incoming=vector))
 
     def run(self, scale: float = 1.0) -> None:
         """Sum over the ranks, times `scale`, into `vector`. Collective."""
@@ -75,38 +85,32 @@ class DenseAllreduce:
             step.exchange.run()
 
     def free(self) -> None:
-        """Give the persistent requests back to MPI."""
+        """Free the persistent rounds."""
         for step in self._reduce_steps + self._gather_steps:
             step.exchange.free()
 
-    def _add_core_steps(self, place: int, core: int, surplus: int) -> None:
-        """Halve and double among the `core` ranks; those with a surplus partner come first."""
+    def _add_core_steps(self, number: int, core: int, surplus: int) -> None:
+        """Halve and double as number `number` of `core` ranks; those with a surplus partner come first."""
         start, stop = 0, len(self.vector)
         distance = core // 2
         while distance:
             middle = (start + stop) // 2
-            kept, given = slice(start, middle), slice(middle, stop)
-            if place & distance:
-                kept, given = given, kept
-            other = place ^ distance
+            kept, sent = slice(start, middle), slice(middle, stop)
+            if number & distance:
+                kept, sent = sent, kept
+            other = number ^ distance
             partner = 2 * other if other < surplus else other + surplus
-            self._add_sum_step(partner, outgoing=self.vector[given], kept=self.vector[kept])
-            self._gather_steps.insert(
-                0, self._plain_step(partner, outgoing=self.vector[kept], incoming=self.vector[given])
-            )
+            mine, theirs = self.vector[kept], self.vector[sent]
+            self._reduce_steps.append(self._sum_step(partner, outgoing=theirs, kept=mine))
+            self._gather_steps.insert(0, self._copy_step(partner, outgoing=mine, incoming=theirs))
             start, stop = kept.start, kept.stop
             distance //= 2
         self._owned = self.vector[start:stop]
 
-    def _add_sum_step(self, partner: int, outgoing: NDArray[np.float32], kept: NDArray[np.float32]) -> None:
+    def _sum_step(self, partner: int, outgoing: NDArray[np.float32], kept: NDArray[np.float32]) -> _Step:
         incoming = self._scratch[: len(kept)]
-        exchange = self._transport.persistent(Round(partner, outgoing, partner, incoming))
-        self._reduce_steps.append(_Step(exchange, kept, incoming))
+        return _Step(self._transport.persistent(Round(partner, outgoing, partner, incoming)), kept, incoming)
 
-    def _plain_step(
-        self, partner: int, outgoing: NDArray[np.float32], incoming: NDArray[np.float32]
-    ) -> _Step:
-        nothing = self.vector[:0]
-        return _Step(
-            self._transport.persistent(Round(partner, outgoing, partner, incoming)), nothing, nothing
-        )
+    def _copy_step(self, partner: int, outgoing: NDArray[np.float32], incoming: NDArray[np.float32]) -> _Step:
+        kept = self.vector[:0]
+        return _Step(self._transport.persistent(Round(partner, outgoing, partner, incoming)), kept, kept)

@@ -1,4 +1,4 @@
-"""The doors from device arrays to MPI: one for an MPI that moves device memory, one for any other."""
+"""Device arrays over MPI: given to an MPI that moves device memory, or through pinned host memory to any other."""
 
 from __future__ import annotations
 
@@ -12,84 +12,99 @@ from numpy.typing import NDArray
 from collectives.cuda.device import Device, DeviceEntries, DeviceWorkspace
 from collectives.cuda.environment import SEE_ITS_STATE, first_line, gpu_problem, pinned_memory
 from collectives.cuda.kernels import DeviceKernels
-from collectives.mpi import Transport
-from collectives.mpi_staged import StagingTransport
+from collectives.mpi import MpiTransport, on_this_host
+from collectives.mpi_staged import StagedMpiTransport
 from collectives.symmetric_memory import SymmetricMemory, symmetric_memory_problem
-from collectives.traffic import Traffic
 
 
-class DeviceTransport(Transport):
-    """Device arrays over an MPI that moves device memory.
-
-    MPI knows no streams: before a send or a receive everything on the stream must have finished. It is waited for here, and
-    only if something was put on it since it was last waited for.
+class _OnDevice(MpiTransport):
+    """What transports of device arrays share.
 
     Args:
-        comm: as `Transport`. Collective.
+        comm: as `MpiTransport`. Collective.
         device: the GPU and stream of this instance.
+        more: further arguments of the transport that this class is mixed into.
     """
 
-    def __init__(self, comm: MPI.Intracomm, device: Device) -> None:
-        super().__init__(comm)
+    def __init__(self, comm: MPI.Intracomm, device: Device, *more: Any) -> None:
+        super().__init__(comm, *more)
         self.device = device
         self.workspace = DeviceWorkspace(device)  # type: ignore[assignment]
-        self.kernels = DeviceKernels(device)  # type: ignore[assignment]
-
-    def open_p2p(self, wanted: bool | None) -> str:
-        return _open_p2p(self, self.device, wanted)
+        self.kernels = DeviceKernels(device)
 
     def allocate(self, length: int) -> Any:
         return self.device.allocate(length, np.float32)
 
-    def send(self, array: Any, dest: int, even_if_empty: bool = False) -> list[MPI.Request]:
-        self._settle()
-        return super().send(array, dest, even_if_empty)
+    def open_p2p(self, wanted: bool | None) -> str:
+        if wanted is False:
+            return "peer memory is not wanted"
+        problem = symmetric_memory_problem(self, shared_gpus=bool(wanted))
+        if not problem:
+            try:  # only an attempt shows it: containers and hidden GPUs have no CUDA IPC
+                SymmetricMemory(self, self.device, 0).close()
+            except RuntimeError as error:
+                problem = str(error)
+        self.p2p = not problem
+        return problem
 
-    def receive(self, array: Any, source: int) -> list[MPI.Request]:
-        self._settle()
-        return super().receive(array, source)
 
-    def receive_counted(self, array: Any, source: int) -> int:
-        self._settle()
-        return super().receive_counted(array, source)
+class CudaMpiTransport(_OnDevice):
+    """Device arrays over an MPI that moves device memory.
 
-    def _starting(self) -> Traffic:
-        self._settle()
-        return self.traffic
+    MPI does not know streams, so the stream is waited for before a message starts, if anything was put on it since the
+    last wait.
+    """
 
-    def _settle(self) -> None:
+    def _mpi_buffer(self, array: Any) -> Any:
+        self._synchronize()
+        return [MPI.buffer.fromaddress(_address(array), array.nbytes), MPI.BYTE]
+
+    def _synchronize(self) -> None:
         if self.device.pending:
             self.device.synchronize()
 
-    def _wire(self, array: Any) -> Any:
-        return [MPI.buffer.fromaddress(_address(array), array.nbytes), MPI.BYTE]
+
+class StagedCudaTransport(_OnDevice, StagedMpiTransport):
+    """Device arrays over an MPI that moves host memory only."""
+
+    def __init__(self, comm: MPI.Intracomm, device: Device) -> None:
+        super().__init__(comm, device, PinnedCopies(device))
+
+
+def connect_device(
+    host: MpiTransport, device: Device, staged: bool
+) -> CudaMpiTransport | StagedCudaTransport:
+    """The transport for device arrays among the ranks of `host`, which the caller closes. Collective.
+
+    Args:
+        host: a transport for host arrays.
+        device: the GPU and stream of this rank.
+        staged: through pinned host memory; ranks may differ.
+    """
+    kind: type[CudaMpiTransport | StagedCudaTransport] = StagedCudaTransport if staged else CudaMpiTransport
+    return kind(host.comm, device)
 
 
 class PinnedCopies:
-    """Copies between a device and page-locked memory, on the device's stream; see `staging_transport.Copies`."""
+    """Copies between a device and page-locked memory, on the device's stream; implements `mpi_staged.Copies`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
     @property
     def pending(self) -> bool:
-        """As the protocol says."""
         return self._device.pending
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """As the protocol says."""
         return np.frombuffer(pinned_memory(nbytes), np.uint8, nbytes)
 
     def copy_out(self, host: NDArray[np.uint8], array: Any) -> None:
-        """As the protocol says."""
         self._copy(host.ctypes.data, _address(array), len(host), cupy.cuda.runtime.memcpyDeviceToHost)
 
     def copy_in(self, array: Any, host: NDArray[np.uint8]) -> None:
-        """As the protocol says."""
         self._copy(_address(array), host.ctypes.data, len(host), cupy.cuda.runtime.memcpyHostToDevice)
 
     def synchronize(self) -> None:
-        """As the protocol says."""
         self._device.synchronize()
 
     def _copy(self, dest: int, source: int, nbytes: int, kind: int) -> None:
@@ -97,62 +112,17 @@ class PinnedCopies:
         cupy.cuda.runtime.memcpyAsync(dest, source, nbytes, kind, self._device.stream.ptr)
 
 
-class StagedDeviceTransport(StagingTransport):
-    """Device arrays over an MPI that moves host memory only.
-
-    Args:
-        comm: as `Transport`. Collective.
-        device: the GPU and stream of this instance.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, device: Device) -> None:
-        super().__init__(comm, PinnedCopies(device))
-        self.device = device
-        self.workspace = DeviceWorkspace(device)  # type: ignore[assignment]
-        self.kernels = DeviceKernels(device)  # type: ignore[assignment]
-
-    def open_p2p(self, wanted: bool | None) -> str:
-        return _open_p2p(self, self.device, wanted)
-
-    def allocate(self, length: int) -> Any:
-        return self.device.allocate(length, np.float32)
-
-
-def _open_p2p(transport: Transport, device: Device, wanted: bool | None) -> str:
-    """As `Transport.open_p2p`: peer memory needs no MPI that knows of devices."""
-    if wanted is False:
-        return "peer memory is not wanted"
-    problem = symmetric_memory_problem(transport.comm, shared_gpus=bool(wanted))
-    if not problem:
-        try:  # what cannot be told beforehand: containers and hidden GPUs have no CUDA IPC
-            SymmetricMemory(transport.comm, device, 0).close()
-        except RuntimeError as error:
-            problem = str(error)
-    transport.p2p = not problem
-    return problem
-
-
 def _address(array: Any) -> int:
     return int(array.pointer if isinstance(array, DeviceEntries) else array.data.ptr)
 
 
-def local_rank(comm: MPI.Intracomm) -> int:
-    """Place of this rank among those of its host. Collective."""
-    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    try:
-        return int(host.Get_rank())
-    finally:
-        host.Free()
-
-
 def select_device(comm: MPI.Intracomm) -> int:
-    """Make the GPU of this rank's place on its host the current one, round robin; returns its number. Collective.
+    """Make a GPU the current one, by this rank's place on its host, round robin; returns its number. Collective.
 
     Raises:
-        RuntimeError: a rank has none that can be used; on every rank alike. The message names the ranks, and says why and what
-            to do.
+        RuntimeError: a rank has no usable GPU; on every rank alike. The message names the ranks, the cause and a remedy.
     """
-    number, problem = _use_gpu(local_rank(comm))
+    number, problem = _use_gpu(on_this_host(comm)[0])
     failed = {rank: text for rank, text in enumerate(comm.allgather(problem)) if text}
     if failed:
         where = "" if len(failed) == comm.size else f" on rank(s) {', '.join(map(str, failed))}"
@@ -160,8 +130,8 @@ def select_device(comm: MPI.Intracomm) -> int:
     return number
 
 
-def _use_gpu(place: int) -> tuple[int, str]:
-    """(its number, why it cannot be used): a busy or exclusive GPU refuses only when it is made the current one."""
+def _use_gpu(local_rank: int) -> tuple[int, str]:
+    """(the GPU's number, why it cannot be used): a busy or exclusive GPU refuses only when it is made the current one."""
     refusals = cupy.cuda.runtime.CUDARuntimeError
     try:
         count = cupy.cuda.runtime.getDeviceCount()
@@ -169,7 +139,7 @@ def _use_gpu(place: int) -> tuple[int, str]:
         return 0, gpu_problem() or first_line(error)
     if not count:
         return 0, gpu_problem()
-    number = place % count
+    number = local_rank % count
     try:
         cupy.cuda.Device(number).use()
     except refusals as error:

@@ -1,29 +1,30 @@
-"""The transport from device arrays to an MPI that moves host memory only: through pinned buffers.
+"""Device arrays over an MPI that moves host memory only: through pinned buffers.
 
-What is sent is copied out on the stream and waited for; what arrives is copied in on the stream when it is waited for.
-MPI never sees a device address. Needs no GPU to be imported: the copies are the device's.
+What is sent is copied out on the stream, which is waited for; what arrives is copied in on the stream when it is waited
+for. MPI never gets a device address. Imports without a GPU: the copies are the device's.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.mpi import PersistentRound, Round, Transport
+from collectives.mpi import MpiTransport
+from collectives.transport import Round
 
 _SMALLEST = 4096  # bytes of the smallest buffer
-# Buffers of a class that may wait for the stream before another is made. With two, a round that receives into one while the
-# other drains waits for nothing; more would be allocated by a rank that receives often and never sends.
+# Buffers of a class that may wait for the stream before another is allocated. With two, a round that receives into one
+# while the other drains waits for nothing; more would be allocated by a rank that receives often and never sends.
 _DRAINING = 2
 
 
 class Copies(Protocol):
-    """All that staging asks of a device. Arrays are its own, contiguous."""
+    """What staging needs of a device. Arrays are the device's own, contiguous."""
 
     @property
     def pending(self) -> bool:
@@ -33,23 +34,23 @@ class Copies(Protocol):
         """uint8[nbytes] of page-locked host memory."""
 
     def copy_out(self, host: NDArray[np.uint8], array: Any) -> None:
-        """Put a copy of a device array to uint8[array.nbytes] on the stream; returns before it is done."""
+        """Enqueue a copy of a device array to uint8[array.nbytes]; returns before it is done."""
 
     def copy_in(self, array: Any, host: NDArray[np.uint8]) -> None:
-        """Put a copy of uint8[array.nbytes] to a device array on the stream; returns before it is done."""
+        """Enqueue a copy of uint8[array.nbytes] to a device array; returns before it is done."""
 
     def synchronize(self) -> None:
         """Wait for the stream; `pending` is False then."""
 
 
 class StagingBuffers:
-    """Page-locked buffers, made once per size class and used again: four classes to an octave, so 25 % are wasted at most.
+    """Page-locked buffers, allocated once per size class and reused: four classes to an octave waste 25 % at most.
 
     Args:
-        copies: the device that makes them, and whose stream may still be using one.
+        copies: the device that allocates them, and whose stream may still use one.
 
     Attributes:
-        nbytes: bytes held.
+        nbytes: bytes allocated.
     """
 
     def __init__(self, copies: Copies) -> None:
@@ -59,7 +60,7 @@ class StagingBuffers:
         self.nbytes = 0
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
-        """A buffer of at least so many bytes that neither MPI nor the stream is using."""
+        """A buffer of at least `nbytes` that neither MPI nor the stream uses."""
         size = size_class(nbytes)
         if not self._free[size]:
             if not self._copies.pending:
@@ -73,11 +74,11 @@ class StagingBuffers:
         return buffer
 
     def give(self, buffer: NDArray[np.uint8]) -> None:
-        """Hand back a buffer that nobody is using."""
+        """Return a buffer that nobody uses."""
         self._free[len(buffer)].append(buffer)
 
     def give_after_copy(self, buffer: NDArray[np.uint8]) -> None:
-        """Hand back a buffer that the stream will still read: it is used again once the stream has been waited for."""
+        """Return a buffer that the stream will still read: it is reused once the stream was waited for."""
         self._draining[len(buffer)].append(buffer)
 
     def synchronize(self) -> None:
@@ -93,49 +94,28 @@ class StagingBuffers:
 
 
 def size_class(nbytes: int) -> int:
-    """The size of the buffer for so many bytes: the next of four equal steps to a power of two."""
+    """Bytes of the buffer for `nbytes`: the next of four equal steps to a power of two."""
     step = max(_SMALLEST, 1 << max(0, (nbytes - 1).bit_length() - 3))
     return max(1, -(-nbytes // step)) * step
 
 
-class StagedRequest(MPI.Request):
-    """A request on a pinned buffer, and the device array that it fills, if it is a receive."""
+class _StagedRequest(NamedTuple):
+    """MPI's request, its pinned buffer, and the device array that a receive fills (None for a send)."""
 
+    request: MPI.Request
     buffer: NDArray[np.uint8]
     target: Any
 
-    def __new__(cls, request: MPI.Request, buffer: NDArray[np.uint8], target: Any) -> StagedRequest:
-        """Take over MPI's request."""
-        made = super().__new__(cls, request)
-        made.buffer, made.target = buffer, target
-        return made
 
-
-class StagedRound(PersistentRound):
-    """A Round of device arrays. It borrows buffers while it runs, so that many rounds share a few."""
-
-    def __init__(self, exchange: Round, transport: StagingTransport) -> None:
-        super().__init__([], 0, 0, lambda: transport.traffic)
-        self._exchange = exchange
-        self._transport = transport
-
-    def run(self) -> None:
-        exchange, transport = self._exchange, self._transport
-        receives = transport.receive(exchange.incoming, exchange.source)
-        transport.wait(receives + transport.send(exchange.outgoing, exchange.dest))
-
-
-class StagingTransport(Transport):
-    """Device arrays over any MPI.
+class StagedMpiTransport(MpiTransport):
+    """Device arrays through pinned host memory.
 
     Args:
-        comm: as `Transport`. Collective.
+        comm: as `MpiTransport`. Collective.
         copies: the device.
 
     Attributes:
         buffers: the pinned memory.
-
-    Traffic: as a transport that MPI gives device memory to, word by word.
     """
 
     def __init__(self, comm: MPI.Intracomm, copies: Copies) -> None:
@@ -143,10 +123,10 @@ class StagingTransport(Transport):
         self.buffers = StagingBuffers(copies)
         self._copies = copies
 
-    def send(self, array: Any, dest: int, even_if_empty: bool = False) -> list[MPI.Request]:
+    def send(self, array: Any, dest: int, even_if_empty: bool = False) -> list[Any]:
         return self.send_all([(array, dest)], even_if_empty)
 
-    def send_all(self, messages: Sequence[tuple[Any, int]], even_if_empty: bool = False) -> list[MPI.Request]:
+    def send_all(self, messages: Sequence[tuple[Any, int]], even_if_empty: bool = False) -> list[Any]:
         staged = []
         for array, dest in messages:
             if array.size or even_if_empty:
@@ -156,18 +136,18 @@ class StagingTransport(Transport):
                 staged.append((buffer, array.nbytes, dest))
         if staged:
             self.buffers.synchronize()
-        requests: list[MPI.Request] = []
-        for buffer, nbytes, dest in staged:
-            (request,) = super().send(buffer[:nbytes], dest, even_if_empty)
-            requests.append(StagedRequest(request, buffer, None))
-        return requests
+        return [
+            _StagedRequest(request, buffer, None)
+            for buffer, nbytes, dest in staged
+            for request in super(StagedMpiTransport, self).send(buffer[:nbytes], dest, even_if_empty)
+        ]
 
-    def receive(self, array: Any, source: int) -> list[MPI.Request]:
+    def receive(self, array: Any, source: int) -> list[Any]:
         if not array.size:
             return []
         buffer = self.buffers.take(array.nbytes)
         (request,) = super().receive(buffer[: array.nbytes], source)
-        return [StagedRequest(request, buffer, array)]
+        return [_StagedRequest(request, buffer, array)]
 
     def receive_counted(self, array: Any, source: int) -> int:
         buffer = self.buffers.take(array.nbytes)
@@ -178,17 +158,30 @@ class StagingTransport(Transport):
         self.buffers.give_after_copy(buffer)
         return count
 
-    def wait(self, requests: list[MPI.Request]) -> None:
-        """Block until all have completed; what came is on its way to the device, in the order of the stream."""
-        super().wait(requests)
-        for request in requests:
-            assert isinstance(request, StagedRequest)
-            if request.target is None:
-                self.buffers.give(request.buffer)
+    def wait(self, requests: list[Any]) -> None:
+        """Block until all have completed; what arrived is on its way to the device, in the order of the stream."""
+        super().wait([staged.request for staged in requests])
+        for _, buffer, target in requests:
+            if target is None:
+                self.buffers.give(buffer)
             else:
-                self._copies.copy_in(request.target, request.buffer[: request.target.nbytes])
-                self.buffers.give_after_copy(request.buffer)
+                self._copies.copy_in(target, buffer[: target.nbytes])
+                self.buffers.give_after_copy(buffer)
 
-    def persistent(self, exchange: Round) -> PersistentRound:
-        """A round whose arrays stay where they are."""
-        return StagedRound(exchange, self)
+    def persistent(self, exchange: Round) -> _StagedRound:
+        return _StagedRound(exchange, self)
+
+
+class _StagedRound:
+    """A persistent round that borrows buffers while it runs, so that many rounds share a few."""
+
+    def __init__(self, exchange: Round, transport: StagedMpiTransport) -> None:
+        self._exchange, self._transport = exchange, transport
+
+    def run(self) -> None:
+        exchange, transport = self._exchange, self._transport
+        receives = transport.receive(exchange.incoming, exchange.source)
+        transport.wait(receives + transport.send(exchange.outgoing, exchange.dest))
+
+    def free(self) -> None:
+        """Nothing is held between runs."""

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.mpi import FlaggedRanksError, Round, Transport
+from collectives.codec import PLAIN, Codec
 from collectives.sparse import SparseVector
+from collectives.transport import FlaggedRanksError, Round, Transport
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,9 @@ class RegionLists:
 
     Attributes:
         pool: ENTRY[m], where the sorted lists lie.
-        begins, ends: int64[lists]; list j is pool[begins[j]:ends[j]]. They are summed in this order.
+        begins, ends: int64[lists]; list j is pool[begins[j]:ends[j]]. Sums add the lists in this order.
         lower, upper: the region, [lower, upper).
-        transport: whose kernels sum and whose workspace holds the result.
+        transport: its kernels sum, its workspace holds the result.
     """
 
     pool: NDArray[np.void]
@@ -35,26 +36,26 @@ class RegionLists:
 
         May be called again with another threshold: the lists stay.
         """
-        out = self.transport.workspace.entries("region sums", self.most_sums + 1)
+        out = self._out()
         return out[: self.sum_into(out, threshold_bits)]
 
     def counted(self, expected_bits: int, offsets: NDArray[np.int64]) -> Any:
-        """The sums, counted on a ladder of thresholds; see `counted_sums` of the kernels. Valid until the next call."""
-        out = self.transport.workspace.entries("region sums", self.most_sums + 1)
-        return self.transport.kernels.counted_sums(
-            self.pool, self.begins, self.ends, self.lower, self.upper, expected_bits, offsets, out
-        )
+        """The sums, counted at candidate thresholds; see `counted_sums` of the kernels. Valid until the next call."""
+        lists = self.pool, self.begins, self.ends, self.lower, self.upper
+        return self.transport.kernels.counted_sums(*lists, expected_bits, offsets, self._out())
 
     def sum_into(self, out: NDArray[np.void], threshold_bits: int) -> int:
-        """Write the sums to `out`, ENTRY[most_sums + 1] that may lie elsewhere in the pool; returns their number."""
-        return self.transport.kernels.sum_sorted_lists(
-            self.pool, self.begins, self.ends, self.lower, self.upper, threshold_bits, out
-        )
+        """Write the sums to `out`, ENTRY[most_sums + 1], elsewhere in the pool perhaps; returns their number."""
+        lists = self.pool, self.begins, self.ends, self.lower, self.upper
+        return self.transport.kernels.sum_sorted_lists(*lists, threshold_bits, out)
 
     @property
     def most_sums(self) -> int:
         """An upper bound of the number of sums."""
         return min(int((self.ends - self.begins).sum()), self.upper - self.lower)
+
+    def _out(self) -> NDArray[np.void]:
+        return self.transport.workspace.entries("region sums", self.most_sums + 1)
 
 
 def split_and_reduce(
@@ -62,9 +63,10 @@ def split_and_reduce(
     boundaries: NDArray[np.int64],
     transport: Transport,
     flag: bool = False,
-    points: Any = None,
+    offsets: Any = None,
     bucket_rounds: int = 8,
     rotate: bool = True,
+    codec: Codec = PLAIN,
 ) -> RegionLists:
     """Send each region's entries to the rank that owns it, and collect those of this rank's own region.
 
@@ -75,10 +77,11 @@ def split_and_reduce(
     Args:
         packed: this rank's selection.
         boundaries: int64[P + 1], ascending, equal on all ranks; rank r owns [boundaries[r], boundaries[r + 1]).
-        flag: raise it on all ranks; it travels with the counts. Collective: every rank must call.
-        points: int64[P + 1], where each region begins in `packed`, if that is known already.
+        flag: raise FlaggedRanksError on all ranks; it travels with the counts. Collective: every rank must call.
+        offsets: int64[P + 1], where each region begins in `packed`; computed if None.
         bucket_rounds: rounds in flight at once, >= 1.
         rotate: False sends to ranks 0, 1, 2, ... in the same order everywhere, for comparison.
+        codec: encodes the entries sent; equal on all ranks.
 
     Returns:
         The contributions to [boundaries[r], boundaries[r + 1]), at most one list per rank.
@@ -86,16 +89,24 @@ def split_and_reduce(
     Raises:
         FlaggedRanksError: on every rank alike, when any rank raised its flag; no payload was sent.
 
-    Traffic: (P-1) messages; 2·(nnz outside the own region) words, 2k(P-1)/P where regions balance. Control: one alltoall of
-        2 int64 per rank.
+    Traffic: (P-1) messages; the codec's bytes of the entries outside the own region: plain, 2·nnz words, 2k(P-1)/P where
+        regions balance. Control: one alltoall of 2 int64 per rank.
     Source: Li & Hoefler, PPoPP 2022, section 3.1.1.
     """
     rank, size = transport.rank, transport.size
-    if points is None:
-        points = transport.kernels.region_offsets(packed.entries, boundaries)
-    points = np.asarray(points, np.int64)
+    if offsets is None:
+        offsets = transport.kernels.region_offsets(packed.entries, boundaries)
+    offsets = np.asarray(offsets, np.int64)
+    # plain integers: slicing by them costs a fraction of slicing by NumPy's
+    at, splits = offsets.tolist(), boundaries.tolist()
+    lower, upper = splits[rank], splits[rank + 1]
+    outgoing = {
+        dest: codec.encode(packed.entries[at[dest] : at[dest + 1]], splits[dest], splits[dest + 1])
+        for dest in range(size)
+        if dest != rank
+    }
     outgoing_counts = np.empty((size, 2), np.int64)
-    outgoing_counts[:, 0] = points[1:] - points[:-1]
+    outgoing_counts[:, 0] = offsets[1:] - offsets[:-1]
     outgoing_counts[:, 1] = flag
     incoming_counts = transport.alltoall_control(outgoing_counts)
     if incoming_counts[:, 1].any():
@@ -106,27 +117,26 @@ def split_and_reduce(
     counts = incoming_counts[order, 0]
     ends = counts.cumsum()
     begins = ends - counts
-    lower, upper = int(boundaries[rank]), int(boundaries[rank + 1])
     total = int(ends[-1])
     # two slots for partial sums, which alternate while buckets are folded in
     partial = min(total, upper - lower) + 1 if size - 1 > bucket_rounds else 0
     pool = transport.workspace.entries("incoming", total + 2 * partial)
-    # plain integers: slicing by them costs a fraction of slicing by NumPy's
-    starts, stops, cut = begins.tolist(), ends.tolist(), points.tolist()
-    rounds = []
+    slots = [pool[start:stop] for start, stop in zip(begins.tolist(), ends.tolist(), strict=True)]
+    rounds, targets = [], []
     for i in range(1, size):
         dest, source = ((rank + i) % size, order[i]) if rotate else (_other(rank, i), _other(rank, i))
-        slot = (rank - source) % size
-        outgoing = packed.entries[cut[dest] : cut[dest + 1]]
-        rounds.append(Round(dest, outgoing, source, pool[starts[slot] : stops[slot]]))
+        targets.append(slots[(rank - source) % size])
+        rounds.append(Round(dest, outgoing[dest], source, codec.receive_buffer(targets[-1])))
 
     begins, ends = begins.copy(), ends.copy()
     first = 0  # lists before it are summed into list `first` already
     spare = total
     arrivals = transport.exchange(rounds, bucket_rounds)
     # while the first bucket is on the wire
-    pool[: stops[0]] = packed.entries[cut[rank] : cut[rank + 1]]
+    slots[0][:] = packed.entries[at[rank] : at[rank + 1]]
     for bucket in arrivals:
+        for i in bucket:
+            codec.decode(rounds[i].incoming, lower, upper, targets[i])
         if not rotate or bucket.stop == len(rounds):
             continue
         done = slice(first, bucket.stop + 1)

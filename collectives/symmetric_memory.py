@@ -10,12 +10,12 @@ from typing import Any
 
 import cupy
 import numpy as np
-from mpi4py import MPI
 
 from collectives.cuda.device import Device, DeviceEntries
 from collectives.cuda.environment import device_memory
 from collectives.cuda.layouts import MOST_PEERS, WindowHead
 from collectives.sparse import ENTRY
+from collectives.transport import Transport
 
 # windows that other ranks may map: freed by `close` alone, never by the garbage collector of one rank
 _EXPORTED: set[Any] = set()
@@ -24,24 +24,21 @@ _GRANULE = (
 )  # bytes: an IPC handle exports a whole allocation, and smaller ones share an allocation with other data
 
 
-def symmetric_memory_problem(comm: MPI.Intracomm, *, shared_gpus: bool = False) -> str:
+def symmetric_memory_problem(transport: Transport, *, shared_gpus: bool = False) -> str:
     """Why the ranks cannot use symmetric memory, "" if nothing known speaks against it. Collective; the same on all ranks.
 
     Args:
-        comm: the ranks, each with its GPU current.
+        transport: of the ranks, each with its GPU current.
         shared_gpus: allow ranks to share a GPU. They then wait for each other in time slices of milliseconds; under MPS, which
             has no time slices, perhaps for ever.
     """
-    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    on_this_host = host.Get_size()
-    host.Free()
     gpu = cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.runtime.getDevice())
-    everyone = comm.allgather((on_this_host, gpu))
-    if any(count != comm.Get_size() for count, _ in everyone):
+    everyone = transport.allgather_objects((transport.ranks_on_this_host(), gpu))
+    if any(count != transport.size for count, _ in everyone):
         return "the ranks are not all on one host"
-    if comm.Get_size() > MOST_PEERS:
-        return f"{comm.Get_size()} ranks are more than {MOST_PEERS}"
-    if not shared_gpus and len({gpu for _, gpu in everyone}) < comm.Get_size():
+    if transport.size > MOST_PEERS:
+        return f"{transport.size} ranks are more than {MOST_PEERS}"
+    if not shared_gpus and len({gpu for _, gpu in everyone}) < transport.size:
         return "ranks share a GPU"
     return ""
 
@@ -50,7 +47,7 @@ class SymmetricMemory:
     """One window a rank, mapped by all ranks.
 
     Args:
-        comm: ranks of one host, each with its GPU current. Collective: every rank must call.
+        transport: of ranks of one host, each with its GPU current. Collective: every rank must call.
         device: the GPU and stream of this rank.
         nbytes: of payload in every window.
 
@@ -66,9 +63,9 @@ class SymmetricMemory:
 
     first = ctypes.sizeof(WindowHead)
 
-    def __init__(self, comm: MPI.Intracomm, device: Device, nbytes: int) -> None:
-        self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self._comm = comm
+    def __init__(self, transport: Transport, device: Device, nbytes: int) -> None:
+        self.rank, self.size = transport.rank, transport.size
+        self._transport = transport
         self._device = device
         self._opened: list[int] = []
         self._memory: Any = None
@@ -83,7 +80,7 @@ class SymmetricMemory:
                 handle = cupy.cuda.runtime.ipcGetMemHandle(self._memory.ptr)
         except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
             problem = str(error)
-        everyone = comm.allgather((problem, handle))
+        everyone = transport.allgather_objects((problem, handle))
         if not any(theirs for theirs, _ in everyone):
             try:
                 bases = [self._map(rank, theirs) for rank, (_, theirs) in enumerate(everyone)]
@@ -92,7 +89,7 @@ class SymmetricMemory:
                 device.synchronize()
             except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
                 problem = str(error)
-        problems = comm.allgather(problem)
+        problems = transport.allgather_objects(problem)
         if any(problems):
             self.close()
             texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
@@ -106,11 +103,11 @@ class SymmetricMemory:
     def close(self) -> None:
         """Wait for all ranks' kernels, unmap the other ranks' windows and free this one's. Collective."""
         self._device.synchronize()
-        self._comm.Barrier()
+        self._transport.barrier()
         for pointer in self._opened:
             cupy.cuda.runtime.ipcCloseMemHandle(pointer)
         self._opened = []
-        self._comm.Barrier()  # free a window only when no rank maps it
+        self._transport.barrier()  # free a window only when no rank maps it
         _EXPORTED.discard(self._memory)
         self._memory = None
 

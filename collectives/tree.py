@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.mpi import Transport
+from collectives.transport import Transport
 
 
 def parent_and_children(rank: int, size: int) -> tuple[int | None, list[int]]:
@@ -24,11 +24,11 @@ def parent_and_children(rank: int, size: int) -> tuple[int | None, list[int]]:
 
 
 def broadcast(entries: NDArray[np.void], count: int, transport: Transport) -> int:
-    """Give all ranks rank 0's list, in place.
+    """Copy rank 0's list to all ranks, in place.
 
     Args:
         entries: ENTRY[m], m at least rank 0's count, equal on all ranks.
-        count: entries held by rank 0; ignored elsewhere. Collective.
+        count: entries of rank 0's list; ignored elsewhere. Collective.
 
     Returns:
         Entries of the list.

@@ -13,7 +13,7 @@ from collectives.sparse import ENTRY
 class Workspace:
     """Named buffers that grow by half and never shrink.
 
-    Every instance of a method has its own: instances side by side share no scratch.
+    Each transport has its own, so that instances side by side share no scratch.
     """
 
     def __init__(self) -> None:

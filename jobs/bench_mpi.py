@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.traffic import dense_words
+from collectives.dense_allreduce import dense_words
 from oktopk import StepReport
 
 ALGORITHMS: dict[str, int | None] = {"mpi": None, "mpi-ring": 4, "mpi-rabenseifner": 6}
@@ -52,7 +52,7 @@ class MpiAllreduce:
     def step(self, gradient: NDArray[np.float32]) -> StepReport:
         """Sum float32[n] over the ranks into `update`. Collective.
 
-        The library does not say what it sends: words are `collectives.traffic.dense_words`, not counted.
+        The library does not say what it sends: words are `collectives.dense_allreduce.dense_words`, not counted.
         """
         began = time.perf_counter()
         self._comm.Allreduce(gradient, self.update)

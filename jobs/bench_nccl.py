@@ -10,7 +10,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from collectives.traffic import dense_words
+from collectives.dense_allreduce import dense_words
 from jobs.bench_document import BenchError
 from oktopk import StepReport
 
@@ -133,7 +133,7 @@ class NcclAllreduce:
     def step(self, gradient: Any) -> StepReport:
         """Average what was loaded. Collective. Returns when NCCL has been asked; the device's `finish` waits.
 
-        NCCL does not say what it sends: words are `collectives.traffic.dense_words`, not counted.
+        NCCL does not say what it sends: words are `collectives.dense_allreduce.dense_words`, not counted.
         """
         assert gradient is self.update, "load the gradient first"
         began = time.perf_counter()

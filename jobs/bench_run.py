@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from mpi4py import MPI
 from tqdm import tqdm
 
-from collectives import traffic
+from collectives.dense_allreduce import dense_words
+from collectives.traffic import lower_bound, step_limit, upper_bound
 from jobs.bench_contestants import contestants, make_reducer, takes_part
 from jobs.bench_device import Device, open_device
 from jobs.bench_document import BenchError, Output, command_line, document
@@ -171,10 +172,10 @@ def _summaries(
 
 def _bounds(k: int, length: int, ranks: int) -> dict[str, float]:
     return {
-        "lower": traffic.lower_bound(k, ranks),
-        "upper": traffic.upper_bound(k, ranks),
-        "step_limit": traffic.step_limit(k, ranks),
-        "dense": traffic.dense_words(length, ranks),
+        "lower": lower_bound(k, ranks),
+        "upper": upper_bound(k, ranks),
+        "step_limit": step_limit(k, ranks),
+        "dense": dense_words(length, ranks),
     }
 
 

@@ -11,11 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import traffic
+from collectives.dense_allreduce import dense_words
+from collectives.traffic import lower_bound, upper_bound
 from jobs.bench_device import Growth
 from jobs.bench_device_stages import device_stages
 from jobs.bench_floors import Speeds, Workload, stage_floors
 from jobs.bench_measure import Contestant, Samples
+from oktopk.methods.gtopk import gtopk_busiest_words, gtopk_words
+from oktopk.methods.topka import topka_words
+from oktopk.methods.topkdsa import topkdsa_words
 
 N_SIZED = 1 << 20
 """An allocation is called n-sized from n bytes on, a mask over the gradient, but not below this many."""
@@ -161,16 +165,16 @@ def formulas(method: str, k: int, length: int, ranks: int) -> dict[str, float]:
 
     They are for exactly k selected entries; a regular step selects a little more or less.
     """
-    dense = traffic.dense_words(length, ranks)
-    topka = traffic.topka_words(k, ranks)
-    dsa_least, dsa_most = traffic.topkdsa_words(k, length, ranks)
-    gtopk = traffic.gtopk_words(k, ranks)
+    dense = dense_words(length, ranks)
+    topka = topka_words(k, ranks)
+    dsa_least, dsa_most = topkdsa_words(k, length, ranks)
+    gtopk = gtopk_words(k, ranks)
     by_method: dict[str, dict[str, float]] = {
-        "oktopk": {"least": traffic.lower_bound(k, ranks), "most": traffic.upper_bound(k, ranks)},
+        "oktopk": {"least": lower_bound(k, ranks), "most": upper_bound(k, ranks)},
         "topka": {"least": topka, "most": topka},
         "gaussiank": {"least": topka, "most": topka},
         "topkdsa": {"least": dsa_least, "most": dsa_most},
         "nccl-bf16": {"least": dense / 2, "most": dense / 2},
-        "gtopk": {"least": gtopk, "most": gtopk, "busiest": traffic.gtopk_busiest_words(k, ranks)},
+        "gtopk": {"least": gtopk, "most": gtopk, "busiest": gtopk_busiest_words(k, ranks)},
     }
     return by_method.get(method, {"least": dense, "most": dense})

@@ -95,25 +95,25 @@ def host(comm: Any) -> dict[str, Any]:
     from mpi4py import MPI
 
     from collectives.cuda.ucx import device_memory_problem
-    from collectives.mpi import Transport
+    from collectives.mpi import connect
 
     library = " ".join(MPI.Get_library_version().split()).split(", ")[0]
     found = {"library": library[:60], "device_memory_problem": device_memory_problem()}
-    return found | _measure(Transport(comm), np.copy, np.copy, lambda: None)
+    return found | _measure(connect(comm), np.copy, np.copy, lambda: None)
 
 
 def device(comm: Any) -> dict[str, Any]:
     """Device memory, given to MPI."""
-    from collectives.mpi_cuda import DeviceTransport
+    from collectives.mpi_cuda import CudaMpiTransport
 
-    return _on_gpus(comm, DeviceTransport)
+    return _on_gpus(comm, CudaMpiTransport)
 
 
 def staged(comm: Any) -> dict[str, Any]:
     """Device memory through pinned host memory."""
-    from collectives.mpi_cuda import StagedDeviceTransport
+    from collectives.mpi_cuda import StagedCudaTransport
 
-    return _on_gpus(comm, StagedDeviceTransport)
+    return _on_gpus(comm, StagedCudaTransport)
 
 
 def _on_gpus(comm: Any, transport_of: Callable[..., Any]) -> dict[str, Any]:
@@ -146,6 +146,7 @@ def peer(comm: Any) -> dict[str, Any]:
     import numpy as np
 
     from collectives.cuda.device import Device
+    from collectives.mpi import connect
     from collectives.mpi_cuda import select_device
     from collectives.symmetric_memory import symmetric_memory_problem
 
@@ -178,7 +179,7 @@ def peer(comm: Any) -> dict[str, Any]:
     runtime.ipcCloseMemHandle(theirs)
     comm.Barrier()
     problem = "" if equal else "the bytes that were read are not those that were written"
-    found = {"problem": problem, "refused": symmetric_memory_problem(comm)}
+    found = {"problem": problem, "refused": symmetric_memory_problem(connect(comm))}
     if comm.rank == 0:
         found |= {"latency": latency, "bandwidth": bandwidth}  # type: ignore[dict-item]
     return found | {"devices": comm.allgather(number)}
@@ -199,7 +200,7 @@ def _measure(
 
     def one_way(count: int, times: int) -> float:
         sent, received = outgoing[:count], incoming[:count]
-        transport.comm.Barrier()
+        transport.barrier()
         began = time.perf_counter()
         for _ in range(times):
             if rank == 0:

@@ -127,6 +127,8 @@ def launch_environment(
             environment.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
         else:
             environment.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":OVERSUBSCRIBE")
+    if ranks >= cores:
+        # with a core for each rank, the launcher and a rank's threads still need one
         environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     return environment
 

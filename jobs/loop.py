@@ -15,7 +15,7 @@ import torch
 from mpi4py import MPI
 from tqdm import tqdm
 
-from collectives.traffic import dense_words
+from collectives.dense_allreduce import dense_words
 from jobs import provenance
 from jobs.agreement import NonFiniteLossError, check_same_parameters
 from jobs.config import Config

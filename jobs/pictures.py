@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.traffic import dense_words, lower_bound, upper_bound
+from collectives.dense_allreduce import dense_words
+from collectives.traffic import lower_bound, upper_bound
 from jobs.groups import Group
 from jobs.panels import FEW_POINTS, DotPanel, Level, Line, LinePanel, binned, line_of, stepwise
 from jobs.summary import Run

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.traffic import dense_words, lower_bound, upper_bound
+from collectives.dense_allreduce import dense_words
+from collectives.traffic import lower_bound, upper_bound
 from jobs.runfile import PHASES, STEP_COLUMNS, RunFileError, RunInfo
 from jobs.runreader import DAMAGE, RunReader
 from jobs.style import title_of

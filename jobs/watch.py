@@ -28,7 +28,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from collectives.traffic import dense_words
+from collectives.dense_allreduce import dense_words
 from jobs.runfile import PHASES, RunFileError
 from jobs.runreader import RunReader
 

@@ -15,8 +15,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from collectives.dense_allreduce import DenseAllreduce
-from collectives.mpi import Transport
-from collectives.traffic import Traffic
+from collectives.mpi import connect
+from collectives.traffic import WORD_BYTES, Traffic
 
 
 class WireError(RuntimeError):
@@ -55,7 +55,7 @@ class MpiWire:
             raise WireError(
                 "this MPI was not started for threads (MPI_THREAD_SERIALIZED): use reduction.method=dense"
             )
-        self._transport = Transport(comm)
+        self._transport = connect(comm)
         self._allreduces = [DenseAllreduce(piece.numpy(), self._transport) for piece in pieces]
         self._started = 0
         self._orders: queue.SimpleQueue[DenseAllreduce | None] = queue.SimpleQueue()
@@ -143,7 +143,7 @@ class TorchWire:
 
 def ring_traffic(words: int, ranks: int, pieces: int) -> Traffic:
     """What a ring would send per rank for so many words in so many pieces: what a library sends is not to be seen."""
-    return Traffic(words=2 * words * (ranks - 1) // ranks, messages=2 * pieces * (ranks - 1))
+    return Traffic(WORD_BYTES * (2 * words * (ranks - 1) // ranks), 2 * pieces * (ranks - 1))
 
 
 def start_process_group(comm: MPI.Intracomm, device: torch.device, backend: str, unit: str) -> None:

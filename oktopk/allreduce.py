@@ -5,25 +5,33 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.cuda.environment import is_cuda_error
-from collectives.mpi import FlaggedRanksError, Transport
+from collectives.mpi import connect
 from collectives.sparse import check_length
 from collectives.traffic import Traffic
+from collectives.transport import FlaggedRanksError, Transport
 from oktopk.backend import GRADIENT_TYPES, Backend, make_backend
 from oktopk.cuda.multi_tensor import GradientTensors
+from oktopk.cuda.p2p_executor import P2PExecutor
 from oktopk.error_feedback import ErrorFeedback
-from oktopk.methods import METHODS, Deferred, Method, Plan, Reduction
+from oktopk.message_executor import MessageExecutor
+from oktopk.methods import METHODS, Method
+from oktopk.methods.oktopk import OkTopk
 from oktopk.metrics import Sampler
 from oktopk.results import StageTimer, StepReport
 from oktopk.settings import DENSE_ABOVE, Settings, entries_kept
+from oktopk.state import state_problem
+from oktopk.step import Executor, Plan, StepHandle, StepResult
 
-_TRUSTED = 8  # steps in a row without the host's help, before one is deferred
+_Made = TypeVar("_Made")
+_TRUSTED = 8  # deferrable steps in a row before one is deferred
 
 
 class NonFiniteGradientError(ArithmeticError):
@@ -46,24 +54,21 @@ class NonFiniteGradientError(ArithmeticError):
 
 
 @dataclass(slots=True)
-class _OpenStep:
-    """A deferred step that the host has not looked at.
+class _BegunStep:
+    """A step whose result is not known yet.
 
     Attributes:
-        report: the caller's, to be completed.
-        method: that ran.
-        settle: as Deferred's.
-        timer: of the step.
-        exact: thresholds were to be named exactly.
-        overwritten: `update` was written to since.
+        number: counted from 0.
+        method: that runs.
+        plan, handle: of the step.
+        report: the caller's, where the step is deferred.
     """
 
-    report: StepReport
+    number: int
     method: Method
-    settle: Callable[[], Reduction | None]
-    timer: StageTimer
-    exact: bool
-    overwritten: bool = False
+    plan: Plan
+    handle: StepHandle
+    report: StepReport | None = None
 
 
 class GradientAllreduce:
@@ -111,7 +116,7 @@ class GradientAllreduce:
         problem: str = "",
         **settings: Any,
     ) -> None:
-        host = Transport(comm)
+        host = connect(comm)
         backend: Backend | None = None
         vectors: ErrorFeedback | None = None
         try:
@@ -137,7 +142,10 @@ class GradientAllreduce:
         assert vectors is not None
         self.backend = backend
         self._vectors = vectors
-        self.transport = backend.connect(host)
+        self.transport: Transport = host
+        self.transport = self._together(partial(backend.connect, host))
+        if self.transport is not host:
+            host.close()
         self.p2p_unavailable_reason = METHODS[method].p2p_unavailable_reason(
             self.settings
         ) or self.transport.open_p2p(peer_memory)
@@ -149,17 +157,26 @@ class GradientAllreduce:
         report has one stage, `step`."""
         self.steps = 0
         self._methods: dict[str, Method] = {}
-        self._settled: tuple[Method, int] | None = None  # the method and its k, once neither changes any more
+        self._executors: dict[str, Executor] = {}
+        self._final: tuple[Method, int] | None = None  # the method and its k, once neither changes any more
         self._sampler: Sampler | None = None
         self._sparse_steps = 0
         self._last_k: int | None = None
         self._said_dense = False
-        self._open: _OpenStep | None = None  # the deferred step that the host has not looked at
-        self._unaided = 0  # steps among peers in a row that needed no help from the host, up to _TRUSTED
+        self._open: _BegunStep | None = None  # the deferred step whose result is not known yet
+        self._trust = 0  # deferrable steps in a row, up to _TRUSTED
 
     @property
     def update(self) -> NDArray[np.float32]:
-        """float32[n], the last step's result: the mean over the ranks, or the sum. Valid until the next step."""
+        """float32[n], the last step's result: the mean over the ranks, or the sum. Valid until the next step.
+
+        Read-only on the CPU. To change it in place, on a GPU too, take `writable_update`.
+        """
+        return self.backend.read_only(self._vectors.update)
+
+    @property
+    def writable_update(self) -> NDArray[np.float32]:
+        """float32[n], the memory of `update`. Call `forget_support` after writing to it, or old entries stay in later updates."""
         return self._vectors.update
 
     @property
@@ -205,23 +222,15 @@ class GradientAllreduce:
         """
         if not self.can_read_tensors:
             raise RuntimeError("no step of this reducer reads a gradient in pieces: pass one vector")
-        problem, tensors, known = "", None, GRADIENT_TYPES["cuda"]
+        known = GRADIENT_TYPES["cuda"]
+        problem = ""
         if element_type not in known:
             problem = f"element_type {element_type!r} is not one of {', '.join(known)}"
         elif min(sizes, default=0) < 0:
             problem = f"size {min(sizes)} is negative"
         elif sum(sizes) != self.length:
             problem = f"sizes add up to {sum(sizes)}, not to {self.length}"
-        else:
-            try:
-                tensors = self.backend.gradient_tensors(sizes, element_type)
-            except Exception as error:
-                if not isinstance(error, MemoryError) and not is_cuda_error(error):
-                    raise
-                problem = str(error) or type(error).__name__
-        self.transport.agree({}, problem)
-        assert tensors is not None
-        return tensors
+        return self._together(partial(self.backend.gradient_tensors, sizes, element_type), problem)
 
     def step(self, gradient: NDArray[np.float32] | GradientTensors, *, measure: bool = False) -> StepReport:
         """Reduce one gradient; the result is in `update`. Collective: every rank must call.
@@ -250,11 +259,15 @@ class GradientAllreduce:
             RuntimeError: peer memory for a new k could not be had, on every rank alike; or a kernel failed, on this one alone.
         """
         if isinstance(gradient, GradientTensors) and not self.reads_tensors(measure):
-            raise ValueError("this step reads no gradient in pieces, see reads_tensors(): pass one vector")
+            raise ValueError("this step reads no tensor list, see reads_tensors(): pass one vector")
         accepted = self.backend.validate(gradient, self.length)
+        if self.backend.share_memory(accepted, self._vectors.update):
+            raise ValueError(
+                "the gradient is this reducer's own update, which the step overwrites: pass a copy"
+            )
         self.complete()
         with self.backend.stream_scope():
-            return self._measured_step(accepted) if measure else self._step(accepted, self._deferrable)
+            return self._measured_step(accepted) if measure else self._step(accepted, self._may_defer)
 
     def complete(self) -> None:
         """Learn how the last step went, if it was deferred and that is not known yet: its report is complete afterwards.
@@ -267,29 +280,13 @@ class GradientAllreduce:
         """
         if self._open is None:
             return
-        opened, self._open = self._open, None
-        report, method, timer = opened.report, opened.method, opened.timer
-        self._vectors.nothing_applied()
-        self._vectors.selected = None
-        try:
-            reduction = opened.settle()
-            if reduction is None:
-                self._unaided = 0
-                if opened.exact:
-                    self._last_k = None  # the next one names them
-                known = self._report(report.step, method, report.k, None, timer)
-            else:
-                known = self._unaided_report(report.step, method, report.k, reduction, timer)
-        except FlaggedRanksError as flagged:
-            known = self._skipped_report(report.step, method, report.k, flagged.ranks, timer)
-        finally:
-            if opened.overwritten:
-                self._vectors.support = None
+        begun, self._open = self._open, None
+        known = self._end(begun)
         for field in fields(known):
-            setattr(report, field.name, getattr(known, field.name))
+            setattr(begun.report, field.name, getattr(known, field.name))
 
     @property
-    def _deferrable(self) -> bool:
+    def _may_defer(self) -> bool:
         # momentum correction looks for what is not finite before anything is launched
         return self.settings.deferred and not self.settings.momentum_correction
 
@@ -298,7 +295,7 @@ class GradientAllreduce:
         if not method.sparse:
             return self._step(gradient)
         if self._sampler is None:
-            self._sampler = Sampler(self.length, self.backend, self.transport)
+            self._sampler = self._together(partial(Sampler, self.length, self.backend, self.transport))
         self._sampler.before(gradient, self.residual, self.velocity, self.settings.momentum_correction)
         report = self._step(gradient)
         if report.skipped:
@@ -309,52 +306,53 @@ class GradientAllreduce:
         measures = self._sampler.after(self.update, selected, k, to_sum, method.boundaries)
         return replace(report, measures=measures)
 
-    def _step(self, gradient: NDArray[np.float32], deferrable: bool = False) -> StepReport:
-        settings, transport, vectors = self.settings, self.transport, self._vectors
+    def _step(self, gradient: NDArray[np.float32], may_defer: bool = False) -> StepReport:
+        settings, step = self.settings, self.steps
         timer = StageTimer(self.time_stages)
-        step = self.steps
         method, k = self._method_at(step)
-        scale = 1.0 / transport.size if settings.average else 1.0
         changed = k != self._last_k
-        corrected, overflowed = vectors.correct(gradient)
+        if changed:
+            self._trust = 0
         plan = Plan(
-            support=vectors.support,
-            clear_out=vectors.clear_update,
-            velocity=vectors.velocity,
             k=k,
             exact=changed or self._sparse_steps % settings.threshold_interval == 0,
             new_boundaries=changed or self._sparse_steps % settings.boundary_interval == 0,
-            scale=scale,
+            scale=1.0 / self.transport.size if settings.average else 1.0,
             timer=timer,
-            nonfinite=overflowed,
+            may_defer=may_defer and self._trust == _TRUSTED,
         )
-        if changed:
-            self._unaided = 0
-        plan.deferrable = deferrable and self._unaided == _TRUSTED
         self.steps += 1
         self._last_k = k
         self._sparse_steps += method.sparse
-        residual = vectors.residual if method.sparse or vectors.pending else None
         try:
-            reduction = method.reduce(corrected, residual, vectors.update, plan)
+            handle = self._executors[method.name].begin(gradient, plan)
         except FlaggedRanksError as flagged:
-            vectors.undo(gradient)
-            return self._skipped_report(step, method, k, flagged.ranks, timer)
-        if isinstance(reduction, Deferred):
-            vectors.pending = True
-            timer.record("step")
-            report = self._report(step, method, k, None, timer, traffic=Traffic())
-            report.complete = False
-            self._open = _OpenStep(report, method, reduction.settle, timer, plan.exact)
-            return report
-        if reduction.finish is None:
-            self._unaided = 0
-            vectors.apply(reduction, scale)
-            timer.record("apply")
-            return self._report(step, method, k, reduction, timer)
-        report = self._unaided_report(step, method, k, reduction, timer)
-        timer.record("step")
-        return report
+            return self._skipped_report(step, method, plan, flagged.ranks)
+        begun = _BegunStep(step, method, plan, handle)
+        if not handle.deferred:
+            return self._end(begun)
+        begun.report = self._report(step, method, plan, None, traffic=Traffic())
+        begun.report.complete = False
+        self._open = begun
+        return begun.report
+
+    def _end(self, begun: _BegunStep) -> StepReport:
+        """The report of a step that has begun; waits for its result."""
+        number, method, plan = begun.number, begun.method, begun.plan
+        overwritten = begun.handle.deferred and self._vectors.support is None  # since the step began
+        try:
+            result = begun.handle.result()
+        except FlaggedRanksError as flagged:
+            return self._skipped_report(number, method, plan, flagged.ranks)
+        finally:
+            if overwritten:
+                self._vectors.support = None
+        self._trust = min(self._trust + 1, _TRUSTED) if result.deferrable else 0
+        if result.given_up:
+            if plan.exact:
+                self._last_k = None  # the next step computes the exact thresholds
+            return self._report(number, method, plan, None)
+        return self._report(number, method, plan, result)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, copied: plain numbers and arrays.
@@ -369,7 +367,7 @@ class GradientAllreduce:
             "steps": self.steps,
             "sparse_steps": self._sparse_steps,
             "last_k": self._last_k,
-            "unaided": self._unaided,
+            "unaided": self._trust,
             "methods": {name: method.state_dict() for name, method in self._methods.items()},
             **self._vectors.state_dict(),
         }
@@ -378,23 +376,22 @@ class GradientAllreduce:
         """Continue where the `state_dict` of this rank was taken, bit for bit. Collective.
 
         Raises:
-            ValueError: the state is of another length or method, or the ranks' states are not of one moment; on every rank
-                alike.
+            ValueError: the state is damaged, or of another length or method, or the ranks' states are not of one moment; on
+                every rank alike, before anything is changed.
         """
-        problem = ""
-        for name in ("length", "method"):
-            if state[name] != getattr(self, name):
-                problem = f"state has {name} {state[name]!r}, this reducer {getattr(self, name)!r}"
-        common = {name: state.get(name) for name in ("steps", "sparse_steps", "last_k", "unaided")}
-        agreed = {name: METHODS[name].agreed_state(theirs) for name, theirs in state["methods"].items()}
-        self.transport.agree(common | agreed, problem)
-        for method in self._methods.values():
-            method.close()
-        self._methods, self._settled = {}, None
+        problem = state_problem(state, self.length, self.method, self.settings.momentum_correction)
+        common: dict[str, Any] = {}
+        if not problem:
+            common = {name: state.get(name) for name in ("steps", "sparse_steps", "last_k", "unaided")}
+            common |= {name: METHODS[name].agreed_state(theirs) for name, theirs in state["methods"].items()}
+        self.transport.agree(common, problem)
+        for executor in self._executors.values():
+            executor.close()
+        self._methods, self._executors, self._final = {}, {}, None
         self.steps = state["steps"]
         self._sparse_steps = state["sparse_steps"]
         self._last_k = state["last_k"]
-        self._unaided = state.get("unaided", 0)
+        self._trust = state.get("unaided", 0)
         self._open = None
         self.transport.take_traffic()
         self._vectors.load_state_dict(state)
@@ -404,24 +401,22 @@ class GradientAllreduce:
     def forget_support(self) -> None:
         """Say that `update` was written to: the next step zeroes all of it, not only where it was applied."""
         self._vectors.support = None
-        if self._open is not None:
-            self._open.overwritten = True
 
     def close(self) -> None:
         """Free what MPI holds. Collective. How a deferred step went that is not complete stays unknown."""
         if self._open is not None:
-            self._open, self._unaided = None, 0
+            self._open, self._trust = None, 0
             self.forget_support()
         if self._sampler is not None:
             self._sampler.close()
-        for method in self._methods.values():
-            method.close()
+        for executor in self._executors.values():
+            executor.close()
         self.transport.close()
 
     def _method_at(self, step: int) -> tuple[Method, int]:
         """The method that runs, and its k."""
-        if self._settled is not None:
-            return self._settled
+        if self._final is not None:
+            return self._final
         density = self.settings.density_at(step)
         warming = step < self.settings.dense_warmup_steps
         if self.method == "dense" or warming:
@@ -437,44 +432,59 @@ class GradientAllreduce:
             return self._instance("dense"), self.length
         found = self._instance(self.method), entries_kept(density, self.length)
         if step >= self.settings.dense_warmup_steps + self.settings.density_warmup_steps:
-            self._settled = found
+            self._final = found
         return found
 
     def _instance(self, name: str) -> Method:
         if name not in self._methods:
-            self._methods[name] = METHODS[name](
-                self.length, self.transport, self.backend.kernels, self.settings
-            )
+            make = METHODS[name]
+            method = make(self.length, self.transport, self.backend.kernels, self.settings)
+            self._executors[name] = self._together(partial(self._executor, method))
+            self._methods[name] = method
         return self._methods[name]
 
-    def _unaided_report(
-        self, step: int, method: Method, k: int, reduction: Reduction, timer: StageTimer
-    ) -> StepReport:
-        """Of a step that the device ended by itself."""
-        assert reduction.finish is not None
-        self._unaided = 0 if reduction.aided else min(self._unaided + 1, _TRUSTED)
-        self._vectors.applied(reduction)
-        report = self._report(step, method, k, reduction, timer)
-        reduction.finish()
-        return report
+    def _together(self, make: Callable[[], _Made], problem: str = "") -> _Made:
+        """What `make` returns, once no rank has run out of memory over it. Collective.
 
-    def _skipped_report(
-        self, step: int, method: Method, k: int, ranks: list[int], timer: StageTimer
-    ) -> StepReport:
-        """Of a step that nobody applied, since gradients of these ranks are not finite; or the error."""
+        Args:
+            make: called unless there is a problem already; talks to no other rank after it has taken memory.
+            problem: of this rank.
+
+        Raises:
+            ValueError: a rank has a problem or no memory; on every rank alike.
+        """
+        made: _Made | None = None
+        if not problem:
+            try:
+                made = make()
+            except Exception as error:
+                if not isinstance(error, MemoryError) and not is_cuda_error(error):
+                    raise
+                problem = str(error) or type(error).__name__
+        self.transport.agree({}, problem)
+        return made  # type: ignore[return-value]
+
+    def _executor(self, method: Method) -> Executor:
+        if isinstance(method, OkTopk) and not method.p2p_unavailable_reason(self.settings):
+            p2p_step = self.backend.p2p_step(self.transport, self.length, self.settings)
+            if p2p_step is not None:
+                return P2PExecutor(method, self._vectors, p2p_step)
+        return MessageExecutor(method, self._vectors)
+
+    def _skipped_report(self, step: int, method: Method, plan: Plan, ranks: list[int]) -> StepReport:
+        """The report of a step that no rank applied, since gradients of these ranks are not finite; or the error."""
         self._last_k = None  # what this step was to renew, the next one renews
         if self.settings.nonfinite == "raise":
             self.transport.take_traffic()
             raise NonFiniteGradientError(ranks, step) from None
-        return self._report(step, method, k, None, timer, skipped=True)
+        return self._report(step, method, plan, None, skipped=True)
 
     def _report(
         self,
         step: int,
         method: Method,
-        k: int,
-        reduction: Reduction | None,
-        timer: StageTimer,
+        plan: Plan,
+        result: StepResult | None,
         skipped: bool = False,
         traffic: Traffic | None = None,
     ) -> StepReport:
@@ -483,17 +493,18 @@ class GradientAllreduce:
         return StepReport(
             step=step,
             method=method.name,
-            exact=reduction is not None and reduction.exact,
+            exact=result is not None and result.exact,
             skipped=skipped,
-            k=k,
+            k=plan.k,
             length=self.length,
-            local_nnz=reduction.local_nnz if reduction else 0,
-            global_nnz=reduction.global_nnz if reduction else 0,
-            local_threshold=reduction.local_threshold if reduction else float("nan"),
-            global_threshold=reduction.global_threshold if reduction else float("nan"),
+            local_nnz=result.local_nnz if result else 0,
+            global_nnz=result.global_nnz if result else 0,
+            local_threshold=result.local_threshold if result else float("nan"),
+            global_threshold=result.global_threshold if result else float("nan"),
             words=traffic.words,
+            bytes=traffic.bytes,
             messages=traffic.messages,
             control_words=traffic.control_words,
             control_messages=traffic.control_messages,
-            seconds=timer.seconds,
+            seconds=plan.timer.seconds,
         )

@@ -1,9 +1,9 @@
-"""Where a gradient lives: the one place that knows the host from a GPU."""
+"""Where gradients live: the interface that the host and a GPU share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -11,9 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cuda.environment import gpu_problem, is_cuda_error, kernel_problem
-from collectives.mpi import Transport
-from oktopk.cpu import kernels as host_kernels
+from collectives.mpi import MpiTransport
+from collectives.transport import Transport
+from oktopk.cpu.backend import HostBackend
 from oktopk.cuda.multi_tensor import GradientTensors
+from oktopk.settings import Settings
 
 GRADIENT_TYPES = {"cpu": ("float32",), "cuda": ("float32", "bfloat16", "float16")}
 """device -> gradient types it takes."""
@@ -28,14 +30,14 @@ class Backend(Protocol):
 
     kernels: ModuleType
 
-    def connect(self, host: Transport) -> Transport:
+    def connect(self, host: MpiTransport) -> Transport:
         """The transport for arrays of this backend, made of a host transport, which it replaces. Collective."""
 
     def zeros(self, length: int) -> Any:
         """float32[length] of zeros."""
 
     def validate(self, gradient: Any, length: int) -> Any:
-        """The caller's gradient as an array of this backend, or in pieces where steps read such, not copied.
+        """Check the caller's gradient, an array of this backend or a tensor list; returns it, not copied.
 
         Raises:
             TypeError, ValueError: of another type, length or device, or not contiguous.
@@ -45,7 +47,7 @@ class Backend(Protocol):
         """As `GradientAllreduce.gradient_tensors`, where kernels can read such a gradient."""
 
     def stream_scope(self) -> AbstractContextManager[Any]:
-        """Within it all work is put where it belongs."""
+        """Enter the device and stream that kernels run on."""
 
     def to_host(self, array: Any) -> NDArray[np.float32]:
         """A copy on the host."""
@@ -53,58 +55,20 @@ class Backend(Protocol):
     def from_host(self, array: NDArray[np.float32]) -> Any:
         """A copy on this backend."""
 
+    def read_only(self, array: Any) -> Any:
+        """The array, not to be written to where the backend's arrays can say so."""
+
+    def share_memory(self, one: Any, other: Any) -> bool:
+        """Whether two arrays, or a tensor list and an array, have memory in common; False if that is not known."""
+
     def indices(self, entries: Any) -> NDArray[np.int32]:
         """int32[nnz] on the host: the indices of ENTRY[nnz]."""
 
-    def wait(self) -> None:
-        """Until all work on arrays is done, however it was started, so that MPI may read them."""
-
-
-class HostBackend:
-    """NumPy arrays and numba kernels."""
-
-    kernels = host_kernels
-
-    def connect(self, host: Transport) -> Transport:
-        """As the protocol says."""
-        return host
-
-    def zeros(self, length: int) -> NDArray[np.float32]:
-        """As the protocol says."""
-        return np.zeros(length, np.float32)
-
-    def validate(self, gradient: NDArray[np.float32], length: int) -> NDArray[np.float32]:
-        """As the protocol says."""
-        if gradient.dtype != np.float32:
-            raise TypeError(f"gradient dtype {gradient.dtype} is not float32")
-        if gradient.shape != (length,):
-            raise ValueError(f"gradient shape {gradient.shape} is not ({length},)")
-        if not gradient.flags.c_contiguous:
-            raise ValueError("gradient is not contiguous")
-        return gradient
-
-    def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
-        """As the protocol says: nowhere here."""
-        raise NotImplementedError("kernels of the host read one vector")
-
-    def stream_scope(self) -> AbstractContextManager[Any]:
-        """As the protocol says."""
-        return nullcontext()
-
-    def to_host(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
-        """As the protocol says."""
-        return array.copy()
-
-    def from_host(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
-        """As the protocol says."""
-        return np.array(array, np.float32)
-
-    def indices(self, entries: NDArray[np.void]) -> NDArray[np.int32]:
-        """As the protocol says."""
-        return np.asarray(entries["index"])
+    def p2p_step(self, transport: Transport, length: int, settings: Settings) -> Any:
+        """The kernels of a step that read other ranks' memory, as `oktopk.cuda.p2p_step.P2PStep`; None without such memory."""
 
     def wait(self) -> None:
-        """As the protocol says."""
+        """Wait until all work on arrays is done, so that MPI may read them."""
 
 
 def make_backend(device: str, gradient_type: str, stream: Any) -> Backend:
@@ -128,7 +92,7 @@ def make_backend(device: str, gradient_type: str, stream: Any) -> Backend:
         return HostBackend()  # type: ignore[return-value]
     if problem := gpu_problem():
         raise RuntimeError(f"device 'cuda' cannot be used: {problem}")
-    from oktopk.cuda.executor import DeviceBackend
+    from oktopk.cuda.backend import DeviceBackend
 
     try:
         return DeviceBackend(gradient_type, stream)  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Continue on another number of ranks: the state of reducers handed on so that nothing unsent is lost."""
+"""Continue on another number of ranks: redistribute the residuals, so that nothing unsent is lost."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ VECTORS = ("residual", "velocity")
 
 
 def inherited_ranks(rank: int, ranks: int, saved_ranks: int) -> range:
-    """The saved ranks whose residual goes to `rank` of `ranks`; every saved rank goes to exactly one.
+    """The saved ranks whose residuals `rank` of `ranks` inherits; each is inherited exactly once.
 
-    Empty for ranks that are more than there were: those start without.
+    Empty where rank >= saved_ranks: such a rank starts without a residual.
 
     Raises:
         ValueError: a number of ranks < 1, or rank not in [0, ranks).
@@ -29,12 +29,12 @@ def inherited_ranks(rank: int, ranks: int, saved_ranks: int) -> range:
 def redistributed_state(template: dict[str, Any], inherited: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The state of one reducer among another number of ranks, for `GradientAllreduce.load_state_dict`.
 
-    The sum of the residuals over the ranks is kept, and that of the velocities: exactly when there are more ranks than before,
-    to float32's rounding when there are fewer. The next step names thresholds exactly and agrees on boundaries anew.
+    The sums of the residuals and of the velocities over the ranks are kept: exactly on more ranks than before, to float32
+    rounding on fewer. The next step computes exact thresholds and new region boundaries.
 
     Args:
-        template: `GradientAllreduce.state_dict()` of saved rank `rank % saved_ranks`, for what is not redistributed.
-        inherited: those of `inherited_ranks`, read one at a time.
+        template: `GradientAllreduce.state_dict()` of saved rank `rank % saved_ranks`, for all that is not redistributed.
+        inherited: the states of `inherited_ranks`, read one at a time.
 
     Returns:
         A new state; the vectors may be those of an inherited one.
@@ -47,5 +47,5 @@ def redistributed_state(template: dict[str, Any], inherited: Iterable[dict[str, 
             vector, total = state[name], sums[name]
             if vector is not None:
                 sums[name] = vector if total is None else total + vector
-    # As after a change of k: nothing that was measured or cut for other ranks is reused.
+    # As after a change of k: thresholds and boundaries of the old ranks are not reused.
     return {**template, **sums, "last_k": None}

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from collectives.sparse import SparseVector
 from oktopk.backend import Backend
-from oktopk.methods import Reduction
 from oktopk.settings import Settings
+from oktopk.step import StepResult
 
 
 class ErrorFeedback:
@@ -72,29 +72,29 @@ class ErrorFeedback:
         self.update.fill(0)
         self.nothing_applied()
 
-    def applied(self, reduction: Reduction) -> None:
+    def applied(self, result: StepResult) -> None:
         """Learn of a step that the device has applied, or will have when its stream gets there."""
-        self.support, self.selected, self.pending = reduction.update, reduction.selected, True
+        self.support, self.selected, self.pending = result.update, result.selected, True
 
-    def apply(self, reduction: Reduction, scale: float) -> None:
+    def apply(self, result: StepResult, scale: float) -> None:
         """Write the update, times `scale`, and clear what it holds of this rank's out of residual and velocity."""
         kernels = self._kernels
-        if reduction.update is not None:
-            kernels.write_scaled(self.update, reduction.update.entries, scale)
-        self.support = reduction.update
-        self.selected = reduction.selected
-        if reduction.selected is None:
+        if result.update is not None:
+            kernels.write_scaled(self.update, result.update.entries, scale)
+        self.support = result.update
+        self.selected = result.selected
+        if result.selected is None:
             if self.pending and self.residual is not None:
                 self.residual.fill(0)
             self.pending = False
             return
         assert self.residual is not None
         self.pending = True
-        self._clear_applied(self.residual, reduction)
-        for pruned in reduction.returned:
+        self._clear_applied(self.residual, result)
+        for pruned in result.returned:
             kernels.add_entries(self.residual, pruned.entries)
         if self.velocity is not None:
-            self._clear_applied(self.velocity, reduction)
+            self._clear_applied(self.velocity, result)
 
     def state_dict(self) -> dict[str, Any]:
         """Residual and velocity, copied to the host; None for what holds nothing."""
@@ -119,11 +119,11 @@ class ErrorFeedback:
             vector.fill(0)
         return vector
 
-    def _clear_applied(self, vector: NDArray[np.float32], reduction: Reduction) -> None:
+    def _clear_applied(self, vector: NDArray[np.float32], result: StepResult) -> None:
         """Zero what this rank sent and what counts as applied."""
-        assert reduction.selected is not None
-        if reduction.only_applied:
-            assert reduction.update is not None
-            self._kernels.clear_common(vector, reduction.selected.entries, reduction.update.entries)
+        assert result.selected is not None
+        if result.only_applied:
+            assert result.update is not None
+            self._kernels.clear_common(vector, result.selected.entries, result.update.entries)
         else:
-            self._kernels.clear_support(vector, reduction.selected.entries)
+            self._kernels.clear_support(vector, result.selected.entries)

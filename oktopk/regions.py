@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.mpi import Transport
+from collectives.transport import Transport
 
 
 def equal_boundaries(length: int, ranks: int) -> NDArray[np.int64]:
@@ -13,22 +15,69 @@ def equal_boundaries(length: int, ranks: int) -> NDArray[np.int64]:
     return length * np.arange(ranks + 1, dtype=np.int64) // ranks
 
 
-def region_boundaries(cuts: NDArray[np.int64], length: int, transport: Transport) -> NDArray[np.int64]:
+def region_boundaries(splits: NDArray[np.int64], length: int, transport: Transport) -> NDArray[np.int64]:
     """Cut the gradient into one contiguous region per rank, balanced by nnz.
 
     Args:
-        cuts: int64[P - 1], what this rank proposes: the points that split its own selection into equal counts.
+        splits: int64[P - 1], what this rank proposes: the indices that split its own selection into equal counts.
         length: elements of the gradient (n).
         transport: where the ranks meet. Collective: every rank must call.
 
     Returns:
-        int64[P + 1], ascending, equal on all ranks; rank r reduces [boundaries[r], boundaries[r + 1]). The cuts are the mean of
-        what the ranks propose.
+        int64[P + 1], ascending, equal on all ranks; rank r reduces [boundaries[r], boundaries[r + 1]). The
+        boundaries are the mean of what the ranks propose.
 
     Traffic: control only: one allreduce of P - 1 int64.
     Source: Li & Hoefler, PPoPP 2022, section 3.1.1.
     """
     size = transport.size
     boundaries = equal_boundaries(length, size)
-    boundaries[1:-1] = transport.allreduce_control(cuts) // size
+    boundaries[1:-1] = transport.allreduce_control(splits) // size
     return boundaries
+
+
+class Regions:
+    """The regions of one instance of Ok-Topk, and when they are renewed.
+
+    Attributes:
+        boundaries: int64[P + 1]; None before the first step.
+        splits: int64[P - 1], the indices that split this rank's last selection into equal counts; known on all ranks or on none.
+        overflowed: a region got more entries than there is room for: the next step renews the boundaries.
+    """
+
+    def __init__(self, length: int, transport: Transport) -> None:
+        self._length, self._transport = length, transport
+        self.boundaries: NDArray[np.int64] | None = None
+        self.splits: NDArray[np.int64] | None = None
+        self.overflowed = False
+
+    def due(self, planned: bool) -> bool:
+        """Whether this step renews the boundaries; equal on all ranks, as `planned` is."""
+        return planned or self.overflowed or self.boundaries is None
+
+    def renew(self, splits: NDArray[np.int64]) -> None:
+        """Agree on new boundaries. Collective; see `region_boundaries`."""
+        self.boundaries = region_boundaries(splits, self._length, self._transport)
+        self.overflowed = False
+
+    @staticmethod
+    def agreed_state(state: dict[str, Any]) -> Any:
+        """What of a `state_dict` must be equal on all ranks, as a plain value."""
+        boundaries = state["boundaries"]
+        return None if boundaries is None else [int(b) for b in boundaries], state.get("last_cuts") is None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Boundaries and splits, copied. The keys are those of earlier versions."""
+        kept = None if self.overflowed or self.boundaries is None else self.boundaries.copy()
+        return {"boundaries": kept, "last_cuts": None if self.splits is None else self.splits.copy()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`; what is of another number of ranks is agreed on anew."""
+        size = self._transport.size
+        self.boundaries = _fitting(state["boundaries"], size + 1)
+        self.splits = _fitting(state.get("last_cuts"), size - 1)  # an earlier version has none
+        self.overflowed = False
+
+
+def _fitting(array: Any, length: int) -> NDArray[np.int64] | None:
+    return np.array(array, np.int64) if array is not None and len(array) == length else None

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
-from oktopk.metrics import Measures
+
+@dataclass(frozen=True)
+class Measures:
+    """One measured step; xi and its parts are equal on all ranks.
+
+    Attributes:
+        missed: norm of (top k of the mean accumulated gradient) - (the update that was applied, as a mean).
+        gradient_norm: norm of the mean of what entered the residuals: gradients, after momentum correction.
+        fill_in: entries that any rank selected, counted once, over k: 1 where all supports coincide, P where none meet.
+        region_balance: entries that all ranks together selected in the busiest region, over the mean of the regions. 1 where
+            regions balance, P where one has all entries; NaN without regions.
+        seconds: time that measuring took on this rank, apart from the step's own stages.
+    """
+
+    missed: float
+    gradient_norm: float
+    fill_in: float
+    region_balance: float
+    seconds: float
+
+    @property
+    def xi(self) -> float:
+        """missed / gradient_norm; NaN where the mean gradient is zero. Convergence assumes a bound; the paper measured xi < P."""
+        return self.missed / self.gradient_norm if self.gradient_norm else math.nan
 
 
 @dataclass(slots=True)
@@ -27,6 +51,7 @@ class StepReport:
         global_nnz: entries applied; n for dense; 0 of a deferred step that stopped, whose gradient is in the residual.
         local_threshold, global_threshold: magnitudes selected by; NaN where the method has none.
         words, messages: payload this rank sent.
+        bytes: payload bytes this rank sent.
         control_words, control_messages: sizes, cuts, histograms, flags; see `collectives.Traffic`.
         seconds: time by stage, in the order in which the stages ran; of a deferred step what the host took to launch it,
             and where stages are timed (`GradientAllreduce.time_stages`) theirs beside it.
@@ -50,6 +75,7 @@ class StepReport:
     seconds: dict[str, float]
     measures: Measures | None = None
     complete: bool = True
+    bytes: int = 0
 
     @property
     def total_seconds(self) -> float:
@@ -58,10 +84,10 @@ class StepReport:
 
 
 class StageTimer:
-    """Time by stage: each lap ends the stage that it names.
+    """Times the stages of a step: each `record` ends the stage that it names.
 
     Args:
-        detailed: time what runs in one go on a device by stage too, where that is possible.
+        detailed: time the stages of steps that run as one graph on a device, too.
 
     Attributes:
         seconds: stage -> time so far.
@@ -75,12 +101,12 @@ class StageTimer:
         self._last = time.perf_counter()
 
     def record(self, stage: str) -> None:
-        """Book the time since the last lap on `stage`."""
+        """Add the time since the last record to `stage`."""
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
 
     def add(self, stage: str, seconds: float) -> None:
-        """Book a part of the time since the last lap, measured elsewhere, on `stage`."""
+        """Add seconds measured elsewhere, a part of the time since the last record, to `stage`."""
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
         self._last += seconds

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude, magnitude_bits
-from collectives.mpi import Transport
 from collectives.sparse import SparseVector
+from collectives.transport import Transport
 from oktopk.cpu.kernels import Packing
 from oktopk.settings import selection_cap
 from oktopk.thresholds import NOTHING, OCTAVE, kth_magnitude, learned_trend
@@ -41,14 +41,14 @@ class Selection:
         nonfinite: elements whose sum was NaN or Inf; they are not packed and their residual is unchanged.
         exact: the threshold was the k-th largest magnitude of this very step.
         threshold: the magnitude that was selected by.
-        points: P + 1 integers, where each region begins in `packed`, if that was found on the way.
+        offsets: P + 1 integers, where each region begins in `packed`, if that was found on the way.
     """
 
     packed: SparseVector
     nonfinite: int
     exact: bool
     threshold: float
-    points: Any = None
+    offsets: Any = None
 
 
 class LocalSelection:
@@ -69,7 +69,7 @@ class LocalSelection:
         slope: -d log(nnz) / d log(threshold).
         trend: bits by which the threshold moves from step to step.
         needs_exact: the next step must be exact.
-        needs_host: and no threshold can be guessed that a little more than k reach: the host must look.
+        needs_host: and no threshold can be guessed that a little more than k reach, so that the host must look at its count.
     """
 
     def __init__(self, length: int, kernels: ModuleType, transport: Transport) -> None:
@@ -102,13 +102,13 @@ class LocalSelection:
         exact = exact or self.needs_exact or self.bits is None
         bits = self.lower_threshold() if exact or self.bits is None else self.bits
         packing = self._kernels.accumulate_select(gradient, residual, bits, self.buffer(k), boundaries)
-        return self.settle(packing, residual, k, bits, exact)
+        return self.finish(packing, residual, k, bits, exact)
 
     def buffer(self, k: int) -> NDArray[np.void]:
         """ENTRY[2k + a block], where what is selected is packed."""
         return self._transport.workspace.entries("packed", 2 * k + self._kernels.BLOCK)
 
-    def settle(
+    def finish(
         self,
         packing: Packing,
         residual: NDArray[np.float32],
@@ -116,7 +116,7 @@ class LocalSelection:
         bits: int,
         exact: bool,
     ) -> Selection:
-        """What `select` does after the pass: repack or tighten where the count asks for it, and learn the next threshold.
+        """Repack or tighten what the pass packed where the count asks for it, and learn the next threshold.
 
         Args:
             packing: the outcome of the pass, into `buffer`.
@@ -124,10 +124,10 @@ class LocalSelection:
             bits: the threshold that was packed by.
             exact: cut the list down to the exact top k.
         """
-        nnz, nonfinite, points = packing.nnz, packing.nonfinite, packing.points
+        nnz, nonfinite, offsets = packing.nnz, packing.nonfinite, packing.offsets
         buffer = self.buffer(k)
         if nonfinite:  # nobody applies this step: learn nothing from it, but start afresh
-            self.missed()
+            self.force_exact()
             return Selection(SparseVector(buffer[:0], self._length), nonfinite, False, bits_magnitude(bits))
         if exact and not (k <= nnz <= 2 * k):
             nnz, bits = self._repack(residual, k, buffer)
@@ -136,14 +136,16 @@ class LocalSelection:
             exact = True
         if exact or nnz > selection_cap(k):
             packed, threshold_bits = self._tighten(buffer[:nnz], k, bits)
-            exact, points = True, None
+            exact, offsets = True, None
         else:
             packed, threshold_bits = buffer[:nnz], bits
             self._follow(nnz, k, bits)
-        return Selection(SparseVector(packed, self._length), 0, exact, bits_magnitude(threshold_bits), points)
+        return Selection(
+            SparseVector(packed, self._length), 0, exact, bits_magnitude(threshold_bits), offsets
+        )
 
-    def missed(self) -> None:
-        """The last pass packed too much, or too little to name what it should: the next step names its threshold exactly."""
+    def force_exact(self) -> None:
+        """Make the next step compute its exact threshold, and wait for the host: the last pass gave nothing to learn from."""
         self.needs_exact = self.needs_host = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,8 +164,8 @@ class LocalSelection:
             return NOTHING
         return max(1, magnitude_bits(bits_magnitude(self.bits) * _MARGIN ** (-1 / self.slope)))
 
-    def named(self, candidates: int, k: int, lowest: int, bits: int) -> None:
-        """An exact step named `bits`, the k-th largest; so many candidates had reached `lowest`."""
+    def learn_exact(self, candidates: int, k: int, lowest: int, bits: int) -> None:
+        """Learn from an exact step: `bits` is the k-th largest magnitude of so many candidates that reached `lowest`."""
         if candidates > k and lowest < bits:
             octaves = math.log(bits_magnitude(bits) / bits_magnitude(lowest))
             self.slope = min(max(math.log(candidates / k) / octaves, _SLOPES[0]), _SLOPES[1])
@@ -198,7 +200,7 @@ class LocalSelection:
         bits, larger = kth_magnitude(
             lambda level, prefix: kernels.magnitude_histogram(candidates, level, prefix), k
         )
-        self.named(len(candidates), k, lowest, bits)
+        self.learn_exact(len(candidates), k, lowest, bits)
         ties = selection_cap(k) - larger
         taken = self._transport.kernels.take_at_least(candidates, bits, ties, candidates)
         return candidates[:taken], bits

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from typing import Any, Literal
+
+import numpy as np
 
 DENSE_ABOVE = 0.25
 """A density above this runs the dense path: COO entries cost twice their value, in both phases."""
@@ -58,6 +61,8 @@ class Settings:
     rotate: bool = True
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
         for name in ("density", "momentum_correction", "balance_trigger", "drift_tolerance"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -98,8 +103,15 @@ class Settings:
 
 
 def entries_kept(density: float, length: int) -> int:
-    """k = max(1, ceil(density * length))."""
-    return max(1, math.ceil(density * length))
+    """k = max(1, ceil(density * length)), of the density as it is written: 0.07 of 100 is 7, though 0.07 * 100 > 7."""
+    return max(1, math.ceil(Fraction(repr(float(density))) * length))
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy scalar as a Python number, a float32 as the shortest decimal that it prints as."""
+    if isinstance(value, np.floating):
+        return float(str(value))
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def selection_cap(k: int) -> int:

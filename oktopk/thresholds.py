@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -68,6 +69,62 @@ def kth_magnitude(histogram: Callable[[int, int], NDArray[np.int64]], k: int) ->
     return prefix, k - wanted
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which candidate threshold a step keeps by.
+
+    Attributes:
+        candidate: an index into `CANDIDATES`.
+        nearest: the candidate whose count is nearest k.
+        needs_exact: no candidate fits: the step computes the exact threshold, or is given up where it may not.
+    """
+
+    candidate: int
+    nearest: int
+    needs_exact: bool
+
+
+def choose_candidate(
+    totals: NDArray[np.int64], expected: int, k: int, tolerance: float, *, may_go_exact_now: bool
+) -> Choice:
+    """The one rule by which a step between exact ones picks its global threshold; `decide.cu` is the same rule in CUDA.
+
+    The expected threshold is kept while its count is within the tolerance. Else the step takes the candidate whose count is
+    nearest k, if that is within MISS, or every nonzero sum where those are at most k. A candidate that misses makes the step
+    exact. A deferred step may not go exact: it takes the lowest threshold from there on that keeps at most 5k/4, and is given
+    up where that keeps less than k/2.
+
+    Args:
+        totals: int64[65], descending: sums of all ranks that reach each candidate threshold.
+        expected: bits of the expected threshold, the middle of the candidates.
+        k: entries wanted.
+        tolerance: share of k.
+        may_go_exact_now: the step may compute the exact threshold; false for a deferred step.
+    """
+    middle, nearest = len(CANDIDATES) // 2, int(np.argmin(np.abs(totals - k)))
+    if abs(totals[middle] - k) <= tolerance * k:
+        return Choice(middle, nearest, False)
+    all_kept = expected + CANDIDATES[0] <= 1 and totals[0] <= k
+    if abs(totals[nearest] - k) <= MISS * k or all_kept:
+        return Choice(nearest, nearest, False)
+    if may_go_exact_now:
+        return Choice(nearest, nearest, True)
+    candidate = nearest
+    while candidate < len(CANDIDATES) - 1 and totals[candidate] > selection_cap(k):
+        candidate += 1
+    return Choice(candidate, nearest, not keeps_enough(int(totals[candidate]), k))
+
+
+def keeps_enough(count: int, k: int) -> bool:
+    """Whether a deferred step may keep so many sums: from k/2 to 5k/4."""
+    return k / 2 <= count <= selection_cap(k)
+
+
+def candidate_bits(expected: int, candidate: int) -> int:
+    """Bits of a candidate threshold, within the finite nonzero magnitudes."""
+    return min(max(expected + int(CANDIDATES[candidate]), 1), NOTHING - 1)
+
+
 class GlobalThreshold:
     """The magnitude that a reduced sum must reach to be applied.
 
@@ -95,7 +152,7 @@ class GlobalThreshold:
         return math.nan if self.bits is None else bits_magnitude(self.bits)
 
     def keep(
-        self, lists: RegionLists, k: int, exact: bool, lap: Callable[[str], object] = lambda stage: None
+        self, lists: RegionLists, k: int, exact: bool, record: Callable[[str], object] = lambda stage: None
     ) -> tuple[NDArray[np.void], NDArray[np.int64]]:
         """Sum this rank's region and keep what reaches the threshold.
 
@@ -103,7 +160,7 @@ class GlobalThreshold:
             lists: contributions to the region. Collective: every rank must call.
             k: entries wanted over all ranks.
             exact: name the exact threshold.
-            lap: told when a stage ends: "reduce" what this rank sums, "threshold" what all ranks agree on.
+            record: called when a stage ends: "reduce", what this rank sums, or "threshold", what all ranks agree on.
 
         Returns:
             (ENTRY[counts[r]], int64[P]): this rank's kept sums, ascending, and how many each rank keeps. The counts add up to
@@ -113,23 +170,18 @@ class GlobalThreshold:
             allgather of 2 int64.
         """
         if exact or self.bits is None:
-            return self._keep_exact(lists, k, lap)
+            return self._keep_exact(lists, k, record)
         expected = self.expected
         sums = lists.counted(expected, CANDIDATES)
-        lap("reduce")
+        record("reduce")
         counts = lists.transport.allgather_control(sums.counts)
-        lap("threshold")
-        totals = counts.sum(axis=0)
-        nearest = int(np.argmin(np.abs(totals - k)))
-        rung = len(CANDIDATES) // 2
-        if abs(totals[rung] - k) > self._tolerance * k:
-            rung = nearest
-            all_kept = expected + CANDIDATES[0] <= 1 and totals[0] <= k
-            if abs(totals[rung] - k) > MISS * k and not all_kept:
-                return self._keep_exact(lists, k, lap)
-        bits = min(max(expected + int(CANDIDATES[rung]), 1), NOTHING - 1)
-        self.follow(bits, int(CANDIDATES[nearest]))
-        return sums.take(bits), counts[:, rung]
+        record("threshold")
+        choice = choose_candidate(counts.sum(axis=0), expected, k, self._tolerance, may_go_exact_now=True)
+        if choice.needs_exact:
+            return self._keep_exact(lists, k, record)
+        bits = candidate_bits(expected, choice.candidate)
+        self.follow(bits, int(CANDIDATES[choice.nearest]))
+        return sums.take(bits), counts[:, choice.candidate]
 
     @property
     def expected(self) -> int:
@@ -147,8 +199,8 @@ class GlobalThreshold:
         """Bits that a sum must reach to be looked at when the threshold is named exactly."""
         return 1 if self.bits is None else max(1, self.expected + int(CANDIDATES[0]))
 
-    def named(self, bits: int) -> None:
-        """An exact step named `bits`, the k-th largest."""
+    def learn_exact(self, bits: int) -> None:
+        """Learn from an exact step: `bits` is the k-th largest sum."""
         if self.bits is not None:
             self.trend = learned_trend(self.trend, bits - self.expected)
         self.bits, self.exact = bits, True
@@ -161,25 +213,25 @@ class GlobalThreshold:
         self.trend = state["trend"]
 
     def _keep_exact(
-        self, lists: RegionLists, k: int, lap: Callable[[str], object]
+        self, lists: RegionLists, k: int, record: Callable[[str], object]
     ) -> tuple[NDArray[np.void], NDArray[np.int64]]:
         transport = lists.transport
         lowest = self.lowest
         while True:
             sums = lists.sums(lowest)
-            lap("reduce")
+            record("reduce")
 
             def histogram(level: int, prefix: int, sums: NDArray[np.void] = sums) -> NDArray[np.int64]:
                 return transport.allreduce_control(self._kernels.magnitude_histogram(sums, level, prefix))
 
             bits, _ = kth_magnitude(histogram, k)
-            lap("threshold")
+            record("threshold")
             if bits >= lowest or lowest == 1:
                 break
             lowest = 1  # fewer than k sums reach the lowest rung
-        self.named(bits)
+        self.learn_exact(bits)
         counts = _counts(sums, np.array([bits, bits + 1], np.int32), lists)
-        lap("threshold")
+        record("threshold")
         at_least, above = counts[:, 0], counts[:, 1]
         ties = at_least - above
         allowed = max(0, selection_cap(k) - int(above.sum()))

@@ -1,8 +1,8 @@
 """What every test may count on.
 
-A test marked `@pytest.mark.mpi` takes the fixture `comm` and must hold for any number of ranks; the runner
-gives it 1, 2, 3, 4, 5 and 8. `@pytest.mark.mpi(min_size=2)` skips it on fewer. Every rank runs it; it fails
-when it fails on any rank (see multirank.py). By hand:
+A test marked `@pytest.mark.mpi` takes the fixture `comm` and must hold for any number of ranks. `make test` runs it on 1 and
+3, what tests.run names on 8 too; `make test-all` on 1, 2, 3, 4, 5 and 8. `@pytest.mark.mpi(min_size=2)` skips it on fewer.
+Every rank runs it; it fails when it fails on any rank (see multirank.py). By hand:
 
     python -m jobs.launch -n 4 -m pytest --with-mpi -m mpi tests/test_transport.py
 
@@ -16,8 +16,10 @@ from the test's source.
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -40,6 +42,8 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("same_on_all_ranks")
+
+NO_GPU = "no GPU"  # the reason that the marks of such tests give
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,6 +86,26 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             plugin._is_testing_mpi = False  # spares every report its lines about mpi4py's build
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests that need a GPU where there is none: thousands of skips would hide the others."""
+    left_out = [item for item in items if needs_missing_gpu(item)]
+    if not left_out:
+        return
+    items[:] = [item for item in items if not needs_missing_gpu(item)]
+    config.hook.pytest_deselected(items=left_out)
+    outcomes = config.pluginmanager.get_plugin("outcome file")
+    for item in left_out if outcomes else ():
+        outcomes.leave_out(item.nodeid)
+
+
+def needs_missing_gpu(item: pytest.Item) -> bool:
+    """Whether a mark would skip it for want of a GPU."""
+    return any(
+        mark.args[0] is True and mark.kwargs.get("reason") == NO_GPU for mark in item.iter_markers("skipif")
+    )
+
+
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
     """A run leaves signals ignored that a test which hangs must still be ended by."""
@@ -90,6 +114,29 @@ def own_signals() -> Iterator[None]:
     for number, handler in before.items():
         if handler is not None:
             signal.signal(number, handler)
+
+
+# One grey pixel.
+PIXEL = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b55"
+    "0000000a49444154789c636800000082008177cd72b60000000049454e44ae426082"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write an empty picture where no test looks at it: a page takes a second to draw. Tests marked `pictures` get real ones."""
+    figure = sys.modules.get("matplotlib.figure")
+    if figure is None or request.node.get_closest_marker("pictures"):
+        return
+
+    def save(self: Any, file: Any, format: str = "png", **_: Any) -> None:
+        if format == "svg":
+            file.write('<svg xmlns="http://www.w3.org/2000/svg"></svg>')
+        else:
+            Path(file).write_bytes(PIXEL)
+
+    monkeypatch.setattr(figure.Figure, "savefig", save)
 
 
 @pytest.fixture(scope="session")

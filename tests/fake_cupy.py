@@ -65,7 +65,7 @@ def on_fake(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     names += ["collectives.mpi_cuda", "collectives.symmetric_memory"]
     names += [
         f"oktopk.cuda.{part}"
-        for part in ("executor", "kernels", "kth_select", "mailbox", "p2p_executor", "p2p_graph", "select")
+        for part in ("backend", "kernels", "kth_select", "mailbox", "p2p_step", "p2p_graph", "select")
     ]
     with monkeypatch.context() as patch:
         for name in names:

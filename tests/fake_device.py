@@ -11,7 +11,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.cpu import kernels as host_kernels
-from collectives.mpi_staged import StagingBuffers, StagingTransport
+from collectives.mpi_staged import StagedMpiTransport, StagingBuffers
 
 POISON = 0xA5
 
@@ -88,15 +88,15 @@ class PoisonedBuffers(StagingBuffers):
         super().give(buffer)
 
 
-class FakeDeviceTransport(StagingTransport):
+class FakeDeviceTransport(StagedMpiTransport):
     """Staging, watched: whatever MPI gets is pinned."""
 
     def __init__(self, comm: MPI.Intracomm, stream: LateStream | None = None) -> None:
         self.stream = stream or LateStream()
         super().__init__(comm, self.stream)
         self.buffers = PoisonedBuffers(self.stream)
-        self.kernels = InOrder(host_kernels, self.stream)  # type: ignore[assignment]
+        self.kernels = InOrder(host_kernels, self.stream)
 
-    def _wire(self, array: NDArray[Any]) -> Any:
+    def _mpi_buffer(self, array: NDArray[Any]) -> Any:
         assert self.stream.is_pinned(array), "MPI was given device memory"
-        return super()._wire(array)
+        return super()._mpi_buffer(array)

@@ -1,25 +1,25 @@
 """Peer memory without GPUs: what the kernels of a step tell each other goes over MPI, and the host finds what it would on a GPU.
 
-It stands where `oktopk.cuda.p2p_executor.P2PStep` does: what the host makes of a step among peers, deferred or not, is tested
+It stands where `oktopk.cuda.p2p_step.P2PStep` does: what the host makes of a step among peers, deferred or not, is tested
 on any machine. What kernels compute, and when, is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cpu import kernels as lists_kernels
-from collectives.mpi import Transport
-from collectives.sparse import ENTRY, SparseVector
+from collectives.mpi import MpiTransport
+from collectives.sparse import ENTRY
 from collectives.split_and_reduce import RegionLists
 from oktopk.cpu import kernels
+from oktopk.error_feedback import ErrorFeedback
 from oktopk.results import StageTimer
 from oktopk.settings import Settings, selection_cap
-from oktopk.thresholds import CANDIDATES, MISS, NOTHING, kth_magnitude
+from oktopk.thresholds import CANDIDATES, candidate_bits, choose_candidate, kth_magnitude
 
 _POOL, _SMALL_POOL = 3, 4096
 
@@ -27,7 +27,7 @@ _POOL, _SMALL_POOL = 3, 4096
 class FakePeers:
     """As P2PStep."""
 
-    def __init__(self, transport: Transport, length: int, settings: Settings) -> None:
+    def __init__(self, transport: MpiTransport, length: int, settings: Settings) -> None:
         self._transport, self._length, self._settings = transport, length, settings
         self._k = self._nearest = 0
         self._open = True
@@ -52,60 +52,57 @@ class FakePeers:
         packing = kernels.accumulate_select(gradient, residual, lowest, packed)
         short = bool(packing.nonfinite) or not k <= packing.nnz <= 2 * k
         found = SimpleNamespace(
-            candidates=packing.nnz, nonfinite=packing.nonfinite, short=short, nnz=0, bits=0, cuts=[]
+            candidates=packing.nnz, nonfinite=packing.nonfinite, short=short, nnz=0, bits=0, splits=[]
         )
         if not short:
             found.nnz, found.bits = self._cut_down(packing.nnz)
-            found.cuts = self._cuts(found.nnz)
+            found.splits = self._cuts(found.nnz)
         return found
 
     def launch(
         self,
         gradient: NDArray[np.float32],
-        residual: NDArray[np.float32],
-        update: NDArray[np.float32],
-        velocity: NDArray[np.float32] | None,
+        vectors: ErrorFeedback,
         bits: tuple[int, int],
         boundaries: NDArray[np.int64],
-        support: SparseVector | None,
-        clear: Callable[[], None],
         selected: tuple[int, int] | None = None,
         exact: bool = False,
         timed: bool = False,
-        exactly: bool = False,
-        unaided: bool = False,
+        cut_to_k: bool = False,
+        deferred: bool = False,
     ) -> None:
+        residual, update, velocity = vectors.residual, vectors.update, vectors.velocity
         comm, rank, ranks = self._transport.comm, self._transport.rank, self._transport.size
-        clear()
+        vectors.clear_update()
         cut = 0, 0
         if selected is None:
             packing = kernels.accumulate_select(gradient, residual, bits[0], self._packed)
             selected = packing.nnz, packing.nonfinite
-            least = self._k if exactly else selection_cap(self._k) + 1
+            least = self._k if cut_to_k else selection_cap(self._k) + 1
             if least <= packing.nnz <= 2 * self._k and not packing.nonfinite:
                 left, kth = self._cut_down(packing.nnz)
                 selected, cut = (left, 0), (packing.nnz, kth)
         nnz, nonfinite = selected
         mine = self._packed[: min(nnz, 2 * self._k)].copy()
-        points = lists_kernels.region_offsets(mine, boundaries)
-        notes = comm.allgather((nnz, nonfinite, mine, points))
+        offsets = lists_kernels.region_offsets(mine, boundaries)
+        notes = comm.allgather((nnz, nonfinite, mine, offsets))
         self._selected = SimpleNamespace(
             nnz=nnz,
             nonfinite=nonfinite,
-            points=points.tolist(),
+            offsets=offsets.tolist(),
             candidates=cut[0],
             bits=cut[1],
-            cuts=self._cuts(len(mine)),
+            splits=self._cuts(len(mine)),
         )
         flagged = tuple(source for source, note in enumerate(notes) if note[1])
-        if flagged and unaided:
+        if flagged and deferred:
             kernels.undo_accumulate(gradient, residual)
         room = max(_POOL * self._k, min(ranks * selection_cap(self._k), _SMALL_POOL))
         incoming = np.sum([np.diff(theirs) for *_, theirs in notes], axis=0).max()
-        over, crowded = any(note[0] > selection_cap(self._k) for note in notes), bool(incoming > room)
-        if flagged or over or crowded:
-            crowded = crowded and not (flagged or over)
-            self._outcome = SimpleNamespace(stopped_at="selection", flagged=flagged, crowded=crowded)
+        over, overflowed = any(note[0] > selection_cap(self._k) for note in notes), bool(incoming > room)
+        if flagged or over or overflowed:
+            overflowed = overflowed and not (flagged or over)
+            self._outcome = SimpleNamespace(stopped_at="selection", flagged=flagged, overflowed=overflowed)
             return
         sources = [(rank - i) % ranks for i in range(ranks)]
         parts = [notes[source][2][slice(*notes[source][3][rank : rank + 2])] for source in sources]
@@ -118,9 +115,9 @@ class FakePeers:
             int(boundaries[rank + 1]),
             self._transport,
         )
-        self._transport.traffic.words += 2 * (nnz - points[rank + 1] + points[rank])
+        self._transport.traffic.count(8 * (nnz - offsets[rank + 1] + offsets[rank]), 0)
         self._vectors = update, [vector for vector in (residual, velocity) if vector is not None], mine
-        self._apply(self._name(bits[1]) if exact else self._follow(bits[1], unaided))
+        self._apply(self._name(bits[1]) if exact else self._follow(bits[1], deferred))
 
     def _apply(self, named: tuple[NDArray[np.void], int, int] | None) -> None:
         """Gather and apply what the ranks keep; None: the step stops."""
@@ -128,7 +125,7 @@ class FakePeers:
             self._outcome = SimpleNamespace(
                 stopped_at="threshold",
                 flagged=(),
-                crowded=False,
+                overflowed=False,
                 skewed=self._one_sided,
                 nearest=self._nearest,
             )
@@ -137,15 +134,15 @@ class FakePeers:
         update, vectors, mine = self._vectors
         ranks = self._transport.size
         gathered = np.concatenate(self._transport.comm.allgather(kept))
-        self._transport.traffic.words += 2 * (ranks - 1) * len(kept)
+        self._transport.traffic.count(8 * (ranks - 1) * len(kept), 0)
         kernels.write_scaled(update, gathered, 1.0 / ranks if self._settings.average else 1.0)
         for vector in vectors:
             kernels.clear_common(vector, mine, gathered)
         self._outcome = SimpleNamespace(
-            stopped_at="", flagged=(), crowded=False, bits=threshold, missed=missed, gathered=gathered
+            stopped_at="", flagged=(), overflowed=False, bits=threshold, missed=missed, gathered=gathered
         )
 
-    def name_exactly(self, lowest: int) -> SimpleNamespace:
+    def go_exact(self, lowest: int) -> SimpleNamespace:
         self._apply(self._name(lowest))
         return self._outcome
 
@@ -159,7 +156,7 @@ class FakePeers:
     def lists(self) -> RegionLists:
         return self._lists
 
-    def finish(self, timer: StageTimer) -> None:
+    def time_stages(self, timer: StageTimer) -> None:
         pass
 
     def close(self) -> None:
@@ -207,24 +204,20 @@ class FakePeers:
         kept = np.empty(len(sums) + 1, ENTRY)
         return kept[: lists_kernels.take_at_least(sums, bits, int(ties[rank]), kept)], bits, 0
 
-    def _follow(self, expected: int, unaided: bool) -> tuple[NDArray[np.void], int, int] | None:
+    def _follow(self, expected: int, deferred: bool) -> tuple[NDArray[np.void], int, int] | None:
         """What this rank keeps by the rung that fits, as `decide.cu` does; None where it stops."""
         k, settings = self._k, self._settings
         self._one_sided = False
         sums = self._lists.counted(expected, CANDIDATES)
         counts = np.array(self._transport.comm.allgather(sums.counts))
         totals = counts.sum(axis=0)
-        nearest, rung = int(np.argmin(np.abs(totals - k))), len(CANDIDATES) // 2
-        self._nearest = int(totals[nearest])
-        if abs(totals[rung] - k) > settings.drift_tolerance * k:
-            rung = nearest
-            all_kept = expected + CANDIDATES[0] <= 1 and totals[0] <= k
-            if abs(totals[rung] - k) > MISS * k and not all_kept:
-                while unaided and rung < len(CANDIDATES) - 1 and totals[rung] > selection_cap(k):
-                    rung += 1
-                if not unaided or not k / 2 <= totals[rung] <= selection_cap(k):
-                    return None
+        choice = choose_candidate(
+            totals, expected, k, settings.drift_tolerance, may_go_exact_now=not deferred
+        )
+        rung, nearest, self._nearest = choice.candidate, choice.nearest, int(totals[choice.nearest])
+        if choice.needs_exact:
+            return None
         if self._skewed(counts[:, rung]):
             return None
-        bits = min(max(expected + int(CANDIDATES[rung]), 1), NOTHING - 1)
+        bits = candidate_bits(expected, rung)
         return sums.take(bits).copy(), bits, int(CANDIDATES[nearest])

@@ -92,3 +92,13 @@ GRADIENTS: dict[str, Draw] = {
 
 SHAPES = ((1, 0.01), (3, 0.25), (7, 0.2), (257, 0.25), (1000, 0.05), (9001, 0.01))
 """(length, density): shorter than the ranks, k = 1, the densest that is still sparse, several blocks long."""
+
+
+def shapes_of(kind: str, setting: int, settings: int) -> list[tuple[int, float]]:
+    """The shapes to try a kind of gradient with under one of several settings.
+
+    Over all settings a kind meets every shape once. Every kind meets every setting, and every setting every shape: a bug
+    of two of the three is found, and the whole product took three to four times as long.
+    """
+    first = list(GRADIENTS).index(kind)
+    return [shape for at, shape in enumerate(SHAPES) if (first + at) % settings == setting]

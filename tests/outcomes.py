@@ -1,7 +1,7 @@
 """A file that knows each test's state even when the job does not live to report it.
 
 One line per change, `STATE TEST`, with the states started, passed, skipped and failed. A test whose last line
-says started is the one that took the job down.
+says started is the one that took the job down. A test that needs a GPU where there is none has the state without_gpu.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+WITHOUT_GPU = "without_gpu"
 _SEVERITY = ("passed", "skipped", "failed")
 
 
@@ -28,6 +29,10 @@ class OutcomeFile:
         if report.failed:
             self._write("failed", report.nodeid or "collection")
 
+    def leave_out(self, test: str) -> None:
+        """Note a test that needs a GPU; there is none."""
+        self._write(WITHOUT_GPU, test)
+
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._worst = "passed"
         self._write("started", nodeid)
@@ -43,7 +48,7 @@ class OutcomeFile:
 
 
 def read_outcomes(path: Path) -> Mapping[str, str]:
-    """Each test's last state: test id -> "started", "passed", "skipped" or "failed". No file, no tests."""
+    """Each test's last state: test id -> "started", "passed", "skipped", "failed" or WITHOUT_GPU. No file, no tests."""
     states: dict[str, str] = {}
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -1,11 +1,13 @@
-"""Everything that must hold, in one command with one closing line: `python -m tests.run`.
+"""What must hold, in one command with one closing line: `python -m tests.run`.
 
-Four checks of the sources (lint, format, types, spelling, each counts as one), the single-process tests, then
-the tests marked `mpi` on 1, 2, 3, 4, 5 and 8 ranks, and last the tests of GPUs on a host that stands in for them
-(tests/host_cuda). A group that hangs is ended; a test that took its job down, a group that ran nothing and a job that
-failed for no reported reason count as failed.
+Four checks of the sources (lint, format, types, spelling, each counts as one) beside the single-process tests, then the
+tests marked `mpi` on 1 and 3 ranks, those of communication on 8 ranks too, and last the tests of GPUs on a host that stands
+in for them (tests/host_cuda). Tests marked `long` and 2, 4, 5 and 8 ranks for all are left to --long; --all runs both, and
+Slurm. A group that hangs is ended; a test that took its job down, a group that ran nothing and a job that failed for no
+reported reason count as failed.
 
     python -m tests.run --ranks 2,4 -k regions --no-lint --no-single
+    python -m tests.run --long                      what is left out above, Slurm excepted
     python -m tests.run --slurm                     the batch scripts, on a real Slurm that is started for them
     python -m tests.run --mpiexec /opt/mpich/bin/mpiexec
 
@@ -25,16 +27,31 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import IO
 
 from jobs.launch import end_on_sigterm, mpiexec_command
 from tests import host_cuda
-from tests.outcomes import read_outcomes
+from tests.outcomes import WITHOUT_GPU, read_outcomes
 from tests.slurm.install import slurm_problem
 
 ROOT = Path(__file__).resolve().parent.parent
-RANKS = (1, 2, 3, 4, 5, 8)
+RANKS = (1, 3)
+MANY_RANKS = 8
+OTHER_RANKS = (2, 4, 5)  # left to --long
+# on MANY_RANKS in every run: communication, and tests that need four ranks or more
+ON_MANY_RANKS = (
+    "tests/test_balance_and_allgatherv.py",
+    "tests/test_dense_allreduce.py",
+    "tests/test_recursive_doubling.py",
+    "tests/test_regions.py",
+    "tests/test_split_and_reduce.py",
+    "tests/test_staging_transport.py",
+    "tests/test_transport.py",
+    "tests/test_deferred_peers.py::test_regions_that_got_too_much_are_renewed_at_once",
+)
 # ranks -> which tests: alone, odd, and as many as a region needs to get three times its share; all of them take four too long
 HOST_CUDA_RANKS = {1: "test", 3: "test", 4: "too_much"}
 HOST_CUDA_TEST_SECONDS = 240  # more than a kernel on the host waits for other ranks
@@ -46,11 +63,12 @@ HOST_CUDA_RANKS_TESTS = (
     "tests/test_gradients_in_place.py",
 )
 ALL_TESTS = ["tests"]
-CHECK_SECONDS = 180
-SINGLE_SECONDS = 1800
+# Generous: they end what hangs, on a slow machine too.
+CHECK_SECONDS = 600
+SINGLE_SECONDS = 3600
 SLURM_SECONDS = 540
 SLURM_LEAVING = 60  # to end its jobs and daemons: ten minutes in all
-RANKS_SECONDS = 900
+RANKS_SECONDS = 1800
 
 
 class Tally:
@@ -59,6 +77,8 @@ class Tally:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
+        self.ran: set[str] = set()
+        self.without_gpu: set[str] = set()
 
     def add(self, state: str, name: str) -> None:
         self.counts[state] += 1
@@ -114,8 +134,9 @@ def announce(title: str) -> None:
     print(f"\n=== {title} ===", flush=True)
 
 
-def run_checks(tally: Tally) -> None:
-    """Lint, format, types and spelling."""
+@contextmanager
+def checks_beside(tally: Tally) -> Iterator[None]:
+    """Lint, format, types and spelling, beside what is run meanwhile; what they say comes after that."""
     tools = Path(sys.executable).parent
     checks = {
         "lint": [str(tools / "ruff"), "check", "--quiet", "."],
@@ -123,12 +144,32 @@ def run_checks(tally: Tally) -> None:
         "types": [sys.executable, "-m", "mypy", "--no-error-summary"],
         "spelling": [str(tools / "codespell")],
     }
-    announce("checks")
-    for name, command in checks.items():
-        started = time.monotonic()
-        state = "passed" if run(command, CHECK_SECONDS) == 0 else "failed"
-        print(f"{name}: {state} ({time.monotonic() - started:.1f} s)", flush=True)
-        tally.add(state, f"check: {name}")
+    running: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
+    try:
+        for name, command in checks.items():
+            output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the check
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+            running[name] = process, output
+        end = time.monotonic() + CHECK_SECONDS
+        yield
+        announce("checks")
+        for name, (process, output) in running.items():
+            try:
+                state = "failed" if process.wait(max(0.0, end - time.monotonic())) else "passed"
+                late = ""
+            except subprocess.TimeoutExpired:
+                state, late = "failed", f" (did not end in {CHECK_SECONDS} s)"
+            output.seek(0)
+            print(f"{output.read().decode(errors='replace')}{name}: {state}{late}", flush=True)
+            tally.add(state, f"check: {name}")
+    finally:
+        for process, output in running.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            output.close()
 
 
 def run_group(
@@ -145,6 +186,9 @@ def run_group(
     announce(title)
     status = run(command, seconds, environment, leaving)
     states = read_outcomes(outcomes)
+    tally.without_gpu |= {test for test, state in states.items() if state == WITHOUT_GPU}
+    states = {test: state for test, state in states.items() if state != WITHOUT_GPU}
+    tally.ran |= {test for test, state in states.items() if state != "skipped"}
     for test, state in states.items():
         if state == "started":
             tally.add("failed", f"{title}: {test} (took the job down)")
@@ -193,16 +237,33 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
     slow = [f"--timeout={HOST_CUDA_TEST_SECONDS}"]
     if alone:
         outcomes = folder / "host-cuda"
-        single = [*slow, "-m", "not mpi", "--timeout-method=signal", f"--outcomes={outcomes}", *alone]
+        single = [
+            *slow,
+            "-m",
+            "not mpi and not long",
+            "--timeout-method=signal",
+            f"--outcomes={outcomes}",
+            *alone,
+        ]
         chosen = ["-k", options.expression] if options.expression else []
         command = [sys.executable, *pytest, *chosen, *single]
         run_group(tally, title, command, SINGLE_SECONDS, os.environ | asked, outcomes, may_be_empty)
     # what stands in for peers on the host is tested without
     wanted = f"({options.expression or 'test'}) and (test_device or cuda)"
-    for ranks in sorted({*HOST_CUDA_RANKS} & {*options.ranks}) if among else ():
+    chosen_ranks = {*HOST_CUDA_RANKS} & {*(options.ranks or HOST_CUDA_RANKS)}
+    for ranks in sorted(chosen_ranks) if among else ():
         outcomes = folder / f"host-cuda-{ranks}"
         expression = f"{wanted} and ({HOST_CUDA_RANKS[ranks]})"
-        marked = [*slow, "--with-mpi", "-m", "mpi", "-k", expression, f"--outcomes={outcomes}", *among]
+        marked = [
+            *slow,
+            "--with-mpi",
+            "-m",
+            "mpi and not long",
+            "-k",
+            expression,
+            f"--outcomes={outcomes}",
+            *among,
+        ]
         command, environment = mpiexec_command(ranks, [*pytest, *marked], mpiexec=options.mpiexec)
         where = f"{title}, {ranks} rank{'s' if ranks > 1 else ''}"
         run_group(tally, where, command, RANKS_SECONDS, environment | asked, outcomes, may_be_empty)
@@ -217,15 +278,39 @@ def files_with_rank_tests(paths: Sequence[str]) -> list[str]:
     return found
 
 
+def rank_groups(options: argparse.Namespace, files: Sequence[str]) -> list[tuple[int, list[str], str]]:
+    """(ranks, files, expression of marks) of each job that runs the tests marked mpi."""
+    everything = list(files)
+    many = [file for file in ON_MANY_RANKS if file.partition("::")[0] in files]
+    rest = [file for file in files if file not in many]
+    if options.ranks:
+        mark = "mpi" if options.all else "mpi and long" if options.long else "mpi and not long"
+        return [(ranks, everything, mark) for ranks in options.ranks]
+    if options.all:
+        return [(ranks, everything, "mpi") for ranks in sorted({*RANKS, *OTHER_RANKS, MANY_RANKS})]
+    if options.long:
+        others = [(ranks, everything, "mpi") for ranks in OTHER_RANKS] + [(MANY_RANKS, rest, "mpi")]
+        repeated = [(ranks, everything, "mpi and long") for ranks in RANKS]
+        return others + (
+            repeated if any("mark.long" in Path(file).read_text("utf-8") for file in files) else []
+        )
+    return [(ranks, everything, "mpi and not long") for ranks in RANKS] + [
+        (MANY_RANKS, many, "mpi and not long")
+    ]
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.run", description="All checks and tests.")
     parser.add_argument(
         "--ranks",
         type=lambda text: tuple(int(word) for word in text.split(",")),
-        default=RANKS,
         metavar="P,P,...",
-        help="numbers of ranks for the tests marked mpi",
+        help="numbers of ranks for all tests marked mpi; default: 1,3, and 8 for some",
     )
+    parser.add_argument(
+        "--long", action="store_true", help="only what is left out by default: tests marked long, other ranks"
+    )
+    parser.add_argument("--all", action="store_true", help="also what --long and --slurm run")
     parser.add_argument("-k", dest="expression", metavar="EXPR", help="only tests that match, as for pytest")
     parser.add_argument("--no-lint", action="store_true", help="without the checks of the sources")
     parser.add_argument("--no-single", action="store_true", help="without the single-process tests")
@@ -255,6 +340,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tally.begin_with(options.tally)
     if options.slurm:
         options.no_lint = options.no_single = options.no_ranks = options.no_host_cuda = True
+    if options.long:
+        options.no_lint = options.no_host_cuda = True
     selection = ["-k", options.expression] if options.expression else []
     partial = bool(selection) or options.paths != ALL_TESTS
     # Open MPI gives its ranks a terminal of their own: pytest cannot see where its output ends up.
@@ -262,33 +349,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plain = ["-m", "pytest", colour, "-p", "no:cacheprovider"]
     pytest = [*plain, *selection]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks are the parallelism
-    if not options.no_lint:
-        run_checks(tally)
     with tempfile.TemporaryDirectory() as folder:
-        if options.slurm:
-            run_slurm(tally, pytest, Path(folder))
-        if not options.no_single:
-            outcomes = Path(folder) / "single"
-            # The signal method ends the late test alone. It works here, where no test blocks inside MPI.
-            single = [
-                "-m",
-                "not mpi and not slurm",
-                "--timeout-method=signal",
-                f"--outcomes={outcomes}",
-                *options.paths,
-            ]
-            command = [sys.executable, *pytest, *single]
-            run_group(tally, "single process", command, SINGLE_SECONDS, os.environ, outcomes, partial)
-        files = files_with_rank_tests(options.paths)
-        for ranks in () if options.no_ranks or (partial and not files) else options.ranks:
-            outcomes = Path(folder) / f"ranks-{ranks}"
-            marked = ["--with-mpi", "-m", "mpi", f"--outcomes={outcomes}", *files]
+        with nullcontext() if options.no_lint else checks_beside(tally):
+            if not options.no_single:
+                outcomes = Path(folder) / "single"
+                length = "" if options.all else " and long" if options.long else " and not long"
+                # The signal method ends the late test alone. It works here, where no test blocks inside MPI.
+                single = [
+                    "-m",
+                    f"not mpi and not slurm{length}",
+                    "--timeout-method=signal",
+                    f"--outcomes={outcomes}",
+                    *options.paths,
+                ]
+                command = [sys.executable, *pytest, *single]
+                run_group(tally, "single process", command, SINGLE_SECONDS, os.environ, outcomes, partial)
+        groups = [] if options.no_ranks else rank_groups(options, files_with_rank_tests(options.paths))
+        for number, (ranks, files, mark) in enumerate(groups):
+            if partial and not files:
+                continue
+            outcomes = Path(folder) / f"ranks-{number}"
+            marked = ["--with-mpi", "-m", mark, f"--outcomes={outcomes}", *files]
             command, environment = mpiexec_command(ranks, [*pytest, *marked], mpiexec=options.mpiexec)
             title = f"{ranks} rank{'s' if ranks > 1 else ''}"
-            run_group(tally, title, command, RANKS_SECONDS, environment, outcomes, partial)
+            may_be_empty = partial or mark == "mpi and long"
+            run_group(tally, title, command, RANKS_SECONDS, environment, outcomes, may_be_empty)
         if not options.no_host_cuda:
             run_host_cuda(tally, plain, Path(folder), options)
+        if options.slurm or (options.all and not partial):
+            run_slurm(tally, pytest, Path(folder))
     announce("closing")
+    if left_out := len(tally.without_gpu - tally.ran):
+        print(f"There is no GPU: {left_out} tests that need one were not run.")
     for failure in tally.failures:
         print(f"FAILED {failure}")
     if not sum(tally.counts.values()):

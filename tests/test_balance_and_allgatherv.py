@@ -12,7 +12,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.allgatherv import balance_and_allgatherv, needs_balancing
-from collectives.mpi import Transport
+from collectives.mpi import MpiTransport
 from collectives.sparse import ENTRY
 from collectives.traffic import Traffic
 
@@ -32,8 +32,8 @@ counts_of_ranks = st.lists(
 
 
 @pytest.fixture(scope="module")
-def transport(comm: MPI.Intracomm) -> Iterator[Transport]:
-    made = Transport(comm)
+def transport(comm: MPI.Intracomm) -> Iterator[MpiTransport]:
+    made = MpiTransport(comm)
     yield made
     made.close()
 
@@ -63,7 +63,7 @@ def test_the_default_trigger_never_fires_on_four_ranks() -> None:
 
 
 def gather(
-    counts: list[int], transport: Transport, trigger: float | None
+    counts: list[int], transport: MpiTransport, trigger: float | None
 ) -> tuple[NDArray[np.void], Traffic]:
     """What arrived, checked against the blocks in rank order, and what this rank sent."""
     rank = transport.rank
@@ -97,7 +97,7 @@ def moved_by(rank: int, counts: list[int]) -> list[int]:
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", SKEWED)
 def test_all_ranks_get_all_blocks_in_order_with_and_without_balancing(
-    transport: Transport, kind: str
+    transport: MpiTransport, kind: str
 ) -> None:
     for trigger in (None, 4.0, 1.0, float("inf")):
         gather(SKEWED[kind](transport.size), transport, trigger)
@@ -107,7 +107,7 @@ def test_all_ranks_get_all_blocks_in_order_with_and_without_balancing(
 @settings(max_examples=20)
 @given(counts=counts_of_ranks, trigger=st.sampled_from([1.0, 1.5, 4.0]))
 def test_words_are_the_allgatherv_and_what_balancing_moves(
-    transport: Transport, counts: list[int], trigger: float
+    transport: MpiTransport, counts: list[int], trigger: float
 ) -> None:
     size, rank = transport.size, transport.rank
     counts = counts[:size]
@@ -122,7 +122,9 @@ def test_words_are_the_allgatherv_and_what_balancing_moves(
 
 
 @pytest.mark.mpi
-def test_everything_on_one_rank_is_moved_out_in_equal_shares_and_passed_round(transport: Transport) -> None:
+def test_everything_on_one_rank_is_moved_out_in_equal_shares_and_passed_round(
+    transport: MpiTransport,
+) -> None:
     size, rank = transport.size, transport.rank
     counts = [0] * size
     counts[size // 2] = 100 * size

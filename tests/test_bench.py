@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import traffic
+from collectives.dense_allreduce import dense_words
 from jobs.bench_document import read
 from jobs.bench_figures import draw
 from jobs.bench_mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
@@ -23,6 +23,7 @@ from jobs.bench_run import run
 from jobs.gradient_file import GradientRecorder
 from jobs.launch import launch_environment, mpiexec_command
 from oktopk import METHODS
+from oktopk.methods.topka import topka_words
 
 ROOT = Path(__file__).parent.parent
 # Seconds for a job that takes some 4 on two free cores.
@@ -66,6 +67,7 @@ def by_name(entry: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {method["name"]: method for method in entry["methods"]}
 
 
+@pytest.mark.pictures
 @pytest.mark.timeout(PATIENCE)
 def test_a_bench_of_all_methods_on_four_ranks(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
@@ -126,8 +128,8 @@ def test_a_sweep_starts_its_own_ranks(tmp_path: Path) -> None:
     alone, three = (by_name(entry) for entry in content["runs"])
     assert alone["topka"]["words"]["mean"] == alone["dense"]["words"]["mean"] == 0
     # exact in every step: 2k(P-1) words, where nothing ties
-    assert three["topka"]["words"]["mean"] == traffic.topka_words(40, 3) == 160
-    assert three["dense"]["words"]["mean"] == traffic.dense_words(2000, 3)
+    assert three["topka"]["words"]["mean"] == topka_words(40, 3) == 160
+    assert three["dense"]["words"]["mean"] == dense_words(2000, 3)
     assert "words per rank and step" in done.stdout
 
 

@@ -64,6 +64,7 @@ def content(kind: str, *ranks: int, dirty: bool = False) -> dict[str, Any]:
     }
 
 
+@pytest.mark.pictures
 @pytest.mark.parametrize(
     ("kind", "ranks"), [("bench", (4,)), ("bench", (1,)), ("ablation", (4, 8)), ("sweep", (2, 4, 8))]
 )

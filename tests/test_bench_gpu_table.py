@@ -173,6 +173,7 @@ def test_all_cells_are_measured_and_written(tmp_path: Path) -> None:
     assert "\n\n" in tables
 
 
+@pytest.mark.pictures
 def test_a_table_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from jobs.bench_figures import draw, report_bench

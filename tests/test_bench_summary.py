@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives import traffic
 from jobs.bench_device import Growth, Host
 from jobs.bench_document import BenchError, Output, document, read
 from jobs.bench_floors import Speeds, Workload, stage_floors
@@ -18,6 +17,8 @@ from jobs.bench_measure import FIELDS, Contestant, Course, Samples, held_bytes
 from jobs.bench_summary import formulas, summarize
 from jobs.bench_tables import run_tables
 from jobs.machine import environment
+from oktopk.methods.gtopk import gtopk_busiest_words
+from oktopk.methods.topkdsa import topkdsa_words
 
 LENGTH = 1000
 K = 10
@@ -104,11 +105,11 @@ def test_formulas_for_a_hundred_entries_of_ten_thousand_on_four_ranks() -> None:
     ("ranks", "busiest"), [(1, 0), (2, 200), (3, 400), (4, 400), (5, 600), (8, 600), (64, 1200)]
 )
 def test_gtopk_is_logarithmic_on_its_busiest_rank(ranks: int, busiest: float) -> None:
-    assert traffic.gtopk_busiest_words(100, ranks) == busiest
+    assert gtopk_busiest_words(100, ranks) == busiest
 
 
 def test_topkdsa_never_sends_less_than_its_least() -> None:
-    least, most = traffic.topkdsa_words(100, 110, 4)
+    least, most = topkdsa_words(100, 110, 4)
     assert least == most == 300
 
 

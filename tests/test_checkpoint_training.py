@@ -48,7 +48,7 @@ def interrupted(path: Path, number: signal.Signals, step: int, settings: tuple[s
     return done
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_run_that_a_signal_stopped_ends_as_if_it_had_not(
     tmp_path: Path, undisturbed: Path, number: signal.Signals
 ) -> None:
@@ -90,6 +90,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_used(
     assert_same_outcome(undisturbed, path)
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_another_run_is_refused_by_name_where_its_run_file_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
     settings = ["training.steps=5", "training.eval_every=5"]
@@ -106,6 +107,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_name_where_its_run_file_is_go
     assert "resumed after step 5 from" in job.said
 
 
+@pytest.mark.long
 def test_no_usable_checkpoint_stops_the_run_and_destroys_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
     done = interrupted(path, signal.SIGUSR1, 3)
@@ -121,6 +123,7 @@ def test_no_usable_checkpoint_stops_the_run_and_destroys_nothing(tmp_path: Path)
     assert [step.name for step in checkpoints(path)] == ["step-00000005"]
 
 
+@pytest.mark.long
 def test_a_job_that_overwrites_and_is_queued_again_destroys_nothing_before_it_begins_and_then_continues(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +150,7 @@ def test_a_job_that_overwrites_and_is_queued_again_destroys_nothing_before_it_be
     assert_same_outcome(undisturbed, path)
 
 
+@pytest.mark.long
 def test_recorded_gradients_continue_without_gap_or_doubled_step(tmp_path: Path) -> None:
     folders = tmp_path / "undisturbed", tmp_path / "run"
     recorded = [("run.record_steps=25", f"run.record_gradients={folder}") for folder in folders]
@@ -172,7 +176,7 @@ def test_recorded_gradients_continue_without_gap_or_doubled_step(tmp_path: Path)
         assert rows[0].tobytes() == rows[1].tobytes()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     path = tmp_path / "run.h5"
     settings = ("training.steps=0", "training.epochs=2")

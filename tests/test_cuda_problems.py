@@ -20,7 +20,6 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-import collectives
 from collectives.cuda import environment as cuda_problems
 from collectives.cuda import ucx as cuda_mpi
 from collectives.cuda.environment import (
@@ -30,10 +29,11 @@ from collectives.cuda.environment import (
     kernel_problem,
     pinned_memory,
 )
-from collectives.mpi import Transport
+from collectives.mpi import connect
 from oktopk import GradientAllreduce
 from oktopk import allreduce as gradient_allreduce
-from oktopk.backend import HostBackend, make_backend
+from oktopk.backend import make_backend
+from oktopk.cpu.backend import HostBackend
 from tests import devices
 from tests.fake_cupy import BUSY, NO_DEVICE, OLD_DRIVER, OUT_OF_MEMORY, FakeCUDAError, fake_cupy, on_fake
 
@@ -174,10 +174,10 @@ def test_kernels_that_do_not_compile_point_to_the_headers(monkeypatch: pytest.Mo
         def __init__(self, *_: Any) -> None:
             raise AttributeError("a mistake of our own")
 
-    monkeypatch.setitem(sys.modules, "oktopk.cuda.executor", SimpleNamespace(DeviceBackend=Mistaken))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "oktopk.cuda.backend", SimpleNamespace(DeviceBackend=Mistaken))  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="of our own"):
         make_backend("cuda", "float32", None)
-    monkeypatch.setitem(sys.modules, "oktopk.cuda.executor", SimpleNamespace(DeviceBackend=Broken))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "oktopk.cuda.backend", SimpleNamespace(DeviceBackend=Broken))  # type: ignore[arg-type]
     with pytest.raises(
         RuntimeError, match=r"cannot be compiled .*\(cannot open source file cuda_bf16.h\).*\[ctk\]"
     ):
@@ -207,7 +207,7 @@ def test_memory_that_is_short_when_kernels_are_made_is_not_said_to_be_a_compiler
         raise error
 
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(memory=(5, 10)))
-    monkeypatch.setitem(sys.modules, "oktopk.cuda.executor", SimpleNamespace(DeviceBackend=full))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "oktopk.cuda.backend", SimpleNamespace(DeviceBackend=full))  # type: ignore[arg-type]
     with pytest.raises(
         RuntimeError, match=r"GPU 3 is out of memory: .*: 5 of 10 bytes free\. Other processes"
     ) as seen:
@@ -258,9 +258,9 @@ def test_out_of_memory_on_one_rank_is_the_same_error_on_all(
 
 @pytest.fixture
 def device_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module `oktopk.cuda.executor`, on the double whatever CuPy there is."""
+    """The module `oktopk.cuda.backend`, on the double whatever CuPy there is."""
     with on_fake(fake_cupy(), monkeypatch):
-        yield importlib.import_module("oktopk.cuda.executor")
+        yield importlib.import_module("oktopk.cuda.backend")
 
 
 def test_a_gradient_that_is_not_where_it_should_be_is_a_sentence(device_backend: ModuleType) -> None:
@@ -330,11 +330,12 @@ def test_a_window_that_one_rank_has_no_memory_for_is_refused_on_all(
     full.cuda.runtime.ipcGetMemHandle = lambda _: b"handle"
     sys.modules["cupy"].cuda = peer_memory.cupy.cuda = full.cuda  # type: ignore[attr-defined]
     device = SimpleNamespace(gpu=nullcontext(), zero=lambda *_: None, synchronize=lambda: None)
+    transport = connect(comm)
     with pytest.raises(
         RuntimeError,
         match=f"^no peer memory: rank {last}: GPU 3 is out of memory: [0-9,]+ bytes wanted, 5 of 10 bytes free",
     ):
-        peer_memory.SymmetricMemory(comm, device, 2**30)
+        peer_memory.SymmetricMemory(transport, device, 2**30)
 
 
 class Window:
@@ -350,13 +351,14 @@ def test_staging_is_chosen_where_it_must_be_and_said_once(
 ) -> None:
     mine = staged == "all" or (staged == "last" and comm.rank == comm.size - 1)
     monkeypatch.setattr(device_backend, "device_memory_problem", lambda: "it is made of wood" if mine else "")
-    monkeypatch.setattr(device_backend, "DeviceTransport", lambda *_: "straight")
-    monkeypatch.setattr(device_backend, "StagedDeviceTransport", lambda *_: "staged")
+    transports: Any = sys.modules["collectives.mpi_cuda"]
+    monkeypatch.setattr(transports, "CudaMpiTransport", lambda *_: "straight")
+    monkeypatch.setattr(transports, "StagedCudaTransport", lambda *_: "staged")
     backend = device_backend.DeviceBackend.__new__(device_backend.DeviceBackend)
     backend.device = None
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        chosen = backend.connect(Transport(comm))
+        chosen = backend.connect(connect(comm))
     assert chosen == ("staged" if mine and comm.size > 1 else "straight")
     if comm.rank or staged == "none" or comm.size == 1:
         assert not said
@@ -403,9 +405,9 @@ def test_whether_mpi_moves_device_memory_is_asked_and_can_be_said(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(collectives, "WITHOUT_CUDA_UCX", ucx)
+    monkeypatch.setattr(cuda_mpi, "WITHOUT_CUDA_UCX", ucx)
     monkeypatch.setattr(cuda_mpi, "_wheel_problem", lambda: "")
-    monkeypatch.setattr(cuda_mpi, "_says_so_itself", lambda: says)
+    monkeypatch.setattr(cuda_mpi, "_library_claims_support", lambda: says)
     problem = cuda_mpi.device_memory_problem()
     if sentence:
         assert re.search(sentence, problem), problem

@@ -10,10 +10,12 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.mpi import FlaggedRanksError
 from collectives.sparse import ENTRY, SparseVector
+from collectives.transport import FlaggedRanksError
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError, StepReport
-from oktopk.methods.base import Deferred, Method, Plan, Reduction
+from oktopk.error_feedback import ErrorFeedback
+from oktopk.methods.base import Method
+from oktopk.step import Plan, StepResult
 
 pytestmark = pytest.mark.mpi
 
@@ -22,44 +24,71 @@ TRUSTED = 8
 
 
 class Late(Method):
-    """Sums densely, and tells how it went when it is asked; as the script says, one word a step after the first ones."""
+    """A method whose steps only `LateExecutor` runs."""
 
     name = "late"
+
+    def reduce(self, *arguments: Any) -> StepResult:
+        raise AssertionError("no step goes by messages")
+
+
+class LateStep:
+    """The handle of a step that ends as the script says."""
+
+    def __init__(self, executor: LateExecutor, outcome: str, deferred: bool) -> None:
+        self._executor, self._outcome, self.deferred = executor, outcome, deferred
+
+    def result(self) -> StepResult:
+        if self._outcome == "flagged":
+            raise FlaggedRanksError([0])
+        nothing = SparseVector.empty(LENGTH)
+        if self._outcome == "stopped":
+            return StepResult(nothing, None, (), exact=False, local_nnz=0, global_nnz=0, given_up=True)
+        everything = np.zeros(LENGTH, ENTRY)
+        everything["index"], everything["value"] = np.arange(LENGTH), self._executor.vectors.update
+        update = SparseVector(everything, LENGTH)
+        result = StepResult(update, update, (), exact=False, local_nnz=3, global_nnz=5, deferrable=True)
+        self._executor.vectors.applied(result)
+        return result
+
+
+class LateExecutor:
+    """Sums densely, and tells how it went when it is asked; as the script says, one word a step after the first ones."""
+
     script: ClassVar[list[str]] = []
     plans: ClassVar[list[Plan]] = []
+    supports: ClassVar[list[SparseVector | None]] = []
 
-    def reduce(
-        self,
-        gradient: NDArray[np.float32],
-        residual: NDArray[np.float32] | None,
-        out: NDArray[np.float32],
-        plan: Plan,
-    ) -> Reduction | Deferred:
+    def __init__(self, method: Method, vectors: ErrorFeedback) -> None:
+        self.method, self.vectors = method, vectors
+
+    def begin(self, gradient: NDArray[np.float32], plan: Plan) -> LateStep:
         self.plans.append(plan)
-        plan.clear_out()
+        self.supports.append(self.vectors.support)
+        self.vectors.clear_update()
         outcome = self.script[len(self.plans) - 1]
         if outcome == "done":
-            self.transport.comm.Allreduce(gradient, out)
-            self.transport.traffic.words += 7
-        everything = np.zeros(self.length, ENTRY)
-        everything["index"], everything["value"] = np.arange(self.length), out
-        update = SparseVector(everything, self.length)
-        reduction = Reduction(update, update, (), exact=False, local_nnz=3, global_nnz=5, finish=lambda: None)
+            self.method.transport.comm.Allreduce(gradient, self.vectors.update)  # type: ignore[attr-defined]
+            self.method.transport.traffic.count(28, 0)
+        return LateStep(self, outcome, plan.may_defer)
 
-        def settle() -> Reduction | None:
-            if outcome == "flagged":
-                raise FlaggedRanksError([0])
-            return reduction if outcome == "done" else None
-
-        return Deferred(settle) if plan.deferrable else reduction
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
 def late(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Callable[..., GradientAllreduce]:
     def make(script: str, **settings: Any) -> GradientAllreduce:
         monkeypatch.setitem(METHODS, "late", Late)
-        monkeypatch.setattr(Late, "plans", [])
-        monkeypatch.setattr(Late, "script", [*["done"] * TRUSTED, *script.split()])
+        usual = GradientAllreduce._executor
+
+        def executor(self: GradientAllreduce, method: Method) -> Any:
+            return LateExecutor(method, self._vectors) if isinstance(method, Late) else usual(self, method)
+
+        monkeypatch.setattr(GradientAllreduce, "_executor", executor)
+        monkeypatch.setattr(LateExecutor, "plans", [])
+        monkeypatch.setattr(LateExecutor, "supports", [])
+        monkeypatch.setattr(LateExecutor, "script", [*["done"] * TRUSTED, *script.split()])
         chosen: dict[str, Any] = {"average": False, "deferred": True} | settings
         reducer = GradientAllreduce(comm, LENGTH, "late", **chosen)
         assert all(reducer.step(GRADIENT).complete for _ in range(TRUSTED))
@@ -111,7 +140,7 @@ def test_after_a_step_that_stopped_the_host_waits_for_some(
             reducer = GradientAllreduce(comm, LENGTH, "late", average=False, deferred=True)
             reducer.load_state_dict(state)
     waited = [False] * TRUSTED
-    assert [plan.deferrable for plan in Late.plans] == [*waited, True, True, *waited, True, True]
+    assert [plan.may_defer for plan in LateExecutor.plans] == [*waited, True, True, *waited, True, True]
     stopped = reports[1]
     assert stopped.complete and not stopped.skipped and (stopped.global_nnz, stopped.words) == (0, 0)
     assert known(*reports) == [True] * (TRUSTED + 3) + [False]
@@ -125,9 +154,9 @@ def test_a_gradient_that_is_not_finite_raises_before_the_next_one_is_taken(
     reducer.step(GRADIENT)
     with pytest.raises(NonFiniteGradientError, match=r"step 9: .* rank\(s\) 0$"):
         reducer.step(GRADIENT)
-    assert reducer.steps == len(Late.plans) == 10
+    assert reducer.steps == len(LateExecutor.plans) == 10
     report = reducer.step(GRADIENT)
-    assert report.step == 10 and Late.plans[10].exact and Late.plans[10].new_boundaries
+    assert report.step == 10 and LateExecutor.plans[10].exact and LateExecutor.plans[10].new_boundaries
 
 
 def test_a_skipped_step_is_known_as_such_a_step_later(late: Callable[..., GradientAllreduce]) -> None:
@@ -137,7 +166,7 @@ def test_a_skipped_step_is_known_as_such_a_step_later(late: Callable[..., Gradie
     assert (report.skipped, report.complete) == (False, False)
     reducer.step(GRADIENT)
     assert (report.skipped, report.complete) == (True, True)
-    assert Late.plans[10].exact and Late.plans[10].support.nnz == 0
+    assert LateExecutor.plans[10].exact and LateExecutor.supports[10].nnz == 0
 
 
 def test_a_state_may_be_loaded_over_a_step_whose_end_is_not_known(
@@ -148,7 +177,7 @@ def test_a_state_may_be_loaded_over_a_step_whose_end_is_not_known(
     assert known(reducer.step(GRADIENT)) == [False]
     reducer.load_state_dict(state)
     assert reducer.step(GRADIENT).step == TRUSTED
-    assert Late.plans[TRUSTED + 1].support is None  # of the update nothing is known
+    assert LateExecutor.supports[TRUSTED + 1] is None  # of the update nothing is known
 
 
 def test_a_state_of_older_steps_is_waited_for(late: Callable[..., GradientAllreduce]) -> None:
@@ -167,7 +196,7 @@ def test_an_update_that_was_written_to_is_cleared_as_a_whole(
     reducer.step(GRADIENT)
     reducer.forget_support()
     reducer.step(GRADIENT)
-    assert Late.plans[TRUSTED + 1].support is None
+    assert LateExecutor.supports[TRUSTED + 1] is None
 
 
 @pytest.mark.parametrize(
@@ -179,7 +208,7 @@ def test_other_steps_are_known_at_once(
     reducer = late("done done", **settings)
     for _ in range(2):
         assert reducer.step(GRADIENT).complete
-    assert Late.plans and not any(plan.deferrable for plan in Late.plans)
+    assert LateExecutor.plans and not any(plan.may_defer for plan in LateExecutor.plans)
 
 
 def test_the_host_defers_nothing(comm: MPI.Intracomm) -> None:

@@ -11,6 +11,7 @@ from jobs.demo import main as demo
 from tests.launched import PATIENCE
 
 
+@pytest.mark.pictures
 @pytest.mark.timeout(PATIENCE)
 def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "demo"

@@ -9,21 +9,20 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.dense_allreduce import DenseAllreduce
-from collectives.mpi import Transport
-from collectives.traffic import dense_words
+from collectives.dense_allreduce import DenseAllreduce, dense_words
+from collectives.mpi import MpiTransport
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(scope="module")
-def transport(comm: MPI.Intracomm) -> Iterator[Transport]:
-    made = Transport(comm)
+def transport(comm: MPI.Intracomm) -> Iterator[MpiTransport]:
+    made = MpiTransport(comm)
     yield made
     made.close()
 
 
-def reduced(vector: NDArray[np.float32], transport: Transport, scale: float = 1.0) -> NDArray[np.float32]:
+def reduced(vector: NDArray[np.float32], transport: MpiTransport, scale: float = 1.0) -> NDArray[np.float32]:
     """The sum over the ranks of a vector that stays as it is."""
     result = vector.copy()
     allreduce = DenseAllreduce(result, transport)
@@ -32,7 +31,7 @@ def reduced(vector: NDArray[np.float32], transport: Transport, scale: float = 1.
     return result
 
 
-def test_integers_sum_exactly_for_any_length(transport: Transport) -> None:
+def test_integers_sum_exactly_for_any_length(transport: MpiTransport) -> None:
     for length in [*range(18), 31, 1000, 10_007]:
         vectors = [
             np.random.default_rng((length, rank)).integers(-1000, 1000, length)
@@ -42,7 +41,7 @@ def test_integers_sum_exactly_for_any_length(transport: Transport) -> None:
         assert result.tolist() == np.sum(vectors, axis=0).tolist()
 
 
-def test_floats_sum_to_rounding_with_the_same_bits_everywhere_and_every_time(transport: Transport) -> None:
+def test_floats_sum_to_rounding_with_the_same_bits_everywhere_and_every_time(transport: MpiTransport) -> None:
     rng = np.random.default_rng(transport.rank)
     vector = (rng.standard_normal(5003) * 10.0 ** rng.integers(-6, 6, 5003)).astype(np.float32)
     results = [reduced(vector, transport).tobytes() for _ in range(3)]
@@ -53,7 +52,7 @@ def test_floats_sum_to_rounding_with_the_same_bits_everywhere_and_every_time(tra
     assert np.all(error <= 2.0**-23 * transport.size * np.abs(vectors).sum(axis=0))
 
 
-def test_one_set_up_serves_many_steps(transport: Transport) -> None:
+def test_one_set_up_serves_many_steps(transport: MpiTransport) -> None:
     vector = np.zeros(37, np.float32)
     allreduce = DenseAllreduce(vector, transport)
     results, size = [], transport.size
@@ -66,13 +65,13 @@ def test_one_set_up_serves_many_steps(transport: Transport) -> None:
 
 
 @pytest.mark.parametrize("length", [3, 64])
-def test_the_scale_is_applied_once(transport: Transport, length: int) -> None:
+def test_the_scale_is_applied_once(transport: MpiTransport, length: int) -> None:
     vector = np.arange(length, dtype=np.float32)
     result = reduced(vector, transport, scale=0.25)
     assert result.tolist() == (0.25 * transport.size * np.arange(length)).tolist()
 
 
-def test_instances_on_one_transport_keep_to_themselves(transport: Transport) -> None:
+def test_instances_on_one_transport_keep_to_themselves(transport: MpiTransport) -> None:
     first, second = np.full(10, 1, np.float32), np.full(33, 2, np.float32)
     one, two = DenseAllreduce(first, transport), DenseAllreduce(second, transport)
     two.run()
@@ -89,7 +88,7 @@ def expected_messages(ranks: int) -> int:
     return core * 2 * (ranks.bit_length() - 1) + 4 * (ranks - core)
 
 
-def test_words_and_messages_are_the_formulas_when_the_length_divides(transport: Transport) -> None:
+def test_words_and_messages_are_the_formulas_when_the_length_divides(transport: MpiTransport) -> None:
     length = 64 * 15
     transport.take_traffic()
     reduced(np.ones(length, np.float32), transport)
@@ -104,7 +103,7 @@ def test_words_and_messages_are_the_formulas_when_the_length_divides(transport: 
     assert sent.control_words == sent.control_messages == 0
 
 
-def test_words_stay_near_the_formula_for_other_lengths(transport: Transport) -> None:
+def test_words_stay_near_the_formula_for_other_lengths(transport: MpiTransport) -> None:
     size = transport.size
     for length in (1, 2, 3, 5, 13, 997):
         transport.take_traffic()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
 from tests.devices import get, gpus, narrowed, put, use
-from tests.inputs import GRADIENTS, SHAPES
+from tests.inputs import GRADIENTS, shapes_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(not gpus(), reason="no GPU")]
 
@@ -74,7 +74,7 @@ def test_steps_through_peer_memory_give_the_cpus_bits(
 ) -> None:
     """Long enough for thresholds to settle, so that regular steps need no help from the host."""
     use("cuda", comm)
-    length = 300_007
+    length = 60_007
     settings: dict[str, Any] = {
         "density": density,
         "threshold_interval": 8,
@@ -122,9 +122,12 @@ LOCKSTEPS: dict[str, dict[str, Any]] = {
 def test_ugly_gradients_through_peer_memory_give_the_cpus_bits(
     comm: MPI.Intracomm, kind: str, settings: str
 ) -> None:
-    """The CPU keeps the contract on these (test_contract): what equals it does."""
+    """The CPU keeps the contract on these (test_contract): what equals it does.
+
+    On every pair of a kind, a setting and a shape; their whole product took four times as long.
+    """
     use("cuda", comm)
-    for length, density in SHAPES:
+    for length, density in shapes_of(kind, list(LOCKSTEPS).index(settings), len(LOCKSTEPS)):
         chosen: dict[str, Any] = {"density": density, "average": False} | LOCKSTEPS[settings]
         on_cpu = GradientAllreduce(comm, length, "oktopk", **chosen)
         on_gpu = GradientAllreduce(comm, length, "oktopk", device="cuda", peer_memory=True, **chosen)
@@ -157,7 +160,7 @@ def test_tiles_that_are_crowded_give_the_cpus_bits(comm: MPI.Intracomm) -> None:
         on_cpu.step(gradient)
         assert np.array_equal(get(on_gpu.update), on_cpu.update)
         assert np.array_equal(get(on_gpu.residual), on_cpu.residual)
-    launches = on_gpu._methods["oktopk"]._peers.kernels._launches  # type: ignore[attr-defined]
+    launches = on_gpu._executors["oktopk"].p2p_step._launches  # type: ignore[attr-defined]
     # so wide that one of them holds more than half of what lies side by side
     assert comm.allreduce(1 << launches._step.shift >= 2 * 9_000, MPI.LOR)
     on_cpu.close()

@@ -146,7 +146,7 @@ def check_selection(
     assert np.all(got[room:].view(np.uint64) == POISON)
     if expected.nnz <= room:
         assert got[: expected.nnz].tobytes() == packed.tobytes()
-        assert found.points.tolist() == np.searchsorted(packed["index"], boundaries).tolist()
+        assert found.offsets.tolist() == np.searchsorted(packed["index"], boundaries).tolist()
 
 
 # sizes of pieces: one; begins at odd places, at twice odd ones and at multiples of four; many in a chunk; none of length 0
@@ -211,7 +211,7 @@ def test_pieces_are_selected_from_as_one_vector(
             for gradient, rest, entries in pair
         ]
         assert (found[0].nnz, found[0].nonfinite) == (found[1].nnz, found[1].nonfinite)
-        assert found[0].points.tolist() == found[1].points.tolist()
+        assert found[0].offsets.tolist() == found[1].offsets.tolist()
         assert missing or n < CHUNK or found[1].nnz > n // 100 < found[1].nonfinite
         assert left[0].get().tobytes() == left[1].get().tobytes()
         assert one.get()[: found[0].nnz].tobytes() == other.get()[: found[0].nnz].tobytes()

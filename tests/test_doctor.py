@@ -196,7 +196,6 @@ class Loopback:
     rank = 0
 
     def __init__(self, flip: int) -> None:
-        self.comm = self
         self.flip = flip
 
     def receive(self, array: Any, source: int) -> list[Any]:
@@ -211,7 +210,7 @@ class Loopback:
     def wait(self, requests: list[Any]) -> None:
         pass
 
-    def Barrier(self) -> None:  # noqa: N802 - as MPI's
+    def barrier(self) -> None:
         pass
 
 

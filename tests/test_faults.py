@@ -19,7 +19,6 @@ from jobs.runreader import RunReader
 from tests.tiny_runs import Job, assert_same_outcome, checkpoints, steps_done
 
 RANKS = 3
-KILLS = 20
 DEADLINE = 10.0
 WATCHDOG = 6.0
 SLOW = ["run.flush_every=1"], ["seconds=0.02"]
@@ -39,32 +38,38 @@ def last_good_step(path: Path) -> int:
 
 
 @pytest.mark.timeout(1200)
-def test_after_twenty_kills_of_random_ranks_a_run_ends_as_if_there_had_been_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.long)])
+def test_after_kills_of_random_ranks_a_run_ends_as_if_there_had_been_none(tmp_path: Path, kills: int) -> None:
+    """At the start, at any moment of a step, and while a checkpoint is written, in turn."""
     chance = random.Random(1)
     settings = ["training.steps=1200", "training.eval_every=100"]
     path, undisturbed = tmp_path / "run.h5", tmp_path / "undisturbed.h5"
     job = Job(undisturbed, RANKS, settings)
     assert job.wait() == 0, job.said
     resumed_at = 0
-    for kill in range(KILLS):
+    for kill in range(kills):
         job = Job(path, RANKS, [*settings, *SLOW[0]], SLOW[1])
-        if kill % 5:
-            # with steps of its own, and then any moment of a step or of a checkpoint
-            job.wait_for_step(resumed_at + 1)
-            time.sleep(chance.uniform(0.0, 1.0))
-        else:
+        moment = ("start", "step", "checkpoint", "step", "step")[kill % 5]
+        if moment == "start":
             while len(job.rank_processes()) < RANKS and job.running:
                 time.sleep(0.01)
             time.sleep(chance.uniform(0.0, 3.0))
+        else:
+            # with a checkpoint of its own, which is every 10 steps
+            job.wait_for_step(resumed_at + 15)
+            if moment == "step":
+                time.sleep(chance.uniform(0.0, 1.0))
+            else:
+                wait_for_a_draft(job)
         os.kill(chance.choice(job.rank_processes()), signal.SIGKILL)
         killed = time.monotonic()
         assert job.wait(60) not in (0, 2, 75), job.said
         assert time.monotonic() - killed < DEADLINE
         said = job.said.lower()
         # of a rank that it loses while they get to know each other the launcher says something else
-        assert "signal 9" in said or (not kill % 5 and "pmix error" in said)
+        assert "signal 9" in said or (moment == "start" and "pmix error" in said)
         assert_gone(job, killed + DEADLINE)
-        if resumed_at and kill % 5:
+        if resumed_at and moment != "start":
             assert f"resumed after step {resumed_at} from" in job.said
         resumed_at = last_good_step(path)
         # readable, and never behind the checkpoint
@@ -76,12 +81,22 @@ def test_after_twenty_kills_of_random_ranks_a_run_ends_as_if_there_had_been_none
     assert_same_outcome(undisturbed, path)
 
 
+def wait_for_a_draft(job: Job, seconds: float = 60.0) -> None:
+    """Return when a checkpoint is being written; it may be whole a moment later."""
+    end = time.monotonic() + seconds
+    while not any(job.path.with_suffix(".checkpoints").glob(".step-*")):
+        assert job.running, job.said
+        assert time.monotonic() < end, f"no checkpoint in {seconds} s"
+        time.sleep(0.0005)
+
+
 def assert_gone(job: Job, deadline: float) -> None:
     while job.rank_processes():
         assert time.monotonic() < deadline, f"ranks {job.rank_processes()} outlive their job"
         time.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_rank_that_is_stopped_is_found_by_the_others_and_the_run_can_go_on(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
@@ -118,6 +133,7 @@ def test_a_rank_that_hangs_makes_every_rank_print_its_stack(tmp_path: Path) -> N
     assert_gone(job, time.monotonic() + DEADLINE)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("fault", "phase", "done", "where"),
@@ -140,6 +156,7 @@ def test_a_rank_that_hangs_before_the_first_step_or_after_the_last_is_found(
     assert job.wait() == 0, job.said
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_last_checkpoint_that_is_not_written_in_time_is_an_error_and_no_hang(tmp_path: Path) -> None:
     settings = ["checkpoint.every_steps=0", f"run.watchdog={WATCHDOG}"]
@@ -164,7 +181,7 @@ def test_a_nan_on_one_rank_ends_all_alike_and_leaves_the_last_checkpoint(tmp_pat
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("every_steps", "found"), [(0, 25), (10, 20)])
+@pytest.mark.parametrize(("every_steps", "found"), [pytest.param(0, 25, marks=pytest.mark.long), (10, 20)])
 def test_ranks_that_drift_apart_are_found_at_the_end_of_an_epoch_or_before_a_checkpoint(
     tmp_path: Path, every_steps: int, found: int
 ) -> None:
@@ -176,6 +193,7 @@ def test_ranks_that_drift_apart_are_found_at_the_end_of_an_epoch_or_before_a_che
     assert last_good_step(tmp_path / "run.h5") <= 10
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_loss_that_is_not_finite_though_gradients_are_ends_all_alike(tmp_path: Path) -> None:
     job = Job(tmp_path / "run.h5", 2, ["training.steps=30"], ["inf=1:25"])
@@ -184,6 +202,7 @@ def test_a_loss_that_is_not_finite_though_gradients_are_ends_all_alike(tmp_path:
     assert "Traceback" not in job.said
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("nonfinite", "status", "ended"), [("raise", 1, "failed"), ("skip", 0, "complete")])
 def test_a_held_out_loss_that_is_not_finite_is_named_and_written(
@@ -218,6 +237,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("run_file_too", [False, True])
 def test_a_full_disk_stops_the_run_with_the_last_checkpoint_intact(
@@ -247,6 +267,7 @@ def test_a_full_disk_stops_the_run_with_the_last_checkpoint_intact(
     assert steps_done(path) == 3000
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_lost_file_system_stops_the_run(tmp_path: Path) -> None:
     path, folder = tmp_path / "run.h5", tmp_path / "shared" / "checkpoints"

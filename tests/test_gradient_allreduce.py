@@ -10,8 +10,8 @@ import pytest
 from mpi4py import MPI
 
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
-from oktopk.methods import Reduction
 from oktopk.settings import entries_kept
+from oktopk.step import StepResult
 from tests.inputs import GRADIENTS
 
 pytestmark = pytest.mark.mpi
@@ -196,14 +196,14 @@ def test_momentum_correction_forgets_momentum_where_it_sent(
     sent: list[np.ndarray] = []
     apply = reducer._vectors.apply
 
-    def spy(reduction: Reduction, scale: float) -> None:
-        assert reduction.selected is not None
-        indices = reduction.selected.indices
-        if reduction.only_applied:
-            assert reduction.update is not None
-            indices = np.intersect1d(indices, reduction.update.indices)
+    def spy(result: StepResult, scale: float) -> None:
+        assert result.selected is not None
+        indices = result.selected.indices
+        if result.only_applied:
+            assert result.update is not None
+            indices = np.intersect1d(indices, result.update.indices)
         sent.append(indices.copy())
-        apply(reduction, scale)
+        apply(result, scale)
 
     monkeypatch.setattr(reducer._vectors, "apply", spy)
     expected = np.zeros(length, np.float32)

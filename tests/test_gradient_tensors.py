@@ -173,7 +173,7 @@ def test_steps_of_pieces_that_move_replay_one_graph_on_cuda(device: str, comm: M
     for _ in range(12):
         draw(gradient, moved=True)
         scattered.step(gradient)
-    graphs = scattered._instance("oktopk")._peers.kernels._graphs  # type: ignore[attr-defined]
+    graphs = scattered._executors["oktopk"].p2p_step._graphs  # type: ignore[attr-defined]
     assert len(graphs) == 1
     assert all(graphs.values())
     flat.close()

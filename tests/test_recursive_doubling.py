@@ -12,7 +12,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.allgatherv import allgatherv
-from collectives.mpi import Transport
+from collectives.mpi import MpiTransport
 from collectives.sparse import ENTRY
 from collectives.traffic import Traffic
 
@@ -22,13 +22,13 @@ RANKS = 8  # as many as a test may have; fewer take the first of what was drawn
 
 
 @pytest.fixture(scope="module")
-def transport(comm: MPI.Intracomm) -> Iterator[Transport]:
-    made = Transport(comm)
+def transport(comm: MPI.Intracomm) -> Iterator[MpiTransport]:
+    made = MpiTransport(comm)
     yield made
     made.close()
 
 
-def gather(counts: list[int], transport: Transport) -> tuple[NDArray[np.void], NDArray[np.void], Traffic]:
+def gather(counts: list[int], transport: MpiTransport) -> tuple[NDArray[np.void], NDArray[np.void], Traffic]:
     """What arrived, what should have, and what this rank sent."""
     rank = transport.rank
     expected = np.zeros(sum(counts), ENTRY)
@@ -44,7 +44,7 @@ def gather(counts: list[int], transport: Transport) -> tuple[NDArray[np.void], N
 
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, 40), min_size=RANKS, max_size=RANKS))
-def test_every_block_arrives_everywhere_once(transport: Transport, counts: list[int]) -> None:
+def test_every_block_arrives_everywhere_once(transport: MpiTransport, counts: list[int]) -> None:
     size = transport.size
     gathered, expected, sent = gather(counts[:size], transport)
     words, messages = transport.comm.allreduce(sent.words), transport.comm.allreduce(sent.messages)
@@ -55,7 +55,7 @@ def test_every_block_arrives_everywhere_once(transport: Transport, counts: list[
 
 
 @pytest.mark.parametrize("holder", [0, 1, -1])
-def test_a_single_full_block_reaches_all(transport: Transport, holder: int) -> None:
+def test_a_single_full_block_reaches_all(transport: MpiTransport, holder: int) -> None:
     counts = [0] * transport.size
     counts[holder % transport.size] = 1000
     gathered, expected, sent = gather(counts, transport)
@@ -64,12 +64,12 @@ def test_a_single_full_block_reaches_all(transport: Transport, holder: int) -> N
     assert messages == transport.size - 1, "an empty block is not sent"
 
 
-def test_nothing_is_sent_when_all_blocks_are_empty(transport: Transport) -> None:
+def test_nothing_is_sent_when_all_blocks_are_empty(transport: MpiTransport) -> None:
     _, _, sent = gather([0] * transport.size, transport)
     assert sent == Traffic()
 
 
-def test_words_and_messages_of_equal_blocks_are_the_formulas(transport: Transport) -> None:
+def test_words_and_messages_of_equal_blocks_are_the_formulas(transport: MpiTransport) -> None:
     size = transport.size
     gathered, expected, sent = gather([25] * size, transport)
     messages = transport.comm.allreduce(sent.messages)

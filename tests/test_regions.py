@@ -13,7 +13,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.cpu.kernels import equal_count_splits
-from collectives.mpi import Transport
+from collectives.mpi import MpiTransport
 from collectives.sparse import ENTRY
 from collectives.traffic import Traffic
 from oktopk.regions import equal_boundaries, region_boundaries
@@ -24,8 +24,8 @@ INDICES = st.lists(st.integers(0, 299), unique=True, max_size=60).map(sorted)
 
 
 @pytest.fixture(scope="module")
-def transport(comm: MPI.Intracomm) -> Iterator[Transport]:
-    made = Transport(comm)
+def transport(comm: MPI.Intracomm) -> Iterator[MpiTransport]:
+    made = MpiTransport(comm)
     yield made
     made.close()
 
@@ -69,7 +69,7 @@ def test_a_proposal_without_a_selection_is_equal_lengths() -> None:
     assert cuts_of([], 10, 4).tolist() == [2, 5, 7]
 
 
-def agreed(indices: NDArray[np.int32], length: int, transport: Transport) -> NDArray[np.int64]:
+def agreed(indices: NDArray[np.int32], length: int, transport: MpiTransport) -> NDArray[np.int64]:
     """region_boundaries, checked for what always holds."""
     transport.take_traffic()
     boundaries = region_boundaries(cuts_of(indices, length, transport.size), length, transport)
@@ -82,26 +82,28 @@ def agreed(indices: NDArray[np.int32], length: int, transport: Transport) -> NDA
     assert boundaries.tolist() == [0, *(sum(cuts) // size for cuts in zip(*proposals, strict=True)), length]
     assert boundaries.tolist() == sorted(boundaries.tolist())
     # an allreduce of P - 1 integers of two words
-    assert sent == Traffic(0, 0, -(-4 * (size - 1) * (size - 1) // size), 1)
+    assert sent == Traffic(0, 0, 4 * -(-4 * (size - 1) * (size - 1) // size), 1)
     return boundaries
 
 
 @pytest.mark.mpi
 @settings(max_examples=20)
 @given(selections=st.lists(INDICES, min_size=RANKS, max_size=RANKS))
-def test_boundaries_are_the_mean_of_the_proposals(transport: Transport, selections: list[list[int]]) -> None:
+def test_boundaries_are_the_mean_of_the_proposals(
+    transport: MpiTransport, selections: list[list[int]]
+) -> None:
     agreed(np.array(selections[transport.rank], np.int32), 300, transport)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("length", [1, 2, 3, 1000, HUGE])
-def test_boundaries_are_equal_cuts_when_nobody_selects(transport: Transport, length: int) -> None:
+def test_boundaries_are_equal_cuts_when_nobody_selects(transport: MpiTransport, length: int) -> None:
     boundaries = agreed(np.empty(0, np.int32), length, transport)
     assert np.array_equal(boundaries, equal_boundaries(length, transport.size))
 
 
 @pytest.mark.mpi
-def test_boundaries_balance_a_selection_that_all_ranks_share(transport: Transport) -> None:
+def test_boundaries_balance_a_selection_that_all_ranks_share(transport: MpiTransport) -> None:
     indices = np.concatenate([np.arange(100), np.arange(700, 740)]).astype(np.int32)
     boundaries = agreed(indices, 1000, transport)
     counts = np.diff(np.searchsorted(indices, boundaries))
@@ -110,19 +112,19 @@ def test_boundaries_balance_a_selection_that_all_ranks_share(transport: Transpor
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("index", [0, 17, 999])
-def test_boundaries_may_coincide_when_all_mass_is_at_one_place(transport: Transport, index: int) -> None:
+def test_boundaries_may_coincide_when_all_mass_is_at_one_place(transport: MpiTransport, index: int) -> None:
     boundaries = agreed(np.array([index], np.int32), 1000, transport)
     assert boundaries[1:-1].tolist() == [index] * (transport.size - 1)
 
 
 @pytest.mark.mpi
-def test_boundaries_of_disjoint_halves_and_of_silent_ranks_ascend(transport: Transport) -> None:
+def test_boundaries_of_disjoint_halves_and_of_silent_ranks_ascend(transport: MpiTransport) -> None:
     half = np.arange(500, dtype=np.int32) + (500 if transport.rank % 2 else 0)
     agreed(half, 1000, transport)
     agreed(half if transport.rank == transport.size - 1 else half[:0], 1000, transport)
 
 
 @pytest.mark.mpi
-def test_boundaries_of_the_longest_gradient_do_not_overflow(transport: Transport) -> None:
+def test_boundaries_of_the_longest_gradient_do_not_overflow(transport: MpiTransport) -> None:
     boundaries = agreed(np.arange(HUGE - 9, HUGE, dtype=np.int32), HUGE, transport)
     assert transport.size == 1 or boundaries[1] >= HUGE - 9

@@ -111,6 +111,7 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.pictures
 def test_two_runs_make_a_picture_csv_files_and_a_table(tmp_path: Path) -> None:
     dense = write_run(tmp_path / "a.h5", method="dense")
     sparse = write_run(tmp_path / "b.h5", steps=80)
@@ -235,6 +236,7 @@ def test_an_unfinished_run_is_reported_as_one(tmp_path: Path, status: str) -> No
         assert f"Ok-Topk: unfinished after 50 steps: {status}" in report([path], tmp_path)
 
 
+@pytest.mark.pictures
 @pytest.mark.parametrize("steps", [0, 1, 2])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_smallest_runs_are_drawn(tmp_path: Path, steps: int, ranks: int) -> None:

@@ -79,6 +79,7 @@ def write_experiment(folder: Path) -> list[Path]:
     ]
 
 
+@pytest.mark.pictures
 def test_the_page_stands_alone_and_links_to_its_figures(tmp_path: Path) -> None:
     paths = write_experiment(tmp_path)
     out = tmp_path / "out"
@@ -108,6 +109,7 @@ def test_the_page_stands_alone_and_links_to_its_figures(tmp_path: Path) -> None:
     assert "jobs.train oktopk-1.toml" in text
 
 
+@pytest.mark.pictures
 @pytest.mark.filterwarnings("error")
 def test_a_target_far_above_the_curves_is_still_in_the_picture(tmp_path: Path) -> None:
     (group,) = group_runs(read_runs([write_run(tmp_path / "a.h5", accuracy=0.1)]))
@@ -124,6 +126,7 @@ def test_a_target_far_above_the_curves_is_still_in_the_picture(tmp_path: Path) -
     assert "</svg>" in svg(panel)
 
 
+@pytest.mark.pictures
 def test_equal_runs_make_equal_pages(tmp_path: Path) -> None:
     paths = write_experiment(tmp_path)
     pages = []

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.run import ROOT, Tally, run_group
+from tests.run import (
+    ALL_TESTS,
+    ON_MANY_RANKS,
+    ROOT,
+    Tally,
+    files_with_rank_tests,
+    parse,
+    rank_groups,
+    run_group,
+)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +56,7 @@ def test_the_closing_line_counts_every_fate_of_a_test(tmp_path: Path, source: st
     [
         ("", "passed a", 1, None),
         ("", "", 0, "ran no test (status 0)"),
+        ("", "without_gpu a", 0, "ran no test (status 0)"),
         ("", "skipped a", 0, "ran no test (status 0)"),
         ("raise SystemExit(3)", "passed a", 1, "ended with status 3"),
         ("import time; time.sleep(60)", "started a\npassed a", 1, "did not end in 2 s"),
@@ -74,3 +86,58 @@ def test_a_later_run_closes_with_the_sum(tmp_path: Path) -> None:
     second.add("skipped", "d")
     assert second.closing_line(1) == "2 passed, 1 failed, 1 skipped in 1 s"
     assert second.failures == ["b"]
+
+
+def test_what_test_leaves_out_long_runs_and_all_runs_both() -> None:
+    """Every file of rank tests, on each number of ranks."""
+
+    def jobs(*words: str) -> set[tuple[int, str, str]]:
+        groups = rank_groups(parse(words), files_with_rank_tests(ALL_TESTS))
+        return {(ranks, file, mark) for ranks, files, mark in groups for file in files}
+
+    files = files_with_rank_tests(ALL_TESTS)
+    everything = {(ranks, file) for ranks in (1, 2, 3, 4, 5, 8) for file in files}
+    assert jobs("--all") == {(*job, "mpi") for job in everything}
+    one, other = jobs(), jobs("--long")
+    assert everything <= {job[:2] for job in one | other}
+    assert {mark for _, _, mark in one} == {"mpi and not long"}
+    assert {ranks for ranks, _, mark in other if mark == "mpi"} == {2, 4, 5, 8}
+    assert jobs("--ranks", "4") == {(4, file, "mpi and not long") for file in files}
+
+
+def test_every_test_of_communication_or_of_four_ranks_is_run_by_default() -> None:
+    for test in ON_MANY_RANKS:
+        file, _, name = test.partition("::")
+        assert f"\ndef {name}" in (ROOT / file).read_text("utf-8"), test
+    for file in files_with_rank_tests(ALL_TESTS):
+        for node in ast.parse((ROOT / file).read_text("utf-8")).body:
+            marks = " ".join(map(ast.unparse, getattr(node, "decorator_list", ())))
+            ranks = re.search(r"min_size=(\d+)", marks)
+            if ranks and int(ranks[1]) > 3:
+                assert {file, f"{file}::{node.name}"} & {*ON_MANY_RANKS}, f"{file}: {node.name}"  # type: ignore[attr-defined]
+
+
+def test_tests_that_need_a_gpu_are_left_out_where_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "test_sample.py").write_text(
+        "import pytest\n"
+        "for_gpus = pytest.mark.skipif(True, reason='no GPU')\n"
+        "def test_one(): pass\n"
+        "@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=for_gpus)])\n"
+        "def test_two(device): pass\n"
+        "@for_gpus\n"
+        "def test_three(): pass\n"
+        "@pytest.mark.long\n"
+        "def test_four(): pass\n"
+    )
+    job = subprocess.run(
+        [sys.executable, "-m", "tests.run", "--no-lint", "--no-ranks", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTEST_ADDOPTS": "-p tests.conftest"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    *_, said, closing = job.stdout.splitlines()
+    assert said == "There is no GPU: 2 tests that need one were not run."
+    assert closing.startswith("2 passed, 0 failed, 0 skipped in")

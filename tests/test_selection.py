@@ -15,7 +15,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude
-from collectives.mpi import Transport
+from collectives.mpi import MpiTransport
 from oktopk.cpu import kernels as host_kernels
 from oktopk.cpu.kernels import BLOCK
 from oktopk.selection import LocalSelection, Selection
@@ -44,7 +44,7 @@ class Rank:
     def __init__(self, length: int, k: int, kernels: ModuleType = host_kernels) -> None:
         self.k = k
         self.residual = np.zeros(length, np.float32)
-        self.transport = Transport(MPI.COMM_SELF)
+        self.transport = MpiTransport(MPI.COMM_SELF)
         self.selection = LocalSelection(length, kernels, self.transport)
 
     def step(self, gradient: Vector, exact: bool = False, clear: bool = True) -> Selection:

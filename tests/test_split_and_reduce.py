@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.mpi import FlaggedRanksError, Transport
+from collectives.mpi import MpiTransport
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import split_and_reduce
 from collectives.traffic import Traffic
+from collectives.transport import FlaggedRanksError
 
 pytestmark = pytest.mark.mpi
 
@@ -26,8 +27,8 @@ Pairs = dict[int, float]
 
 
 @pytest.fixture(scope="module")
-def transport(comm: MPI.Intracomm) -> Iterator[Transport]:
-    made = Transport(comm)
+def transport(comm: MPI.Intracomm) -> Iterator[MpiTransport]:
+    made = MpiTransport(comm)
     yield made
     made.close()
 
@@ -55,7 +56,9 @@ def owned_sums(everyone: list[Pairs], rank: int, lower: int, upper: int) -> list
     return [(i, float(sums[i])) for i in sorted(sums) if sums[i] != 0]
 
 
-def check_sums(pairs: Pairs, boundaries: NDArray[np.int64], transport: Transport, **options: Any) -> Traffic:
+def check_sums(
+    pairs: Pairs, boundaries: NDArray[np.int64], transport: MpiTransport, **options: Any
+) -> Traffic:
     """One call, its sums against plain Python bit for bit; returns what this rank sent."""
     rank, size, length = transport.rank, transport.size, int(boundaries[-1])
     packed = sparse(pairs, length)
@@ -77,7 +80,7 @@ def check_sums(pairs: Pairs, boundaries: NDArray[np.int64], transport: Transport
     regions = [r for r in range(size) if r != rank]
     nnz = [sum(int(boundaries[r]) <= i < int(boundaries[r + 1]) for i in pairs) for r in regions]
     # two int64 of control for every peer
-    assert sent == Traffic(2 * sum(nnz), sum(n > 0 for n in nnz), 4 * (size - 1), 1)
+    assert sent == Traffic(8 * sum(nnz), sum(n > 0 for n in nnz), 16 * (size - 1), 1)
     return sent
 
 
@@ -86,7 +89,7 @@ def equal_cuts(length: int, size: int) -> NDArray[np.int64]:
 
 
 @pytest.mark.parametrize("length", [3, 500, 20_000])
-def test_sums_are_taken_in_rotation_order_whatever_the_buckets(transport: Transport, length: int) -> None:
+def test_sums_are_taken_in_rotation_order_whatever_the_buckets(transport: MpiTransport, length: int) -> None:
     density = 0.3 if length < 1000 else 0.02
     boundaries = equal_cuts(length, transport.size)
     for bucket_rounds, rotate in itertools.product(BUCKETS, [True, False]):
@@ -107,7 +110,7 @@ def test_sums_are_taken_in_rotation_order_whatever_the_buckets(transport: Transp
     bucket_rounds=st.integers(1, 8),
 )
 def test_sums_for_any_supports_and_boundaries(
-    transport: Transport, supports: list[dict[int, int]], cuts: list[int], bucket_rounds: int
+    transport: MpiTransport, supports: list[dict[int, int]], cuts: list[int], bucket_rounds: int
 ) -> None:
     size = transport.size
     boundaries = np.array([0, *sorted(cuts[: size - 1]), 60], np.int64)
@@ -116,7 +119,9 @@ def test_sums_for_any_supports_and_boundaries(
 
 
 @pytest.mark.parametrize("bucket_rounds", BUCKETS)
-def test_nothing_is_lost_over_many_steps_of_changing_size(transport: Transport, bucket_rounds: int) -> None:
+def test_nothing_is_lost_over_many_steps_of_changing_size(
+    transport: MpiTransport, bucket_rounds: int
+) -> None:
     length = 3000
     for step, density in enumerate((0.01, 0.4, 0.0, 0.05, 0.6)):
         pairs = draw_pairs((step, transport.rank), length, density, integers=True)
@@ -131,7 +136,7 @@ def test_nothing_is_lost_over_many_steps_of_changing_size(transport: Transport, 
 
 @pytest.mark.parametrize("bucket_rounds", BUCKETS)
 @pytest.mark.parametrize("owner", [0, -1])
-def test_all_mass_in_one_region(transport: Transport, owner: int, bucket_rounds: int) -> None:
+def test_all_mass_in_one_region(transport: MpiTransport, owner: int, bucket_rounds: int) -> None:
     size = transport.size
     owner %= size
     boundaries = equal_cuts(100 * size, size)
@@ -142,14 +147,14 @@ def test_all_mass_in_one_region(transport: Transport, owner: int, bucket_rounds:
 
 @pytest.mark.parametrize("bucket_rounds", BUCKETS)
 def test_a_region_that_is_everything_and_regions_that_are_nothing(
-    transport: Transport, bucket_rounds: int
+    transport: MpiTransport, bucket_rounds: int
 ) -> None:
     boundaries = np.array([0] * transport.size + [9000], np.int64)
     pairs = draw_pairs(transport.rank, 9000, 0.1, integers=False)
     check_sums(pairs, boundaries, transport, bucket_rounds=bucket_rounds)
 
 
-def test_silent_ranks_and_disjoint_halves(transport: Transport) -> None:
+def test_silent_ranks_and_disjoint_halves(transport: MpiTransport) -> None:
     size, rank = transport.size, transport.rank
     boundaries = equal_cuts(200, size)
     half = {i + 100 * (rank % 2): float(rank + 1) for i in range(100)}
@@ -160,7 +165,7 @@ def test_silent_ranks_and_disjoint_halves(transport: Transport) -> None:
 
 
 def test_a_long_region_needs_no_buffer_of_its_length(comm: MPI.Intracomm) -> None:
-    transport, length = Transport(comm), 2**31 - 1
+    transport, length = MpiTransport(comm), 2**31 - 1
     boundaries = np.array([0] * transport.size + [length], np.int64)
     check_sums({0: 1.0, 5000: 2.0, length - 1: 3.0}, boundaries, transport, bucket_rounds=1)
     held = transport.workspace.nbytes
@@ -169,7 +174,7 @@ def test_a_long_region_needs_no_buffer_of_its_length(comm: MPI.Intracomm) -> Non
 
 
 @pytest.mark.parametrize("rotate", [True, False])
-def test_flags_of_some_ranks_stop_all_ranks_before_any_payload(transport: Transport, rotate: bool) -> None:
+def test_flags_of_some_ranks_stop_all_ranks_before_any_payload(transport: MpiTransport, rotate: bool) -> None:
     size = transport.size
     packed = sparse(dict.fromkeys(range(50), 1.0), 50)
     boundaries = equal_cuts(50, size)
@@ -178,7 +183,7 @@ def test_flags_of_some_ranks_stop_all_ranks_before_any_payload(transport: Transp
         with pytest.raises(FlaggedRanksError, match=rf"\[{', '.join(map(str, flagged))}\]") as caught:
             split_and_reduce(packed, boundaries, transport, flag=transport.rank in flagged, rotate=rotate)
         assert caught.value.ranks == flagged
-        assert transport.take_traffic() == Traffic(0, 0, 4 * (size - 1), 1)
+        assert transport.take_traffic() == Traffic(0, 0, 16 * (size - 1), 1)
     # and the next step goes through
     lists = split_and_reduce(packed, boundaries, transport, rotate=rotate)
     assert lists.sums()["value"].tolist() == [size] * (lists.upper - lists.lower)

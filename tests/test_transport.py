@@ -10,28 +10,29 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.mpi import Round, Transport
+from collectives.mpi import MpiTransport
 from collectives.sparse import ENTRY
 from collectives.traffic import Traffic
+from collectives.transport import Round
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture
-def transport(comm: MPI.Intracomm) -> Iterator[Transport]:
-    made = Transport(comm)
+def transport(comm: MPI.Intracomm) -> Iterator[MpiTransport]:
+    made = MpiTransport(comm)
     yield made
     made.close()
 
 
-def ring(transport: Transport, step: int = 1) -> tuple[int, int]:
+def ring(transport: MpiTransport, step: int = 1) -> tuple[int, int]:
     """(dest, source) at a distance."""
     return (transport.rank + step) % transport.size, (transport.rank - step) % transport.size
 
 
 @pytest.mark.parametrize(("dtype", "words"), [(np.float32, 1), (np.int32, 1), (ENTRY, 2), (np.int64, 2)])
 def test_what_is_sent_arrives_and_is_counted_word_by_word(
-    transport: Transport, dtype: Any, words: int
+    transport: MpiTransport, dtype: Any, words: int
 ) -> None:
     dest, source = ring(transport)
     outgoing, incoming = np.zeros(5, dtype), np.ones(5, dtype)
@@ -39,10 +40,10 @@ def test_what_is_sent_arrives_and_is_counted_word_by_word(
     expected = (100 * source + np.arange(5 * words)).tolist()
     transport.wait(transport.receive(incoming, source) + transport.send(outgoing, dest))
     assert incoming.view(np.int32).tolist() == expected
-    assert transport.traffic == Traffic(words=5 * words, messages=1)
+    assert transport.traffic == Traffic(20 * words, 1)
 
 
-def test_a_slice_of_entries_travels_as_it_is(transport: Transport) -> None:
+def test_a_slice_of_entries_travels_as_it_is(transport: MpiTransport) -> None:
     dest, source = ring(transport)
     outgoing, incoming = np.zeros(9, ENTRY), np.zeros(9, ENTRY)
     outgoing["index"], outgoing["value"] = np.arange(9), transport.rank + np.arange(9) / 8
@@ -51,7 +52,7 @@ def test_a_slice_of_entries_travels_as_it_is(transport: Transport) -> None:
     assert not incoming[[0, 1, 2, 5, 6, 7, 8]]["value"].any()
 
 
-def test_nothing_is_sent_for_an_empty_array(transport: Transport) -> None:
+def test_nothing_is_sent_for_an_empty_array(transport: MpiTransport) -> None:
     dest, source = ring(transport)
     empty = np.empty(0, ENTRY)
     assert transport.send(empty, dest) == []
@@ -62,7 +63,7 @@ def test_nothing_is_sent_for_an_empty_array(transport: Transport) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 6])
-def test_a_list_of_unknown_length_says_how_long_it_is(transport: Transport, count: int) -> None:
+def test_a_list_of_unknown_length_says_how_long_it_is(transport: MpiTransport, count: int) -> None:
     dest, source = ring(transport)
     outgoing, incoming = np.full(count, np.array((3, 0.5), ENTRY)), np.zeros(6, ENTRY)
     sends = transport.send(outgoing, dest, even_if_empty=True)
@@ -70,23 +71,23 @@ def test_a_list_of_unknown_length_says_how_long_it_is(transport: Transport, coun
     transport.wait(sends)
     assert received == count
     assert incoming[:count].tolist() == [(3, 0.5)] * count
-    assert transport.traffic == Traffic(words=2 * count, messages=1)
+    assert transport.traffic == Traffic(8 * count, 1)
 
 
-def test_taking_the_traffic_starts_the_counters_again(transport: Transport) -> None:
+def test_taking_the_traffic_starts_the_counters_again(transport: MpiTransport) -> None:
     dest, source = ring(transport)
     incoming = np.empty(3, np.float32)
     exchange = transport.persistent(Round(dest, np.ones(3, np.float32), source, incoming))
     exchange.run()
-    assert transport.take_traffic() == Traffic(words=3, messages=1)
+    assert transport.take_traffic() == Traffic(4 * 3, 1)
     assert transport.take_traffic() == Traffic()
     exchange.run()
     exchange.run()
-    assert transport.take_traffic() == Traffic(words=6, messages=2)
+    assert transport.take_traffic() == Traffic(4 * 6, 2)
     exchange.free()
 
 
-def test_a_persistent_round_sends_what_its_buffer_holds_each_time(transport: Transport) -> None:
+def test_a_persistent_round_sends_what_its_buffer_holds_each_time(transport: MpiTransport) -> None:
     dest, source = ring(transport)
     outgoing, incoming = np.zeros(4, np.float32), np.zeros(4, np.float32)
     exchange = transport.persistent(Round(dest, outgoing, source, incoming))
@@ -99,7 +100,7 @@ def test_a_persistent_round_sends_what_its_buffer_holds_each_time(transport: Tra
     assert arrived == [[10 * step + source] * 4 for step in range(3)]
 
 
-class InFlight(Transport):
+class InFlight(MpiTransport):
     """Knows how many messages have been started and not been waited for."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -167,32 +168,32 @@ def test_an_exchange_has_the_next_bucket_on_the_wire_while_one_is_worked_on(comm
     assert ahead == [1, 1, 1, 0]
 
 
-def test_an_alltoall_delivers_rows_and_counts_the_peers(transport: Transport) -> None:
+def test_an_alltoall_delivers_rows_and_counts_the_peers(transport: MpiTransport) -> None:
     rank, size = transport.rank, transport.size
     rows = np.array([[100 * rank + q, -rank] for q in range(size)], np.int64)
     received = transport.alltoall_control(rows)
     assert received.tolist() == [[100 * q + rank, -q] for q in range(size)]
-    assert transport.traffic == Traffic(0, 0, control_words=4 * (size - 1), control_messages=1)
+    assert transport.traffic == Traffic(0, 0, 16 * (size - 1), 1)
 
 
-def test_an_allgather_delivers_rows_and_counts_the_peers(transport: Transport) -> None:
+def test_an_allgather_delivers_rows_and_counts_the_peers(transport: MpiTransport) -> None:
     size = transport.size
     received = transport.allgather_control(np.array([transport.rank, 2**40, 7], np.int64))
     assert received.tolist() == [[q, 2**40, 7] for q in range(size)]
-    assert transport.traffic == Traffic(0, 0, control_words=6 * (size - 1), control_messages=1)
+    assert transport.traffic == Traffic(0, 0, 24 * (size - 1), 1)
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 2048])
-def test_an_allreduce_sums_and_counts_two_passes_over_its_words(transport: Transport, count: int) -> None:
+def test_an_allreduce_sums_and_counts_two_passes_over_its_words(transport: MpiTransport, count: int) -> None:
     size = transport.size
     total = transport.allreduce_control(np.arange(count, dtype=np.int64) + 2**40 * transport.rank)
     assert total.tolist() == [size * i + 2**40 * (size * (size - 1) // 2) for i in range(count)]
     words = 2 * count  # of 4 bytes
-    assert transport.traffic == Traffic(0, 0, -(-2 * words * (size - 1) // size), 1)
+    assert transport.traffic == Traffic(0, 0, 4 * -(-2 * words * (size - 1) // size), 1)
 
 
 def test_transports_side_by_side_do_not_take_each_others_messages(comm: MPI.Intracomm) -> None:
-    first, second = Transport(comm), Transport(comm)
+    first, second = MpiTransport(comm), MpiTransport(comm)
     dest, source = ring(first)
     mine = np.array([comm.rank, 10], np.int64), np.array([comm.rank, 20], np.int64)
     received = np.zeros(2, np.int64), np.zeros(2, np.int64)
@@ -205,19 +206,19 @@ def test_transports_side_by_side_do_not_take_each_others_messages(comm: MPI.Intr
     first.close()
     second.close()
     assert [array.tolist() for array in received] == [[source, 10], [source, 20]]
-    assert traffic == (Traffic(2 * 2, 1), Traffic(2 * 2, 1))
+    assert traffic == (Traffic(4 * 4, 1), Traffic(4 * 4, 1))
     assert first.workspace is not second.workspace
 
 
 def test_closing_twice_is_harmless(comm: MPI.Intracomm) -> None:
-    transport = Transport(comm)
+    transport = MpiTransport(comm)
     transport.close()
     transport.close()
     assert transport.comm == MPI.COMM_NULL
     assert comm.allreduce(1) == comm.size
 
 
-def refusal(transport: Transport, mine: dict[str, Any], problem: str = "") -> str:
+def refusal(transport: MpiTransport, mine: dict[str, Any], problem: str = "") -> str:
     """The one message with which all ranks refuse; "" when none does."""
     try:
         transport.agree(mine, problem)
@@ -229,24 +230,24 @@ def refusal(transport: Transport, mine: dict[str, Any], problem: str = "") -> st
     return messages[0]
 
 
-def test_ranks_that_agree_go_on(transport: Transport) -> None:
+def test_ranks_that_agree_go_on(transport: MpiTransport) -> None:
     assert refusal(transport, {"length": 5, "method": "dense", "density": 0.5}) == ""
     assert refusal(transport, {}) == ""
 
 
-def test_a_problem_on_one_rank_is_raised_on_all_and_names_it(transport: Transport) -> None:
+def test_a_problem_on_one_rank_is_raised_on_all_and_names_it(transport: MpiTransport) -> None:
     last = transport.size - 1
     problem = "density 2 is not in (0, 1]" if transport.rank == last else ""
     assert refusal(transport, {"length": 5}, problem) == f"rank {last}: density 2 is not in (0, 1]"
 
 
-def test_problems_on_several_ranks_are_all_named(transport: Transport) -> None:
+def test_problems_on_several_ranks_are_all_named(transport: MpiTransport) -> None:
     message = refusal(transport, {"length": 5}, f"trouble {transport.rank}")
     assert message == "; ".join(f"rank {rank}: trouble {rank}" for rank in range(transport.size))
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_disagreement_is_raised_on_all_with_every_ranks_value(transport: Transport) -> None:
+def test_a_disagreement_is_raised_on_all_with_every_ranks_value(transport: MpiTransport) -> None:
     odd = transport.rank == transport.size - 1
     message = refusal(transport, {"method": "dense", "length": 7 if odd else 5})
     values = [5] * (transport.size - 1) + [7]
@@ -256,7 +257,7 @@ def test_a_disagreement_is_raised_on_all_with_every_ranks_value(transport: Trans
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("holder", [0, 1])
-def test_a_name_that_one_rank_alone_has_is_a_disagreement(transport: Transport, holder: int) -> None:
+def test_a_name_that_one_rank_alone_has_is_a_disagreement(transport: MpiTransport, holder: int) -> None:
     mine = {"length": 5} | ({"density": 0.5} if transport.rank == holder else {})
     message = refusal(transport, mine)
     assert message.startswith("ranks disagree on density: ")
@@ -267,7 +268,7 @@ def test_a_name_that_one_rank_alone_has_is_a_disagreement(transport: Transport, 
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize(("without", "who"), [(None, "all ranks"), (0, "ranks 1, 2"), (1, "ranks 0, 2")])
 def test_a_problem_that_several_ranks_share_is_said_once(
-    transport: Transport, without: int | None, who: str
+    transport: MpiTransport, without: int | None, who: str
 ) -> None:
     named = (
         who

@@ -1,7 +1,7 @@
-"""Host kernels on sorted COO lists: sum, count, take.
+"""Host kernels on sorted COO lists: sum, count, filter.
 
 Magnitudes are compared by bits: for finite floats the integer order of `bits & 0x7fffffff` is the order of |x|, a
-denormal counts as what it is, and a threshold of at least 1 bit never takes a zero of either sign.
+denormal is compared as any other number, and a threshold of at least 1 bit never keeps a zero of either sign.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ TILE = 4096
 """Elements of a region summed at a time: 16 KB of sums stay in the first-level cache."""
 
 CANDIDATE_REACH = 1 << 21
-"""How far a ladder of thresholds reaches from its centre, in bits of a magnitude: a quarter of an octave."""
+"""How far candidate thresholds lie from the expected one at most, in bits of a magnitude: a quarter of an octave."""
 
 CANDIDATE_STEP = 1 << 9
-"""Every rung lies a multiple of this many bits from the centre."""
+"""Candidates lie a multiple of this many bits from the expected threshold."""
 
 _CANDIDATE_SHIFT = 9
 _NO_HISTOGRAM = np.empty(0, np.int32)
@@ -124,35 +124,35 @@ def _sum_sorted_lists(  # type: ignore[no-untyped-def]
     return written
 
 
-def count_at_least(entries: NDArray[np.void], edges: NDArray[np.int32]) -> NDArray[np.int64]:
-    """How many entries reach each of several magnitudes.
+def count_at_least(entries: NDArray[np.void], thresholds: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Count the entries that reach each of several magnitudes.
 
     Args:
         entries: ENTRY[nnz].
-        edges: int32[m], ascending bits of magnitudes.
+        thresholds: int32[m], ascending bits of magnitudes.
 
     Returns:
-        int64[m], descending: entries with magnitude bits >= edges[j].
+        int64[m], descending: entries with magnitude bits >= thresholds[j].
     """
-    return _count_at_least(entries.view(np.int32), edges)
+    return _count_at_least(entries.view(np.int32), thresholds)
 
 
 @njit(cache=True)
-def _count_at_least(words, edges):  # type: ignore[no-untyped-def]
-    reached = np.zeros(len(edges) + 1, np.int64)
+def _count_at_least(words, thresholds):  # type: ignore[no-untyped-def]
+    reached = np.zeros(len(thresholds) + 1, np.int64)
     for at in range(1, len(words), 2):
         bits = words[at] & _MAGNITUDE
-        low, high = 0, len(edges)
+        low, high = 0, len(thresholds)
         while low < high:
             middle = (low + high) >> 1
-            if edges[middle] <= bits:
+            if thresholds[middle] <= bits:
                 low = middle + 1
             else:
                 high = middle
         reached[low] += 1
-    counts = np.empty(len(edges), np.int64)
+    counts = np.empty(len(thresholds), np.int64)
     above = 0
-    for j in range(len(edges), 0, -1):
+    for j in range(len(thresholds), 0, -1):
         above += reached[j]
         counts[j - 1] = above
     return counts
@@ -163,12 +163,12 @@ def take_at_least(entries: NDArray[np.void], threshold_bits: int, ties: int, out
 
     Args:
         entries: ENTRY[nnz].
-        threshold_bits: bits of the smallest magnitude to take.
-        ties: how many entries of exactly that magnitude to take; the first ones win.
-        out: ENTRY[m], m >= the entries taken; may be `entries` itself.
+        threshold_bits: bits of the smallest magnitude to copy.
+        ties: how many entries of exactly that magnitude to copy; the first ones win.
+        out: ENTRY[m], m >= the entries copied; may be `entries` itself.
 
     Returns:
-        Entries taken.
+        Entries copied.
     """
     return int(
         _take_at_least(
@@ -197,13 +197,13 @@ def region_offsets(entries: NDArray[np.void], boundaries: NDArray[np.int64]) -> 
         boundaries: int64[P + 1], ascending.
 
     Returns:
-        int64[P + 1]; region r is entries[points[r]:points[r + 1]].
+        int64[P + 1]; region r is entries[offsets[r]:offsets[r + 1]].
     """
     return np.searchsorted(entries["index"], boundaries).astype(np.int64, copy=False)
 
 
 def equal_count_splits(entries: NDArray[np.void], length: int, parts: int) -> NDArray[np.int64]:
-    """The points that split a sorted list into parts of equal count.
+    """The indices that split a sorted list into parts of equal count.
 
     Args:
         entries: ENTRY[nnz].
@@ -213,17 +213,17 @@ def equal_count_splits(entries: NDArray[np.void], length: int, parts: int) -> ND
     Returns:
         int64[parts - 1], ascending indices; those of equal lengths when the list is empty.
     """
-    places = np.arange(1, parts, dtype=np.int64)
+    numbers = np.arange(1, parts, dtype=np.int64)
     if len(entries) == 0:
-        return length * places // parts
-    return entries["index"][len(entries) * places // parts].astype(np.int64)
+        return length * numbers // parts
+    return entries["index"][len(entries) * numbers // parts].astype(np.int64)
 
 
 class CountedSums:
-    """A region's sums around a threshold, counted on a ladder, before it is known which of them to keep.
+    """A region's sums, counted at candidate thresholds before one of these is chosen.
 
     Attributes:
-        counts: int64[m], descending: sums that reach each rung.
+        counts: int64[m], descending: sums that reach each candidate.
     """
 
     def __init__(self, sums: NDArray[np.void], counts: NDArray[np.int64]) -> None:
@@ -231,7 +231,7 @@ class CountedSums:
         self.counts = counts
 
     def take(self, threshold_bits: int) -> NDArray[np.void]:
-        """ENTRY[nnz], the sums that reach one of the rungs; may be called once."""
+        """ENTRY[nnz], the sums that reach one of the candidates; may be called once."""
         return self._sums[: take_at_least(self._sums, threshold_bits, len(self._sums), self._sums)]
 
 
@@ -245,12 +245,12 @@ def counted_sums(
     offsets: NDArray[np.int64],
     out: NDArray[np.void],
 ) -> CountedSums:
-    """Sum sorted COO lists over [lower, upper), as `sum_sorted_lists`, and count the sums on a ladder on the way.
+    """Sum sorted COO lists over [lower, upper), as `sum_sorted_lists`, and count the sums at candidate thresholds.
 
     Args:
-        expected_bits: bits of the threshold that `take` will most likely be asked for, the centre of the ladder.
-        offsets: int64[m], ascending multiples of CANDIDATE_STEP within +-CANDIDATE_REACH; candidates are expected_bits + offsets:
-            those below 1 take every sum that is not zero.
+        expected_bits: bits of the most likely threshold.
+        offsets: int64[m], ascending multiples of CANDIDATE_STEP within +-CANDIDATE_REACH; the candidates are
+            expected_bits + offsets, and those below 1 keep every sum that is not zero.
     """
     histogram = np.zeros(2 * CANDIDATE_REACH // CANDIDATE_STEP + 1, np.int32)
     lowest = np.int32(max(1, expected_bits + int(offsets[0])))
@@ -270,13 +270,13 @@ def split_at_least(
     kept: NDArray[np.void],
     rest: NDArray[np.void],
 ) -> tuple[int, int]:
-    """Part a list by magnitude, in order.
+    """Split a list by magnitude, in order.
 
     Args:
         entries: ENTRY[nnz].
         threshold_bits: bits of the smallest magnitude to keep.
         ties: how many entries of exactly that magnitude to keep; the first ones win.
-        kept, rest: ENTRY[...], long enough for what goes there.
+        kept, rest: ENTRY[...], long enough.
 
     Returns:
         Entries kept, and entries in `rest`.
@@ -304,7 +304,7 @@ def _split_at_least(entries, words, threshold, ties, kept, rest):  # type: ignor
 
 
 def write_block(entries: NDArray[np.void], lower: int, block: NDArray[np.void]) -> None:
-    """Lay out a region densely, two values where an entry would be.
+    """Write a region densely, two values in the place of an entry.
 
     Args:
         entries: ENTRY[nnz], indices in [lower, lower + 2 * len(block)).

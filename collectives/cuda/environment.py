@@ -1,7 +1,4 @@
-"""What keeps a GPU from being used, in sentences that say what to do.
-
-Needs neither a GPU nor CuPy: that they are missing or broken is what it is for.
-"""
+"""Why a GPU cannot be used, and the remedy, as sentences. Imports without CuPy and without a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import importlib.metadata
 from typing import Any
 
 NEEDED = (8, 0)
-"""Least compute capability: the kernels add over a warp in one instruction (`__reduce_add_sync`), which came with 8.0."""
+"""Least compute capability: the kernels use `__reduce_add_sync`, which came with 8.0."""
 
 SEE_ITS_STATE = "see nvidia-smi for its state and compute mode"
 
@@ -19,9 +16,9 @@ _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
 def gpu_problem() -> str:
-    """Why the current GPU cannot be used through CuPy, and what to do about it; "" if it can.
+    """Why CuPy cannot use the current GPU, and the remedy; "" if it can.
 
-    Asks, in this order: CuPy, the driver, whether CuPy's CUDA is one of the driver's, the GPU, its age, a context on it.
+    Checks, in this order: CuPy, the driver, CuPy's CUDA against the driver's, the GPU, its compute capability, a context.
     """
     try:
         import cupy
@@ -72,7 +69,7 @@ _NO_GPU = (
 
 
 def kernel_problem(error: Exception) -> str:
-    """Why the kernels cannot be made, from what CuPy raised."""
+    """Why the kernels cannot be compiled, from CuPy's error."""
     if isinstance(error, MemoryError) and not is_cuda_error(error):
         return str(error)  # a sentence of `device_memory` or `pinned_memory`
     if "out of memory" in str(error).lower():
@@ -91,13 +88,13 @@ def is_cuda_error(error: Exception) -> bool:
 
 
 def cupy_packages() -> list[str]:
-    """The installed distributions that bring a module `cupy`, by name; more than one overwrite each other."""
+    """Installed distributions of a module `cupy`, by name; several overwrite each other's files."""
     names = {str(found.metadata["Name"] or "").lower() for found in importlib.metadata.distributions()}
     return sorted(name for name in names if name == "cupy" or name.startswith(("cupy-cuda", "cupy-rocm")))
 
 
 def installation() -> str:
-    """The command that installs the CuPy that fits this host's driver."""
+    """The command that installs the CuPy for this host's driver."""
     major = driver_version() // 1000
     if major in (12, 13):
         return f"pip install 'cupy-cuda{major}x[ctk]'"
@@ -116,7 +113,7 @@ def driver_version() -> int:
 
 
 def device_memory(nbytes: int) -> Any:
-    """cupy.cuda.Memory of so many bytes, from cudaMalloc itself.
+    """cupy.cuda.Memory of `nbytes`, from cudaMalloc itself.
 
     Raises:
         MemoryError: with the bytes wanted and free.
@@ -132,7 +129,7 @@ def device_memory(nbytes: int) -> Any:
 
 
 def pinned_memory(nbytes: int) -> Any:
-    """Page-locked host memory of so many bytes.
+    """Page-locked host memory of `nbytes`.
 
     Raises:
         MemoryError: with the bytes wanted.
@@ -162,7 +159,7 @@ def _out_of_memory(what: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, in a line; of CuPy's report on a failed import the original error."""
+    """The first line of an exception's text; for CuPy's report of a failed import, its original error."""
     text = str(error)
     lines = [
         line.strip(" =") for line in text.partition("Original error:")[2].splitlines() or text.splitlines()

@@ -18,7 +18,7 @@ UCX_SETTINGS = {
     "OMPI_MCA_opal_common_ucx_tls": "any",
     "OMPI_MCA_opal_common_ucx_devices": "any",
 }
-"""Open MPI picks UCX by itself only on networks that it knows."""
+"""Open MPI selects UCX by itself only on some networks."""
 
 NO_DRIVER = "this host has no NVIDIA driver"
 _SWITCHED_OFF = "OKTOPK_CUDA_AWARE_MPI=0 is set"
@@ -34,10 +34,10 @@ _ADVICE = (
 
 
 def load_cuda_ucx() -> str:
-    """Load the wheel's UCX, if there is one and a GPU to use it for. Does nothing a second time.
+    """Load the wheel's UCX, if it is installed and the host has a GPU. Does nothing a second time.
 
     Returns:
-        "" when it is loaded; else why it is not, in a sentence.
+        "" when it is loaded; else why not, in a sentence.
     """
     if os.environ.get("OKTOPK_CUDA_AWARE_MPI") == "0":
         return _SWITCHED_OFF
@@ -59,26 +59,24 @@ def load_cuda_ucx() -> str:
 
 
 def device_memory_problem() -> str:
-    """Why device memory must not be given to MPI; "" if it may be. Touches no device memory: a wrong guess would crash.
+    """Why MPI must not get device memory; "" if it may. Touches no device memory: a wrong guess would crash.
 
-    It may where UCX is the wheel's, is what Open MPI sends through, and says that it knows CUDA; where the MPI library says
-    so itself (MPIX_Query_cuda_support); and where the site says so (MPICH_GPU_SUPPORT_ENABLED=1, as on Cray systems, or
-    OKTOPK_CUDA_AWARE_MPI=1). OKTOPK_CUDA_AWARE_MPI=0 says that it may not, whatever the others say, and leaves MPI as it is.
+    It may get it where Open MPI sends through the wheel's UCX and that supports CUDA; where the MPI library claims support
+    (MPIX_Query_cuda_support); and where the site does (MPICH_GPU_SUPPORT_ENABLED=1, as on Cray systems, or
+    OKTOPK_CUDA_AWARE_MPI=1). OKTOPK_CUDA_AWARE_MPI=0 overrides all of these, and leaves MPI as it is.
     """
-    import collectives
-
-    said = os.environ.get("OKTOPK_CUDA_AWARE_MPI")
-    if said == "0":
+    setting = os.environ.get("OKTOPK_CUDA_AWARE_MPI")
+    if setting == "0":
         return _SWITCHED_OFF
-    if "1" in (said, os.environ.get("MPICH_GPU_SUPPORT_ENABLED")):
+    if "1" in (setting, os.environ.get("MPICH_GPU_SUPPORT_ENABLED")):
         return ""
-    why = collectives.WITHOUT_CUDA_UCX or _wheel_problem()
-    if not why or _says_so_itself():
+    why = WITHOUT_CUDA_UCX or _wheel_problem()
+    if not why or _library_claims_support():
         return ""
     return f"{why}; {_ADVICE}" if why == _NO_WHEEL else why
 
 
-def _says_so_itself() -> bool:
+def _library_claims_support() -> bool:
     from mpi4py import MPI
 
     query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
@@ -87,7 +85,7 @@ def _says_so_itself() -> bool:
 
 @functools.cache
 def _wheel_problem() -> str:
-    """Why Open MPI may not send device memory although the wheel's UCX was loaded: asked of both."""
+    """Why Open MPI may not send device memory although the wheel's UCX is loaded: asks both libraries."""
     from mpi4py import MPI
 
     library = " ".join(MPI.Get_library_version().split()[:3]).rstrip(",")
@@ -116,7 +114,7 @@ _CUDA = 1 << 1  # UCS_MEMORY_TYPE_CUDA
 
 
 def ucx_memory_types(library: Path) -> int:
-    """The memory types that a UCX knows with the settings of this process, as bits: 1 host, 2 CUDA.
+    """The memory types that a UCX supports with the settings of this process, as bits: 1 host, 2 CUDA.
 
     Raises:
         OSError: UCX does not start.
@@ -124,14 +122,14 @@ def ucx_memory_types(library: Path) -> int:
     ucp = ctypes.CDLL(str(library))
     version = [ctypes.c_uint() for _ in range(3)]
     ucp.ucp_get_version(*(ctypes.byref(part) for part in version))
-    # ucp_params_t: which fields are given (bit 0: features), the features (bit 0: tag matching), and fields not given
+    # ucp_params_t: mask of the fields set (bit 0: features), features (bit 0: tag matching), fields not set
     params = (ctypes.c_uint64 * 64)(1, 1)
     context = ctypes.c_void_p()
     status = ucp.ucp_init_version(version[0], version[1], params, None, ctypes.byref(context))
     if status:
         raise OSError(f"UCX of {library} does not start: status {ctypes.c_byte(status).value}")
     try:
-        # ucp_context_attr_t: which fields are asked for (bit 2: memory types), request size, thread mode, memory types
+        # ucp_context_attr_t: mask of the fields wanted (bit 2: memory types), request size, thread mode, memory types
         attributes = (ctypes.c_uint64 * 64)(1 << 2)
         if status := ucp.ucp_context_query(context, attributes):
             raise OSError(f"UCX of {library} does not answer: status {ctypes.c_byte(status).value}")
@@ -141,7 +139,7 @@ def ucx_memory_types(library: Path) -> int:
 
 
 def _of_wheel(libraries: list[Path]) -> list[Path]:
-    """Those that lie in the libucx wheel."""
+    """The libraries that lie in the libucx wheel."""
     import libucx
 
     wheel = Path(libucx.__file__).resolve().parent
@@ -149,7 +147,11 @@ def _of_wheel(libraries: list[Path]) -> list[Path]:
 
 
 def _mapped(name: str) -> list[Path]:
-    """Files of that name that this process has loaded."""
+    """Files of that name that are mapped into this process."""
     lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     paths = {line.split(maxsplit=5)[5] for line in lines if f"/{name}" in line}
     return sorted(Path(path) for path in paths)
+
+
+WITHOUT_CUDA_UCX = load_cuda_ucx()
+"""Why the wheel's UCX is not loaded; "" if it is. It is loaded when this module is imported."""

@@ -31,16 +31,12 @@ class Packing:
     Attributes:
         nnz: elements that reach the threshold, packed or not.
         nonfinite: elements whose sum is NaN or Inf; never packed.
-        points: int64[P + 1], where each region begins in the list, if that was found on the way.
+        offsets: int64[P + 1], where each region begins in the list, if that was found on the way.
     """
 
     nnz: int
     nonfinite: int
-    points: Any = None
-
-
-def peer_step(transport: Any, length: int, settings: Any) -> None:
-    """No peer memory on the host."""
+    offsets: Any = None
 
 
 def accumulate_select(

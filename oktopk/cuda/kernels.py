@@ -19,7 +19,6 @@ from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
 from oktopk.cpu.kernels import LEVELS, Packing
 from oktopk.cuda.multi_tensor import GradientTensors, pointer_of
 from oktopk.cuda.select import SelectLaunches
-from oktopk.settings import Settings
 
 _KERNELS = Path(__file__).parent
 _CUDA_TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
@@ -146,14 +145,6 @@ class DeviceKernels:
         self.device.launch_for(
             kernel, n, gradient=gradient.data.ptr, velocity=velocity.data.ptr, n=n, momentum=momentum
         )
-
-    def peer_step(self, transport: Any, length: int, settings: Settings) -> Any:
-        """Ok-Topk's regular step over symmetric memory, None where the ranks do not use that."""
-        if not transport.p2p:
-            return None
-        from oktopk.cuda.p2p_executor import P2PStep
-
-        return P2PStep(self, transport, length, settings)
 
     def select_at_least(self, vector: Any, threshold_bits: int, ties: int, entries: DeviceEntries) -> int:
         """As the host's."""

@@ -11,7 +11,7 @@ import numpy as np
 from collectives.cuda.device import DeviceEntries
 from collectives.cuda.launch import Kernel, PreparedLaunch, compiled
 from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
-from collectives.mpi_cuda import DeviceTransport
+from collectives.mpi_cuda import CudaMpiTransport
 from oktopk.cpu.kernels import LEVELS
 from oktopk.cuda.layouts import Search
 from oktopk.settings import selection_cap
@@ -41,7 +41,7 @@ class KthSelect:
 
     def __init__(
         self,
-        transport: DeviceTransport,
+        transport: CudaMpiTransport,
         p2p: Any,
         k: int,
         trigger: float,

@@ -24,7 +24,7 @@ from collectives.cuda.layouts import (
     Decision,
     Step,
 )
-from collectives.mpi_cuda import DeviceTransport
+from collectives.mpi_cuda import CudaMpiTransport
 from collectives.symmetric_memory import SymmetricMemory, entries_bytes
 from oktopk.cuda.kth_select import TAKEN_WORDS, KthSelect
 from oktopk.cuda.layouts import APPLY_ENTRIES
@@ -91,7 +91,7 @@ class P2PGraph:
     """
 
     def __init__(
-        self, kernels: Any, transport: DeviceTransport, length: int, k: int, settings: Settings
+        self, kernels: Any, transport: CudaMpiTransport, length: int, k: int, settings: Settings
     ) -> None:
         most = max(_POOL * k, transport.size * selection_cap(k))
         if most >= _OFFSETS:
@@ -104,7 +104,7 @@ class P2PGraph:
         packed_at = SymmetricMemory.first + -SymmetricMemory.first % 256
         kept_at = packed_at + entries_bytes(2 * k)
         kept = selection_cap(k) + 1
-        self._memory = SymmetricMemory(transport.comm, self._device, kept_at + entries_bytes(kept))
+        self._memory = SymmetricMemory(transport, self._device, kept_at + entries_bytes(kept))
         self._packed = self._memory.entries(packed_at, 2 * k)
         self._kept = self._memory.entries(kept_at, kept)
         problem = ""
@@ -116,7 +116,7 @@ class P2PGraph:
                 raise
             problem = str(error) or type(error).__name__
         # without agreement the other GPUs would wait for this rank
-        problems = transport.comm.allgather(problem)
+        problems = transport.allgather_objects(problem)
         if any(problems):
             self._memory.close()
             texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)

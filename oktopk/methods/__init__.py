@@ -1,6 +1,6 @@
 """The registry of methods: the one place where a name becomes a method."""
 
-from oktopk.methods.base import Deferred, Method, Plan, Reduction, SparseMethod
+from oktopk.methods.base import Method, SparseMethod
 from oktopk.methods.dense import Dense
 from oktopk.methods.gaussiank import Gaussiank
 from oktopk.methods.gtopk import GTopk
@@ -12,4 +12,4 @@ METHODS: dict[str, type[Method]] = {
     method.name: method for method in (Dense, OkTopk, TopkA, TopkDSA, GTopk, Gaussiank)
 }
 
-__all__ = ["METHODS", "Deferred", "Method", "Plan", "Reduction", "SparseMethod"]
+__all__ = ["METHODS", "Method", "SparseMethod"]

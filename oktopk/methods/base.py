@@ -1,94 +1,19 @@
-"""The one shape of all methods: an accumulated gradient in, a summed update and what to clear out."""
+"""The interface of a method: an accumulated gradient in, a summed update out, and what leaves the residual."""
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.mpi import FlaggedRanksError, Transport
-from collectives.sparse import SparseVector
-from oktopk.results import StageTimer
+from collectives.transport import FlaggedRanksError, Transport
 from oktopk.selection import LocalSelection, Selection
 from oktopk.settings import Settings
-
-
-@dataclass(slots=True)
-class Plan:
-    """What one step is asked to do, equal on all ranks.
-
-    Attributes:
-        k: entries wanted.
-        exact: name exact thresholds.
-        new_boundaries: agree on new region boundaries.
-        scale: factor on the sum for methods that write a dense update.
-        timer: books the time of the stages.
-        nonfinite: this rank knows already, and alone, that the step must not be applied.
-        support: where `out` is not zero, None for anywhere.
-        clear_out: zeroes it there; every method calls it before it writes there, or does as much itself.
-        velocity: float32[n], cleared where the residual is, by methods that apply; None without momentum correction.
-        deferrable: the step may end as a Deferred one.
-    """
-
-    k: int
-    exact: bool
-    new_boundaries: bool
-    scale: float
-    timer: StageTimer
-    support: SparseVector | None
-    clear_out: Callable[[], None]
-    nonfinite: bool = False
-    velocity: Any = None
-    deferrable: bool = False
-
-
-@dataclass(slots=True)
-class Reduction:
-    """What one step gave, before it is applied.
-
-    Attributes:
-        update: the sum over the ranks, equal on all of them; None when `out` was filled with it, scaled.
-        selected: what this rank packed and sent: its residual becomes zero there; None for everywhere.
-        only_applied: it becomes zero only where `update` has an entry too; what was selected but rejected stays.
-        returned: lists of entries to add to this rank's residual: what was pruned on the way.
-        exact: a threshold was named exactly, planned or because a count missed.
-        local_nnz, global_nnz: entries selected here, and applied.
-        local_threshold, global_threshold: magnitudes, NaN where there is none.
-        finish: None, or nothing is left to apply: `out`, residual and velocity will be as they shall be when the stream gets
-            there; to be called once the host has done its part.
-        aided: the host had to help even so, as it could not have a deferred step.
-    """
-
-    update: SparseVector | None
-    selected: SparseVector | None
-    returned: tuple[SparseVector, ...]
-    exact: bool
-    local_nnz: int
-    global_nnz: int
-    only_applied: bool = False
-    local_threshold: float = math.nan
-    global_threshold: float = math.nan
-    finish: Callable[[], None] | None = None
-    aided: bool = False
-
-
-@dataclass(slots=True)
-class Deferred:
-    """A step that is on its way on the device, and ends without the host.
-
-    Attributes:
-        settle: waits for what was decided, and for no kernel after that; None where nothing was applied, and all stays in the
-            residual, on every rank alike. Not collective; to be called once, before the next step. Raises FlaggedRanksError as
-            `Method.reduce` does.
-    """
-
-    settle: Callable[[], Reduction | None]
+from oktopk.step import Plan, StepResult
 
 
 class Method(ABC):
@@ -99,9 +24,6 @@ class Method(ABC):
         transport: where the ranks meet.
         kernels: the module of kernels that fits the arrays.
         settings: equal on all ranks.
-
-    Attributes:
-        boundaries: int64[P + 1], the regions that the last step was split by; None for a method or a step without.
     """
 
     name: ClassVar[str]
@@ -113,12 +35,19 @@ class Method(ABC):
         self.transport = transport
         self.kernels = kernels
         self.settings = settings
-        self.boundaries: NDArray[np.int64] | None = None
+
+    @property
+    def boundaries(self) -> NDArray[np.int64] | None:
+        """int64[P + 1], the regions that the last step was split by; None for a method or a step without."""
+        return None
 
     @classmethod
     def p2p_unavailable_reason(cls, settings: Settings) -> str:
-        """Why kernels of different ranks have nothing to read from each other, "" if they do where they can."""
-        return f"{cls.name} exchanges by messages alone"
+        """Why the method has no kernels that read other ranks' memory; "" if it has."""
+        return f"{cls.name} exchanges messages only"
+
+    def prepare(self, out: NDArray[np.float32]) -> None:  # noqa: B027 - most methods take memory as they need it
+        """Take the memory that every step needs; `out` is the one of all steps."""
 
     @abstractmethod
     def reduce(
@@ -127,14 +56,16 @@ class Method(ABC):
         residual: NDArray[np.float32] | None,
         out: NDArray[np.float32],
         plan: Plan,
-    ) -> Reduction | Deferred:
-        """Reduce gradient + residual over the ranks. Collective: every rank must call, with the same plan.
+        overflowed: bool = False,
+    ) -> StepResult:
+        """Reduce gradient + residual over the ranks by messages. Collective: every rank must call, with the same plan.
 
         Args:
             gradient: float32[n], unchanged.
             residual: float32[n], what earlier steps left; None counts as zero. Sparse methods need it, and leave
                 gradient + residual in it.
-            out: float32[n], zero once `plan.clear_out` was called; a method whose result is dense writes it here.
+            out: float32[n], zero where the method is sparse; a method whose result is dense writes it here, scaled.
+            overflowed: this rank knows already that its gradient is not finite.
 
         Raises:
             FlaggedRanksError: a sum is NaN or Inf on the ranks it names; on every rank alike. The residual is as it
@@ -170,12 +101,11 @@ class SparseMethod(Method):
         residual: NDArray[np.float32] | None,
         out: NDArray[np.float32],
         plan: Plan,
-    ) -> Reduction | Deferred:
+        overflowed: bool = False,
+    ) -> StepResult:
         assert residual is not None, f"{self.name} needs a residual"
-        plan.clear_out()
-        plan.timer.record("apply")
-        selection = self.selection.select(gradient, residual, plan.k, plan.exact, self.regions(plan))
-        if plan.nonfinite:
+        selection = self.selection.select(gradient, residual, plan.k, plan.exact, self.known_regions(plan))
+        if overflowed:
             selection = replace(selection, nonfinite=selection.nonfinite + 1)
         plan.timer.record("select")
         return self.exchange_or_undo(selection, gradient, residual, out, plan)
@@ -187,8 +117,8 @@ class SparseMethod(Method):
         residual: NDArray[np.float32],
         out: NDArray[np.float32],
         plan: Plan,
-    ) -> Reduction:
-        """`exchange`; the gradient leaves the residual where a rank raised its flag."""
+    ) -> StepResult:
+        """`exchange`; where a rank raised its flag the gradient is taken out of the residual again."""
         try:
             return self.exchange(selection, out, plan)
         except FlaggedRanksError:
@@ -206,12 +136,12 @@ class SparseMethod(Method):
             raise FlaggedRanksError(np.flatnonzero(counts[:, -1]).tolist())
         return counts
 
-    def regions(self, plan: Plan) -> NDArray[np.int64] | None:
+    def known_regions(self, plan: Plan) -> NDArray[np.int64] | None:
         """int64[P + 1], the regions that the selection will be split by, where they are known before."""
         return None
 
     @abstractmethod
-    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> Reduction:
+    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
         """Turn every rank's selection into the update. Collective.
 
         Args:

@@ -6,19 +6,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.dense_allreduce import DenseAllreduce
-from collectives.mpi import FlaggedRanksError
-from oktopk.methods.base import Method, Plan, Reduction
+from collectives.transport import FlaggedRanksError
+from oktopk.methods.base import Method
+from oktopk.step import Plan, StepResult
 
 
 class Dense(Method):
     """The exact sum; nothing stays behind.
 
-    Traffic: `collectives.traffic.dense_words`. Control: one allgather of a flag.
+    Traffic: `collectives.dense_allreduce.dense_words`. Control: one allgather of a flag.
     """
 
     name = "dense"
     sparse = False
     _allreduce: DenseAllreduce | None = None
+
+    def prepare(self, out: NDArray[np.float32]) -> None:
+        self._allreduce = DenseAllreduce(out, self.transport)
 
     def reduce(
         self,
@@ -26,18 +30,17 @@ class Dense(Method):
         residual: NDArray[np.float32] | None,
         out: NDArray[np.float32],
         plan: Plan,
-    ) -> Reduction:
+        overflowed: bool = False,
+    ) -> StepResult:
         nonfinite = self.kernels.accumulate(gradient, residual, out)
         plan.timer.record("select")
-        flags = self.transport.allgather_control(np.array([nonfinite > 0 or plan.nonfinite], np.int64))
+        flags = self.transport.allgather_control(np.array([nonfinite > 0 or overflowed], np.int64))
         if flags.any():
             raise FlaggedRanksError(np.flatnonzero(flags).tolist())
-        if self._allreduce is None or self._allreduce.vector is not out:
-            self.close()
-            self._allreduce = DenseAllreduce(out, self.transport)
+        assert self._allreduce is not None
         self._allreduce.run(plan.scale)
         plan.timer.record("allreduce")
-        return Reduction(
+        return StepResult(
             update=None,
             selected=None,
             returned=(),

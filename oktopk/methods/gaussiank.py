@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude, magnitude_bits
-from collectives.mpi import Transport
 from collectives.sparse import SparseVector
+from collectives.transport import Transport
 from oktopk.methods.topka import TopkA
 from oktopk.selection import LocalSelection, Selection
 from oktopk.settings import Settings, selection_cap

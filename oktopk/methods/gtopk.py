@@ -7,9 +7,20 @@ from numpy.typing import NDArray
 
 from collectives.sparse import SparseVector
 from collectives.tree import broadcast, parent_and_children
-from oktopk.methods.base import Plan, Reduction, SparseMethod
+from oktopk.methods.base import SparseMethod
 from oktopk.selection import Selection
+from oktopk.step import Plan, StepResult
 from oktopk.thresholds import kth_magnitude
+
+
+def gtopk_words(k: int, ranks: int) -> float:
+    """Words per rank of gTopk, averaged over the ranks: every rank but rank 0 sends k entries up and gets k back."""
+    return 4 * k * (ranks - 1) / ranks
+
+
+def gtopk_busiest_words(k: int, ranks: int) -> float:
+    """Words that rank 0 sends in gTopk's broadcast; as many reach it on the way up, 4k·ceil(log2 P) in all."""
+    return 2.0 * k * (ranks - 1).bit_length()
 
 
 class GTopk(SparseMethod):
@@ -24,7 +35,7 @@ class GTopk(SparseMethod):
 
     name = "gtopk"
 
-    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> Reduction:
+    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
         transport, workspace = self.transport, self.transport.workspace
         mine = np.array([selection.packed.nnz, selection.nonfinite > 0], np.int64)
         largest = max(plan.k, int(self.gather_counts(mine)[:, 0].max()))
@@ -57,7 +68,7 @@ class GTopk(SparseMethod):
             gathered[: len(held)] = held
         nnz = broadcast(gathered, len(held), transport)
         plan.timer.record("allgather")
-        return Reduction(
+        return StepResult(
             update=SparseVector(gathered[:nnz], self.length),
             selected=selection.packed,
             returned=tuple(pruned),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -10,19 +9,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.allgatherv import balance_and_allgatherv
-from collectives.mpi import Transport
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import RegionLists, split_and_reduce
-from oktopk.methods.among_peers import P2PExecutor
-from oktopk.methods.base import Deferred, Plan, Reduction, SparseMethod
-from oktopk.regions import equal_boundaries, region_boundaries
+from collectives.transport import Transport
+from oktopk.methods.base import SparseMethod
+from oktopk.regions import Regions, equal_boundaries
 from oktopk.selection import Selection
 from oktopk.settings import Settings
+from oktopk.step import Plan, StepResult
 from oktopk.thresholds import GlobalThreshold
 
 
 class OkTopk(SparseMethod):
     """Balanced split-and-reduce, then balanced allgatherv of the global top k.
+
+    Attributes:
+        threshold: the global one.
+        regions: which rank reduces what.
 
     Traffic: between 2k(P-1)/P and 6k(P-1)/P words a rank, at most 2P + 2 log2 P messages.
     Source: Li & Hoefler, PPoPP 2022, algorithm 1.
@@ -33,60 +36,57 @@ class OkTopk(SparseMethod):
     def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
         super().__init__(length, transport, kernels, settings)
         self.threshold = GlobalThreshold(kernels, settings.drift_tolerance)
-        messages = self.p2p_unavailable_reason(settings)
-        kernels_of_peers: Any = None if messages else kernels.peer_step(transport, length, settings)
-        self._peers = None if kernels_of_peers is None else P2PExecutor(self, kernels_of_peers)
+        self.regions = Regions(length, transport)
+
+    @property
+    def boundaries(self) -> NDArray[np.int64] | None:
+        return self.regions.boundaries
 
     @classmethod
     def p2p_unavailable_reason(cls, settings: Settings) -> str:
         if not settings.balanced_regions:
-            return "regions that are not balanced do not fit the lists among peers"
-        return "" if settings.rotate else "an order of rounds is of no meaning among peers"
+            return "steps through peer memory need balanced regions"
+        return "" if settings.rotate else "steps through peer memory have no rounds to order"
 
-    def reduce(
-        self,
-        gradient: NDArray[np.float32],
-        residual: NDArray[np.float32] | None,
-        out: NDArray[np.float32],
-        plan: Plan,
-    ) -> Reduction | Deferred:
-        if self._peers is None:
-            return super().reduce(gradient, residual, out, plan)
-        assert residual is not None
-        return self._peers.reduce(gradient, residual, out, plan)
+    def known_regions(self, plan: Plan) -> NDArray[np.int64] | None:
+        return None if plan.new_boundaries else self.boundaries
 
-    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> Reduction:
-        packed, transport, timer = selection.packed, self.transport, plan.timer
-        points = selection.points
-        if plan.new_boundaries or self.boundaries is None:
-            self.boundaries = self._new_boundaries(packed)
-            points = None
+    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
+        packed, regions, timer = selection.packed, self.regions, plan.timer
+        offsets = selection.offsets
+        if plan.new_boundaries or regions.boundaries is None:
+            if self.settings.balanced_regions:
+                regions.renew(self.splits(packed))
+            else:
+                regions.boundaries = equal_boundaries(self.length, self.transport.size)
+            offsets = None
             timer.record("boundaries")
+        regions.splits = None  # messages do not need them, and they would be of another step
+        assert regions.boundaries is not None
         lists = split_and_reduce(
             packed,
-            self.boundaries,
-            transport,
+            regions.boundaries,
+            self.transport,
             flag=selection.nonfinite > 0,
-            points=points,
+            offsets=offsets,
             bucket_rounds=self.settings.bucket_rounds,
             rotate=self.settings.rotate,
         )
         timer.record("exchange")
         return self.keep_and_gather(lists, selection, plan)
 
-    def keep_and_gather(self, lists: RegionLists, selection: Selection, plan: Plan) -> Reduction:
+    def keep_and_gather(self, lists: RegionLists, selection: Selection, plan: Plan) -> StepResult:
         """Sum the region, keep what reaches the global threshold, and gather it everywhere."""
         kept, counts = self.threshold.keep(lists, plan.k, plan.exact, plan.timer.record)
         plan.timer.record("reduce")
         trigger = self.settings.balance_trigger
         update = balance_and_allgatherv(kept, counts, self.length, self.transport, trigger)
         plan.timer.record("allgather")
-        return self.reduction(selection, update)
+        return self.result(selection, update)
 
-    def reduction(
-        self, selection: Selection, update: SparseVector, finish: Callable[[], None] | None = None
-    ) -> Reduction:
-        return Reduction(
+    def result(self, selection: Selection, update: SparseVector, deferrable: bool = False) -> StepResult:
+        """What a step gave whose update is known."""
+        return StepResult(
             update=update,
             selected=selection.packed,
             only_applied=True,
@@ -96,49 +96,21 @@ class OkTopk(SparseMethod):
             global_nnz=update.nnz,
             local_threshold=selection.threshold,
             global_threshold=self.threshold.value,
-            finish=finish,
+            deferrable=deferrable,
         )
 
-    def close(self) -> None:
-        if self._peers is not None:
-            self._peers.kernels.close()
-
-    def regions(self, plan: Plan) -> NDArray[np.int64] | None:
-        return None if plan.new_boundaries else self.boundaries
-
-    def _new_boundaries(self, packed: SparseVector) -> NDArray[np.int64]:
-        if not self.settings.balanced_regions:
-            return equal_boundaries(self.length, self.transport.size)
-        return region_boundaries(self.cuts(packed), self.length, self.transport)
-
-    def cuts(self, packed: SparseVector) -> NDArray[np.int64]:
-        """int64[P - 1], where this rank's selection splits into equal counts."""
+    def splits(self, packed: SparseVector) -> NDArray[np.int64]:
+        """int64[P - 1], the indices that split this rank's selection into equal counts."""
         return self.transport.kernels.equal_count_splits(packed.entries, self.length, self.transport.size)
 
     @staticmethod
     def agreed_state(state: dict[str, Any]) -> Any:
-        boundaries = state["boundaries"]
-        agreed = state["threshold"], None if boundaries is None else [int(cut) for cut in boundaries]
-        return *agreed, state.get("last_cuts") is None
+        return state["threshold"], *Regions.agreed_state(state)
 
     def state_dict(self) -> dict[str, Any]:
-        peers = self._peers
-        kept = self.boundaries is not None and not (peers and peers.stale_regions)
-        boundaries = self.boundaries.copy() if kept else None  # type: ignore[union-attr]
-        cuts = peers.last_cuts if peers else None
-        return super().state_dict() | {
-            "threshold": self.threshold.state_dict(),
-            "boundaries": boundaries,
-            "last_cuts": None if cuts is None else cuts.copy(),
-        }
+        return super().state_dict() | {"threshold": self.threshold.state_dict()} | self.regions.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.threshold.load_state_dict(state["threshold"])
-        boundaries, cuts = state["boundaries"], state.get("last_cuts")  # an earlier version has no cuts
-        # those of another number of ranks are agreed on anew
-        fits = boundaries is not None and len(boundaries) == self.transport.size + 1
-        self.boundaries = np.array(boundaries, np.int64) if fits else None
-        if self._peers is not None:
-            fits = cuts is not None and len(cuts) == self.transport.size - 1
-            self._peers.last_cuts = np.array(cuts, np.int64) if fits else None
+        self.regions.load_state_dict(state)

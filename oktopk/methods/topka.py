@@ -7,8 +7,14 @@ from numpy.typing import NDArray
 
 from collectives.allgatherv import allgatherv
 from collectives.sparse import SparseVector
-from oktopk.methods.base import Plan, Reduction, SparseMethod
+from oktopk.methods.base import SparseMethod
 from oktopk.selection import Selection
+from oktopk.step import Plan, StepResult
+
+
+def topka_words(k: int, ranks: int) -> float:
+    """Words per rank of TopkA and Gaussiank: an allgather of k entries from every rank."""
+    return 2.0 * k * (ranks - 1)
 
 
 class TopkA(SparseMethod):
@@ -20,7 +26,7 @@ class TopkA(SparseMethod):
 
     name = "topka"
 
-    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> Reduction:
+    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
         packed, transport = selection.packed, self.transport
         mine = np.array([packed.nnz, selection.nonfinite > 0], np.int64)
         counts = self.gather_counts(mine)[:, 0]
@@ -33,7 +39,7 @@ class TopkA(SparseMethod):
         sums = transport.workspace.entries("sums", most)
         nnz = transport.kernels.sum_sorted_lists(gathered, begins, ends, 0, self.length, 1, sums)
         plan.timer.record("reduce")
-        return Reduction(
+        return StepResult(
             update=SparseVector(sums[:nnz], self.length),
             selected=packed,
             returned=(),

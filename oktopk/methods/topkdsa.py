@@ -8,9 +8,19 @@ from numpy.typing import NDArray
 from collectives.allgatherv import GatheredRegions, allgather_regions
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import split_and_reduce
-from oktopk.methods.base import Plan, Reduction, SparseMethod
+from oktopk.methods.base import SparseMethod
 from oktopk.regions import equal_boundaries
 from oktopk.selection import Selection
+from oktopk.step import Plan, StepResult
+
+
+def topkdsa_words(k: int, length: int, ranks: int) -> tuple[float, float]:
+    """The least and the most words per rank of TopkDSA, averaged over the ranks.
+
+    2k(P-1)/P to split, and to gather 2k(P-1)/P where all supports coincide, at most n(P-1)/P where every region is dense.
+    """
+    share = (ranks - 1) / ranks
+    return 4 * k * share, max(4 * k, 2 * k + length) * share
 
 
 class TopkDSA(SparseMethod):
@@ -25,7 +35,7 @@ class TopkDSA(SparseMethod):
 
     name = "topkdsa"
 
-    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> Reduction:
+    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
         packed, transport = selection.packed, self.transport
         boundaries = equal_boundaries(self.length, transport.size)
         lists = split_and_reduce(
@@ -41,7 +51,7 @@ class TopkDSA(SparseMethod):
         counts = transport.allgather_control(np.array([len(sums)], np.int64))[:, 0]
         regions = allgather_regions(sums, counts, boundaries, transport)
         plan.timer.record("allgather")
-        return Reduction(
+        return StepResult(
             update=self._write_if_dense(regions, out, plan.scale),
             selected=packed,
             returned=(),

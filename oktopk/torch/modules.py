@@ -1,4 +1,4 @@
-"""What else a data-parallel run needs of a torch module: the same start, and the same batch-norm statistics."""
+"""Equal parameters at the start, and equal batch-norm statistics, on the ranks of a data-parallel run."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from collectives.dense_allreduce import DenseAllreduce
-from collectives.mpi import Transport
+from collectives.mpi import connect
 
 
 def broadcast_parameters(module: nn.Module, comm: MPI.Intracomm, root: int = 0) -> None:
-    """Give all ranks the parameters and buffers of rank `root`, in place. Collective.
+    """Copy the parameters and buffers of rank `root` to all ranks, in place. Collective.
 
-    From a GPU they pass through host memory: it is done once.
+    Those on a GPU pass through host memory: it is done once.
 
     Traffic: one broadcast of each.
     """
+    transport = connect(comm)
     for tensor in _tensors(module.parameters(), module.buffers()):
         host = tensor.cpu().contiguous()
-        comm.Bcast(host.reshape(-1).view(torch.uint8).numpy(), root)
+        transport.broadcast(host.reshape(-1).view(torch.uint8).numpy(), root)
         tensor.copy_(host)
+    transport.close()
 
 
 def average_buffers(module: nn.Module, comm: MPI.Intracomm) -> None:
     """Average the floating-point buffers (batch-norm statistics) over the ranks, in place. Collective.
 
-    Bit-identical on all ranks. From a GPU they pass through host memory: they are few.
+    Bit-identical on all ranks. Those on a GPU pass through host memory: they are few.
 
     Traffic: one dense allreduce of all such buffers together.
     """
@@ -36,7 +38,7 @@ def average_buffers(module: nn.Module, comm: MPI.Intracomm) -> None:
     if not buffers:
         return
     flat = torch.cat([b.reshape(-1).to(torch.float32) for b in buffers]).cpu()
-    transport = Transport(comm)
+    transport = connect(comm)
     allreduce = DenseAllreduce(flat.numpy(), transport)
     allreduce.run(scale=1.0 / transport.size)
     allreduce.free()

@@ -129,7 +129,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._memory = memory
         self._gradients = self._make_gradients(GRADIENT_TYPES[gradient_type])
         self._array: Any = None  # of the vector, once a step takes it
-        self._update = memory.tensor(self.reducer.update)
+        self._update = memory.tensor(self.reducer.writable_update)
         # what the wrapped optimizer sees must be of the parameters' type
         self._applied = self._update.to(self._parameters[0].dtype)
         self._updates = dense_views(self._applied, self._parameters)

@@ -14,11 +14,14 @@ from numpy.typing import NDArray
 from collectives.cuda.device import Device
 from collectives.cuda.kernels import DeviceKernels as CollectiveKernels
 from collectives.cuda.ucx import device_memory_problem
-from collectives.mpi import Transport
-from collectives.mpi_cuda import DeviceTransport, StagedDeviceTransport
+from collectives.mpi import MpiTransport
+from collectives.mpi_cuda import connect_device
+from collectives.transport import Transport
 from oktopk.cuda.kernels import DeviceKernels
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_graph import compile_p2p_kernels
+from oktopk.cuda.p2p_step import P2PStep
+from oktopk.settings import Settings
 
 _STORED = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 
@@ -44,10 +47,10 @@ class DeviceBackend:
         self._gradient_type = gradient_type
         self._stored = np.dtype(_STORED[gradient_type])
 
-    def connect(self, host: Transport) -> Transport:
+    def connect(self, host: MpiTransport) -> Transport:
         """As the protocol says. Says on rank 0 where device memory is staged through the host."""
         problem = device_memory_problem() if host.size > 1 else ""
-        staged = {rank: text for rank, text in enumerate(host.comm.allgather(problem)) if text}
+        staged = {rank: text for rank, text in enumerate(host.allgather_objects(problem)) if text}
         if staged and host.rank == 0:
             where = "" if len(staged) == host.size else f" on rank(s) {', '.join(map(str, staged))}"
             warnings.warn(
@@ -55,10 +58,7 @@ class DeviceBackend:
                 f"{next(iter(staged.values()))}. `python -m jobs.doctor` says what this host can do",
                 stacklevel=3,
             )
-        kind = StagedDeviceTransport if problem else DeviceTransport
-        transport: Transport = kind(host.comm, self.device)
-        host.close()
-        return transport
+        return connect_device(host, self.device, staged=bool(problem))
 
     def zeros(self, length: int) -> Any:
         """As the protocol says."""
@@ -112,9 +112,24 @@ class DeviceBackend:
         copied.set(np.ascontiguousarray(array, np.float32), stream=self.device.stream)
         return copied
 
+    def read_only(self, array: Any) -> Any:
+        """As the protocol says: CuPy has no such arrays."""
+        return array
+
+    def share_memory(self, one: Any, other: Any) -> bool:
+        """As the protocol says."""
+        if isinstance(one, GradientTensors):
+            return False
+        begin, end = one.data.ptr, one.data.ptr + one.nbytes
+        return begin < other.data.ptr + other.nbytes and other.data.ptr < end
+
     def indices(self, entries: Any) -> NDArray[np.int32]:
         """As the protocol says."""
         return np.asarray(entries.get()["index"])
+
+    def p2p_step(self, transport: Any, length: int, settings: Settings) -> P2PStep | None:
+        """As the protocol says."""
+        return P2PStep(self.kernels, transport, length, settings) if transport.p2p else None
 
     def wait(self) -> None:
         """As the protocol says."""

@@ -1,0 +1,220 @@
+"""The interface between communication patterns and a communication library: MPI today. Imports no such library."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.traffic import Traffic
+from collectives.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Round:
+    """One send and one receive that run at the same time; an empty side is skipped on both ends.
+
+    Attributes:
+        dest: rank that gets `outgoing`.
+        outgoing: contiguous array to send.
+        source: rank that `incoming` comes from.
+        incoming: contiguous array to fill.
+    """
+
+    dest: int
+    outgoing: NDArray[Any]
+    source: int
+    incoming: NDArray[Any]
+
+
+class PersistentRound(Protocol):
+    """A Round whose arrays never move: set up once, run every step."""
+
+    def run(self) -> None:
+        """Exchange and wait: the outgoing array is free and the incoming one filled on return."""
+
+    def free(self) -> None:
+        """Free what the library holds for it."""
+
+
+class FlaggedRanksError(Exception):
+    """Some ranks raised their flag, so nothing was sent. Raised on all ranks alike, or on none."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__(f"flagged by ranks {ranks}")
+        self.ranks = ranks
+
+
+class Transport(Protocol):
+    """One rank's connection to the others: counted messages, control collectives, scratch and kernels.
+
+    Payload travels point to point, in contiguous arrays that lie where this transport's arrays live. Control messages (sizes,
+    splits, histograms, flags) are small host arrays; they use collectives of the library and are counted apart.
+    Requests are opaque to callers. Subclasses inherit `send_all`, `exchange` and `agree`.
+
+    Attributes:
+        rank, size: this rank, and how many there are (P).
+        kernels: the kernels that fit this transport's arrays, as `collectives.cpu.kernels`.
+        workspace: scratch for whoever communicates through this transport.
+        traffic: what this rank has sent since `take_traffic`.
+        p2p: whether kernels of the ranks may read each other's memory; see `open_p2p`.
+    """
+
+    rank: int
+    size: int
+    kernels: Any
+    workspace: Workspace
+    traffic: Traffic
+    p2p: bool = False
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the library holds. Collective."""
+
+    def open_p2p(self, wanted: bool | None) -> str:
+        """Check whether the ranks can use peer memory, and set `p2p`. Collective.
+
+        Args:
+            wanted: True: also where it is slow; None: where it is fast; False: nowhere.
+
+        Returns:
+            Why they cannot; "" if they can.
+        """
+        return "gradients are on the host"
+
+    @abstractmethod
+    def allocate(self, length: int) -> NDArray[np.float32]:
+        """float32[length] where this transport's arrays live, contents undefined."""
+
+    def take_traffic(self) -> Traffic:
+        """The traffic since the last call; the counters restart at zero."""
+        traffic, self.traffic = self.traffic, Traffic()
+        return traffic
+
+    # payload
+
+    @abstractmethod
+    def send(self, array: NDArray[Any], dest: int, even_if_empty: bool = False) -> list[Any]:
+        """Start a counted send; returns its requests. The array must not change until they were waited for.
+
+        An empty array is sent only with `even_if_empty`, for a receiver that cannot know that it is empty.
+        """
+
+    def send_all(self, messages: Sequence[tuple[NDArray[Any], int]]) -> list[Any]:
+        """Start a send for each (array, dest), as `send`."""
+        return [request for array, dest in messages for request in self.send(array, dest)]
+
+    @abstractmethod
+    def receive(self, array: NDArray[Any], source: int) -> list[Any]:
+        """Start a receive of exactly `array`; returns its requests, none for an empty array."""
+
+    @abstractmethod
+    def receive_counted(self, array: NDArray[Any], source: int) -> int:
+        """Receive at most `array`; returns the number of its elements that arrived."""
+
+    @abstractmethod
+    def wait(self, requests: list[Any]) -> None:
+        """Block until all requests have completed."""
+
+    def exchange(self, rounds: Sequence[Round], in_flight: int) -> Iterator[range]:
+        """Run rounds in buckets of `in_flight`, one bucket ahead of the caller. The first is posted at once.
+
+        Yields the range of rounds that has arrived while the next bucket is on the wire, so that a caller's work on one
+        hides the transfer of the other. All sends have completed when the iterator ends.
+        """
+        buckets = [range(i, min(i + in_flight, len(rounds))) for i in range(0, len(rounds), in_flight)]
+
+        def post(bucket: range) -> tuple[list[Any], list[Any]]:
+            receives = [r for i in bucket for r in self.receive(rounds[i].incoming, rounds[i].source)]
+            return receives, self.send_all([(rounds[i].outgoing, rounds[i].dest) for i in bucket])
+
+        first = post(buckets[0]) if buckets else ([], [])
+
+        def arrivals() -> Iterator[range]:
+            receives, sends = first
+            for number, bucket in enumerate(buckets):
+                following = post(buckets[number + 1]) if number + 1 < len(buckets) else ([], [])
+                self.wait(receives)
+                yield bucket
+                # before the next bucket but one is posted, so that no more than two are ever in flight
+                self.wait(sends)
+                receives, sends = following
+
+        return arrivals()
+
+    @abstractmethod
+    def persistent(self, exchange: Round) -> PersistentRound:
+        """Set up a round whose arrays stay where they are."""
+
+    # control, counted
+
+    @abstractmethod
+    def alltoall_control(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Row q of int64[P, m] goes to rank q; returns int64[P, m], row q from rank q."""
+
+    @abstractmethod
+    def allgather_control(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64[m] of every rank as int64[P, m]."""
+
+    @abstractmethod
+    def allreduce_control(self, array: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Elementwise sum of int64[m] over the ranks."""
+
+    # control outside steps, not counted
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until every rank has called."""
+
+    @abstractmethod
+    def allgather_objects(self, value: Any) -> list[Any]:
+        """Every rank's picklable value, by rank."""
+
+    @abstractmethod
+    def allreduce_or(self, bits: NDArray[np.uint8]) -> None:
+        """Bitwise or of uint8[m] over the ranks, in place."""
+
+    @abstractmethod
+    def broadcast(self, array: NDArray[Any], root: int) -> None:
+        """Fill a contiguous host array with that of rank `root`, in place."""
+
+    @abstractmethod
+    def ranks_on_this_host(self) -> int:
+        """How many of the ranks share this rank's host. Collective."""
+
+    def agree(self, mine: dict[str, Any], problem: str = "") -> None:
+        """Check at construction that all ranks pass the same arguments. Collective.
+
+        Args:
+            mine: name -> plain value; must be equal on all ranks.
+            problem: what is wrong with this rank's own arguments, empty if nothing is.
+
+        Raises:
+            ValueError: on every rank alike, naming the ranks that have a problem, or the name on which ranks disagree
+                and each rank's value.
+        """
+        everyone = self.allgather_objects((problem, mine))
+        holders: dict[str, list[int]] = {}  # equal problems are reported once, with all their ranks
+        for rank, (text, _) in enumerate(everyone):
+            if text:
+                holders.setdefault(text, []).append(rank)
+        if holders:
+            problems = (f"{_listed(ranks, self.size)}: {text}" for text, ranks in holders.items())
+            raise ValueError("; ".join(problems))
+        # the names of all ranks, not rank 0's alone: an argument that only another rank has is a disagreement too
+        for name in dict.fromkeys(name for _, theirs in everyone for name in theirs):
+            given = [[theirs[name]] if name in theirs else [] for _, theirs in everyone]
+            if any(values != given[0] for values in given):
+                texts = (repr(values[0]) if values else "not given" for values in given)
+                listed = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+                raise ValueError(f"ranks disagree on {name}: {listed}")
+
+
+def _listed(ranks: list[int], size: int) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return "all ranks" if len(ranks) == size else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,350 @@
+"""The kernels of Ok-Topk's step among the GPUs of one host: one graph through symmetric memory, and one wait for its outcome.
+
+The kernels exchange selections and counts, and decide alike on all ranks; no kernel waits for the host. They cut a selection
+over the cap down to the top k. Where a gradient is not finite, a selection overflows its list, or a threshold misses, all ranks
+stop at the same place, and the host takes over or lets the kernels compute the exact threshold. A regular step is launched as
+a whole. An exact step selects first, so that the host may agree on new regions. A deferred step is launched as a whole too. The
+host waits for it when the next step begins, and gives it up where it stopped.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.cuda.device import DeviceEntries
+from collectives.cuda.layouts import (
+    BAD_REGIONS,
+    BAD_SELECTION,
+    CUT_TO_K,
+    DEFERRED,
+    NOT_FINITE,
+    NUM_CANDIDATES,
+    SKEWED,
+)
+from collectives.mpi_cuda import CudaMpiTransport
+from collectives.sparse import ENTRY
+from collectives.split_and_reduce import RegionLists
+from collectives.traffic import WORD_BYTES
+from oktopk.cpu.kernels import LEVELS
+from oktopk.cuda.multi_tensor import pointer_of
+from oktopk.cuda.p2p_graph import P2PGraph
+from oktopk.error_feedback import ErrorFeedback
+from oktopk.results import StageTimer
+from oktopk.settings import Settings
+from oktopk.thresholds import CANDIDATES
+
+if TYPE_CHECKING:
+    from oktopk.cuda.kernels import DeviceKernels
+
+_RUNG_BITS = CANDIDATES.tolist()
+_DIGITS = sum(1 << width for _, width in LEVELS)
+_MOST_GRAPHS = 8  # of gradients that live elsewhere
+
+
+@dataclass(slots=True)
+class DeviceSelection:
+    """What kernels selected.
+
+    Attributes:
+        nnz, nonfinite: entries of the selection, and elements that are not finite.
+        candidates: entries that the list was cut down from to the top k; 0 where it is as it was packed.
+        bits: the k-th largest magnitude, where the list was cut.
+        splits: P - 1 indices that split the list into equal counts, where it is not empty.
+        offsets: P + 1 integers, where each region begins in the list, if that is known.
+        short: too few or too many candidates: the list was not cut, and the host must look at it.
+    """
+
+    nnz: int
+    nonfinite: int
+    candidates: int
+    bits: int
+    splits: list[int]
+    offsets: list[int] | None = None
+    short: bool = False
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How far a step came; equal on all ranks.
+
+    Attributes:
+        stopped_at: "" where the kernels apply the step; "selection" where nothing was exchanged; "threshold" where the lists of
+            this rank's region have arrived, and nothing was kept.
+        flagged: ranks whose gradients were not finite, where the step stopped for them.
+        overflowed: the step stopped since a region got more than there is room for.
+        skewed: it stopped at its threshold since one rank would keep far more than the others.
+        nearest: sums that reach the nearest candidate, where the step stopped since none fits.
+        bits, missed: the global threshold, and bits from the expected threshold to the nearest candidate; gathered: all that
+            is applied; only where the step did not stop.
+    """
+
+    stopped_at: str
+    flagged: tuple[int, ...] = ()
+    overflowed: bool = False
+    skewed: bool = False
+    nearest: int = 0
+    bits: int = 0
+    missed: int = 0
+    gathered: DeviceEntries | None = None
+
+
+class P2PStep:
+    """Runs the steps of one instance of Ok-Topk.
+
+    Args:
+        kernels: of this rank's gradients.
+        transport: of the ranks, which all use peer memory.
+        length: elements of the gradient (n).
+        settings: equal on all ranks.
+    """
+
+    def __init__(
+        self, kernels: DeviceKernels, transport: CudaMpiTransport, length: int, settings: Settings
+    ) -> None:
+        self._kernels, self._transport, self._length = kernels, transport, length
+        self._settings = settings
+        self._device = transport.device
+        self._launches: P2PGraph | None = None
+        self._epoch = self._selected_at = 0  # of the last notes, and of the selection they go back to
+        self._pointers = (0, 0, 0, 0)
+        self._boundaries: NDArray[np.int64] | None = None
+        # by where the vectors live, what reads the gradient, and `unaided`; None: seen once
+        self._graphs: dict[tuple[int, ...], Any] = {}
+
+    def fits(self, k: int) -> bool:
+        """Whether windows and lists are as this k needs them; the same on all ranks."""
+        return self._launches is not None and self._launches.k == k
+
+    def prepare(self, k: int) -> None:
+        """Lay everything out for a k. Collective: every rank must call.
+
+        Raises:
+            RuntimeError: a rank has no memory for it; on every rank alike.
+        """
+        self.close()
+        self._launches = P2PGraph(self._kernels, self._transport, self._length, k, self._settings)
+
+    def launch(
+        self,
+        gradient: Any,
+        vectors: ErrorFeedback,
+        bits: tuple[int, int],
+        boundaries: NDArray[np.int64],
+        selected: tuple[int, int] | None = None,
+        exact: bool = False,
+        timed: bool = False,
+        cut_to_k: bool = False,
+        deferred: bool = False,
+    ) -> None:
+        """Put one step on the stream. Collective: every rank must call; then `outcome`, and last `time_stages`.
+
+        Args:
+            gradient: [n], read; an array, or a tensor list, which may lie elsewhere in every step.
+            vectors: of this rank. The residual becomes gradient + residual, less what is applied; the velocity is cleared where
+                the residual is; the update becomes the sum over the ranks, scaled.
+            bits: the local threshold, and the expected global one or the least that a sum must reach to be looked at.
+            boundaries: int64[P + 1], equal on all ranks.
+            selected: (nnz, nonfinite) when the selection lies in the buffer already, and nothing is to be accumulated.
+            exact: compute the exact global threshold.
+            timed: time the stages on the device, where the whole step runs there.
+            cut_to_k: cut this rank's selection down to its top k wherever it holds as many, not only above the cap.
+            deferred: the host will not help. Where some rank's gradient is not finite the residual is as before, to rounding,
+                which the caller has to see to else; and the threshold follows `choose_candidate` for a step that may not go
+                exact. Equal on all ranks.
+
+        Traffic: 2 words a selected entry outside the own region, read by its owner; 2(P-1) words a kept sum, read by all.
+            Control: signals of P + 3, 65 and no words to every rank, or 4096 for 65 where the exact threshold is computed.
+        """
+        launches = self._launches
+        assert launches is not None
+        self._epoch = self._selected_at = self._device.next_epoch()
+        if boundaries is not self._boundaries:
+            self._boundaries = boundaries
+            if launches.set_regions(boundaries):
+                self._graphs.clear()
+        to_clear, support = 0, vectors.support
+        if support is not None and (not support.nnz or support.entries.pointer == launches.gathered.pointer):  # type: ignore[attr-defined]
+            to_clear = support.nnz
+        else:
+            vectors.clear_update()
+        flags = (CUT_TO_K if cut_to_k else 0) | (DEFERRED if deferred else 0)
+        launches.set_step(self._epoch, bits[0], bits[1], to_clear, flags)
+        self._device.pending = True
+        residual: Any = vectors.residual
+        update: Any = vectors.update
+        velocity: Any = vectors.velocity
+        pointers = (
+            pointer_of(gradient),
+            residual.data.ptr,
+            update.data.ptr,
+            0 if velocity is None else velocity.data.ptr,
+        )
+        self._pointers = pointers
+        stream = self._device.stream
+        reader = launches.set_gradient(gradient)
+        launches.timed = timed and selected is None
+        if selected is not None:
+            launches.upload_step(stream.ptr)
+            launches.put_selection(*selected, stream.ptr)
+            launches.enqueue(pointers, stream.ptr, exact=exact, deferred=deferred)
+            return
+        captured = not (timed or exact)
+        graph = self._graphs.get((*pointers, reader, deferred)) if captured else None
+        if graph is None and captured:
+            graph = self._first_seen(pointers, reader, deferred)
+        if graph is None:
+            launches.enqueue_whole(pointers, stream.ptr, exact=exact, deferred=deferred)
+        else:
+            graph.launch(stream)
+
+    def _first_seen(self, pointers: tuple[int, ...], reader: int, deferred: bool) -> Any:
+        """A graph of the step, for pointers that come a second time; None for those that may never come back."""
+        assert self._launches is not None
+        key = *pointers, reader, deferred
+        if key not in self._graphs:
+            if len(self._graphs) >= _MOST_GRAPHS:
+                self._graphs.clear()
+            self._graphs[key] = None
+            return None
+        capturing = cupy.cuda.Stream(non_blocking=True)
+        capturing.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
+        try:
+            self._launches.enqueue_whole(pointers, capturing.ptr, exact=False, deferred=deferred)
+        except BaseException:
+            with suppress(cupy.cuda.runtime.CUDARuntimeError):  # half a step is no graph
+                capturing.end_capture()
+            raise
+        graph = self._graphs[key] = capturing.end_capture()
+        return graph
+
+    def selected(self) -> DeviceSelection:
+        """The selection that `launch` made; there once the outcome is."""
+        assert self._launches is not None
+        words = self._launches.selected.read(self._selected_at)
+        after = 3 + self._transport.size
+        offsets, (candidates, bits, *splits) = words[2:after], words[after:]
+        return DeviceSelection(words[0], words[1], candidates, bits, splits, offsets)
+
+    def go_exact(self, lowest: int) -> Outcome:
+        """Go on with a step that stopped since no candidate fits: compute the exact global threshold, and apply. Collective.
+
+        Args:
+            lowest: bits that a sum must reach to be looked at.
+
+        Returns:
+            As `outcome`; stopped again where fewer than k sums reach `lowest`, or one rank would keep far more than the others.
+
+        Traffic: control: 4096 words to every rank.
+        """
+        launches, transport = self._launches, self._transport
+        assert launches is not None
+        self._epoch = self._device.next_epoch()
+        launches.set_step(self._epoch, 0, lowest, 0, 0)
+        launches.enqueue_exact(self._pointers, self._device.stream.ptr)
+        self._device.pending = True
+        others = transport.size - 1
+        transport.traffic.count_control(WORD_BYTES * others * _DIGITS, len(LEVELS))
+        return self._kept(*launches.decided.read(self._epoch), exact=True)
+
+    def outcome(self, exact: bool) -> Outcome:
+        """What the ranks decided, and the traffic counted; waits for that alone.
+
+        Args:
+            exact: as `launch` was told.
+        """
+        transport, launches = self._transport, self._launches
+        assert launches is not None
+        rank, ranks = transport.rank, transport.size
+        others = ranks - 1
+        decided = launches.decided.read(self._epoch)
+        stop, counts = decided[0], decided[5:]
+        traffic = transport.traffic
+        traffic.count_control(WORD_BYTES * others * (3 + ranks))
+        if stop in (BAD_SELECTION, NOT_FINITE, BAD_REGIONS):
+            flags = counts if stop == NOT_FINITE else []
+            flagged = tuple(source for source, found in enumerate(flags) if found)
+            return Outcome("selection", flagged, overflowed=stop == BAD_REGIONS)
+        selected = self.selected()
+        offsets = selected.offsets or []
+        messages = sum(other != rank and offsets[other] < offsets[other + 1] for other in range(ranks))
+        traffic.count(ENTRY.itemsize * (selected.nnz - offsets[rank + 1] + offsets[rank]), messages)
+        counted = _DIGITS if exact else NUM_CANDIDATES
+        traffic.count_control(WORD_BYTES * others * counted, len(LEVELS) if exact else 1)
+        return self._kept(*decided, exact=exact)
+
+    def _kept(
+        self, stop: int, nearest: int, bits: int, again: int, total: int, *counts: int, exact: bool
+    ) -> Outcome:
+        """What became of the sums, by the words of a decision."""
+        assert self._launches is not None
+        if stop:
+            return Outcome("threshold", skewed=stop == SKEWED, nearest=total)
+        traffic, rank, others = self._transport.traffic, self._transport.rank, self._transport.size - 1
+        traffic.count_control(0, again)
+        traffic.count(ENTRY.itemsize * others * counts[rank], others if counts[rank] else 0)
+        missed = 0 if exact else _RUNG_BITS[nearest]
+        return Outcome("", bits=bits, missed=missed, gathered=self._launches.gathered[:total])
+
+    def time_stages(self, timer: StageTimer) -> None:
+        """Add the stages of a timed step, which is waited for; any other goes on on the stream."""
+        assert self._launches is not None
+        if self._launches.timed:
+            self._device.synchronize()
+            for stage, seconds in self._launches.stage_seconds():
+                timer.add(stage, seconds)
+
+    def select_exact(self, gradient: Any, residual: Any, lowest: int) -> DeviceSelection:
+        """Accumulate and select the exact top k, from what reaches `lowest`; waits.
+
+        Args:
+            gradient: [n], read.
+            residual: float32[n]; becomes gradient + residual.
+        """
+        launches = self._launches
+        assert launches is not None
+        launches.enqueue_exact_selection(gradient, residual, lowest, self._device.stream.ptr)
+        self._device.synchronize()
+        nnz, _, candidates, short, bits = launches.taken[:5]
+        cuts = launches.splits[: self._transport.size - 1]
+        return DeviceSelection(nnz, launches.packed_report[1], candidates, bits, cuts, short=bool(short))
+
+    def select(self, gradient: Any, residual: Any, bits: int) -> tuple[int, int, list[int]]:
+        """Accumulate and select what reaches `bits`; waits.
+
+        Args:
+            gradient: [n], read.
+            residual: float32[n]; becomes gradient + residual.
+
+        Returns:
+            (nnz, nonfinite, P - 1 indices that split into equal counts what of it there is room for).
+        """
+        launches = self._launches
+        assert launches is not None
+        launches.enqueue_selection(gradient, residual, bits, self._device.stream.ptr)
+        self._device.synchronize()
+        nnz, nonfinite = launches.packed_report[:2]
+        return nnz, nonfinite, launches.splits[: self._transport.size - 1]
+
+    def lists(self) -> RegionLists:
+        """The contributions to this rank's region, after a step that stopped for its threshold."""
+        assert self._boundaries is not None and self._launches is not None
+        self._device.synchronize()
+        rank, ranks = self._transport.rank, self._transport.size
+        incoming = self._launches.collected[:ranks]
+        counts = np.array([incoming[(rank - i) % ranks] for i in range(ranks)], np.int64)
+        ends = counts.cumsum()
+        lower, upper = (int(edge) for edge in self._boundaries[rank : rank + 2])
+        return RegionLists(self._launches.pool, ends - counts, ends, lower, upper, self._transport)
+
+    def close(self) -> None:
+        """Free the windows. Collective."""
+        if self._launches is not None:
+            self._launches.close()
+        self._launches, self._boundaries = None, None
+        self._graphs.clear()

@@ -1,0 +1,47 @@
+"""Steps over messages: on the host, over CUDA-aware MPI, or staged; transport and kernels make the difference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from collectives.transport import FlaggedRanksError
+from oktopk.error_feedback import ErrorFeedback
+from oktopk.methods.base import Method
+from oktopk.step import CompletedStep, Plan
+
+
+class MessageExecutor:
+    """Runs the steps of one method from beginning to end, in the caller's thread.
+
+    Args:
+        method: what a step computes.
+        vectors: of this rank.
+
+    Raises:
+        MemoryError: the device has no memory for what the method keeps.
+    """
+
+    def __init__(self, method: Method, vectors: ErrorFeedback) -> None:
+        self._method, self._vectors = method, vectors
+        method.prepare(vectors.update)
+
+    def begin(self, gradient: Any, plan: Plan) -> CompletedStep:
+        """As `Executor`."""
+        method, vectors = self._method, self._vectors
+        corrected, overflowed = vectors.correct(gradient)
+        if method.sparse:
+            vectors.clear_update()
+            plan.timer.record("apply")
+        residual = vectors.residual if method.sparse or vectors.pending else None
+        try:
+            result = method.reduce(corrected, residual, vectors.update, plan, overflowed)
+        except FlaggedRanksError:
+            vectors.undo(gradient)
+            raise
+        vectors.apply(result, plan.scale)
+        plan.timer.record("apply")
+        return CompletedStep(result)
+
+    def close(self) -> None:
+        """As `Executor`."""
+        self._method.close()

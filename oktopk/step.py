@@ -1,0 +1,111 @@
+"""One step: what is asked of it, what runs it, and what it gives.
+
+A method says what a step computes, an executor how: over messages, or by kernels that read each other's memory.
+`executor.begin(gradient, plan)` gives a handle; `handle.result()` ends the step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from collectives.sparse import SparseVector
+from oktopk.results import StageTimer
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one step is asked to do, equal on all ranks.
+
+    Attributes:
+        k: entries wanted.
+        exact: compute exact thresholds.
+        new_boundaries: agree on new region boundaries.
+        scale: factor on the sum over the ranks.
+        timer: times the stages.
+        may_defer: the step may return before the host knows how it went.
+    """
+
+    k: int
+    exact: bool
+    new_boundaries: bool
+    scale: float
+    timer: StageTimer
+    may_defer: bool = False
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step gave.
+
+    Attributes:
+        update: the sum over the ranks, equal on all of them; None where the whole vector was written, scaled.
+        selected: what this rank packed and sent: its residual becomes zero there; None for everywhere.
+        returned: lists of entries to add to this rank's residual: what was pruned on the way.
+        exact: an exact threshold was computed, planned or because a count missed.
+        local_nnz, global_nnz: entries selected here, and applied.
+        only_applied: the residual becomes zero only where `update` has an entry too; what was selected but rejected stays.
+        local_threshold, global_threshold: magnitudes, NaN where there is none.
+        deferrable: the device ended the step without the host; one like it may be deferred.
+        given_up: nothing was applied; the gradient stays in the residual, on every rank alike.
+    """
+
+    update: SparseVector | None
+    selected: SparseVector | None
+    returned: tuple[SparseVector, ...]
+    exact: bool
+    local_nnz: int
+    global_nnz: int
+    only_applied: bool = False
+    local_threshold: float = math.nan
+    global_threshold: float = math.nan
+    deferrable: bool = False
+    given_up: bool = False
+
+
+class StepHandle(Protocol):
+    """A step that has begun.
+
+    Attributes:
+        deferred: the caller may go on, and call `result` when the next step begins.
+    """
+
+    deferred: bool
+
+    def result(self) -> StepResult:
+        """Wait for what the ranks decided, and end the step: update, residual and velocity are final. To be called once.
+
+        Raises:
+            FlaggedRanksError: a gradient was not finite on the ranks it names, on every rank alike. Nothing was applied;
+                residual and velocity are as before, to rounding.
+        """
+
+
+@dataclass(slots=True)
+class CompletedStep:
+    """The handle of a step that ended while it began."""
+
+    ended: StepResult
+    deferred: bool = False
+
+    def result(self) -> StepResult:
+        """As `StepHandle`."""
+        return self.ended
+
+
+class Executor(Protocol):
+    """Runs the steps of one method."""
+
+    def begin(self, gradient: Any, plan: Plan) -> StepHandle:
+        """Start everything of a step that needs no answer from the host. Collective: every rank must call, with the same plan.
+
+        Args:
+            gradient: [n], as `Backend.validate` returns it; read, and unchanged until the handle's result is known.
+
+        Raises:
+            FlaggedRanksError: as `StepHandle.result`.
+        """
+
+    def close(self) -> None:
+        """Free what the executor holds of MPI and of the device. Collective."""
