@@ -47,7 +47,7 @@ class SymmetricMemory:
     """One window a rank, mapped by all ranks.
 
     Args:
-        transport: of ranks of one host, each with its GPU current. Collective: every rank must call.
+        comm: ranks of one host, each with its GPU current. Collective: every rank must call.
         device: the GPU and stream of this rank.
         nbytes: of payload in every window.
 

@@ -12,7 +12,7 @@ from jobs.bench_gradients import PROFILES
 from jobs.bench_mpi import ALGORITHMS
 from jobs.bench_nccl import ROWS
 from oktopk import METHODS
-from oktopk.backend import GRADIENT_TYPES
+from oktopk.devices import GRADIENT_TYPES
 
 VGG_LENGTH = 14_728_266
 DENSITY = 0.01

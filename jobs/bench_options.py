@@ -28,7 +28,7 @@ from jobs.bench_arguments import (
 from jobs.bench_document import BenchError
 from jobs.bench_nccl import ROWS
 from oktopk import METHODS, Settings
-from oktopk.backend import GRADIENT_TYPES
+from oktopk.devices import GRADIENT_TYPES
 from oktopk.settings import DENSE_ABOVE
 
 

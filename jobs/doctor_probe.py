@@ -56,8 +56,8 @@ def _compile() -> dict[str, Any]:
         from collectives.cuda import device
         from collectives.cuda import kernels as device_kernels
         from collectives.cuda import launch as launches
-        from oktopk.backend import GRADIENT_TYPES
         from oktopk.cuda import kernels as gradient_kernels
+        from oktopk.devices import GRADIENT_TYPES
     except (ImportError, RuntimeError):  # no MPI library, which the exchanges will say
         return {}
     began = time.perf_counter()

@@ -17,9 +17,10 @@ from collectives.mpi import connect
 from collectives.sparse import check_length
 from collectives.traffic import Traffic
 from collectives.transport import FlaggedRanksError, Transport
-from oktopk.backend import GRADIENT_TYPES, Backend, make_backend
+from oktopk.backend import Backend
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_executor import P2PExecutor
+from oktopk.devices import GRADIENT_TYPES, make_backend
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.message_executor import MessageExecutor
 from oktopk.methods import METHODS, Method

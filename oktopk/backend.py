@@ -10,15 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.cuda.environment import gpu_problem, is_cuda_error, kernel_problem
 from collectives.mpi import MpiTransport
 from collectives.transport import Transport
-from oktopk.cpu.backend import HostBackend
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.settings import Settings
-
-GRADIENT_TYPES = {"cpu": ("float32",), "cuda": ("float32", "bfloat16", "float16")}
-"""device -> gradient types it takes."""
 
 
 class Backend(Protocol):
@@ -69,34 +64,3 @@ class Backend(Protocol):
 
     def wait(self) -> None:
         """Wait until all work on arrays is done, so that MPI may read them."""
-
-
-def make_backend(device: str, gradient_type: str, stream: Any) -> Backend:
-    """The backend of a device by name; talks to no other rank.
-
-    Args:
-        device: "cpu" or "cuda", the current GPU.
-        gradient_type: one of `GRADIENT_TYPES[device]`.
-        stream: for "cuda", the cupy stream that gradients are produced on; None: the current one.
-
-    Raises:
-        ValueError: device or gradient type is unknown.
-        RuntimeError, MemoryError: the device cannot be used; the message says why, and what to do.
-    """
-    if device not in GRADIENT_TYPES:
-        raise ValueError(f"device {device!r} is not one of {', '.join(GRADIENT_TYPES)}")
-    if gradient_type not in GRADIENT_TYPES[device]:
-        taken = ", ".join(GRADIENT_TYPES[device])
-        raise ValueError(f"gradient_type {gradient_type!r} on {device} is not one of {taken}")
-    if device == "cpu":
-        return HostBackend()  # type: ignore[return-value]
-    if problem := gpu_problem():
-        raise RuntimeError(f"device 'cuda' cannot be used: {problem}")
-    from oktopk.cuda.backend import DeviceBackend
-
-    try:
-        return DeviceBackend(gradient_type, stream)  # type: ignore[return-value]
-    except Exception as error:
-        if not is_cuda_error(error):
-            raise
-        raise RuntimeError(f"device 'cuda' cannot be used: {kernel_problem(error)}") from error

@@ -61,11 +61,20 @@ def fake_cupy(
 @contextmanager
 def on_fake(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within it the modules that need CuPy are imported anew, on this one; afterwards they are as before."""
-    names = [f"collectives.cuda.{part}" for part in ("device", "kernels", "launch")]
+    names = [f"collectives.cuda.{part}" for part in ("device", "kernels", "launch", "layouts")]
     names += ["collectives.mpi_cuda", "collectives.symmetric_memory"]
     names += [
         f"oktopk.cuda.{part}"
-        for part in ("backend", "kernels", "kth_select", "mailbox", "p2p_step", "p2p_graph", "select")
+        for part in (
+            "backend",
+            "kernels",
+            "kth_select",
+            "layouts",
+            "mailbox",
+            "p2p_step",
+            "p2p_graph",
+            "select",
+        )
     ]
     with monkeypatch.context() as patch:
         for name in names:

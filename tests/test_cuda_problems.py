@@ -32,8 +32,8 @@ from collectives.cuda.environment import (
 from collectives.mpi import connect
 from oktopk import GradientAllreduce
 from oktopk import allreduce as gradient_allreduce
-from oktopk.backend import make_backend
 from oktopk.cpu.backend import HostBackend
+from oktopk.devices import make_backend
 from tests import devices
 from tests.fake_cupy import BUSY, NO_DEVICE, OLD_DRIVER, OUT_OF_MEMORY, FakeCUDAError, fake_cupy, on_fake
 

@@ -120,9 +120,7 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
     "package",
     [
         "collectives",
-        pytest.param(
-            "oktopk", marks=pytest.mark.xfail(reason="methods and executors still import each other")
-        ),
+        "oktopk",
     ],
 )
 def test_no_files_import_each_other_in_a_circle(package: str) -> None:

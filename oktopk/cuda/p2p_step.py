@@ -42,7 +42,7 @@ from oktopk.thresholds import CANDIDATES
 if TYPE_CHECKING:
     from oktopk.cuda.kernels import DeviceKernels
 
-_RUNG_BITS = CANDIDATES.tolist()
+_CANDIDATE_BITS = CANDIDATES.tolist()
 _DIGITS = sum(1 << width for _, width in LEVELS)
 _MOST_GRAPHS = 8  # of gradients that live elsewhere
 
@@ -288,7 +288,7 @@ class P2PStep:
         traffic, rank, others = self._transport.traffic, self._transport.rank, self._transport.size - 1
         traffic.count_control(0, again)
         traffic.count(ENTRY.itemsize * others * counts[rank], others if counts[rank] else 0)
-        missed = 0 if exact else _RUNG_BITS[nearest]
+        missed = 0 if exact else _CANDIDATE_BITS[nearest]
         return Outcome("", bits=bits, missed=missed, gathered=self._launches.gathered[:total])
 
     def time_stages(self, timer: StageTimer) -> None:
