@@ -207,11 +207,11 @@ def test_steps_that_cannot_read_pieces_say_so_on_cuda(device: str, comm: MPI.Int
         said.append(scattered.reads_tensors())
         assert not scattered.reads_tensors(measure=True)
         if said[-1]:
-            with pytest.raises(ValueError, match="this step reads no gradient in pieces"):
+            with pytest.raises(ValueError, match="this step reads no tensor list"):
                 scattered.step(gradient, measure=True)
             scattered.step(gradient)
         else:
-            with pytest.raises(ValueError, match="this step reads no gradient in pieces"):
+            with pytest.raises(ValueError, match="this step reads no tensor list"):
                 scattered.step(gradient)
             assert scattered.step(vector).method in ("dense", "oktopk")
     assert said[0] is False
@@ -232,6 +232,6 @@ def test_steps_that_cannot_read_pieces_say_so_on_cuda(device: str, comm: MPI.Int
         assert not other.reads_tensors()
         with pytest.raises(RuntimeError, match="no step of this reducer reads a gradient in pieces"):
             other.gradient_tensors(SIZES, "float32")
-        with pytest.raises(ValueError, match="this step reads no gradient in pieces"):
+        with pytest.raises(ValueError, match="this step reads no tensor list"):
             other.step(gradient)
         other.close()

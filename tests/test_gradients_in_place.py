@@ -188,7 +188,7 @@ class SharedWithTheHost:
     def tensor(self, array: Any) -> Tensor:
         return torch.from_numpy(array.view(np.ndarray))
 
-    def running(self) -> AbstractContextManager[None]:
+    def stream_scope(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
