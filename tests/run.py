@@ -55,7 +55,7 @@ ON_MANY_RANKS = (
 # ranks -> which tests: alone, odd, and as many as a region needs to get three times its share; all of them take four too long
 HOST_CUDA_RANKS = {1: "test", 3: "test", 4: "too_much"}
 HOST_CUDA_TEST_SECONDS = 240  # more than a kernel on the host waits for other ranks
-HOST_CUDA_SINGLE = ("tests/test_device_kernels.py",)
+HOST_CUDA_SINGLE = ("tests/test_device_kernels.py", "tests/test_one_rule.py")
 HOST_CUDA_RANKS_TESTS = (
     "tests/test_device.py",
     "tests/test_deferred_peers.py",
