@@ -286,3 +286,34 @@ def test_what_a_gpu_does_not_take_is_named(comm: MPI.Intracomm) -> None:
         reduced.step(put("cuda", normal(comm, 0).astype(np.float64)))
     with pytest.raises(ValueError, match="not contiguous"):
         reduced.step(put("cuda", np.repeat(normal(comm, 0), 2))[::2])
+
+
+def test_a_step_runs_on_its_own_gpu_whatever_the_caller_made_current(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cupy
+
+    if gpus() < 2:
+        pytest.skip("one GPU is always the current one")
+    on_gpu, on_cpu = reducer(comm, "oktopk"), reducer(comm, "oktopk", device="cpu")
+    gradients = [normal(comm, step) for step in range(6)]
+    given = [put("cuda", gradient) for gradient in gradients]
+    begin, seen = on_gpu._step, []
+
+    def noted(*arguments: Any) -> Any:
+        seen.append(cupy.cuda.runtime.getDevice())
+        return begin(*arguments)
+
+    monkeypatch.setattr(on_gpu, "_step", noted)
+    own = on_gpu.backend.device.id  # type: ignore[attr-defined]
+    other = (own + 1) % gpus()
+    cupy.cuda.Device(other).use()
+    try:
+        for gradient, same in zip(given, gradients, strict=True):
+            on_gpu.step(gradient)
+            on_cpu.step(same)
+            assert cupy.cuda.runtime.getDevice() == other
+        assert seen == [own] * len(gradients)
+    finally:
+        cupy.cuda.Device(own).use()
+    assert np.array_equal(get(on_gpu.update), on_cpu.update)

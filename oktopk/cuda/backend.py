@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import cupy
@@ -100,7 +100,15 @@ class DeviceBackend:
 
     def stream_scope(self) -> AbstractContextManager[Any]:
         """As the protocol says."""
-        return self.device.stream
+        if cupy.cuda.runtime.getDevice() == self.device.id:
+            return self.device.stream
+        return self._other_gpu_scope()
+
+    @contextmanager
+    def _other_gpu_scope(self) -> Iterator[None]:
+        """The same where the caller has made another GPU the current one."""
+        with self.device.gpu, self.device.stream:
+            yield
 
     def to_host(self, array: Any) -> NDArray[np.float32]:
         """As the protocol says."""
