@@ -86,7 +86,7 @@ class GradientAllreduce:
         stream: on a GPU, the cupy stream that gradients are produced on; None: the current one.
         peer_memory: on GPUs of one host, let kernels read each other's memory in steps of Ok-Topk. None: where every
             rank has a GPU of its own; True: also where they share one, which is slow; False: MPI alone.
-        problem: what the caller found wrong on this rank alone; every rank then raises it.
+        problem: an error that the caller found on this rank alone; every rank then raises it.
         settings: keywords of `oktopk.Settings`.
 
     Raises:
@@ -154,7 +154,7 @@ class GradientAllreduce:
         self.length = length
         self.method = method
         self.time_stages = False
-        """Time the stages of steps through peer memory by events on the device: some 50 us a step slower. Else the
+        """Time the stages of steps through peer memory by device events, which takes some 50 us a step. Without it their
         report has one stage, `step`."""
         self.steps = 0
         self._methods: dict[str, Method] = {}
@@ -192,37 +192,37 @@ class GradientAllreduce:
 
     @property
     def can_read_tensors(self) -> bool:
-        """Whether there are steps that read a gradient in pieces: those of Ok-Topk through peer memory. Equal on all ranks."""
+        """Whether some steps read a tensor list: those of Ok-Topk through peer memory. Equal on all ranks."""
         settings = self.settings
         return not (
             self.p2p_unavailable_reason or settings.momentum_correction or settings.density > DENSE_ABOVE
         )
 
     def reads_tensors(self, measure: bool = False) -> bool:
-        """Whether the next step may be given a gradient in pieces, see `tensors`: not where it is dense or measured."""
+        """Whether the next step may be given a tensor list, see `gradient_tensors`: not where it is dense or measured."""
         settings, step = self.settings, self.steps
         dense = step < settings.dense_warmup_steps or settings.density_at(step) > DENSE_ABOVE
         return self.can_read_tensors and not (dense or measure)
 
     def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
-        """A gradient whose elements lie in several arrays on the GPU, for steps that read it where it lies. Collective.
+        """A gradient in several arrays on the GPU, which steps read where they lie. Collective.
 
-        Its elements are rounded to the gradient type as they are read, to nearest even. Where they lie is said by its `place`,
-        and may be another place in every step.
+        Steps round its elements to the gradient type as they read them, to nearest even. `set_pointers` tells where the arrays
+        lie, which may change in every step.
 
         Args:
             sizes: elements of the arrays, in the order of the vector; `length` in all.
             element_type: of the arrays: "float32", "bfloat16" or "float16".
 
         Raises:
-            RuntimeError: no step reads pieces here, see `can_read_tensors`; on every rank alike.
+            RuntimeError: no step reads a tensor list here, see `can_read_tensors`; on every rank alike.
             ValueError: another type, or sizes that do not add up to `length`, on some rank, or its GPU has no memory for it; on
                 every rank alike.
 
         Memory: n/512 bytes, and 16 bytes an array.
         """
         if not self.can_read_tensors:
-            raise RuntimeError("no step of this reducer reads a gradient in pieces: pass one vector")
+            raise RuntimeError("no step of this reducer reads a tensor list: pass one vector")
         known = GRADIENT_TYPES["cuda"]
         problem = ""
         if element_type not in known:
@@ -236,28 +236,31 @@ class GradientAllreduce:
     def step(self, gradient: NDArray[np.float32] | GradientTensors, *, measure: bool = False) -> StepReport:
         """Reduce one gradient; the result is in `update`. Collective: every rank must call.
 
-        With `Settings.deferred` a step of Ok-Topk through peer memory is on its way on the stream when this returns: `update`
-        will be there for whatever the stream is given next, and the report is complete when the next step begins, or by
-        `complete`. Such a step has no help from the host. Regions are renewed by the selections of the step before; a global
-        threshold that missed moves to the best rung that keeps between k/2 and 5k/4; a selection that is due to be exact, and
-        finds less than k by its guess, is exact in the next step. Where help is needed, which is rare (a selection of more than
-        2k, no such rung, a region that got far too much, or kept entries far from balanced), nothing is applied: `update` is
-        zero, the gradient stays in the residual, and steps are waited for until eight in a row have needed none, as at the
-        beginning. A gradient that is not finite is found a step later.
+        With `Settings.deferred` a step of Ok-Topk through peer memory is still running when this returns. Work that is put on
+        the stream next sees `update`. The report is complete when the next step begins, or after `complete`. The host does not
+        help such a step, which differs from one that is waited for:
+
+        - Regions are renewed by the selections of the step before.
+        - A global threshold that missed moves to the best candidate that keeps between k/2 and 5k/4.
+        - A selection that should be exact, but packs less than k by its guess, is exact in the next step.
+        - A step that needs the host is given up: `update` is zero, and the gradient stays in the residual. That is rare: a
+          selection of more than 2k, no such candidate, a region that got far too much, kept entries far from balanced. The
+          following steps are waited for until eight in a row did not need the host, as at the beginning.
+        - A gradient that is not finite is found a step later.
 
         Args:
-            gradient: [n] of the gradient type, C-contiguous, on the device; unchanged. bfloat16 is given as uint16. Or one in
-                pieces, where `reads_tensors` says so.
-            measure: take the paper's measures of a sparse step, see `oktopk.metrics`: costs two dense allreduces, which
-                neither the report's traffic nor its seconds include. Equal on all ranks; the update is the same either way.
+            gradient: [n] of the gradient type, C-contiguous, on the device; unchanged. bfloat16 is passed as uint16. Or a tensor
+                list, where `reads_tensors` allows it.
+            measure: take the paper's measures of a sparse step, see `oktopk.metrics`. They cost two dense allreduces, which the
+                report's traffic and seconds leave out. Equal on all ranks. The update does not depend on it.
 
         Raises:
-            NonFiniteGradientError: a sum is NaN or Inf on some rank, and settings say to raise; on every rank alike. Of the last
-                deferred step before anything is done with this gradient.
-            TypeError, ValueError: not float32, of another length, or not contiguous; on this rank alone, so that the job must be
-                one that ends when a rank raises (`python -m mpi4py`).
-            MemoryError: the GPU has too little memory for what the step needs besides; on this rank alone, likewise.
-            RuntimeError: peer memory for a new k could not be had, on every rank alike; or a kernel failed, on this one alone.
+            NonFiniteGradientError: a sum is NaN or Inf on some rank, and the settings ask to raise; on every rank alike. For a
+                deferred step, when the next one begins.
+            TypeError, ValueError: the gradient has another type or length, is not contiguous, or is this reducer's update; on
+                this rank alone. Start jobs so that they end when a rank raises (`python -m mpi4py`).
+            ValueError: a rank has no memory for the first step of a method, or for the first measured one; on every rank alike.
+            RuntimeError: there is no peer memory for a new k, on every rank alike; or a kernel failed, on this rank alone.
         """
         if isinstance(gradient, GradientTensors) and not self.reads_tensors(measure):
             raise ValueError("this step reads no tensor list, see reads_tensors(): pass one vector")
@@ -271,10 +274,10 @@ class GradientAllreduce:
             return self._measured_step(accepted) if measure else self._step(accepted, self._may_defer)
 
     def complete(self) -> None:
-        """Learn how the last step went, if it was deferred and that is not known yet: its report is complete afterwards.
+        """Complete the report of the last step, if that was deferred.
 
-        To be called after the last step, too. Waits for what the ranks decided, not for the update, but where stages are timed.
-        No other rank need call, unless the error is caught: who goes on after it must not do so alone.
+        Call it after the last step of a run. It waits for the decision of the ranks, and for the update only where stages are
+        timed. Ranks may call it alone, but a rank that catches the error must not go on alone.
 
         Raises:
             NonFiniteGradientError: as `step`, but on the ranks that called.
@@ -288,7 +291,7 @@ class GradientAllreduce:
 
     @property
     def _may_defer(self) -> bool:
-        # momentum correction looks for what is not finite before anything is launched
+        # momentum correction must know whether the velocity is finite before the launch
         return self.settings.deferred and not self.settings.momentum_correction
 
     def _measured_step(self, gradient: NDArray[np.float32]) -> StepReport:
@@ -400,11 +403,11 @@ class GradientAllreduce:
             self._instance(name).load_state_dict(method_state)
 
     def forget_support(self) -> None:
-        """Say that `update` was written to: the next step zeroes all of it, not only where it was applied."""
+        """Tell that `writable_update` was written to: the next step zeroes all of it, not only the applied entries."""
         self._vectors.support = None
 
     def close(self) -> None:
-        """Free what MPI holds. Collective. How a deferred step went that is not complete stays unknown."""
+        """Free what MPI and the device hold. Collective. The report of a deferred step stays incomplete."""
         if self._open is not None:
             self._open, self._trust = None, 0
             self.forget_support()

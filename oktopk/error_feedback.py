@@ -1,4 +1,4 @@
-"""Error feedback: what one rank carries from step to step, and what becomes of it when an update is applied."""
+"""Error feedback: the vectors that one rank carries from step to step, and how a step changes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ErrorFeedback:
         backend: whose arrays they are.
         length: elements of the gradient (n).
         settings: equal on all ranks.
-        sparse: some step leaves entries behind.
+        sparse: some steps leave entries in the residual.
 
     Raises:
         MemoryError: the device's memory does not suffice.
@@ -29,9 +29,9 @@ class ErrorFeedback:
         update: float32[n], the last step's result.
         residual: float32[n]; None where no step leaves anything behind.
         velocity: float32[n] with momentum correction, else None.
-        support: where `update` is not zero; None: anywhere.
-        selected: what this rank sent in the last step, in scratch until the next one; None: all, or it is not known.
-        pending: whether the residual may hold anything.
+        support: the entries where `update` may not be zero; None: all of it.
+        selected: the entries that this rank sent in the last step, valid until the next one; None: all, or not known.
+        pending: whether the residual may not be zero.
     """
 
     def __init__(self, backend: Backend, length: int, settings: Settings, sparse: bool) -> None:
@@ -46,7 +46,7 @@ class ErrorFeedback:
         self.pending = False
 
     def correct(self, gradient: NDArray[np.float32]) -> tuple[NDArray[np.float32], bool]:
-        """What is to be accumulated, after momentum if that was asked for; and whether it is no longer finite."""
+        """The vector to accumulate, after momentum correction; and whether that is not finite."""
         if self.velocity is None:
             return gradient, False
         if self._kernels.accumulate_momentum(gradient, self.velocity, self._momentum):
@@ -62,18 +62,18 @@ class ErrorFeedback:
         self.nothing_applied()
 
     def nothing_applied(self) -> None:
-        """The update is zero, and stays so."""
+        """Note that the update is zero."""
         self.support = SparseVector.empty(self._length)
 
     def undo(self, gradient: NDArray[np.float32]) -> None:
-        """Take a gradient out of the velocity again, of a step that nobody applies; the update is zero."""
+        """Undo `correct` for a step that no rank applies; the update becomes zero."""
         if self.velocity is not None:
             self._kernels.undo_momentum(gradient, self.velocity, self._momentum)
         self.update.fill(0)
         self.nothing_applied()
 
     def applied(self, result: StepResult) -> None:
-        """Learn of a step that the device has applied, or will have when its stream gets there."""
+        """Note a step that the device applies by itself, on its stream."""
         self.support, self.selected, self.pending = result.update, result.selected, True
 
     def apply(self, result: StepResult, scale: float) -> None:

@@ -39,12 +39,12 @@ class StepReport:
     Attributes:
         step: counted from 0.
         method: the method that ran; "dense" during a dense warm-up or above a density of 0.25.
-        exact: a threshold was named exactly in this step, on this rank or by all, planned or because a count missed.
-        skipped: a gradient was not finite and the settings say to skip: nothing was applied. If the step was deferred, what came
-            behind it found an update of zero.
-        complete: it is known how the step went; false of a deferred one until the next one begins, or
-            `GradientAllreduce.complete`, and for good if that raised, a state was loaded or the instance closed. Until then
-            entries, words and messages are zero, thresholds NaN.
+        exact: the step computed an exact threshold, local or global, as planned or because a count missed.
+        skipped: a gradient was not finite, the settings ask to skip, and nothing was applied. After a deferred step the
+            optimizer then saw an update of zero.
+        complete: whether the outcome is known. A deferred step's report is incomplete until the next step begins or
+            `GradientAllreduce.complete` returns, and for good if that raised, a state was loaded or the instance was closed.
+            Until then entries, words and messages are 0 and thresholds NaN.
         k: entries wanted.
         length: elements of the gradient (n).
         local_nnz: entries this rank selected; n for dense.

@@ -40,8 +40,8 @@ class Selection:
         packed: the selected entries of the accumulated gradient, in ascending order, at most 5k/4.
         nonfinite: elements whose sum was NaN or Inf; they are not packed and their residual is unchanged.
         exact: the threshold was the k-th largest magnitude of this very step.
-        threshold: the magnitude that was selected by.
-        offsets: P + 1 integers, where each region begins in `packed`, if that was found on the way.
+        threshold: the least magnitude that was selected.
+        offsets: P + 1 integers, where each region begins in `packed`, if the pass computed them.
     """
 
     packed: SparseVector
@@ -54,10 +54,10 @@ class Selection:
 class LocalSelection:
     """Selects about k of n accumulated entries per step.
 
-    An exact step packs a little more than k in the one pass, by a lower threshold, and finds the k-th largest in the packed
-    list; only when the guess misses does it read the vector again. In between the threshold moves by the ratio of the last
-    count to k, through the slope of the tail measured at the last exact step, and by its own trend: residuals grow for many
-    steps, and a threshold that only followed would always select too much.
+    An exact step packs a little more than k by a lower threshold, and finds the k-th largest magnitude in the packed list. Only
+    when the guess misses it reads the vector again. Between exact steps the threshold moves by two terms. One is the ratio of
+    the last count to k, divided by the slope of the tail that the last exact step measured. The other is the threshold's own
+    trend: residuals grow for many steps, and without it every step would select too much.
 
     Args:
         length: elements of the gradient (n).

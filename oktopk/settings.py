@@ -32,17 +32,16 @@ class Settings:
         momentum_correction: momentum applied locally before selection, in [0, 1); 0 is off. The optimizer on top must then
             have none of its own. Source: Lin et al., Deep Gradient Compression, ICLR 2018.
         nonfinite: "raise" an error on all ranks when a gradient is NaN or Inf, or "skip" the step on all of them. A deferred step
-            that is skipped has an update of zero, with which the optimizer has stepped before that is known: its momentum
-            goes on.
+            that is skipped has an update of zero; the optimizer has stepped on it before the ranks know, so its momentum moved.
         balance_trigger: even out the kept entries when one rank holds more than this times the mean, >= 1.
         bucket_rounds: rounds of split-and-reduce in flight at once, >= 1.
-        drift_tolerance: in between exact steps the global threshold follows when it would keep a count that is further
-            from k than this share of k, in [0, 0.25].
-        average: give back the mean over the ranks, else the sum.
-        deferred: return from a step of Ok-Topk through peer memory before the host knows how it went, so that the GPU
-            does not wait for the host; see `GradientAllreduce.step`. Without meaning elsewhere.
-        balanced_regions: cut the regions by what the ranks select, else into equal lengths; for comparison.
-        rotate: in each round of split-and-reduce every rank sends to another one, else all to the same; for comparison.
+        drift_tolerance: between exact steps the global threshold moves when its count is off k by more than this share of k,
+            in [0, 0.25].
+        average: return the mean over the ranks, else the sum.
+        deferred: return from a step of Ok-Topk through peer memory before the host knows its outcome, so that the GPU does
+            not wait for the host; see `GradientAllreduce.step`. No effect on other steps.
+        balanced_regions: regions of equal counts of selected entries, else of equal lengths; for comparison.
+        rotate: in each round of split-and-reduce every rank sends to another one, else all send to the same; for comparison.
     """
 
     density: float = 0.01

@@ -31,9 +31,9 @@ _REACH, _STEP = host_kernels.CANDIDATE_REACH, host_kernels.CANDIDATE_STEP
 # counts exchanged per step: finest near the reused threshold, where gradients may crowd
 _SIDE = np.geomspace(1, _REACH // _STEP, 32).astype(np.int64) * _STEP
 CANDIDATES = np.concatenate([-_SIDE[::-1], [0], _SIDE])
-"""int64[65], ascending: how far from the reused threshold's bits each rung is."""
+"""int64[65], ascending: distance of each candidate threshold from the expected one, in bits of a magnitude."""
 MISS = 0.05
-"""Share of k that the nearest rung may be off before the threshold is named exactly, at once."""
+"""Share of k by which the nearest candidate's count may be off before the step computes the exact threshold."""
 
 
 _STEADY = 0.2  # share of a miss that counts as trend
