@@ -48,8 +48,8 @@ class NonFiniteGradientError(ArithmeticError):
     """
 
     def __init__(self, ranks: list[int], step: int) -> None:
-        named = ", ".join(str(rank) for rank in ranks)
-        super().__init__(f"step {step}: gradient + residual is NaN or Inf on rank(s) {named}")
+        listed = ", ".join(map(str, ranks))
+        super().__init__(f"step {step}: gradient + residual is NaN or Inf on rank(s) {listed}")
         self.ranks = ranks
         self.step = step
 

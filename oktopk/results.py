@@ -52,7 +52,7 @@ class StepReport:
         local_threshold, global_threshold: magnitudes selected by; NaN where the method has none.
         words, messages: payload this rank sent.
         bytes: payload bytes this rank sent.
-        control_words, control_messages: sizes, cuts, histograms, flags; see `collectives.Traffic`.
+        control_words, control_messages: sizes, splits, histograms, flags; see `collectives.Traffic`.
         seconds: time by stage, in the order in which the stages ran; of a deferred step what the host took to launch it,
             and where stages are timed (`GradientAllreduce.time_stages`) theirs beside it.
         measures: the paper's measures, where they were asked for and the step was sparse and applied; else None.

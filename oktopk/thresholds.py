@@ -128,15 +128,14 @@ def candidate_bits(expected: int, candidate: int) -> int:
 class GlobalThreshold:
     """The magnitude that a reduced sum must reach to be applied.
 
-    Every exact step names the k-th largest sum. In between the last threshold is reused, moved by its own trend: the sizes
-    exchange that precedes the allgatherv carries the counts on a ladder of thresholds around it, and the threshold moves to the
-    rung whose count is nearest k when its own is off by more than the tolerance. A ladder that misses makes the step exact. So
-    drift is followed within the step, and the cap holds.
+    An exact step computes the k-th largest sum. A step between exact ones expects the last threshold, moved by its trend. The
+    exchange of sizes before the allgatherv carries the counts of 65 candidate thresholds around that, and `choose_candidate`
+    picks one. So the threshold follows drift within the step, and the cap holds.
 
     Attributes:
         bits: the last threshold, None before the first step.
         trend: bits by which it moves from step to step.
-        exact: the last call of `keep` named the exact threshold.
+        exact: the last step computed the exact threshold.
     """
 
     def __init__(self, kernels: ModuleType, drift_tolerance: float) -> None:
@@ -159,7 +158,7 @@ class GlobalThreshold:
         Args:
             lists: contributions to the region. Collective: every rank must call.
             k: entries wanted over all ranks.
-            exact: name the exact threshold.
+            exact: compute the exact threshold.
             record: called when a stage ends: "reduce", what this rank sums, or "threshold", what all ranks agree on.
 
         Returns:
@@ -196,7 +195,7 @@ class GlobalThreshold:
 
     @property
     def lowest(self) -> int:
-        """Bits that a sum must reach to be looked at when the threshold is named exactly."""
+        """Bits that a sum must reach to be considered when the exact threshold is computed."""
         return 1 if self.bits is None else max(1, self.expected + int(CANDIDATES[0]))
 
     def learn_exact(self, bits: int) -> None:
@@ -228,7 +227,7 @@ class GlobalThreshold:
             record("threshold")
             if bits >= lowest or lowest == 1:
                 break
-            lowest = 1  # fewer than k sums reach the lowest rung
+            lowest = 1  # fewer than k sums reach the lowest candidate
         self.learn_exact(bits)
         counts = _counts(sums, np.array([bits, bits + 1], np.int32), lists)
         record("threshold")

@@ -71,7 +71,7 @@ class DeviceBackend:
         """As the protocol says."""
         if isinstance(gradient, GradientTensors):
             if gradient.length != length:
-                raise ValueError(f"gradient in pieces of {gradient.length} elements is not of {length}")
+                raise ValueError(f"tensor list of {gradient.length} elements is not of {length}")
             return gradient
         if not isinstance(gradient, cupy.ndarray):
             raise TypeError(

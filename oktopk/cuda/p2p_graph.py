@@ -240,7 +240,7 @@ class P2PGraph:
         step.support, step.flags = support, flags
 
     def set_gradient(self, gradient: Any) -> int:
-        """Use the launches that read a gradient of this kind; returns what tells them from those for other kinds."""
+        """Use the launches that read a gradient of this kind; returns a number that differs from those of other kinds."""
         self._reader = self._vector_reader
         if isinstance(gradient, GradientTensors):
             if self._tensor_reader is None or self._tensor_reader.kernels is not gradient.kernels:

@@ -115,7 +115,7 @@ class P2PStep:
         self._selection: DeviceSelection | None = None  # of the last step, once it was read
         self._pointers = (0, 0, 0, 0)
         self._boundaries: NDArray[np.int64] | None = None
-        # by where the vectors live, what reads the gradient, and `unaided`; None: seen once
+        # by the addresses of the vectors, the kind of gradient, and `deferred`; None: seen once
         self._graphs: dict[tuple[int, ...], Any] = {}
 
     def fits(self, k: int) -> bool:
@@ -260,7 +260,7 @@ class P2PStep:
         """What the ranks decided, and the traffic counted; waits for that alone.
 
         Args:
-            exact: as `launch` was told.
+            exact: as passed to `launch`.
         """
         transport, launches = self._transport, self._launches
         assert launches is not None
@@ -315,8 +315,8 @@ class P2PStep:
         launches.enqueue_exact_selection(gradient, residual, lowest, self._device.stream.ptr)
         self._device.synchronize()
         nnz, _, candidates, short, bits = launches.taken[:5]
-        cuts = launches.splits[: self._transport.size - 1]
-        return DeviceSelection(nnz, launches.packed_report[1], candidates, bits, cuts, short=bool(short))
+        splits = launches.splits[: self._transport.size - 1]
+        return DeviceSelection(nnz, launches.packed_report[1], candidates, bits, splits, short=bool(short))
 
     def select(self, gradient: Any, residual: Any, bits: int) -> tuple[int, int, list[int]]:
         """Accumulate and select what reaches `bits`; waits.

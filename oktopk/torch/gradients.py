@@ -78,7 +78,7 @@ def refuse_sparse(gradient: Tensor) -> None:
 
 
 def dense_views(flat: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
-    """Consecutive pieces of a flat tensor, in the shapes and memory layouts of `like`."""
+    """Consecutive views of a flat tensor, in the shapes and memory layouts of `like`."""
     views, start = [], 0
     for tensor in like:
         views.append(flat.as_strided(tensor.size(), tensor.stride(), start))
@@ -111,13 +111,13 @@ class GradientsInPlace:
     Args:
         parameters: on one device, of one type, each dense in memory (`is_dense`).
         dtype: of the vector.
-        pieces: one a parameter, of the parameters' type.
+        tensors: one a parameter, of the parameters' type.
 
     Memory: n elements of the vector, once it is asked for. A gradient that is not laid out as its parameter, once more.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], dtype: torch.dtype, pieces: GradientTensors) -> None:
-        self._parameters, self._dtype, self._pieces = parameters, dtype, pieces
+    def __init__(self, parameters: Sequence[Tensor], dtype: torch.dtype, tensors: GradientTensors) -> None:
+        self._parameters, self._dtype, self._tensors = parameters, dtype, tensors
         self._strides = [parameter.stride() for parameter in parameters]
         self._flat: FlatGradients | None = None
         self._aside: list[Tensor | None] | None = None
@@ -156,8 +156,8 @@ class GradientsInPlace:
             if gradient.dtype != parameter.dtype or not _same_order(gradient, strides):
                 gradient = self._copied(number, gradient)
             addresses.append(gradient.data_ptr())
-        self._pieces.set_pointers(addresses)
-        return self._pieces
+        self._tensors.set_pointers(addresses)
+        return self._tensors
 
     def collect(self) -> Tensor:
         """[n] of `dtype`: the gradients in one vector, as they are now or were laid aside; a missing one is zero.

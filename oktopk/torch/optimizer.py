@@ -142,11 +142,11 @@ class DistributedOptimizer(WrappedOptimizer):
             return FlatGradients(self._parameters, dtype)
         sizes = [parameter.numel() for parameter in self._parameters]
         try:
-            pieces = self.reducer.gradient_tensors(sizes, _type_name(self._parameters[0].dtype))
+            tensors = self.reducer.gradient_tensors(sizes, _type_name(self._parameters[0].dtype))
         except ValueError:
             self.reducer.close()  # on every rank alike, as the error is
             raise
-        return GradientsInPlace(self._parameters, dtype, pieces)
+        return GradientsInPlace(self._parameters, dtype, tensors)
 
     @property
     def gradient(self) -> NDArray[np.float32]:
