@@ -44,8 +44,10 @@ class _OnDevice(MpiTransport):
                 SymmetricMemory(self, self.device, 0).close()
             except RuntimeError as error:
                 problem = str(error)
-        self.p2p = not problem
-        return problem
+        # closing the trial may fail on one rank alone
+        problems = [text for text in self.allgather_objects(problem) if text]
+        self.p2p = not problems
+        return problems[0] if problems else ""
 
 
 class CudaMpiTransport(_OnDevice):

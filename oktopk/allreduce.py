@@ -231,7 +231,8 @@ class GradientAllreduce:
             problem = f"size {min(sizes)} is negative"
         elif sum(sizes) != self.length:
             problem = f"sizes add up to {sum(sizes)}, not to {self.length}"
-        return self._together(partial(self.backend.gradient_tensors, sizes, element_type), problem)
+        with self.backend.stream_scope():
+            return self._together(partial(self.backend.gradient_tensors, sizes, element_type), problem)
 
     def step(self, gradient: NDArray[np.float32] | GradientTensors, *, measure: bool = False) -> StepReport:
         """Reduce one gradient; the result is in `update`. Collective: every rank must call.
@@ -269,8 +270,8 @@ class GradientAllreduce:
             raise ValueError(
                 "the gradient is this reducer's own update, which the step overwrites: pass a copy"
             )
-        self.complete()
         with self.backend.stream_scope():
+            self._complete()
             return self._measured_step(accepted) if measure else self._step(accepted, self._may_defer)
 
     def complete(self) -> None:
@@ -282,6 +283,10 @@ class GradientAllreduce:
         Raises:
             NonFiniteGradientError: as `step`, but on the ranks that called.
         """
+        with self.backend.stream_scope():
+            self._complete()
+
+    def _complete(self) -> None:
         if self._open is None:
             return
         begun, self._open = self._open, None
@@ -326,12 +331,13 @@ class GradientAllreduce:
             may_defer=may_defer and self._trust == _TRUSTED,
         )
         self.steps += 1
-        self._last_k = k
+        self._last_k = None  # where the step fails, the next one computes exact thresholds
         self._sparse_steps += method.sparse
         try:
             handle = self._executors[method.name].begin(gradient, plan)
         except FlaggedRanksError as flagged:
             return self._skipped_report(step, method, plan, flagged.ranks)
+        self._last_k = k
         begun = _BegunStep(step, method, plan, handle)
         if not handle.deferred:
             return self._end(begun)
@@ -365,6 +371,8 @@ class GradientAllreduce:
             NonFiniteGradientError: of the last step, where it was deferred.
         """
         self.complete()
+        with self.backend.stream_scope():
+            vectors = self._vectors.state_dict()
         return {
             "length": self.length,
             "method": self.method,
@@ -373,7 +381,7 @@ class GradientAllreduce:
             "last_k": self._last_k,
             "unaided": self._trust,
             "methods": {name: method.state_dict() for name, method in self._methods.items()},
-            **self._vectors.state_dict(),
+            **vectors,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -389,6 +397,10 @@ class GradientAllreduce:
             common = {name: state.get(name) for name in ("steps", "sparse_steps", "last_k", "unaided")}
             common |= {name: METHODS[name].agreed_state(theirs) for name, theirs in state["methods"].items()}
         self.transport.agree(common, problem)
+        with self.backend.stream_scope():
+            self._load(state)
+
+    def _load(self, state: dict[str, Any]) -> None:
         for executor in self._executors.values():
             executor.close()
         self._methods, self._executors, self._final = {}, {}, None
@@ -398,7 +410,7 @@ class GradientAllreduce:
         self._trust = state.get("unaided", 0)
         self._open = None
         self.transport.take_traffic()
-        self._vectors.load_state_dict(state)
+        self._together(partial(self._vectors.load_state_dict, state))
         for name, method_state in state["methods"].items():
             self._instance(name).load_state_dict(method_state)
 
@@ -413,8 +425,9 @@ class GradientAllreduce:
             self.forget_support()
         if self._sampler is not None:
             self._sampler.close()
-        for executor in self._executors.values():
-            executor.close()
+        with self.backend.stream_scope():
+            for executor in self._executors.values():
+                executor.close()
         self.transport.close()
 
     def _method_at(self, step: int) -> tuple[Method, int]:

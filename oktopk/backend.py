@@ -47,8 +47,8 @@ class Backend(Protocol):
     def to_host(self, array: Any) -> NDArray[np.float32]:
         """A copy on the host."""
 
-    def from_host(self, array: NDArray[np.float32]) -> Any:
-        """A copy on this backend."""
+    def copy_from_host(self, target: Any, array: NDArray[np.float32]) -> None:
+        """Fill an array of this backend."""
 
     def read_only(self, array: Any) -> Any:
         """The array, not to be written to where the backend's arrays can say so."""

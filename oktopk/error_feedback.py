@@ -113,10 +113,14 @@ class ErrorFeedback:
         self.velocity = self._loaded(self.velocity, state["velocity"])
 
     def _loaded(self, vector: Any, loaded: NDArray[np.float32] | None) -> Any:
-        if loaded is not None:
-            return self._backend.from_host(loaded)
-        if vector is not None:
-            vector.fill(0)
+        """The vector with what is loaded in it, zero if nothing is; memory is taken only where there was none."""
+        if loaded is None:
+            if vector is not None:
+                vector.fill(0)
+            return vector
+        if vector is None:
+            vector = self._backend.zeros(self._length)
+        self._backend.copy_from_host(vector, loaded)
         return vector
 
     def _clear_applied(self, vector: NDArray[np.float32], result: StepResult) -> None:

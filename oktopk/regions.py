@@ -66,6 +66,18 @@ class Regions:
         boundaries = state["boundaries"]
         return None if boundaries is None else [int(b) for b in boundaries], state.get("last_cuts") is None
 
+    @staticmethod
+    def state_problem(state: dict[str, Any], length: int) -> str:
+        """As `Method.state_problem`."""
+        boundaries, splits = state["boundaries"], state.get("last_cuts")
+        if boundaries is not None and not (
+            _ascend([0, *boundaries, length]) and boundaries[0] == 0 and boundaries[-1] == length
+        ):
+            return f"boundaries of the state do not ascend from 0 to {length}"
+        if splits is not None and not _ascend([0, *splits, length]):
+            return f"last_cuts of the state do not ascend within [0, {length}]"
+        return ""
+
     def state_dict(self) -> dict[str, Any]:
         """Boundaries and splits, copied. The keys are those of earlier versions."""
         kept = None if self.overflowed or self.boundaries is None else self.boundaries.copy()
@@ -77,6 +89,10 @@ class Regions:
         self.boundaries = _fitting(state["boundaries"], size + 1)
         self.splits = _fitting(state.get("last_cuts"), size - 1)  # an earlier version has none
         self.overflowed = False
+
+
+def _ascend(places: list[int]) -> bool:
+    return bool(np.all(np.diff(places) >= 0))
 
 
 def _fitting(array: Any, length: int) -> NDArray[np.int64] | None:

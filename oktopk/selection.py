@@ -15,7 +15,7 @@ from collectives.sparse import SparseVector
 from collectives.transport import Transport
 from oktopk.cpu.kernels import Packing
 from oktopk.settings import selection_cap
-from oktopk.thresholds import NOTHING, OCTAVE, kth_magnitude, learned_trend
+from oktopk.thresholds import NOTHING, OCTAVE, kth_magnitude, learned_trend, threshold_problem
 
 _MARGIN = 1.3  # an exact step packs about this times k and finds the k-th largest among them
 _SLOPES = (0.5, 32.0)  # plausible range of -d log(nnz) / d log(threshold)
@@ -147,6 +147,16 @@ class LocalSelection:
     def force_exact(self) -> None:
         """Make the next step compute its exact threshold, and wait for the host: the last pass gave nothing to learn from."""
         self.needs_exact = self.needs_host = True
+
+    @staticmethod
+    def state_problem(state: dict[str, Any]) -> str:
+        """As `Method.state_problem`."""
+        slope, needs_exact = state["slope"], state[_STATE_KEYS["needs_exact"]]
+        if not (0 < slope < math.inf):
+            return f"slope {slope!r} of the state is not a positive number"
+        if not isinstance(needs_exact, bool):
+            return f"{_STATE_KEYS['needs_exact']} {needs_exact!r} of the state is not True or False"
+        return threshold_problem("local", state)
 
     def state_dict(self) -> dict[str, Any]:
         return {key: getattr(self, name) for name, key in _STATE_KEYS.items()}

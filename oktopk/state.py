@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from oktopk.methods import METHODS, SparseMethod
+from oktopk.methods import METHODS
 
 _COUNTS = ("steps", "sparse_steps")
 
@@ -29,61 +29,35 @@ def state_problem(state: Any, length: int, method: str, momentum: float) -> str:
 def _problem(state: Any, length: int, method: str, momentum: float) -> str:
     if not isinstance(state, dict):
         return f"the state is a {type(state).__name__}, not a dict"
-    missing = [
-        name for name in ("length", "method", *_COUNTS, "last_k", "methods", "residual") if name not in state
-    ]
-    if missing:
+    names = ("length", "method", *_COUNTS, "last_k", "methods", "residual", "velocity")
+    if missing := [name for name in names if name not in state]:
         return f"the state lacks {', '.join(missing)}"
     for name, own in (("length", length), ("method", method)):
         if state[name] != own:
             return f"state has {name} {state[name]!r}, this reducer {own!r}"
-    for name in _COUNTS:
-        if not isinstance(state[name], int) or state[name] < 0:
-            return f"{name} {state[name]!r} of the state is not a count"
-    if momentum and state.get("velocity") is None and state["steps"]:
-        return "the state has no velocity, and this reducer has momentum correction"
-    if not momentum and state.get("velocity") is not None:
-        return "the state has a velocity, and this reducer no momentum correction"
-    for name in ("residual", "velocity"):
-        if problem := _vector_problem(name, state.get(name), length):
-            return problem
-    unknown = set(state["methods"]) - set(METHODS)
-    if unknown:
-        return f"the state is of unknown methods: {', '.join(sorted(unknown))}"
-    for name, held in state["methods"].items():
-        if problem := _method_problem(name, held, length):
-            return problem
-    return ""
+    problems = [_number_problem(name, state[name], 0) for name in _COUNTS]
+    problems += [_number_problem(name, state.get(name), 0, optional=True) for name in ("last_k", "unaided")]
+    problems += [_vector_problem(name, state[name], length) for name in ("residual", "velocity")]
+    if not momentum and state["velocity"] is not None:
+        problems.append("the state has a velocity, and this reducer no momentum correction")
+    if unknown := sorted(set(state["methods"]) - set(METHODS)):
+        problems.append(f"the state is of unknown methods: {', '.join(unknown)}")
+    else:
+        problems += [METHODS[name].state_problem(held, length) for name, held in state["methods"].items()]
+    return next((problem for problem in problems if problem), "")
+
+
+def _number_problem(name: str, value: Any, least: int, optional: bool = False) -> str:
+    if (optional and value is None) or (type(value) is int and value >= least):
+        return ""
+    return f"{name} {value!r} of the state is not an integer >= {least}"
 
 
 def _vector_problem(name: str, vector: Any, length: int) -> str:
     if vector is None:
         return ""
-    if not isinstance(vector, np.ndarray) or vector.dtype != np.float32 or vector.shape != (length,):
-        found = (
-            f"{vector.dtype}{list(vector.shape)}" if isinstance(vector, np.ndarray) else type(vector).__name__
-        )
-        return f"{name} of the state is {found}, not float32[{length}]"
+    if not isinstance(vector, np.ndarray):
+        return f"{name} of the state is a {type(vector).__name__}, not an array"
+    if vector.dtype != np.float32 or vector.shape != (length,):
+        return f"{name} of the state is {vector.dtype}{list(vector.shape)}, not float32[{length}]"
     return "" if np.isfinite(vector).all() else f"{name} of the state is not finite"
-
-
-def _method_problem(name: str, held: dict[str, Any], length: int) -> str:
-    METHODS[name].agreed_state(held)  # raises where a key is missing
-    if issubclass(METHODS[name], SparseMethod):
-        bits, slope = held["selection"]["bits"], held["selection"]["slope"]
-        if bits is not None and not 1 <= bits < 2**31:
-            return f"the local threshold of the state of {name} is no magnitude: {bits}"
-        if not 0 < slope < np.inf:
-            return f"slope {slope} of the state of {name} is not a positive number"
-    boundaries, splits = held.get("boundaries"), held.get("last_cuts")
-    if boundaries is not None and not _ascend(
-        [0, *boundaries, length], boundaries[0], length - boundaries[-1]
-    ):
-        return f"boundaries of the state of {name} do not ascend from 0 to {length}"
-    if splits is not None and not _ascend([0, *splits, length]):
-        return f"last_cuts of the state of {name} do not ascend within [0, {length}]"
-    return ""
-
-
-def _ascend(places: list[int], *zeros: int) -> bool:
-    return bool(np.all(np.diff(places) >= 0)) and not any(zeros)

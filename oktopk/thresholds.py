@@ -45,6 +45,18 @@ def learned_trend(trend: int, missed: int) -> int:
     return min(max(trend + int(_STEADY * missed), -_STEEPEST), _STEEPEST)
 
 
+def threshold_problem(name: str, state: dict[str, Any]) -> str:
+    """Why the bits and the trend of a saved threshold cannot be loaded, in a sentence; "" if they can."""
+    bits, trend = state["bits"], state["trend"]
+    if bits is not None and not (type(bits) is int and 1 <= bits < 2**31):
+        return f"the {name} threshold of the state is not the bits of a magnitude: {bits!r}"
+    return (
+        ""
+        if type(trend) is int
+        else f"the trend of the {name} threshold of the state is not an integer: {trend!r}"
+    )
+
+
 def kth_magnitude(histogram: Callable[[int, int], NDArray[np.int64]], k: int) -> tuple[int, int]:
     """The k-th largest magnitude, digit by digit.
 

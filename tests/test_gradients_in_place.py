@@ -27,7 +27,7 @@ class Noted:
 
     addresses: Sequence[int] = ()
 
-    def place(self, addresses: Sequence[int]) -> None:
+    def set_pointers(self, addresses: Sequence[int]) -> None:
         self.addresses = addresses
 
 

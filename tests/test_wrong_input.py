@@ -121,7 +121,53 @@ def of_an_unknown_method(state: dict[str, Any]) -> None:
     state["methods"]["other"] = {}
 
 
+def without_velocity(state: dict[str, Any]) -> None:
+    del state["velocity"]
+
+
+def without_a_trend(state: dict[str, Any]) -> None:
+    del state["methods"]["oktopk"]["selection"]["trend"]
+
+
+def without_exact_due(state: dict[str, Any]) -> None:
+    del state["methods"]["oktopk"]["selection"]["exact_due"]
+
+
+def without_global_bits(state: dict[str, Any]) -> None:
+    del state["methods"]["oktopk"]["threshold"]["bits"]
+
+
+def with_a_threshold_that_is_negative(state: dict[str, Any]) -> None:
+    state["methods"]["oktopk"]["threshold"]["bits"] = -5
+
+
+def with_a_threshold_that_is_no_integer(state: dict[str, Any]) -> None:
+    state["methods"]["oktopk"]["selection"]["bits"] = 1.5
+
+
+def with_a_trend_that_is_nan(state: dict[str, Any]) -> None:
+    state["methods"]["oktopk"]["selection"]["trend"] = float("nan")
+
+
+def with_a_k_that_is_text(state: dict[str, Any]) -> None:
+    state["last_k"] = "x"
+
+
 DAMAGE = [
+    (without_velocity, "the state lacks velocity"),
+    (without_a_trend, "the state is damaged: KeyError 'trend'"),
+    (without_exact_due, "the state is damaged: KeyError 'exact_due'"),
+    (without_global_bits, "the state is damaged: KeyError 'bits'"),
+    (
+        with_a_threshold_that_is_negative,
+        "the global threshold of the state is not the bits of a magnitude: -5",
+    ),
+    (
+        with_a_threshold_that_is_no_integer,
+        "the local threshold of the state is not the bits of a magnitude: 1.5",
+    ),
+    (with_a_trend_that_is_nan, "the trend of the local threshold of the state is not an integer: nan"),
+    (with_a_k_that_is_text, "last_k 'x' of the state is not an integer >= 0"),
     (shorter, r"residual of the state is float32\[499\], not float32\[500\]"),
     (longer, r"residual of the state is float32\[501\], not float32\[500\]"),
     (of_another_type, r"residual of the state is float64\[500\], not float32\[500\]"),
@@ -130,8 +176,8 @@ DAMAGE = [
     (without_residual, "the state lacks residual"),
     (without_selection, "the state is damaged: KeyError 'selection'"),
     (without_threshold, "the state is damaged: KeyError 'threshold'"),
-    (with_regions_out_of_range, "boundaries of the state of oktopk do not ascend from 0 to 500"),
-    (with_regions_out_of_order, "boundaries of the state of oktopk do not ascend from 0 to 500"),
+    (with_regions_out_of_range, "boundaries of the state do not ascend from 0 to 500"),
+    (with_regions_out_of_order, "boundaries of the state do not ascend from 0 to 500"),
     (of_an_unknown_method, "the state is of unknown methods: other"),
 ]
 

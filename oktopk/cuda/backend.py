@@ -114,11 +114,9 @@ class DeviceBackend:
         """As the protocol says."""
         return np.asarray(array.get(stream=self.device.stream))
 
-    def from_host(self, array: NDArray[np.float32]) -> Any:
+    def copy_from_host(self, target: Any, array: NDArray[np.float32]) -> None:
         """As the protocol says."""
-        copied = self.device.allocate(len(array), np.float32)
-        copied.set(np.ascontiguousarray(array, np.float32), stream=self.device.stream)
-        return copied
+        target.set(np.ascontiguousarray(array, np.float32), stream=self.device.stream)
 
     def read_only(self, array: Any) -> Any:
         """As the protocol says: CuPy has no such arrays."""

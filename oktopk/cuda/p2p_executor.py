@@ -73,9 +73,9 @@ class P2PExecutor:
         """As `Executor`."""
         method, vectors = self._method, self._vectors
         regions, local, threshold = method.regions, method.selection, method.threshold
-        corrected, overflowed = vectors.correct(gradient)
         if not self.p2p_step.fits(plan.k):
             self.p2p_step.prepare(plan.k)
+        corrected, overflowed = vectors.correct(gradient)
         if self._barrier_due:
             # a signal of this step would overwrite the one that another rank's kernels have yet to read
             method.transport.barrier()

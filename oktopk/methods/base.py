@@ -77,6 +77,11 @@ class Method(ABC):
         """What of a `state_dict` must be equal on all ranks, as a plain value."""
         return None
 
+    @classmethod
+    def state_problem(cls, state: dict[str, Any], length: int) -> str:
+        """Why a `state_dict` cannot be loaded, in a sentence; "" if it can. A missing key is a KeyError."""
+        return ""
+
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and arrays that the next step depends on, besides the residual."""
         return {}
@@ -152,6 +157,10 @@ class SparseMethod(Method):
         Raises:
             FlaggedRanksError: a selection has non-finite elements; on every rank alike, before any payload is sent.
         """
+
+    @classmethod
+    def state_problem(cls, state: dict[str, Any], length: int) -> str:
+        return LocalSelection.state_problem(state["selection"])
 
     def state_dict(self) -> dict[str, Any]:
         return {"selection": self.selection.state_dict()}

@@ -87,3 +87,10 @@ class Gaussiank(TopkA):
     def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
         super().__init__(length, transport, kernels, settings)
         self.selection = GaussianSelection(length, kernels, transport)
+
+    @classmethod
+    def state_problem(cls, state: dict[str, Any], length: int) -> str:
+        correction = state["selection"]["correction"]
+        if not 0 < correction < math.inf:
+            return f"correction {correction!r} of the state is not a positive number"
+        return super().state_problem(state, length)

@@ -17,7 +17,7 @@ from oktopk.regions import Regions, equal_boundaries
 from oktopk.selection import Selection
 from oktopk.settings import Settings
 from oktopk.step import Plan, StepResult
-from oktopk.thresholds import GlobalThreshold
+from oktopk.thresholds import GlobalThreshold, threshold_problem
 
 
 class OkTopk(SparseMethod):
@@ -106,6 +106,14 @@ class OkTopk(SparseMethod):
     @staticmethod
     def agreed_state(state: dict[str, Any]) -> Any:
         return state["threshold"], *Regions.agreed_state(state)
+
+    @classmethod
+    def state_problem(cls, state: dict[str, Any], length: int) -> str:
+        return (
+            super().state_problem(state, length)
+            or threshold_problem("global", state["threshold"])
+            or Regions.state_problem(state, length)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"threshold": self.threshold.state_dict()} | self.regions.state_dict()
