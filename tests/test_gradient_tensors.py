@@ -230,7 +230,7 @@ def test_steps_that_cannot_read_pieces_say_so_on_cuda(device: str, comm: MPI.Int
         other = GradientAllreduce(comm, LENGTH, "oktopk", device="cuda", **settings)
         assert not other.can_read_tensors
         assert not other.reads_tensors()
-        with pytest.raises(RuntimeError, match="no step of this reducer reads a gradient in pieces"):
+        with pytest.raises(RuntimeError, match="no step of this reducer reads a tensor list"):
             other.gradient_tensors(SIZES, "float32")
         with pytest.raises(ValueError, match="this step reads no tensor list"):
             other.step(gradient)
