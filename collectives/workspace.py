@@ -23,10 +23,6 @@ class Workspace:
         """ENTRY[count], contents undefined; valid until the same name is asked for again."""
         return self._take(name, count, ENTRY)
 
-    def indices(self, name: str, count: int) -> NDArray[np.int32]:
-        """int32[count], contents undefined; valid until the same name is asked for again."""
-        return self._take(name, count, np.dtype(np.int32))
-
     @property
     def nbytes(self) -> int:
         """Bytes held."""

@@ -26,7 +26,6 @@ class MessageExecutor:
         method.prepare(vectors.update)
 
     def begin(self, gradient: Any, plan: Plan) -> CompletedStep:
-        """As `Executor`."""
         method, vectors = self._method, self._vectors
         corrected, overflowed = vectors.correct(gradient)
         if method.sparse:
@@ -43,5 +42,4 @@ class MessageExecutor:
         return CompletedStep(result)
 
     def close(self) -> None:
-        """As `Executor`."""
         self._method.close()

@@ -68,7 +68,6 @@ class Regions:
 
     @staticmethod
     def state_problem(state: dict[str, Any], length: int) -> str:
-        """As `Method.state_problem`."""
         boundaries, splits = state["boundaries"], state.get("last_cuts")
         if boundaries is not None and not (
             _ascend([0, *boundaries, length]) and boundaries[0] == 0 and boundaries[-1] == length

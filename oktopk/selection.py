@@ -150,7 +150,6 @@ class LocalSelection:
 
     @staticmethod
     def state_problem(state: dict[str, Any]) -> str:
-        """As `Method.state_problem`."""
         slope, needs_exact = state["slope"], state[_STATE_KEYS["needs_exact"]]
         if not (0 < slope < math.inf):
             return f"slope {slope!r} of the state is not a positive number"

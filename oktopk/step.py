@@ -90,7 +90,6 @@ class CompletedStep:
     deferred: bool = False
 
     def result(self) -> StepResult:
-        """As `StepHandle`."""
         return self.ended
 
 

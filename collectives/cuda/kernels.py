@@ -107,7 +107,6 @@ class DeviceKernels:
         threshold_bits: int,
         out: DeviceEntries,
     ) -> int:
-        """As the host's."""
         sums = self._launch_sums(pool, begins, ends, lower, upper, threshold_bits)
         return self._keep_sums(sums, out, threshold_bits)
 
@@ -182,7 +181,6 @@ class DeviceKernels:
         kept: DeviceEntries,
         rest: DeviceEntries | None,
     ) -> tuple[int, int]:
-        """As the host's."""
         if not len(entries):
             return 0, 0
         device = self.device
@@ -200,7 +198,6 @@ class DeviceKernels:
     def take_at_least(
         self, entries: DeviceEntries, threshold_bits: int, ties: int, out: DeviceEntries
     ) -> int:
-        """As the host's."""
         return self.split_at_least(entries, threshold_bits, ties, out, None)[0]
 
     def count_at_least(self, entries: DeviceEntries, edges: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -212,7 +209,6 @@ class DeviceKernels:
         )
 
     def region_offsets(self, entries: DeviceEntries, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
-        """As the host's."""
         device, count = self.device, len(boundaries)
         report = device.report("offsets", count)
         device.launch(
@@ -224,7 +220,6 @@ class DeviceKernels:
         return report[:count].astype(np.int64)
 
     def equal_count_splits(self, entries: DeviceEntries, length: int, parts: int) -> NDArray[np.int64]:
-        """As the host's."""
         if not len(entries) or parts == 1:
             return length * np.arange(1, parts, dtype=np.int64) // parts
         device = self.device
@@ -246,12 +241,10 @@ class DeviceKernels:
         self.device.synchronize()
 
     def add_values(self, kept: Any, incoming: Any) -> None:
-        """As the host's."""
         n = kept.size
         self.device.launch_for(self._add_values, n, kept=kept.data.ptr, incoming=incoming.data.ptr, n=n)
 
     def scale_values(self, values: Any, scale: float) -> None:
-        """As the host's."""
         self.device.launch_for(
             self._scale_values, values.size, values=values.data.ptr, n=values.size, scale=scale
         )

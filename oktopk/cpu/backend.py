@@ -22,15 +22,12 @@ class HostBackend:
     kernels = kernels
 
     def connect(self, host: MpiTransport) -> Transport:
-        """As the protocol says."""
         return host
 
     def zeros(self, length: int) -> NDArray[np.float32]:
-        """As the protocol says."""
         return np.zeros(length, np.float32)
 
     def validate(self, gradient: NDArray[np.float32], length: int) -> NDArray[np.float32]:
-        """As the protocol says."""
         if not isinstance(gradient, np.ndarray):
             raise TypeError(f"gradient is a {type(gradient).__name__}, not a NumPy array")
         if gradient.dtype != np.float32:
@@ -46,19 +43,15 @@ class HostBackend:
         raise TypeError("kernels of the host read one vector, not a tensor list")
 
     def stream_scope(self) -> AbstractContextManager[Any]:
-        """As the protocol says."""
         return nullcontext()
 
     def to_host(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
-        """As the protocol says."""
         return array.copy()
 
     def copy_from_host(self, target: NDArray[np.float32], array: NDArray[np.float32]) -> None:
-        """As the protocol says."""
         target[:] = array
 
     def read_only(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
-        """As the protocol says."""
         view = array.view()
         view.flags.writeable = False
         return view
@@ -68,7 +61,6 @@ class HostBackend:
         return np.may_share_memory(one, other)
 
     def indices(self, entries: NDArray[np.void]) -> NDArray[np.int32]:
-        """As the protocol says."""
         return np.asarray(entries["index"])
 
     def p2p_step(self, transport: Transport, length: int, settings: Settings) -> Any:

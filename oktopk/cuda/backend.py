@@ -61,14 +61,12 @@ class DeviceBackend:
         return connect_device(host, self.device, staged=bool(problem))
 
     def zeros(self, length: int) -> Any:
-        """As the protocol says."""
         array = self.device.allocate(length, np.float32)
         with self.device.stream:
             array.fill(0)
         return array
 
     def validate(self, gradient: Any, length: int) -> Any:
-        """As the protocol says."""
         if isinstance(gradient, GradientTensors):
             if gradient.length != length:
                 raise ValueError(f"tensor list of {gradient.length} elements is not of {length}")
@@ -95,11 +93,9 @@ class DeviceBackend:
         return gradient
 
     def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
-        """As the protocol says."""
         return self.kernels.gradient_tensors(sizes, element_type)
 
     def stream_scope(self) -> AbstractContextManager[Any]:
-        """As the protocol says."""
         if cupy.cuda.runtime.getDevice() == self.device.id:
             return self.device.stream
         return self._other_gpu_scope()
@@ -111,11 +107,9 @@ class DeviceBackend:
             yield
 
     def to_host(self, array: Any) -> NDArray[np.float32]:
-        """As the protocol says."""
         return np.asarray(array.get(stream=self.device.stream))
 
     def copy_from_host(self, target: Any, array: NDArray[np.float32]) -> None:
-        """As the protocol says."""
         target.set(np.ascontiguousarray(array, np.float32), stream=self.device.stream)
 
     def read_only(self, array: Any) -> Any:
@@ -123,20 +117,16 @@ class DeviceBackend:
         return array
 
     def share_memory(self, one: Any, other: Any) -> bool:
-        """As the protocol says."""
         if isinstance(one, GradientTensors):
             return False
         begin, end = one.data.ptr, one.data.ptr + one.nbytes
         return begin < other.data.ptr + other.nbytes and other.data.ptr < end
 
     def indices(self, entries: Any) -> NDArray[np.int32]:
-        """As the protocol says."""
         return np.asarray(entries.get()["index"])
 
     def p2p_step(self, transport: Any, length: int, settings: Settings) -> P2PStep | None:
-        """As the protocol says."""
         return P2PStep(self.kernels, transport, length, settings) if transport.p2p else None
 
     def wait(self) -> None:
-        """As the protocol says."""
         self.device.synchronize()

@@ -113,7 +113,6 @@ class DeviceKernels:
         return launches
 
     def accumulate(self, gradient: Any, residual: Any, out: Any) -> int:
-        """As the host's."""
         address = 0 if residual is None else residual.data.ptr
         return self._counted("accumulate", gradient, out.size, residual=address, out=out.data.ptr)
 
@@ -129,25 +128,21 @@ class DeviceKernels:
         return float(total), float(squares), nonfinite
 
     def undo_accumulate(self, gradient: Any, residual: Any) -> None:
-        """As the host's."""
         kernel, n = self.kernels_of(gradient)["undo_accumulate"], residual.size
         self.device.launch_for(kernel, n, gradient=pointer_of(gradient), residual=residual.data.ptr, n=n)
 
     def accumulate_momentum(self, gradient: Any, velocity: Any, momentum: float) -> int:
-        """As the host's."""
         return self._counted(
             "accumulate_momentum", gradient, velocity.size, velocity=velocity.data.ptr, momentum=momentum
         )
 
     def undo_momentum(self, gradient: Any, velocity: Any, momentum: float) -> None:
-        """As the host's."""
         kernel, n = self.kernels_for(gradient.dtype.itemsize)["undo_momentum"], velocity.size
         self.device.launch_for(
             kernel, n, gradient=gradient.data.ptr, velocity=velocity.data.ptr, n=n, momentum=momentum
         )
 
     def select_at_least(self, vector: Any, threshold_bits: int, ties: int, entries: DeviceEntries) -> int:
-        """As the host's."""
         device, n = self.device, vector.size
         tiles = -(-n // COMPACT_TILE)
         report = device.report("select at least", 2)
@@ -160,11 +155,9 @@ class DeviceKernels:
         return int(report[0])
 
     def select_counting(self, vector: Any, threshold_bits: int, entries: DeviceEntries) -> int:
-        """As the host's."""
         return self.select_at_least(vector, threshold_bits, 2**31 - 1, entries)
 
     def magnitude_histogram(self, values: Any, level: int, prefix: int) -> NDArray[np.int64]:
-        """As the host's."""
         device = self.device
         shift, width = LEVELS[level]
         counts = device.scratch("histogram", 1 << max(width for _, width in LEVELS), np.uint32)
@@ -180,26 +173,21 @@ class DeviceKernels:
         return np.asarray(counted).astype(np.int64)
 
     def clear_support(self, vector: Any, entries: DeviceEntries) -> None:
-        """As the host's."""
         self._on_entries("clear_support", vector, entries)
 
     def clear_common(self, vector: Any, mine: DeviceEntries, theirs: DeviceEntries) -> None:
-        """As the host's."""
         self.device.launch_for(
             self._apply["clear_common"], len(theirs),
             vector=vector.data.ptr, mine=mine.pointer, mine_nnz=len(mine), theirs=theirs.pointer, n=len(theirs),
         )  # fmt: skip
 
     def write_scaled(self, vector: Any, entries: DeviceEntries, scale: float) -> None:
-        """As the host's."""
         self._on_entries("write_scaled", vector, entries, scale=scale)
 
     def add_entries(self, vector: Any, entries: DeviceEntries) -> None:
-        """As the host's."""
         self._on_entries("add_entries", vector, entries)
 
     def write_block_scaled(self, block: DeviceEntries, scale: float, out: Any) -> None:
-        """As the host's."""
         kernel, n = self.kernels_for(out.dtype.itemsize)["copy_scaled"], out.size
         self.device.launch_for(kernel, n, values=block.pointer, out=out.data.ptr, n=n, scale=scale)
 

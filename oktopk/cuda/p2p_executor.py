@@ -70,7 +70,6 @@ class P2PExecutor:
         self._barrier_due = False
 
     def begin(self, gradient: Any, plan: Plan) -> _P2PHandle:
-        """As `Executor`."""
         method, vectors = self._method, self._vectors
         regions, local, threshold = method.regions, method.selection, method.threshold
         if not self.p2p_step.fits(plan.k):
@@ -174,7 +173,6 @@ class P2PExecutor:
         return self._applied(step, selection, outcome)
 
     def close(self) -> None:
-        """As `Executor`."""
         self.p2p_step.close()
         self._method.close()
 

@@ -40,15 +40,12 @@ class HostMemory:
     stream = None
 
     def array(self, tensor: Tensor) -> Any:
-        """As the protocol says."""
         return tensor.numpy()
 
     def tensor(self, array: Any) -> Tensor:
-        """As the protocol says."""
         return torch.from_numpy(array)
 
     def stream_scope(self) -> AbstractContextManager[None]:
-        """As the protocol says."""
         return nullcontext()
 
 
@@ -86,7 +83,6 @@ class CudaMemory:
         return self._cupy.from_dlpack(tensor)
 
     def tensor(self, array: Any) -> Tensor:
-        """As the protocol says."""
         tensor: Tensor = torch.from_dlpack(array)
         return tensor
 
