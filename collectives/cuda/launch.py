@@ -54,7 +54,7 @@ class Kernel:
         self.parameters = PARAMETERS[name]
         self._raw = module.get_function(name)  # keeps the module loaded
         self.function = self._raw.kernel.ptr
-        self._last: tuple[str, ...] = ()  # fields of the last `launch`
+        self._last: dict[str, Any] = {}  # fields of the last `launch`
         self._reused = self.prepare()
 
     def prepare(self, **fields: Any) -> PreparedLaunch:
@@ -63,13 +63,16 @@ class Kernel:
 
     def launch(self, blocks: int, threads: int, stream: int, rows: int, fields: dict[str, Any]) -> None:
         """Put the kernel on a stream once, with these parameters; the others are 0."""
-        names = tuple(fields)
-        if names == self._last:  # the same call as the last one: its struct serves again
+        last = self._last
+        if fields.keys() == last.keys():  # the same call as the last one: its struct serves again
             params = self._reused.params
             for name, value in fields.items():
-                setattr(params, name, value)
+                # most addresses and sizes stay; a struct may have changed where it lies
+                if value != last[name] or type(value) is not int:
+                    setattr(params, name, value)
         else:
-            self._last, self._reused = names, self.prepare(**fields)
+            self._reused = self.prepare(**fields)
+        self._last = fields
         self._reused(blocks, threads, stream, rows)
 
 
