@@ -18,8 +18,8 @@ from collectives.mpi import MpiTransport
 from collectives.transport import Round
 
 _SMALLEST = 4096  # bytes of the smallest buffer
-# Buffers of a class that may wait for the stream before another is allocated. With two, a round that receives into one
-# while the other drains waits for nothing; more would be allocated by a rank that receives often and never sends.
+# Buffers of one size that may wait for the stream. Two let a round receive while the last one is copied; more would only
+# take memory.
 _DRAINING = 2
 
 

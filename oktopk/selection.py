@@ -69,7 +69,7 @@ class LocalSelection:
         slope: -d log(nnz) / d log(threshold).
         trend: bits by which the threshold moves from step to step.
         needs_exact: the next step must be exact.
-        needs_host: and no threshold can be guessed that a little more than k reach, so that the host must look at its count.
+        needs_host: there is no good lower threshold either, so the host must check the count.
     """
 
     def __init__(self, length: int, kernels: ModuleType, transport: Transport) -> None:
@@ -145,7 +145,7 @@ class LocalSelection:
         )
 
     def force_exact(self) -> None:
-        """Make the next step compute its exact threshold, and wait for the host: the last pass gave nothing to learn from."""
+        """Make the next step exact, and let the host check it. The last pass is not used."""
         self.needs_exact = self.needs_host = True
 
     @staticmethod

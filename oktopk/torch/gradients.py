@@ -41,7 +41,7 @@ class FlatGradients:
             parameter.grad = view
 
     def zero(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         if self._shared:
             self.vector.zero_()
         self.attach()
@@ -100,13 +100,13 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class GradientsInPlace:
-    """Hands the gradients of all parameters to steps that read them where they lie; in one vector only where one is asked for.
+    """The gradients of all parameters where autograd left them, for steps that read them there.
 
-    Every `p.grad` is None until autograd hands a tensor of its own over, so that nothing is zeroed, added or copied before a step
-    reads it. As one `FlatGradients` otherwise.
+    Every `p.grad` is None until autograd assigns a tensor of its own, so that nothing is zeroed, added or copied before a step
+    reads it. Steps that need one vector get one from `FlatGradients`.
 
-    Lifetime: what reads a gradient is on the stream before `p.grad` is None again. Its memory comes back on the stream that the
-    backward pass ran on; where that is not the one that steps are on, it waits for them as for the parameters that they change.
+    Lifetime: a gradient is read on the step's stream before `p.grad` becomes None. If the backward pass runs on another stream,
+    that stream waits for the step, as it must for the parameters.
 
     Args:
         parameters: on one device, of one type, each dense in memory (`is_dense`).
@@ -134,7 +134,7 @@ class GradientsInPlace:
             parameter.grad = gradient
 
     def zero(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         self._aside = None
         self.attach()
 

@@ -30,7 +30,7 @@ class TensorMemory(Protocol):
         """An array of the reducer's as a tensor; the memory is shared."""
 
     def stream_scope(self) -> AbstractContextManager[None]:
-        """Within it the reducer works after what torch was asked for before, and before what torch is asked for next."""
+        """Order the reducer's work after torch's earlier work and before its later work."""
 
 
 class HostMemory:

@@ -157,7 +157,7 @@ class DistributedOptimizer(WrappedOptimizer):
         return self._gradients.vector.float().cpu().numpy()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Forget all gradients; whether each `p.grad` is None then depends on where they live, not on `set_to_none`."""
+        """Clear all gradients. `set_to_none` is ignored: each `p.grad` becomes None where steps read it in place, else zero."""
         self._gradients.zero()
 
     def no_sync(self) -> AbstractContextManager[None]:
