@@ -36,20 +36,21 @@ _TRUSTED = 8  # deferrable steps in a row before one is deferred
 
 
 class NonFiniteGradientError(ArithmeticError):
-    """Gradients held NaN or Inf; raised on every rank alike.
+    """Gradients held NaN or Inf, or their sum over the ranks did; raised on every rank alike.
 
     The gradient was taken back out of the residuals: they are as before the step, to the rounding of what was accumulated,
-    but where an element of it is above half the largest float. Finite gradients whose sum over the ranks overflows are
-    not found: that sum is applied as Inf.
+    but on the ranks named where an element of it is above half the largest float. Steps through peer memory do not find
+    finite gradients whose sum over the ranks overflows: that sum is applied as Inf.
 
     Attributes:
-        ranks: the ranks whose gradients were not finite.
+        ranks: the ranks whose gradients were not finite; empty where only the sum over the ranks is not.
         step: the step, counted from 0.
     """
 
     def __init__(self, ranks: list[int], step: int) -> None:
         named = ", ".join(str(rank) for rank in ranks)
-        super().__init__(f"step {step}: gradient + residual is NaN or Inf on rank(s) {named}")
+        problem = f"gradient + residual is NaN or Inf on rank(s) {named}" if ranks else ""
+        super().__init__(f"step {step}: {problem or 'the sum over the ranks is not finite'}")
         self.ranks = ranks
         self.step = step
 
@@ -252,8 +253,8 @@ class GradientAllreduce:
                 neither the report's traffic nor its seconds include. Equal on all ranks; the update is the same either way.
 
         Raises:
-            NonFiniteGradientError: a sum is NaN or Inf on some rank, and settings say to raise; on every rank alike. Of the last
-                deferred step before anything is done with this gradient.
+            NonFiniteGradientError: gradient + residual is NaN or Inf on some rank, or the sum over the ranks is, and settings
+                say to raise; on every rank alike. Of the last deferred step before anything is done with this gradient.
             TypeError, ValueError: not float32, of another length, or not contiguous; on this rank alone, so that the job must be
                 one that ends when a rank raises (`python -m mpi4py`).
             MemoryError: the GPU has too little memory for what the step needs besides; on this rank alone, likewise.
@@ -473,7 +474,7 @@ class GradientAllreduce:
         return MessageExecutor(method, self._vectors)
 
     def _skipped_report(self, step: int, method: Method, plan: Plan, ranks: list[int]) -> StepReport:
-        """The report of a step that no rank applied, since gradients of these ranks are not finite; or the error."""
+        """The report of a step that no rank applied: these ranks' gradients, or the sum of all, are not finite. Or the error."""
         self._last_k = None  # what this step was to renew, the next one renews
         if self.settings.nonfinite == "raise":
             self.transport.take_traffic()
