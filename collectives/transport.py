@@ -42,10 +42,14 @@ class PersistentRound(Protocol):
 
 
 class FlaggedRanksError(Exception):
-    """Some ranks raised their flag, so nothing was sent. Raised on all ranks alike, or on none."""
+    """Nothing of this exchange may be applied. Raised on all ranks alike, or on none.
+
+    Attributes:
+        ranks: those that raised their flag, before any payload was sent; empty where their sum is not finite.
+    """
 
     def __init__(self, ranks: list[int]) -> None:
-        super().__init__(f"flagged by ranks {ranks}")
+        super().__init__(f"flagged by ranks {ranks}" if ranks else "the sum over the ranks is not finite")
         self.ranks = ranks
 
 

@@ -36,20 +36,22 @@ _TRUSTED = 8  # deferrable steps in a row before one is deferred
 
 
 class NonFiniteGradientError(ArithmeticError):
-    """Gradients held NaN or Inf; raised on every rank alike.
+    """Gradients held NaN or Inf, or their sum over the ranks did; raised on every rank alike.
 
     The gradient was taken back out of the residuals: they are as before the step, to the rounding of what was accumulated,
-    but where an element of it is above half the largest float. Finite gradients whose sum over the ranks overflows are
-    not found: that sum is applied as Inf.
+    but on the ranks named where an element of it is above half the largest float. Steps through peer memory do not find
+    finite gradients whose sum over the ranks overflows: that sum is applied as Inf.
 
     Attributes:
-        ranks: the ranks whose gradients were not finite.
+        ranks: the ranks whose gradients were not finite; empty where only the sum over the ranks is not.
         step: the step, counted from 0.
     """
 
     def __init__(self, ranks: list[int], step: int) -> None:
-        listed = ", ".join(map(str, ranks))
-        super().__init__(f"step {step}: gradient + residual is NaN or Inf on rank(s) {listed}")
+        problem = "the sum over the ranks is not finite"
+        if ranks:
+            problem = f"gradient + residual is NaN or Inf on rank(s) {', '.join(map(str, ranks))}"
+        super().__init__(f"step {step}: {problem}")
         self.ranks = ranks
         self.step = step
 
@@ -256,8 +258,8 @@ class GradientAllreduce:
                 report's traffic and seconds leave out. Equal on all ranks. The update does not depend on it.
 
         Raises:
-            NonFiniteGradientError: a sum is NaN or Inf on some rank, and the settings ask to raise; on every rank alike. For a
-                deferred step, when the next one begins.
+            NonFiniteGradientError: gradient + residual is NaN or Inf on some rank, or the sum over the ranks is, and the settings
+                ask to raise; on every rank alike. For a deferred step, when the next one begins.
             TypeError, ValueError: the gradient has another type or length, is not contiguous, or is this reducer's update; on
                 this rank alone. Start jobs so that they end when a rank raises (`python -m mpi4py`).
             ValueError: a rank has no memory for the first step of a method, or for the first measured one; on every rank alike.
@@ -489,7 +491,7 @@ class GradientAllreduce:
         return MessageExecutor(method, self._vectors)
 
     def _skipped_report(self, step: int, method: Method, plan: Plan, ranks: list[int]) -> StepReport:
-        """The report of a step that no rank applied, since gradients of these ranks are not finite; or the error."""
+        """The report of a step that no rank applied: these ranks' gradients, or the sum of all, are not finite. Or the error."""
         self._last_k = None  # what this step was to renew, the next one renews
         if self.settings.nonfinite == "raise":
             self.transport.take_traffic()

@@ -44,14 +44,14 @@ class ErrorFeedback:
         self.support: SparseVector | None = None
         self.selected: SparseVector | None = None
         self.pending = False
+        self._all_moved = True  # by the last `correct`
 
     def correct(self, gradient: NDArray[np.float32]) -> tuple[NDArray[np.float32], bool]:
         """The vector to accumulate, after momentum correction; and whether that is not finite."""
         if self.velocity is None:
             return gradient, False
-        if self._kernels.accumulate_momentum(gradient, self.velocity, self._momentum):
-            return gradient, True
-        return self.velocity, False
+        self._all_moved = not self._kernels.accumulate_momentum(gradient, self.velocity, self._momentum)
+        return (self.velocity, False) if self._all_moved else (gradient, True)
 
     def clear_update(self) -> None:
         """Make the update zero again."""
@@ -68,7 +68,7 @@ class ErrorFeedback:
     def undo(self, gradient: NDArray[np.float32]) -> None:
         """Undo `correct` for a step that no rank applies; the update becomes zero."""
         if self.velocity is not None:
-            self._kernels.undo_momentum(gradient, self.velocity, self._momentum)
+            self._kernels.undo_momentum(gradient, self.velocity, self._momentum, self._all_moved)
         self.update.fill(0)
         self.nothing_applied()
 

@@ -77,8 +77,8 @@ class StepHandle(Protocol):
         """Wait for what the ranks decided, and end the step: update, residual and velocity are final. To be called once.
 
         Raises:
-            FlaggedRanksError: a gradient was not finite on the ranks it names, on every rank alike. Nothing was applied;
-                residual and velocity are as before, to rounding.
+            FlaggedRanksError: a gradient was not finite on the ranks it names, or the sum over the ranks was not, and it names
+                none; on every rank alike. Nothing was applied; residual and velocity are as before, to rounding.
         """
 
 

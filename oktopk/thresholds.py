@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from collectives.cpu import kernels as host_kernels
 from collectives.cpu.kernels import bits_magnitude
 from collectives.split_and_reduce import RegionLists
-from oktopk.cpu.kernels import LEVELS
+from collectives.transport import FlaggedRanksError
+from oktopk.cpu.kernels import INFINITE_DIGIT, LEVELS
 from oktopk.settings import selection_cap
 
 NOTHING = 0x7F800000
@@ -177,7 +178,10 @@ class GlobalThreshold:
             (ENTRY[counts[r]], int64[P]): this rank's kept sums, ascending, and how many each rank keeps. The counts add up to
             at most 5k/4; ties at the cap keep the lowest indices.
 
-        Traffic: control only: one allgather of 65 int64, or for an exact threshold three allreduces of a histogram and one
+        Raises:
+            FlaggedRanksError: a sum is not finite; on every rank alike. It names no rank, and nothing was learnt.
+
+        Traffic: control only: one allgather of 66 int64, or for an exact threshold three allreduces of a histogram and one
             allgather of 2 int64.
         """
         if exact or self.bits is None:
@@ -185,8 +189,11 @@ class GlobalThreshold:
         expected = self.expected
         sums = lists.counted(expected, CANDIDATES)
         record("reduce")
-        counts = lists.transport.allgather_control(sums.counts)
+        row = np.append(sums.counts, sums.nonfinite)
+        counts, nonfinite = np.split(lists.transport.allgather_control(row), [len(CANDIDATES)], axis=1)
         record("threshold")
+        if nonfinite.any():
+            raise FlaggedRanksError([])
         choice = choose_candidate(counts.sum(axis=0), expected, k, self._tolerance, may_go_exact_now=True)
         if choice.needs_exact:
             return self._keep_exact(lists, k, record)
@@ -233,7 +240,10 @@ class GlobalThreshold:
             record("reduce")
 
             def histogram(level: int, prefix: int, sums: NDArray[np.void] = sums) -> NDArray[np.int64]:
-                return transport.allreduce_control(self._kernels.magnitude_histogram(sums, level, prefix))
+                counts = transport.allreduce_control(self._kernels.magnitude_histogram(sums, level, prefix))
+                if level == 0 and counts[INFINITE_DIGIT:].any():
+                    raise FlaggedRanksError([])
+                return counts
 
             bits, _ = kth_magnitude(histogram, k)
             record("threshold")

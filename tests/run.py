@@ -61,6 +61,7 @@ HOST_CUDA_RANKS_TESTS = (
     "tests/test_deferred_peers.py",
     "tests/test_gradient_tensors.py",
     "tests/test_gradients_in_place.py",
+    "tests/test_overflow.py",
 )
 ALL_TESTS = ["tests"]
 # Generous: they end what hangs, on a slow machine too.

@@ -341,13 +341,19 @@ def check_sums(
         assert got[:kept].tobytes() == expected.tobytes()
         assert np.all(got[room:].view(np.uint64) == POISON)
 
-    counted = kernels.counted_sums(given, begins, ends, lower, upper, bits, CANDIDATES, whole[:room])
-    known = host_kernels.counted_sums(
-        pool, begins, ends, lower, upper, bits, CANDIDATES, np.empty(room, ENTRY)
-    )
-    assert counted.counts.tolist() == known.counts.tolist()
     moved = bits + int(CANDIDATES[40])
-    assert counted.take(moved).get().tobytes() == known.take(moved).tobytes()
+    huge = pool.copy()
+    huge["value"][::97] = np.inf
+    for lists, overflows in ((huge, len(pool) > 0), (pool, False)):
+        given = entries_of(device, lists) if len(lists) else given
+        counted = kernels.counted_sums(given, begins, ends, lower, upper, bits, CANDIDATES, whole[:room])
+        known = host_kernels.counted_sums(
+            lists, begins, ends, lower, upper, bits, CANDIDATES, np.empty(room, ENTRY)
+        )
+        assert counted.counts.tolist() == known.counts.tolist()
+        assert counted.nonfinite == known.nonfinite
+        assert (known.nonfinite > 0) == overflows
+        assert counted.take(moved).get().tobytes() == known.take(moved).tobytes()
 
 
 def test_a_viewed_report_does_not_move(device: Any) -> None:

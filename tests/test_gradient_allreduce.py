@@ -78,13 +78,14 @@ def test_a_skipped_step_conserves_what_is_finite(comm: MPI.Intracomm, method: st
     assert np.array_equal(np.sum(comm.allgather(left), axis=0) + applied, total)
 
 
-def test_an_overflowing_sum_is_nonfinite(comm: MPI.Intracomm) -> None:
+def test_an_overflow_of_gradient_and_residual_is_nonfinite(comm: MPI.Intracomm) -> None:
     reducer = GradientAllreduce(comm, 100, "oktopk", density=0.01)
-    gradient = np.full(100, 3e38, np.float32)
-    gradient[50] = 3.2e38
+    gradient = np.full(100, 3e38 if comm.rank == 0 else 0, np.float32)
+    gradient[50] *= np.float32(1.1)
     reducer.step(gradient)
-    with pytest.raises(NonFiniteGradientError):
+    with pytest.raises(NonFiniteGradientError) as caught:
         reducer.step(gradient)
+    assert caught.value.ranks == [0]
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,30 @@ def test_undo_gives_the_residual_back(length: int) -> None:
     assert after.tolist() == residual.tolist()
 
 
+@pytest.mark.parametrize("length", LENGTHS)
+def test_undo_gives_huge_elements_back_where_all_were_added(length: int) -> None:
+    gradient, residual = integers(3, length), integers(4, length)
+    gradient[length - 1], residual[length - 1] = LARGEST, 0
+    after = residual.copy()
+    kernels.accumulate_select(gradient, after, INFINITY_BITS, np.empty(BLOCK, ENTRY))
+    kernels.undo_accumulate(gradient, after, all_added=True)
+    assert after.tolist() == residual.tolist()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_nonfinite_values_are_counted_in_vectors_and_lists(length: int) -> None:
+    vector = integers(3, length)
+    vector[length // 2] = LARGEST
+    entries = np.zeros(length, ENTRY)
+    entries["index"] = INFINITY_BITS
+    for bad in (None, np.inf, -np.inf, np.nan):
+        if bad is not None:
+            vector[[0, length - 1]] = bad
+        entries["value"] = vector
+        expected = np.count_nonzero(~np.isfinite(vector))
+        assert kernels.count_nonfinite(vector) == kernels.count_nonfinite(entries) == expected
+
+
 @pytest.mark.parametrize("length", [1, 9, BLOCK + 1])
 def test_accumulate_into_another_vector_counts_what_is_not_finite(length: int) -> None:
     gradient, residual = integers(1, length), integers(2, length)

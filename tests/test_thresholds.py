@@ -173,7 +173,7 @@ def test_a_reused_threshold_follows_drift_for_one_exchange_of_counts(
     for step in range(1, 11):
         kept, sent = keep(threshold, values * growth**step, k, False, transport)
         assert abs(kept - k) <= 0.05 * k
-        assert sent == Traffic(0, 0, 8 * 65 * (size - 1), 1), "the ladder missed"
+        assert sent == Traffic(0, 0, 8 * 66 * (size - 1), 1), "the ladder missed"
     assert threshold.value == pytest.approx(first * growth**10, rel=0.05)
 
 

@@ -23,6 +23,7 @@ CANDIDATE_STEP = 1 << 9
 
 _CANDIDATE_SHIFT = 9
 _NO_HISTOGRAM = np.empty(0, np.int32)
+_INFINITY = 0x7F800000
 _GROUP = 8  # flags tested at once while a tile is scanned
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
@@ -67,11 +68,10 @@ def sum_sorted_lists(
     words, values = pool.view(np.int32), pool.view(np.float32)
     threshold = np.int32(threshold_bits)
     out_words, out_values = out.view(np.int32), out.view(np.float32)
-    return int(
-        _sum_sorted_lists(
-            words, values, begins, ends, lower, upper, threshold, out_words, out_values, 0, _NO_HISTOGRAM
-        )
+    nnz, _ = _sum_sorted_lists(
+        words, values, begins, ends, lower, upper, threshold, out_words, out_values, 0, _NO_HISTOGRAM
     )
+    return int(nnz)
 
 
 @njit(cache=True)
@@ -117,11 +117,14 @@ def _sum_sorted_lists(  # type: ignore[no-untyped-def]
                     written += 1
         sums[:] = 0
         start = stop
+    nonfinite = 0
     if len(histogram):
         for at in range(written):
-            bits_above = (out_index[2 * at + 1] & _MAGNITUDE) - centre + CANDIDATE_REACH
+            magnitude = out_index[2 * at + 1] & _MAGNITUDE
+            bits_above = magnitude - centre + CANDIDATE_REACH
             histogram[min(bits_above >> _CANDIDATE_SHIFT, len(histogram) - 1)] += 1
-    return written
+            nonfinite += magnitude >= _INFINITY
+    return written, nonfinite
 
 
 def count_at_least(entries: NDArray[np.void], thresholds: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -223,12 +226,14 @@ class CountedSums:
     """A region's sums, counted at candidate thresholds before one of these is chosen.
 
     Attributes:
-        counts: int64[m], descending: sums that reach each candidate.
+        counts: int64[m], descending: sums that reach each candidate, those that are not finite among them.
+        nonfinite: sums that are Inf or NaN.
     """
 
-    def __init__(self, sums: NDArray[np.void], counts: NDArray[np.int64]) -> None:
+    def __init__(self, sums: NDArray[np.void], counts: NDArray[np.int64], nonfinite: int) -> None:
         self._sums = sums
         self.counts = counts
+        self.nonfinite = nonfinite
 
     def take(self, threshold_bits: int) -> NDArray[np.void]:
         """ENTRY[nnz], the sums that reach one of the candidates; may be called once."""
@@ -256,11 +261,12 @@ def counted_sums(
     lowest = np.int32(max(1, expected_bits + int(offsets[0])))
     words, values = pool.view(np.int32), pool.view(np.float32)
     out_words, out_values = out.view(np.int32), out.view(np.float32)
-    nnz = _sum_sorted_lists(
+    nnz, nonfinite = _sum_sorted_lists(
         words, values, begins, ends, lower, upper, lowest, out_words, out_values, expected_bits, histogram
     )
     reached = histogram[::-1].cumsum(dtype=np.int64)[::-1]
-    return CountedSums(out[:nnz], reached[(offsets + CANDIDATE_REACH) // CANDIDATE_STEP])
+    counts = reached[(offsets + CANDIDATE_REACH) // CANDIDATE_STEP]
+    return CountedSums(out[:nnz], counts, int(nonfinite))
 
 
 def split_at_least(
@@ -323,7 +329,8 @@ def _write_block(words, values, lower, block):  # type: ignore[no-untyped-def]
 
 def add_values(kept: NDArray[np.float32], incoming: NDArray[np.float32]) -> None:
     """kept += incoming, both float32[n]."""
-    np.add(kept, incoming, out=kept)
+    with np.errstate(over="ignore", invalid="ignore"):  # the method looks for what is not finite
+        np.add(kept, incoming, out=kept)
 
 
 def scale_values(values: NDArray[np.float32], scale: float) -> None:

@@ -21,14 +21,14 @@ from collectives.cuda.layouts import (
     COMPACT_THREADS,
     COMPACT_TILE,
     NARROWEST,
-    NUM_CANDIDATES,
+    NUM_COUNTERS,
     WIDEST,
     Region,
     SumsState,
 )
 
 _KERNELS = Path(__file__).parent
-_SUMS_WORDS = 1 + NUM_CANDIDATES  # that the kernels of sum_sorted_lists.cu report
+_SUMS_WORDS = 1 + NUM_COUNTERS  # that the kernels of sum_sorted_lists.cu report
 _FULL = 2048  # sums that a tile should hold: half of what it may, since large entries lie close together
 
 
@@ -42,13 +42,15 @@ class CountedSums:
     """A region's sums, counted at candidate thresholds before one is chosen; as the host's.
 
     Attributes:
-        counts: int64[m], descending: sums that reach each candidate.
+        counts: int64[m], descending: sums that reach each candidate, those that are not finite among them.
+        nonfinite: sums that are Inf or NaN.
     """
 
     def __init__(self, keep: Callable[[int], int], out: DeviceEntries, counted: NDArray[np.uint32]) -> None:
         self._keep = keep
         self._out = out
-        self.counts = counted[::-1].cumsum(dtype=np.int64)[::-1].copy()  # MPI needs a positive stride
+        self.nonfinite = int(counted[-1])
+        self.counts = counted[-2::-1].cumsum(dtype=np.int64)[::-1].copy()  # MPI needs a positive stride
 
     def take(self, threshold_bits: int) -> DeviceEntries:
         """ENTRY[nnz], the sums that reach one of the candidates; may be called once, before other lists are summed."""

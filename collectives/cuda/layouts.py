@@ -28,6 +28,7 @@ PROCEED, BAD_SELECTION, BAD_THRESHOLD, SKEWED, NOT_FINITE, BAD_REGIONS = range(6
 CUT_TO_K, DEFERRED = 1, 2
 NARROWEST, WIDEST = 12, 16  # a tile of a region is 2^shift elements
 NUM_CANDIDATES = 65  # candidate thresholds
+NUM_COUNTERS = NUM_CANDIDATES + 1  # of sums: at the candidates, and those that are not finite
 DECISION_WORDS = 5  # before a decision's counts
 COMPACT_THREADS, COMPACT_TILE = 256, 2048  # of a block that compacts; entries that it compacts
 
@@ -129,7 +130,7 @@ P2P = struct("P2P", "const unsigned long long* windows; int ranks; int rank; con
 Region = struct("Region", "long long lower; int tiles; int shift; unsigned threshold; unsigned epoch;")
 SumsState = struct("SumsState", """
     unsigned finished; unsigned overflowed; unsigned entries; unsigned kept_blocks;
-    unsigned candidates[NUM_CANDIDATES];""")
+    unsigned counters[NUM_COUNTERS];""")
 struct("PutSelection", """
     P2P p2p; const Entry* entries; long long nnz; unsigned nonfinite; const long long* boundaries; unsigned* header;
     volatile unsigned long long* mailbox;""", "put_selection")

@@ -3,8 +3,8 @@
 // Shapes   pool[...] COO; list j is pool[ranges[j], ranges[lists + j]), strictly ascending within [lower, upper);
 //          splits[lists][tiles + 1]: where each tile begins in each list; sums[entries of the lists] COO: the sums, ascending; those of
 //          a tile, or of a window of an overflowed one, begin at as many entries as come before it, and zeros follow them;
-//          overflowed[tiles]; kept[capacity] COO. report[1 + NUM_CANDIDATES] in host memory: sums kept, and counted at each
-//          candidate. p: structs of layouts.py.
+//          overflowed[tiles]; kept[capacity] COO. report[1 + NUM_COUNTERS] in host memory: sums kept, and counted at each
+//          candidate, and those that are not finite. p: structs of layouts.py.
 // Units    threshold: bits of a magnitude, >= 1, around which the candidates lie. Counter r holds the sums that reach threshold +
 //          candidates[r] and not threshold + candidates[r + 1], both clipped to finite nonzero magnitudes; candidates[NUM_CANDIDATES]
 //          ascend; null: no counters, and a sum below the threshold becomes zero. A tile is 2^shift elements, NARROWEST <= shift <=
@@ -18,7 +18,8 @@
 // Order    sums and kept ascend by index. Every sum is taken in list order: lists one after the other, an index at most once in each,
 //          so no atomics are needed and the result depends on the lists alone.
 // Overflow entries beyond `capacity` are counted, not written. A tile with more than MOST sums is left to sum_overflowed_tiles,
-//          which sums its windows side by side. NaN cannot come in; an overflow to Inf is kept.
+//          which sums its windows side by side. NaN cannot come in; an overflow to Inf is kept, and counted at the
+//          highest candidate and as not finite.
 // Traffic  8 bytes an entry read, of more than AHEAD lists or long ones twice, from cache, and 8 written; to keep, 8 an entry read and
 //          8 a kept sum written. Shared memory holds a bitmap of the tile and its sums side by side: an absent element costs a bit.
 
@@ -50,7 +51,7 @@ struct Shared {
   unsigned short before[WORDS];  // bits before each word
   unsigned short element[MOST];  // of each sum, within the window
   unsigned warp_totals[WARPS];
-  unsigned counters[NUM_CANDIDATES], edge[NUM_CANDIDATES];
+  unsigned counters[NUM_COUNTERS], edge[NUM_CANDIDATES];
   unsigned edges[EDGES];  // where a window of an overflowed tile begins and ends in each list, as splits do
   unsigned before_window, in_window;
 };
@@ -150,8 +151,8 @@ __device__ __forceinline__ Region region_of(const SumTiles& p) {
 }
 
 __device__ void begin_counters(Shared& shared, unsigned threshold, const long long* __restrict__ candidates) {
+  for (int i = threadIdx.x; i < NUM_COUNTERS; i += THREADS) shared.counters[i] = 0;
   for (int i = threadIdx.x; i < NUM_CANDIDATES; i += THREADS) {
-    shared.counters[i] = 0;
     const long long bits = static_cast<long long>(threshold) + (candidates ? candidates[i] : INFINITY_BITS);
     shared.edge[i] = !candidates ? INFINITY_BITS + 1 : bits < 1 ? 1 : bits < INFINITY_BITS ? bits : INFINITY_BITS - 1;
   }
@@ -165,6 +166,7 @@ __device__ void store_sums(Shared& shared, unsigned sums, unsigned entries, unsi
     const float sum = i < sums ? shared.sums[i] : 0.0f;
     const unsigned bits = magnitude(sum);
     out[i] = i < sums && bits >= least ? make_entry(static_cast<int>(start) + shared.element[i], sum) : make_entry(0, 0.0f);
+    if (bits >= INFINITY_BITS) atomicAdd(&shared.counters[NUM_CANDIDATES], 1u);
     if (bits < shared.edge[0]) continue;
     int low = 0, high = NUM_CANDIDATES;  // the last edge that is reached
     while (high - low > 1) {
@@ -182,16 +184,16 @@ __device__ void store_sums(Shared& shared, unsigned sums, unsigned entries, unsi
 // for the next launch, unless some tiles are left to sum.
 __device__ void add_counters(Shared& shared, const SumTiles& p, unsigned blocks, unsigned epoch, bool all_summed) {
   __syncthreads();
-  for (int i = threadIdx.x; i < NUM_CANDIDATES; i += THREADS)
-    if (shared.counters[i]) atomicAdd(&p.state->candidates[i], shared.counters[i]);
+  for (int i = threadIdx.x; i < NUM_COUNTERS; i += THREADS)
+    if (shared.counters[i]) atomicAdd(&p.state->counters[i], shared.counters[i]);
   if (!last_block(&p.state->finished, blocks)) return;
   if (all_summed) {
     if (threadIdx.x == 0) p.state->overflowed = 0;
   } else if (read_volatile(&p.state->overflowed)) {
     return;
   }
-  for (int i = threadIdx.x; i < NUM_CANDIDATES; i += THREADS) {
-    shared.counters[i] = atomicExch(&p.state->candidates[i], 0u);
+  for (int i = threadIdx.x; i < NUM_COUNTERS; i += THREADS) {
+    shared.counters[i] = atomicExch(&p.state->counters[i], 0u);
     if (p.report) p.report[1 + i] = shared.counters[i];
   }
   __syncthreads();

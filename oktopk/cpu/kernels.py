@@ -19,6 +19,9 @@ BLOCK = 4096
 LEVELS = ((20, 11), (10, 10), (0, 10))
 """(shift, width) of the digits of a radix histogram over the 31 bits of a magnitude, coarsest first."""
 
+INFINITE_DIGIT = 0x7F8
+"""The first digit of Inf in a histogram of level 0; those of NaN are as high or higher, all others are lower."""
+
 _GROUP = 8  # flags tested at once
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
@@ -164,15 +167,22 @@ def _accumulate_moments(gradient, residual):  # type: ignore[no-untyped-def]
     return total, squares, nonfinite
 
 
-def undo_accumulate(gradient: NDArray[np.float32], residual: NDArray[np.float32]) -> None:
-    """Take the gradient back out of the residual, where `accumulate_select` put it in; exact to rounding."""
-    _undo_accumulate(gradient, residual)
+def undo_accumulate(
+    gradient: NDArray[np.float32], residual: NDArray[np.float32], all_added: bool = False
+) -> None:
+    """Take the gradient back out of the residual, where `accumulate_select` put it in; exact to rounding.
+
+    Args:
+        all_added: every sum was finite. Else an element above half the largest float may stay in the residual: it could
+            be one that was never added.
+    """
+    _undo_accumulate(gradient, residual, all_added)
 
 
 @njit(cache=True)
-def _undo_accumulate(gradient, residual):  # type: ignore[no-untyped-def]
+def _undo_accumulate(gradient, residual, all_added):  # type: ignore[no-untyped-def]
     for i in range(len(gradient)):
-        if np.isfinite(gradient[i]) and np.isfinite(gradient[i] + residual[i]):
+        if all_added or (np.isfinite(gradient[i]) and np.isfinite(gradient[i] + residual[i])):
             residual[i] -= gradient[i]
 
 
@@ -226,15 +236,21 @@ def _accumulate_momentum(gradient, velocity, momentum):  # type: ignore[no-untyp
     return nonfinite
 
 
-def undo_momentum(gradient: NDArray[np.float32], velocity: NDArray[np.float32], momentum: float) -> None:
-    """Take one `accumulate_momentum` back, exact to rounding; momentum is not 0."""
-    _undo_momentum(gradient, velocity, np.float32(momentum))
+def undo_momentum(
+    gradient: NDArray[np.float32], velocity: NDArray[np.float32], momentum: float, all_moved: bool = False
+) -> None:
+    """Take one `accumulate_momentum` back, exact to rounding; momentum is not 0.
+
+    Args:
+        all_moved: every result was finite, as for `undo_accumulate`.
+    """
+    _undo_momentum(gradient, velocity, np.float32(momentum), all_moved)
 
 
 @njit(cache=True)
-def _undo_momentum(gradient, velocity, momentum):  # type: ignore[no-untyped-def]
+def _undo_momentum(gradient, velocity, momentum, all_moved):  # type: ignore[no-untyped-def]
     for i in range(len(gradient)):
-        if np.isfinite(momentum * velocity[i] + gradient[i]):  # else it did not move
+        if all_moved or np.isfinite(momentum * velocity[i] + gradient[i]):  # else it did not move
             velocity[i] = (velocity[i] - gradient[i]) / momentum
 
 
@@ -327,6 +343,27 @@ def _magnitude_histogram(words, first, stride, shift, width, prefix):  # type: i
         if bits != 0 and (bits >> (shift + width)) == prefix:
             counts[(bits >> shift) & mask] += 1
     return counts
+
+
+def count_nonfinite(values: NDArray[np.float32] | NDArray[np.void]) -> int:
+    """Elements of float32[n], or values of ENTRY[n], that are NaN or Inf."""
+    words = values.view(np.int32)
+    return int(_count_nonfinite(words if values.dtype.fields is None else words[1::2]))
+
+
+@njit(cache=True)
+def _count_nonfinite(words):  # type: ignore[no-untyped-def]
+    # the largest magnitude of each block first: that loop runs on vectors
+    count = 0
+    for start in range(0, len(words), BLOCK):
+        block = words[start : start + BLOCK]
+        largest = np.int32(0)
+        for i in range(len(block)):
+            largest = max(largest, block[i] & _MAGNITUDE)
+        if largest >= _INFINITY:
+            for i in range(len(block)):
+                count += (block[i] & _MAGNITUDE) >= _INFINITY
+    return count
 
 
 def clear_common(vector: NDArray[np.float32], mine: NDArray[np.void], theirs: NDArray[np.void]) -> None:

@@ -68,13 +68,13 @@ extern "C" __global__ void accumulate_moments(const __grid_constant__ Accumulate
   if (bad) atomicAdd(p.nonfinite, bad);
 }
 
-// residual -= gradient, where accumulate_select added it; with a decision only after a stop for NOT_FINITE
+// residual -= gradient, where accumulate_select added it: everywhere if all_added is set; with a decision only after a stop for NOT_FINITE
 template <class Gradient>
 __device__ __forceinline__ void undo(const UndoAccumulate& p, const Gradient& gradient) {
   if (p.decision && p.decision->stop != NOT_FINITE) return;
   FOR_EACH(i, p.n) {
     const float g = gradient[i], sum = p.residual[i];
-    p.residual[i] = finite(g) && finite(add(g, sum)) ? add(sum, -g) : sum;
+    p.residual[i] = p.all_added || (finite(g) && finite(add(g, sum))) ? add(sum, -g) : sum;
   }
 }
 
@@ -97,11 +97,12 @@ extern "C" __global__ void accumulate_momentum(const __grid_constant__ Momentum 
   if (bad) atomicAdd(p.nonfinite, bad);
 }
 
-// velocity = (velocity - gradient) / momentum, where accumulate_momentum moved it
+// velocity = (velocity - gradient) / momentum, where accumulate_momentum moved it: everywhere if all_moved is set
 extern "C" __global__ void undo_momentum(const __grid_constant__ Momentum p) {
   FOR_EACH(i, p.n) {
     const float g = flat(p)[i];
-    if (finite(add(multiply(p.momentum, p.velocity[i]), g))) p.velocity[i] = add(p.velocity[i], -g) / p.momentum;
+    if (p.all_moved || finite(add(multiply(p.momentum, p.velocity[i]), g)))
+      p.velocity[i] = add(p.velocity[i], -g) / p.momentum;
   }
 }
 

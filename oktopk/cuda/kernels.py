@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from collectives.cuda.device import Device, DeviceEntries
 from collectives.cuda.launch import Kernel, compiled
 from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
-from oktopk.cpu.kernels import LEVELS, Packing
+from oktopk.cpu.kernels import INFINITE_DIGIT, LEVELS, Packing
 from oktopk.cuda.multi_tensor import GradientTensors, pointer_of
 from oktopk.cuda.select import SelectLaunches
 
@@ -127,20 +127,23 @@ class DeviceKernels:
         total, squares = sums[:2].get(stream=self.device.stream)
         return float(total), float(squares), nonfinite
 
-    def undo_accumulate(self, gradient: Any, residual: Any) -> None:
+    def undo_accumulate(self, gradient: Any, residual: Any, all_added: bool = False) -> None:
         kernel, n = self.kernels_of(gradient)["undo_accumulate"], residual.size
-        self.device.launch_for(kernel, n, gradient=pointer_of(gradient), residual=residual.data.ptr, n=n)
+        self.device.launch_for(
+            kernel, n, gradient=pointer_of(gradient), residual=residual.data.ptr, n=n, all_added=all_added
+        )
 
     def accumulate_momentum(self, gradient: Any, velocity: Any, momentum: float) -> int:
         return self._counted(
             "accumulate_momentum", gradient, velocity.size, velocity=velocity.data.ptr, momentum=momentum
         )
 
-    def undo_momentum(self, gradient: Any, velocity: Any, momentum: float) -> None:
+    def undo_momentum(self, gradient: Any, velocity: Any, momentum: float, all_moved: bool = False) -> None:
         kernel, n = self.kernels_for(gradient.dtype.itemsize)["undo_momentum"], velocity.size
         self.device.launch_for(
-            kernel, n, gradient=gradient.data.ptr, velocity=velocity.data.ptr, n=n, momentum=momentum
-        )
+            kernel, n,
+            gradient=gradient.data.ptr, velocity=velocity.data.ptr, n=n, momentum=momentum, all_moved=all_moved,
+        )  # fmt: skip
 
     def select_at_least(self, vector: Any, threshold_bits: int, ties: int, entries: DeviceEntries) -> int:
         device, n = self.device, vector.size
@@ -171,6 +174,10 @@ class DeviceKernels:
         counted = counts[: 1 << width].get(stream=device.stream)
         device.pending = False
         return np.asarray(counted).astype(np.int64)
+
+    def count_nonfinite(self, values: Any) -> int:
+        """As the host's."""
+        return int(self.magnitude_histogram(values, 0, 0)[INFINITE_DIGIT:].sum())
 
     def clear_support(self, vector: Any, entries: DeviceEntries) -> None:
         self._on_entries("clear_support", vector, entries)

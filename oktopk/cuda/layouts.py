@@ -36,10 +36,10 @@ struct("Accumulate", """
 struct("AccumulateMoments", """
     const void* gradient; float* residual; long long n; double* sums; unsigned* nonfinite;""", "accumulate_moments")
 struct("UndoAccumulate", """
-    const void* gradient; float* residual; long long n; const Decision* decision;""",
+    const void* gradient; float* residual; long long n; const Decision* decision; int all_added;""",
     "undo_accumulate", "undo_accumulate_tensors")
 struct("Momentum", """
-    const void* gradient; float* velocity; long long n; float momentum; unsigned* nonfinite;""",
+    const void* gradient; float* velocity; long long n; float momentum; unsigned* nonfinite; int all_moved;""",
     "accumulate_momentum", "undo_momentum")
 struct("CopyScaled", "const float* values; float* out; long long n; float scale;", "copy_scaled")
 struct("LocateChunks", "unsigned long long* table; long long n; int tensors; int element_bytes;", "locate_chunks")

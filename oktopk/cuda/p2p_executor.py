@@ -128,25 +128,20 @@ class P2PExecutor:
             plan.timer.record("step")
             return result
         plan.timer.record("step")
-        if outcome.stopped_at == "threshold":
-            exact = replace(plan, exact=step.exact)
-            result = method.keep_and_gather(self.p2p_step.lists(), selection, exact)
-        else:
-            method.regions.overflowed = outcome.overflowed
-            if step.overflowed:
-                selection = replace(selection, nonfinite=selection.nonfinite + 1)
-            assert vectors.residual is not None
-            try:
-                result = method.exchange_or_undo(
-                    selection,
-                    step.corrected,
-                    vectors.residual,
-                    vectors.update,
-                    replace(plan, new_boundaries=False),
-                )
-            except FlaggedRanksError:
-                vectors.undo(step.gradient)
-                raise
+        all_added = not selection.nonfinite
+        try:
+            if outcome.stopped_at == "threshold":
+                exact = replace(plan, exact=step.exact)
+                result = method.keep_and_gather(self.p2p_step.lists(), selection, exact)
+            else:
+                method.regions.overflowed = outcome.overflowed
+                if step.overflowed:
+                    selection = replace(selection, nonfinite=selection.nonfinite + 1)
+                result = method.exchange(selection, vectors.update, replace(plan, new_boundaries=False))
+        except FlaggedRanksError:
+            method.kernels.undo_accumulate(step.corrected, vectors.residual, all_added)
+            vectors.undo(step.gradient)
+            raise
         vectors.apply(result, plan.scale)
         plan.timer.record("apply")
         return result

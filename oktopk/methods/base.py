@@ -68,8 +68,8 @@ class Method(ABC):
             overflowed: this rank knows already that its gradient is not finite.
 
         Raises:
-            FlaggedRanksError: a sum is NaN or Inf on the ranks it names; on every rank alike. The residual is as it
-                was, to rounding.
+            FlaggedRanksError: gradient + residual is NaN or Inf on the ranks it names, or the sum over the ranks is, and it
+                names none; on every rank alike. The residual is as it was, to rounding.
         """
 
     @staticmethod
@@ -110,24 +110,14 @@ class SparseMethod(Method):
     ) -> StepResult:
         assert residual is not None, f"{self.name} needs a residual"
         selection = self.selection.select(gradient, residual, plan.k, plan.exact, self.known_regions(plan))
+        all_added = not selection.nonfinite
         if overflowed:
             selection = replace(selection, nonfinite=selection.nonfinite + 1)
         plan.timer.record("select")
-        return self.exchange_or_undo(selection, gradient, residual, out, plan)
-
-    def exchange_or_undo(
-        self,
-        selection: Selection,
-        gradient: NDArray[np.float32],
-        residual: NDArray[np.float32],
-        out: NDArray[np.float32],
-        plan: Plan,
-    ) -> StepResult:
-        """`exchange`; where a rank raised its flag the gradient is taken out of the residual again."""
         try:
             return self.exchange(selection, out, plan)
         except FlaggedRanksError:
-            self.kernels.undo_accumulate(gradient, residual)
+            self.kernels.undo_accumulate(gradient, residual, all_added)
             raise
 
     def gather_counts(self, mine: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -140,6 +130,15 @@ class SparseMethod(Method):
         if counts[:, -1].any():
             raise FlaggedRanksError(np.flatnonzero(counts[:, -1]).tolist())
         return counts
+
+    def require_finite(self, sums: NDArray[np.void]) -> None:
+        """Check a list of sums that all ranks hold alike.
+
+        Raises:
+            FlaggedRanksError: a sum is not finite; it names no rank.
+        """
+        if self.kernels.count_nonfinite(sums):
+            raise FlaggedRanksError([])
 
     def known_regions(self, plan: Plan) -> NDArray[np.int64] | None:
         """int64[P + 1], the regions that the selection will be split by, where they are known before."""
@@ -155,7 +154,8 @@ class SparseMethod(Method):
             plan: k and scale.
 
         Raises:
-            FlaggedRanksError: a selection has non-finite elements; on every rank alike, before any payload is sent.
+            FlaggedRanksError: a selection has non-finite elements, and no payload was sent; or the sum over the ranks is not
+                finite, and it names no rank. On every rank alike.
         """
 
     @classmethod

@@ -39,6 +39,8 @@ class Dense(Method):
             raise FlaggedRanksError(np.flatnonzero(flags).tolist())
         assert self._allreduce is not None
         self._allreduce.run(plan.scale)
+        if self.kernels.count_nonfinite(out):  # equal on all ranks
+            raise FlaggedRanksError([])
         plan.timer.record("allreduce")
         return StepResult(
             update=None,

@@ -67,6 +67,7 @@ class GTopk(SparseMethod):
         if parent is None:
             gathered[: len(held)] = held
         nnz = broadcast(gathered, len(held), transport)
+        self.require_finite(gathered[:nnz])  # whatever is not finite is larger than what was pruned
         plan.timer.record("allgather")
         return StepResult(
             update=SparseVector(gathered[:nnz], self.length),

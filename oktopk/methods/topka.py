@@ -38,6 +38,7 @@ class TopkA(SparseMethod):
         most = min(int(ends[-1]), self.length)
         sums = transport.workspace.entries("sums", most)
         nnz = transport.kernels.sum_sorted_lists(gathered, begins, ends, 0, self.length, 1, sums)
+        self.require_finite(sums[:nnz])
         plan.timer.record("reduce")
         return StepResult(
             update=SparseVector(sums[:nnz], self.length),

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from collectives.allgatherv import GatheredRegions, allgather_regions
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import split_and_reduce
+from collectives.transport import FlaggedRanksError
 from oktopk.methods.base import SparseMethod
 from oktopk.regions import equal_boundaries
 from oktopk.selection import Selection
@@ -29,7 +30,7 @@ class TopkDSA(SparseMethod):
     The update is the whole sum of the local top ks.
 
     Traffic: 4k(P-1)/P words a rank where the supports coincide, up to (2k+n)(P-1)/P where fill-in makes every region dense;
-        P + ceil(log2 P) messages. Control: one alltoall and one allgather of 1 int64.
+        P + ceil(log2 P) messages. Control: one alltoall and one allgather of 2 int64.
     Source: Renggli et al., SparCML, SC 2019.
     """
 
@@ -48,7 +49,10 @@ class TopkDSA(SparseMethod):
         plan.timer.record("exchange")
         sums = lists.sums()
         plan.timer.record("reduce")
-        counts = transport.allgather_control(np.array([len(sums)], np.int64))[:, 0]
+        nonfinite = self.kernels.count_nonfinite(sums)
+        counts, nonfinite_sums = transport.allgather_control(np.array([len(sums), nonfinite], np.int64)).T
+        if nonfinite_sums.any():
+            raise FlaggedRanksError([])
         regions = allgather_regions(sums, counts, boundaries, transport)
         plan.timer.record("allgather")
         return StepResult(

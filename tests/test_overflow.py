@@ -1,0 +1,166 @@
+"""Finite gradients whose sum over the ranks is not: a non-finite step, found and agreed on by all ranks, over messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
+from tests.devices import DEVICES, get, put, use
+
+LENGTH, DENSITY = 1000, 0.02
+HUGE = np.float32(3e38)  # twice this is Inf in float32
+TOLERANCE = 1e-6 * float(HUGE)  # of what was added and taken back where HUGE was
+
+# where the ranks' gradients are huge: in one region, at both ends, in more places than the 20 that a step keeps
+PLACES = {
+    "first": np.array([7]),
+    "last": np.array([993]),
+    "ends": np.array([0, 999]),
+    "many": np.arange(0, LENGTH, 25),
+}
+# settings, and the first of two overflowing steps
+STEPS: dict[str, tuple[dict[str, Any], int]] = {
+    "exact": ({"threshold_interval": 1}, 2),
+    "regular": ({"threshold_interval": 100}, 2),
+    "first": ({}, 0),
+    "warmup": ({"dense_warmup_steps": 4}, 2),
+    "after warmup": ({"dense_warmup_steps": 1}, 3),
+}
+
+
+class Run:
+    """A reducer that gives sums, and what was put in and came out of it in all finite steps."""
+
+    def __init__(self, comm: MPI.Intracomm, device: str, method: str, **settings: Any) -> None:
+        use(device, comm)
+        self.comm, self.device = comm, device
+        self.reducer = GradientAllreduce(
+            comm, LENGTH, method, device=device, peer_memory=False, density=DENSITY, average=False, **settings
+        )
+        self.rng = np.random.default_rng((comm.rank, 19))
+        self.put_in, self.came_out = np.zeros(LENGTH), np.zeros(LENGTH)
+
+    def gradient(self) -> NDArray[np.float32]:
+        return self.rng.integers(-999, 1000, LENGTH).astype(np.float32)
+
+    def state(self) -> NDArray[np.float64]:
+        """[2, LENGTH], residual and velocity."""
+        vectors = self.reducer.residual, self.reducer.velocity
+        held = [np.zeros(LENGTH) if vector is None else get(vector).astype(np.float64) for vector in vectors]
+        return np.array(held)
+
+    def update(self) -> NDArray[np.float32]:
+        """Of all ranks, checked to be one."""
+        update = get(self.reducer.update)
+        assert len(set(self.comm.allgather(update.tobytes()))) == 1, "the ranks disagree on the update"
+        return update
+
+    def finite_step(self) -> None:
+        gradient = self.gradient()
+        report = self.reducer.step(put(self.device, gradient))
+        assert not report.skipped
+        update = self.update()
+        assert np.isfinite(update).all() and update.any()
+        self.put_in += gradient
+        self.came_out += update
+
+    def overflowing_step(self, gradient: NDArray[np.float32], places: NDArray[np.int64], step: int) -> None:
+        """Skipped or raised, as the settings say; the state is as before."""
+        before = self.state()
+        if self.reducer.settings.nonfinite == "skip":
+            report = self.reducer.step(put(self.device, gradient))
+            assert report.skipped and report.global_nnz == 0
+        else:
+            with pytest.raises(
+                NonFiniteGradientError, match=rf"^step {step}: the sum over the ranks is not finite$"
+            ) as caught:
+                self.reducer.step(put(self.device, gradient))
+            assert caught.value.ranks == []
+            assert caught.value.step == step
+        assert not self.update().any()
+        after = self.state()
+        assert np.allclose(after[:, places], before[:, places], rtol=0, atol=TOLERANCE)
+        before[:, places] = after[:, places]
+        assert np.array_equal(after, before)
+
+    def check_mass(self, places: NDArray[np.int64]) -> None:
+        """Nothing was lost of the finite steps, but in places where HUGE was added and taken back."""
+        put_in = self.comm.allreduce(self.put_in)
+        left = self.comm.allreduce(self.state()[0])
+        elsewhere = np.setdiff1d(np.arange(LENGTH), places)
+        assert np.array_equal(put_in[elsewhere], (self.came_out + left)[elsewhere])
+        assert np.isfinite(self.state()).all()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sum_that_overflows_is_a_nonfinite_step_on_all_ranks(
+    comm: MPI.Intracomm, device: str, method: str, nonfinite: str, kind: str
+) -> None:
+    settings, first = STEPS[kind]
+    for number, places in enumerate(PLACES.values()):
+        run = Run(comm, device, method, nonfinite=nonfinite, **settings)
+        for _ in range(first):
+            run.finite_step()
+        for step in (first, first + 1):  # twice: the first one leaves nothing behind
+            gradient = run.gradient()
+            gradient[places] = HUGE if number % 2 else -HUGE
+            if comm.rank > 1:
+                gradient[places] = 1  # two ranks suffice
+            run.overflowing_step(gradient, places, step)
+        for _ in range(3):
+            run.finite_step()
+        run.check_mass(places)
+        run.reducer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_velocity_is_as_before_the_overflow(comm: MPI.Intracomm, device: str, method: str) -> None:
+    run = Run(comm, device, method, nonfinite="skip", momentum_correction=0.5)
+    places = PLACES["ends"]
+    run.finite_step()
+    for step in (1, 2):
+        gradient = run.gradient()
+        gradient[places] = HUGE
+        run.overflowing_step(gradient, places, step)
+    run.finite_step()
+    assert np.isfinite(run.state()).all()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_huge_sum_that_is_finite_is_applied(comm: MPI.Intracomm, device: str, method: str) -> None:
+    run = Run(comm, device, method)
+    for step in range(3):
+        gradient = np.zeros(LENGTH, np.float32)
+        gradient[PLACES["ends"]] = HUGE if comm.rank == step % comm.size else 0
+        report = run.reducer.step(put(device, gradient))
+        assert not report.skipped
+        assert (run.update()[PLACES["ends"]] == HUGE).all()
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_inf_of_both_signs_never_meets_unseen(comm: MPI.Intracomm, device: str, method: str) -> None:
+    run = Run(comm, device, method, nonfinite="skip")
+    places = PLACES["first"]
+    for pairs in (2, 1):  # ++--, where partial sums give NaN in some orders, and +-+-
+        gradient = run.gradient()
+        gradient[places] = HUGE if comm.rank // pairs % 2 else -HUGE
+        report = run.reducer.step(put(device, gradient))
+        assert len(set(comm.allgather(report.skipped))) == 1
+        assert np.isfinite(run.update()).all()
+        assert np.isfinite(run.state()).all()
+    run.finite_step()
