@@ -35,7 +35,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def poisoned(self: Any, count: int, dtype: Any) -> Any:
         array = allocate(self, count, dtype)
-        cupy.cuda.runtime.memset(array.data.ptr, POISON, array.nbytes)
+        with self.gpu:
+            cupy.cuda.runtime.memset(array.data.ptr, POISON, array.nbytes)
         return array
 
     monkeypatch.setattr(Device, "allocate", poisoned)
