@@ -6,6 +6,7 @@ CUDA IPC handles are exchanged once through MPI; after that signals need neither
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import cupy
@@ -13,7 +14,7 @@ import numpy as np
 
 from collectives.cuda.device import Device, DeviceEntries
 from collectives.cuda.environment import device_memory
-from collectives.cuda.layouts import MOST_PEERS, WindowHead
+from collectives.cuda.layouts import MISSING, MOST_PEERS, RAISED, WindowHead
 from collectives.sparse import ENTRY
 from collectives.transport import Transport
 
@@ -68,6 +69,7 @@ class SymmetricMemory:
         self._transport = transport
         self._device = device
         self._opened: list[int] = []
+        self._bases: list[int] = []
         self._memory: Any = None
         handle, problem = b"", ""
         try:
@@ -83,9 +85,9 @@ class SymmetricMemory:
         everyone = transport.allgather_objects((problem, handle))
         if not any(theirs for theirs, _ in everyone):
             try:
-                bases = [self._map(rank, theirs) for rank, (_, theirs) in enumerate(everyone)]
+                self._bases = [self._map(rank, theirs) for rank, (_, theirs) in enumerate(everyone)]
                 self._table = device.allocate(self.size, np.uint64)
-                self._table.set(np.array(bases, np.uint64), stream=device.stream)
+                self._table.set(np.array(self._bases, np.uint64), stream=device.stream)
                 device.synchronize()
             except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
                 problem = str(error)
@@ -100,9 +102,37 @@ class SymmetricMemory:
         """ENTRY[count] of this rank's own window, `at` bytes from its start."""
         return DeviceEntries(self._device, self._memory.ptr + at, count, self._memory)
 
+    def abort(self, epoch: int) -> None:
+        """End the waiting of all ranks' kernels from this epoch on: this rank launches none any more. Not collective."""
+        words = np.array([RAISED, epoch], np.uint32)
+        at = WindowHead.reasons.offset + 4 * self.rank, WindowHead.aborted.offset  # in this order
+        host_to_device = cupy.cuda.runtime.memcpyHostToDevice
+        with self._device.gpu:
+            aside = cupy.cuda.Stream(non_blocking=True)  # this rank's own kernels may wait, too
+            for base in self._bases:
+                for i, offset in enumerate(at):
+                    source = words[i:].ctypes.data
+                    cupy.cuda.runtime.memcpyAsync(base + offset, source, 4, host_to_device, aside.ptr)
+            aside.synchronize()
+
+    @property
+    def aborted(self) -> bool:
+        """Whether some rank has ended the waiting of this rank's kernels."""
+        word = np.empty(1, np.uint32)
+        device_to_host = cupy.cuda.runtime.memcpyDeviceToHost
+        cupy.cuda.runtime.memcpy(
+            word.ctypes.data, self._memory.ptr + WindowHead.aborted.offset, 4, device_to_host
+        )
+        return bool(word[0])
+
     def close(self) -> None:
-        """Wait for all ranks' kernels, unmap the other ranks' windows and free this one's. Collective."""
+        """Wait for all ranks' kernels, unmap the other ranks' windows and free this one's. Collective.
+
+        After an abort it does not wait, since ranks may be missing, and leaves the memory to the end of the process.
+        """
         self._device.synchronize()
+        if self._memory is not None and self.aborted:
+            return
         self._transport.barrier()
         for pointer in self._opened:
             cupy.cuda.runtime.ipcCloseMemHandle(pointer)
@@ -117,6 +147,12 @@ class SymmetricMemory:
         pointer = cupy.cuda.runtime.ipcOpenMemHandle(handle, cupy.cuda.runtime.cudaIpcMemLazyEnablePeerAccess)
         self._opened.append(pointer)
         return int(pointer)
+
+
+def abort_reasons(reasons: Sequence[int], timeout: float) -> str:
+    """What the words of `WindowHead.reasons` mean, in a sentence."""
+    texts = {MISSING: f"did not come within {timeout:g} s", RAISED: "raised an error of its own"}
+    return "; ".join(f"rank {rank} {texts[reason]}" for rank, reason in enumerate(reasons) if reason)
 
 
 def entries_bytes(count: int) -> int:

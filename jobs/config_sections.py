@@ -224,6 +224,7 @@ class ReductionConfig(Section):
     drift_tolerance: float = Settings.drift_tolerance
     average: bool = Settings.average
     deferred: bool = Settings.deferred
+    timeout: float = Settings.timeout
     balanced_regions: bool = Settings.balanced_regions
     rotate: bool = Settings.rotate
     gradient_type: Literal["", "float32", "bfloat16", "float16"] = Field(

@@ -15,6 +15,9 @@ DENSE_ABOVE = 0.25
 SELECTION_CAP = 1.25
 """No selection, local or global, exceeds this times k."""
 
+MOST_TIMEOUT = 1e9
+"""Seconds; kernels count 2^64 nanoseconds."""
+
 DENSITY_STAGES = 4
 """A density warm-up falls from DENSE_ABOVE to the target in this many equal stages."""
 
@@ -40,6 +43,7 @@ class Settings:
         average: return the mean over the ranks, else the sum.
         deferred: return from a step of Ok-Topk through peer memory before the host knows its outcome, so that the GPU does
             not wait for the host; see `GradientAllreduce.step`. No effect on other steps.
+        timeout: seconds that a rank may come late to a step through peer memory; then the other ranks raise, > 0.
         balanced_regions: regions of equal counts of selected entries, else of equal lengths; for comparison.
         rotate: in each round of split-and-reduce every rank sends to another one, else all send to the same; for comparison.
     """
@@ -56,13 +60,14 @@ class Settings:
     drift_tolerance: float = 0.01
     average: bool = True
     deferred: bool = False
+    timeout: float = 600.0
     balanced_regions: bool = True
     rotate: bool = True
 
     def __post_init__(self) -> None:
         for field in fields(self):
             object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
-        for name in ("density", "momentum_correction", "balance_trigger", "drift_tolerance"):
+        for name in ("density", "momentum_correction", "balance_trigger", "drift_tolerance", "timeout"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"{name} {value!r} is not a number")
@@ -87,6 +92,8 @@ class Settings:
             raise ValueError(f"nonfinite {self.nonfinite!r} is not 'raise' or 'skip'")
         if not self.balance_trigger >= 1:
             raise ValueError(f"balance_trigger {self.balance_trigger} is not >= 1")
+        if not 0 < self.timeout <= MOST_TIMEOUT:
+            raise ValueError(f"timeout {self.timeout} is not in (0, {MOST_TIMEOUT:.0e}]")
         if not 0 <= self.drift_tolerance <= 0.25:
             raise ValueError(f"drift_tolerance {self.drift_tolerance} is not in [0, 0.25]")
 

@@ -25,7 +25,7 @@ class Decider:
     def __init__(self, ranks: int, k: int) -> None:
         from collectives.cuda.device import Device
         from collectives.cuda.launch import Kernel, compiled
-        from collectives.cuda.layouts import P2P, Decision, Step, WindowHead
+        from collectives.cuda.layouts import DECISION_WORDS, P2P, Decision, Step, WindowHead
         from oktopk.cuda.kernels import _KERNELS
         from oktopk.cuda.mailbox import Mailbox
 
@@ -37,7 +37,7 @@ class Decider:
         self.windows = device.allocate(ranks, np.uint64)
         self.windows.set(np.full(ranks, self.head.data.ptr, np.uint64))
         self.head_type = WindowHead
-        self.mailbox = Mailbox(device, f"decided {ranks}", 5 + ranks)
+        self.mailbox = Mailbox(device, f"decided {ranks}", DECISION_WORDS + ranks)
         p2p = P2P(self.windows.data.ptr, ranks, 0, self.step.data.ptr, self.decision.data.ptr)
         self.launch = Kernel(compiled(_KERNELS / "decide.cu"), "decide").prepare(
             p2p=p2p,

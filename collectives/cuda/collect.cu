@@ -42,6 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) collect_region(const __gri
   const long long lower = p.p2p.step->lower;
   const int tiles = p.p2p.step->tiles, shift = p.p2p.step->shift;
   const WindowHead* head = wait_signal(p.p2p, SELECTED, p.p2p.step->epoch);
+  if (!head) return;
   // all headers at once: one trip to memory
   for (int i = threadIdx.x; i < ranks * (3 + ranks); i += THREADS)
     headers[i / (3 + ranks)][i % (3 + ranks)] = read_volatile(head->messages[SELECTED][i / (3 + ranks)] + i % (3 + ranks));
@@ -73,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) collect_region(const __gri
         p.report[source] = count;
         if (infinite) p.p2p.decision->counts[source] = nonfinite;
       }
-      if (lane == 0) p.p2p.decision->stop = reason;
+      if (lane == 0) atomicMax(&p.p2p.decision->stop, static_cast<unsigned>(reason));
     }
   }
   __syncthreads();

@@ -101,7 +101,8 @@ class Device:
         self._scans: dict[
             str, tuple[Any, int, Any]
         ] = {}  # (Scan, blocks that it is large enough for, memory)
-        self._epoch = 0
+        self.epoch = 0
+        """Of the last signals and look-backs."""
         self._tables: dict[bytes, Any] = {}
 
     def allocate(self, count: int, dtype: Any) -> Any:
@@ -165,8 +166,8 @@ class Device:
 
     def next_epoch(self) -> int:
         """The next number of signals and look-backs, in 32 bits: none returns while kernels may still read an old one."""
-        self._epoch = (self._epoch + 1) & 0xFFFFFFFF
-        return self._epoch
+        self.epoch = (self.epoch + 1) & 0xFFFFFFFF
+        return self.epoch
 
     def launch(self, kernel: Kernel, blocks: int, threads: int, *, rows: int = 1, **fields: Any) -> None:
         """Put a kernel on the stream, with these parameters."""

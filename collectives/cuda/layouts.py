@@ -22,14 +22,15 @@ LEVELS = 3  # histograms until a magnitude is known
 # signals; DIGITS + level carries a whole histogram, the others at most MESSAGE_WORDS
 SELECTED, COUNTED, KEPT, DIGITS, SIGNALS = 0, 1, 2, 3, 6
 # why a step cannot go on without the host, the same on all ranks; 0: it can
-PROCEED, BAD_SELECTION, BAD_THRESHOLD, SKEWED, NOT_FINITE, BAD_REGIONS = range(6)
+PROCEED, BAD_SELECTION, BAD_THRESHOLD, SKEWED, NOT_FINITE, BAD_REGIONS, BAD_SUMS, ABORTED = range(8)
+MISSING, RAISED = 1, 2  # why a rank is behind an abort
 # how a step goes on (bits of its flags). CUT_TO_K: cut the selection to its top k wherever it holds as many, not only above the
 # cap. DEFERRED: no host waits to help, so a threshold that missed by little does not stop the step; equal on all ranks.
 CUT_TO_K, DEFERRED = 1, 2
 NARROWEST, WIDEST = 12, 16  # a tile of a region is 2^shift elements
 NUM_CANDIDATES = 65  # candidate thresholds
 NUM_COUNTERS = NUM_CANDIDATES + 1  # of sums: at the candidates, and those that are not finite
-DECISION_WORDS = 5  # before a decision's counts
+DECISION_WORDS = 4  # before a decision's counts
 COMPACT_THREADS, COMPACT_TILE = 256, 2048  # of a block that compacts; entries that it compacts
 
 
@@ -116,17 +117,19 @@ Scan = struct("Scan", "unsigned long long* status; unsigned long long* tie_statu
 Step = struct("Step", """
     unsigned epoch; unsigned local_bits; unsigned global_bits; unsigned support; unsigned lower; int tiles;
     int shift; unsigned flags;""")
-# What all ranks decided alike. wait_for_kept: the kept sums are signalled after the decision. counts: sums each rank keeps; after
-# a stop for NOT_FINITE its elements that are not finite. total: sums kept; after a stop for BAD_THRESHOLD those that reach the
-# candidate nearest k.
+# What all ranks decided alike. counts: sums each rank keeps; after a stop for NOT_FINITE its elements that are not finite. total:
+# sums kept; after a stop for BAD_THRESHOLD those that reach the candidate nearest k.
 Decision = struct("Decision", """
-    unsigned stop; unsigned nearest; unsigned bits; unsigned wait_for_kept; unsigned total;
+    unsigned stop; unsigned nearest; unsigned bits; unsigned total;
     unsigned counts[MOST_PEERS]; unsigned starts[MOST_PEERS];""")
+# aborted: 0, or the epoch from which on no rank waits any more; reasons: by rank, MISSING or RAISED where it is behind that
 WindowHead = struct("WindowHead", """
-    unsigned signals[SIGNALS][MOST_PEERS]; unsigned messages[DIGITS][MOST_PEERS][MESSAGE_WORDS];
+    unsigned aborted; unsigned reasons[MOST_PEERS]; unsigned signals[SIGNALS][MOST_PEERS]; unsigned messages[DIGITS][MOST_PEERS][MESSAGE_WORDS];
     unsigned digits[LEVELS][MOST_PEERS][MOST_DIGITS];""")
-# windows: the address of every rank's window, null without symmetric memory
-P2P = struct("P2P", "const unsigned long long* windows; int ranks; int rank; const Step* step; Decision* decision;")
+# windows: the address of every rank's window, null without symmetric memory. timeout: ns that a signal may be late
+P2P = struct("P2P", """
+    const unsigned long long* windows; int ranks; int rank; const Step* step; Decision* decision;
+    unsigned long long timeout;""")
 Region = struct("Region", "long long lower; int tiles; int shift; unsigned threshold; unsigned epoch;")
 SumsState = struct("SumsState", """
     unsigned finished; unsigned overflowed; unsigned entries; unsigned kept_blocks;

@@ -6,6 +6,10 @@
 //
 // Order: the writers of the payload fence (device), the block that signals fences (system) and releases the signal. Who acquires
 // the signal reads everything written before it.
+//
+// Abort    a rank that raises, on the host, and a kernel that waited past the time limit write `aborted` into every window. From
+//          that epoch on no kernel waits: it sets the decision's stop to ABORTED, and those after it do nothing. Ranks may abort at
+//          different stages of a step, so nothing can go on after it: what they hold may differ.
 #pragma once
 
 #include "coo.cuh"
@@ -29,18 +33,53 @@ __device__ __forceinline__ void put_signal(const P2P& p2p, int signal, const uns
   }
 }
 
-// Wait until every rank has sent a signal of this epoch; returns the head of this rank's window. A whole block calls.
+__device__ __forceinline__ unsigned load_acquire(const unsigned* from) {
+  unsigned value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ unsigned long long nanoseconds() {
+  unsigned long long now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+// Abort the steps of all ranks from this epoch on, since a rank is missing. One thread calls.
+__device__ __noinline__ void abort_for_all(const P2P& p2p, int missing, unsigned epoch) {
+  for (int peer = 0; peer < p2p.ranks; ++peer) {
+    WindowHead* head = head_of(p2p.windows[peer]);
+    *const_cast<volatile unsigned*>(&head->reasons[missing]) = MISSING;
+    __threadfence_system();
+    unsigned* flag = &head->aborted;
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(epoch) : "memory");
+  }
+}
+
+// Whether the signal of one rank has come; false where the step is aborted, or waited past the time limit and aborted then.
+__device__ __forceinline__ bool arrives(const P2P& p2p, const WindowHead* head, int signal, int source, unsigned epoch) {
+  constexpr int SPINS = 1024;  // between two looks at the clock
+  unsigned long long begun = 0;
+  for (int spins = 1; static_cast<int>(load_acquire(&head->signals[signal][source]) - epoch) < 0; ++spins) {
+    if (spins % SPINS) continue;
+    const unsigned aborted = load_acquire(&head->aborted);
+    if (aborted && static_cast<int>(epoch - aborted) >= 0) return false;
+    const unsigned long long now = nanoseconds();
+    if (!begun) begun = now;
+    if (now - begun < p2p.timeout) continue;
+    abort_for_all(p2p, source, epoch);
+    return false;
+  }
+  return true;
+}
+
+// Wait until every rank has sent a signal of this epoch; returns the head of this rank's window, null where the step is aborted. A
+// whole block calls.
 __device__ __forceinline__ const WindowHead* wait_signal(const P2P& p2p, int signal, unsigned epoch) {
   const WindowHead* head = head_of(p2p.windows[p2p.rank]);
-  if (threadIdx.x < p2p.ranks) {
-    const unsigned* flag = &head->signals[signal][threadIdx.x];
-    unsigned seen;
-    do {
-      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
-    } while (static_cast<int>(seen - epoch) < 0);
-  }
-  __syncthreads();
-  return head;
+  const bool arrived = threadIdx.x >= p2p.ranks || arrives(p2p, head, signal, threadIdx.x, epoch);
+  if (!arrived) atomicMax(&p2p.decision->stop, static_cast<unsigned>(ABORTED));
+  return __syncthreads_and(arrived) ? head : nullptr;
 }
 
 // Write word i of a mailbox in host memory: the epoch above the value, so that the host sees a word whole or not at all, and no
@@ -65,15 +104,18 @@ __device__ __forceinline__ void set_decision(const P2P& p2p, double trigger, int
   if (!stop && p2p.ranks > 2 && static_cast<double>(largest) * p2p.ranks > trigger * start) stop = SKEWED;
   decision.stop = stop;
   decision.bits = bits;
-  decision.wait_for_kept = !stop;
   decision.total = start;
 }
 
-// Post the first words of a decision: all before the counts, and a count a rank. A whole block calls.
+// Post the first words of a decision: all before the counts, and a count a rank; of an aborted step the reasons in their place. A
+// whole block calls.
 __device__ __forceinline__ void post_decision(volatile unsigned long long* mailbox, const P2P& p2p, unsigned epoch) {
   const int i = threadIdx.x;
-  if (i < p2p.ranks) post(mailbox, DECISION_WORDS + i, p2p.decision->counts[i], epoch);
-  if (i < DECISION_WORDS) post(mailbox, i, reinterpret_cast<const unsigned*>(p2p.decision)[i], epoch);
+  const Decision& decision = *p2p.decision;
+  const bool aborted = read_volatile(&decision.stop) == ABORTED;
+  const unsigned* counts = aborted ? head_of(p2p.windows[p2p.rank])->reasons : decision.counts;
+  if (i < p2p.ranks) post(mailbox, DECISION_WORDS + i, read_volatile(counts + i), epoch);
+  if (i < DECISION_WORDS) post(mailbox, i, read_volatile(&decision.stop + i), epoch);
 }
 
 // Send the header of a selection to the peers, and post it. The host gets more: of how many candidates the selection was trimmed and
@@ -83,6 +125,7 @@ __device__ __forceinline__ void put_selected(const P2P& p2p, const unsigned* hea
                                              unsigned candidates, unsigned threshold, volatile unsigned long long* mailbox,
                                              unsigned epoch) {
   const int words = 3 + p2p.ranks;
+  if (threadIdx.x == 0) p2p.decision->stop = PROCEED;  // that of the last step
   put_signal(p2p, SELECTED, header, words, epoch);
   for (int i = threadIdx.x; i < words + 1 + p2p.ranks; i += blockDim.x) {
     const unsigned long long part = i - words - 1;

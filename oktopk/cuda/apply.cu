@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(256) gather_and_apply(const __grid_
   constexpr int AHEAD = APPLY_ENTRIES / 32;
   const Decision& decision = *p.p2p.decision;
   if (decision.stop) return;
-  if (decision.wait_for_kept) wait_signal(p.p2p, KEPT, p.p2p.step->epoch);
+  if (!wait_signal(p.p2p, KEPT, p.p2p.step->epoch)) return;
   const int source = (p.p2p.rank + blockIdx.y) % p.p2p.ranks;
   const unsigned count = decision.counts[source];
   const Entry* from = reinterpret_cast<const Entry*>(p.p2p.windows[source] + p.kept_at);

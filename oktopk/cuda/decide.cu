@@ -25,15 +25,13 @@ extern "C" __global__ void __launch_bounds__(128) decide(const __grid_constant__
   Decision& decision = *p.p2p.decision;
   const unsigned epoch = p.p2p.step->epoch, bits = p.p2p.step->global_bits;
   const bool deferred = p.p2p.step->flags & DEFERRED;
-  if (decision.stop) {
-    const bool counted = decision.stop == NOT_FINITE;
-    if (threadIdx.x < DECISION_WORDS) post(p.mailbox, threadIdx.x, threadIdx.x ? 0 : decision.stop, epoch);
-    if (threadIdx.x < ranks) post(p.mailbox, DECISION_WORDS + threadIdx.x, counted ? decision.counts[threadIdx.x] : 0, epoch);
-    return;
-  }
   const int mine = threadIdx.x;  // candidate
   if (mine < NUM_CANDIDATES) offsets[mine] = p.candidates[mine];  // loads while the signals arrive
-  const WindowHead* head = wait_signal(p.p2p, COUNTED, epoch);
+  const WindowHead* head = decision.stop ? nullptr : wait_signal(p.p2p, COUNTED, epoch);
+  if (!head) {
+    post_decision(p.mailbox, p.p2p, epoch);
+    return;
+  }
   for (int i = threadIdx.x; i < ranks * NUM_CANDIDATES; i += blockDim.x)
     counted[i / NUM_CANDIDATES][i % NUM_CANDIDATES] =
         read_volatile(head->messages[COUNTED][i / NUM_CANDIDATES] + i % NUM_CANDIDATES);

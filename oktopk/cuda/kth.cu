@@ -112,6 +112,7 @@ __device__ __forceinline__ bool narrow_by_all(const AgreeOnDigit& p, unsigned ep
   Search& search = *p.search;
   const int level = p.level, digits = 1 << p.width, ranks = p.p2p.ranks;
   const WindowHead* head = wait_signal(p.p2p, DIGITS + level, epoch);
+  if (!head) return false;
   for (int i = threadIdx.x; i < digits; i += THREADS) {
     unsigned sum = 0;
     for (int q = 0; q < ranks; ++q) sum += read_volatile(head->digits[level][q] + i);

@@ -70,6 +70,10 @@ class P2PExecutor:
         self._barrier_due = False
 
     def begin(self, gradient: Any, plan: Plan) -> _P2PHandle:
+        with self.p2p_step.abort_on_error():
+            return self._begin(gradient, plan)
+
+    def _begin(self, gradient: Any, plan: Plan) -> _P2PHandle:
         method, vectors = self._method, self._vectors
         regions, local, threshold = method.regions, method.selection, method.threshold
         if not self.p2p_step.fits(plan.k):

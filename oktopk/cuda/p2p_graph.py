@@ -109,7 +109,7 @@ class P2PGraph:
         self._kept = self._memory.entries(kept_at, kept)
         problem = ""
         try:
-            self._make_buffers()
+            self._make_buffers(settings.timeout)
             self._lay_out(packed_at, kept_at, settings)
         except Exception as error:
             if not isinstance(error, MemoryError) and not is_cuda_error(error):
@@ -122,7 +122,7 @@ class P2PGraph:
             texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
             raise RuntimeError(f"no memory for steps over symmetric memory: {texts}")
 
-    def _make_buffers(self) -> None:
+    def _make_buffers(self, timeout: float) -> None:
         device, ranks, k = self._device, self._transport.size, self.k
         workspace: Any = self._transport.workspace
         workspace.set_buffer("packed", self._packed)
@@ -148,6 +148,7 @@ class P2PGraph:
             rank=self._transport.rank,
             step=words("step", ctypes.sizeof(Step)),
             decision=words("decision", ctypes.sizeof(Decision)),
+            timeout=int(1e9 * timeout),
         )
         self._needs_no_trim = words("needs no trim", 4)
         self._header = selection_header(device, ranks)
@@ -232,6 +233,10 @@ class P2PGraph:
         )  # fmt: skip
         undo = kernels["undo_accumulate"].prepare(n=self._length, decision=self._p2p.decision)
         return _Reader(kernels, alone, p2p, undo)
+
+    def abort(self, epoch: int) -> None:
+        """End the waiting of all ranks' kernels from this epoch on. Not collective."""
+        self._memory.abort(epoch)
 
     def set_step(self, epoch: int, local_bits: int, global_bits: int, support: int, flags: int) -> None:
         """Set what differs in the next step."""

@@ -9,7 +9,8 @@ host waits for it when the next step begins, and gives it up where it stopped.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,11 @@ from numpy.typing import NDArray
 
 from collectives.cuda.device import DeviceEntries
 from collectives.cuda.layouts import (
+    ABORTED,
     BAD_REGIONS,
     BAD_SELECTION,
     CUT_TO_K,
+    DECISION_WORDS,
     DEFERRED,
     NOT_FINITE,
     NUM_CANDIDATES,
@@ -30,6 +33,7 @@ from collectives.cuda.layouts import (
 from collectives.mpi_cuda import CudaMpiTransport
 from collectives.sparse import ENTRY
 from collectives.split_and_reduce import RegionLists
+from collectives.symmetric_memory import abort_reasons
 from collectives.traffic import WORD_BYTES
 from oktopk.cpu.kernels import LEVELS
 from oktopk.cuda.multi_tensor import pointer_of
@@ -114,6 +118,7 @@ class P2PStep:
         self._epoch = self._selected_at = 0  # of the last notes, and of the selection they go back to
         self._selection: DeviceSelection | None = None  # of the last step, once it was read
         self._pointers = (0, 0, 0, 0)
+        self._aborted = ""  # why no step can follow
         self._boundaries: NDArray[np.int64] | None = None
         # by the addresses of the vectors, the kind of gradient, and `deferred`; None: seen once
         self._graphs: dict[tuple[int, ...], Any] = {}
@@ -241,6 +246,9 @@ class P2PStep:
         Args:
             lowest: bits that a sum must reach to be looked at.
 
+        Raises:
+            RuntimeError: as `outcome`.
+
         Returns:
             As `outcome`; stopped again where fewer than k sums reach `lowest`, or one rank would keep far more than the others.
 
@@ -248,26 +256,34 @@ class P2PStep:
         """
         launches, transport = self._launches, self._transport
         assert launches is not None
-        self._epoch = self._device.next_epoch()
-        launches.set_step(self._epoch, 0, lowest, 0, 0)
-        launches.enqueue_exact(self._pointers, self._device.stream.ptr)
+        with self.abort_on_error():
+            self._epoch = self._device.next_epoch()
+            launches.set_step(self._epoch, 0, lowest, 0, 0)
+            launches.enqueue_exact(self._pointers, self._device.stream.ptr)
         self._device.pending = True
         others = transport.size - 1
         transport.traffic.count_control(WORD_BYTES * others * _DIGITS, len(LEVELS))
-        return self._kept(*launches.decided.read(self._epoch), exact=True)
+        decided = launches.decided.read(self._epoch)
+        self._check_abort(decided[0], decided[DECISION_WORDS:])
+        return self._kept(*decided, exact=True)
 
     def outcome(self, exact: bool) -> Outcome:
         """What the ranks decided, and the traffic counted; waits for that alone.
 
         Args:
             exact: as passed to `launch`.
+
+        Raises:
+            RuntimeError: a rank raised an error of its own, or did not come within `Settings.timeout`; on every rank, at the
+                latest in its next step.
         """
         transport, launches = self._transport, self._launches
         assert launches is not None
         rank, ranks = transport.rank, transport.size
         others = ranks - 1
         decided = launches.decided.read(self._epoch)
-        stop, counts = decided[0], decided[5:]
+        stop, counts = decided[0], decided[DECISION_WORDS:]
+        self._check_abort(stop, counts)
         traffic = transport.traffic
         traffic.count_control(WORD_BYTES * others * (3 + ranks))
         if stop in (BAD_SELECTION, NOT_FINITE, BAD_REGIONS):
@@ -282,18 +298,39 @@ class P2PStep:
         traffic.count_control(WORD_BYTES * others * counted, len(LEVELS) if exact else 1)
         return self._kept(*decided, exact=exact)
 
-    def _kept(
-        self, stop: int, nearest: int, bits: int, again: int, total: int, *counts: int, exact: bool
-    ) -> Outcome:
+    def _kept(self, stop: int, nearest: int, bits: int, total: int, *counts: int, exact: bool) -> Outcome:
         """What became of the sums, by the words of a decision."""
         assert self._launches is not None
         if stop:
             return Outcome("threshold", skewed=stop == SKEWED, nearest=total)
         traffic, rank, others = self._transport.traffic, self._transport.rank, self._transport.size - 1
-        traffic.count_control(0, again)
+        traffic.count_control(0, 1)
         traffic.count(ENTRY.itemsize * others * counts[rank], others if counts[rank] else 0)
         missed = 0 if exact else _CANDIDATE_BITS[nearest]
         return Outcome("", bits=bits, missed=missed, gathered=self._launches.gathered[:total])
+
+    @contextmanager
+    def abort_on_error(self) -> Iterator[None]:
+        """Where the body raises, which launches kernels, all ranks raise: their kernels would wait for this rank's.
+
+        Raises:
+            RuntimeError: an earlier step was aborted.
+        """
+        if self._aborted:
+            raise RuntimeError(self._aborted)
+        epoch = self._device.epoch + 1
+        try:
+            yield
+        except BaseException:
+            if self._launches is not None:
+                self._launches.abort(epoch)
+                self._aborted = _aborted(f"rank {self._transport.rank} raised an error of its own")
+            raise
+
+    def _check_abort(self, stop: int, reasons: list[int]) -> None:
+        if stop == ABORTED:
+            self._aborted = _aborted(abort_reasons(reasons, self._settings.timeout))
+            raise RuntimeError(self._aborted)
 
     def time_stages(self, timer: StageTimer) -> None:
         """Add the stages of a timed step, which is waited for; any other goes on on the stream."""
@@ -352,3 +389,7 @@ class P2PStep:
             self._launches.close()
         self._launches, self._boundaries = None, None
         self._graphs.clear()
+
+
+def _aborted(reasons: str) -> str:
+    return f"steps through peer memory cannot go on: {reasons}. Continue from a checkpoint"

@@ -22,6 +22,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __shared__ static  // one block at a time
@@ -229,6 +230,14 @@ extern "C" int host_cuda_run(void (*body)(void**), unsigned blocks, unsigned row
 // --- the language ---
 
 inline void __syncthreads() { host_cuda::arrive(host_cuda::block); }
+inline int __syncthreads_and(int vote) {
+  static int all[2];  // of a turn, and of the one before, which some threads have yet to read
+  int& mine = all[host_cuda::block.turn & 1];
+  if (!host_cuda::block.here) mine = 1;
+  mine = mine && vote;
+  host_cuda::arrive(host_cuda::block);
+  return mine;
+}
 inline void __syncwarp(unsigned = ~0u) { host_cuda::arrive(host_cuda::warps[host_cuda::current / 32]); }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_system() { __threadfence(); }
@@ -291,6 +300,12 @@ T atomicAdd(T* at, T value) {
   return before;
 }
 template <class T>
+T atomicMax(T* at, T value) {
+  const T before = *at;
+  *at = before < value ? value : before;
+  return before;
+}
+template <class T>
 T atomicOr(T* at, T value) {
   const T before = *at;
   *at = before | value;
@@ -336,4 +351,5 @@ inline unsigned ptx_ld_acquire_sys_global_u32(const unsigned* from) {
   host_cuda::give_way();
   return __atomic_load_n(from, __ATOMIC_ACQUIRE);
 }
+inline unsigned long long ptx_mov_u64() { return static_cast<unsigned long long>(1e9 * host_cuda::now()); }  // of %globaltimer
 inline void ptx_st_release_sys_global_u32(unsigned* to, unsigned value) { __atomic_store_n(to, value, __ATOMIC_RELEASE); }

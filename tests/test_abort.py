@@ -1,0 +1,108 @@
+"""Steps through peer memory that a rank does not take part in: every rank raises, and none waits for ever."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from oktopk import GradientAllreduce
+from tests.devices import gpus, put, use
+
+pytestmark = [
+    pytest.mark.skipif(not gpus(), reason="no GPU"),
+    pytest.mark.mpi(min_size=2),
+]
+LENGTH = 20_000
+TIMEOUT = 3.0
+"""Seconds: longer than ranks that share two cores are apart."""
+
+
+def reducer_of(comm: MPI.Intracomm, **settings: Any) -> GradientAllreduce:
+    use("cuda", comm)
+    chosen: dict[str, Any] = {"density": 0.02, "threshold_interval": 4, "timeout": 600.0} | settings
+    reducer = GradientAllreduce(comm, LENGTH, "oktopk", device="cuda", peer_memory=True, **chosen)
+    assert reducer.p2p_unavailable_reason == ""
+    return reducer
+
+
+def gradients(comm: MPI.Intracomm) -> Any:
+    rng = np.random.default_rng((comm.rank, 5))
+    while True:
+        yield put("cuda", rng.standard_normal(LENGTH).astype(np.float32) ** 3)
+
+
+class Broken(Exception):
+    """What one rank raises."""
+
+
+def raise_in_launch(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
+    """This rank's next launch fails; of a step that goes exact, after its selection was signalled."""
+    from oktopk.cuda.p2p_graph import P2PGraph
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise Broken
+
+    monkeypatch.setattr(P2PGraph, "_enqueue_exact_sums" if exact else "set_step", broken)
+
+
+@pytest.mark.parametrize("steps", [0, 3, 12], ids=["first", "waited for", "deferred"])
+@pytest.mark.parametrize("exact", [False, True], ids=["before", "halfway"])
+def test_where_a_rank_raises_before_its_launch_all_ranks_raise_at_once_and_name_it(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, steps: int, exact: bool
+) -> None:
+    culprit = comm.size - 1
+    # in the last step the exact global threshold is computed, where `exact` asks for it
+    reducer = reducer_of(comm, deferred=True, threshold_interval=steps if exact and steps else 100)
+    gradient = gradients(comm)
+    for _ in range(steps):
+        last = reducer.step(next(gradient))
+    assert not steps or last.complete == (steps < 9)
+    if comm.rank == culprit:
+        raise_in_launch(monkeypatch, exact)
+    begun = time.monotonic()
+    with pytest.raises(Broken if comm.rank == culprit else RuntimeError) as caught:
+        reducer.step(next(gradient))
+        reducer.complete()
+    if comm.rank != culprit:
+        assert f"rank {culprit} raised an error of its own" in str(caught.value)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=f"rank {culprit} raised"):  # nothing goes on after that
+        reducer.step(next(gradient))
+        reducer.complete()
+    reducer.close()
+    assert time.monotonic() - begun < 60
+    comm.Barrier()
+
+
+def test_a_rank_that_does_not_come_in_time_is_named_by_all_others(comm: MPI.Intracomm) -> None:
+    reducer = reducer_of(comm, timeout=TIMEOUT)
+    gradient = gradients(comm)
+    for _ in range(5):
+        reducer.step(next(gradient))
+    comm.Barrier()
+    begun = time.monotonic()
+    if comm.rank:
+        with pytest.raises(RuntimeError, match="rank 0 did not come within 3 s"):
+            reducer.step(next(gradient))
+        assert TIMEOUT <= time.monotonic() - begun < 60
+    comm.Barrier()
+    if comm.rank == 0:  # which comes too late
+        with pytest.raises(RuntimeError, match="rank 0 did not come within 3 s"):
+            reducer.step(next(gradient))
+    reducer.close()
+    comm.Barrier()
+
+
+def test_a_step_after_a_pause_shorter_than_the_limit_is_as_ever(comm: MPI.Intracomm) -> None:
+    reducer = reducer_of(comm, timeout=60.0)
+    gradient = gradients(comm)
+    for step in range(4):
+        if comm.rank == step % comm.size:
+            time.sleep(0.2)
+        report = reducer.step(next(gradient))
+        assert report.global_nnz >= report.k * 0.9
+    reducer.close()
