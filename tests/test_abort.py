@@ -35,7 +35,7 @@ def gradients(comm: MPI.Intracomm) -> Any:
         yield put("cuda", rng.standard_normal(LENGTH).astype(np.float32) ** 3)
 
 
-class Broken(Exception):
+class BrokenError(Exception):
     """What one rank raises."""
 
 
@@ -44,7 +44,7 @@ def raise_in_launch(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
     from oktopk.cuda.p2p_graph import P2PGraph
 
     def broken(*_: Any, **__: Any) -> None:
-        raise Broken
+        raise BrokenError
 
     monkeypatch.setattr(P2PGraph, "_enqueue_exact_sums" if exact else "set_step", broken)
 
@@ -64,7 +64,7 @@ def test_where_a_rank_raises_before_its_launch_all_ranks_raise_at_once_and_name_
     if comm.rank == culprit:
         raise_in_launch(monkeypatch, exact)
     begun = time.monotonic()
-    with pytest.raises(Broken if comm.rank == culprit else RuntimeError) as caught:
+    with pytest.raises(BrokenError if comm.rank == culprit else RuntimeError) as caught:
         reducer.step(next(gradient))
         reducer.complete()
     if comm.rank != culprit:

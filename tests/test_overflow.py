@@ -1,4 +1,4 @@
-"""Finite gradients whose sum over the ranks is not: a non-finite step, found and agreed on by all ranks, over messages."""
+"""Finite gradients whose sum over the ranks is not: a non-finite step, found and agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
-from tests.devices import DEVICES, get, put, use
+from oktopk.allreduce import _TRUSTED
+from tests.devices import DEVICES, get, gpus, put, use
 
 LENGTH, DENSITY = 1000, 0.02
 HUGE = np.float32(3e38)  # twice this is Inf in float32
@@ -41,9 +42,8 @@ class Run:
     def __init__(self, comm: MPI.Intracomm, device: str, method: str, **settings: Any) -> None:
         use(device, comm)
         self.comm, self.device = comm, device
-        self.reducer = GradientAllreduce(
-            comm, LENGTH, method, device=device, peer_memory=False, density=DENSITY, average=False, **settings
-        )
+        chosen: dict[str, Any] = {"density": DENSITY, "average": False, "peer_memory": False} | settings
+        self.reducer = GradientAllreduce(comm, LENGTH, method, device=device, **chosen)
         self.rng = np.random.default_rng((comm.rank, 19))
         self.put_in, self.came_out = np.zeros(LENGTH), np.zeros(LENGTH)
 
@@ -101,6 +101,22 @@ class Run:
         assert np.isfinite(self.state()).all()
 
 
+def overflow(run: Run, places: NDArray[np.int64], first: int, value: np.float32) -> None:
+    """Steps around two whose sum overflows in these places; closes the reducer."""
+    for _ in range(first):
+        run.finite_step()
+    for step in (first, first + 1):  # twice: the first one leaves nothing behind
+        gradient = run.gradient()
+        gradient[places] = value
+        if run.comm.rank > 1:
+            gradient[places] = 1  # two ranks suffice
+        run.overflowing_step(gradient, places, step)
+    for _ in range(3):
+        run.finite_step()
+    run.check_mass(places)
+    run.reducer.close()
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
@@ -112,14 +128,45 @@ def test_a_sum_that_overflows_is_a_nonfinite_step_on_all_ranks(
     settings, first = STEPS[kind]
     for number, places in enumerate(PLACES.values()):
         run = Run(comm, device, method, nonfinite=nonfinite, **settings)
-        for _ in range(first):
+        overflow(run, places, first, HUGE if number % 2 else -HUGE)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.skipif(not gpus(), reason="no GPU")
+@pytest.mark.parametrize("kind", ["exact", "regular", "first"])
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_kernels_that_read_each_others_memory_find_it(comm: MPI.Intracomm, kind: str, nonfinite: str) -> None:
+    settings, first = STEPS[kind]
+    for number, places in enumerate(PLACES.values()):
+        run = Run(comm, "cuda", "oktopk", nonfinite=nonfinite, peer_memory=True, **settings)
+        overflow(run, places, first, HUGE if number % 2 else -HUGE)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.skipif(not gpus(), reason="no GPU")
+@pytest.mark.parametrize("interval", [4, 100])
+def test_a_deferred_step_whose_sum_overflows_is_taken_back_by_the_kernels(
+    comm: MPI.Intracomm, interval: int
+) -> None:
+    settings = {"deferred": True, "peer_memory": True, "nonfinite": "skip", "threshold_interval": interval}
+    for where in ("first", "last", "ends"):  # more would be given up for a selection above 2k
+        places = PLACES[where]
+        run = Run(comm, "cuda", "oktopk", **settings)
+        for _ in range(4):
             run.finite_step()
-        for step in (first, first + 1):  # twice: the first one leaves nothing behind
-            gradient = run.gradient()
-            gradient[places] = HUGE if number % 2 else -HUGE
-            if comm.rank > 1:
-                gradient[places] = 1  # two ranks suffice
-            run.overflowing_step(gradient, places, step)
+        before = run.state()
+        run.reducer._trust = _TRUSTED  # so few entries rarely fit eight times in a row
+        gradient = run.gradient()
+        gradient[places] = HUGE
+        report = run.reducer.step(put("cuda", gradient))
+        assert not report.complete
+        run.reducer.complete()
+        assert report.skipped and report.complete
+        assert not run.update().any()
+        after = run.state()
+        assert np.allclose(after[:, places], before[:, places], rtol=0, atol=TOLERANCE)
+        before[:, places] = after[:, places]
+        assert np.array_equal(after, before)
         for _ in range(3):
             run.finite_step()
         run.check_mass(places)

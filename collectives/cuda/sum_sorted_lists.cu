@@ -197,7 +197,7 @@ __device__ void add_counters(Shared& shared, const SumTiles& p, unsigned blocks,
     if (p.report) p.report[1 + i] = shared.counters[i];
   }
   __syncthreads();
-  if (p.p2p.windows) put_signal(p.p2p, COUNTED, shared.counters, NUM_CANDIDATES, epoch);
+  if (p.p2p.windows) put_signal(p.p2p, COUNTED, shared.counters, NUM_COUNTERS, epoch);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 5) sum_tiles(const __grid_constant__ SumTiles p) {

@@ -68,13 +68,16 @@ extern "C" __global__ void accumulate_moments(const __grid_constant__ Accumulate
   if (bad) atomicAdd(p.nonfinite, bad);
 }
 
-// residual -= gradient, where accumulate_select added it: everywhere if all_added is set; with a decision only after a stop for NOT_FINITE
+// residual -= gradient, where accumulate_select added it: everywhere if all_added is set; with a decision only after a stop for
+// NOT_FINITE, or for BAD_SUMS, where every gradient was finite
 template <class Gradient>
 __device__ __forceinline__ void undo(const UndoAccumulate& p, const Gradient& gradient) {
-  if (p.decision && p.decision->stop != NOT_FINITE) return;
+  const unsigned stop = p.decision ? p.decision->stop : NOT_FINITE;
+  if (stop != NOT_FINITE && stop != BAD_SUMS) return;
+  const bool all_added = p.all_added || stop == BAD_SUMS;
   FOR_EACH(i, p.n) {
     const float g = gradient[i], sum = p.residual[i];
-    p.residual[i] = p.all_added || (finite(g) && finite(add(g, sum))) ? add(sum, -g) : sum;
+    p.residual[i] = all_added || (finite(g) && finite(add(g, sum))) ? add(sum, -g) : sum;
   }
 }
 

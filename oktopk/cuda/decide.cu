@@ -6,15 +6,15 @@
 //          bits + candidates[r + 1]. tolerance, miss: shares of k; cap: most entries to keep; trigger: a block this many times the mean
 //          is skewed. A threshold that missed stops the step; DEFERRED only above the cap and below k/2.
 // Launch   one block of 128 threads; waits for the signals of all ranks.
-// Signals  COUNTED: NUM_CANDIDATES counts.
-// Overflow counts of all ranks add up to less than 2^32. NaN cannot come in.
+// Signals  COUNTED: NUM_CANDIDATES counts, and the sums that are not finite, which stop the step.
+// Overflow counts of all ranks add up to less than 2^32.
 
 #include "p2p.cuh"
 
 constexpr unsigned LARGEST_FINITE = INFINITY_BITS - 1;
 
 extern "C" __global__ void __launch_bounds__(128) decide(const __grid_constant__ Decide p) {
-  __shared__ unsigned counted[MOST_PEERS][NUM_CANDIDATES];
+  __shared__ unsigned counted[MOST_PEERS][NUM_COUNTERS];
   __shared__ unsigned sums[NUM_CANDIDATES];
   __shared__ long long totals[NUM_CANDIDATES];
   __shared__ unsigned counts[MOST_PEERS];
@@ -32,9 +32,8 @@ extern "C" __global__ void __launch_bounds__(128) decide(const __grid_constant__
     post_decision(p.mailbox, p.p2p, epoch);
     return;
   }
-  for (int i = threadIdx.x; i < ranks * NUM_CANDIDATES; i += blockDim.x)
-    counted[i / NUM_CANDIDATES][i % NUM_CANDIDATES] =
-        read_volatile(head->messages[COUNTED][i / NUM_CANDIDATES] + i % NUM_CANDIDATES);
+  for (int i = threadIdx.x; i < ranks * NUM_COUNTERS; i += blockDim.x)
+    counted[i / NUM_COUNTERS][i % NUM_COUNTERS] = read_volatile(head->messages[COUNTED][i / NUM_COUNTERS] + i % NUM_COUNTERS);
   __syncthreads();
   if (mine < NUM_CANDIDATES) {
     unsigned sum = 0;
@@ -59,11 +58,14 @@ extern "C" __global__ void __launch_bounds__(128) decide(const __grid_constant__
       const unsigned long long other = __shfl_down_sync(FULL_WARP, best, d);
       best = other < best ? other : best;
     }
-    if (threadIdx.x == 0) nearest = best & 0xff;
+    const bool infinite = __any_sync(FULL_WARP, threadIdx.x < ranks && counted[threadIdx.x][NUM_CANDIDATES]);
+    if (threadIdx.x == 0) {
+      nearest = best & 0xff;
+      stop = infinite ? BAD_SUMS : PROCEED;
+    }
   }
   if (threadIdx.x == 0) {
     chosen = NUM_CANDIDATES / 2;
-    stop = PROCEED;
     if (llabs(totals[chosen] - k) > p.tolerance * k) {
       chosen = nearest;
       const bool all_kept = static_cast<long long>(bits) + offsets[0] <= 1 && totals[0] <= k;
@@ -71,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(128) decide(const __grid_constant__
       if (missed && deferred)
         while (chosen < NUM_CANDIDATES - 1 && totals[chosen] > p.cap) ++chosen;
       const bool near_enough = deferred && totals[chosen] <= p.cap && 2 * totals[chosen] >= k;
-      if (missed && !near_enough) stop = BAD_THRESHOLD;
+      if (missed && !near_enough && !stop) stop = BAD_THRESHOLD;
     }
   }
   __syncthreads();

@@ -9,7 +9,7 @@
 //          agree_on_digit: one block of THREADS, waits for the signals of all ranks. take_exact, trim_selection: ceil(most /
 //          COMPACT_TILE) blocks of COMPACT_THREADS; trim_selection's `finished` zeroed once.
 // Signals  DIGITS + level: the counts of all digits. trim_selection: SELECTED with the header.
-// Overflow a list shorter than k, longer than `most`, or with nonfinite[0] > 0 fails the search, and nothing is taken. NaN cannot come in
+// Overflow sums that are not finite stop the step at the coarsest digit. A list shorter than k, longer than `most`, or with nonfinite[0] > 0 fails the search, and nothing is taken. NaN cannot come in
 //          otherwise.
 // Traffic  8 bytes an entry read a level, and once more with 8 written to take.
 
@@ -113,12 +113,18 @@ __device__ __forceinline__ bool narrow_by_all(const AgreeOnDigit& p, unsigned ep
   const int level = p.level, digits = 1 << p.width, ranks = p.p2p.ranks;
   const WindowHead* head = wait_signal(p.p2p, DIGITS + level, epoch);
   if (!head) return false;
+  const int infinite = level ? digits : INFINITY_BITS >> (31 - p.width);  // the least digit of those that are not finite
+  bool overflow = false;
   for (int i = threadIdx.x; i < digits; i += THREADS) {
     unsigned sum = 0;
     for (int q = 0; q < ranks; ++q) sum += read_volatile(head->digits[level][q] + i);
     sums[i] = sum;
+    overflow = overflow || (i >= infinite && sum);
   }
-  __syncthreads();
+  if (__syncthreads_or(overflow)) {
+    if (threadIdx.x == 0) p.p2p.decision->stop = BAD_SUMS;
+    return false;
+  }
   const unsigned wanted = level ? search.wanted : p.k;
   const Digit found = find_digit(sums, digits, wanted);
   if (found.digit < 0) {

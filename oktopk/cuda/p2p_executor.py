@@ -134,6 +134,8 @@ class P2PExecutor:
         plan.timer.record("step")
         all_added = not selection.nonfinite
         try:
+            if outcome.stopped_at == "sums":
+                raise FlaggedRanksError([])
             if outcome.stopped_at == "threshold":
                 exact = replace(plan, exact=step.exact)
                 result = method.keep_and_gather(self.p2p_step.lists(), selection, exact)
@@ -163,7 +165,7 @@ class P2PExecutor:
                 selection = self._selected_by(step)
                 if step.cut_to_k and not selection.exact and step.bits > 1:
                     local.force_exact()
-        if outcome.flagged:
+        if outcome.flagged or outcome.stopped_at == "sums":
             raise FlaggedRanksError(list(outcome.flagged))
         if outcome.stopped_at:
             nothing = SparseVector.empty(method.length)

@@ -23,11 +23,12 @@ from collectives.cuda.layouts import (
     ABORTED,
     BAD_REGIONS,
     BAD_SELECTION,
+    BAD_SUMS,
     CUT_TO_K,
     DECISION_WORDS,
     DEFERRED,
     NOT_FINITE,
-    NUM_CANDIDATES,
+    NUM_COUNTERS,
     SKEWED,
 )
 from collectives.mpi_cuda import CudaMpiTransport
@@ -79,7 +80,7 @@ class Outcome:
 
     Attributes:
         stopped_at: "" where the kernels apply the step; "selection" where nothing was exchanged; "threshold" where the lists of
-            this rank's region have arrived, and nothing was kept.
+            this rank's region have arrived, and nothing was kept; "sums" where a sum over the ranks is not finite.
         flagged: ranks whose gradients were not finite, where the step stopped for them.
         overflowed: the step stopped since a region got more than there is room for.
         skewed: it stopped at its threshold since one rank would keep far more than the others.
@@ -160,12 +161,12 @@ class P2PStep:
             exact: compute the exact global threshold.
             timed: time the stages on the device, where the whole step runs there.
             cut_to_k: cut this rank's selection down to its top k wherever it holds as many, not only above the cap.
-            deferred: the host will not help. Where some rank's gradient is not finite the residual is as before, to rounding,
-                which the caller has to see to else; and the threshold follows `choose_candidate` for a step that may not go
+            deferred: the host will not help. Where some rank's gradient or a sum is not finite the residual is as before, to
+                rounding, which the caller has to see to else; and the threshold follows `choose_candidate` for a step that may not go
                 exact. Equal on all ranks.
 
         Traffic: 2 words a selected entry outside the own region, read by its owner; 2(P-1) words a kept sum, read by all.
-            Control: signals of P + 3, 65 and no words to every rank, or 4096 for 65 where the exact threshold is computed.
+            Control: signals of P + 3, 66 and no words to every rank, or 4096 for 66 where the exact threshold is computed.
         """
         launches = self._launches
         assert launches is not None
@@ -294,7 +295,7 @@ class P2PStep:
         offsets = selected.offsets or []
         messages = sum(other != rank and offsets[other] < offsets[other + 1] for other in range(ranks))
         traffic.count(ENTRY.itemsize * (selected.nnz - offsets[rank + 1] + offsets[rank]), messages)
-        counted = _DIGITS if exact else NUM_CANDIDATES
+        counted = _DIGITS if exact else NUM_COUNTERS
         traffic.count_control(WORD_BYTES * others * counted, len(LEVELS) if exact else 1)
         return self._kept(*decided, exact=exact)
 
@@ -302,7 +303,7 @@ class P2PStep:
         """What became of the sums, by the words of a decision."""
         assert self._launches is not None
         if stop:
-            return Outcome("threshold", skewed=stop == SKEWED, nearest=total)
+            return Outcome("sums" if stop == BAD_SUMS else "threshold", skewed=stop == SKEWED, nearest=total)
         traffic, rank, others = self._transport.traffic, self._transport.rank, self._transport.size - 1
         traffic.count_control(0, 1)
         traffic.count(ENTRY.itemsize * others * counts[rank], others if counts[rank] else 0)

@@ -238,6 +238,7 @@ inline int __syncthreads_and(int vote) {
   host_cuda::arrive(host_cuda::block);
   return mine;
 }
+inline int __syncthreads_or(int vote) { return !__syncthreads_and(!vote); }
 inline void __syncwarp(unsigned = ~0u) { host_cuda::arrive(host_cuda::warps[host_cuda::current / 32]); }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_system() { __threadfence(); }
