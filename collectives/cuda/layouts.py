@@ -124,7 +124,8 @@ Decision = struct("Decision", """
     unsigned counts[MOST_PEERS]; unsigned starts[MOST_PEERS];""")
 # aborted: 0, or the epoch from which on no rank waits any more; reasons: by rank, MISSING or RAISED where it is behind that
 WindowHead = struct("WindowHead", """
-    unsigned aborted; unsigned reasons[MOST_PEERS]; unsigned signals[SIGNALS][MOST_PEERS]; unsigned messages[DIGITS][MOST_PEERS][MESSAGE_WORDS];
+    unsigned aborted; unsigned reasons[MOST_PEERS];
+    unsigned signals[SIGNALS][MOST_PEERS]; unsigned messages[DIGITS][MOST_PEERS][MESSAGE_WORDS];
     unsigned digits[LEVELS][MOST_PEERS][MOST_DIGITS];""")
 # windows: the address of every rank's window, null without symmetric memory. timeout: ns that a signal may be late
 P2P = struct("P2P", """

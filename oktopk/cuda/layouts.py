@@ -16,7 +16,7 @@ LAYOUTS = base.Layouts(Path(__file__).parent, globals(), base.LAYOUTS)
 struct = LAYOUTS.struct
 
 # fmt: off
-# a magnitude's search, digit by digit. too_few: the list has too few or too many entries. ties: how many entries equal to the
+# a magnitude's search, digit by digit. failed: the list has too few or too many entries. ties: how many entries equal to the
 # magnitude are kept. above, equal: entries of each rank above it and equal to it.
 Search = struct("Search", """
     unsigned prefix; unsigned wanted; unsigned larger; unsigned failed; unsigned ties; unsigned above[MOST_PEERS];

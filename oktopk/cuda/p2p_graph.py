@@ -118,7 +118,7 @@ class P2PGraph:
         # without agreement the other GPUs would wait for this rank
         problems = transport.allgather_objects(problem)
         if any(problems):
-            self._memory.close()
+            self.close()
             texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
             raise RuntimeError(f"no memory for steps over symmetric memory: {texts}")
 
