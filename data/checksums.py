@@ -6,7 +6,7 @@ from pathlib import Path
 
 import h5py
 
-from data.image_file import SPLITS
+from data.images.file import SPLITS
 
 
 def data_checksum(path: str | Path) -> str:
