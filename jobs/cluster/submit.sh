@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Queue a batch script with the settings of jobs/cluster/site.sh, from the checkout's root:
 #
-#     jobs/cluster/submit.sh [sbatch options] jobs/cluster/vgg.sbatch [section.key=value ...]
+#     jobs/cluster/submit.sh [sbatch options] jobs/cluster/train.sbatch CONFIG.toml [section.key=value ...]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 # shellcheck source=jobs/cluster/site.sh

@@ -72,7 +72,12 @@ def test_each_workload_ends_with_its_result(slurm: Slurm) -> None:
     }
     jobs = {
         name: slurm.submit(
-            "--ntasks=2", f"jobs/cluster/{name}.sbatch", *toy, "training.steps=10", f"run.file={runs[name]}"
+            "--ntasks=2",
+            "jobs/cluster/train.sbatch",
+            f"jobs/configs/{name}.toml",
+            *toy,
+            "training.steps=10",
+            f"run.file={runs[name]}",
         )
         for name, toy in toys.items()
     }
@@ -106,7 +111,7 @@ def test_the_five_commands_of_the_documentation_end_in_a_trained_model(slurm: Sl
     assert "not there yet" in shown
     assert "complete" in shown
     slurm.wait_for(job, "COMPLETED")
-    printed = (checkout / "runs" / f"digits-{job}.out").read_text()
+    printed = (checkout / "runs" / f"train-{job}.out").read_text()
     assert re.search(r"launcher: \S+ \(4 ranks on n\[1-2\]\)", printed)
     assert finished(checkout / "runs" / "digits.h5") == 30
     # and it can be read as the documentation says
