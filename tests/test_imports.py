@@ -197,7 +197,7 @@ exec(sys.argv[1])
         "import oktopk",
         "import oktopk.torch.optimizer",
         "import jobs.train.__main__",
-        "import jobs.bench.run",
+        "import jobs.bench.job",
         "import jobs.doctor.probe as probe; probe.main(['host', 'nowhere'])",
         "import pytest; pytest.main(['--with-mpi', '-m', 'mpi', '--collect-only', 'tests/collectives/test_traffic.py'])",
     ],

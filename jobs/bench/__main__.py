@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BenchError as error:
         options = f"jobs.bench: {error}"
     if not drives:
-        from jobs.bench.run import run
+        from jobs.bench.job import run
 
         return run(options)
     from jobs.bench.drive import drive

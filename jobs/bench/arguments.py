@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from jobs.bench.device import DEVICES
-from jobs.bench.document import BenchError
+from jobs.bench.document import NCCL_ROWS, BenchError
 from jobs.bench.gradients import PROFILES
 from jobs.bench.mpi import ALGORITHMS
-from jobs.bench.nccl import ROWS
 from oktopk import METHODS
 from oktopk.devices import GRADIENT_TYPES
 
@@ -24,10 +23,10 @@ LIBRARY_METHODS = tuple(ALGORITHMS)
 OVER_MPI = "oktopk-mpi"
 OWN_ROWS = (OVER_MPI, "oktopk-into-g")
 """On a GPU: Ok-Topk kept to MPI where it could do without, and Ok-Topk whose update is written into the gradient."""
-KNOWN = {"cpu": (*METHODS, *LIBRARY_METHODS), "cuda": (*METHODS, *OWN_ROWS, *ROWS)}
+KNOWN = {"cpu": (*METHODS, *LIBRARY_METHODS), "cuda": (*METHODS, *OWN_ROWS, *NCCL_ROWS)}
 """device -> what `--methods` takes."""
 TABLES = ("gpu",)
-TABLE_METHODS = ("oktopk", *OWN_ROWS, *ROWS)
+TABLE_METHODS = ("oktopk", *OWN_ROWS, *NCCL_ROWS)
 BUDGET = 300.0
 
 

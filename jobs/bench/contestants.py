@@ -10,10 +10,10 @@ from mpi4py import MPI
 from jobs.bench.ablate import variants
 from jobs.bench.arguments import OVER_MPI, OWN_ROWS
 from jobs.bench.device import Device
-from jobs.bench.document import BenchError
+from jobs.bench.document import NCCL_ROWS, BenchError
 from jobs.bench.measure import Contestant, Reducer
 from jobs.bench.mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
-from jobs.bench.nccl import ROWS, NcclAllreduce, require_nccl
+from jobs.bench.nccl import NcclAllreduce, require_nccl
 from jobs.bench.options import Options
 from oktopk import METHODS, GradientAllreduce
 
@@ -30,7 +30,7 @@ def _contestant(name: str) -> Contestant:
         method=method,
         arguments={"peer_memory": False} if name == OVER_MPI else {},
         sparse=method in METHODS and METHODS[method].sparse,
-        counted=name not in ALGORITHMS and name not in ROWS,
+        counted=name not in ALGORITHMS and name not in NCCL_ROWS,
         into_gradient=name == "oktopk-into-g",
     )
 
@@ -45,7 +45,7 @@ def takes_part(
     """
     left_out: dict[str, str] = {}
     sharers = comm.allreduce(device.sharers, MPI.MAX)
-    wanted = [one for one in everyone if one.name in ROWS]
+    wanted = [one for one in everyone if one.name in NCCL_ROWS]
     if wanted and sharers == 1:
         require_nccl(comm)
     for one in wanted:
@@ -79,7 +79,7 @@ def make_reducer(
             return MpiAllreduce(comm, length, contestant.method)
         except AlgorithmError as error:
             raise BenchError(str(error)) from None
-    if contestant.method in ROWS:
+    if contestant.method in NCCL_ROWS:
         return NcclAllreduce(comm, length, contestant.method)
     settings: dict[str, Any] = {**options.settings, **contestant.settings, "density": options.density}
     reducer = GradientAllreduce(

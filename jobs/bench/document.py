@@ -26,6 +26,12 @@ from jobs.run import machine
 FORMAT = "oktopk bench 1"
 _SERIES = re.compile(r"\[[^\[\]{}\"]*\]")  # a list of numbers
 
+NCCL_ROWS: dict[str, str] = {"nccl": "float32", "nccl-bf16": "bfloat16"}
+"""Method that runs NCCL -> what it sums."""
+
+BASELINES = {"float32": "nccl", "bfloat16": "nccl-bf16", "float16": "nccl"}
+"""Gradient type -> the method that its times are compared with."""
+
 
 class BenchError(Exception):
     """What was asked for cannot be done; the message is meant for the user."""

@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FixedLocator, NullFormatter, NullLocator, ScalarFormatter
 
 from jobs.bench.document import BenchError, read
-from jobs.bench.tables import BUSIER, cell_title, document_tables, reference
+from jobs.bench.format import cell_title
+from jobs.bench.tables import BUSIER, document_tables, reference
 from jobs.report.style import COLOURS, GREY, STAGES, STYLE
 
 TITLES = {

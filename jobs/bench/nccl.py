@@ -11,14 +11,8 @@ from typing import Any
 from mpi4py import MPI
 
 from collectives.dense_allreduce import dense_words
-from jobs.bench.document import BenchError
+from jobs.bench.document import NCCL_ROWS, BenchError
 from oktopk import StepReport
-
-ROWS: dict[str, str] = {"nccl": "float32", "nccl-bf16": "bfloat16"}
-"""Method -> what it sums."""
-
-BASELINES = {"float32": "nccl", "bfloat16": "nccl-bf16", "float16": "nccl"}
-"""Gradient type -> the method that its times are compared with."""
 
 
 def torch_problem() -> str:
@@ -96,7 +90,7 @@ class NcclAllreduce:
     Args:
         comm: intracommunicator, one GPU per rank. Collective: every rank must construct.
         length: elements of the gradient (n).
-        method: a name in ROWS.
+        method: a name in NCCL_ROWS.
 
     Memory: the gradient itself, n elements; what NCCL takes besides is its own affair.
     """
@@ -111,7 +105,7 @@ class NcclAllreduce:
         self.length = length
         self.method = method
         self._size = comm.size
-        kind = getattr(torch, ROWS[method])
+        kind = getattr(torch, NCCL_ROWS[method])
         self._gradient = torch.zeros(length, dtype=kind, device=torch.device("cuda", cupy.cuda.Device().id))
         bits = self._gradient if kind == torch.float32 else self._gradient.view(torch.uint16)
         self.update: Any = cupy.from_dlpack(bits)

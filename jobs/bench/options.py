@@ -25,8 +25,7 @@ from jobs.bench.arguments import (
     VGG_LENGTH,
     parser,
 )
-from jobs.bench.document import BenchError
-from jobs.bench.nccl import ROWS
+from jobs.bench.document import NCCL_ROWS, BenchError
 from oktopk import METHODS, Settings
 from oktopk.devices import GRADIENT_TYPES
 from oktopk.settings import DENSE_ABOVE
@@ -253,7 +252,7 @@ def _numbers(
 def _methods(given: Sequence[str] | None, default: tuple[str, ...] | None, device: str) -> tuple[str, ...]:
     known = KNOWN[device]
     if given is None:
-        return default or (*METHODS, *(ROWS if device == "cuda" else LIBRARY_METHODS[:1]))
+        return default or (*METHODS, *(NCCL_ROWS if device == "cuda" else LIBRARY_METHODS[:1]))
     names = [name for words in given for name in words.split(",") if name]
     for name in names:
         if name not in known:

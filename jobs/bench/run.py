@@ -2,78 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mpi4py import MPI
 from tqdm import tqdm
 
+from collectives.cuda.environment import gpu_problem
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import lower_bound, step_limit, upper_bound
 from jobs.bench.contestants import contestants, make_reducer, takes_part
-from jobs.bench.device import Device, open_device
-from jobs.bench.document import BenchError, Output, command_line, document
+from jobs.bench.device import Device
+from jobs.bench.document import BASELINES, BenchError, command_line, document
 from jobs.bench.floors import Speeds
 from jobs.bench.gradients import GradientSource
+from jobs.bench.host import Host
 from jobs.bench.measure import Contestant, Course, measure
-from jobs.bench.nccl import BASELINES, leave
 from jobs.bench.options import Options
 from jobs.bench.summary import summarize
-from jobs.bench.tables import run_tables
-from jobs.cluster.rank_check import launch_problem
-from oktopk import NonFiniteGradientError
 from oktopk.settings import entries_kept
 
 Result = TypeVar("Result")
-
-
-def run(options: Options | str, comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:
-    """Measure what rank 0's options ask for; collective.
-
-    Args:
-        options: or a text to print instead of measuring: the usage, or what is wrong with the command line.
-
-    Returns:
-        The exit status, the same on all ranks.
-    """
-    options = comm.bcast(options)
-    if isinstance(options, str):
-        wrong = options.startswith("jobs.bench: ")
-        say(comm, options, sys.stderr if wrong else sys.stdout)
-        return 2 if wrong else 0
-    status = _run(options, comm)
-    leave()  # not after an exception: a rank that is alone would wait for the others
-    return status
-
-
-def _run(options: Options, comm: MPI.Intracomm) -> int:
-    output: Output | None = None
-    try:
-        _check_launch(comm)
-        path = options.json
-        if path is not None:
-            output = _together(comm, lambda: Output(path) if comm.rank == 0 else None)
-        if options.table:
-            from jobs.bench.gpu.table import run_table
-
-            run_table(options, comm, output)
-            return 0
-        result = measure_run(options, comm)
-        if comm.rank == 0:
-            if not options.quiet:
-                print(run_tables(result), flush=True)
-            if output is not None:
-                kind = "ablation" if options.ablate else "bench"
-                output.write(written(kind, [result], options, comm))
-    except (BenchError, NonFiniteGradientError) as error:
-        say(comm, f"jobs.bench: {error}", sys.stderr)
-        return 2
-    finally:
-        if output is not None:
-            output.discard()
-    return 0
 
 
 def written(kind: str, runs: list[dict[str, Any]], options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
@@ -114,7 +63,7 @@ def _measure(
         assert options.length is not None
         length = options.length
         _check_memory(comm, device, length, present)
-    source = _together(comm, lambda: _source(options, comm, device))
+    source = together(comm, lambda: _source(options, comm, device))
     length = source.length
     if options.replay is not None:
         _check_memory(comm, device, length, present)
@@ -207,17 +156,50 @@ def _check_memory(comm: MPI.Intracomm, device: Device, length: int, present: lis
                 f"try fewer methods or a length below {length}"
             )
 
-    _together(comm, check)
+    together(comm, check)
 
 
-def _check_launch(comm: MPI.Intracomm) -> None:
-    """Refuse to run as many jobs of one rank each, which is what a launcher of another MPI makes of a job."""
-    problem = comm.bcast(launch_problem(MPI.COMM_WORLD.size, os.environ) if comm.rank == 0 else None)
-    if problem:
-        raise BenchError(problem)
+def open_device(name: str, gradient_type: str, comm: MPI.Intracomm) -> Device:
+    """The device of this rank. Collective.
+
+    Raises:
+        BenchError: some rank has none; on every rank alike.
+    """
+    if name == "cpu":
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        sharers = node.size
+        node.Free()
+        return Host(sharers)
+    _agree_on(comm, no_gpu())
+    from jobs.bench.gpu.device import open_cuda  # CuPy
+
+    # the first call that makes a context comes after each rank has its GPU
+    device = open_cuda(gradient_type, comm)
+    _agree_on(comm, gpu_problem())
+    return device
 
 
-def _together(comm: MPI.Intracomm, action: Callable[[], Result]) -> Result:
+def no_gpu() -> str:
+    """Why there is no GPU for this process, and what to do; "" if there is one. Makes no context on any."""
+    try:
+        import cupy
+
+        there = cupy.cuda.runtime.getDeviceCount() > 0
+    except Exception:  # whatever it was, gpu_problem names it
+        there = False
+    return "" if there else gpu_problem()
+
+
+def _agree_on(comm: MPI.Intracomm, problem: str) -> None:
+    problems = comm.allgather(problem)
+    found = list(dict.fromkeys(text for text in problems if text))
+    if found:
+        which = ", ".join(str(rank) for rank, text in enumerate(problems) if text)
+        where = "" if all(problems) else f" on rank(s) {which}"
+        raise BenchError(f"--device cuda cannot be used{where}: {'; '.join(found)}")
+
+
+def together(comm: MPI.Intracomm, action: Callable[[], Result]) -> Result:
     """Run the action on every rank; if it fails on any, it fails on all of them with the same message.
 
     An action that communicates must fail on all ranks or on none.

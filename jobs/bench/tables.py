@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
 from jobs.bench.document import BenchError, read
+from jobs.bench.format import MISSING, ordered, table
+from jobs.bench.gpu.markdown import gpu_tables
 
-MISSING = "–"
 REFERENCES = ("mpi", "mpi-rabenseifner", "mpi-ring", "dense", "full")
 """What times are compared with: the first of these that takes part; "full" is an ablation's Ok-Topk as it is."""
-
 
 BUSIER = 1.1
 """The busiest rank is worth a word, or a line, when it sends this times the mean."""
@@ -78,7 +78,7 @@ def times_table(methods: list[dict[str, Any]], baseline: str | None = None, digi
         )
     headers = ["step, ms", "mean", "median", "regular: mean", "median", "exact: mean", "median"]
     name = against["name"] if against else "dense"
-    return _table(rows, [*headers, "exact / regular", f"mean / {name}'s"])
+    return table(rows, [*headers, "exact / regular", f"mean / {name}'s"])
 
 
 def traffic_table(methods: list[dict[str, Any]]) -> str:
@@ -104,7 +104,7 @@ def traffic_table(methods: list[dict[str, Any]]) -> str:
             ]
         )
     headers = ["words per rank", "mean", "busiest", "by formula", "control", "messages", "control"]
-    return _table(rows, [*headers, "selected", "applied", "|selected/k − 1|", "|applied/k − 1|"])
+    return table(rows, [*headers, "selected", "applied", "|selected/k − 1|", "|applied/k − 1|"])
 
 
 def stages_table(methods: list[dict[str, Any]], digits: int = 2) -> str:
@@ -127,21 +127,8 @@ def stages_table(methods: list[dict[str, Any]], digits: int = 2) -> str:
                 cells.append(cell)
             rows.append([stage, *cells])
         title = f"{kind} steps, ms: mean / least rank (floor)"
-        blocks.append(_table(rows, [title, *(method["name"] for method in methods)]))
+        blocks.append(table(rows, [title, *(method["name"] for method in methods)]))
     return "\n\n".join(blocks)
-
-
-def cell_title(run: dict[str, Any]) -> str:
-    """Length, density and gradient type of a run, in a few words."""
-    length = f"{run['length'] / 1e6:.1f} M" if run["length"] >= 1e6 else f"{run['length']:,}"
-    return f"{length}, {100 * run['density']:g} %, {run['gradient_type']}"
-
-
-def ordered(stages: Iterable[str]) -> list[str]:
-    """Stages as they ran, then what was left of a step."""
-    found = list(stages)
-    last = [name for name in ("finish", "between") if name in found]
-    return [*(name for name in found if name not in last), *last]
 
 
 def memory_table(methods: list[dict[str, Any]]) -> str:
@@ -162,7 +149,7 @@ def memory_table(methods: list[dict[str, Any]]) -> str:
         )
         rows.append(row)
     headers = ["MB kept", "update", "residual", "scratch", "regular: allocated", "process grew"]
-    return _table(rows, [*headers, "exact: allocated", "process grew", "n-sized"])
+    return table(rows, [*headers, "exact: allocated", "process grew", "n-sized"])
 
 
 def sweep_table(runs: Sequence[dict[str, Any]]) -> str:
@@ -191,16 +178,9 @@ def _ms(times: dict[str, float] | None, name: str, digits: int) -> str:
     return MISSING if times is None else f"{times[name] * 1e3:.{digits}f}"
 
 
-def _table(rows: list[list[str]], headers: list[str]) -> str:
-    align = ("left", *("right" for _ in headers[1:]))
-    return tabulate(rows, headers=headers, colalign=align, disable_numparse=True)
-
-
 def document_tables(content: dict[str, Any]) -> str:
     """All tables of a document."""
     if content["kind"] == "gpu table":
-        from jobs.bench.gpu.markdown import gpu_tables
-
         return gpu_tables(content)
     if content["kind"] == "sweep":
         return sweep_table(content["runs"])

@@ -7,13 +7,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tabulate import tabulate
+from jobs.bench.document import NCCL_ROWS, BenchError
+from jobs.bench.format import MISSING, cell_title, ordered, table
 
-from jobs.bench.document import BenchError
-from jobs.bench.nccl import ROWS
-from jobs.bench.tables import cell_title, ordered
-
-MISSING = "–"
 OURS = "oktopk"
 SHARE = 0.85
 """Least share of the copy's bandwidth that the select kernel is to reach."""
@@ -111,7 +107,7 @@ def _targets(runs: Sequence[dict[str, Any]]) -> str:
         )
     kinds = [f"{kind if kind != 'all' else 'every step'}: {which}" for kind, which in _SHOWN]
     headers = ["step, us", "NCCL fp32: mean", "NCCL bf16: mean", *(f"Ok-Topk, {kind}" for kind in kinds)]
-    return _table(rows, [*headers, "times NCCL's", "target", "", "into g", "MPI alone"])
+    return table(rows, [*headers, "times NCCL's", "target", "", "into g", "MPI alone"], "pipe")
 
 
 _SHOWN = (("all", "mean"), ("regular", "median"), ("exact", "median"))
@@ -142,7 +138,7 @@ def _contract(runs: Sequence[dict[str, Any]]) -> str:
         )
     headers = ["Ok-Topk", "words", "2k(P−1)/P … 6k(P−1)/P", "", "selected/k − 1", "applied/k − 1"]
     headers += ["waits, regular step", "allocated, regular step", "GPU grew", "ranks agree"]
-    return _table(rows, headers)
+    return table(rows, headers, "pipe")
 
 
 def _select(runs: Sequence[dict[str, Any]]) -> str:
@@ -180,7 +176,7 @@ def _select(runs: Sequence[dict[str, Any]]) -> str:
         "share",
         f"≥ {100 * SHARE:.0f} %",
     ]
-    return _table(rows, [*headers, "torch.topk, us", "times", f"≥ {TOPK_TIMES:.0f}x"])
+    return table(rows, [*headers, "torch.topk, us", "times", f"≥ {TOPK_TIMES:.0f}x"], "pipe")
 
 
 def _on_device(runs: Sequence[dict[str, Any]]) -> str:
@@ -203,7 +199,7 @@ def _on_device(runs: Sequence[dict[str, Any]]) -> str:
         "mean over the ranks (floor). `clear` zeroes the last update; `exchange` waits for the latest rank, `reduce` for all "
         "counts."
     )
-    return f"{note}\n\n{_table(rows, ['stage', *names, 'all'])}"
+    return f"{note}\n\n{table(rows, ['stage', *names, 'all'], 'pipe')}"
 
 
 def _stages(runs: Sequence[dict[str, Any]], kind: str) -> str:
@@ -227,7 +223,7 @@ def _stages(runs: Sequence[dict[str, Any]], kind: str) -> str:
         f"{_median(speeds, 'wire') / 1e9:.0f} GB/s, a message {_median(speeds, 'message') * 1e6:.1f} us. What `apply` leaves on "
         "the device ends in `finish`."
     )
-    return f"{note}\n\n{_table(rows, ['stage', *names])}"
+    return f"{note}\n\n{table(rows, ['stage', *names], 'pipe')}"
 
 
 def _left_out(runs: Iterable[dict[str, Any]]) -> list[str]:
@@ -240,7 +236,7 @@ def _method(run: dict[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def _nccl(run: dict[str, Any]) -> list[dict[str, Any] | None]:
-    return [_method(run, name) for name in ROWS]
+    return [_method(run, name) for name in NCCL_ROWS]
 
 
 def _median(speeds: Sequence[dict[str, Any]], name: str) -> float:
@@ -270,8 +266,3 @@ def _met(met: bool | None) -> str:
 
 def _cuda(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
-
-
-def _table(rows: list[list[str]], headers: list[str]) -> str:
-    align = ("left", *("right" for _ in headers[1:]))
-    return tabulate(rows, headers=headers, tablefmt="pipe", colalign=align, disable_numparse=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from jobs.bench.document import BenchError
-from jobs.bench.nccl import BASELINES
+from jobs.bench.document import BASELINES, BenchError
 from jobs.bench.options import Options
 
 TARGET_RANKS = 4

@@ -17,9 +17,9 @@ from mpi4py import MPI
 from collectives.dense_allreduce import dense_words
 from jobs.bench.document import read
 from jobs.bench.figures import draw
+from jobs.bench.job import run
 from jobs.bench.mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
 from jobs.bench.options import Options, parse
-from jobs.bench.run import run
 from jobs.launch import launch_environment, mpiexec_command
 from jobs.run.gradient_file import GradientRecorder
 from oktopk import METHODS

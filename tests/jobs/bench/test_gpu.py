@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from jobs.bench.device import open_device
 from jobs.bench.document import BenchError, Output, read
 from jobs.bench.gpu.markdown import gpu_tables
 from jobs.bench.gpu.table import run_table
 from jobs.bench.gpu.targets import Cell
 from jobs.bench.gradients import DrawnGradients
+from jobs.bench.job import run
 from jobs.bench.nccl import leave, rendezvous, require_nccl, torch_problem
 from jobs.bench.options import parse
-from jobs.bench.run import run
+from jobs.bench.run import open_device
 from tests.devices import gpus
 
 TINY = (Cell(300_000, 0.01, 8, 16, {"float32": 1.0, "bfloat16": 1.0}),)

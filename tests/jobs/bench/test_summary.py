@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs.bench.device import Growth, Host
+from jobs.bench.device import Growth
 from jobs.bench.document import BenchError, Output, document, read
 from jobs.bench.floors import Speeds, Workload, stage_floors
+from jobs.bench.host import Host
 from jobs.bench.measure import FIELDS, Contestant, Course, Samples, held_bytes
 from jobs.bench.summary import formulas, summarize
 from jobs.bench.tables import run_tables
