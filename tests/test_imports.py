@@ -116,16 +116,10 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
     return next((found for file in sorted(edges) if (found := search([file]))), [])
 
 
-@pytest.mark.parametrize(
-    "package",
-    [
-        "collectives",
-        "oktopk",
-    ],
-)
+@pytest.mark.parametrize("package", FLOORS)
 def test_no_files_import_each_other_in_a_circle(package: str) -> None:
     edges = {str(path.relative_to(ROOT)): imported_files(path) for path in files_of(package)}
-    assert sum(map(len, edges.values())) > len(edges), "imports are not seen"
+    assert any(edges.values()), "imports are not seen"
     assert not circle(edges)
 
 

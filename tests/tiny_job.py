@@ -30,7 +30,7 @@ from jobs.restart.signals import leave
 from jobs.run.file import RunFile
 from jobs.train.__main__ import main
 from jobs.train.placement import Placement
-from jobs.train.tasks.build import Score, Workload
+from jobs.train.tasks.task import Score, Workload
 
 FEATURES, CLASSES, STEPS_PER_EPOCH = 20, 10, 25
 

@@ -30,9 +30,11 @@ from jobs.restart.files import Identity, list_sets, remove_sets
 from jobs.restart.signals import leave
 from jobs.restart.state import BatchStream, Position, capture, model_digest
 from jobs.train.agreement import Refused, decide_on_root, decide_together
+from jobs.train.optimizers import build_optimizer
 from jobs.train.placement import find_placement
 from jobs.train.reduce.reduction import build_reduction
-from jobs.train.tasks.build import WorkloadError, build_optimizer, build_workload
+from jobs.train.tasks.build import build_workload
+from jobs.train.tasks.task import WorkloadError
 from oktopk import broadcast_parameters
 
 

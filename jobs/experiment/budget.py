@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jobs.experiment.registry import Trial
+from jobs.experiment.trials import Trial
 
 START_SECONDS = 20.0
 """A launch: imports, MPI, the first touch of a GPU."""

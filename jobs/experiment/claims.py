@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+from jobs.experiment.model import Experiment
 from jobs.report.groups import Group, is_captured, timed_by_stage
 from jobs.report.page import Claim
-
-if TYPE_CHECKING:
-    from jobs.experiment.registry import Experiment
 
 MARGIN = 0.002  # of accuracy that a sparse method may lose
 WORD_ERROR_RATE = 0.309  # of the paper's LSTM

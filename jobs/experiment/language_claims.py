@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,14 +11,12 @@ from data.text.file import open_text_file
 from data.text.frequencies import frequency_loss
 from data.text.masking import TextEvaluationLoader
 from jobs.experiment.claims import NotMeasured, claim, figure, only, step_claim, volume_claims
+from jobs.experiment.model import Experiment
 from jobs.report.groups import Group, by_batch, timed_by_stage
 from jobs.report.page import Claim
 from jobs.report.style import title_of
 from jobs.report.summary import Run
 from jobs.train.timing import ON_THE_DEVICE
-
-if TYPE_CHECKING:
-    from jobs.experiment.registry import Experiment
 
 LOSS_MARGIN = 0.01  # of dense's loss, that a sparse method may lose
 LEARNT = 0.5  # nats below what word frequencies give

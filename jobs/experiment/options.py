@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jobs.experiment.registry import EXPERIMENTS, KINDS
+from jobs.experiment.registry import EXPERIMENTS
+from jobs.experiment.trials import KINDS
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

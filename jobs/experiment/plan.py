@@ -15,7 +15,8 @@ from tabulate import tabulate
 from jobs.config.config import with_later_keys
 from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
 from jobs.experiment.budget import RUN_SECONDS, START_SECONDS, Pace, launches
-from jobs.experiment.registry import KINDS, SHORT, Experiment, Trial, trials
+from jobs.experiment.model import Experiment
+from jobs.experiment.trials import KINDS, SHORT, Trial, trials
 from jobs.restart.start import other_data
 from jobs.run.file import RunFileError
 from jobs.run.reader import DAMAGE, RunReader

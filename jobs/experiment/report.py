@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs.experiment.claims import region_claim
-from jobs.experiment.registry import KINDS, Experiment
+from jobs.experiment.model import Experiment
+from jobs.experiment.trials import KINDS
 from jobs.report.__main__ import PAGE, report, tables
 from jobs.report.groups import group_runs
 from jobs.report.page import Cell, Claim, Table, hardware, short_commit, task

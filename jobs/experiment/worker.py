@@ -25,13 +25,14 @@ from mpi4py import MPI
 
 from jobs.config.file import ConfigError, validate
 from jobs.experiment.budget import Pace
-from jobs.experiment.registry import Trial
+from jobs.experiment.trials import Trial
 from jobs.restart.signals import EXIT_STATUS, Interrupted, heed_again
 from jobs.restart.start import checkpoint_folder
 from jobs.train.__main__ import FAULTS, Build, train
 from jobs.train.agreement import decide_on_root, decide_together
 from jobs.train.reduce.background import stop_process_group
-from jobs.train.tasks.build import build_workload, load_images
+from jobs.train.tasks.build import build_workload
+from jobs.train.tasks.images import load_images
 
 
 class Outcome:

@@ -15,7 +15,7 @@ from torch import nn
 
 from jobs.restart.resume import Found
 from jobs.train.reduce.reduction import ReducingOptimizer
-from jobs.train.tasks.build import Workload
+from jobs.train.tasks.task import Workload
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,11 @@ from jobs.run.file import RunFile, RunFileError, RunInfo
 from jobs.run.gradient_file import GradientFileError, GradientRecorder, check_recordable, steps_recorded
 from jobs.train.agreement import NonFiniteLossError, RanksDiverged, Refused, decide_on_root, decide_together
 from jobs.train.loop import TrainingLoop
+from jobs.train.optimizers import build_optimizer
 from jobs.train.placement import Placement, find_placement
 from jobs.train.reduce.reduction import build_reduction
-from jobs.train.tasks.build import Workload, WorkloadError, build_optimizer, build_workload
+from jobs.train.tasks.build import build_workload
+from jobs.train.tasks.task import Workload, WorkloadError
 from oktopk import NonFiniteGradientError, broadcast_parameters
 from oktopk.settings import entries_kept
 

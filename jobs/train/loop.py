@@ -28,7 +28,7 @@ from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.placement import Placement
 from jobs.train.reduce.reduction import ReducingOptimizer, settling
 from jobs.train.schedule import learning_rate_factor
-from jobs.train.tasks.build import Workload
+from jobs.train.tasks.task import Workload
 from jobs.train.timing import Laps, MeasuredStep, TimedStep, measure
 from oktopk import average_buffers
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from jobs.train.tasks.build import Workload
+from jobs.train.tasks.task import Workload
 
 Settle = Callable[[], None]
 

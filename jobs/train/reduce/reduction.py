@@ -16,7 +16,7 @@ from jobs.train.passes import Settle
 from jobs.train.placement import Placement
 from jobs.train.reduce.background import MpiWire, TorchWire, Wire, WireError, start_process_group
 from jobs.train.reduce.baselines import BucketedTraining, DdpTraining, bucket_slices
-from jobs.train.tasks.build import Workload
+from jobs.train.tasks.task import Workload
 from oktopk import METHODS, DistributedOptimizer, StepReport
 from oktopk.torch.gradients import FlatGradients
 

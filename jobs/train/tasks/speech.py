@@ -18,8 +18,8 @@ from data.speech.spectrogram import frame_count, log_spectrograms
 from jobs.config.config import Config
 from jobs.config.sections import DataConfig
 from jobs.train.placement import Placement
-from jobs.train.tasks.build import Score, WorkloadError, autocast
 from jobs.train.tasks.decoding import count_errors, decode
+from jobs.train.tasks.task import Score, WorkloadError, autocast
 from models.lstm import LSTM, output_lengths
 
 

@@ -15,7 +15,7 @@ from data.text.masking import IGNORED, TextBatch, TextEvaluationLoader, TextTrai
 from jobs.config.config import Config
 from jobs.config.sections import TrainingConfig
 from jobs.train.placement import Placement
-from jobs.train.tasks.build import Score, WorkloadError, autocast
+from jobs.train.tasks.task import Score, WorkloadError, autocast
 from models.bert import BERT
 
 

@@ -24,7 +24,8 @@ from jobs.experiment.options import parse
 from jobs.experiment.plan import plan
 from jobs.experiment.worker import main as work
 from jobs.run.reader import RunReader
-from jobs.train.tasks.build import Workload, build_workload
+from jobs.train.tasks.build import build_workload
+from jobs.train.tasks.task import Workload
 from tests.small_experiment import VGG, small
 
 ROOT = Path(__file__).parents[3]

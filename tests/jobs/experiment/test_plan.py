@@ -14,8 +14,9 @@ from jobs.experiment.budget import RUN_SECONDS, START_SECONDS, Pace
 from jobs.experiment.claims import region_claim
 from jobs.experiment.options import parse
 from jobs.experiment.plan import describe, measured_pace, plan, planned_files, shortened
-from jobs.experiment.registry import EXPERIMENTS, KINDS, Trial, trials
+from jobs.experiment.registry import EXPERIMENTS
 from jobs.experiment.report import write_report
+from jobs.experiment.trials import KINDS, Trial, trials
 from jobs.report.groups import group_runs
 from jobs.report.summary import read_runs
 from jobs.run.file import RunFile, RunFileError, RunInfo

@@ -20,12 +20,12 @@ from jobs.config.file import ConfigError, validate
 from jobs.config.sections import OptimizerConfig
 from jobs.report.summary import Run, read_runs
 from jobs.train.__main__ import main
-from jobs.train.captured_optimizer import CapturedOptimizer
+from jobs.train.optimizers import CapturedOptimizer, build_optimizer
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.background import TorchWire, ring_traffic, start_process_group, stop_process_group
 from jobs.train.reduce.baselines import BucketedTraining, bucket_slices
 from jobs.train.reduce.reduction import settling
-from jobs.train.tasks.build import autocast, build_optimizer
+from jobs.train.tasks.task import autocast
 from models.bert import BERT
 from models.vgg import VGG16
 from oktopk import DistributedOptimizer

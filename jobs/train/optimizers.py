@@ -1,15 +1,98 @@
-"""An optimizer's step as one CUDA graph."""
+"""The torch optimizers of a run, whose step may be one CUDA graph."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from jobs.config.sections import OptimizerConfig
 from oktopk.torch.optimizer import WrappedOptimizer
+
+LONG_AGO = 2.0**60
+"""A step count at which torch's bias corrections are 1, and which counting on leaves as it is."""
+
+
+def build_optimizer(
+    config: OptimizerConfig,
+    parameters: Iterable[nn.Parameter],
+    *,
+    fused: bool = False,
+    captured: bool = False,
+) -> torch.optim.Optimizer:
+    """The torch optimizer that applies the reduced gradient.
+
+    Args:
+        config: of a run.
+        parameters: where they are to stay.
+        fused: in one kernel.
+        captured: and that replayed as a CUDA graph.
+    """
+    optimizer = _torch_optimizer(config, parameters, fused, captured)
+    return CapturedOptimizer(optimizer) if captured else optimizer
+
+
+def _torch_optimizer(
+    config: OptimizerConfig, parameters: Iterable[nn.Parameter], fused: bool, capturable: bool
+) -> torch.optim.Optimizer:
+    groups = _groups(config, parameters)
+    if config.name == "sgd":
+        return torch.optim.SGD(
+            groups,
+            lr=config.lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            nesterov=config.nesterov,
+            fused=fused or None,
+        )
+    kinds: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    kind = kinds[config.name] if config.bias_correction else UncorrectedAdam
+    return kind(
+        groups,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=fused or None,
+        capturable=capturable,
+    )
+
+
+def _groups(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    every = list(parameters)
+    if config.decay_vectors:
+        return [{"params": every}]
+    matrices = {"params": [p for p in every if p.ndim > 1]}
+    vectors = {"params": [p for p in every if p.ndim <= 1], "weight_decay": 0.0}
+    return [group for group in (matrices, vectors) if group["params"]]
+
+
+class UncorrectedAdam(torch.optim.AdamW):
+    """Adam without bias correction, with decoupled weight decay.
+
+    p <- (1 - lr wd) p - lr m / (sqrt(v) + eps), m and v being the running means of the gradient and of its square, from
+    zero. It is torch's, told that it began long ago.
+
+    Args:
+        As torch.optim.AdamW.
+
+    Source: Devlin et al., NAACL 2019, and their published optimizer.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer's; the state is there from the start."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        on_device = group["capturable"] or group["fused"]
+        for parameter in group["params"]:
+            self.state[parameter] = {
+                "step": torch.tensor(LONG_AGO, device=parameter.device if on_device else "cpu"),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
 
 class CapturedOptimizer(WrappedOptimizer):
