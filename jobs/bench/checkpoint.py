@@ -22,7 +22,6 @@ import torch
 from mpi4py import MPI
 from tqdm import tqdm
 
-from data import DataError
 from jobs.config.config import Config
 from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
 from jobs.restart.checkpoint import Checkpointer, Due, Interval
@@ -30,12 +29,7 @@ from jobs.restart.files import Identity, list_sets, remove_sets
 from jobs.restart.signals import leave
 from jobs.restart.state import BatchStream, Position, capture, model_digest
 from jobs.train.agreement import Refused, decide_on_root, decide_together
-from jobs.train.optimizers import build_optimizer
-from jobs.train.placement import find_placement
-from jobs.train.reduce.reduction import build_reduction
-from jobs.train.tasks.build import build_workload
-from jobs.train.tasks.task import WorkloadError
-from oktopk import broadcast_parameters
+from jobs.train.setup import set_up
 
 
 class CheckpointBench:
@@ -50,16 +44,8 @@ class CheckpointBench:
     def __init__(self, config: Config, comm: MPI.Intracomm, folder: Path) -> None:
         torch.set_num_threads(config.training.threads)
         self.comm = comm
-        placement = find_placement(config.training.device, comm, deterministic=config.training.deterministic)
-        self.workload = decide_together(
-            comm,
-            lambda: build_workload(config, rank=comm.rank, size=comm.size),
-            (DataError, WorkloadError, OSError),
-        )
-        self.workload.place(placement)
-        inner = build_optimizer(config.optimizer, self.workload.model.parameters(), fused=placement.fused)
-        self.optimizer = build_reduction(config, self.workload, inner, placement, comm)
-        broadcast_parameters(self.workload.model, comm)
+        setup = set_up(config, comm)
+        self.workload, self.optimizer = setup.workload, setup.optimizer
         self.workload.model.train()
         self.batches = BatchStream(
             self.workload,

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +17,7 @@ from torch import nn
 from jobs.config.config import Config
 from jobs.restart.checkpoint import Checkpointer, Interval
 from jobs.restart.files import Identity
-from jobs.restart.resume import Found, find
+from jobs.restart.resume import find
 from jobs.restart.safeguard import Safeguard
 from jobs.restart.signals import SignalNote
 from jobs.restart.start import (
@@ -37,6 +38,21 @@ from jobs.train.agreement import decide_on_root
 from jobs.train.reduce.reduction import ReducingOptimizer
 
 
+@dataclass(frozen=True)
+class Resumed:
+    """Where a job goes on.
+
+    Attributes:
+        progress: what earlier jobs of the run have done.
+        continues: whether an earlier job began this run: its files are this run's to replace.
+        identity: of checkpoints of this run.
+    """
+
+    progress: Progress
+    continues: bool
+    identity: Identity
+
+
 class Session:
     """A job's hold on its run; a context manager. Every method is collective.
 
@@ -52,7 +68,6 @@ class Session:
         self._config, self._comm = config, comm
         self._folder = checkpoint_folder(config)
         self._lock: FolderLock | None = None
-        self._found: Found | None = None
         self._start: Start = decide_on_root(comm, self._begin, (RunFileError, OSError))
 
     def _begin(self) -> Start:
@@ -66,28 +81,24 @@ class Session:
         """Whether the run has nothing left to do."""
         return self._start.complete
 
-    @property
-    def continues(self) -> bool:
-        """Whether an earlier job began this run: what it left is this run's to replace."""
-        return self._found is not None or self._start.saved_ranks is not None
-
-    def resume(self, model: nn.Module, optimizer: ReducingOptimizer) -> Progress:
+    def resume(self, model: nn.Module, optimizer: ReducingOptimizer) -> Resumed:
         """Continue from the newest usable checkpoint if there is one, and say so.
 
         Raises:
             Refused: on every rank: there are checkpoints and none can be used.
         """
+        identity = Identity(model_digest(model), self._config.reduction.method, optimizer.length)
+        found = None
         if self._start.resume:
-            identity = self._identify(model, optimizer)
-            self._found = find(self._comm, self._folder, identity, self._say, self._differing)
-        found = self._found
+            found = find(self._comm, self._folder, identity, self._say, self._differing)
+        begun = self._start.saved_ranks is not None
         if found is None:
-            if self._start.saved_ranks is not None:
+            if begun:
                 self._say(
                     f"{self._config.run.file} was interrupted before its first checkpoint: begins again"
                 )
             seed_generators(self._config.training.seed, self._comm.rank)
-            return Progress()
+            return Resumed(Progress(), begun, identity)
         progress = restore(
             found,
             model,
@@ -102,9 +113,9 @@ class Session:
                 f"{found.ranks} ranks wrote it and {self._comm.size} continue: residuals are redistributed, "
                 "their sum over the ranks is kept"
             )
-        return progress
+        return Resumed(progress, True, identity)
 
-    def create_run_file(self, info: RunInfo) -> RunFile:
+    def create_run_file(self, info: RunInfo, resumed: Resumed) -> RunFile:
         """The run file with the steps up to the checkpoint in it; on rank 0 alone.
 
         From here on the run that it replaces is gone, and not before: a job may well end while it still loads.
@@ -115,22 +126,20 @@ class Session:
         if self._config.run.overwrite and not self._start.resume:
             begin_afresh(self._folder)
         path, there = self._config.run.file, self._start.saved_ranks is not None
-        behind = self._found.step if self._found is not None else 0
+        behind = resumed.progress.done
         earlier = read_record(path, behind) if behind and there else None
         file = RunFile(path, info, overwrite=self._config.run.overwrite or there, earlier=earlier)
         if file.done < behind:
             self._say(f"{path} lacks steps {file.done + 1} to {behind}: no file has them any more")
         return file
 
-    def safeguard(
-        self, model: nn.Module, optimizer: ReducingOptimizer, progress: Progress, watchdog: Watchdog
-    ) -> Safeguard:
+    def safeguard(self, resumed: Resumed, watchdog: Watchdog) -> Safeguard:
         """What guards the steps from here on."""
         config, note = self._config, SignalNote()
         checkpointer = Checkpointer(
             self._comm,
             self._folder if config.checkpoint.enabled else None,
-            self._identify(model, optimizer),
+            resumed.identity,
             {
                 "config": json.loads(config.to_json()),
                 "versions": provenance.versions(),
@@ -145,16 +154,13 @@ class Session:
             before_sealing=lambda: sync(Path(config.run.file)),
             moved=watchdog.move,
         )
-        checkpointer.start(progress.done)
+        checkpointer.start(resumed.progress.done)
         return Safeguard(checkpointer, note, watchdog)
 
     def _differing(self, manifest: Mapping[str, Any]) -> list[str]:
         # the run file, which plan_start asks, may have been moved away
         saved = json.dumps(manifest.get("config", {}))
         return differing_settings(self._config, self._comm.size, saved, int(manifest["ranks"]))
-
-    def _identify(self, model: nn.Module, optimizer: ReducingOptimizer) -> Identity:
-        return Identity(model_digest(model), self._config.reduction.method, optimizer.length)
 
     def _say(self, message: str) -> None:
         if self._comm.rank == 0:

@@ -21,18 +21,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from mpi4py import MPI
 
-from data import DataError
 from data.checksums import data_checksum
 from jobs.cluster.rank_check import launch_problem
 from jobs.config.config import Config
 from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
 from jobs.restart.checkpoint import CheckpointError
-from jobs.restart.session import Session
+from jobs.restart.session import Resumed, Session
 from jobs.restart.signals import EXIT_STATUS, Interrupted, leave, show_when_asked
 from jobs.restart.watchdog import Watchdog
 from jobs.run import provenance
@@ -40,24 +38,13 @@ from jobs.run.file import RunFile, RunFileError, RunInfo
 from jobs.run.gradient_file import GradientFileError, GradientRecorder, check_recordable, steps_recorded
 from jobs.train.agreement import NonFiniteLossError, RanksDiverged, Refused, decide_on_root, decide_together
 from jobs.train.loop import TrainingLoop
-from jobs.train.optimizers import build_optimizer
-from jobs.train.placement import Placement, find_placement
-from jobs.train.reduce.reduction import build_reduction
+from jobs.train.setup import Build, Setup, set_up
 from jobs.train.tasks.build import build_workload
-from jobs.train.tasks.task import Workload, WorkloadError
-from oktopk import NonFiniteGradientError, broadcast_parameters
+from oktopk import NonFiniteGradientError
 from oktopk.settings import entries_kept
 
 FAULTS = (Refused, NonFiniteGradientError, NonFiniteLossError, RanksDiverged, CheckpointError)
 """What ends a run before its end; raised on every rank alike."""
-
-
-class Build(Protocol):
-    """What makes the workload of a rank; jobs.train.tasks.build.build_workload unless main() is given another."""
-
-    def __call__(self, config: Config, *, rank: int, size: int) -> Workload:
-        """See build_workload."""
-        ...
 
 
 def main(
@@ -163,49 +150,22 @@ def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
         if session.complete:
             _say(comm, f"jobs.train: {config.run.file} is complete: nothing to do")
             return
-        placement = find_placement(config.training.device, comm, deterministic=config.training.deterministic)
-        if config.training.cuda_graph and not placement.captures:
-            raise Refused(f"training.cuda_graph needs GPUs, and this run is on {placement.device}")
-        workload = _build_workload(config, comm, build, placement)
-        inner = build_optimizer(
-            config.optimizer,
-            workload.model.parameters(),
-            fused=placement.fused,
-            captured=config.captured,
-        )
-        optimizer = build_reduction(config, workload, inner, placement, comm)
-        broadcast_parameters(workload.model, comm)
-        progress = session.resume(workload.model, optimizer)
-        check_gradient_file(config, comm, session)
+        setup = set_up(config, comm, build)
+        resumed = session.resume(setup.workload.model, setup.optimizer)
+        check_gradient_file(config, comm, resumed.continues)
         with (
-            open_run_file(config, comm, optimizer.length, placement, session) as file,
-            open_gradient_file(config, comm, optimizer.length, progress.done) as gradients,
-            session.safeguard(workload.model, optimizer, progress, watchdog) as safeguard,
+            open_run_file(setup, session, resumed) as file,
+            open_gradient_file(config, comm, setup.optimizer.length, resumed.progress.done) as gradients,
+            session.safeguard(resumed, watchdog) as safeguard,
         ):
-            TrainingLoop(
-                config, comm, placement, workload, inner, optimizer, file, gradients, progress, safeguard
-            ).run()
-        optimizer.close()
+            TrainingLoop(setup, file, gradients, resumed.progress, safeguard).run()
+        setup.optimizer.close()
 
 
-def _build_workload(config: Config, comm: MPI.Intracomm, build: Build, placement: Placement) -> Workload:
-    def build_here() -> Workload:
-        workload = build(config, rank=comm.rank, size=comm.size)
-        workload.place(placement)
-        if workload.steps_per_epoch < config.training.accumulate:
-            raise WorkloadError(
-                f"training.accumulate {config.training.accumulate} is more than the "
-                f"{workload.steps_per_epoch} batches of an epoch"
-            )
-        return workload
-
-    return decide_together(comm, build_here, (DataError, WorkloadError, OSError, torch.OutOfMemoryError))
-
-
-def check_gradient_file(config: Config, comm: MPI.Intracomm, session: Session) -> None:
+def check_gradient_file(config: Config, comm: MPI.Intracomm, continues: bool) -> None:
     """Before anything of the run is written: no recording of another one is in the way; collective. Raises Refused."""
     folder = config.run.record_gradients
-    if folder and not config.run.overwrite and not session.continues:
+    if folder and not config.run.overwrite and not continues:
         decide_together(comm, lambda: check_recordable(folder, comm.rank), (GradientFileError,))
 
 
@@ -243,16 +203,15 @@ def open_gradient_file(
     return decide_together(comm, create, (GradientFileError,))
 
 
-def open_run_file(
-    config: Config, comm: MPI.Intracomm, length: int, placement: Placement, session: Session
-) -> AbstractContextManager[RunFile | None]:
+def open_run_file(setup: Setup, session: Session, resumed: Resumed) -> AbstractContextManager[RunFile | None]:
     """The run file on rank 0, None elsewhere; collective. Raises Refused."""
+    config, comm, length = setup.config, setup.comm, setup.optimizer.length
     created: list[RunFile] = []
 
     def create() -> None:
         info = RunInfo(
             config=config.to_json(),
-            versions=provenance.versions_json(device=placement.description),
+            versions=provenance.versions_json(device=setup.placement.description),
             method=config.reduction.method,
             ranks=comm.size,
             length=length,
@@ -267,7 +226,7 @@ def open_run_file(
             job=provenance.job(),
             data=data_checksum(config.data.path),
         )
-        created.append(session.create_run_file(info))
+        created.append(session.create_run_file(info, resumed))
 
     decide_on_root(comm, create, (RunFileError, OSError))
     return created[0] if created else nullcontext()

@@ -25,10 +25,9 @@ from jobs.run.gradient_file import GradientRecorder
 from jobs.run.recorder import StepRecorder
 from jobs.train.agreement import NonFiniteLossError, check_same_parameters
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
-from jobs.train.placement import Placement
-from jobs.train.reduce.reduction import ReducingOptimizer, settling
+from jobs.train.reduce.reduction import settling
 from jobs.train.schedule import learning_rate_factor
-from jobs.train.tasks.task import Workload
+from jobs.train.setup import Setup
 from jobs.train.timing import Laps, MeasuredStep, TimedStep, measure
 from oktopk import average_buffers
 
@@ -50,12 +49,7 @@ class TrainingLoop:
     """The loop with what it carries from step to step; run() is collective.
 
     Args:
-        config: a run's.
-        comm: the ranks that train together.
-        placement: this rank's device.
-        workload: this rank's side of the task.
-        inner: the torch optimizer, whose learning rate follows the schedule.
-        optimizer: the one around it that reduces.
+        setup: what is trained, with what; learning rates of its optimizer follow the schedule.
         file: where rank 0 records, None on the others.
         gradients: where this rank's gradients are recorded, None for nowhere.
         progress: what earlier jobs of the run have done.
@@ -64,21 +58,17 @@ class TrainingLoop:
 
     def __init__(
         self,
-        config: Config,
-        comm: MPI.Intracomm,
-        placement: Placement,
-        workload: Workload,
-        inner: torch.optim.Optimizer,
-        optimizer: ReducingOptimizer,
+        setup: Setup,
         file: RunFile | None,
         gradients: GradientRecorder | None = None,
         progress: Progress = Progress(),  # noqa: B008 - frozen
         safeguard: Safeguard | None = None,
     ) -> None:
+        config, comm, workload = setup.config, setup.comm, setup.workload
         self.config, self.comm, self.workload = config, comm, workload
-        self.inner, self.optimizer, self.file, self.gradients = inner, optimizer, file, gradients
+        self.optimizer, self.placement = setup.optimizer, setup.placement
+        self.file, self.gradients = file, gradients
         self.steps_per_epoch = workload.steps_per_epoch // config.training.accumulate
-        self.placement = placement
         self.safeguard = safeguard
         self.batches = BatchStream(
             workload,
@@ -94,10 +84,10 @@ class TrainingLoop:
         self.timed: list[TimedStep] = []
         self.began = 0.0
         # of a batch in its step's loss
-        share = torch.tensor(1.0 / config.training.accumulate, device=placement.device)
+        share = torch.tensor(1.0 / config.training.accumulate, device=self.placement.device)
         self.passes: Passes = EagerPasses(workload, share)
         if config.captured:
-            self.passes = CapturedPasses(workload, share, settling(optimizer))
+            self.passes = CapturedPasses(workload, share, settling(self.optimizer))
         self.figures: dict[str, str] = {}
         self.bar: tqdm[Any] = tqdm(
             total=self.steps,
@@ -167,7 +157,7 @@ class TrainingLoop:
             steps_per_epoch=self.steps_per_epoch,
             ranks=self.comm.size,
         )
-        for group in self.inner.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = rate
         laps = Laps(self.placement)
         losses = [self._accumulate(laps, number) for number in range(self.config.training.accumulate)]

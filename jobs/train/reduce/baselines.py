@@ -46,6 +46,11 @@ class DenseTraining(ABC):
         self._clip_norm = clip_norm
         self._steps = 0
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the torch optimizer within."""
+        return self.inner.param_groups
+
     def zero_grad(self) -> None:
         """Forget all gradients."""
         self.inner.zero_grad(set_to_none=True)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
+from torch import nn
 
 from jobs.config.config import Config
 from jobs.train.agreement import Refused
@@ -16,7 +17,6 @@ from jobs.train.passes import Settle
 from jobs.train.placement import Placement
 from jobs.train.reduce.background import MpiWire, TorchWire, Wire, WireError, start_process_group
 from jobs.train.reduce.baselines import BucketedTraining, DdpTraining, bucket_slices
-from jobs.train.tasks.task import Workload
 from oktopk import METHODS, DistributedOptimizer, StepReport
 from oktopk.torch.gradients import FlatGradients
 
@@ -25,6 +25,11 @@ class ReducingOptimizer(Protocol):
     """What the loop needs of an optimizer that reduces; see oktopk.DistributedOptimizer."""
 
     length: int
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the torch optimizer within."""
+        ...
 
     @property
     def gradient(self) -> NDArray[np.float32]:
@@ -66,14 +71,19 @@ class ReducingOptimizer(Protocol):
 
 def build_reduction(
     config: Config,
-    workload: Workload,
+    network: nn.Module,
     inner: torch.optim.Optimizer,
     placement: Placement,
     comm: MPI.Intracomm,
 ) -> ReducingOptimizer:
     """The optimizer that reduces as `config.reduction` says. Collective.
 
-    DistributedDataParallel is wrapped around the workload's network.
+    Args:
+        config: a run's.
+        network: what losses are computed with. For "ddp" DistributedDataParallel is wrapped around it: see DdpTraining.network.
+        inner: the torch optimizer that owns its parameters.
+        placement: this rank's device.
+        comm: the ranks that train together.
 
     Raises:
         Refused: the device, this MPI or this torch cannot do it; on every rank alike.
@@ -91,7 +101,7 @@ def build_reduction(
             )
             optimizer.reducer.time_stages = config.run.time_stages
             return optimizer
-        return _BUILDERS[settings.method](config, workload, inner, placement, comm)
+        return _BUILDERS[settings.method](config, network, inner, placement, comm)
     except (ValueError, WireError) as error:  # the same on every rank
         raise Refused(str(error)) from error
 
@@ -105,7 +115,7 @@ def settling(optimizer: ReducingOptimizer) -> Settle | None:
 
 def _overlapped(
     config: Config,
-    workload: Workload,
+    network: nn.Module,
     inner: torch.optim.Optimizer,
     placement: Placement,
     comm: MPI.Intracomm,
@@ -118,7 +128,7 @@ def _overlapped(
 
 def _in_one_piece(
     config: Config,
-    workload: Workload,
+    network: nn.Module,
     inner: torch.optim.Optimizer,
     placement: Placement,
     comm: MPI.Intracomm,
@@ -135,7 +145,7 @@ def _in_one_piece(
 
 def _ddp(
     config: Config,
-    workload: Workload,
+    network: nn.Module,
     inner: torch.optim.Optimizer,
     placement: Placement,
     comm: MPI.Intracomm,
@@ -144,16 +154,14 @@ def _ddp(
     if gradient_type not in ("", "float32", "bfloat16"):
         raise WireError(f"reduction.gradient_type {gradient_type!r} is not for 'ddp': float32 or bfloat16")
     start_process_group(comm, placement.device, placement.process_group, placement.unit)
-    training = DdpTraining(
+    return DdpTraining(
         inner,
         config.optimizer.clip_norm,
-        workload.network,
+        network,
         comm.size,
         bucket_mb=config.reduction.bucket_mb,
         compressed=gradient_type == "bfloat16",
     )
-    workload.network = training.network
-    return training
 
 
 _BUILDERS = {"dense-ovlp": _overlapped, "nccl": _in_one_piece, "ddp": _ddp}
