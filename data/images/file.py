@@ -6,12 +6,12 @@
     labels      int64[N]
 """
 
-import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import h5py
 import numpy as np
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from data import DataError
 from data.images.dataset import ImageSet, channel_statistics, check_labels
+from data.prepared_file import SPLITS, check_sum, created, mapped, opened
 
 FORMAT, VERSION = "oktopk-images", 1
-SPLITS = ("train", "test")
 BLOCK = 1000
 
 
@@ -60,20 +60,19 @@ class ImageFileWriter:
                 raise DataError(f"{path}: {counts[split]} samples in split {split!r}, not at least 1")
         self.path = path
         self.classes = classes
-        self._beside = path.with_name(f".{path.name}.{os.getpid()}.part")
         self._missing = dict(counts)
-        self._file = h5py.File(self._beside, "w")
-        attributes = {
-            "format": FORMAT,
-            "version": VERSION,
-            "name": name,
-            "source": source,
-            "classes": list(classes),
-        }
-        self._file.attrs.update(attributes)
-        for split in SPLITS:
-            self._file.create_dataset(f"{split}/images", (counts[split], *shape), np.uint8)
-            self._file.create_dataset(f"{split}/labels", (counts[split],), np.int64)
+        self._writing = self._written(shape, counts, name=name, source=source, classes=list(classes))
+
+    @contextmanager
+    def _written(
+        self, shape: tuple[int, int, int], counts: Mapping[str, int], **attributes: Any
+    ) -> Iterator[h5py.File]:
+        with created(self.path, format=FORMAT, version=VERSION, **attributes) as file:
+            for split in SPLITS:
+                file.create_dataset(f"{split}/images", (counts[split], *shape), np.uint8)
+                file.create_dataset(f"{split}/labels", (counts[split],), np.int64)
+            yield file
+            self._finish(file)
 
     def put(self, split: str, start: int, images: NDArray[np.uint8], labels: NDArray[np.integer]) -> None:
         """Write some samples, each position once.
@@ -94,32 +93,23 @@ class ImageFileWriter:
         self._missing[split] -= len(images)
 
     def __enter__(self) -> "ImageFileWriter":
+        self._file = self._writing.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            self._file.close()
-            self._beside.unlink(missing_ok=True)
+        self._writing.__exit__(kind, error, trace)
 
-    def _finish(self) -> None:
+    def _finish(self, file: h5py.File) -> None:
         for split in SPLITS:
             if self._missing[split]:
                 raise DataError(
                     f"{self.path}: {self._missing[split]} samples of split {split!r} were never written"
                 )
-            self._file[split].attrs["crc32"] = split_checksum(self._file[split])
-        mean, std = channel_statistics(self._file["train/images"])
-        self._file.attrs.update({"mean": mean, "std": std})
-        self._file.close()
-        # The name must not appear before the bytes, also when the machine stops in between.
-        with open(self._beside, "rb") as whole:
-            os.fsync(whole.fileno())
-        os.replace(self._beside, self.path)
+            file[split].attrs["crc32"] = split_checksum(file[split])
+        mean, std = channel_statistics(file["train/images"])
+        file.attrs.update({"mean": mean, "std": std})
 
 
 def open_image_file(path: str | Path, *, verify: bool = False) -> tuple[ImageSet, ImageSet]:
@@ -139,17 +129,7 @@ def open_image_file(path: str | Path, *, verify: bool = False) -> tuple[ImageSet
             verify) changed bytes.
     """
     path = Path(path)
-    with opened(path) as file:
-        found = file.attrs.get("format")
-        if not isinstance(found, str) or found != FORMAT:
-            raise DataError(
-                f"{path}: format {found!r} is not {FORMAT!r}; write the file with python -m data.prepare"
-            )
-        version = file.attrs.get("version")
-        if version != VERSION:
-            raise DataError(
-                f"{path}: version {version} of the layout is not {VERSION}; prepare the file again"
-            )
+    with opened(path, "images", FORMAT, VERSION) as file:
         train, test = (read_split(file, path, split, verify) for split in SPLITS)
     if train.shape != test.shape:
         raise DataError(
@@ -158,40 +138,14 @@ def open_image_file(path: str | Path, *, verify: bool = False) -> tuple[ImageSet
     return train, test
 
 
-@contextmanager
-def opened(path: Path, what: str = "images") -> Iterator[h5py.File]:
-    """The file, open for reading; whatever HDF5 finds wrong with it becomes a DataError that names it."""
-    if not path.is_file():
-        raise DataError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
-    try:
-        # A prepared file never changes in place, and some cluster file systems have no locks.
-        with h5py.File(path, "r", locking=False) as file:
-            yield file
-    except DataError:
-        raise
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path}: not a whole HDF5 file of {what}: {error}") from error
-
-
 def read_split(file: h5py.File, path: Path, split: str, verify: bool) -> ImageSet:
     """One split of an open file; see open_image_file."""
     group = file[split]
     if verify:
-        written, found = int(group.attrs["crc32"]), split_checksum(group)
-        if written != found:
-            raise DataError(
-                f"{path}: checksum {found:08x} of split {split!r} is not {written:08x}: bytes were changed"
-            )
-    images = group["images"]
-    offset = images.id.get_offset()
-    pixels: NDArray[np.uint8]
-    if offset is not None and images.dtype == np.uint8 and not file.userblock_size:
-        pixels = np.asarray(np.memmap(path, np.uint8, "r", offset, images.shape))
-    else:
-        pixels = images[:]
+        check_sum(group, split_checksum(group))
     try:
         return ImageSet(
-            images=pixels,
+            images=mapped(group["images"]),
             labels=group["labels"][:].astype(np.int64, casting="safe"),
             mean=tuple(float(value) for value in file.attrs["mean"]),
             std=tuple(float(value) for value in file.attrs["std"]),

@@ -9,7 +9,6 @@
     names          str[N]
 """
 
-import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,11 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data import DataError
-from data.images.file import opened
+from data.prepared_file import SPLITS, check_sum, created, mapped, opened
 from data.speech.dataset import ALPHABET, SpeechSet
 
 FORMAT, VERSION = "oktopk-speech", 1
-SPLITS = ("train", "test")
 BLOCK = 1 << 22
 ARRAYS = {"samples": "<i2", "offsets": "<i8", "labels": "|u1", "label_offsets": "<i8"}
 
@@ -56,21 +54,10 @@ def write_speech_file(
     for split in SPLITS:
         if not names[split]:
             raise DataError(f"{path}: 0 utterances in split {split!r}, not at least 1")
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with h5py.File(beside, "w") as file:
-            file.attrs.update(
-                {"format": FORMAT, "version": VERSION, "name": name, "source": source, "alphabet": ALPHABET}
-            )
-            for split in SPLITS:
-                group = file.create_group(split)
-                _write_split(group, path, names[split], lengths[split], labels[split], samples(split))
-        # The name must not appear before the bytes, also when the machine stops in between.
-        with open(beside, "rb") as whole:
-            os.fsync(whole.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with created(path, format=FORMAT, version=VERSION, name=name, source=source, alphabet=ALPHABET) as file:
+        for split in SPLITS:
+            group = file.create_group(split)
+            _write_split(group, path, names[split], lengths[split], labels[split], samples(split))
 
 
 def open_speech_file(path: str | Path, *, verify: bool = False) -> tuple[SpeechSet, SpeechSet]:
@@ -90,14 +77,11 @@ def open_speech_file(path: str | Path, *, verify: bool = False) -> tuple[SpeechS
             verify) changed bytes.
     """
     path = Path(path)
-    with opened(path, "speech") as file:
-        found = {key: file.attrs.get(key) for key in ("format", "version", "alphabet")}
-        wanted = {"format": FORMAT, "version": VERSION, "alphabet": ALPHABET}
-        for key, value in wanted.items():
-            if str(found[key]) != str(value):
-                raise DataError(
-                    f"{path}: {key} {found[key]!r} is not {value!r}; write the file with python -m data.prepare"
-                )
+    with opened(path, "speech", FORMAT, VERSION) as file:
+        if (alphabet := file.attrs.get("alphabet")) != ALPHABET:
+            raise DataError(
+                f"{path}: alphabet {alphabet!r} is not {ALPHABET!r}; write the file with python -m data.prepare"
+            )
         train, test = (_read_split(file, path, split, verify) for split in SPLITS)
     return train, test
 
@@ -126,21 +110,10 @@ def _write_split(
 def _read_split(file: h5py.File, path: Path, split: str, verify: bool) -> SpeechSet:
     group = file[split]
     if verify:
-        written, found = int(group.attrs["crc32"]), _checksum(group)
-        if written != found:
-            raise DataError(
-                f"{path}: checksum {found:08x} of split {split!r} is not {written:08x}: bytes were changed"
-            )
-    stored = group["samples"]
-    offset = stored.id.get_offset()
-    samples: NDArray[np.int16]
-    if offset is not None and stored.dtype == np.dtype("<i2") and not file.userblock_size:
-        samples = np.asarray(np.memmap(path, "<i2", "r", offset, stored.shape))
-    else:
-        samples = stored[:].astype(np.int16, casting="safe")
+        check_sum(group, _checksum(group))
     try:
         return SpeechSet(
-            samples=samples,
+            samples=mapped(group["samples"]).astype(np.int16, casting="safe", copy=False),
             offsets=group["offsets"][:].astype(np.int64, casting="safe"),
             labels=group["labels"][:].astype(np.uint8, casting="safe"),
             label_offsets=group["label_offsets"][:].astype(np.int64, casting="safe"),

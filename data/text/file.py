@@ -8,7 +8,6 @@
     follows     int8[N]
 """
 
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,14 +15,12 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
 from data import DataError
-from data.images.file import opened
+from data.prepared_file import SPLITS, check_sum, created, mapped, opened
 from data.text.packing import DOES_NOT_FOLLOW, NO_PAIR, SHORTEST, Sequences
 
 FORMAT, VERSION = "oktopk-text", 1
-SPLITS = ("train", "test")
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MOST_WORDS = 1 << 16
 BLOCK = 10_000
@@ -103,31 +100,20 @@ def write_text_file(
     for split in SPLITS:
         if counts[split] < 1:
             raise DataError(f"{path}: {counts[split]} sequences in split {split!r}, not at least 1")
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with h5py.File(beside, "w") as file:
-            file.attrs.update(
-                {"format": FORMAT, "version": VERSION, "name": name, "source": source, "key": key}
-            )
-            file.create_dataset("vocabulary", data=list(vocabulary), dtype=h5py.string_dtype())
-            for split in SPLITS:
-                for column, shape in (("tokens", (length,)), ("spans", (2,)), ("follows", ())):
-                    file.create_dataset(f"{split}/{column}", (counts[split], *shape), _TYPES[column])
-            start = dict.fromkeys(SPLITS, 0)
-            for part in parts:
-                for split, sequences in part.items():
-                    here = slice(start[split], start[split] + len(sequences))
-                    for column in _TYPES:
-                        file[f"{split}/{column}"][here] = getattr(sequences, column)
-                    start[split] = here.stop
-            for split in SPLITS:
-                file[split].attrs["crc32"] = split_checksum(file[split])
-        # The name must not appear before the bytes, also when the machine stops in between.
-        with open(beside, "rb") as whole:
-            os.fsync(whole.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with created(path, format=FORMAT, version=VERSION, name=name, source=source, key=key) as file:
+        file.create_dataset("vocabulary", data=list(vocabulary), dtype=h5py.string_dtype())
+        for split in SPLITS:
+            for column, shape in (("tokens", (length,)), ("spans", (2,)), ("follows", ())):
+                file.create_dataset(f"{split}/{column}", (counts[split], *shape), _TYPES[column])
+        start = dict.fromkeys(SPLITS, 0)
+        for part in parts:
+            for split, sequences in part.items():
+                here = slice(start[split], start[split] + len(sequences))
+                for column in _TYPES:
+                    file[f"{split}/{column}"][here] = getattr(sequences, column)
+                start[split] = here.stop
+        for split in SPLITS:
+            file[split].attrs["crc32"] = split_checksum(file[split])
 
 
 def open_text_file(path: str | Path, *, verify: bool = False) -> tuple[TextSet, TextSet]:
@@ -147,17 +133,7 @@ def open_text_file(path: str | Path, *, verify: bool = False) -> tuple[TextSet, 
             verify) changed bytes.
     """
     path = Path(path)
-    with opened(path, "text") as file:
-        found = file.attrs.get("format")
-        if not isinstance(found, str) or found != FORMAT:
-            raise DataError(
-                f"{path}: format {found!r} is not {FORMAT!r}; write the file with python -m data.prepare text"
-            )
-        version = file.attrs.get("version")
-        if version != VERSION:
-            raise DataError(
-                f"{path}: version {version} of the layout is not {VERSION}; prepare the file again"
-            )
+    with opened(path, "text", FORMAT, VERSION) as file:
         vocabulary = tuple(file["vocabulary"].asstr()[:])
         check_vocabulary(vocabulary, str(path))
         train, test = (
@@ -181,11 +157,7 @@ def open_text_file(path: str | Path, *, verify: bool = False) -> tuple[TextSet, 
 def _read_split(file: h5py.File, path: Path, split: str, verify: bool, words: int) -> Sequences:
     group = file[split]
     if verify:
-        written, found = int(group.attrs["crc32"]), split_checksum(group)
-        if written != found:
-            raise DataError(
-                f"{path}: checksum {found:08x} of split {split!r} is not {written:08x}: bytes were changed"
-            )
+        check_sum(group, split_checksum(group))
     for column, kind in _TYPES.items():
         if group[column].dtype != kind or len(group[column]) != len(group["tokens"]):
             raise DataError(
@@ -206,13 +178,8 @@ def _read_split(file: h5py.File, path: Path, split: str, verify: bool, words: in
         raise DataError(f"{path}, split {split!r}: spans that are not ascending in [2, {length}]")
     if not np.all((follows >= NO_PAIR) & (follows <= DOES_NOT_FOLLOW)):
         raise DataError(f"{path}, split {split!r}: follows that are not in [{NO_PAIR}, {DOES_NOT_FOLLOW}]")
-    offset = stored.id.get_offset()
-    tokens: NDArray[np.uint16]
-    if offset is not None and not file.userblock_size:
-        # copy on write: torch wants what it wraps to be writable, and the file stays as it is
-        tokens = np.asarray(np.memmap(path, np.uint16, "c", offset, stored.shape))
-    else:
-        tokens = stored[:]
+    # copy on write: torch wants what it wraps to be writable, and the file stays as it is
+    tokens = mapped(stored, "c")
     if verify:
         largest = max(int(tokens[start : start + BLOCK].max()) for start in range(0, len(tokens), BLOCK))
         if largest >= words:

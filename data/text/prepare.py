@@ -18,11 +18,11 @@ import numpy as np
 from tqdm import tqdm
 
 from data import DataError
+from data.prepared_file import SPLITS
 from data.text.corpus import read_documents, split_sentences, text_files
 from data.text.file import (
     MOST_WORDS,
     SPECIAL,
-    SPLITS,
     TextSet,
     check_vocabulary,
     open_text_file,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from data.checksums import data_checksum
 from data.exclusive import is_open_at
+from data.prepared_file import data_checksum
 from jobs.config.config import Config, with_later_keys
 from jobs.restart import files
 from jobs.restart.resume import differences

@@ -108,7 +108,7 @@ class RunInfo:
 
     length is n, the elements of the gradient; k the entries asked for after any density warm-up.
     config, versions and hardware are JSON; job is the Slurm job's number, data the checksum of the prepared data (see
-    data.checksums), "" for none.
+    data.prepared_file), "" for none.
     """
 
     config: str

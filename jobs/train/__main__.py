@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from mpi4py import MPI
 
-from data.checksums import data_checksum
+from data.prepared_file import data_checksum
 from jobs.cluster.rank_check import launch_problem
 from jobs.config.config import Config
 from jobs.config.file import ConfigError, apply_overrides, read_toml, validate

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from data import DataError
-from data.checksums import data_checksum
 from data.images.file import ImageFileWriter, open_image_file
+from data.prepared_file import data_checksum
 
 CLASSES = ("left", "right", "middle")
 COUNTS = {"train": 12, "test": 5}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from data.checksums import data_checksum
+from data.prepared_file import data_checksum
 from jobs.config.config import Config
 from jobs.config.file import apply_overrides
 from jobs.experiment.__main__ import LEFT, main

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.checksums import data_checksum
+from data.prepared_file import data_checksum
 from jobs.config.file import ConfigError, validate
 from jobs.experiment.budget import RUN_SECONDS, START_SECONDS, Pace
 from jobs.experiment.claims import region_claim

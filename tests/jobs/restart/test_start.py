@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.checksums import data_checksum
+from data.prepared_file import data_checksum
 from jobs.config.config import Config
 from jobs.restart.start import FolderLock, checkpoint_folder, plan_start
 from jobs.run.file import RunFile, RunFileError, RunInfo
