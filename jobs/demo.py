@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jobs.launch import LaunchError, available_cores, end_on_sigterm, run_job
-from jobs.report.__main__ import PAGE, report
+from jobs.report.write import PAGE, report
 from jobs.run.file import RunFileError
 
 CONFIG = Path(__file__).parent / "configs" / "digits.toml"

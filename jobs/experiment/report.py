@@ -8,11 +8,11 @@ from pathlib import Path
 from jobs.experiment.claims import region_claim
 from jobs.experiment.model import Experiment
 from jobs.experiment.trials import KINDS
-from jobs.report.__main__ import PAGE, report, tables
 from jobs.report.groups import group_runs
 from jobs.report.page import Cell, Claim, Table, hardware, short_commit, task
 from jobs.report.summary import Run, read_readable
 from jobs.report.tables import markdown
+from jobs.report.write import PAGE, report, tables
 from jobs.run.file import RunFileError
 
 TABLES = "results.md"

@@ -28,9 +28,10 @@ from jobs.experiment.budget import Pace
 from jobs.experiment.trials import Trial
 from jobs.restart.signals import EXIT_STATUS, Interrupted, heed_again
 from jobs.restart.start import checkpoint_folder
-from jobs.train.__main__ import FAULTS, Build, train
 from jobs.train.agreement import decide_on_root, decide_together
+from jobs.train.job import FAULTS, train
 from jobs.train.reduce.background import stop_process_group
+from jobs.train.setup import Build
 from jobs.train.tasks.build import build_workload
 from jobs.train.tasks.images import load_images
 

@@ -15,11 +15,11 @@ from jobs.experiment.language_claims import language_claims
 from jobs.experiment.options import parse
 from jobs.experiment.plan import measured_pace, plan
 from jobs.experiment.registry import EXPERIMENTS
-from jobs.report.__main__ import report
 from jobs.report.groups import group_runs, is_captured
 from jobs.report.page import MISSING, task
 from jobs.report.speed_tables import speed_tables, stages_table, steps_table
 from jobs.report.summary import read_runs
+from jobs.report.write import report
 from jobs.run.reader import RunReader
 from tests.documents import write_documents
 from tests.jobs.report.test_report import rows, write_run

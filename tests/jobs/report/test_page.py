@@ -17,13 +17,14 @@ from matplotlib.text import Annotation
 
 from jobs.bench.figures import LINES
 from jobs.report import panels, pictures, time_pictures
-from jobs.report.__main__ import main, report
+from jobs.report.__main__ import main
 from jobs.report.draw import PAGE, draw, svg
 from jobs.report.groups import differences, group_runs
 from jobs.report.page import Claim
 from jobs.report.style import METHODS, STAGES
 from jobs.report.summary import WARM_STEPS, read_runs
 from jobs.report.tables import markdown, method_figures, methods_table
+from jobs.report.write import report
 from tests.jobs.report.test_report import DENSE_WORDS, K, rows, write_run
 
 

@@ -14,8 +14,9 @@ import pytest
 from matplotlib.image import imread
 from numpy.typing import NDArray
 
-from jobs.report.__main__ import main, report
+from jobs.report.__main__ import main
 from jobs.report.summary import figures, read_runs
+from jobs.report.write import report
 from jobs.run.file import EVALUATION_COLUMNS, MEASURE_COLUMNS, STEP_COLUMNS, RunFile, RunFileError, RunInfo
 
 LENGTH = 1000
