@@ -63,7 +63,7 @@ test-slurm: $(READY)
 
 # The script checks its arguments, says what is missing, and leaves nothing behind.
 bench-net: $(READY)
-	@jobs/bench_net.sh --python $(BIN)/python --rate $(RATE) $(if $(JSON),--json $(JSON)) $(BENCH_ARGS)
+	@jobs/bench/net.sh --python $(BIN)/python --rate $(RATE) $(if $(JSON),--json $(JSON)) $(BENCH_ARGS)
 
 test-mpich:
 	@$(MAKE) --no-print-directory VENV=.venv-mpich EXTRAS=mpich,jobs,dev test TEST_ARGS="--no-lint $(TEST_ARGS)"

@@ -18,14 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from data import DataError, an4, cifar10, digits
+from data import DataError
 from data.download import download, md5_of
 from data.exclusive import exclusive
-from data.image_file import ImageFileWriter, open_image_file
-from data.images import ImageSet
-from data.speech import RATE, SpeechSet
-from data.speech_file import open_speech_file, write_speech_file
-from data.text import Recipe, prepare_text
+from data.images import cifar10, digits
+from data.images.dataset import ImageSet
+from data.images.file import ImageFileWriter, open_image_file
+from data.speech import an4
+from data.speech.dataset import RATE, SpeechSet
+from data.speech.file import open_speech_file, write_speech_file
+from data.text.prepare import Recipe, prepare_text
 
 
 def prepare_cifar10(
@@ -69,7 +71,7 @@ def prepare_cifar10(
 
 
 def prepare_digits(output: Path, *, size: int, held_out: float, seed: int, force: bool = False) -> str:
-    """Write scikit-learn's digits, as data.digits.load_digits returns them.
+    """Write scikit-learn's digits, as data.images.digits.load_digits returns them.
 
     Args:
         output: HDF5 file to write.

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jobs.launch import LaunchError, available_cores, end_on_sigterm, run_job
-from jobs.report import PAGE, report
-from jobs.runfile import RunFileError
+from jobs.report.write import PAGE, report
+from jobs.run.file import RunFileError
 
 CONFIG = Path(__file__).parent / "configs" / "digits.toml"
 METHODS = ("dense", "oktopk")

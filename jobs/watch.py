@@ -29,8 +29,8 @@ from rich.table import Table
 from rich.text import Text
 
 from collectives.dense_allreduce import dense_words
-from jobs.runfile import PHASES, RunFileError
-from jobs.runreader import RunReader
+from jobs.run.file import PHASES, RunFileError
+from jobs.run.reader import RunReader
 
 RECENT = 50
 """Steps that the step time and the ETA are measured over."""

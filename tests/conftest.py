@@ -4,7 +4,7 @@ A test marked `@pytest.mark.mpi` takes the fixture `comm` and must hold for any 
 3, what tests.run names on 8 too; `make test-all` on 1, 2, 3, 4, 5 and 8. `@pytest.mark.mpi(min_size=2)` skips it on fewer.
 Every rank runs it; it fails when it fails on any rank (see multirank.py). By hand:
 
-    python -m jobs.launch -n 4 -m pytest --with-mpi -m mpi tests/test_transport.py
+    python -m jobs.launch -n 4 -m pytest --with-mpi -m mpi tests/collectives/test_transport.py
 
 Starting torch costs every rank about 3 s of a core: a file with tests marked `mpi` imports it at its top only
 when those need it. Single-process tests of the same subject that do can live in a file of their own.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from data.text import Recipe, prepare_text
+from data.text.prepare import Recipe, prepare_text
 
 
 def write_documents(folder: Path, count: int = 400) -> Path:

@@ -34,8 +34,8 @@ from typing import IO
 
 from jobs.launch import end_on_sigterm, mpiexec_command
 from tests import host_cuda
+from tests.cluster.slurm.install import slurm_problem
 from tests.outcomes import WITHOUT_GPU, read_outcomes
-from tests.slurm.install import slurm_problem
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = (1, 3)
@@ -43,26 +43,26 @@ MANY_RANKS = 8
 OTHER_RANKS = (2, 4, 5)  # left to --long
 # on MANY_RANKS in every run: communication, and tests that need four ranks or more
 ON_MANY_RANKS = (
-    "tests/test_balance_and_allgatherv.py",
-    "tests/test_dense_allreduce.py",
-    "tests/test_recursive_doubling.py",
-    "tests/test_regions.py",
-    "tests/test_split_and_reduce.py",
-    "tests/test_staging_transport.py",
-    "tests/test_transport.py",
-    "tests/test_deferred_peers.py::test_regions_that_got_too_much_are_renewed_at_once",
-    "tests/test_overflow.py::test_inf_of_both_signs_never_meets_unseen",
+    "tests/collectives/test_balance_and_allgatherv.py",
+    "tests/collectives/test_dense_allreduce.py",
+    "tests/collectives/test_recursive_doubling.py",
+    "tests/oktopk/test_regions.py",
+    "tests/collectives/test_split_and_reduce.py",
+    "tests/collectives/test_staging_transport.py",
+    "tests/collectives/test_transport.py",
+    "tests/oktopk/test_deferred_peers.py::test_regions_that_got_too_much_are_renewed_at_once",
+    "tests/oktopk/test_overflow.py::test_inf_of_both_signs_never_meets_unseen",
 )
 # ranks -> which tests: alone, odd, and as many as a region needs to get three times its share; all of them take four too long
 HOST_CUDA_RANKS = {1: "test", 3: "test", 4: "too_much"}
 HOST_CUDA_TEST_SECONDS = 240  # more than a kernel on the host waits for other ranks
-HOST_CUDA_SINGLE = ("tests/test_device_kernels.py", "tests/test_one_rule.py")
+HOST_CUDA_SINGLE = ("tests/oktopk/test_device_kernels.py", "tests/oktopk/test_one_rule.py")
 HOST_CUDA_RANKS_TESTS = (
-    "tests/test_device.py",
-    "tests/test_deferred_peers.py",
-    "tests/test_gradient_tensors.py",
-    "tests/test_gradients_in_place.py",
-    "tests/test_overflow.py",
+    "tests/oktopk/test_device.py",
+    "tests/oktopk/test_deferred_peers.py",
+    "tests/oktopk/test_gradient_tensors.py",
+    "tests/oktopk/test_gradients_in_place.py",
+    "tests/oktopk/test_overflow.py",
 )
 ALL_TESTS = ["tests"]
 # Generous: they end what hangs, on a slow machine too.
@@ -215,7 +215,7 @@ def run_slurm(tally: Tally, pytest: Sequence[str], folder: Path) -> None:
         tally.add("skipped", "Slurm")
         return
     outcomes = folder / "slurm"
-    marked = ["-m", "slurm", "--timeout-method=signal", f"--outcomes={outcomes}", "tests/slurm"]
+    marked = ["-m", "slurm", "--timeout-method=signal", f"--outcomes={outcomes}", "tests/cluster/slurm"]
     command = [sys.executable, *pytest, *marked]
     run_group(tally, "Slurm", command, SLURM_SECONDS, os.environ, outcomes, False, SLURM_LEAVING)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.image_file import ImageFileWriter
-from jobs.experiments import EXPERIMENTS
+from data.images.file import ImageFileWriter
+from jobs.experiment.registry import EXPERIMENTS
 
 VGG = EXPERIMENTS["vgg"]
 

@@ -23,14 +23,14 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
-from data.loader import Batch
-from jobs import checkpoint_files
-from jobs.config import Config
-from jobs.interruption import leave
-from jobs.placement import Placement
-from jobs.runfile import RunFile
-from jobs.train import main
-from jobs.workloads import Score, Workload
+from data.images.loader import Batch
+from jobs.config.config import Config
+from jobs.restart import files
+from jobs.restart.signals import leave
+from jobs.run.file import RunFile
+from jobs.train.__main__ import main
+from jobs.train.placement import Placement
+from jobs.train.tasks.task import Score, Workload
 
 FEATURES, CLASSES, STEPS_PER_EPOCH = 20, 10, 25
 
@@ -106,7 +106,7 @@ def run(words: list[str]) -> int:
     split = words.index("--") if "--" in words else len(words)
     faults = dict(word.split("=") for word in words[split + 1 :])
     if faults.get("hang") == f"{MPI.COMM_WORLD.rank}:write":
-        checkpoint_files.write_part = stand_still  # type: ignore[assignment]
+        files.write_part = stand_still  # type: ignore[assignment]
     if faults.get("hang") == f"{MPI.COMM_WORLD.rank}:close":
         RunFile.close = stand_still  # type: ignore[assignment]
 

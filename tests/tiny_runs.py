@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.torch import load_file
 
-from jobs.checkpoint_files import list_sets
 from jobs.launch import mpiexec_command
-from jobs.runreader import RunReader
+from jobs.restart.files import list_sets
+from jobs.run.reader import RunReader
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "jobs" / "configs" / "digits.toml"

@@ -1,0 +1,216 @@
+"""CIFAR-10: the official binary layout, and the image file made of it.
+
+A batch file is a row of records, each of one label byte and 3072 pixel bytes: 32x32 red, then green, then
+blue. The Python version is pickled and never read.
+Source: https://www.cs.toronto.edu/~kriz/cifar.html, "binary version".
+"""
+
+import tarfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data import DataError
+from data.images.dataset import ImageSet, check_labels
+from data.images.file import open_image_file
+
+URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+SHAPE = (3, 32, 32)
+RECORD_BYTES = 1 + 3 * 32 * 32
+BATCH_RECORDS = 10_000
+TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
+TEST_FILE = "test_batch.bin"
+FILES = (*TRAIN_FILES, TEST_FILE)
+
+
+@dataclass(frozen=True)
+class BatchFile:
+    """Where one batch file goes.
+
+    Args:
+        name: as in the official layout.
+        where: directory or archive and name, for messages.
+        split: "train" or "test".
+        start: position of its first record in that split.
+        records: how many it has.
+    """
+
+    name: str
+    where: str
+    split: str
+    start: int
+    records: int
+
+
+def open_cifar10(path: str | Path) -> tuple[ImageSet, ImageSet]:
+    """Open the file that `python -m data.prepare cifar10` wrote.
+
+    Args:
+        path: of the HDF5 file.
+
+    Returns:
+        The training and the test split, of 50,000 and 10,000 images unless prepared from a part.
+
+    Raises:
+        DataError: no such file, truncated, of another layout, or another data set.
+    """
+    train, test = open_image_file(path)
+    if train.name != "cifar10" or train.shape != SHAPE or train.classes != CLASSES:
+        raise DataError(
+            f"{path}: holds {train.name!r}, images of shape {train.shape}, not 'cifar10' of {SHAPE}"
+        )
+    return train, test
+
+
+def find_batches(source: Path, *, partial: bool = False) -> tuple[BatchFile, ...]:
+    """What a directory or archive holds, judged by names and sizes.
+
+    Args:
+        source: a directory with the six .bin files (or with a folder cifar-10-batches-bin of them), or an
+            archive of them, such as the official .tar.gz.
+        partial: also accept fewer records per file, and fewer training files (one at least).
+
+    Returns:
+        The batch files in official order.
+
+    Raises:
+        DataError: no such source, nothing in it, a file missing, of another size, or (in an archive) there
+            twice; an archive that is damaged or cut.
+    """
+    if not source.exists():
+        raise DataError(f"{source}: no such file or directory")
+    if source.is_dir():
+        folder = binary_folder(source)
+        sizes = {name: (folder / name).stat().st_size for name in FILES if (folder / name).is_file()}
+        where = {name: str(folder / name) for name in FILES}
+    else:
+        sizes = archive_sizes(source)
+        where = {name: f"{source}:{name}" for name in FILES}
+    if not sizes:
+        raise DataError(f"{source}: none of {', '.join(FILES)} found{pickle_hint(source)}")
+    missing = [name for name in FILES if name not in sizes]
+    if TEST_FILE in missing or len(missing) == len(TRAIN_FILES) or (missing and not partial):
+        raise DataError(f"{source}: {', '.join(missing)} missing of the {len(FILES)} files of CIFAR-10")
+    batches = []
+    start = 0
+    for name in FILES:
+        if name in sizes:
+            records = record_count(sizes[name], where[name], partial)
+            test = name == TEST_FILE
+            batches.append(
+                BatchFile(name, where[name], "test" if test else "train", 0 if test else start, records)
+            )
+            start += records
+    return tuple(batches)
+
+
+def read_batches(
+    source: Path, batches: tuple[BatchFile, ...]
+) -> Iterator[tuple[BatchFile, NDArray[np.uint8], NDArray[np.uint8]]]:
+    """Read batch files, one in memory at a time, in the order in which they lie there.
+
+    Args:
+        source: as given to find_batches.
+        batches: what it returned.
+
+    Returns:
+        An iterator over (batch, images uint8[records, 3, 32, 32], labels uint8[records]).
+
+    Raises:
+        DataError: a file shorter than its size was, an archive that is damaged, or a label above 9.
+    """
+    contents = (
+        read_folder(binary_folder(source), batches) if source.is_dir() else read_archive(source, batches)
+    )
+    for batch, content in contents:
+        expected = batch.records * RECORD_BYTES
+        if len(content) != expected:
+            raise DataError(f"{batch.where}: {len(content)} bytes were read, not {expected}")
+        records = np.frombuffer(content, np.uint8).reshape(batch.records, RECORD_BYTES)
+        check_labels(records[:, 0], len(CLASSES), batch.where)
+        yield batch, records[:, 1:].reshape(-1, *SHAPE), records[:, 0]
+
+
+def record_count(size: int, where: str, partial: bool) -> int:
+    """Records of a batch file of so many bytes; DataError unless 10,000 or, if partial, 1 to 10,000."""
+    expected = BATCH_RECORDS * RECORD_BYTES
+    if size % RECORD_BYTES:
+        raise DataError(
+            f"{where}: {size} bytes are not a multiple of {RECORD_BYTES}, one record: the file is truncated"
+        )
+    if partial and not 0 < size <= expected:
+        raise DataError(f"{where}: {size // RECORD_BYTES} records are not in [1, {BATCH_RECORDS}]")
+    if not partial and size != expected:
+        raise DataError(
+            f"{where}: {size // RECORD_BYTES} records ({size} bytes) are not CIFAR-10's {BATCH_RECORDS}"
+            f" ({expected} bytes); --partial accepts fewer"
+        )
+    return size // RECORD_BYTES
+
+
+def binary_folder(source: Path) -> Path:
+    """The folder of the batch files: source, or the one that unpacking the archive in source makes."""
+    inner = source / "cifar-10-batches-bin"
+    return inner if inner.is_dir() and not any((source / name).is_file() for name in FILES) else source
+
+
+def pickle_hint(source: Path) -> str:
+    """A closing remark for whoever has the wrong one of the three official archives."""
+    if source.is_dir() and any(source.rglob("data_batch_1*")):
+        return "; this looks like the Python or MATLAB version, take the binary one"
+    return "; the directory is empty" if source.is_dir() and not any(source.iterdir()) else ""
+
+
+@contextmanager
+def archive(source: Path) -> Iterator[tarfile.TarFile]:
+    """The archive, open for reading in place, nothing is extracted; damage becomes a DataError."""
+    try:
+        with tarfile.open(source, "r:*") as tar:
+            yield tar
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise DataError(f"{source}: not a whole tar archive: {error}") from error
+
+
+def batch_members(tar: tarfile.TarFile) -> Iterator[tuple[str, tarfile.TarInfo]]:
+    """The batch files among an archive's members, whatever folder they are in."""
+    for member in tar:
+        name = PurePosixPath(member.name).name
+        if member.isfile() and name in FILES:
+            yield name, member
+
+
+def archive_sizes(source: Path) -> dict[str, int]:
+    """Bytes of each batch file in an archive; DataError when one is there twice."""
+    sizes: dict[str, int] = {}
+    with archive(source) as tar:
+        for name, member in batch_members(tar):
+            if name in sizes:
+                raise DataError(f"{source}: {name} is there more than once")
+            sizes[name] = member.size
+    return sizes
+
+
+def read_folder(folder: Path, batches: tuple[BatchFile, ...]) -> Iterator[tuple[BatchFile, bytes]]:
+    """The bytes of each batch file in a folder."""
+    for batch in batches:
+        try:
+            yield batch, (folder / batch.name).read_bytes()
+        except OSError as error:
+            raise DataError(f"{batch.where}: {error.strerror}") from error
+
+
+def read_archive(source: Path, batches: tuple[BatchFile, ...]) -> Iterator[tuple[BatchFile, bytes]]:
+    """The bytes of each batch file in an archive, in its own order: going back would decompress it again."""
+    wanted = {batch.name: batch for batch in batches}
+    with archive(source) as tar:
+        for name, member in batch_members(tar):
+            stream = tar.extractfile(member)
+            if name in wanted and stream is not None:
+                yield wanted[name], stream.read(wanted[name].records * RECORD_BYTES + 1)

@@ -1,0 +1,67 @@
+"""scikit-learn's handwritten digits, enlarged: a real data set that needs no file and no network."""
+
+import numpy as np
+import torch
+
+from data.images.dataset import DataError, ImageSet, channel_statistics
+from data.sharding import ORDER, epoch_draws
+
+CLASSES = tuple(str(digit) for digit in range(10))
+ORIGINAL_SIZE = 8
+GREY_LEVELS = 16
+
+
+def load_digits(size: int = 32, held_out: float = 0.5, seed: int = 0) -> tuple[ImageSet, ImageSet]:
+    """The 1,797 digits at size x size, in three equal channels, split into a training and a held-out part.
+
+    They come with scikit-learn, at 8x8 with 17 grey levels, and are enlarged bilinearly. Do not mirror them
+    in training: Augment(crop=..., flip=False).
+
+    Args:
+        size: height and width in pixels, at least 8.
+        held_out: part of each class that makes the test split, in (0, 1); each part keeps one sample at
+            least.
+        seed: of the split, at least 0. Not a run's seed: runs to be compared share the split.
+
+    Returns:
+        The training and the test split, with mean and std of the training split, each in the original order.
+
+    Raises:
+        DataError: size < 8, or held_out not in (0, 1).
+        ValueError: seed < 0.
+
+    Source: Alpaydin & Kaynak, Optical Recognition of Handwritten Digits, UCI 1998 (its test part).
+    """
+    if size < ORIGINAL_SIZE:
+        raise DataError(f"size {size} is not at least {ORIGINAL_SIZE}, that of the original digits")
+    if not 0 < held_out < 1:
+        raise DataError(f"held_out {held_out} is not in (0, 1)")
+    # slow to import, and only needed here
+    from sklearn.datasets import load_digits as load_original_digits
+
+    original = load_original_digits()
+    labels = original.target.astype(np.int64)
+    grey = torch.from_numpy(original.images.astype(np.float32))[:, None] * (255 / GREY_LEVELS)
+    enlarged = torch.nn.functional.interpolate(grey, size=(size, size), mode="bilinear", align_corners=False)
+    pixels = enlarged.round().clamp(0, 255).to(torch.uint8).expand(-1, 3, -1, -1).numpy()
+
+    draws = epoch_draws(len(labels), seed, 0, ORDER)
+    test = np.zeros(len(labels), bool)
+    for digit in range(len(CLASSES)):
+        members = np.flatnonzero(labels == digit)
+        taken = min(max(round(held_out * len(members)), 1), len(members) - 1)
+        test[members[np.argsort(draws[members], kind="stable")[:taken]]] = True
+    mean, std = channel_statistics(pixels[~test])
+    train_part, test_part = (
+        ImageSet(
+            images=np.ascontiguousarray(pixels[part]),
+            labels=labels[part],
+            mean=mean,
+            std=std,
+            classes=CLASSES,
+            name="digits",
+            source=f"scikit-learn's digits at {size}x{size}, {held_out:g} held out, split seed {seed}",
+        )
+        for part in (~test, test)
+    )
+    return train_part, test_part

@@ -1,0 +1,1 @@
+"""Speech: data sets, their file, and batches."""

@@ -1,0 +1,294 @@
+"""CMU AN4: the published layout, judged file by file, and the speech file made of it.
+
+    etc/an4_train.fileids, etc/an4_test.fileids                a path below wav/ per line, without its ending
+    etc/an4_train.transcription, etc/an4_test.transcription    <s> SO IT IS SPELT </s> (last part of the path)
+    wav/**.wav or wav/**.raw                                   16 kHz, 16 bits, one channel; raw ones have no header
+
+The publisher has the raw ones in both byte orders, and nothing in a file says which.
+Source: http://www.speech.cs.cmu.edu/databases/an4
+"""
+
+import glob
+import hashlib
+import os
+import re
+import shutil
+import wave
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data import DataError
+from data.speech.dataset import RATE, SpeechSet, encoded
+from data.speech.file import open_speech_file
+
+ORDERS = {"little": "<i2", "big": ">i2"}
+COUNTS = {"train": 948, "test": 130}
+BLOCK = 50  # recordings that an interruption loses at most
+LINE = re.compile(r"^\s*(?:<s>)?(?P<text>.*?)(?:</s>)?\s*\((?P<name>[^()\s]+)\)\s*$")
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """One recording, as the files beside it say.
+
+    Args:
+        name: its line in the .fileids file.
+        path: of the recording.
+        labels: uint8[characters], the transcript.
+        length: samples.
+    """
+
+    name: str
+    path: Path
+    labels: NDArray[np.uint8]
+    length: int
+
+
+def open_an4(path: str | Path) -> tuple[SpeechSet, SpeechSet]:
+    """Open the file that `python -m data.prepare an4` wrote: the training and the test split.
+
+    Raises:
+        DataError: no such file, truncated, of another layout, or another data set.
+    """
+    train, test = open_speech_file(path)
+    if train.name != "an4":
+        raise DataError(f"{path}: holds {train.name!r}, not 'an4'")
+    return train, test
+
+
+def find_utterances(source: Path, byte_order: str | None = None) -> dict[str, tuple[Utterance, ...]]:
+    """What a directory holds, judged by its lists, its transcripts and the recordings' headers and sizes.
+
+    Args:
+        source: a directory with etc/ and wav/, or with a folder an4 that has them.
+        byte_order: "little" or "big", of raw files.
+
+    Returns:
+        The utterances of "train" and of "test", as the lists have them.
+
+    Raises:
+        DataError: a file that is missing, truncated, empty or of another format; a list and transcripts that differ; a
+            transcript that is empty or has another character; raw files without a byte_order.
+    """
+    if byte_order is not None and byte_order not in ORDERS:
+        raise DataError(f"byte order {byte_order!r} is not one of {', '.join(ORDERS)}")
+    root = source / "an4" if (source / "an4" / "etc").is_dir() else source
+    if not (root / "etc").is_dir():
+        raise DataError(
+            f"{root / 'etc'}: no such directory; unpack the publisher's archive and name its folder"
+        )
+    found = {}
+    lists: dict[str, Path] = {}  # recording -> where it is listed
+    for split in COUNTS:
+        transcripts = _transcripts(root / "etc" / f"an4_{split}.transcription")
+        listed = root / "etc" / f"an4_{split}.fileids"
+        names = [line.strip() for line in _lines(listed) if line.strip()]
+        if not names:
+            raise DataError(f"{listed}: 0 utterances are not at least 1")
+        for name in names:
+            if "\0" in name:
+                raise DataError(f"{listed}: {name!r} is not a file's name")
+            recording = os.path.normpath(name)
+            if recording in lists:
+                also = "" if lists[recording] == listed else f", first in {lists[recording].name}"
+                raise DataError(f"{listed}: {name} is there more than once{also}")
+            lists[recording] = listed
+        found[split] = tuple(_utterance(root, name, listed, transcripts, byte_order) for name in names)
+    return found
+
+
+def read_utterances(
+    utterances: Iterable[Utterance], byte_order: str | None = None
+) -> Iterator[NDArray[np.int16]]:
+    """Read recordings, one in memory at a time.
+
+    Args:
+        utterances: as find_utterances returned them.
+        byte_order: as given to it.
+
+    Returns:
+        An iterator over int16[length].
+
+    Raises:
+        DataError: a file shorter than it was, or a raw one in the other byte order.
+    """
+    for utterance in utterances:
+        if utterance.path.suffix == ".wav":
+            with _wave(utterance.path) as recording:
+                content = recording.readframes(utterance.length)
+        else:
+            try:
+                content = utterance.path.read_bytes()
+            except OSError as error:
+                raise DataError(f"{utterance.path}: {error.strerror}") from error
+        if len(content) != 2 * utterance.length:
+            raise DataError(
+                f"{utterance.path}: {len(content)} bytes of samples were read, not {2 * utterance.length}: "
+                "the file is truncated"
+            )
+        if utterance.path.suffix == ".wav":
+            yield np.frombuffer(content, "<i2").astype(np.int16)
+        else:
+            yield _raw(content, byte_order or "little", utterance.path)
+
+
+class Parts:
+    """Recordings that were read so far, in a folder, so that an interrupted call need not read them again.
+
+    They lie there in blocks, each whole or not there. The folder is named by what it was made from: the recordings' names,
+    sizes, times of change and transcripts, and the byte order.
+
+    Args:
+        output: of the file that is to be written; the folder is made beside it.
+        found: as find_utterances returned it.
+        byte_order: as given to that.
+    """
+
+    def __init__(
+        self, output: Path, found: Mapping[str, Sequence[Utterance]], byte_order: str | None
+    ) -> None:
+        self._found, self._byte_order = found, byte_order
+        given = [str(byte_order)]
+        for split, utterances in found.items():
+            for each in utterances:
+                facts = each.path.stat()
+                given.append(
+                    f"{split} {each.name} {facts.st_size} {facts.st_mtime_ns} {each.labels.tobytes().hex()}"
+                )
+        key = hashlib.sha256("\n".join(given).encode()).hexdigest()[:16]
+        self._output = output
+        self.folder = output.with_name(f".{output.name}.{key}.parts")
+        self.folder.mkdir(exist_ok=True)
+
+    def read(self, split: str) -> Iterator[NDArray[np.int16]]:
+        """As read_utterances, of all recordings of a split; those in the folder from there."""
+        utterances = self._found[split]
+        for start in range(0, len(utterances), BLOCK):
+            block = utterances[start : start + BLOCK]
+            path = self.folder / f"{split}-{start:06d}.npy"
+            samples = _kept(path, sum(each.length for each in block))
+            if samples is not None:
+                yield from np.split(samples, np.cumsum([each.length for each in block])[:-1])
+                continue
+            recordings = []
+            for recording in read_utterances(block, self._byte_order):
+                recordings.append(recording)
+                yield recording
+            beside = path.with_name(f"{path.stem}.{os.getpid()}.beside.npy")
+            np.save(beside, np.concatenate(recordings))
+            os.replace(beside, path)
+
+    def remove(self) -> None:
+        """Remove them, and what interrupted calls left beside the same output."""
+        name = glob.escape(self._output.name)
+        for folder in self._output.parent.glob(f".{name}.*.parts"):
+            shutil.rmtree(folder)
+        for draft in self._output.parent.glob(f".{name}.*.part"):
+            draft.unlink(missing_ok=True)
+
+
+def _kept(path: Path, length: int) -> NDArray[np.int16] | None:
+    """int16[length] of a part; None where there is none, or it is damaged."""
+    try:
+        samples: NDArray[np.int16] = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    return samples if samples.shape == (length,) and samples.dtype == np.int16 else None
+
+
+def _raw(content: bytes, byte_order: str, path: Path) -> NDArray[np.int16]:
+    samples = np.frombuffer(content, ORDERS[byte_order])
+    # the low bytes of a recording are noise: where they count 256-fold it is far louder
+    loudness, swapped = (float(np.abs(x.astype(np.float64)).mean()) for x in (samples, samples.byteswap()))
+    if loudness > swapped:
+        other = next(order for order in ORDERS if order != byte_order)
+        raise DataError(
+            f"{path}: read as {byte_order}-endian its mean amplitude is {loudness:.0f}, and {swapped:.0f} as "
+            f"{other}-endian: the byte order is {other}"
+        )
+    return samples.astype(np.int16)
+
+
+def _utterance(
+    root: Path, name: str, listed: Path, transcripts: dict[str, str], byte_order: str | None
+) -> Utterance:
+    """One line of a list, with what belongs to it."""
+    path = root / "wav" / f"{name}.wav"
+    # by name alone: recordings may be links into a store
+    if not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(root / "wav")):
+        raise DataError(f"{listed}: {name!r} is not below {root / 'wav'}")
+    transcript = transcripts.get(Path(name).name)
+    if transcript is None:
+        raise DataError(f"{listed}: {name} has no line in {listed.with_suffix('.transcription').name}")
+    labels = encoded(transcript, f"{listed.with_suffix('.transcription')}, {name}")
+    raw = path.with_suffix(".raw")
+    if path.is_file():
+        length = _wave_length(path)
+    elif raw.is_file():
+        path, size = raw, raw.stat().st_size
+        if byte_order is None:
+            raise DataError(f"{raw}: has no header, and no byte order was given (--byte-order big or little)")
+        if size % 2:
+            raise DataError(f"{raw}: {size} bytes are not a multiple of 2, one sample: the file is truncated")
+        length = size // 2
+    else:
+        raise DataError(f"{path}: no such file, nor {raw.name}")
+    if length < 1:
+        raise DataError(f"{path}: 0 samples are not at least 1")
+    return Utterance(name, path, labels, length)
+
+
+def _wave_length(path: Path) -> int:
+    """Samples of a WAV file; DataError unless 16 kHz, 16 bits, one channel, and whole."""
+    with _wave(path) as recording:
+        for found, wanted, what in (
+            (recording.getframerate(), RATE, "Hz"),
+            (recording.getnchannels(), 1, "channels"),
+            (8 * recording.getsampwidth(), 16, "bits per sample"),
+        ):
+            if found != wanted:
+                raise DataError(f"{path}: {found} {what} are not {wanted}")
+        length = recording.getnframes()
+    if path.stat().st_size < 2 * length:
+        raise DataError(
+            f"{path}: {path.stat().st_size} bytes cannot hold the {length} samples that its header names: "
+            "the file is truncated"
+        )
+    return length
+
+
+def _wave(path: Path) -> wave.Wave_read:
+    try:
+        return wave.open(str(path), "rb")
+    # RuntimeError: a chunk is longer than the file
+    except (wave.Error, EOFError, OSError, RuntimeError) as error:
+        why = str(error) or "it ends in its header"
+        raise DataError(f"{path}: not a whole WAV file: {why}") from error
+
+
+def _transcripts(path: Path) -> dict[str, str]:
+    """Name -> transcript, of the lines of a .transcription file."""
+    transcripts: dict[str, str] = {}
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        match = LINE.match(line)
+        if match is None:
+            raise DataError(f"{path}, line {number}: {line!r} is not a transcript and a name in parentheses")
+        if match["name"] in transcripts:
+            raise DataError(f"{path}, line {number}: {match['name']} is there more than once")
+        transcripts[match["name"]] = match["text"]
+    return transcripts
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8: {error}") from error
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error

@@ -1,0 +1,204 @@
+"""Batches of recordings as torch tensors: of like length, sharded by rank, on the device where there is one."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data.sharding import (
+    AUGMENTATION,
+    NOISE,
+    ORDER,
+    TEMPO,
+    ShardedBatches,
+    check_rank,
+    epoch_draws,
+    evaluation_batches,
+    evaluation_shard,
+)
+from data.speech.dataset import SpeechSet
+
+STREAMS = (AUGMENTATION, NOISE, TEMPO)
+"""Of the random numbers that change an utterance: of its masks, its noise, its tempo."""
+
+
+@dataclass(frozen=True)
+class SpeechBatch:
+    """Some utterances.
+
+    Args:
+        samples: int16[batch, longest], zeros beyond each end; on the loader's device.
+        lengths: int64[batch], on the CPU: samples of each.
+        targets: int64[total], on the loader's device: the transcripts' labels, one after the other.
+        target_lengths: int64[batch], on the CPU: labels of each.
+        indices: int64[batch], positions in the split.
+        draws: stream of STREAMS -> uint64[batch], a random number for each; None outside training.
+    """
+
+    samples: torch.Tensor
+    lengths: torch.Tensor
+    targets: torch.Tensor
+    target_lengths: torch.Tensor
+    indices: NDArray[np.int64]
+    draws: Mapping[int, NDArray[np.uint64]] | None = None
+
+
+class LengthBuckets(ShardedBatches):
+    """ShardedBatches in which a step's utterances are of like length, on all ranks together.
+
+    An epoch's utterances, but for the random remainder that fills no step, are sorted by length times a random factor,
+    cut into steps, and the steps are shuffled. All of it is a function of (seed, epoch) and of size * batch_size.
+
+    Args:
+        lengths: of the utterances, at least 1.
+        spread: the factor is uniform in [1, 1 + spread), so that company changes from epoch to epoch.
+        ascending: epochs at the beginning whose steps stay sorted, from short to long.
+        batch_size, rank, size, seed: as for ShardedBatches, with its errors.
+
+    Raises:
+        ValueError: spread or ascending < 0.
+    """
+
+    def __init__(
+        self,
+        lengths: NDArray[np.int64],
+        *,
+        batch_size: int,
+        rank: int,
+        size: int,
+        seed: int,
+        spread: float = 0.2,
+        ascending: int = 0,
+    ) -> None:
+        super().__init__(len(lengths), batch_size=batch_size, rank=rank, size=size, seed=seed)
+        if not spread >= 0:
+            raise ValueError(f"spread {spread} is not at least 0")
+        if ascending < 0:
+            raise ValueError(f"ascending {ascending} is not at least 0")
+        self._lengths = lengths
+        self._ascending = ascending
+        self._spread = spread
+        self._bucketed: tuple[int, NDArray[np.int64]] | None = None
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """As ShardedBatches.order, with neighbours of like length."""
+        if self._bucketed is None or self._bucketed[0] != epoch:
+            shuffled = super().order(epoch)
+            per_step = self.size * self.batch_size
+            used, left = np.split(shuffled, [self.steps_per_epoch * per_step])
+            # the bits that shuffled are the high ones
+            draws = epoch_draws(self.count, self.seed, epoch, ORDER)
+            spreads, places = draws & np.uint64(0xFFFF), draws >> np.uint64(16) & np.uint64(0xFFFF)
+            factors = 1.0 + self._spread * spreads[used] / 2**16
+            by_length = used[np.argsort(self._lengths[used] * factors, kind="stable")].reshape(-1, per_step)
+            if epoch >= self._ascending:
+                by_length = by_length[np.argsort(places[by_length[:, 0]], kind="stable")]
+            order = np.concatenate([by_length.reshape(-1), left])
+            order.flags.writeable = False
+            self._bucketed = (epoch, order)
+        return self._bucketed[1]
+
+
+class Utterances:
+    """A split's recordings and transcripts, from which batches are cut; on the host mapped, on a device resident.
+
+    Args:
+        speech: the split.
+    """
+
+    def __init__(self, speech: SpeechSet) -> None:
+        self.speech = speech
+        self._device = torch.device("cpu")
+        self._samples: torch.Tensor | None = None
+        self._labels = torch.from_numpy(speech.labels.astype(np.int64))
+
+    def to(self, device: torch.device) -> None:
+        """Cut batches there from now on."""
+        self._device = device
+        self._labels = self._labels.to(device)
+        self._samples = (
+            None if device.type == "cpu" else torch.from_numpy(np.array(self.speech.samples)).to(device)
+        )
+
+    def batch(
+        self, indices: NDArray[np.int64], draws: Mapping[int, NDArray[np.uint64]] | None = None
+    ) -> SpeechBatch:
+        """Some utterances of the split, at least one."""
+        speech = self.speech
+        spans = zip(speech.offsets[indices].tolist(), speech.offsets[indices + 1].tolist(), strict=True)
+        labels = zip(
+            speech.label_offsets[indices].tolist(), speech.label_offsets[indices + 1].tolist(), strict=True
+        )
+        return SpeechBatch(
+            samples=torch.nn.utils.rnn.pad_sequence([self._cut(*span) for span in spans], batch_first=True),
+            lengths=torch.from_numpy(speech.lengths[indices]),
+            targets=torch.cat([self._labels[start:stop] for start, stop in labels]),
+            target_lengths=torch.from_numpy(speech.label_lengths[indices]),
+            indices=indices,
+            draws=draws,
+        )
+
+    def _cut(self, start: int, stop: int) -> torch.Tensor:
+        if self._samples is None:
+            return torch.from_numpy(np.array(self.speech.samples[start:stop]))
+        return self._samples[start:stop]
+
+
+class SpeechTrainingLoader:
+    """One rank's training batches; one is a function of (seed, epoch, step, rank).
+
+    Args:
+        speech: the training split.
+        batch_size, rank, size, seed: as for ShardedBatches, with its errors.
+        ascending: epochs from short utterances to long ones, at the beginning.
+    """
+
+    def __init__(
+        self, speech: SpeechSet, *, batch_size: int, rank: int, size: int, seed: int, ascending: int = 0
+    ) -> None:
+        self.shards = LengthBuckets(
+            speech.lengths, batch_size=batch_size, rank=rank, size=size, seed=seed, ascending=ascending
+        )
+        self.utterances = Utterances(speech)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of one epoch, equal on all ranks and at least 1."""
+        return self.shards.steps_per_epoch
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[SpeechBatch]:
+        """The batches of an epoch, from first_step on: 0 for all of it, another to resume in its middle."""
+        draws = {
+            stream: epoch_draws(self.shards.count, self.shards.seed, epoch, stream) for stream in STREAMS
+        }
+        for step in range(first_step, self.steps_per_epoch):
+            indices = self.shards.indices(epoch, step)
+            yield self.utterances.batch(indices, {stream: drawn[indices] for stream, drawn in draws.items()})
+
+
+class SpeechEvaluationLoader:
+    """One rank's part of a test split, every utterance once over all ranks, those of like length together.
+
+    Args:
+        speech: the test split.
+        batch_size: utterances per batch at most; no effect on what is measured.
+        rank, size: this rank and the number of ranks.
+
+    Raises:
+        ValueError: an argument out of bounds.
+    """
+
+    def __init__(self, speech: SpeechSet, *, batch_size: int, rank: int, size: int) -> None:
+        check_rank(rank, size)
+        if batch_size < 1:
+            raise ValueError(f"batch_size {batch_size} is not at least 1")
+        self.utterances = Utterances(speech)
+        shard = np.array(evaluation_shard(len(speech), rank=rank, size=size), np.int64)
+        self._sorted = shard[np.argsort(speech.lengths[shard], kind="stable")]
+        self._batch_size = batch_size
+
+    def __iter__(self) -> Iterator[SpeechBatch]:
+        for places in evaluation_batches(len(self._sorted), batch_size=self._batch_size, rank=0, size=1):
+            yield self.utterances.batch(self._sorted[places])

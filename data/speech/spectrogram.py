@@ -1,0 +1,42 @@
+"""Log-spectrograms of a padded batch of recordings, by torch's STFT on whatever device the samples are."""
+
+import torch
+
+from data.speech.dataset import RATE
+
+WINDOW = RATE // 50
+HOP = RATE // 100
+BINS = WINDOW // 2 + 1
+
+
+def frame_count(samples: torch.Tensor) -> torch.Tensor:
+    """Frames of recordings of so many samples: one every 10 ms, the first around sample 0."""
+    return samples // HOP + 1
+
+
+def log_spectrograms(samples: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Standardised logarithms of the magnitudes of 20 ms Hamming windows every 10 ms.
+
+    log(1 + magnitude), in units of the 16-bit samples: what is below their quantisation stays near 0. Each recording is
+    standardised by itself, and is what it would be alone.
+
+    Args:
+        samples: int16 or float32[batch, samples], zeros beyond the end of each recording.
+        lengths: int64[batch], on the CPU: samples of each recording, at least 1.
+
+    Returns:
+        float32[batch, 161, frames], on the device of samples, zeros beyond each end, and int64[batch], on the CPU: frames.
+    """
+    window = torch.hamming_window(WINDOW, device=samples.device)
+    spectrum = torch.stft(
+        samples.float(), WINDOW, HOP, window=window, center=True, pad_mode="constant", return_complex=True
+    )
+    logs = torch.log1p(spectrum.abs())
+    frames = frame_count(lengths)
+    places = torch.arange(logs.shape[2], device=logs.device)
+    inside = (places < frames.to(logs.device)[:, None])[:, None, :]
+    counts = (BINS * frames).to(logs.device)[:, None, None]
+    mean = torch.where(inside, logs, 0.0).sum(dim=(1, 2), keepdim=True) / counts
+    centred = torch.where(inside, logs - mean, 0.0)
+    deviation = (centred.square().sum(dim=(1, 2), keepdim=True) / counts).sqrt()
+    return centred / deviation.clamp(min=1e-5), frames

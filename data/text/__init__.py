@@ -1,0 +1,1 @@
+"""Text: words packed into sequences, their file, and masked batches."""

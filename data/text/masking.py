@@ -1,0 +1,237 @@
+"""Batches of packed text with words masked anew in every epoch, on whatever device the text lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data import DataError
+from data.sharding import MASKING, ShardedBatches, epoch_draws, evaluation_batches
+from data.text.file import TextSet
+
+PART = 0.15
+IGNORED = -100
+BLOCK = 2**18
+"""Tokens that are cut together, where a batch has fewer: all batches among them share the some hundred small kernels of it."""
+
+
+class TextBatch(NamedTuple):
+    """A batch for masked words and the next sentence.
+
+    Attributes:
+        tokens: int64[batch, length], some of them masked.
+        segments: int64[batch, length], 1 in the second segment.
+        present: bool[batch, length], False where padded.
+        places: int64[batch, count], where words are to be told.
+        labels: int64[batch, count], the words there; IGNORED at places beyond a short sequence's share.
+        follows: int64[batch]: 0 the second segment follows, 1 it does not, IGNORED there is none.
+    """
+
+    tokens: torch.Tensor
+    segments: torch.Tensor
+    present: torch.Tensor
+    places: torch.Tensor
+    labels: torch.Tensor
+    follows: torch.Tensor
+
+
+class MaskedText:
+    """Packed text on a device, from which batches are cut.
+
+    15 % of a sequence's words (one at least) are to be told: 8 of 10 are replaced by [MASK], 1 by any word, 1 stays. Which
+    ones, is a function of a random number per sequence, and the same on every device.
+
+    Args:
+        texts: one split.
+        device: where; on the host the tokens stay mapped.
+
+    Raises:
+        DataError: they do not fit on the device.
+
+    Source: Devlin et al., NAACL 2019.
+    """
+
+    def __init__(self, texts: TextSet, device: torch.device) -> None:
+        self.device = device
+        self.count = max(1, round(PART * texts.length))
+        self._words = len(texts.vocabulary)
+        self._mask = texts.number("[MASK]")
+        self._apart = [texts.number(word) for word in ("[PAD]", "[CLS]", "[SEP]")]
+        sequences = texts.sequences
+        try:
+            # torch cannot index uint16 everywhere; the sign is taken off after the cut
+            self._tokens = torch.from_numpy(sequences.tokens.view(np.int16)).to(device)
+            self._spans = torch.from_numpy(sequences.spans.astype(np.int64)).to(device)
+            self._follows = torch.from_numpy(sequences.follows.astype(np.int64)).to(device)
+        except torch.OutOfMemoryError as error:
+            raise DataError(
+                f"{texts.path}: {len(texts)} sequences do not fit on {device}: {error}"
+            ) from error
+        self._columns = torch.arange(texts.length, device=device)
+
+    def cut(self, samples: torch.Tensor, draws: torch.Tensor) -> TextBatch:
+        """A batch.
+
+        Args:
+            samples: int64[batch], sequences of the split, on the device.
+            draws: int64[batch], 64 random bits for each, there too.
+        """
+        tokens = self._tokens[samples].long() & 0xFFFF
+        spans = self._spans[samples]
+        present = self._columns < spans[:, 1:]
+        segments = ((self._columns >= spans[:, :1]) & present).long()
+        words = present.clone()
+        for special in self._apart:
+            words &= tokens != special
+
+        order = mixed(draws[:, None] + _GOLDEN * (self._columns + 1)) & _POSITIVE
+        ranked = order.masked_fill(~words, _POSITIVE).sort(dim=1, stable=True).indices
+        places = ranked[:, : self.count]
+        share = (words.sum(1, keepdim=True) * PART).round().clamp(1, self.count)
+        told = (self._columns[: self.count] < share) & words.gather(1, places)
+        original = tokens.gather(1, places)
+        labels = original.masked_fill(~told, IGNORED)
+
+        fate = mixed(order.gather(1, places)) & _POSITIVE
+        any_word = (mixed(fate) & _POSITIVE) % self._words
+        replaced = torch.where(fate % 10 < 8, self._mask, torch.where(fate % 10 == 8, any_word, original))
+        masked = tokens.scatter(1, places, torch.where(told, replaced, original))
+        follows = self._follows[samples]
+        return TextBatch(masked, segments, present, places, labels, follows.masked_fill(follows < 0, IGNORED))
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+_POSITIVE = (1 << 63) - 1
+
+
+def mixed(bits: torch.Tensor) -> torch.Tensor:
+    """int64 -> int64: SplitMix64's output function, bijective, and alike on every device.
+
+    Source: Steele, Lea & Flood, OOPSLA 2014.
+    """
+    for distance, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        bits = (bits ^ ((bits >> distance) & ((1 << (64 - distance)) - 1))) * factor
+    return bits
+
+
+class TextTrainingLoader:
+    """One rank's training batches, shuffled and masked anew in every epoch.
+
+    A batch is a function of (seed, epoch, step, rank), and how a sequence is masked of (seed, epoch, sequence) only: so a
+    run on another number of ranks with as many sequences per step in total sees the same.
+
+    Memory: on the device, the split's tokens in 2 bytes each, and some 20 MB while a block of BLOCK tokens is cut.
+
+    Args:
+        texts: the training split.
+        batch_size: sequences per rank and step.
+        rank, size: this rank and the number of ranks.
+        seed: at least 0, the same on all ranks.
+
+    Raises:
+        DataError: fewer sequences than ranks, or than one step of all ranks needs.
+        ValueError: another argument out of bounds.
+    """
+
+    def __init__(self, texts: TextSet, *, batch_size: int, rank: int, size: int, seed: int) -> None:
+        try:
+            self.shards = ShardedBatches(len(texts), batch_size=batch_size, rank=rank, size=size, seed=seed)
+        except DataError as error:
+            raise DataError(f"{texts.path}: {error}") from error
+        self.texts = texts
+        self._text = MaskedText(texts, torch.device("cpu"))
+        self._planned: tuple[int, torch.Tensor] | None = None
+        self._steps_per_block = max(1, BLOCK // (batch_size * texts.length))
+        self._block: tuple[tuple[int, int], TextBatch] | None = None
+
+    def to(self, device: torch.device) -> Self:
+        """Hold the text on a device. Raises DataError: it does not fit."""
+        self._text, self._planned, self._block = MaskedText(self.texts, device), None, None
+        return self
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of one epoch, equal on all ranks and at least 1."""
+        return self.shards.steps_per_epoch
+
+    def batch(self, epoch: int, step: int) -> TextBatch:
+        """The batch of one step, 0 <= step < steps_per_epoch: pieces of a larger block, not to be changed.
+
+        Raises:
+            ValueError: epoch or step out of bounds.
+        """
+        if not 0 <= step < self.steps_per_epoch:
+            raise ValueError(f"step {step} is not in [0, {self.steps_per_epoch})")
+        size = self.shards.batch_size
+        first = step - step % self._steps_per_block
+        if self._block is None or self._block[0] != (epoch, first):
+            self._block = None  # before the next one takes as much
+            stop = min(first + self._steps_per_block, self.steps_per_epoch)
+            samples, draws = self._plan(epoch)[:, first * size : stop * size]
+            self._block = (epoch, first), self._text.cut(samples, draws)
+        here = slice((step - first) * size, (step - first + 1) * size)
+        return TextBatch(*(tensor[here] for tensor in self._block[1]))
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[TextBatch]:
+        """The batches of an epoch, from first_step on: 0 for all of it, another to resume in its middle."""
+        return (self.batch(epoch, step) for step in range(first_step, self.steps_per_epoch))
+
+    def _plan(self, epoch: int) -> torch.Tensor:
+        """int64[2, sequences] on the device: number and draw of each, in this rank's order of the epoch."""
+        if self._planned is None or self._planned[0] != epoch:
+            samples = self.shards.all_indices(epoch)
+            draws = epoch_draws(len(self.texts), self.shards.seed, epoch, MASKING)[samples]
+            self._planned = (epoch, _plan(samples, draws).to(self._text.device))
+        return self._planned[1]
+
+
+class TextEvaluationLoader:
+    """One rank's part of the held-out split in order, every sequence once over all ranks, always masked alike.
+
+    Args:
+        texts: the held-out split.
+        batch_size: sequences per batch at most; no effect on what is measured.
+        rank, size: this rank and the number of ranks.
+        most: so many sequences at most, spread evenly over the split, the same on any number of ranks; 0: all.
+
+    Raises:
+        ValueError: an argument out of bounds.
+    """
+
+    def __init__(self, texts: TextSet, *, batch_size: int, rank: int, size: int, most: int = 0) -> None:
+        if most < 0:
+            raise ValueError(f"most {most} is not at least 0")
+        draws = epoch_draws(len(texts), 0, 0, MASKING)
+        count = min(most or len(texts), len(texts))
+        chosen = np.arange(count) * len(texts) // count
+        self.texts = texts
+        self._plans = [
+            _plan(chosen[places], draws[chosen[places]])
+            for places in evaluation_batches(count, batch_size=batch_size, rank=rank, size=size)
+        ]
+        self._text = MaskedText(texts, torch.device("cpu"))
+
+    def to(self, device: torch.device) -> Self:
+        """Hold the text on a device. Raises DataError: it does not fit."""
+        self._text = MaskedText(self.texts, device)
+        self._plans = [plan.to(device) for plan in self._plans]
+        return self
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def __iter__(self) -> Iterator[TextBatch]:
+        return (self._text.cut(samples, draws) for samples, draws in self._plans)
+
+
+def _plan(samples: NDArray[np.int64], draws: NDArray[np.uint64]) -> torch.Tensor:
+    return torch.from_numpy(np.stack([samples, draws.view(np.int64)]))

@@ -1,0 +1,329 @@
+"""Plain text into packed sequences of numbered words, in steps that an interruption does not undo."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import hashlib
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tqdm import tqdm
+
+from data import DataError
+from data.prepared_file import SPLITS
+from data.text.corpus import read_documents, split_sentences, text_files
+from data.text.file import (
+    MOST_WORDS,
+    SPECIAL,
+    TextSet,
+    check_vocabulary,
+    open_text_file,
+    write_text_file,
+)
+from data.text.packing import Frame, Packer, Sequences
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# of text in a part: what an interruption loses at most, and what segments of other documents come from
+PART_BYTES = 4_000_000
+# no word: the library needs the square of its length to train on it
+_ENDLESS = re.compile(r"[^\W_]{1000,}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How text is packed.
+
+    Args:
+        length: tokens of a sequence, at least 8.
+        vocabulary: a file with one word per line; None trains one on the training documents, in which the
+            library breaks ties by chance: give the words of one file to others that are to agree with it.
+        vocabulary_size: words of a trained one at most.
+        held_out: part of the documents that is never trained on, in (0, 1), spread evenly.
+        held_out_files: instead of it: the files whose names match this pattern.
+        seed: of the pairs.
+
+    Raises:
+        DataError: an argument out of bounds.
+    """
+
+    length: int = 128
+    vocabulary: Path | None = None
+    vocabulary_size: int = 30_522
+    held_out: float = 0.05
+    held_out_files: str = ""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        Frame(self.length, 0, 0, 0)
+        if not len(SPECIAL) < self.vocabulary_size <= MOST_WORDS:
+            raise DataError(
+                f"vocabulary_size {self.vocabulary_size} is not in [{len(SPECIAL) + 1}, {MOST_WORDS}]"
+            )
+        if not (math.isfinite(self.held_out) and 0.0 < self.held_out < 1.0):
+            raise DataError(f"held_out {self.held_out} is not in (0, 1)")
+
+    def splits(self, files: list[Path]) -> Iterator[tuple[str, str, int]]:
+        """All documents of the files with their split and the bytes read for each. Raises DataError."""
+        number = 0
+        for path in files:
+            for document, nbytes in read_documents(path):
+                if self.held_out_files:
+                    apart = fnmatch.fnmatch(path.name, self.held_out_files)
+                else:
+                    apart = math.floor((number + 1) * self.held_out) > math.floor(number * self.held_out)
+                number += 1
+                yield document, SPLITS[apart], nbytes
+
+
+def prepare_text(
+    source: Path,
+    output: Path,
+    recipe: Recipe = Recipe(),
+    *,
+    force: bool = False,
+    progress: bool = True,
+) -> str:
+    """Write a folder of plain text as packed sequences.
+
+    What was done when it is interrupted stays in a folder beside the output, and the same call continues from there.
+
+    Args:
+        source: folder or file of UTF-8 text; a blank line ends a document.
+        output: HDF5 file to write.
+        recipe: how.
+        force: replace an output that exists.
+        progress: show bars where the output is a terminal.
+
+    Returns:
+        What was done, in a line.
+
+    Raises:
+        DataError: a source or vocabulary that cannot be used; too little text; an output that exists and is something
+            else.
+    """
+    if not output.parent.is_dir():
+        raise DataError(f"{output.parent}: no such directory")
+    files = text_files(source)
+    key = _key(source, files, recipe)
+    if output.exists() and not force:
+        return _kept(output, key)
+    parts = Parts(output.with_name(f".{output.name}.{key}.parts"))
+    hidden = None if progress else True  # None: no bar where the output is not a terminal
+    try:
+        _write_text(source, output, recipe, files, key, parts, hidden)
+    except DataError:
+        # the text that can be used will be another one
+        shutil.rmtree(parts.folder, ignore_errors=True)
+        raise
+    for folder in output.parent.glob(f".{glob.escape(output.name)}.*.parts"):  # also of other settings
+        shutil.rmtree(folder)
+    return f"{output}: wrote {description(*open_text_file(output))}"
+
+
+def _write_text(
+    source: Path, output: Path, recipe: Recipe, files: list[Path], key: str, parts: Parts, hidden: bool | None
+) -> None:
+    total = sum(path.stat().st_size for path in files)
+    vocabulary = _vocabulary(parts, files, recipe, total, hidden)
+    tokenizer = build_tokenizer(vocabulary)
+    frame = Frame(recipe.length, *(vocabulary.index(word) for word in ("[PAD]", "[CLS]", "[SEP]")))
+    with tqdm(total=total, unit="B", unit_scale=True, desc="packing", disable=hidden) as bar:
+        number = -1
+        for number, (documents, nbytes) in enumerate(_blocks(recipe.splits(files))):
+            if not parts.has(number):
+                packed = {
+                    split: _packed(tokenizer, documents[split], frame, f"{recipe.seed} {number} {split}")
+                    for split in SPLITS
+                }
+                parts.write(number, packed)
+            bar.update(nbytes)
+    count = number + 1
+    counts = {split: sum(len(part[split]) for part in parts.read(count)) for split in SPLITS}
+    if not counts["test"]:
+        how = recipe.held_out_files or f"a part of {recipe.held_out:g}"
+        raise DataError(f"{source}: no text is held out by {how!r}: more documents, or another choice")
+    write_text_file(
+        output,
+        name=source.resolve().name,
+        source=f"{len(files)} files of {source.resolve().name}, {total} bytes",
+        key=key,
+        vocabulary=vocabulary,
+        counts=counts,
+        length=recipe.length,
+        parts=parts.read(count),
+    )
+
+
+class Parts:
+    """What was packed so far, in a folder: each part whole or not there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number:06d}.npz"
+
+    def has(self, number: int) -> bool:
+        """Whether a part is there."""
+        return self._path(number).exists()
+
+    def write(self, number: int, sequences: dict[str, Sequences]) -> None:
+        """Keep a part."""
+        arrays = {
+            f"{split}_{name}": array for split in sequences for name, array in vars(sequences[split]).items()
+        }
+        beside = self.folder / f"{number:06d}.{os.getpid()}.beside.npz"
+        np.savez(beside, **arrays)
+        os.replace(beside, self._path(number))
+
+    def read(self, count: int) -> Iterator[dict[str, Sequences]]:
+        """The first parts, in order."""
+        for number in range(count):
+            with np.load(self._path(number), allow_pickle=False) as arrays:
+                yield {
+                    split: Sequences(*(arrays[f"{split}_{name}"] for name in ("tokens", "spans", "follows")))
+                    for split in SPLITS
+                }
+
+    @property
+    def vocabulary(self) -> Path:
+        """Where the vocabulary is kept."""
+        return self.folder / "vocabulary.txt"
+
+
+def build_tokenizer(vocabulary: list[str]) -> Tokenizer:
+    """Words into numbers: lower case, punctuation apart, the longest known pieces first (WordPiece)."""
+    from tokenizers import Tokenizer, models
+
+    numbers = {word: number for number, word in enumerate(vocabulary)}
+    return _normalised(Tokenizer(models.WordPiece(numbers, unk_token="[UNK]")))
+
+
+def _normalised(tokenizer: Tokenizer) -> Tokenizer:
+    from tokenizers import normalizers, pre_tokenizers
+
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def _vocabulary(
+    parts: Parts, files: list[Path], recipe: Recipe, total: int, hidden: bool | None
+) -> list[str]:
+    """The one given, the one that an interrupted call has trained, or one that is trained now."""
+    if recipe.vocabulary is not None:
+        return read_vocabulary(recipe.vocabulary)
+    if parts.vocabulary.exists():
+        return read_vocabulary(parts.vocabulary)
+    from tokenizers import Tokenizer, models, trainers
+
+    with tqdm(total=total, unit="B", unit_scale=True, desc="vocabulary", disable=hidden) as bar:
+
+        def training() -> Iterator[str]:
+            for document, split, nbytes in recipe.splits(files):
+                bar.update(nbytes)
+                if split == "train":
+                    yield _ENDLESS.sub(" ", document)
+
+        tokenizer = _normalised(Tokenizer(models.WordPiece(unk_token="[UNK]")))
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=recipe.vocabulary_size, special_tokens=list(SPECIAL), show_progress=False
+        )
+        # a fault in the text would pass through the library as another error
+        faults: list[DataError] = []
+
+        def guarded() -> Iterator[str]:
+            try:
+                yield from training()
+            except DataError as error:
+                faults.append(error)
+
+        tokenizer.train_from_iterator(guarded(), trainer)
+    if faults:
+        raise faults[0]
+    numbers = tokenizer.get_vocab()
+    # the library numbers even the same words otherwise in every call
+    words = [*SPECIAL, *sorted(numbers.keys() - set(SPECIAL))]
+    beside = parts.folder / f"vocabulary.{os.getpid()}.beside"
+    beside.write_text("\n".join(words) + "\n", encoding="utf-8")
+    os.replace(beside, parts.vocabulary)
+    return words
+
+
+def read_vocabulary(path: Path) -> list[str]:
+    """The words of a file, one per line. Raises DataError: not readable, or of no use."""
+    try:
+        words = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not a file of words: {error}") from error
+    check_vocabulary(words, str(path))
+    return words
+
+
+def _blocks(documents: Iterator[tuple[str, str, int]]) -> Iterator[tuple[dict[str, list[str]], int]]:
+    block: dict[str, list[str]] = {split: [] for split in SPLITS}
+    taken = 0
+    for document, split, nbytes in documents:
+        block[split].append(document)
+        taken += nbytes
+        if taken >= PART_BYTES:
+            yield block, taken
+            block, taken = {split: [] for split in SPLITS}, 0
+    if taken:
+        yield block, taken
+
+
+def _packed(tokenizer: Tokenizer, documents: list[str], frame: Frame, seed: str) -> Sequences:
+    sentences = [split_sentences(document) for document in documents]
+    encoded = iter(
+        tokenizer.encode_batch([one for document in sentences for one in document], add_special_tokens=False)
+    )
+    # a sentence of nothing that the vocabulary can number has no tokens
+    numbered = [[ids for _ in document if (ids := next(encoded).ids)] for document in sentences]
+    return Packer(frame, seed).pack([document for document in numbered if document])
+
+
+def _key(source: Path, files: list[Path], recipe: Recipe) -> str:
+    """Names what comes out: equal for the same files, times of change, settings and vocabulary."""
+    given = [str((asdict(recipe) | {"vocabulary": ""}).items())]
+    if recipe.vocabulary is not None:
+        given.append("\n".join(read_vocabulary(recipe.vocabulary)))
+    for path in files:
+        facts = path.stat()
+        given.append(
+            f"{path.relative_to(source) if path != source else path.name} {facts.st_size} {facts.st_mtime_ns}"
+        )
+    return hashlib.sha256("\n".join(given).encode()).hexdigest()[:16]
+
+
+def _kept(output: Path, key: str) -> str:
+    try:
+        train, test = open_text_file(output, verify=True)
+    except DataError as error:
+        raise DataError(f"{error}; --force replaces it") from error
+    if train.key != key:
+        raise DataError(
+            f"{output}: exists and holds {description(train, test)} of other text or settings; --force replaces it"
+        )
+    return f"{output}: kept, it holds {description(train, test)}; --force writes it anew"
+
+
+def description(train: TextSet, test: TextSet) -> str:
+    """Packed text in words."""
+    used = 100 * float(train.sequences.spans[:, 1].mean()) / train.length
+    paired = 100 * float((train.sequences.follows >= 0).mean())
+    return (
+        f"{train.name!r} of {len(train)} training and {len(test)} held-out sequences of {train.length} tokens "
+        f"({used:.0f} % used, {paired:.0f} % pairs), {len(train.vocabulary)} words"
+    )

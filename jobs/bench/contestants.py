@@ -1,0 +1,99 @@
+"""Who takes part in a run: from a method's name to the reducer that is measured."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from mpi4py import MPI
+
+from jobs.bench.ablate import variants
+from jobs.bench.arguments import OVER_MPI, OWN_ROWS
+from jobs.bench.device import Device
+from jobs.bench.document import NCCL_ROWS, BenchError
+from jobs.bench.measure import Contestant, Reducer
+from jobs.bench.mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
+from jobs.bench.nccl import NcclAllreduce, require_nccl
+from jobs.bench.options import Options
+from oktopk import METHODS, GradientAllreduce
+
+
+def contestants(options: Options, ranks: int) -> list[Contestant]:
+    """All that the options name; on the options' device or not."""
+    return variants(ranks) if options.ablate else [_contestant(name) for name in options.methods]
+
+
+def _contestant(name: str) -> Contestant:
+    method = "oktopk" if name in OWN_ROWS else name
+    return Contestant(
+        name=name,
+        method=method,
+        arguments={"peer_memory": False} if name == OVER_MPI else {},
+        sparse=method in METHODS and METHODS[method].sparse,
+        counted=name not in ALGORITHMS and name not in NCCL_ROWS,
+        into_gradient=name == "oktopk-into-g",
+    )
+
+
+def takes_part(
+    everyone: list[Contestant], device: Device, comm: MPI.Intracomm
+) -> tuple[list[Contestant], dict[str, str]]:
+    """Those who can take part here, and why the others cannot: name -> reason. Collective.
+
+    Raises:
+        BenchError: a row needs something that is not installed, or nobody is left; on every rank alike.
+    """
+    left_out: dict[str, str] = {}
+    sharers = comm.allreduce(device.sharers, MPI.MAX)
+    wanted = [one for one in everyone if one.name in NCCL_ROWS]
+    if wanted and sharers == 1:
+        require_nccl(comm)
+    for one in wanted:
+        if sharers > 1:
+            left_out[one.name] = f"NCCL takes one rank per GPU, and here {sharers} share one"
+    if not chooses_transport():
+        for one in everyone:
+            if "peer_memory" in one.arguments:
+                left_out[one.name] = "GradientAllreduce has no other transport: the row oktopk is over MPI"
+    present = [one for one in everyone if one.name not in left_out]
+    if not present:
+        raise BenchError("; ".join(f"{name} is left out: {reason}" for name, reason in left_out.items()))
+    return present, left_out
+
+
+def chooses_transport() -> bool:
+    """Whether GradientAllreduce can be told to keep to MPI."""
+    return "peer_memory" in inspect.signature(GradientAllreduce).parameters
+
+
+def make_reducer(
+    contestant: Contestant, options: Options, length: int, device: Device, comm: MPI.Intracomm
+) -> Reducer:
+    """What is measured under a name. Collective.
+
+    Raises:
+        BenchError, ValueError: it cannot be made; on every rank alike.
+    """
+    if contestant.method in ALGORITHMS:
+        try:
+            return MpiAllreduce(comm, length, contestant.method)
+        except AlgorithmError as error:
+            raise BenchError(str(error)) from None
+    if contestant.method in NCCL_ROWS:
+        return NcclAllreduce(comm, length, contestant.method)
+    settings: dict[str, Any] = {**options.settings, **contestant.settings, "density": options.density}
+    reducer = GradientAllreduce(
+        comm,
+        length,
+        contestant.method,
+        device=device.name,
+        gradient_type=options.gradient_type,
+        **contestant.arguments,
+        **settings,
+    )
+    if not contestant.into_gradient:
+        return reducer
+    from jobs.bench.gpu.device import Cuda, IntoGradient
+
+    assert isinstance(device, Cuda)
+    return IntoGradient(reducer, device)

@@ -1,0 +1,121 @@
+"""The bench's JSON: what was measured, on what, by which command.
+
+    {"format": "oktopk bench 1", "kind": "bench" | "ablation" | "sweep",
+     "command": "...", "date": UTC, "commit": ..., "dirty": ...,
+     "machine": {...}, "versions": {...}, "mpi": library, "environment": {...},
+     "runs": [{"ranks", "length", "density", "k", "gradients": {...}, "settings": {...}, "course": {...},
+               "speeds": {...}, "bounds": {...}, "methods": [...]}, ...]}
+
+A run is one mpiexec; the entries of "methods" are described in jobs.bench.summary and docs/results/README.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jobs.run import machine
+
+FORMAT = "oktopk bench 1"
+_SERIES = re.compile(r"\[[^\[\]{}\"]*\]")  # a list of numbers
+
+NCCL_ROWS: dict[str, str] = {"nccl": "float32", "nccl-bf16": "bfloat16"}
+"""Method that runs NCCL -> what it sums."""
+
+BASELINES = {"float32": "nccl", "bfloat16": "nccl-bf16", "float16": "nccl"}
+"""Gradient type -> the method that its times are compared with."""
+
+
+class BenchError(Exception):
+    """What was asked for cannot be done; the message is meant for the user."""
+
+
+def command_line(ranks: int | None) -> str:
+    """How the bench was called, as far as a process can know; ranks None: not by mpiexec."""
+    launcher = ["python"] if ranks is None else ["mpiexec", "-n", str(ranks), "python", "-m", "mpi4py"]
+    return shlex.join([*launcher, "-m", "jobs.bench", *sys.argv[1:]])
+
+
+def document(kind: str, runs: Sequence[dict[str, Any]], mpi: str, command: str) -> dict[str, Any]:
+    """The whole, with where and when; on one process."""
+    return {
+        "format": FORMAT,
+        "kind": kind,
+        "command": command,
+        "date": machine.now(),
+        **machine.checkout(),
+        "machine": machine.machine(),
+        "versions": machine.versions(),
+        "mpi": mpi,
+        "environment": machine.environment(),
+        "runs": list(runs),
+    }
+
+
+class Output:
+    """A JSON file that appears when it is complete; that it can be written is known before anything is measured.
+
+    Raises:
+        BenchError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        if self.path.is_dir():
+            raise BenchError(f"{self.path} cannot be written: it is a directory")
+        try:
+            self._draft.write_text("", encoding="utf-8")
+            self._draft.unlink()
+        except OSError as error:
+            raise BenchError(f"{self.path} cannot be written: {error.strerror}") from error
+
+    def write(self, content: dict[str, Any]) -> None:
+        """Fill the file."""
+        text = json.dumps(_plain(content), indent=1, allow_nan=False)
+        # a series on one line, so that the file can be read and compared
+        text = _SERIES.sub(
+            lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text
+        )
+        self._draft.write_text(text + "\n", encoding="utf-8")
+        os.replace(self._draft, self.path)
+
+    def discard(self) -> None:
+        """Leave nothing behind if nothing was written; again is allowed."""
+        self._draft.unlink(missing_ok=True)
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A document as it was written.
+
+    Raises:
+        BenchError: the file cannot be read, or is none of the bench's.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BenchError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError:
+        raise BenchError(f"{path} is not a file of the bench: it is not JSON") from None
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise BenchError(f"{path} is not a file of the bench: its format is {found!r}, not {FORMAT!r}")
+    return content
+
+
+def _plain(value: Any) -> Any:
+    """The same in what JSON has: null for NaN, "inf" for infinity; to nine decimals, so seconds to the nanosecond."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float):
+        return round(value, 9) if math.isfinite(value) else None if math.isnan(value) else str(value)
+    return value

@@ -1,0 +1,283 @@
+"""Pictures and CSV files of what the bench measured."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.artist
+import matplotlib.lines
+import matplotlib.patches
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FixedLocator, NullFormatter, NullLocator, ScalarFormatter
+
+from jobs.bench.document import BenchError, read
+from jobs.bench.format import cell_title
+from jobs.bench.tables import BUSIER, document_tables, reference
+from jobs.report.style import COLOURS, GREY, STAGES, STYLE
+
+TITLES = {
+    "dense": "Dense",
+    "oktopk": "Ok-Topk",
+    "topka": "TopkA",
+    "topkdsa": "TopkDSA",
+    "gtopk": "gTopk",
+    "gaussiank": "Gaussiank",
+    "mpi": "MPI's own",
+    "mpi-ring": "MPI's ring",
+    "mpi-rabenseifner": "MPI's Rabenseifner",
+    "nccl": "NCCL fp32",
+    "nccl-bf16": "NCCL bf16",
+    "oktopk-mpi": "Ok-Topk, MPI alone",
+    "oktopk-into-g": "Ok-Topk into g",
+}
+LINES = {
+    "oktopk": (COLOURS[1], "o"),
+    "dense": (COLOURS[6], "s"),
+    "topka": (COLOURS[2], "D"),
+    "topkdsa": (COLOURS[3], "^"),
+    "gtopk": (COLOURS[4], "v"),
+    "gaussiank": (COLOURS[5], "X"),
+}
+"""Colour and marker of a method's line."""
+
+
+def draw(path: str | Path, folder: str | Path) -> list[Path]:
+    """Draw a document of the bench.
+
+    Args:
+        path: the JSON.
+        folder: where STEM.png, STEM-methods.csv and STEM-stages.csv go; made if need be.
+
+    Returns:
+        The files.
+
+    Raises:
+        BenchError: the JSON cannot be read or is none of the bench's, or the folder cannot be written.
+    """
+    content = read(path)
+    target, stem = Path(folder), Path(path).stem
+    files = [target / f"{stem}.png", target / f"{stem}-methods.csv", target / f"{stem}-stages.csv"]
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with mpl.rc_context(STYLE):
+            _picture(content).savefig(files[0], dpi=120)
+        _write_csv(files[1], method_rows(content))
+        _write_csv(files[2], stage_rows(content))
+    except OSError as error:
+        raise BenchError(f"{folder} cannot be written: {error.strerror}") from error
+    return files
+
+
+def report_bench(path: str | Path, folder: str | Path) -> str:
+    """Draw a document; returns its tables, and the picture's name below them. Raises BenchError as `draw`."""
+    picture = draw(path, folder)[0]
+    content = read(path)
+    return f"{document_tables(content)}\n\npicture: {picture}"
+
+
+def _picture(content: dict[str, Any]) -> Figure:
+    runs = content["runs"]
+    if content["kind"] == "sweep":
+        figure = Figure(figsize=(9.5, 6.2), layout="constrained")
+        _draw_sweep(figure.subplots(), runs)
+    else:
+        most = max(len(run["methods"]) for run in runs)
+        figure = Figure(figsize=(15, 1.9 + (1.3 + 0.5 * most) * len(runs)), layout="constrained")
+        rows = figure.subplots(len(runs), 2, squeeze=False)
+        for (times, volume), run in zip(rows, runs, strict=True):
+            _draw_times(times, run)
+            _draw_volume(volume, run)
+        _stage_legend(figure, runs)
+    figure.suptitle(_caption(content), fontsize=10, color=GREY)
+    return figure
+
+
+def _caption(content: dict[str, Any]) -> str:
+    run, commit = content["runs"][0], content["commit"] or "unknown"
+    machine = content["machine"]
+    gpu = content.get("gpu")
+    where = (
+        f"{machine['cpu']}, {machine['cores']} cores" if gpu is None else f"{gpu['count']} x {gpu['name']}"
+    )
+    what = f"n = {run['length']:,}, density {run['density']:g}, "
+    parts = [
+        ("" if content["kind"] == "gpu table" else what) + f"{run['gradients']['name']} gradients",
+        where + (f", {run['network']}" if run["network"] else ""),
+        f"commit {commit[:10]}{' with changes' if content['dirty'] else ''}, {content['date'][:10]}",
+    ]
+    return " · ".join(parts)
+
+
+def _title(method: dict[str, Any]) -> str:
+    return TITLES.get(method["name"], method["name"])
+
+
+def _draw_times(axes: Axes, run: dict[str, Any]) -> None:
+    """A bar of stages per method and kind of step, a mark for the mean of all steps."""
+    cell = f", {cell_title(run)}" if run.get("device") == "cuda" else ""
+    axes.set_title(f"Time of a step, {run['ranks']} ranks{cell}")
+    axes.set_xlabel("ms; wide: regular steps, narrow: exact ones, by stage, mean over ranks")
+    methods = run["methods"]
+    for place, method in enumerate(methods):
+        for kind, offset, height in (("regular", -0.12, 0.46), ("exact", 0.26, 0.2)):
+            left = 0.0
+            for stage, seconds in _ordered(method["stages"][kind] or {}):
+                axes.barh(
+                    place + offset,
+                    seconds["mean"] * 1e3,
+                    height,
+                    left=left,
+                    color=STAGES.get(stage, GREY),
+                    edgecolor="white",
+                    linewidth=0.4,
+                )
+                left += seconds["mean"] * 1e3
+        mean = method["seconds"]["all"]["mean"] * 1e3
+        axes.plot([mean, mean], [place - 0.42, place + 0.4], color="black", linewidth=1.6)
+        axes.annotate(
+            f"{mean:.0f}" if mean >= 1000 else f"{mean:.3g}",
+            (mean, place - 0.12),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "alpha": 0.75, "linewidth": 0},
+        )
+    axes.set_yticks(range(len(methods)), [_title(method) for method in methods])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+    against = reference(methods, run.get("baseline"))
+    if against is not None:
+        axes.axvline(against["seconds"]["all"]["mean"] * 1e3, color=GREY, linestyle=":", linewidth=1.2)
+
+
+def _ordered(stages: dict[str, dict[str, float]]) -> list[tuple[str, dict[str, float]]]:
+    known = list(STAGES)
+    return sorted(stages.items(), key=lambda item: known.index(item[0]) if item[0] in known else len(known))
+
+
+def _stage_legend(figure: Figure, runs: Sequence[dict[str, Any]]) -> None:
+    found = {
+        stage
+        for run in runs
+        for method in run["methods"]
+        for kind in method["stages"].values()
+        for stage in kind or {}
+    }
+    handles: list[mpl.artist.Artist] = [
+        mpl.patches.Patch(color=colour) for stage, colour in STAGES.items() if stage in found
+    ]
+    labels = [stage for stage in STAGES if stage in found]
+    handles.append(mpl.lines.Line2D([], [], color="black", linewidth=1.6))
+    labels.append("mean of all steps, slowest rank")
+    figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False, fontsize=10)
+
+
+def _draw_volume(axes: Axes, run: dict[str, Any]) -> None:
+    """Words counted, mean and busiest rank, over the range that the formula gives."""
+    axes.set_title("Words that a rank sends in a step")
+    axes.set_xlabel("words; dot: mean over ranks, triangle: busiest rank, grey: by formula")
+    methods = run["methods"]
+    for place, method in enumerate(methods):
+        formula, words = method["formulas"], method["words"]
+        least, most = formula["least"], formula["most"]
+        axes.plot([least, most], [place, place], color="#cccccc", linewidth=9, solid_capstyle="butt")
+        for end in {least, most}:
+            axes.plot([end, end], [place - 0.3, place + 0.3], color="#999999", linewidth=1.5)
+        if not method["counted"]:
+            continue
+        axes.plot(words["mean"], place, "o", color="#0072B2", markersize=7)
+        if words["busiest"] > BUSIER * words["mean"]:
+            axes.plot(words["busiest"], place, ">", color="#D55E00", markersize=7)
+        axes.annotate(
+            EngFormatter(places=1, sep="")(words["mean"]),
+            (words["mean"], place),
+            xytext=(0, 9),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            bbox={"boxstyle": "square,pad=0.05", "facecolor": "white", "linewidth": 0},
+        )
+    if run["ranks"] > 1:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        low, high = axes.get_xlim()
+        axes.xaxis.set_minor_formatter(EngFormatter(sep="") if high < 10 * low else NullFormatter())
+    axes.set_yticks(range(len(methods)), [_title(method) for method in methods])
+    axes.set_ylim(len(methods) - 0.4, -0.7)
+    axes.grid(axis="y", visible=False)
+
+
+def _draw_sweep(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
+    """Words per rank of every method against P, between both bounds."""
+    ranks = [run["ranks"] for run in runs]
+    axes.set_title("Words that a rank sends in a step, against the number of ranks")
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("words per rank and step")
+    lower, upper = ([run["bounds"][name] for run in runs] for name in ("lower", "upper"))
+    axes.fill_between(ranks, lower, upper, color="#dddddd", linewidth=0, label="2k(P−1)/P … 6k(P−1)/P")
+    names = list(dict.fromkeys(method["name"] for run in runs for method in run["methods"]))
+    for i, name in enumerate(names):
+        entries = [next((m for m in run["methods"] if m["name"] == name), None) for run in runs]
+        mean = np.array([np.nan if entry is None else entry["words"]["mean"] for entry in entries])
+        busiest = np.array([np.nan if entry is None else entry["words"]["busiest"] for entry in entries])
+        colour, marker = LINES.get(name, (GREY, "."))
+        # Ok-Topk and gTopk's mean coincide: a wide line shows from under a narrow one
+        width = 3.5 if name == "oktopk" else 1.6
+        look: dict[str, Any] = {"color": colour, "marker": marker, "zorder": 2 + 0.01 * i}
+        axes.plot(ranks, mean, label=TITLES.get(name, name), linewidth=width, **look)
+        if np.nanmax(busiest / np.maximum(mean, 1e-9)) > BUSIER:
+            label = f"{TITLES.get(name, name)}, busiest rank"
+            axes.plot(ranks, busiest, label=label, markerfacecolor="white", linestyle=":", **look)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(ranks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+
+
+def method_rows(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per run and method: the single figures. Seconds, words."""
+    rows = []
+    for run in content["runs"]:
+        for method in run["methods"]:
+            row: dict[str, Any] = {name: run[name] for name in ("ranks", "length", "density", "k")}
+            row |= {"name": method["name"], "method": method["method"], "counted": method["counted"]}
+            for kind, seconds in method["seconds"].items():
+                row |= {f"{kind}_{name}": value for name, value in (seconds or {}).items()}
+            for name in ("words", "messages", "control_words", "control_messages"):
+                row |= {f"{name}_{which}": value for which, value in method[name].items()}
+            row |= {f"formula_{which}": value for which, value in method["formulas"].items()}
+            rows.append(row | {f"nnz_{which}": value for which, value in method["nnz"].items()})
+    return rows
+
+
+def stage_rows(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per run, method, kind of step and stage. Seconds."""
+    return [
+        {"ranks": run["ranks"], "name": method["name"], "kind": kind, "stage": stage}
+        | seconds
+        | {"floor": method["floors"].get(stage, {}).get("seconds", "")}
+        for run in content["runs"]
+        for method in run["methods"]
+        for kind, stages in method["stages"].items()
+        for stage, seconds in (stages or {}).items()
+    ]
+
+
+def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)

@@ -1,0 +1,182 @@
+"""A GPU to bench on."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import cupy
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+import collectives.cuda.device
+from collectives.mpi_cuda import select_device
+from jobs.bench.device import Growth
+from jobs.bench.floors import Speeds
+from jobs.bench.gpu.gradients import STORED, DeviceGradients, convert
+from jobs.bench.gpu.speeds import measure_device_speeds
+from jobs.bench.gradients import GradientSource
+from oktopk import GradientAllreduce, StepReport
+
+_DIGEST_BLOCK = 4096
+
+
+def open_cuda(gradient_type: str, comm: MPI.Intracomm) -> Cuda:
+    """Take the GPU of this rank's place on its host. Collective."""
+    number = select_device(comm)
+    mine = socket.gethostname(), cupy.cuda.runtime.deviceGetPCIBusId(number)
+    return Cuda(gradient_type, sharers=comm.allgather(mine).count(mine))
+
+
+class Cuda:
+    """The current GPU, on the current stream.
+
+    Args:
+        gradient_type: what gradients are placed as, one of STORED.
+        sharers: ranks on this GPU.
+    """
+
+    name = "cuda"
+    asynchronous = True
+
+    def __init__(self, gradient_type: str = "float32", sharers: int = 1) -> None:
+        self.gradient_type = gradient_type
+        self.sharers = sharers
+        self._placed: Any = None
+
+    def source(self, name: str, length: int, rank: int, seed: int) -> GradientSource:
+        """Drawn on the GPU."""
+        return DeviceGradients(name, length, rank, seed)
+
+    def place(self, gradient: Any) -> Any:
+        """Float32 as it is, or a copy of it rounded to the gradient type; valid until the next call."""
+        on_device = cupy.asarray(gradient)
+        if self.gradient_type == "float32":
+            return on_device
+        if self._placed is None or self._placed.shape != on_device.shape:
+            self._placed = cupy.empty(on_device.shape, STORED[self.gradient_type])
+        convert(on_device, self._placed)
+        return self._placed
+
+    def fetch(self, update: Any) -> NDArray[Any]:
+        """A copy; bfloat16 as its bits."""
+        return np.asarray(cupy.asnumpy(update))
+
+    def digest(self, update: Any) -> int:
+        """A checksum of sums along and across blocks, taken on the GPU: a copy of all of it would take longer than the steps."""
+        words = update.view(np.uint32 if update.itemsize == 4 else np.uint16)
+        whole = len(words) - len(words) % _DIGEST_BLOCK
+        blocks = words[:whole].reshape(-1, _DIGEST_BLOCK)
+        parts = [blocks.sum(axis, dtype=np.uint64) for axis in (0, 1)] if whole else []
+        checksum = 0
+        for part in [*parts, words[whole:]]:
+            checksum = zlib.crc32(cupy.asnumpy(part).tobytes(), checksum)
+        return checksum
+
+    def finish(self) -> None:
+        """Wait for all streams, so for NCCL's too."""
+        cupy.cuda.runtime.deviceSynchronize()
+
+    @contextmanager
+    def watch(self) -> Iterator[Growth]:
+        """Count what CuPy's pool and the library's own cudaMalloc are asked for, and watch the driver's free memory.
+
+        The driver counts for the whole GPU, in pages of 2 MB: it is not asked where other ranks share the GPU. Waits are those
+        of `collectives.cuda.device.Device`, for its stream or for a word that a kernel writes; `finish` is the bench's own.
+        """
+        growth = Growth(synchronizations=0)
+        device = collectives.cuda.device.Device
+        allocate, synchronize, watch = device.allocate, device.synchronize, device.watch
+
+        def counted_allocate(self: Any, count: int, dtype: Any) -> Any:
+            growth.allocated += max(1, count) * np.dtype(dtype).itemsize
+            return allocate(self, count, dtype)
+
+        def counted_synchronize(self: Any) -> None:
+            assert growth.synchronizations is not None
+            growth.synchronizations += 1
+            synchronize(self)
+
+        def counted_watch(self: Any, words: Any, at: int, epoch: int) -> None:
+            assert growth.synchronizations is not None
+            growth.synchronizations += words[at] >> 32 != epoch  # else there is nothing to wait for
+            watch(self, words, at, epoch)
+
+        before = self.free_bytes()
+        with (
+            mock.patch.object(device, "allocate", counted_allocate),
+            mock.patch.object(device, "synchronize", counted_synchronize),
+            mock.patch.object(device, "watch", counted_watch),
+            _PoolWatch(growth),
+        ):
+            yield growth
+        if self.sharers == 1:
+            growth.resident = max(0, before - self.free_bytes())
+
+    def free_bytes(self) -> int:
+        """What the driver has left on this GPU."""
+        return int(cupy.cuda.runtime.memGetInfo()[0])
+
+    def measure_speeds(self, comm: MPI.Intracomm, length: int) -> Speeds:
+        """As jobs.bench.gpu.speeds."""
+        return measure_device_speeds(comm, length)
+
+    def release(self) -> None:
+        """Empty the pools of CuPy and torch."""
+        gc.collect()
+        cupy.get_default_memory_pool().free_all_blocks()
+        if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+class _PoolWatch(cupy.cuda.MemoryHook):
+    """Counts what is asked of CuPy's pool, whether the pool had it or not."""
+
+    name = "oktopk bench"
+
+    def __init__(self, growth: Growth) -> None:
+        self._growth = growth
+
+    def malloc_preprocess(self, **kwargs: Any) -> None:
+        self._growth.allocated += int(kwargs["size"])
+
+
+class IntoGradient:
+    """A reducer for an optimizer that reads the gradient: the update is rounded into it as a whole.
+
+    Args:
+        reducer: the one that reduces; closed with this one.
+        device: whose gradient type the gradient has.
+    """
+
+    def __init__(self, reducer: GradientAllreduce, device: Cuda) -> None:
+        self._reducer = reducer
+        self.update: Any = cupy.zeros(reducer.length, STORED[device.gradient_type])
+        self.residual: Any = None
+
+    def load(self, gradient: Any) -> Any:
+        """Fill the gradient that is overwritten; outside the timed region."""
+        cupy.copyto(self.update, gradient)
+        return self.update
+
+    def step(self, gradient: Any) -> StepReport:
+        """Reduce the gradient and overwrite it. Collective. The stage "into g" is the time to ask for the copy."""
+        report = self._reducer.step(gradient)
+        self.residual = self._reducer.residual
+        began = time.perf_counter()
+        convert(self._reducer.update, gradient)
+        seconds = time.perf_counter() - began
+        return replace(report, seconds={**report.seconds, "into g": seconds})
+
+    def close(self) -> None:
+        """Free what MPI holds. Collective."""
+        self._reducer.close()

@@ -1,0 +1,60 @@
+"""The bench's gradients drawn on a GPU: those of jobs.bench.gradients, to rounding, without a trip through the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+
+from collectives.cuda.launch import compiled
+from jobs.bench.gradients import Draws
+
+STORED: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
+"""Gradient type -> what CuPy holds it in; bfloat16 as its bits."""
+
+_KERNELS = Path(__file__).parent / "gradients.cu"
+_THREADS = 256
+
+
+class DeviceGradients:
+    """Gradients of one profile on one rank, in device memory.
+
+    Args:
+        name, length, rank, seed: as `jobs.bench.gradients.Draws`.
+
+    Memory: n words for the gradient, 4 MB for the pool.
+    """
+
+    def __init__(self, name: str, length: int, rank: int, seed: int) -> None:
+        self.length = length
+        self._draws = draws = Draws(name, length, rank, seed)
+        self._vector = cupy.zeros(length, np.float32)
+        self._pool = cupy.asarray(draws.pool)
+        self._weights = cupy.asarray(draws.common_weights), cupy.asarray(draws.own_weights)
+        self._advance = compiled(_KERNELS).get_function("advance")
+
+    def next(self) -> Any:
+        """cupy float32[n]; see GradientSource. Put on the current stream, not waited for."""
+        common, own = (cupy.asarray(starts.astype(np.int32)) for starts in self._draws.starts())
+        length, memory = np.int64(self.length), np.float32(self._draws.memory)
+        common_weights, own_weights = self._weights
+        arguments = (self._vector, length, self._pool, memory, common_weights, common, own_weights, own)
+        self._advance((len(common),), (_THREADS,), arguments)
+        return self._vector
+
+    def describe(self) -> dict[str, Any]:
+        """See GradientSource."""
+        return self._draws.describe()
+
+
+def convert(source: Any, out: Any) -> None:
+    """Round cupy float32[n] into an array of one of STORED. Put on the current stream, not waited for."""
+    if out.dtype != np.uint16:
+        cupy.copyto(out, source, casting="unsafe")
+        return
+    kernel = compiled(_KERNELS).get_function("narrow_bfloat16")
+    processors = cupy.cuda.Device().attributes["MultiProcessorCount"]
+    blocks = min(-(-len(source) // _THREADS), 16 * processors)
+    kernel((blocks,), (_THREADS,), (source, out, np.int64(len(source))))

@@ -1,0 +1,312 @@
+"""The measuring loop: every contestant reduces the same gradients, one after another within each step.
+
+The time of a step is that of its slowest rank, from a barrier until all ranks have finished, the device's work included;
+drawing the gradient, filling one that is overwritten, and the first barrier are outside.
+All contestants live in one process, so that a ratio is within one run.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from jobs.bench.device import Device, Growth
+from jobs.bench.gradients import GradientSource
+from jobs.bench.stages import stages_on_device
+from oktopk import GradientAllreduce, StepReport
+
+FIELDS = (
+    "seconds",
+    "exact",
+    "k",
+    "local_nnz",
+    "global_nnz",
+    "words",
+    "messages",
+    "control_words",
+    "control_messages",
+)
+"""What is kept of each step: "seconds" is this rank's time, the rest is as in StepReport."""
+
+HOUSE = ("oktopk", "collectives", "jobs")
+"""Packages whose objects are walked through in search of arrays."""
+
+DENSE_WARMUP = 2
+"""Steps discarded of a contestant that leaves nothing behind; the first one sets up its requests."""
+
+
+class Reducer(Protocol):
+    """What is measured: oktopk.GradientAllreduce, or anything of its shape."""
+
+    @property
+    def update(self) -> Any:
+        """[n], the last step's result."""
+        ...
+
+    def step(self, gradient: Any) -> StepReport:
+        """Reduce one gradient; collective."""
+        ...
+
+    def close(self) -> None:
+        """Free what MPI holds; collective."""
+        ...
+
+
+@runtime_checkable
+class InPlace(Protocol):
+    """A reducer that overwrites the gradient, which must be filled anew before each step."""
+
+    def load(self, gradient: Any) -> Any:
+        """Copy a gradient to where it is overwritten, and return that; called outside the timed region."""
+        ...
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One who takes part.
+
+    Attributes:
+        name: unique in a run.
+        method: a name in oktopk.METHODS, jobs.bench.mpi.ALGORITHMS or jobs.bench.document.NCCL_ROWS.
+        settings: keywords of oktopk.Settings in which it differs from the others.
+        arguments: keywords of oktopk.GradientAllreduce itself, likewise.
+        sparse: leaves entries behind, so that it must settle before it is measured.
+        counted: its words are counted; else they are a formula's.
+        into_gradient: the update is written into the gradient as well.
+    """
+
+    name: str
+    method: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    sparse: bool = True
+    counted: bool = True
+    into_gradient: bool = False
+
+
+@dataclass(frozen=True)
+class Course:
+    """How long it takes.
+
+    Attributes:
+        warmup: steps that are discarded.
+        steps: steps that are measured.
+        dense_steps: steps that are measured of contestants that are not sparse, at most `steps`.
+        watched: last steps of the warm-up in which allocations are watched.
+    """
+
+    warmup: int
+    steps: int
+    dense_steps: int
+    watched: int
+
+    def runs(self, contestant: Contestant, step: int) -> bool:
+        """Whether a contestant takes part in a step, counted from 0 for the first measured one."""
+        return contestant.sparse or -DENSE_WARMUP <= step < self.dense_steps
+
+
+@dataclass
+class Samples:
+    """What the ranks measured of one contestant.
+
+    Attributes:
+        fields: each of FIELDS, float64[ranks, steps].
+        stages: seconds by stage, float64[ranks, steps].
+        growth: {True, False: exact step or not} -> [Growth of each watched step], all ranks'.
+        on_device: seconds on the device by stage, the median over some steps of each rank; empty where nothing tells.
+        held: bytes of arrays kept between steps, by what they are; the largest of all ranks.
+        agreed: the last update was bit-identical on all ranks.
+    """
+
+    fields: dict[str, NDArray[np.float64]]
+    stages: dict[str, NDArray[np.float64]]
+    growth: dict[bool, list[Growth]]
+    held: dict[str, int]
+    agreed: bool
+    on_device: dict[str, list[float]] = field(default_factory=dict)
+
+
+class _Log:
+    """One rank's side of Samples."""
+
+    def __init__(self, contestant: Contestant) -> None:
+        self._sparse = contestant.sparse
+        self.rows: list[list[float]] = []
+        self.stages: list[dict[str, float]] = []
+        self.growth: dict[bool, list[Growth]] = {True: [], False: []}
+        self.on_device: dict[str, float] = {}
+        self.held: dict[str, int] = {}
+        self.checksum = 0
+
+    def add(self, seconds: float, report: StepReport, finish: dict[str, float]) -> None:
+        rest = (float(getattr(report, name)) for name in FIELDS[2:])
+        self.rows.append([seconds, float(self.exact(report)), *rest])
+        self.stages.append({**report.seconds, **finish})
+
+    def exact(self, report: StepReport) -> bool:
+        # a dense step has no thresholds: it is like any other
+        return self._sparse and report.exact
+
+
+def measure(
+    comm: MPI.Intracomm,
+    contestants: Sequence[tuple[Contestant, Reducer]],
+    source: GradientSource,
+    device: Device,
+    course: Course,
+    progress: Callable[[], object] = lambda: None,
+) -> dict[str, Samples]:
+    """Run the course. Collective: every rank must call, with the same contestants and course.
+
+    Args:
+        progress: called before each step.
+
+    Returns:
+        name -> samples on rank 0, nothing on the others.
+    """
+    logs = {contestant.name: _Log(contestant) for contestant, _ in contestants}
+    gc.collect()
+    gc.disable()  # a collection takes as long as many a step
+    try:
+        _run(comm, contestants, source, device, course, progress, logs)
+    finally:
+        gc.enable()
+    for contestant, reducer in contestants:
+        if device.asynchronous and isinstance(reducer, GradientAllreduce):
+            logs[contestant.name].on_device = stages_on_device(reducer, source, device)
+        logs[contestant.name].held = held_bytes(reducer)
+        logs[contestant.name].checksum = device.digest(reducer.update)
+    everyone = comm.gather(logs)
+    if everyone is None:
+        return {}
+    return {name: _combine([theirs[name] for theirs in everyone]) for name in logs}
+
+
+def _run(
+    comm: MPI.Intracomm,
+    contestants: Sequence[tuple[Contestant, Reducer]],
+    source: GradientSource,
+    device: Device,
+    course: Course,
+    progress: Callable[[], object],
+    logs: dict[str, _Log],
+) -> None:
+    begun: set[str] = set()
+    block = _BLOCK if device.asynchronous else 1
+    for first in range(-course.warmup, course.steps, block):
+        steps = range(first, min(first + block, course.steps))
+        shared = device.place(source.next()) if block == 1 else None
+        for turn, (contestant, reducer) in enumerate(in_turn(contestants, first // block)):
+            for step in steps:
+                if turn == 0:
+                    progress()
+                if not course.runs(contestant, step):
+                    continue
+                gradient = device.place(source.next()) if shared is None else shared
+                watched = -course.watched <= step < 0 and contestant.name in begun
+                begun.add(contestant.name)
+                _one_step(comm, reducer, gradient, device, logs[contestant.name], watched, step >= 0)
+
+
+def _one_step(
+    comm: MPI.Intracomm,
+    reducer: Reducer,
+    gradient: Any,
+    device: Device,
+    log: _Log,
+    watched: bool,
+    counted: bool,
+) -> None:
+    """One step of one contestant: watched for what it allocates, or timed."""
+    given = reducer.load(gradient) if isinstance(reducer, InPlace) else gradient
+    device.finish()
+    if watched:
+        with device.watch() as growth:
+            report = reducer.step(given)
+            device.finish()
+        log.growth[log.exact(report)].append(growth)
+        return
+    comm.Barrier()
+    start = time.perf_counter()
+    report = reducer.step(given)
+    returned = time.perf_counter()
+    device.finish()
+    finished = time.perf_counter()
+    # with more ranks than cores some start late: a step ends when the last one has. A rank with a core and a GPU of its own
+    # times itself, and the longest counts: a barrier takes a tenth of such a step
+    comm.Barrier()
+    seconds = (finished if device.asynchronous else time.perf_counter()) - start
+    if counted:
+        # what a step left on the device is no stage's time
+        log.add(seconds, report, {"finish": finished - returned} if device.asynchronous else {})
+
+
+_BLOCK = 16
+"""Steps that one contestant runs before the next does, where the host's part in a step counts: as in training, and unlike a
+step between those of others, it finds its code and data in the host's caches."""
+
+
+def in_turn(contestants: Sequence[Any], step: int) -> list[Any]:
+    """The order of one step: everyone is first in turn, and so finds the gradient, but nothing of its own, in the caches."""
+    turn = step % len(contestants)
+    return [*contestants[turn:], *contestants[:turn]]
+
+
+def _combine(logs: list[_Log]) -> Samples:
+    table = np.array([log.rows for log in logs], np.float64).reshape(len(logs), -1, len(FIELDS))
+    names = dict.fromkeys(stage for log in logs for step in log.stages for stage in step)
+    stages = {
+        # a stage that only some steps have took no time in the others
+        name: np.array([[step.get(name, 0.0) for step in log.stages] for log in logs])
+        for name in names
+    }
+    growth = {exact: [one for log in logs for one in log.growth[exact]] for exact in (True, False)}
+    kinds = dict.fromkeys(kind for log in logs for kind in log.held)
+    return Samples(
+        fields={name: table[:, :, i] for i, name in enumerate(FIELDS)},
+        stages=stages,
+        growth=growth,
+        held={kind: max(log.held.get(kind, 0) for log in logs) for kind in kinds},
+        agreed=len({log.checksum for log in logs}) == 1,
+        on_device={stage: [log.on_device[stage] for log in logs] for stage in logs[0].on_device},
+    )
+
+
+def held_bytes(reducer: Reducer) -> dict[str, int]:
+    """Bytes of the arrays that a reducer keeps between steps, found by walking through its attributes.
+
+    Returns:
+        "update", "residual", and "scratch" for all others; memory that several arrays share counts once.
+    """
+    held = {"update": 0, "residual": 0, "scratch": 0}
+    seen: set[int] = set()
+
+    def walk(thing: Any, kind: str) -> None:
+        while getattr(thing, "base", None) is not None and hasattr(thing.base, "nbytes"):
+            thing = thing.base
+        if id(thing) in seen:
+            return
+        seen.add(id(thing))
+        if hasattr(thing, "nbytes") and hasattr(thing, "dtype"):
+            held[kind] += int(thing.nbytes)
+        elif isinstance(thing, dict):
+            for value in thing.values():
+                walk(value, kind)
+        elif isinstance(thing, list | tuple | set):
+            for value in thing:
+                walk(value, kind)
+        elif type(thing).__module__.split(".")[0] in HOUSE and hasattr(thing, "__dict__"):
+            for value in vars(thing).values():
+                walk(value, kind)
+
+    for name in ("update", "residual"):
+        walk(getattr(reducer, name, None), name)
+    walk(reducer, "scratch")
+    return held

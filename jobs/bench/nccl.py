@@ -1,0 +1,157 @@
+"""NCCL's dense allreduce through torch.distributed, as a method among the others."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import sys
+import time
+from typing import Any
+
+from mpi4py import MPI
+
+from collectives.dense_allreduce import dense_words
+from jobs.bench.document import NCCL_ROWS, BenchError
+from oktopk import StepReport
+
+
+def torch_problem() -> str:
+    """Why NCCL cannot be used in this process, and what to do; "" if it can. Talks to no other rank."""
+    needed = "NCCL's rows need a torch with CUDA"
+    if importlib.util.find_spec("torch") is None:
+        return f"{needed}, and no torch is installed: install one, or name other --methods"
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return f"{needed}, and the one installed cannot be imported: {error}"
+    if not torch.cuda.is_available():
+        return (
+            f"{needed}, and torch {torch.__version__} sees no GPU: install another, or name other --methods"
+        )
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return f"{needed} and NCCL, and torch {torch.__version__} is built without NCCL"
+    return ""
+
+
+def require_nccl(comm: MPI.Intracomm) -> None:
+    """Raises BenchError on every rank alike where NCCL cannot be used on some rank. Collective."""
+    problems = [problem for problem in comm.allgather(torch_problem()) if problem]
+    if problems:
+        raise BenchError("; ".join(dict.fromkeys(problems)))
+
+
+def rendezvous(comm: MPI.Intracomm) -> Any:
+    """A key-value store for torch.distributed that rank 0 serves, on a port that was free. Collective.
+
+    Raises:
+        RuntimeError: the others do not reach rank 0.
+    """
+    from torch.distributed import TCPStore
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    host = "127.0.0.1" if node.size == comm.size else socket.gethostname()
+    node.Free()
+    host = comm.bcast(host)
+    store = None
+    if comm.rank == 0:
+        # rank 0 binds before anybody knows the number: a port that was looked for beforehand may be taken by then
+        store = TCPStore(host, 0, comm.size, is_master=True, wait_for_workers=False)
+    port = comm.bcast(store.port if store is not None else None)
+    if store is None:
+        store = TCPStore(host, port, comm.size, is_master=False, wait_for_workers=False)
+    return store
+
+
+def join(comm: MPI.Intracomm) -> None:
+    """Make the ranks NCCL's process group, once a process, on the GPUs that are current. Collective."""
+    import cupy
+    import torch
+    from torch import distributed
+
+    if distributed.is_initialized():
+        return
+    device = torch.device("cuda", cupy.cuda.Device().id)
+    torch.cuda.set_device(device)
+    distributed.init_process_group(
+        "nccl", store=rendezvous(comm), rank=comm.rank, world_size=comm.size, device_id=device
+    )
+
+
+def leave() -> None:
+    """End the process group, if there is one. Collective."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+class NcclAllreduce:
+    """The average in place by one call of NCCL; the same shape as `oktopk.GradientAllreduce`.
+
+    Args:
+        comm: intracommunicator, one GPU per rank. Collective: every rank must construct.
+        length: elements of the gradient (n).
+        method: a name in NCCL_ROWS.
+
+    Memory: the gradient itself, n elements; what NCCL takes besides is its own affair.
+    """
+
+    residual = None
+
+    def __init__(self, comm: MPI.Intracomm, length: int, method: str = "nccl") -> None:
+        import cupy
+        import torch
+
+        join(comm)
+        self.length = length
+        self.method = method
+        self._size = comm.size
+        kind = getattr(torch, NCCL_ROWS[method])
+        self._gradient = torch.zeros(length, dtype=kind, device=torch.device("cuda", cupy.cuda.Device().id))
+        bits = self._gradient if kind == torch.float32 else self._gradient.view(torch.uint16)
+        self.update: Any = cupy.from_dlpack(bits)
+        """The gradient, then the average; bfloat16 as its bits."""
+        self._all_reduce = torch.distributed.all_reduce
+        self._average = torch.distributed.ReduceOp.AVG
+        self._steps = 0
+
+    def load(self, gradient: Any) -> Any:
+        """Copy a gradient of any type (bfloat16 as its bits) to where it is summed in place; outside the timed region."""
+        import torch
+
+        source = torch.from_dlpack(gradient)
+        if source.dtype == torch.uint16:
+            source = source.view(torch.bfloat16)
+        self._gradient.copy_(source)
+        return self.update
+
+    def step(self, gradient: Any) -> StepReport:
+        """Average what was loaded. Collective. Returns when NCCL has been asked; the device's `finish` waits.
+
+        NCCL does not say what it sends: words are `collectives.dense_allreduce.dense_words`, not counted.
+        """
+        assert gradient is self.update, "load the gradient first"
+        began = time.perf_counter()
+        self._all_reduce(self._gradient, op=self._average)
+        seconds = time.perf_counter() - began
+        self._steps += 1
+        width = self._gradient.element_size() / 4
+        return StepReport(
+            step=self._steps - 1,
+            method=self.method,
+            exact=False,
+            skipped=False,
+            k=self.length,
+            length=self.length,
+            local_nnz=self.length,
+            global_nnz=self.length,
+            local_threshold=float("nan"),
+            global_threshold=float("nan"),
+            words=round(dense_words(self.length, self._size) * width),
+            messages=0,
+            control_words=0,
+            control_messages=0,
+            seconds={"allreduce": seconds},
+        )
+
+    def close(self) -> None:
+        """The process group outlives a reducer: `leave` ends it."""

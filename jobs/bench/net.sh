@@ -1,0 +1,151 @@
+#!/usr/bin/env bash
+# The bench over real TCP on a slow network, on one machine: hosts are network namespaces, joined by a switch through links
+# that a token bucket shapes in both directions.
+#
+#     jobs/bench/net.sh [--hosts 4] [--ranks 4] [--rate 1gbit] [--mpiexec PATH] [--python PATH] [BENCH ARGUMENT ...]
+#
+# Needs root. Everything is made inside mount, network and process namespaces of its own, of which nothing is visible outside:
+# when the first process in them ends, by whatever means, the kernel takes links, hosts and processes down. So there is nothing
+# to clean up after a kill, and two runs cannot collide.
+set -uo pipefail
+
+say() { echo "bench-net: $*" >&2; }
+refuse() { say "$@"; exit 2; }
+
+hosts=4 ranks='' rate=1gbit mpiexec='' inside=''
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+python=$here/.venv/bin/python
+while [ $# -gt 0 ]; do
+    case $1 in
+    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;;
+    --inside) inside=yes; shift; continue ;;
+    --hosts | --ranks | --rate | --mpiexec | --python) [ $# -ge 2 ] || refuse "$1 needs a value" ;;
+    *) break ;;
+    esac
+    case $1 in
+    --hosts) hosts=$2 ;;
+    --ranks) ranks=$2 ;;
+    --rate) rate=$2 ;;
+    --mpiexec) mpiexec=$2 ;;
+    --python) python=$2 ;;
+    esac
+    shift 2
+done
+ranks=${ranks:-$hosts}
+# the ranks run in the checkout, but paths are meant from here
+arguments=() before=''
+for word in "$@"; do
+    [[ $before != --json && $before != --replay || $word == /* ]] || word=$PWD/$word
+    arguments+=("$word")
+    before=$word
+done
+
+check() {
+    [[ $hosts =~ ^[1-9][0-9]?$ ]] || refuse "--hosts $hosts is not a number in [1, 99]"
+    [[ $ranks =~ ^[1-9][0-9]*$ ]] || refuse "--ranks $ranks is not a number of at least 1"
+    [[ $rate =~ ^[0-9.]+[kmg]bit$ ]] || refuse "--rate $rate is not a rate such as 1gbit or 100mbit"
+    [ "$(uname -s)" = Linux ] || refuse "network namespaces are Linux's; this is $(uname -s)"
+    [ "$(id -u)" = 0 ] || refuse "needs root, to make network namespaces and shape their links; this is user $(id -un)"
+    local missing=''
+    command -v ip >/dev/null && command -v tc >/dev/null || missing+=' iproute2 (ip, tc)'
+    command -v unshare >/dev/null && command -v setpriv >/dev/null || missing+=' util-linux (unshare, setpriv)'
+    command -v mount >/dev/null || missing+=' mount'
+    [ -z "$missing" ] || refuse "not installed:$missing. On Debian and Ubuntu: apt-get install iproute2 util-linux mount"
+    [ -x "$python" ] || refuse "$python is no interpreter: \`make setup\` makes .venv, and --python names another one"
+    local why
+    why=$(unshare --mount --net --pid --fork --mount-proc true 2>&1) ||
+        refuse "this system lets not even root make namespaces (a container without CAP_SYS_ADMIN?): $why"
+}
+
+outside() {
+    check
+    local child=''
+    # mpiexec and the ranks are in no process group of ours: killing the first process of their namespace ends them all
+    trap '[ -z "$child" ] || kill -KILL "$child" 2>/dev/null' EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM HUP
+    setpriv --pdeathsig KILL -- unshare --mount --net --uts --pid --fork --kill-child=KILL --mount-proc \
+        "$BASH" "${BASH_SOURCE[0]}" --inside --hosts "$hosts" --ranks "$ranks" --rate "$rate" \
+        --mpiexec "$mpiexec" --python "$(realpath -s "$python")" "${arguments[@]}" &
+    child=$!
+    wait "$child"
+    local status=$?
+    child=''
+    exit $status
+}
+
+# make WHAT KERNEL-OPTION COMMAND...
+make() {
+    local what=$1 option=$2 why
+    shift 2
+    why=$("$@" 2>&1) || refuse "this kernel gives no $what ($option): \`$*\` says: $why"
+}
+
+network() {
+    mount -t tmpfs tmpfs /run && mkdir -p /run/netns /run/tmp || refuse "cannot mount a private /run"
+    ip link set lo up
+    make 'bridge' CONFIG_BRIDGE ip link add switch type bridge
+    ip addr add 10.77.0.254/24 dev switch && ip link set switch up || refuse "cannot bring the switch up"
+    echo 127.0.0.1 localhost >/run/hosts
+    local i
+    for ((i = 1; i <= hosts; i++)); do
+        make 'network namespaces' CONFIG_NET_NS ip netns add "h$i"
+        make 'veth pairs' CONFIG_VETH ip link add "v$i" type veth peer name eth0 netns "h$i"
+        ip link set "v$i" master switch up && ip -n "h$i" addr add "10.77.0.$i/24" dev eth0 &&
+            ip -n "h$i" link set lo up && ip -n "h$i" link set eth0 up || refuse "cannot join host $i to the switch"
+        make 'token bucket' CONFIG_NET_SCH_TBF tc -n "h$i" qdisc add dev eth0 root tbf rate "$rate" burst 128kb latency 50ms
+        make 'token bucket' CONFIG_NET_SCH_TBF tc qdisc add dev "v$i" root tbf rate "$rate" burst 128kb latency 50ms
+        echo "10.77.0.$i h$i" >>/run/hosts
+    done
+    mount --bind /run/hosts /etc/hosts || refuse "cannot give the hosts names"
+    # what mpiexec calls instead of ssh
+    cat >/run/agent <<'AGENT'
+#!/usr/bin/env bash
+while [[ $1 == -* ]]; do shift; done
+host=h${1##*[.h]}
+shift
+exec ip netns exec "$host" unshare --uts bash -c "hostname $host; $*"
+AGENT
+    chmod +x /run/agent
+}
+
+bench() {
+    cd "$here" || exit 1
+    export TMPDIR=/run/tmp OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    [ -n "$mpiexec" ] || mpiexec=$("$python" -c 'from jobs.launch import find_mpiexec; print(find_mpiexec())') || exit 2
+    local flavour
+    flavour=$("$python" -c 'import sys; from jobs.launch import mpiexec_flavour; print(mpiexec_flavour(sys.argv[1]))' "$mpiexec") || exit 2
+    local names=() methods=(dense oktopk topka topkdsa gtopk gaussiank mpi) i
+    for ((i = 1; i <= hosts; i++)); do names+=("10.77.0.$i"); done
+    local list
+    list=$(IFS=,; echo "${names[*]}")
+    local launch=("$mpiexec")
+    case $flavour in
+    openmpi)
+        launch+=(--prtemca plm_ssh_agent /run/agent --prtemca prte_if_include 10.77.0.0/24)
+        launch+=(--host "$list" --map-by node:OVERSUBSCRIBE --bind-to none --mca mpi_yield_when_idle 1)
+        # han would hide which algorithm runs between the hosts
+        launch+=(--mca pml ob1 --mca btl self,tcp --mca btl_tcp_if_include 10.77.0.0/24 --mca coll ^han)
+        methods+=(mpi-ring mpi-rabenseifner)
+        ;;
+    mpich)
+        export UCX_TLS=tcp,self UCX_NET_DEVICES=eth0
+        launch+=(-launcher ssh -launcher-exec /run/agent -iface switch -hosts "$list")
+        ;;
+    *) refuse "$mpiexec is neither Open MPI 5's nor MPICH's" ;;
+    esac
+    say "$hosts hosts at $rate, $ranks ranks, $flavour"
+    # dense steps take a second each at 1 Gb/s: ten of them say as much as sixty
+    local defaults=(--methods "${methods[@]}" --dense-steps 10)
+    [[ " $* " != *" --ablate "* ]] || defaults=()
+    "${launch[@]}" -n "$ranks" "$python" -m mpi4py -m jobs.bench "${defaults[@]}" \
+        --network "$hosts hosts, TCP over $rate links" "$@" </dev/null
+}
+
+if [ -n "$inside" ]; then
+    network
+    bench "$@"
+else
+    outside
+fi

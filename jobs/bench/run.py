@@ -1,0 +1,223 @@
+"""One run of the bench on the ranks of an mpiexec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from mpi4py import MPI
+from tqdm import tqdm
+
+from collectives.cuda.environment import gpu_problem
+from collectives.dense_allreduce import dense_words
+from collectives.traffic import lower_bound, step_limit, upper_bound
+from jobs.bench.contestants import contestants, make_reducer, takes_part
+from jobs.bench.device import Device
+from jobs.bench.document import BASELINES, BenchError, command_line, document
+from jobs.bench.floors import Speeds
+from jobs.bench.gradients import GradientSource
+from jobs.bench.host import Host
+from jobs.bench.measure import Contestant, Course, measure
+from jobs.bench.options import Options
+from jobs.bench.summary import summarize
+from oktopk.settings import entries_kept
+
+Result = TypeVar("Result")
+
+
+def written(kind: str, runs: list[dict[str, Any]], options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
+    """The document of runs on these ranks; on rank 0."""
+    library = " ".join(MPI.Get_library_version().rstrip("\0").splitlines()[0].split())
+    content = document(kind, runs, library, command_line(comm.size))
+    if content["commit"] is None and options.commit:
+        content |= {"commit": options.commit, "commit_as_told": True}
+    if options.device == "cuda":
+        from jobs.bench.gpu.facts import gpu_facts
+
+        content["gpu"] = gpu_facts()
+    return content
+
+
+def measure_run(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
+    """The run as it stands in the document; on rank 0. Collective.
+
+    Raises:
+        BenchError: it cannot be done; on every rank alike.
+    """
+    device = open_device(options.device, options.gradient_type, comm)
+    try:
+        present, left_out = takes_part(contestants(options, comm.size), device, comm)
+        return _measure(options, comm, device, present, left_out)
+    finally:
+        device.release()
+
+
+def _measure(
+    options: Options,
+    comm: MPI.Intracomm,
+    device: Device,
+    present: list[Contestant],
+    left_out: dict[str, str],
+) -> dict[str, Any]:
+    if options.replay is None:
+        assert options.length is not None
+        length = options.length
+        _check_memory(comm, device, length, present)
+    source = together(comm, lambda: _source(options, comm, device))
+    length = source.length
+    if options.replay is not None:
+        _check_memory(comm, device, length, present)
+    speeds = device.measure_speeds(comm, length)
+    try:
+        reducers = [(one, make_reducer(one, options, length, device, comm)) for one in present]
+    except ValueError as error:  # raised on every rank alike; anything else ends the job
+        raise BenchError(str(error)) from error
+    course = Course(
+        options.warmup,
+        options.steps,
+        options.dense_steps,
+        watched=min(options.warmup, options.threshold_interval) if options.memory else 0,
+    )
+    with tqdm(
+        total=course.warmup + course.steps,
+        desc=f"bench, {comm.size} ranks",
+        unit="step",
+        disable=comm.rank != 0 or options.quiet,
+        ncols=100,
+        mininterval=1.0,
+    ) as bar:
+        samples = measure(comm, reducers, source, device, course, bar.update)
+    for _, reducer in reducers:
+        reducer.close()
+    k = entries_kept(options.density, length)
+    return {
+        "ranks": comm.size,
+        "length": length,
+        "density": options.density,
+        "k": k,
+        "device": options.device,
+        "gradient_type": options.gradient_type,
+        "baseline": BASELINES[options.gradient_type] if options.device == "cuda" else None,
+        "ranks_per_device": device.sharers,
+        "left_out": left_out,
+        "network": options.network,
+        "gradients": source.describe(),
+        "settings": options.settings,
+        "course": vars(course),
+        "speeds": vars(speeds),
+        "bounds": _bounds(k, length, comm.size),
+        "methods": _summaries(present, samples, length, speeds, options.gradient_type),
+    }
+
+
+def _summaries(
+    present: list[Contestant], samples: dict[str, Any], length: int, speeds: Speeds, gradient_type: str
+) -> list[dict[str, Any]]:
+    width = 4 if gradient_type == "float32" else 2
+    return [
+        summarize(one, samples[one.name], length, speeds, width) for one in present if one.name in samples
+    ]
+
+
+def _bounds(k: int, length: int, ranks: int) -> dict[str, float]:
+    return {
+        "lower": lower_bound(k, ranks),
+        "upper": upper_bound(k, ranks),
+        "step_limit": step_limit(k, ranks),
+        "dense": dense_words(length, ranks),
+    }
+
+
+def _source(options: Options, comm: MPI.Intracomm, device: Device) -> GradientSource:
+    if options.replay is None:
+        assert options.length is not None
+        return device.source(options.gradients, options.length, comm.rank, options.seed)
+    from jobs.run.gradient_file import GradientFileError, RecordedGradients
+
+    try:
+        source = RecordedGradients(options.replay, comm.rank, comm.size)
+    except GradientFileError as error:
+        raise BenchError(str(error)) from None
+    if options.length not in (None, source.length):
+        raise BenchError(f"length {options.length} is not {source.length}, that of {options.replay}")
+    return source
+
+
+def _check_memory(comm: MPI.Intracomm, device: Device, length: int, present: list[Contestant]) -> None:
+    """Refuse, on all ranks, what would bring the machine down: update, residual and scratch of each contestant."""
+    vectors = 2 + sum(2.2 if one.sparse else 2.5 for one in present)
+    needed = int(4 * length * vectors * device.sharers)
+    free = device.free_bytes()
+
+    def check() -> None:
+        if free is not None and needed > free:
+            raise BenchError(
+                f"about {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free: "
+                f"try fewer methods or a length below {length}"
+            )
+
+    together(comm, check)
+
+
+def open_device(name: str, gradient_type: str, comm: MPI.Intracomm) -> Device:
+    """The device of this rank. Collective.
+
+    Raises:
+        BenchError: some rank has none; on every rank alike.
+    """
+    if name == "cpu":
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        sharers = node.size
+        node.Free()
+        return Host(sharers)
+    _agree_on(comm, no_gpu())
+    from jobs.bench.gpu.device import open_cuda  # CuPy
+
+    # the first call that makes a context comes after each rank has its GPU
+    device = open_cuda(gradient_type, comm)
+    _agree_on(comm, gpu_problem())
+    return device
+
+
+def no_gpu() -> str:
+    """Why there is no GPU for this process, and what to do; "" if there is one. Makes no context on any."""
+    try:
+        import cupy
+
+        there = cupy.cuda.runtime.getDeviceCount() > 0
+    except Exception:  # whatever it was, gpu_problem names it
+        there = False
+    return "" if there else gpu_problem()
+
+
+def _agree_on(comm: MPI.Intracomm, problem: str) -> None:
+    problems = comm.allgather(problem)
+    found = list(dict.fromkeys(text for text in problems if text))
+    if found:
+        which = ", ".join(str(rank) for rank, text in enumerate(problems) if text)
+        where = "" if all(problems) else f" on rank(s) {which}"
+        raise BenchError(f"--device cuda cannot be used{where}: {'; '.join(found)}")
+
+
+def together(comm: MPI.Intracomm, action: Callable[[], Result]) -> Result:
+    """Run the action on every rank; if it fails on any, it fails on all of them with the same message.
+
+    An action that communicates must fail on all ranks or on none.
+    """
+    result: Result | None = None
+    message: str | None = None
+    try:
+        result = action()
+    except (BenchError, ValueError, OSError, MemoryError) as error:
+        message = str(error) or type(error).__name__
+    messages = comm.allgather(message)
+    distinct = list(dict.fromkeys(text for text in messages if text is not None))
+    if distinct:
+        raise BenchError("\n".join(distinct))
+    return result  # type: ignore[return-value]
+
+
+def say(comm: MPI.Intracomm, message: str, stream: Any) -> None:
+    """Print on rank 0."""
+    if comm.rank == 0:
+        print(message, file=stream, flush=True)

@@ -1,0 +1,180 @@
+"""From what the ranks measured to what a reader compares: one plain dict per contestant, as it stands in the JSON.
+
+Time is seconds. Words and messages are those that a rank sends: their mean over the ranks, and the rank that sends
+most, both averaged over the steps. Control traffic is apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.dense_allreduce import dense_words
+from collectives.traffic import lower_bound, upper_bound
+from jobs.bench.device import Growth
+from jobs.bench.floors import Speeds, Workload, stage_floors
+from jobs.bench.measure import Contestant, Samples
+from jobs.bench.stages import device_stages
+from oktopk.methods.gtopk import gtopk_busiest_words, gtopk_words
+from oktopk.methods.topka import topka_words
+from oktopk.methods.topkdsa import topkdsa_words
+
+N_SIZED = 1 << 20
+"""An allocation is called n-sized from n bytes on, a mask over the gradient, but not below this many."""
+
+
+UNIONS = ("topka", "topkdsa", "gaussiank")
+"""Methods whose update is the sum of all selections, up to kP entries."""
+
+
+def summarize(
+    contestant: Contestant, samples: Samples, length: int, speeds: Speeds, gradient_bytes: int = 4
+) -> dict[str, Any]:
+    """Everything about one contestant in one run; see docs/results/README.md for the keys."""
+    fields = samples.fields
+    ranks, steps = fields["seconds"].shape
+    slowest = fields["seconds"].max(axis=0)
+    exact: NDArray[np.bool_] = fields["exact"].max(axis=0) > 0  # on any rank
+    k = int(fields["k"][0, -1]) if steps else 0
+    which: dict[str, NDArray[np.bool_]] = {"all": np.ones(steps, bool), "regular": ~exact, "exact": exact}
+    selected, applied = float(fields["local_nnz"].mean()), float(fields["global_nnz"].mean())
+    work = Workload(length, ranks, selected, applied, gradient_bytes)
+    floors = stage_floors(contestant.method, work, speeds)
+    return {
+        "name": contestant.name,
+        "method": contestant.method,
+        "settings": contestant.settings,
+        "counted": contestant.counted,
+        "k": k,
+        "steps": steps,
+        "agreed": samples.agreed,
+        "seconds": {kind: _times(slowest[chosen]) for kind, chosen in which.items()},
+        "stages": {kind: _stages(samples, chosen) for kind, chosen in which.items()},
+        "floors": floors,
+        "device_stages": device_stages(samples.on_device, floors),
+        "words": _traffic(fields["words"]),
+        "messages": _traffic(fields["messages"]),
+        "control_words": _traffic(fields["control_words"]),
+        "control_messages": _traffic(fields["control_messages"]),
+        "formulas": formulas(contestant.method, k, length, ranks),
+        "nnz": _nnz(fields, k, contestant.method),
+        "memory": _memory(samples, length),
+        "series": {
+            "seconds": slowest.tolist(),
+            "exact": exact.tolist(),
+            "words": fields["words"].mean(axis=0).tolist(),
+            "words_busiest": fields["words"].max(axis=0).tolist(),
+            "local_nnz": fields["local_nnz"].mean(axis=0).tolist(),
+            "global_nnz": fields["global_nnz"][0].tolist(),
+            "stages": {name: values.mean(axis=0).tolist() for name, values in samples.stages.items()},
+        },
+    }
+
+
+def _times(seconds: NDArray[np.float64]) -> dict[str, float] | None:
+    """None where there was no such step."""
+    if not len(seconds):
+        return None
+    return {
+        "steps": len(seconds),
+        "median": float(np.median(seconds)),
+        "mean": float(seconds.mean()),
+        "min": float(seconds.min()),
+        "max": float(seconds.max()),
+    }
+
+
+def _stages(samples: Samples, chosen: NDArray[np.bool_]) -> dict[str, dict[str, float]] | None:
+    """Seconds by stage: mean and median over the steps of the mean over the ranks; then the slowest and the least rank's.
+
+    A rank that comes early to an exchange waits there: its least time, the latecomer's, is nearest to the exchange's own.
+    "between" is what a rank's step took besides its stages.
+    """
+    if not chosen.any():
+        return None
+    stages = {name: values[:, chosen] for name, values in samples.stages.items()}
+    total = samples.fields["seconds"][:, chosen]
+    stages["between"] = np.maximum(total - sum(stages.values(), np.zeros_like(total)), 0)
+    return {
+        name: {
+            "mean": float(values.mean()),
+            "median": float(np.median(values.mean(axis=0))),
+            "slowest": float(values.max(axis=0).mean()),
+            "least": float(values.min(axis=0).mean()),
+        }
+        for name, values in stages.items()
+    }
+
+
+def _traffic(values: NDArray[np.float64]) -> dict[str, float]:
+    """Of float64[ranks, steps]: mean; the busiest rank's, averaged over the steps; the largest mean of any step."""
+    return {
+        "mean": float(values.mean()),
+        "busiest": float(values.max(axis=0).mean()),
+        "largest_step": float(values.mean(axis=0).max()),
+    }
+
+
+def _nnz(fields: dict[str, NDArray[np.float64]], k: int, method: str) -> dict[str, float | None]:
+    """Entries, and their mean |count/k - 1|; that of the update is None where a method applies all that was selected."""
+    applied, selected = fields["global_nnz"][0], fields["local_nnz"]
+    deviation = np.abs(applied / k - 1)
+    held_to_k = method not in UNIONS
+    return {
+        "local": float(selected.mean()),
+        "global": float(applied.mean()),
+        "local_deviation": float(np.abs(selected / k - 1).mean()),
+        "global_deviation": float(deviation.mean()) if held_to_k else None,
+        "global_deviation_largest": float(deviation.max()) if held_to_k else None,
+    }
+
+
+def _memory(samples: Samples, length: int) -> dict[str, Any]:
+    """Bytes kept between steps, and what steps allocated beyond; of the worst rank and step."""
+    return {
+        "held": samples.held,
+        "regular": _growth(samples.growth[False], length),
+        "exact": _growth(samples.growth[True], length),
+    }
+
+
+def _growth(growth: list[Growth], length: int) -> dict[str, Any] | None:
+    """None where no such step was watched. `resident` is None where the system does not tell.
+
+    `synchronizations`, the most waits of a step, is missing where there is no device to wait for.
+    """
+    if not growth:
+        return None
+    allocated = max(one.allocated for one in growth)
+    resident = [one.resident for one in growth if one.resident is not None]
+    waits = [one.synchronizations for one in growth if one.synchronizations is not None]
+    return {
+        "watched": len(growth),
+        "allocated": allocated,
+        "resident": max(resident) if resident else None,
+        # compiled kernels allocate past the arrays' allocator: the kernel's own count sees them
+        "n_sized": max([allocated, *resident]) >= max(length, N_SIZED),
+        **({"synchronizations": max(waits)} if waits else {}),
+    }
+
+
+def formulas(method: str, k: int, length: int, ranks: int) -> dict[str, float]:
+    """Words per rank by formula, those that apply: `least` and `most` of the mean, and `busiest`.
+
+    They are for exactly k selected entries; a regular step selects a little more or less.
+    """
+    dense = dense_words(length, ranks)
+    topka = topka_words(k, ranks)
+    dsa_least, dsa_most = topkdsa_words(k, length, ranks)
+    gtopk = gtopk_words(k, ranks)
+    by_method: dict[str, dict[str, float]] = {
+        "oktopk": {"least": lower_bound(k, ranks), "most": upper_bound(k, ranks)},
+        "topka": {"least": topka, "most": topka},
+        "gaussiank": {"least": topka, "most": topka},
+        "topkdsa": {"least": dsa_least, "most": dsa_most},
+        "nccl-bf16": {"least": dense / 2, "most": dense / 2},
+        "gtopk": {"least": gtopk, "most": gtopk, "busiest": gtopk_busiest_words(k, ranks)},
+    }
+    return by_method.get(method, {"least": dense, "most": dense})

@@ -1,0 +1,1 @@
+"""Batch scripts for Slurm, and the check of what a launcher started."""

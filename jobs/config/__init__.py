@@ -1,0 +1,1 @@
+"""The configuration of a training run: its sections, their checks, and the TOML file."""

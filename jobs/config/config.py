@@ -1,0 +1,123 @@
+"""What a training run is: typed, validated, frozen. What is of one section alone is in jobs.config.sections.
+
+jobs.config.file reads it from a file and a command line.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Self
+
+from pydantic import model_validator
+from pydantic_core import to_jsonable_python
+
+from jobs.config.modes import is_replayed
+from jobs.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ReductionConfig,
+    RunConfig,
+    ScheduleConfig,
+    Section,
+    TrainingConfig,
+)
+from oktopk import METHODS
+
+
+class Config(Section):
+    """One run."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    reduction: ReductionConfig = ReductionConfig()
+    training: TrainingConfig
+    run: RunConfig = RunConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _the_network_takes_the_data(self) -> Self:
+        if (self.model.name == "bert") != (self.data.name == "text"):
+            raise ValueError(f"model.name {self.model.name!r} does not take data.name {self.data.name!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _labels_are_classes(self) -> Self:
+        if self.training.label_smoothing and self.model.name != "vgg16":
+            raise ValueError(f"training.label_smoothing is for images, not for {self.model.name!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _graphs_hold_what_they_replay(self) -> Self:
+        if self.training.cuda_graph and self.model.recompute:
+            raise ValueError("training.cuda_graph keeps what a forward pass leaves: not with model.recompute")
+        if self.training.cuda_graph and self.model.name == "lstm":
+            raise ValueError(
+                "training.cuda_graph needs batches of one shape, and utterances differ: not for 'lstm'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_momentum(self) -> Self:
+        correction = self.reduction.momentum_correction
+        if correction and (self.optimizer.momentum or self.optimizer.name != "sgd"):
+            raise ValueError(
+                f"reduction.momentum_correction {correction} is the run's momentum: it needs optimizer.name "
+                f"'sgd' with momentum 0, not {self.optimizer.name!r} with {self.optimizer.momentum}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _modes_do_no_more_than_sum(self) -> Self:
+        if self.reduction.method in METHODS:
+            return self
+        for key, needed in (
+            ("reduction.nonfinite", "raise"),
+            ("reduction.momentum_correction", 0.0),
+            ("reduction.average", True),
+            ("run.record_gradients", ""),
+            ("run.measure_every", 0),
+        ):
+            section, _, name = key.partition(".")
+            value = getattr(getattr(self, section), name)
+            if value != needed:
+                raise ValueError(f"{key} {value!r} is not for reduction.method {self.reduction.method!r}")
+        return self
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are replayed as CUDA graphs."""
+        return is_replayed(self.training.model_dump(), self.reduction.method)
+
+    def to_json(self) -> str:
+        """The whole configuration, defaults included."""
+        return self.model_dump_json()
+
+    def to_toml(self) -> str:
+        """The whole configuration as a file that load() reads back to an equal one."""
+        lines: list[str] = []
+        for section, keys in self.model_dump(mode="json").items():
+            # A JSON string, number, boolean or flat list is also a TOML one.
+            lines += [
+                f"[{section}]",
+                *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()),
+                "",
+            ]
+        return "\n".join(lines)
+
+
+def with_later_keys(saved: str) -> str:
+    """A configuration in JSON as this version would have saved it: keys of its sections that came since have their defaults."""
+    document = json.loads(saved)
+    for name, section in Config.model_fields.items():
+        if name in document and section.annotation is not None:
+            later = {
+                key: to_jsonable_python(field.get_default(call_default_factory=True))
+                for key, field in section.annotation.model_fields.items()
+                if key not in document[name] and not field.is_required()
+            }
+            document[name] = later | document[name]
+    return json.dumps(document)

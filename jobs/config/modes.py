@@ -1,0 +1,20 @@
+"""Ways of training that are no methods of oktopk. Imports nothing: what reads results knows them without starting MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+TRAINING_MODES = ("dense-ovlp", "nccl", "ddp")
+"""Ways to sum all gradients that take part in the backward pass or are another library's, see jobs.train.reduce.baselines."""
+
+OVERLAPPED_MODES = ("dense-ovlp", "ddp")
+"""Those of them that reduce behind the backward pass."""
+
+EAGER_MODES = ("ddp",)
+"""Those of them whose steps no CUDA graph replays."""
+
+
+def is_replayed(training: Mapping[str, Any], method: str) -> bool:
+    """Whether a run with this section of its configuration, and this method, replays its steps as CUDA graphs."""
+    return bool(training.get("cuda_graph")) and method not in EAGER_MODES

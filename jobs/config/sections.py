@@ -1,0 +1,375 @@
+"""The sections of a training run's configuration: every key with its type, its bounds and its default.
+
+Those of the reduction have their defaults in oktopk.Settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from jobs.config.modes import TRAINING_MODES
+from oktopk import METHODS, Settings
+
+
+class Section(BaseModel):
+    """Keys that are typed, known and never change."""
+
+    # strict: "16" is not 16. A string that reads as a number is more often a slip than an intention.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The network. A key that says which one it is for is refused beside another."""
+
+    name: Literal["vgg16", "lstm", "bert"] = "vgg16"
+    width: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=8.0,
+        description="vgg16 and lstm: what every layer's channels are multiplied with",
+    )
+    layers: int = Field(default=12, ge=1, description="bert")
+    hidden: int = Field(default=768, ge=64, multiple_of=64, description="bert: channels, 64 to a head")
+    dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="bert")
+    vocabulary: int = Field(
+        default=0, ge=0, description="bert: words that the text file must have; 0: as many as it has"
+    )
+    recompute: bool = Field(
+        default=False,
+        description="bert: layers keep only their input for the backward pass, for less memory and more time",
+    )
+
+    @model_validator(mode="after")
+    def _keys_are_its_own(self) -> Self:
+        for key, field in type(self).model_fields.items():
+            owners = (field.description or "").partition(":")[0]
+            if owners and self.name not in owners and getattr(self, key) != field.default:
+                raise ValueError(f"{key} is for {owners}, not for {self.name}")
+        return self
+
+    @property
+    def description(self) -> str:
+        """The network in words."""
+        if self.name == "bert":
+            return f"bert of {self.layers} layers of {self.hidden}"
+        return f"{self.name} of width {self.width}"
+
+
+class DataConfig(Section):
+    """What is trained on. `digits` needs no file; the others are read from `path`, written by data.prepare.
+
+    `an4` is for lstm and `text` for bert, all others are images.
+    """
+
+    name: Literal["digits", "cifar10", "prepared", "an4", "text"] = "digits"
+    path: str = ""
+    size: int = Field(default=32, ge=32, le=512, description="pixels per side of the digits")
+    held_out: float = Field(
+        default=0.5, gt=0.0, lt=1.0, description="fraction of the digits that is never trained on"
+    )
+    crop: int = Field(
+        default=0, ge=0, description="pixels of padding that training images are cropped from at random"
+    )
+    flip: bool = Field(default=False, description="mirror training images at random; not for digits")
+    mask_bins: int = Field(
+        default=0, ge=0, description="frequencies of a training utterance that are masked at random, at most"
+    )
+    mask_frames: int = Field(
+        default=0, ge=0, description="10 ms frames of a training utterance that are masked at random, at most"
+    )
+    snr: tuple[float, ...] = Field(
+        default=(),
+        strict=False,
+        description="[least, most] decibels of a training utterance over white noise; empty: no noise",
+    )
+    tempo: tuple[float, ...] = Field(
+        default=(),
+        strict=False,
+        description="[least, most] factor on the tempo of a training utterance, its spectrogram resampled along time; "
+        "empty: as it was said",
+    )
+    ascending_epochs: int = Field(
+        default=0, ge=0, description="epochs at the beginning that go from short utterances to long ones"
+    )
+    eval_sequences: int = Field(
+        default=0,
+        ge=0,
+        description="text: held-out sequences that an evaluation takes, spread evenly over all of them; 0: all",
+    )
+
+    @field_validator("snr", "tempo")
+    @classmethod
+    def _is_a_range(cls, value: tuple[float, ...], info: ValidationInfo) -> tuple[float, ...]:
+        least, most = {"snr": (-20.0, 100.0), "tempo": (0.5, 2.0)}[str(info.field_name)]
+        if value and not (len(value) == 2 and least <= value[0] <= value[1] <= most):
+            raise ValueError(f"{list(value)} is not [least, most] within [{least:g}, {most:g}]")
+        return value
+
+    @model_validator(mode="after")
+    def _has_its_file(self) -> Self:
+        if self.name != "digits" and not self.path:
+            raise ValueError(
+                f"path is empty, but the data set {self.name!r} is read from a file: "
+                "write one with data.prepare"
+            )
+        if self.name == "digits" and self.path:
+            raise ValueError(
+                f"path is {self.path!r}, but digits are read from no file: set data.name to 'prepared'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _changes_what_it_has(self) -> Self:
+        speech = ("mask_bins", "mask_frames", "snr", "tempo", "ascending_epochs")
+        owned = {"crop": "images", "flip": "images", "eval_sequences": "text", **dict.fromkeys(speech, "an4")}
+        kind = self.name if self.name in ("an4", "text") else "images"
+        for key, owner in owned.items():
+            if owner != kind and (value := getattr(self, key)):
+                raise ValueError(f"{key} is {value}, which is not for the data set {self.name!r}")
+        return self
+
+
+class OptimizerConfig(Section):
+    """The torch optimizer that sees the reduced, averaged gradient."""
+
+    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: float = Field(default=0.1, gt=0.0)
+    momentum: float = Field(default=0.0, ge=0.0, lt=1.0, description="sgd only")
+    nesterov: bool = Field(default=False, description="sgd only")
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="adam and adamw only")
+    beta2: float = Field(default=0.999, ge=0.0, lt=1.0, description="adam and adamw only")
+    eps: float = Field(default=1e-8, gt=0.0, description="adam and adamw only")
+    bias_correction: bool = Field(
+        default=True, description="adamw only; false: the running means keep their start from zero"
+    )
+    decay_vectors: bool = Field(
+        default=True, description="whether weight_decay is for biases and the weights of norms as well"
+    )
+    clip_norm: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Euclidean norm that the reduced gradient is scaled down to, equal on all ranks; 0: never",
+    )
+
+    @model_validator(mode="after")
+    def _momentum_is_used(self) -> Self:
+        if self.name != "sgd" and (self.momentum or self.nesterov):
+            raise ValueError(f"momentum {self.momentum} and nesterov are for sgd, not for {self.name}")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum above 0")
+        if not self.bias_correction and self.name != "adamw":
+            raise ValueError(f"bias_correction false is for adamw, not for {self.name}")
+        return self
+
+
+class ScheduleConfig(Section):
+    """The learning rate over the run, as a factor of optimizer.lr, set at every step.
+
+    warmup and milestones count in `unit`, of which "run" is the whole run. The warm-up rises linearly from
+    warmup_start (a fraction, or "1/ranks") to 1; then `step` multiplies by gamma at each milestone and
+    `exponential` after each unit of the run, `cosine` and `linear` fall to `final` at the last step. `one-cycle` is
+    `cosine` with a warm-up along a cosine.
+    """
+
+    name: Literal["constant", "step", "exponential", "cosine", "linear", "one-cycle"] = "constant"
+    unit: Literal["steps", "epochs", "run"] = "steps"
+    warmup: float = Field(default=0.0, ge=0.0)
+    warmup_start: float | Literal["1/ranks"] = 0.0
+    milestones: tuple[float, ...] = Field(default=(), strict=False)
+    gamma: float = Field(default=0.1, gt=0.0, le=1.0)
+    final: float = Field(default=0.0, ge=0.0, le=1.0)
+
+    @field_validator("warmup_start")
+    @classmethod
+    def _is_a_fraction(cls, value: float | str) -> float | str:
+        if not isinstance(value, str) and not 0.0 <= value <= 1.0:
+            raise ValueError(f"{value} is not in [0, 1]")
+        return value
+
+    @model_validator(mode="after")
+    def _milestones_ascend(self) -> Self:
+        if any(b <= a for a, b in zip(self.milestones, self.milestones[1:], strict=False)):
+            raise ValueError(f"milestones {list(self.milestones)} do not ascend")
+        if self.milestones and self.name != "step":
+            raise ValueError(f"milestones are for the schedule 'step', not for {self.name!r}")
+        if self.name == "step" and not self.milestones:
+            raise ValueError("the schedule 'step' needs milestones")
+        if self.name == "one-cycle" and not self.warmup:
+            raise ValueError("the schedule 'one-cycle' needs a warmup")
+        if self.unit == "run" and self.warmup > 1.0:
+            raise ValueError(f"a warmup of {self.warmup} runs is not in [0, 1]")
+        return self
+
+
+class ReductionConfig(Section):
+    """How gradients are summed over the ranks: `method` is one of oktopk.METHODS or of TRAINING_MODES.
+
+    The keys besides `method`, `gradient_type` and `bucket_mb` are those of oktopk.Settings, and for oktopk.METHODS.
+    """
+
+    method: str = "oktopk"
+    density: float = Settings.density
+    threshold_interval: int = Settings.threshold_interval
+    boundary_interval: int = Settings.boundary_interval
+    dense_warmup_steps: int = Settings.dense_warmup_steps
+    density_warmup_steps: int = Settings.density_warmup_steps
+    momentum_correction: float = Settings.momentum_correction
+    nonfinite: Literal["raise", "skip"] = Settings.nonfinite
+    balance_trigger: float = Settings.balance_trigger
+    bucket_rounds: int = Settings.bucket_rounds
+    drift_tolerance: float = Settings.drift_tolerance
+    average: bool = Settings.average
+    deferred: bool = Settings.deferred
+    timeout: float = Settings.timeout
+    balanced_regions: bool = Settings.balanced_regions
+    rotate: bool = Settings.rotate
+    gradient_type: Literal["", "float32", "bfloat16", "float16"] = Field(
+        default="",
+        description="of what is reduced; empty: float32, that of the parameters. Others on GPUs only",
+    )
+    bucket_mb: float = Field(
+        default=25.0,
+        gt=0.0,
+        description="size of a bucket of gradients, in 1e6 bytes; dense-ovlp and ddp only",
+    )
+
+    @field_validator("method")
+    @classmethod
+    def _is_registered(cls, value: str) -> str:
+        if value not in METHODS and value not in TRAINING_MODES:
+            raise ValueError(f"{value!r} is not one of {', '.join([*sorted(METHODS), *TRAINING_MODES])}")
+        return value
+
+    @model_validator(mode="after")
+    def _settings_hold(self) -> Self:
+        Settings(**self.settings())
+        return self
+
+    def settings(self) -> dict[str, Any]:
+        """The keywords of oktopk.Settings."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)}
+
+
+class TrainingConfig(Section):
+    """How long and on what: the run ends after `steps` or `epochs`, whichever comes first."""
+
+    batch_size: int = Field(default=16, ge=1, description="samples per rank and backward pass")
+    accumulate: int = Field(
+        default=1,
+        ge=1,
+        description="backward passes per step, each on batch_size samples; nothing is communicated in between",
+    )
+    precision: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="bfloat16: where torch's autocast deems it safe; parameters stay float32",
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="share of a training label that all classes get alike; images only, and not where they are held out",
+    )
+    channels_last: bool = Field(default=False, description="memory layout of images and convolutions")
+    compile: Literal["", "default", "reduce-overhead", "max-autotune"] = Field(
+        default="", description="torch.compile's mode; empty: not compiled"
+    )
+    cuda_graph: bool = Field(
+        default=False,
+        description="replay the passes and the optimizer's step as CUDA graphs, which spares a network of many small kernels the "
+        "wait for Python; ddp does without",
+    )
+    deterministic: bool = Field(
+        default=False, description="the same bits from run to run on a GPU too, at the price of speed"
+    )
+    steps: int = Field(default=0, ge=0, description="0: no limit")
+    epochs: int = Field(default=0, ge=0, description="0: no limit")
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    eval_every: int = Field(
+        default=0, ge=0, description="steps between evaluations; 0: at the end of each epoch"
+    )
+    eval_batch_size: int = Field(
+        default=128, ge=1, description="samples per rank and forward pass of an evaluation"
+    )
+    beam: int = Field(
+        default=1, ge=1, le=1000, description="prefixes that decoding of speech follows; 1: greedy"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: the GPU of the rank's place on its host, where there is one"
+    )
+    threads: int = Field(default=1, ge=1, description="torch threads per rank")
+
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        if not self.steps and not self.epochs:
+            raise ValueError("steps and epochs are both 0: the run would never end")
+        return self
+
+    @model_validator(mode="after")
+    def _graphs_are_captured_once(self) -> Self:
+        if self.cuda_graph and self.compile not in ("", "default"):
+            raise ValueError(f"compile {self.compile!r} captures CUDA graphs of its own: not with cuda_graph")
+        return self
+
+
+class RunConfig(Section):
+    """The run file."""
+
+    file: str = "runs/run.h5"
+    overwrite: bool = False
+    flush_every: int = Field(default=20, ge=1, description="steps between writes to the run file")
+    measure_every: int = Field(
+        default=0,
+        ge=0,
+        description="steps between measurements of xi and fill-in, two dense allreduces each; 0: none. "
+        "A multiple of reduction.threshold_interval would meet only exact steps, or none",
+    )
+    time_stages: bool = Field(
+        default=False,
+        description="time the stages of Ok-Topk's steps where they run as one on the GPUs, which makes them a little slower",
+    )
+    commit: str = Field(
+        default="",
+        description="of the sources, for the record; empty: git is asked, where they are a checkout",
+    )
+    record_gradients: str = Field(
+        default="", description="folder to record gradients in, for jobs.bench --replay"
+    )
+    record_steps: int = Field(
+        default=16, ge=1, description="gradients to record, 4n bytes each, on every rank"
+    )
+
+    watchdog: float = Field(
+        default=600.0,
+        ge=0.0,
+        description="seconds without a step after which every rank's stack is printed and the job ended; 0: never. "
+        "A checkpoint that takes longer to be written is an error",
+    )
+    watchdog_around: float = Field(
+        default=1800.0,
+        ge=0.0,
+        description="the same for the start of a job, up to its first step, for an evaluation, and for its end; 0: never",
+    )
+
+    @field_validator("file")
+    @classmethod
+    def _is_a_name(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("the run file's name is empty")
+        return value
+
+
+class CheckpointConfig(Section):
+    """What a run that is started again continues from; also taken at the end, and on SIGUSR1 and SIGTERM."""
+
+    enabled: bool = True
+    folder: str = Field(
+        default="",
+        description="of this run alone, on a file system that all ranks share; default: beside the run file",
+    )
+    every_steps: int = Field(default=0, ge=0, description="0: not by steps")
+    every_minutes: float = Field(default=10.0, ge=0.0, description="0: not by time")
+    keep: int = Field(default=2, ge=1, description="older ones are removed")

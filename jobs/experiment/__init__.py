@@ -1,0 +1,1 @@
+"""Tables of results: the runs of an experiment, their plan, and what they are to show."""

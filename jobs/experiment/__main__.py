@@ -1,0 +1,143 @@
+"""A whole table of results by one command, which may be given again until the table is complete.
+
+    python -m jobs.experiment vgg --data cifar10.h5 -o vgg --budget 540
+    python -m jobs.experiment bert --data text.h5 -o bert --steps 2000
+
+Trains every method, some with several seeds, and times all of them on several numbers of ranks or at several sizes of
+batches; bert also trains Ok-Topk with other intervals and densities. It prints what it is
+about to do and how long that takes, skips the runs whose files are complete, stops before a run that would not end
+within --budget, and writes the report, its figures as CSV and the tables as Markdown into DIR/report.
+
+Several jobs may fill one table at the same time, each with --methods, --kinds or --runs of its own; the command for all of it,
+given last, writes the report of all.
+
+Exit status: 0 when the table is complete; 3 when runs are left for another call; 1 when one failed; 2 when what was
+asked for cannot be done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jobs.config.file import ConfigError
+from jobs.experiment.budget import START_SECONDS, Pace, launches
+from jobs.experiment.options import parse
+from jobs.experiment.plan import RUNS, Planned, describe, measured_pace, plan, planned_files
+from jobs.experiment.registry import EXPERIMENTS
+from jobs.experiment.report import write_report
+from jobs.launch import LaunchError, end_on_sigterm, run_job
+from jobs.run.file import RunFileError
+
+LEFT = 3
+PATIENCE = 20.0  # seconds to stop with a checkpoint in
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = parse(words)
+    experiment = EXPERIMENTS[options.experiment]
+    end_on_sigterm()
+    deadline = None if options.budget is None else time.time() + options.budget
+    failed: dict[str, str] = {}
+    try:
+        planned = plan(experiment, options)
+        pace = measured_pace(experiment, options, planned)
+        print(describe(planned, pace, options.budget), flush=True)
+        if options.plan:
+            return 0
+        failed = run_trials(planned, pace, deadline, options.output)
+        planned = plan(experiment, options)
+        command = shlex.join(["python", "-m", "jobs.experiment", *words])
+        left = [each.trial.name for each in planned if not each.done]
+        waiting = [name for name in left if name not in failed]
+        notes = [*options.note, *([f"not complete: {', '.join(waiting)}"] if waiting else [])]
+        notes += [f"{name} failed: {reason}" for name, reason in failed.items()]
+        print(write_report(experiment, planned_files(planned), options.output / "report", command, notes))
+    except (ConfigError, LaunchError, RunFileError, OSError) as error:
+        print(f"jobs.experiment: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    for name, reason in failed.items():
+        print(f"jobs.experiment: {name} failed: {reason}", file=sys.stderr)
+    if any("needs GPUs" in reason for reason in failed.values()):
+        print("jobs.experiment: --no-gpu-methods leaves out what needs GPUs", file=sys.stderr)
+    if left:
+        print(f"{len(planned) - len(left)} of {len(planned)} runs are complete; the same command goes on")
+    return 1 if failed else LEFT if left else 0
+
+
+def run_trials(
+    planned: Sequence[Planned], pace: Pace, deadline: float | None, folder: Path
+) -> dict[str, str]:
+    """Launch what is not done until all is or the time is spent.
+
+    Returns:
+        name -> why, of the runs that failed; the others went on without them.
+    """
+    failed: dict[str, str] = {}
+    runs = folder / RUNS
+    runs.mkdir(parents=True, exist_ok=True)
+    by_name = {each.trial.name: each for each in planned}
+    for launch in launches([each.trial for each in planned if not each.done]):
+        waiting = [trial.name for trial in launch]
+        while waiting:
+            first = by_name[waiting[0]].trial
+            if deadline is not None and time.time() + START_SECONDS + pace.seconds(first) > deadline:
+                return failed
+            outcome = _launch([by_name[name] for name in waiting], pace, deadline, runs)
+            failed.update(outcome["failed"])
+            if outcome["stopped"]:
+                return failed
+            if not outcome["current"]:
+                break
+            # the job died in this run: the ones after it are tried without it
+            failed[outcome["current"]] = outcome["error"]
+            waiting = waiting[waiting.index(outcome["current"]) + 1 :]
+    return failed
+
+
+def _launch(planned: Sequence[Planned], pace: Pace, deadline: float | None, runs: Path) -> dict[str, Any]:
+    """One mpiexec that trains these runs; what its outcome file says."""
+    entries = [
+        {"trial": dataclasses.asdict(each.trial), "document": each.document, "name": each.trial.name}
+        for each in planned
+    ]
+    began = time.time()
+    ranks = planned[0].trial.ranks
+    # a folder of its own: another job may be at other runs of this table
+    folder = Path(tempfile.mkdtemp(prefix="launch-", dir=runs))
+    plan_file, outcome_file = folder / "plan.json", folder / "outcome.json"
+    plan_file.write_text(
+        json.dumps(
+            {"deadline": deadline, "guesses": pace.guesses, "measured": pace.measured, "trials": entries}
+        )
+    )
+    try:
+        status = run_job(
+            ranks, ["-m", "jobs.experiment.worker", str(plan_file), str(outcome_file)], patience=PATIENCE
+        )
+        if not outcome_file.exists():
+            raise LaunchError(
+                f"the job of {ranks} ranks ended with status {status} before its first run of {plan_file}"
+            )
+        outcome: dict[str, Any] = json.loads(outcome_file.read_text())
+    finally:
+        if outcome_file.exists():  # else the plan is kept, to be tried by hand
+            shutil.rmtree(folder, ignore_errors=True)
+    outcome["error"] = f"the job ended with status {status} after {time.time() - began:.0f} s"
+    return outcome
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""What an experiment is going to do: each run with its configuration, whether it is done, and how long it takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from jobs.config.config import with_later_keys
+from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
+from jobs.experiment.budget import RUN_SECONDS, START_SECONDS, Pace, launches
+from jobs.experiment.model import Experiment
+from jobs.experiment.trials import KINDS, SHORT, Trial, trials
+from jobs.restart.start import other_data
+from jobs.run.file import RunFileError
+from jobs.run.reader import DAMAGE, RunReader
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+RUNS = "runs"
+EVALUATIONS = 16  # of a run that is shortened to so many steps, at most, and one at its end
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A trial with its whole configuration and its run file; done says that the file is complete."""
+
+    trial: Trial
+    document: Mapping[str, Any]
+    file: Path
+    done: bool
+
+
+def plan(experiment: Experiment, options: argparse.Namespace) -> list[Planned]:
+    """Every run with its configuration, and whether it is done already.
+
+    Raises:
+        ConfigError: a configuration that cannot be used.
+        RunFileError: a complete run of another configuration is in the way.
+    """
+    base = apply_overrides(
+        _merged(read_toml(CONFIGS / experiment.config), experiment.settings), options.overrides
+    )
+    if options.data is not None:
+        base = _merged(base, {"data.path": str(options.data)})
+    given = {override.partition("=")[0].strip() for override in options.overrides}
+    for unit in ("epochs", "steps"):
+        if (length := getattr(options, unit)) is not None:
+            base = shortened(base, unit, length, given)
+    # what cannot be continued is begun again
+    begins_again = not base.get("checkpoint", {}).get("enabled", True)
+    every = trials(
+        experiment,
+        ranks=options.ranks,
+        seeds=options.seeds,
+        methods=options.methods or experiment.methods,
+        speed_ranks=options.speed_ranks,
+        speed_steps=options.speed_steps,
+        region_steps=options.region_steps,
+        elsewhere=not options.no_gpu_methods,
+        speed_batches=options.speed_batches,
+        usual=_values(base, experiment.swept),
+    )
+    if options.kinds is not None:
+        wanted = [trial for trial in every if trial.kind in options.kinds]
+        every = sorted(wanted, key=lambda trial: options.kinds.index(trial.kind))
+    if options.runs is not None:
+        unknown = set(options.runs) - {trial.name for trial in every}
+        if unknown:
+            raise ConfigError(
+                f"--runs {' '.join(sorted(unknown))}: not in the plan; --plan without it lists all"
+            )
+        every = [trial for trial in every if trial.name in options.runs]
+    planned = []
+    for trial in every:
+        file = options.output / RUNS / f"{trial.name}.h5"
+        settings = {"run.file": str(file), "run.overwrite": begins_again, **trial.settings}
+        document = _merged(base, settings)
+        planned.append(Planned(trial, document, file, is_done(file, document, trial)))
+    return planned
+
+
+def shortened(
+    document: Mapping[str, Any], unit: str, length: int, kept: Collection[str] = ()
+) -> dict[str, Any]:
+    """The configuration as a run of another length: schedule, dense warm-up and evaluations keep their place in it.
+
+    Args:
+        document: a configuration.
+        unit: "epochs" or "steps", which the configuration must count in.
+        length: so many of them. A run of so many steps is evaluated some EVALUATIONS times.
+        kept: "section.key" of what stays as it is.
+
+    Raises:
+        ConfigError: the configuration counts in the other unit.
+    """
+    training, schedule = document.get("training", {}), document.get("schedule", {})
+    given = training.get(unit, 0)
+    if not given:
+        other = "epochs" if unit == "steps" else "steps"
+        raise ConfigError(f"--{unit} {length}: this experiment counts in {other}: give --{other}")
+    share = length / given
+    changed: dict[str, Any] = {}
+    if schedule.get("unit", "steps") != "run":
+        for key in ("warmup", "milestones"):
+            if key in schedule:
+                value = schedule[key]
+                scaled = [each * share for each in (value if isinstance(value, list) else [value])]
+                changed[f"schedule.{key}"] = scaled if isinstance(value, list) else scaled[0]
+    if warmup := document.get("reduction", {}).get("dense_warmup_steps", 0):
+        changed["reduction.dense_warmup_steps"] = max(1, round(warmup * share))
+    if unit == "steps":
+        changed["training.eval_every"] = math.ceil(length / EVALUATIONS)
+    changed = {name: value for name, value in changed.items() if name not in kept}
+    return _merged(
+        document, {**changed, "training.epochs": 0, "training.steps": 0, f"training.{unit}": length}
+    )
+
+
+def _values(document: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """What a configuration has for "section.key" names, defaults included. Raises ConfigError."""
+    config = validate(document)
+    return {name: getattr(getattr(config, name.split(".")[0]), name.split(".")[1]) for name in names}
+
+
+def _merged(document: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    return apply_overrides(
+        document, [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in settings.items()]
+    )
+
+
+def _of_no_consequence(trial: Trial) -> set[str]:
+    """The "section.key" of what may be another one, and the run still be this trial's."""
+    if trial.kind not in SHORT:
+        return {"data.path", "reduction.deferred"}
+    # a short run ends by its steps; and only with Ok-Topk does it matter whether the host waits
+    return {"data.path", "training.epochs"} | ({"reduction.deferred"} if trial.method != "oktopk" else set())
+
+
+def is_done(file: Path, document: Mapping[str, Any], trial: Trial) -> bool:
+    """Whether a run is complete. Raises RunFileError: it is, and was another one than is asked for now.
+
+    The data may lie elsewhere, but must have the name of their file and, where they are there and the run file knows it, their
+    checksum.
+    """
+    config = json.loads(validate(document).to_json())
+    try:
+        with RunReader(file) as reader:
+            if reader.status != "complete":
+                return False
+            info = reader.info
+            found, ranks = json.loads(with_later_keys(info.config)), info.ranks
+            steps, evaluated = reader.steps()["step"], reader.evaluations()["seconds"]
+    except (RunFileError, *DAMAGE):
+        return False
+    if trial.kind in SHORT and not (
+        len(steps) and len(evaluated) and steps[-1] == config["training"]["steps"]
+    ):
+        return False
+    differing = [
+        f"{section}.{key} {found.get(section, {}).get(key)!r}, not {value!r}"
+        for section, keys in config.items()
+        if section not in ("run", "checkpoint")
+        for key, value in keys.items()
+        if found.get(section, {}).get(key) != value and f"{section}.{key}" not in _of_no_consequence(trial)
+    ]
+    if ranks != trial.ranks:
+        differing.append(f"ranks {ranks}, not {trial.ranks}")
+    data, wanted = (Path(each.get("data", {}).get("path") or "").name for each in (found, config))
+    if data != wanted:
+        differing.append(f"data {data!r}, not {wanted!r}")
+    else:
+        differing += other_data(config["data"]["path"], info)
+    if differing:
+        raise RunFileError(
+            f"{file} is a complete run of another experiment ({'; '.join(differing)}): choose another -o"
+        )
+    return True
+
+
+def measured_pace(experiment: Experiment, options: argparse.Namespace, planned: Sequence[Planned]) -> Pace:
+    """How long runs take, by those that are done."""
+    epoch, step = (
+        getattr(experiment, name) if getattr(options, name) is None else getattr(options, name)
+        for name in ("epoch_seconds", "step_seconds")
+    )
+    guesses: dict[str, float] = {}
+    for each in planned:
+        training = each.document.get("training", {})
+        epochs = 2 if each.trial.kind in SHORT else max(1, training.get("epochs", 0))
+        guesses[each.trial.work] = RUN_SECONDS + epochs * epoch + training.get("steps", 0) * step
+    pace = Pace(guesses)
+    for each in planned:
+        if each.done:
+            with RunReader(each.file) as reader:
+                elapsed, evaluating = reader.steps()["elapsed"], reader.evaluations()["seconds"]
+            pace.add(each.trial, RUN_SECONDS + float(elapsed[-1]) + float(evaluating[-1]))
+    return pace
+
+
+def describe(planned: Sequence[Planned], pace: Pace, budget: float | None) -> str:
+    """The plan as a table, and what of it fits into the budget."""
+    rows, total, spent, fitting = [], 0.0, 0.0, 0
+    todo = [each for each in planned if not each.done]
+    order = [trial.name for launch in launches([each.trial for each in todo]) for trial in launch]
+    launched: set[int] = set()
+    by_name = {each.trial.name: each for each in planned}
+    for each in [each for each in planned if each.done] + [by_name[name] for name in order]:
+        trial = each.trial
+        seconds = pace.seconds(trial)
+        said = "complete"
+        if not each.done:
+            total += seconds + (0.0 if trial.ranks in launched else START_SECONDS)
+            launched.add(trial.ranks)
+            said = f"{seconds:.0f} s" + ("" if pace.known(trial) else ", a guess")
+            if budget is None or total <= budget:
+                spent, fitting = total, fitting + 1
+        rows.append([trial.name, trial.method, trial.ranks, trial.seed, trial.kind, said])
+    table = tabulate(rows, ["run", "method", "ranks", "seed", "kind", "expected"])
+    closing = f"{len(todo)} of {len(planned)} runs to do, about {total:.0f} s"
+    if budget is not None and todo:
+        closing += f"; the budget of {budget:.0f} s is for {fitting} of them, about {spent:.0f} s"
+    return f"{table}\n\n{closing}"
+
+
+def planned_files(planned: Sequence[Planned]) -> dict[str, list[Path]]:
+    """The run files there are, by the kind of their trial."""
+    found: dict[str, list[Path]] = {kind: [] for kind in KINDS}
+    for each in planned:
+        if each.file.exists():
+            found[each.trial.kind].append(each.file)
+    return found

@@ -1,0 +1,60 @@
+"""The experiments. One entry of EXPERIMENTS is one table of results; jobs.experiment runs it."""
+
+from __future__ import annotations
+
+from jobs.experiment.claims import WORD_ERROR_RATE, sparse_claims, speech_claims
+from jobs.experiment.language_claims import language_claims
+from jobs.experiment.model import Experiment
+from jobs.experiment.trials import SUMMED_ELSEWHERE
+
+EVERY_METHOD = ("dense", "oktopk", "dense-ovlp", "topka", "topkdsa", "gtopk", "gaussiank")
+# a number that no interval of thresholds divides: both exact and regular steps are met
+MEASURE_EVERY = 50
+# A warm-up that times leave out and one period of BERT's exact thresholds: their share of the steps is that of a long run.
+ONE_PERIOD = 20 + 128
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "vgg": Experiment(
+        title="VGG-16 with sparse and dense allreduce",
+        config="vgg.toml",
+        settings={"run.measure_every": MEASURE_EVERY, "checkpoint.keep": 1},
+        methods=EVERY_METHOD,
+        repeated=("dense", "oktopk"),
+        fast=(*EVERY_METHOD, *SUMMED_ELSEWHERE),
+        target=0.9,
+        epoch_seconds=2.0,
+        claims=sparse_claims,
+    ),
+    "lstm": Experiment(
+        title="LSTM on speech with sparse and dense allreduce",
+        config="lstm.toml",
+        settings={"run.measure_every": MEASURE_EVERY, "checkpoint.keep": 1},
+        methods=EVERY_METHOD,
+        repeated=("dense", "oktopk"),
+        fast=(*EVERY_METHOD, *SUMMED_ELSEWHERE),
+        target=1 - WORD_ERROR_RATE,
+        epoch_seconds=10.0,
+        claims=speech_claims,
+        compares_regions=True,
+    ),
+    "bert": Experiment(
+        title="BERT pre-training with sparse and dense allreduce",
+        config="bert.toml",
+        settings={"run.measure_every": MEASURE_EVERY, "checkpoint.keep": 1},
+        methods=EVERY_METHOD,
+        repeated=("dense", "oktopk"),
+        fast=(*EVERY_METHOD, *SUMMED_ELSEWHERE),
+        claims=language_claims,
+        step_seconds=0.1,
+        seeds=2,
+        speed_steps=ONE_PERIOD,
+        speed_batches=(8, 256),  # the paper's, and one that keeps an H200 busy
+        scaling=False,
+        staged=True,
+        swept={
+            "reduction.threshold_interval": (32, 64, 128, 256),
+            "reduction.density": (0.001, 0.01, 0.05),
+        },
+    ),
+}

@@ -1,0 +1,90 @@
+"""What an experiment leaves: the report's page and CSV files, and its tables as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jobs.experiment.claims import region_claim
+from jobs.experiment.model import Experiment
+from jobs.experiment.trials import KINDS
+from jobs.report.groups import group_runs
+from jobs.report.page import Cell, Claim, Table, hardware, short_commit, task
+from jobs.report.summary import Run, read_readable
+from jobs.report.tables import markdown
+from jobs.report.write import PAGE, report, tables
+from jobs.run.file import RunFileError
+
+TABLES = "results.md"
+
+
+def write_report(
+    experiment: Experiment,
+    files: Mapping[str, Sequence[Path]],
+    folder: Path,
+    command: str,
+    notes: Sequence[str],
+) -> str:
+    """Write the page, the CSV files and results.md.
+
+    Args:
+        experiment: what was run.
+        files: kind of run -> run files, of all KINDS.
+        folder: where to.
+        command: that made them.
+        notes: what a reader must know first.
+
+    Returns:
+        The tables and claims for the terminal, and where the page is.
+
+    Raises:
+        RunFileError: the folder cannot be written.
+    """
+    if not any(files.values()):
+        return "no run has begun: there is nothing to report yet"
+    # what cannot be read, the report names
+    runs = {kind: read_readable(files[kind])[0] for kind in KINDS}
+    claims = experiment.claims(experiment, group_runs(runs["train"]), group_runs(runs["speed"]))
+    if experiment.compares_regions:
+        claims.append(region_claim(group_runs(runs["regions"])))
+    report(
+        files["train"],
+        folder,
+        sweep=files["sweep"],
+        regions=files["regions"],
+        throughput=files["speed"],
+        target=experiment.target,
+        title=experiment.title,
+        claims=claims,
+        notes_besides=notes,
+    )
+    every = [*tables(runs, experiment.target), claims_table(claims)]
+    all_runs = [run for kind in KINDS for run in runs[kind]]
+    text = [f"# {experiment.title}", "", *_provenance(all_runs, command), ""]
+    text += [line for note in notes for line in (note, "")]
+    for table in every:
+        text += [f"## {table.title}", "", markdown(table), "", *([table.note, ""] if table.note else [])]
+    try:
+        (folder / TABLES).write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RunFileError(f"{folder / TABLES} cannot be written: {error}") from error
+    said = [markdown(table) + "\n" for table in every]
+    return "\n".join([*said, f"page: {folder / PAGE}"])
+
+
+def claims_table(claims: Sequence[Claim]) -> Table:
+    """The claims with their verdicts."""
+    rows = [[Cell(claim.text), Cell(claim.verdict), Cell(claim.measured)] for claim in claims]
+    return Table("Claims", [Cell("Claim"), Cell("Verdict"), Cell("Measured")], rows)
+
+
+def _provenance(runs: Sequence[Run], command: str) -> list[str]:
+    seeds = sorted({run.info.seed for run in runs})
+    commits = dict.fromkeys(map(short_commit, runs))
+    dates = sorted({run.info.started[:10] for run in runs})
+    return [
+        f"- Command: `{command}`",
+        f"- Task: {'; '.join(dict.fromkeys(task(run) for run in runs))}",
+        f"- Hardware: {'; '.join(dict.fromkeys(map(hardware, runs)))}",
+        f"- Commit: {', '.join(commits)}; date: {', '.join(dates)}; seeds: {', '.join(map(str, seeds))}",
+    ]

@@ -1,0 +1,137 @@
+"""The runs of an experiment: which methods are trained, how often and on how many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jobs.experiment.model import Experiment
+from oktopk import METHODS
+
+SUMMED_ELSEWHERE = ("nccl", "ddp")  # GPUs only, and compared by speed alone
+REGIONS_EVERY = 10  # of the short runs that compare regions
+SHORT = ("regions", "speed")
+KINDS = ("train", "sweep", *SHORT)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of an experiment.
+
+    Attributes:
+        name: of its run file.
+        kind: one of KINDS: "train", to the end; "sweep", as long and with another setting; "regions", some hundred steps; or
+            "speed", a few.
+        settings: "section.key" -> value, on top of everything else.
+    """
+
+    name: str
+    kind: str
+    method: str
+    ranks: int
+    seed: int
+    settings: Mapping[str, Any]
+
+    @property
+    def work(self) -> str:
+        """What runs share that take about as long, on as many ranks."""
+        batch = self.settings.get("training.batch_size")
+        kind = "train" if self.kind == "sweep" else self.kind
+        return kind if batch is None else f"{kind}, batches of {batch}"
+
+
+def trials(
+    experiment: Experiment,
+    *,
+    ranks: int,
+    seeds: int,
+    methods: Sequence[str],
+    speed_ranks: Sequence[int],
+    speed_steps: int,
+    region_steps: int,
+    elsewhere: bool,
+    speed_batches: Sequence[int] = (),
+    usual: Mapping[str, Any] | None = None,
+) -> list[Trial]:
+    """Every run of an experiment, the most telling first, so that a table that is cut short is still one.
+
+    Args:
+        experiment: an entry of EXPERIMENTS.
+        ranks: of the runs to the end.
+        seeds: of the repeated methods.
+        methods: those of the experiment that are wanted.
+        speed_ranks, speed_steps: of the runs that are compared by speed; none where either is empty or 0.
+        region_steps: of the two runs that compare regions, where the experiment does; 0: none.
+        elsewhere: whether NCCL and DDP can run here, which are of GPUs.
+        speed_batches: samples per rank of these runs; empty: the configuration's.
+        usual: "section.key" -> value of the settings that are swept, as the configuration has them: that value is not
+            trained with again. None: nothing is swept.
+    """
+    planned = []
+    for seed in range(seeds):
+        for method in experiment.methods:
+            if method in methods and (not seed or method in experiment.repeated):
+                planned.append(_trial(f"{method}-{seed}", "train", method, ranks, seed, {}))
+    if experiment.compares_regions and region_steps and ranks > 1 and "oktopk" in methods:
+        for balanced in (True, False):
+            # with the dense warm-up: regions that are cut by the very first gradients say little of later ones
+            settings = {
+                **_short(region_steps),
+                "reduction.density_warmup_steps": 0,
+                "run.measure_every": REGIONS_EVERY,
+                "reduction.balanced_regions": balanced,
+            }
+            name = f"regions-{'balanced' if balanced else 'equal'}"
+            planned.append(_trial(name, "regions", "oktopk", ranks, 0, settings))
+    fast = [name for name in experiment.fast if name in (*methods, *SUMMED_ELSEWHERE)]
+    for size in sorted(speed_ranks, reverse=True) if speed_steps else ():
+        for batch in speed_batches or (None,):
+            for method in fast:
+                if elsewhere or method not in SUMMED_ELSEWHERE:
+                    planned.append(_speed_trial(method, size, batch, speed_steps))
+            if experiment.staged and "oktopk" in fast:
+                planned.append(_speed_trial("oktopk", size, batch, speed_steps, staged=True))
+    if usual is not None and "oktopk" in methods:
+        for name, values in experiment.swept.items():
+            for value in values:
+                if value != usual[name]:
+                    called = f"sweep-{name.split('.')[-1]}-{value}"
+                    planned.append(_trial(called, "sweep", "oktopk", ranks, 0, {name: value}))
+    return planned
+
+
+def _speed_trial(method: str, size: int, batch: int | None, steps: int, *, staged: bool = False) -> Trial:
+    settings = {
+        **_short(steps),
+        # what is measured is the method, not how it starts
+        "reduction.dense_warmup_steps": 0,
+        "reduction.density_warmup_steps": 0,
+        "run.measure_every": 0,
+    }
+    called = f"{size}" if batch is None else f"{size}x{batch}"
+    if batch is not None:
+        settings["training.batch_size"] = batch
+    if staged:
+        settings["run.time_stages"] = True
+    name = f"speed-{called}-{method}" + ("-stages" if staged else "")
+    return _trial(name, "speed", method, size, 0, settings)
+
+
+def _short(steps: int) -> dict[str, Any]:
+    """Settings of a run that is seconds long."""
+    return {
+        "training.steps": steps,
+        "training.epochs": 0,
+        "training.eval_every": steps,
+        # begun again rather than continued
+        "run.overwrite": True,
+        "checkpoint.enabled": False,
+    }
+
+
+def _trial(name: str, kind: str, method: str, ranks: int, seed: int, settings: Mapping[str, Any]) -> Trial:
+    every = {"reduction.method": method, "training.seed": seed, **settings}
+    if method not in METHODS:
+        every["run.measure_every"] = 0  # a way of summing all gradients has nothing of the kind
+    return Trial(name, kind, method, ranks, seed, every)

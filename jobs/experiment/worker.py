@@ -1,0 +1,133 @@
+"""What jobs.experiment starts: trains several runs one after the other on the same ranks.
+
+    mpiexec -n 4 python -m mpi4py -m jobs.experiment.worker PLAN.json OUTCOME.json
+
+Starting Python, torch, MPI and a GPU on every rank takes longer than some of the runs, and the data set need be read
+once. Rank 0 stops before a run that would not end in time, and notes in OUTCOME.json what became of each.
+
+Exit status: 0; 1 when a run failed that the others outlived; 75 after a signal, see jobs.train.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from jobs.config.file import ConfigError, validate
+from jobs.experiment.budget import Pace
+from jobs.experiment.trials import Trial
+from jobs.restart.signals import EXIT_STATUS, Interrupted, heed_again
+from jobs.restart.start import checkpoint_folder
+from jobs.train.agreement import decide_on_root, decide_together
+from jobs.train.job import FAULTS, train
+from jobs.train.reduce.background import stop_process_group
+from jobs.train.setup import Build
+from jobs.train.tasks.build import build_workload
+from jobs.train.tasks.images import load_images
+
+
+class Outcome:
+    """What became of the runs so far: a JSON file that is whole at any time. On rank 0.
+
+    Attributes:
+        current: name of the run at work, "" between runs.
+        failed: name -> why, of runs that ended before their end.
+        stopped: name of the run that no longer fitted or that a signal stopped, "" if all were done.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.current = ""
+        self.failed: dict[str, str] = {}
+        self.stopped = ""
+
+    def write(self) -> None:
+        """Replace the file."""
+        beside = self._path.with_suffix(".part")
+        beside.write_text(
+            json.dumps({"current": self.current, "failed": self.failed, "stopped": self.stopped})
+        )
+        beside.replace(self._path)
+
+
+def main(argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:
+    """Train what the plan says; collective. Returns the exit status, the same on all ranks."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    plan_path, outcome_path = (Path(word) for word in words)
+    plan: dict[str, Any] = decide_on_root(comm, lambda: json.loads(plan_path.read_text()), (OSError,))
+    outcome = Outcome(outcome_path)
+    pace = Pace(plan["guesses"], [tuple(each) for each in plan["measured"]])
+    build = functools.partial(build_workload, load=functools.cache(load_images))
+    status = 0
+    for number, entry in enumerate(plan["trials"], start=1):
+        trial = Trial(**entry["trial"])
+        if not _fits(comm, plan["deadline"], pace.seconds(trial)):
+            outcome.stopped = trial.name
+            break
+        outcome.current = trial.name
+        if comm.rank == 0:
+            outcome.write()
+            print(f"[{number}/{len(plan['trials'])}] {trial.name}", file=sys.stderr, flush=True)
+        began = time.perf_counter()
+        try:
+            _train(entry["document"], comm, build)
+            pace.add(trial, time.perf_counter() - began)
+        except FAULTS as error:
+            # of this run alone: the next one can be tried
+            outcome.failed[trial.name] = str(error)
+            status = 1
+        except Interrupted:
+            outcome.stopped = trial.name
+            status = EXIT_STATUS
+            break
+        heed_again()
+        _forget(comm)
+    outcome.current = ""
+    if comm.rank == 0:
+        outcome.write()
+    return status
+
+
+def _train(document: dict[str, Any], comm: MPI.Intracomm, build: Build) -> None:
+    """One run to its end, after which it needs no checkpoint; collective."""
+    config = decide_together(comm, lambda: validate(document), (ConfigError,))
+    train(config, comm, build)
+    if comm.rank == 0:
+        shutil.rmtree(checkpoint_folder(config), ignore_errors=True)
+
+
+def _fits(comm: MPI.Intracomm, deadline: float | None, seconds: float) -> bool:
+    """Whether a run would end in time, by the clock of rank 0."""
+    return bool(comm.bcast(deadline is None or time.time() + seconds <= deadline))
+
+
+def _forget(comm: MPI.Intracomm) -> None:
+    """Give the memory of the last run back before the next one asks for its own."""
+    stop_process_group()  # of a run that failed before it closed
+    # it keeps what it compiled, and gives up after some networks of one class
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        if "cupy" in sys.modules:
+            sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
+    comm.barrier()
+
+
+if __name__ == "__main__":
+    status = main()
+    if status:
+        # All ranks leave alike; finalized, so that the runner does not turn the status into an abort.
+        MPI.Finalize()
+    sys.exit(status)

@@ -1,0 +1,1 @@
+"""Reports: runs compared on a page, in pictures, CSV files and tables."""

@@ -1,0 +1,75 @@
+"""Compare runs: one HTML page with pictures, the same figures as CSV files, and a closing table.
+
+    python -m jobs.report runs/dense.h5 runs/oktopk.h5 -o report --target 0.9
+
+Runs may still be going on, or have been killed; a file that is no run is named and left out. Runs that differ in
+their seed alone are one line of a picture and one row of a table. Writes into DIR:
+
+    index.html                          the page: nothing beside it is needed to read it
+    report.png                          loss over steps and words, words against the bounds: for a README
+    summary.csv methods.csv             a row for each run; a row for each method, means over its seeds
+    PICTURE.csv                         what each picture of the page draws
+    runs/RUN-{steps,evaluations,measures}.csv   all that a run file holds
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jobs.bench.document import BenchError
+from jobs.bench.figures import report_bench
+from jobs.report.write import PAGE, report
+from jobs.run.file import RunFileError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m jobs.report RUN... -o DIR`. Returns the exit status, 2 for input that cannot be used."""
+    parser = argparse.ArgumentParser(prog="python -m jobs.report", description="Compare runs of jobs.train.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run file, or a JSON of jobs.bench")
+    parser.add_argument("-o", "--output", default="report", metavar="DIR", help="default: %(default)s")
+    parser.add_argument(
+        "--target", type=float, metavar="ACCURACY", help="state the time to this held-out accuracy, in (0, 1]"
+    )
+    parser.add_argument(
+        "--throughput",
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="run files that are compared by their speed alone, over the number of ranks",
+    )
+    parser.add_argument("--title", default="", help="the page's heading")
+    parser.add_argument(
+        "--note", action="append", default=[], metavar="TEXT", help="a sentence for the top of the page"
+    )
+    options = parser.parse_args(argv)
+    if options.target is not None and not 0.0 < options.target <= 1.0:
+        print(f"jobs.report: --target {options.target} is not in (0, 1]", file=sys.stderr)
+        return 2
+    documents = [path for path in options.runs if Path(path).suffix == ".json"]
+    runs = [path for path in options.runs if path not in documents]
+    try:
+        for document in documents:
+            print(report_bench(document, options.output))
+        if runs or options.throughput:
+            print(
+                report(
+                    runs,
+                    options.output,
+                    throughput=options.throughput,
+                    target=options.target,
+                    title=options.title,
+                    notes_besides=options.note,
+                )
+            )
+            print(f"\npage: {Path(options.output) / PAGE}")
+    except (BenchError, RunFileError) as error:
+        print(f"jobs.report: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

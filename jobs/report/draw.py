@@ -1,0 +1,212 @@
+"""Draws panels: one by one as SVG for the page, and some of them side by side as the overview picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from jobs.report.panels import BarPanel, DotPanel, Level, LinePanel, Panel
+from jobs.report.style import GREY, STYLE
+
+# Inches. On a telephone a picture shrinks to 0.65 of this: letters of 12 points stay readable.
+WIDTH, HEIGHT = 5.8, 4.1
+BAR_HEIGHT, BAR_FRAME = 0.42, 2.2  # of each bar; of axis and legend
+LEGEND_CHARACTERS = 48  # fit into one of its lines at WIDTH
+ACCURACY_SHOWN = 0.3  # below the best
+LABEL_ROOM = 0.055  # of the axes' height that the label of a level needs
+PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.4g}%")
+PAGE: dict[Any, Any] = {**STYLE, "font.size": 12, "legend.fontsize": 11, "axes.labelsize": 12}
+
+
+def svg(panel: Panel) -> str:
+    """One panel with its legend, as an SVG document without a title: the page has that."""
+    with mpl.rc_context(PAGE):
+        height = HEIGHT
+        if isinstance(panel, BarPanel | DotPanel):
+            height = BAR_FRAME + BAR_HEIGHT * max(2, len(panel.groups))
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        axes = figure.subplots()
+        draw(axes, panel)
+        axes.set_title("")
+        _legend(figure, axes, LEGEND_CHARACTERS)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+        return text.getvalue()
+
+
+def draw_overview(panels: Sequence[Panel], path: str | Path) -> None:
+    """Draw panels side by side, one legend below them, into a PNG file."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(5.2 * len(panels), 5.6), layout="constrained")
+        every = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, panel in zip(every, panels, strict=True):
+            draw(axes, panel)
+        _legend(figure, every[0], 55 * len(panels))
+        figure.savefig(path, dpi=120)
+
+
+def draw(axes: Axes, panel: Panel) -> None:
+    """Draw one panel, its legend excepted."""
+    axes.set_title(panel.title)
+    axes.set_xlabel(panel.x_label)
+    if isinstance(panel, BarPanel):
+        _draw_bars(axes, panel)
+    elif isinstance(panel, DotPanel):
+        _draw_dots(axes, panel)
+    else:
+        _draw_lines(axes, panel)
+
+
+def _draw_lines(axes: Axes, panel: LinePanel) -> None:
+    axes.set_ylabel(panel.y_label)
+    if not panel.lines:
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.text(
+            0.5, 0.5, "nothing on record", transform=axes.transAxes, ha="center", va="center", color=GREY
+        )
+        return
+    for line in panel.lines:
+        group = line.group
+        mark = "o" if panel.marks and len(line.x) <= 12 else None
+        axes.plot(
+            line.x,
+            line.y,
+            color=group.colour,
+            linestyle=group.dashes,
+            linewidth=1.8,
+            marker=mark,
+            markersize=4,
+            label=line.label,
+            zorder=3 if group.method == "oktopk" else 2,
+        )
+        if np.any(line.high > line.low):
+            axes.fill_between(line.x, line.low, line.high, color=group.colour, alpha=0.18, linewidth=0)
+    if panel.log_x:
+        axes.set_xscale("log")
+    if panel.log_y:
+        axes.set_yscale("log")
+    for level in panel.levels:
+        axes.axhline(level.value, color=GREY, linestyle=":", linewidth=1.3)
+    _count(axes, panel)
+    _name_levels(axes, panel.levels)
+
+
+def _count(axes: Axes, panel: LinePanel) -> None:
+    """Ticks in the units that a reader thinks in."""
+    largest = max(float(line.x[-1]) for line in panel.lines)
+    if panel.columns[0] == "ranks":
+        axes.set_xticks(sorted({float(x) for line in panel.lines for x in line.x}))
+    elif panel.log_x or largest >= 10_000:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if panel.log_x:
+            low, high = np.log10(axes.get_xlim())
+            few = np.floor(high) - np.ceil(low) < 1  # not two powers of ten to tell the scale by
+            axes.xaxis.set_minor_formatter(EngFormatter(sep="") if few else NullFormatter())
+            if few:
+                axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    if not panel.log_x and panel.columns[0] != "ranks":
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=panel.columns[0] == "step"))
+    if panel.percent:
+        # what tells methods apart is how they end, not that they began at chance
+        best = max(float(line.y.max()) for line in panel.lines)
+        axes.set_ylim(bottom=max(axes.get_ylim()[0], best - ACCURACY_SHOWN))
+        axes.yaxis.set_major_formatter(PERCENT)
+    elif panel.columns[1] == "words" or max(float(line.y.max()) for line in panel.lines) >= 10_000:
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        if panel.log_y:
+            axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _name_levels(axes: Axes, levels: Sequence[Level]) -> None:
+    """Name dotted lines at the right of the axes, where no curve runs; the limits are set."""
+    low, high = axes.get_ylim()
+    transform = axes.transData
+    bottom, top = (float(transform.transform((0, value))[1]) for value in (low, high))
+    place = -1.0
+    for level in sorted(levels, key=lambda level: level.value):
+        # a label gives way to the one below it
+        height = (float(transform.transform((axes.get_xlim()[0], level.value))[1]) - bottom) / (top - bottom)
+        place = max(height, place + LABEL_ROOM)
+        axes.annotate(
+            level.label,
+            (1.01, place),
+            xycoords="axes fraction",
+            ha="left",
+            va="center",
+            color=GREY,
+            fontsize="small",
+            annotation_clip=False,
+        )
+
+
+def _draw_bars(axes: Axes, panel: BarPanel) -> None:
+    places = np.arange(len(panel.groups))
+    begin = np.zeros(len(panel.groups))
+    for part, seconds in panel.parts.items():
+        width = np.array(seconds) * 1e3
+        axes.barh(
+            places,
+            width,
+            0.72,
+            left=begin,
+            color=panel.colours[part],
+            label=part,
+            edgecolor="white",
+            linewidth=0.5,
+        )
+        begin += width
+    for place, total in zip(places, begin, strict=True):
+        axes.annotate(
+            f"{total:.3g}",
+            (total, place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize="small",
+            color=GREY,
+        )
+    axes.set_yticks(places, [group.label for group in panel.groups])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+
+
+def _draw_dots(axes: Axes, panel: DotPanel) -> None:
+    for place, (group, values) in enumerate(zip(panel.groups, panel.values, strict=True)):
+        axes.scatter(values, [place] * len(values), s=44, color=group.colour, alpha=0.75, linewidth=0)
+        mean = float(np.mean(values))
+        axes.plot([mean, mean], [place - 0.3, place + 0.3], color=group.colour, linewidth=2.2)
+        axes.annotate(
+            f"{mean:.2%}",
+            (1.01, place),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            fontsize="small",
+            color=GREY,
+        )
+    axes.set_yticks(range(len(panel.groups)), [group.label for group in panel.groups])
+    axes.set_ylim(len(panel.groups) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.08)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter(PERCENT)
+
+
+def _legend(figure: Figure, axes: Axes, characters: int) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if not handles:
+        return
+    columns = max(1, min(len(labels), characters // (max(map(len, labels)) + 4)))
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, frameon=False, columnspacing=1.4
+    )

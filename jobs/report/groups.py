@@ -1,0 +1,175 @@
+"""Runs that differ in nothing but their seed, seen as one: what a line of a picture or a row of a table stands for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jobs.config.modes import is_replayed
+from jobs.report.style import colour_of, dashes_of, place_of, title_of
+from jobs.report.summary import Run, figures
+
+STAGED = "run.time_stages"  # which makes a run slower
+# what may differ between runs of one group, besides everything else in [run] and [checkpoint]
+_INCIDENTAL = ("training.seed", "data.path", "reduction.method")
+_MOST_NAMED = 3  # settings in a label
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Runs of one method and configuration over several seeds.
+
+    label tells it from the other groups of a report. All groups of a method have its colour; dashes tell them apart.
+    """
+
+    label: str
+    method: str
+    colour: str
+    dashes: Any
+    runs: tuple[Run, ...]
+
+    @property
+    def counted(self) -> tuple[Run, ...]:
+        """The runs that figures are taken from: the complete ones, all where none is."""
+        return tuple(run for run in self.runs if run.complete) or self.runs
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of each run."""
+        return self.runs[0].info.ranks
+
+    def values(self, figure: str) -> list[float]:
+        """A figure of jobs.report.summary.figures, of each counted run that has it."""
+        found = [every.get(figure) for every in self._figures]
+        return [float(value) for value in found if isinstance(value, int | float)]
+
+    @cached_property
+    def _figures(self) -> list[dict[str, Any]]:
+        return [figures(run) for run in self.counted]
+
+    def mean(self, figure: str) -> float | None:
+        """Mean of a figure over the counted runs; None where none has it."""
+        values = self.values(figure)
+        return float(np.mean(values)) if values else None
+
+    def spread(self, figure: str) -> float | None:
+        """Sample standard deviation over the counted runs; None for fewer than two."""
+        values = self.values(figure)
+        return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+    def seconds_to(self, accuracy: float) -> list[float]:
+        """Training seconds after which each counted run that got there first measured an accuracy."""
+        return self._reached(accuracy, lambda run: run.training_seconds)
+
+    def steps_to(self, accuracy: float) -> list[float]:
+        """As seconds_to, in steps."""
+        return self._reached(accuracy, lambda run: run.steps["step"])
+
+    def _reached(self, accuracy: float, of: Callable[[Run], NDArray[Any]]) -> list[float]:
+        found = []
+        for run in self.counted:
+            place = run.reached(accuracy)
+            if place is not None:
+                found.append(float(run.at_steps(of(run), run.evaluations["step"][place : place + 1])[0]))
+        return found
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Put runs together that differ in their seed alone, in the order of jobs.report.style.METHODS."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        key = json.dumps([run.info.method, run.info.ranks, settings_of(run)], sort_keys=True, default=str)
+        found.setdefault(key, []).append(run)
+    together = sorted(found.values(), key=lambda runs: (place_of(runs[0].info.method), runs[0].info.ranks))
+    groups: list[Group] = []
+    for label, members in zip(_labels(together), together, strict=True):
+        method = members[0].info.method
+        dashes = dashes_of(method, sum(group.method == method for group in groups))
+        groups.append(Group(label, method, colour_of(method), dashes, tuple(members)))
+    return groups
+
+
+def by_batch(groups: Sequence[Group]) -> dict[int, list[Group]]:
+    """Samples per rank -> the groups that train on as many, labelled by what else tells them apart."""
+    found: dict[int, list[Run]] = {}
+    for group in groups:
+        found.setdefault(group.runs[0].info.batch_size, []).extend(group.runs)
+    return {batch: group_runs(runs) for batch, runs in sorted(found.items())}
+
+
+def on_most_ranks(groups: Sequence[Group]) -> list[Group]:
+    """Those of the largest number of ranks, labelled by what else tells them apart."""
+    size = max((group.ranks for group in groups), default=0)
+    return group_runs([run for group in groups if group.ranks == size for run in group.runs])
+
+
+def timed_by_stage(group: Group) -> bool:
+    """Whether its stages were timed one by one: it shows what they take, and not how fast the method is."""
+    return STAGED in settings_of(group.runs[0])
+
+
+def is_captured(group: Group) -> bool:
+    """Whether its steps were replayed as CUDA graphs."""
+    return is_replayed(group.runs[0].config.get("training", {}), group.method)
+
+
+def reads_text(groups: Sequence[Group]) -> bool:
+    """Whether what is learnt is a language: then the held-out loss is what tells methods apart."""
+    data = [run.config.get("data", {}).get("name") for group in groups for run in group.runs]
+    return bool(data) and set(data) == {"text"}
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """The configuration as "section.key" -> value, without what may differ within a group."""
+    flat = {
+        f"{section}.{key}": value
+        for section, keys in run.config.items()
+        for key, value in (keys.items() if isinstance(keys, dict) else {"": keys}.items())
+    }
+    return {
+        name: value
+        for name, value in flat.items()
+        if name not in _INCIDENTAL
+        and (not name.startswith(("run.", "checkpoint.")) or (name == STAGED and value))
+    }
+
+
+def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
+    """Settings in which groups differ -> the value of each group, None where it has none; "ranks" among them."""
+    each = [{"ranks": group.ranks, **settings_of(group.runs[0])} for group in groups]
+    names = dict.fromkeys(name for settings in each for name in settings)
+    found = {name: [settings.get(name) for settings in each] for name in names}
+    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+
+
+def _labels(together: Sequence[Sequence[Run]]) -> list[str]:
+    """The method's title; where several groups have it, with the settings in which they differ."""
+    labels = []
+    for members in together:
+        method = members[0].info.method
+        rivals = [
+            Group("", method, "", None, tuple(others))
+            for others in together
+            if others[0].info.method == method
+        ]
+        differing = differences(rivals)
+        own = {"ranks": members[0].info.ranks, **settings_of(members[0])}
+        named = [
+            _named(name, own.get(name)) for name in differing if name == "ranks" or own.get(name) is not None
+        ]
+        if len(named) > _MOST_NAMED:
+            named = [members[0].stem]
+        labels.append(title_of(method) + (f" ({', '.join(named)})" if named else ""))
+    return labels
+
+
+def _named(name: str, value: Any) -> str:
+    if name == "ranks":
+        return f"{value} rank{'' if value == 1 else 's'}"
+    return "timed by stage" if name == STAGED else f"{name.rpartition('.')[2]} {value}"

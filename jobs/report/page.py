@@ -1,0 +1,231 @@
+"""The report as one HTML page that needs nothing beside it: pictures are embedded, nothing is fetched."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from jobs.config.modes import is_replayed
+from jobs.report.draw import svg
+from jobs.report.groups import Group, differences, settings_of
+from jobs.report.panels import Panel
+from jobs.report.summary import Run
+
+MISSING = "–"
+COMMIT = 10  # characters of it that are shown
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a table: a text, a smaller one below, and perhaps a swatch of colour."""
+
+    text: str
+    small: str = ""
+    colour: str = ""
+    wrap: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the page; the first cell of each row names it."""
+
+    title: str
+    heads: Sequence[Cell]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Something that the runs were to show: "held", "failed", or "open" where it was not measured."""
+
+    text: str
+    verdict: Literal["held", "failed", "open"]
+    measured: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """Panels under one heading."""
+
+    title: str
+    panels: Sequence[Panel]
+
+
+def render(
+    title: str,
+    *,
+    groups: Sequence[Group],
+    besides: Sequence[Group] = (),
+    tables: Sequence[Table],
+    sections: Sequence[Section],
+    notes: Sequence[str] = (),
+    claims: Sequence[Claim] = (),
+) -> str:
+    """The page.
+
+    Args:
+        title: its heading.
+        groups: what it compares, one or more; besides: further ones whose provenance it states.
+        tables: above the pictures.
+        sections: of pictures; one without panels is left out.
+        notes: what a reader must know first.
+        claims: what the runs were to show.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    everything = [*groups, *besides]
+    runs = [run for group in everything for run in group.runs]
+    return environment.get_template("template.html").render(
+        title=title,
+        subtitle=_subtitle(everything),
+        notes=notes,
+        claims=claims,
+        tables=tables,
+        sections=[
+            {"title": section.title, "pictures": [_picture(panel) for panel in section.panels]}
+            for section in sections
+            if section.panels
+        ],
+        facts=_facts(runs),
+        runs=_runs_table(everything),
+        differing=_differences_table(groups),
+        commands="\n".join(f"{run.stem}: {_command(run)}" for run in runs),
+        shared=_shared(groups),
+    )
+
+
+def _picture(panel: Panel) -> dict[str, str]:
+    encoded = base64.b64encode(svg(panel).encode()).decode()
+    rows = len(panel.rows())
+    return {
+        "title": panel.title,
+        "note": panel.note,
+        "csv": f"{panel.name}.csv",
+        "alt": f"{panel.title}: {panel.note}. The {rows} points drawn are in {panel.name}.csv.",
+        "source": f"data:image/svg+xml;base64,{encoded}",
+    }
+
+
+def _subtitle(groups: Sequence[Group]) -> str:
+    runs = [run for group in groups for run in group.runs]
+    methods = list(dict.fromkeys(group.method for group in groups))
+    ranks = sorted({run.info.ranks for run in runs})
+    config = runs[0].config
+    task = f"{config.get('model', {}).get('name', '?')} on {config.get('data', {}).get('name', '?')}"
+    return (
+        f"{_counted(len(runs), 'run')} of {_counted(len(methods), 'method')} · {task} · "
+        f"{', '.join(map(str, ranks))} {'rank' if ranks == [1] else 'ranks'} · "
+        f"{', '.join(sorted({f'n = {run.info.length:,}' for run in runs}))}"
+    )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def hardware(run: Run) -> str:
+    """The machine of a run in a few words."""
+    known = dict(json.loads(run.info.hardware))
+    gpus: list[str] = known.get("gpus") or []
+    parts = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
+    if known.get("cpu"):
+        parts.append(f"{known.get('cores', '?')} cores ({known['cpu']})")
+    if known.get("memory_bytes"):
+        parts.append(f"{known['memory_bytes'] / 2**30:.0f} GiB")
+    return ", ".join(parts) or MISSING
+
+
+def short_commit(run: Run) -> str:
+    """The first characters of a run's commit, and whether files differed from it."""
+    commit = run.info.commit
+    return commit[:COMMIT] + ("-dirty" if commit.endswith("-dirty") else "") or MISSING
+
+
+def task(run: Run) -> str:
+    """What a run trained on, for how long and how, in a line."""
+    config = run.config
+    model, data = config.get("model", {}), config.get("data", {})
+    training, optimizer, schedule = (config.get(name, {}) for name in ("training", "optimizer", "schedule"))
+    length = f"{training['epochs']} epochs" if training.get("epochs") else f"{training.get('steps')} steps"
+    size = f"width {model.get('width')}"
+    if model.get("name") == "bert":
+        size = f"{model.get('layers')} layers of {model.get('hidden')}"
+    accumulated = f" x {training['accumulate']}" if training.get("accumulate", 1) > 1 else ""
+    return (
+        f"{model.get('name')} of {size} on {data.get('name')} "
+        f"({Path(data.get('path') or '-').name}); {length}, batches of {run.info.batch_size}{accumulated} a rank, "
+        f"{optimizer.get('name')} at {optimizer.get('lr')} with the schedule {schedule.get('name')}; "
+        f"{training.get('precision', 'float32')}{', CUDA graphs' if is_replayed(training, run.info.method) else ''}"
+    )
+
+
+def _command(run: Run) -> str:
+    """What started it; of an experiment's run its name alone, as its plan was a file that is gone."""
+    command = run.info.command or "not on record"
+    return f"jobs.experiment --runs {run.stem}" if command.startswith("jobs.experiment.worker ") else command
+
+
+def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """What all runs have in common, or each of their values."""
+    versions = [dict(json.loads(run.info.versions)) for run in runs]
+    names = dict.fromkeys(name for each in versions for name in each)
+    software = "; ".join(
+        f"{name} {' / '.join(dict.fromkeys(str(each.get(name, '?')) for each in versions))}" for name in names
+    )
+    each = {
+        "Task": [task(run) for run in runs],
+        "Hardware": [hardware(run) for run in runs],
+        "Host": [run.info.host for run in runs],
+        "Commit": [run.info.commit or "not a checkout" for run in runs],
+        "Date": [run.info.started[:10] for run in runs],
+    }
+    facts = [(name, "; ".join(dict.fromkeys(values))) for name, values in each.items()]
+    return [*facts, ("Software", software or MISSING)]
+
+
+def _runs_table(groups: Sequence[Group]) -> Table:
+    heads = [Cell(text) for text in ("Run", "Method", "Seed", "Ranks", "Steps", "Ended", "Started", "Commit")]
+    rows = [
+        [
+            Cell(run.stem),
+            Cell(group.label),
+            Cell(str(run.info.seed)),
+            Cell(str(run.info.ranks)),
+            Cell(f"{run.count:,}"),
+            Cell("complete" if run.complete else run.status),
+            Cell(run.info.started.replace("T", " ").removesuffix("+00:00")),
+            Cell(short_commit(run)),
+        ]
+        for group in groups
+        for run in group.runs
+    ]
+    return Table("Runs", heads, rows)
+
+
+def _differences_table(groups: Sequence[Group]) -> Table:
+    found = differences(groups)
+    heads = [Cell("Setting"), *(Cell(group.label) for group in groups)]
+    rows = [
+        [Cell(name), *(Cell(MISSING if value is None else json.dumps(value), wrap=True) for value in values)]
+        for name, values in found.items()
+    ]
+    return Table("Settings in which methods differ", heads, rows)
+
+
+def _shared(groups: Sequence[Group]) -> str:
+    differing = differences(groups)
+    settings: dict[str, Any] = settings_of(groups[0].runs[0])
+    return "\n".join(
+        f"{name} = {json.dumps(value)}" for name, value in settings.items() if name not in differing
+    )

@@ -1,0 +1,298 @@
+"""A run as the report sees it: read once, summed up in a handful of figures."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.dense_allreduce import dense_words
+from collectives.traffic import lower_bound, upper_bound
+from jobs.report.style import title_of
+from jobs.run.file import PHASES, STEP_COLUMNS, RunFileError, RunInfo
+from jobs.run.reader import DAMAGE, RunReader
+
+SELECTION_STAGES = ("select", "reduce", "apply")
+"""Stages of a reduction that touch this rank's own memory; in the others ranks talk to each other."""
+
+COMBINED_STAGES = ("step",)
+"""Stages that are both: kernels of a GPU that select, and read the memory of its peers."""
+
+WARM_STEPS = 20
+"""Most steps at the beginning that times are not taken from: kernels are compiled, algorithms chosen."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What a run file held when it was read.
+
+    label tells this run from the others of a report, stem does so in file names. The rest is what RunReader
+    gives.
+    """
+
+    label: str
+    stem: str
+    path: Path
+    info: RunInfo
+    status: str
+    steps: dict[str, NDArray[Any]]
+    stages: dict[str, NDArray[np.float64]]
+    evaluations: dict[str, NDArray[Any]]
+    measures: dict[str, NDArray[Any]]
+
+    @property
+    def complete(self) -> bool:
+        """It ended as it was meant to."""
+        return self.status == "complete"
+
+    @property
+    def config(self) -> dict[str, dict[str, Any]]:
+        """The configuration, section by section."""
+        return dict(json.loads(self.info.config))
+
+    @property
+    def count(self) -> int:
+        """Steps on record."""
+        return len(self.steps["step"])
+
+    @property
+    def sparse(self) -> NDArray[np.bool_]:
+        """bool[count]: steps in which a sparse method did its work, so no dense warm-up and none skipped."""
+        return (self.steps["dense"] == 0) & (self.steps["skipped"] == 0)
+
+    @property
+    def warmed_up(self) -> NDArray[np.bool_]:
+        """bool[count]: sparse steps of the run's own density, so none of a warm-up of the density either."""
+        return self.sparse & (self.steps["k"] == self.info.k)
+
+    @property
+    def words_sent(self) -> NDArray[np.float64]:
+        """float64[count]: payload words sent per rank from the first step on."""
+        return np.cumsum(self.steps["words"])
+
+    @property
+    def lower_bound(self) -> float | None:
+        """2k(P-1)/P words per step; None where no step was of the run's own density, or nothing is sent."""
+        return lower_bound(self.info.k, self.info.ranks) or None if self.warmed_up.any() else None
+
+    @property
+    def upper_bound(self) -> float | None:
+        """6k(P-1)/P words per step, which only Ok-Topk promises; None as for lower_bound."""
+        promised = self.info.method == "oktopk" and self.warmed_up.any()
+        return upper_bound(self.info.k, self.info.ranks) or None if promised else None
+
+    @property
+    def dense_words(self) -> float | None:
+        """2n(P-1)/P words per step; None where nothing is sent."""
+        return dense_words(self.info.length, self.info.ranks) or None
+
+    @property
+    def step_seconds(self) -> NDArray[np.float64]:
+        """float64[count]: seconds of each step, mean over the ranks, all phases."""
+        return np.sum([self.steps[f"seconds_{phase}"] for phase in PHASES], axis=0)
+
+    @property
+    def training_seconds(self) -> NDArray[np.float64]:
+        """float64[count]: seconds since training began at the end of each step, without evaluating and measuring."""
+        elapsed = self.steps["elapsed"].astype(np.float64)
+        # an evaluation follows its step; a measurement is part of its own
+        for extra, follows in ((self.evaluations, 1), (self.measures, 0)):
+            if not len(extra["step"]):
+                continue
+            spent = np.cumsum(extra["seconds"])
+            before = np.searchsorted(extra["step"], self.steps["step"] - follows, side="right")
+            elapsed = elapsed - np.where(before > 0, spent[before - 1], 0.0)
+        return elapsed
+
+    def at_steps(self, values: NDArray[Any], steps: NDArray[Any]) -> NDArray[np.float64]:
+        """float[len(steps)]: `values`, which has one value per step, where so many steps are done; NaN where none is."""
+        places = np.searchsorted(self.steps["step"], steps, side="right") - 1
+        if not self.count:
+            return np.full(len(steps), np.nan)
+        return np.where(places >= 0, values[np.maximum(places, 0)], np.nan)
+
+    def warm(self, values: NDArray[Any]) -> NDArray[Any]:
+        """`values` without those of the first steps."""
+        return values[min(WARM_STEPS, max(1, self.count // 5)) if self.count > 1 else 0 :]
+
+    def parts(self) -> dict[str, NDArray[np.float64]]:
+        """What each step's time was spent on -> seconds[count], by the names of jobs.report.style.PARTS.
+
+        Computing is forward, backward and the optimizer; selection is what a reduction does in this rank's memory
+        (SELECTION_STAGES); communication the rest of the reduction, but for stages that are both, which are combined;
+        data the wait for a batch.
+        """
+        seconds = {phase: self.steps[f"seconds_{phase}"] for phase in PHASES}
+        selection, combined = np.zeros(self.count), np.zeros(self.count)
+        for stage, values in self.stages.items():
+            # a run that was killed may have a row of steps whose stages were not written any more
+            if stage in SELECTION_STAGES:
+                selection[: len(values)] += values[: self.count]
+            elif stage in COMBINED_STAGES:
+                combined[: len(values)] += values[: self.count]
+        return {
+            "compute": seconds["forward"] + seconds["backward"] + seconds["optimizer"],
+            "selection": selection,
+            "communication": np.maximum(seconds["reduction"] - selection - combined, 0.0),
+            "combined": combined,
+            "data": seconds["data"],
+        }
+
+    def reached(self, accuracy: float) -> int | None:
+        """Place of the first evaluation that reaches an accuracy; None if none does."""
+        places = np.flatnonzero(self.evaluations["accuracy"] >= accuracy)
+        return int(places[0]) if len(places) else None
+
+
+def read_readable(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
+    """Read run files, running, killed or complete, and give each a label of its own.
+
+    Returns:
+        The runs, and a line on each path that gave none: a missing file, no run file, or the same one again.
+    """
+    runs: list[Run] = []
+    problems: list[str] = []
+    for path in map(Path, paths):
+        try:
+            if any(path.exists() and os.path.samefile(path, run.path) for run in runs):
+                raise RunFileError(f"{path} is given twice")
+            runs.append(_read(path))
+        except RunFileError as error:
+            problems.append(str(error))
+        except DAMAGE as error:
+            problems.append(f"{path} is not a whole run file: {error}")
+    return _told_apart(runs), problems
+
+
+def read_runs(paths: Sequence[str | Path]) -> list[Run]:
+    """As read_readable, for those who need them all. Raises RunFileError on the first that gives no run."""
+    runs, problems = read_readable(paths)
+    if problems:
+        raise RunFileError(problems[0])
+    return runs
+
+
+def _read(path: Path) -> Run:
+    with RunReader(path) as reader:
+        info, steps = reader.info, reader.steps()
+        for text in (info.config, info.hardware, info.versions):
+            dict(json.loads(text))
+        if missing := STEP_COLUMNS.keys() - steps.keys():
+            raise KeyError(f"no column {', '.join(sorted(missing))}")
+        return Run(
+            label=title_of(info.method),
+            stem=path.stem,
+            path=path,
+            info=info,
+            status=reader.status,
+            steps=steps,
+            stages=reader.stages(),
+            evaluations=reader.evaluations(),
+            measures=reader.measures(),
+        )
+
+
+def _told_apart(runs: list[Run]) -> list[Run]:
+    stems = _unique([run.stem for run in runs])
+    labels = [run.label for run in runs]
+    # The file's name joins the method's where that alone names several runs.
+    named = [
+        f"{label} ({stem})" if labels.count(label) > 1 else label
+        for label, stem in zip(labels, stems, strict=True)
+    ]
+    return [replace(run, label=label, stem=stem) for run, label, stem in zip(runs, named, stems, strict=True)]
+
+
+def _unique(names: list[str]) -> list[str]:
+    unique: list[str] = []
+    for name in names:
+        candidate, number = name, 1
+        while candidate in unique:
+            number += 1
+            candidate = f"{name}-{number}"
+        unique.append(candidate)
+    return unique
+
+
+def figures(run: Run) -> dict[str, float | int | str | None]:
+    """The run in single figures, None where it has none (yet). Names end in their unit where they have one.
+
+    Times are means over all steps but the first, see Run.warm. Every other mean is over all steps, that of words
+    also over those after both warm-ups, as deviations and the busiest rank's words over the mean are; xi, fill-in and the
+    balance of regions are of measured ones of these.
+    """
+    warmed_up = run.warmed_up
+    words = _mean(run.steps["words"])
+    settled = np.isin(run.measures["step"], run.steps["step"][warmed_up])
+    xi, fill_in, balance = (run.measures[name][settled] for name in ("xi", "fill_in", "region_balance"))
+    xi, balance = xi[np.isfinite(xi)], balance[np.isfinite(balance)]
+    sent, busiest = (run.steps[name][warmed_up] for name in ("words", "words_busiest"))
+    result: dict[str, float | int | str | None] = {
+        "run": run.label,
+        "method": run.info.method,
+        "status": run.status,
+        "ranks": run.info.ranks,
+        "steps": run.count,
+        "length": run.info.length,
+        "k": run.info.k,
+        "dense_steps": int((run.steps["dense"] == 1).sum()),
+        "denser_steps": int((run.sparse & ~warmed_up).sum()),
+        "skipped_steps": int((run.steps["skipped"] == 1).sum()),
+        "held_out_accuracy": _last(run.evaluations["accuracy"]),
+        "held_out_loss": _last(run.evaluations["loss"]),
+        **_error_rates(run),
+        "words": words,
+        "words_busiest": _mean(run.steps["words_busiest"]),
+        "words_sparse_steps": _mean(sent),
+        "control_words": _mean(run.steps["control_words"]),
+        "messages": _mean(run.steps["messages"]),
+        "lower_bound_words": run.lower_bound,
+        "upper_bound_words": run.upper_bound,
+        "dense_words": run.dense_words,
+        "share_of_dense": words / run.dense_words if words is not None and run.dense_words else None,
+        "global_nnz_deviation": _mean(np.abs(run.steps["global_nnz"] / run.steps["k"] - 1)[warmed_up]),
+        "local_nnz_deviation": _mean(np.abs(run.steps["local_nnz"] / run.steps["k"] - 1)[warmed_up]),
+        "fill_in": _mean(fill_in),
+        "xi": _mean(xi),
+        "xi_largest": float(xi.max()) if len(xi) else None,
+        "xi_share_not_below_ranks": _mean(xi >= run.info.ranks),
+        "region_balance": _mean(balance),
+        "region_balance_largest": float(balance.max()) if len(balance) else None,
+        "words_balance": float(busiest.mean() / sent.mean()) if len(sent) and sent.mean() else None,
+    }
+    step = run.warm(run.step_seconds)
+    result["step_seconds"] = _mean(step)
+    result["step_seconds_median"] = float(np.median(step)) if len(step) else None
+    samples = run.info.batch_size * run.info.ranks * run.config.get("training", {}).get("accumulate", 1)
+    result["samples_per_second"] = float(samples / step.mean()) if len(step) else None
+    for name, values in run.parts().items():
+        result[f"part_{name}_seconds"] = _mean(run.warm(values))
+    for phase in PHASES:
+        result[f"{phase}_seconds"] = _mean(run.warm(run.steps[f"seconds_{phase}"]))
+    result.update({f"stage_{stage}_seconds": _mean(run.warm(values)) for stage, values in run.stages.items()})
+    result["training_seconds"] = _last(run.training_seconds)
+    result["total_seconds"] = _last(run.steps["elapsed"])
+    return result
+
+
+def _error_rates(run: Run) -> dict[str, float | None]:
+    """Of words and of characters at the last evaluation, of speech alone."""
+    characters = _last(run.evaluations["character_error_rate"])
+    if characters is None or not np.isfinite(characters):
+        return {"word_error_rate": None, "character_error_rate": None}
+    words = 1.0 - float(run.evaluations["accuracy"][-1])
+    return {"word_error_rate": words, "character_error_rate": characters}
+
+
+def _mean(values: NDArray[Any]) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def _last(values: NDArray[Any]) -> float | None:
+    return float(values[-1]) if len(values) else None

@@ -1,0 +1,1 @@
+"""Restartable runs: checkpoints, signals, and a watchdog."""

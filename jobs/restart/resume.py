@@ -1,0 +1,144 @@
+"""Where a run continues: the newest checkpoint that is whole, on as many ranks or on another number of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from jobs.restart import files
+from jobs.restart.files import BadCheckpointError, Identity
+from jobs.train.agreement import Refused, decide_on_root
+from oktopk.elastic import inherited_ranks, redistributed_state
+
+
+@dataclass(frozen=True)
+class Found:
+    """A set that has been checked, as one rank sees it.
+
+    Attributes:
+        path: its folder.
+        step: steps done.
+        ranks: that wrote it.
+        about: its manifest.
+    """
+
+    path: Path
+    step: int
+    ranks: int
+    about: Mapping[str, Any]
+
+    def common(self) -> dict[str, Any]:
+        """What was equal on all ranks."""
+        return files.read_part(self.path / files.COMMON)
+
+    def own(self, rank: int) -> dict[str, Any]:
+        """What was one rank's own."""
+        return files.read_part(self.path / files.rank_file(rank))
+
+    def reducer(self, rank: int, ranks: int) -> dict[str, Any]:
+        """The reducer's state for `rank` of `ranks`, redistributed if there were not as many. Raises KeyError."""
+        template: dict[str, Any] = self.own(rank % self.ranks)["reducer"]
+        if ranks == self.ranks:
+            return template
+        inherited = (self.own(saved)["reducer"] for saved in inherited_ranks(rank, ranks, self.ranks))
+        return redistributed_state(template, inherited)
+
+
+def find(
+    comm: MPI.Intracomm,
+    folder: Path,
+    identity: Identity,
+    say: Callable[[str], object],
+    differing: Callable[[Mapping[str, Any]], list[str]] = lambda manifest: [],
+) -> Found | None:
+    """The newest set that all ranks can use; collective. Newer ones are set aside, for the run is about to write anew.
+
+    Args:
+        comm: the ranks that will continue.
+        folder: of the sets; drafts that killed writers left in it are removed.
+        identity: what a set must be of.
+        say: gets one line for every set that is refused, on rank 0.
+        differing: names what makes the set with this manifest one of another run; asked on rank 0.
+
+    Returns:
+        The set, None when there is none at all.
+
+    Raises:
+        Refused: there are sets and none can be used, and all are left where they are; or a newer one than the one that can
+            be used cannot be set aside. On every rank alike.
+
+    Traffic: two small messages for every set tried, and one more for the one that is used.
+    """
+    names: list[str] = []
+    if comm.rank == 0:
+        files.remove_drafts(folder)
+        names = [path.name for path in files.list_sets(folder)]
+    names = comm.bcast(names)
+    refused: list[Path] = []
+    for name in names:
+        path = folder / name
+        manifest, problem = comm.bcast(_manifest(path, identity, differing) if comm.rank == 0 else None)
+        problem = problem or _first_problem(comm, path, manifest)
+        if not problem:
+            decide_on_root(comm, lambda: _set_aside(refused, say), (OSError,))
+            return Found(path, int(manifest["step"]), int(manifest["ranks"]), manifest)
+        refused.append(path)
+        if comm.rank == 0:
+            say(f"checkpoint {path} refused: {problem}")
+    if refused:
+        raise Refused(
+            f"no checkpoint in {folder} can be used, so the run cannot continue: repair or remove them, "
+            "or start afresh with run.overwrite=true"
+        )
+    return None
+
+
+def _set_aside(refused: list[Path], say: Callable[[str], object]) -> None:
+    for path in refused:
+        say(f"checkpoint {path} set aside as {files.set_aside(path).name}")
+
+
+def _manifest(
+    path: Path, identity: Identity, differing: Callable[[Mapping[str, Any]], list[str]]
+) -> tuple[dict[str, Any], str]:
+    try:
+        manifest = files.read_manifest(path, identity)
+    except BadCheckpointError as error:
+        return {}, str(error)
+    named = differing(manifest)
+    return manifest, f"of another run: {', '.join(named)}" if named else ""
+
+
+def _first_problem(comm: MPI.Intracomm, path: Path, manifest: Mapping[str, Any]) -> str:
+    """What is wrong with the parts that the ranks need, each read by a rank that will; "" if nothing is."""
+    saved_ranks = int(manifest["ranks"])
+    mine = {comm.rank % saved_ranks, *inherited_ranks(comm.rank, comm.size, saved_ranks)}
+    problem = ""
+    try:
+        for name in (files.COMMON, *(files.rank_file(rank) for rank in sorted(mine))):
+            files.check_part(path / name, manifest)
+    except BadCheckpointError as error:
+        problem = str(error)
+    return next((text for text in comm.allgather(problem) if text), "")
+
+
+def differences(theirs: str, mine: str, ignored: frozenset[str]) -> list[str]:
+    """What differs between two configurations in JSON, as "section.key: theirs there, mine here".
+
+    Args:
+        theirs, mine: objects of objects.
+        ignored: "section" or "section.key" that may differ.
+    """
+    there, here = json.loads(theirs), json.loads(mine)
+    found = []
+    for section in sorted({*there, *here} - ignored):
+        a, b = there.get(section, {}), here.get(section, {})
+        for key in sorted({*a, *b}):
+            if f"{section}.{key}" not in ignored and a.get(key) != b.get(key):
+                found.append(f"{section}.{key}: {a.get(key)!r} there, {b.get(key)!r} here")
+    return found

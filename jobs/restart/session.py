@@ -1,0 +1,176 @@
+"""One job of a run that may take several: what it finds of the earlier ones, and what it leaves for the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from mpi4py import MPI
+from torch import nn
+
+from jobs.config.config import Config
+from jobs.restart.checkpoint import Checkpointer, Interval
+from jobs.restart.files import Identity
+from jobs.restart.resume import find
+from jobs.restart.safeguard import Safeguard
+from jobs.restart.signals import SignalNote
+from jobs.restart.start import (
+    FolderLock,
+    Start,
+    begin_afresh,
+    checkpoint_folder,
+    differing_settings,
+    plan_start,
+)
+from jobs.restart.state import Progress, model_digest, restore, seed_generators
+from jobs.restart.watchdog import Watchdog
+from jobs.run import provenance
+from jobs.run.durable import sync
+from jobs.run.file import RunFile, RunFileError, RunInfo
+from jobs.run.reader import read_record
+from jobs.train.agreement import decide_on_root
+from jobs.train.reduce.reduction import ReducingOptimizer
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a job goes on.
+
+    Attributes:
+        progress: what earlier jobs of the run have done.
+        continues: whether an earlier job began this run: its files are this run's to replace.
+        identity: of checkpoints of this run.
+    """
+
+    progress: Progress
+    continues: bool
+    identity: Identity
+
+
+class Session:
+    """A job's hold on its run; a context manager. Every method is collective.
+
+    Args:
+        config: the run's.
+        comm: the ranks that train together.
+
+    Raises:
+        Refused: on every rank: there is a run file that this run cannot continue, or another job is at it.
+    """
+
+    def __init__(self, config: Config, comm: MPI.Intracomm) -> None:
+        self._config, self._comm = config, comm
+        self._folder = checkpoint_folder(config)
+        self._lock: FolderLock | None = None
+        self._start: Start = decide_on_root(comm, self._begin, (RunFileError, OSError))
+
+    def _begin(self) -> Start:
+        start = plan_start(self._config, self._comm.size, os.environ)
+        if not start.complete and (self._config.checkpoint.enabled or self._config.run.overwrite):
+            self._lock = FolderLock(self._folder)
+        return start
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run has nothing left to do."""
+        return self._start.complete
+
+    def resume(self, model: nn.Module, optimizer: ReducingOptimizer) -> Resumed:
+        """Continue from the newest usable checkpoint if there is one, and say so.
+
+        Raises:
+            Refused: on every rank: there are checkpoints and none can be used.
+        """
+        identity = Identity(model_digest(model), self._config.reduction.method, optimizer.length)
+        found = None
+        if self._start.resume:
+            found = find(self._comm, self._folder, identity, self._say, self._differing)
+        begun = self._start.saved_ranks is not None
+        if found is None:
+            if begun:
+                self._say(
+                    f"{self._config.run.file} was interrupted before its first checkpoint: begins again"
+                )
+            seed_generators(self._config.training.seed, self._comm.rank)
+            return Resumed(Progress(), begun, identity)
+        progress = restore(
+            found,
+            model,
+            optimizer,
+            rank=self._comm.rank,
+            ranks=self._comm.size,
+            seed=self._config.training.seed,
+        )
+        self._say(f"resumed after step {found.step} from {found.path}")
+        if found.ranks != self._comm.size:
+            self._say(
+                f"{found.ranks} ranks wrote it and {self._comm.size} continue: residuals are redistributed, "
+                "their sum over the ranks is kept"
+            )
+        return Resumed(progress, True, identity)
+
+    def create_run_file(self, info: RunInfo, resumed: Resumed) -> RunFile:
+        """The run file with the steps up to the checkpoint in it; on rank 0 alone.
+
+        From here on the run that it replaces is gone, and not before: a job may well end while it still loads.
+
+        Raises:
+            RunFileError, OSError: it cannot be written, or the earlier run's checkpoints not be removed.
+        """
+        if self._config.run.overwrite and not self._start.resume:
+            begin_afresh(self._folder)
+        path, there = self._config.run.file, self._start.saved_ranks is not None
+        behind = resumed.progress.done
+        earlier = read_record(path, behind) if behind and there else None
+        file = RunFile(path, info, overwrite=self._config.run.overwrite or there, earlier=earlier)
+        if file.done < behind:
+            self._say(f"{path} lacks steps {file.done + 1} to {behind}: no file has them any more")
+        return file
+
+    def safeguard(self, resumed: Resumed, watchdog: Watchdog) -> Safeguard:
+        """What guards the steps from here on."""
+        config, note = self._config, SignalNote()
+        checkpointer = Checkpointer(
+            self._comm,
+            self._folder if config.checkpoint.enabled else None,
+            resumed.identity,
+            {
+                "config": json.loads(config.to_json()),
+                "versions": provenance.versions(),
+                "host": provenance.host(),
+                "commit": config.run.commit or provenance.commit(),
+            },
+            interval=Interval(config.checkpoint.every_steps, config.checkpoint.every_minutes),
+            keep=config.checkpoint.keep,
+            patience=config.run.watchdog,
+            received=lambda: note.received,
+            # a set must not say more steps are done than the run file on the disk
+            before_sealing=lambda: sync(Path(config.run.file)),
+            moved=watchdog.move,
+        )
+        checkpointer.start(resumed.progress.done)
+        return Safeguard(checkpointer, note, watchdog)
+
+    def _differing(self, manifest: Mapping[str, Any]) -> list[str]:
+        # the run file, which plan_start asks, may have been moved away
+        saved = json.dumps(manifest.get("config", {}))
+        return differing_settings(self._config, self._comm.size, saved, int(manifest["ranks"]))
+
+    def _say(self, message: str) -> None:
+        if self._comm.rank == 0:
+            print(f"jobs.train: {message}", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is not None:
+            self._lock.release()

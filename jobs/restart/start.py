@@ -1,0 +1,159 @@
+"""How a run begins: afresh, where an interrupted one left off, or not at all because it is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from data.exclusive import is_open_at
+from data.prepared_file import data_checksum
+from jobs.config.config import Config, with_later_keys
+from jobs.restart import files
+from jobs.restart.resume import differences
+from jobs.run import provenance
+from jobs.run.file import RunFileError, RunInfo, check_creatable
+from jobs.run.reader import RunReader
+
+# What may differ between a run and its continuation: nothing that it computes depends on these; on `deferred` only what becomes
+# of the few steps that need the host's help.
+_FREE = frozenset({"run", "checkpoint", "training.threads", "training.device", "reduction.deferred"})
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run begins.
+
+    Attributes:
+        resume: look for a checkpoint.
+        complete: there is nothing left to do.
+        saved_ranks: ranks of the run file that is there, None if there is none.
+    """
+
+    resume: bool
+    complete: bool = False
+    saved_ranks: int | None = None
+
+
+def checkpoint_folder(config: Config) -> Path:
+    """Where the run keeps its checkpoints."""
+    run_file = Path(config.run.file)
+    return Path(config.checkpoint.folder or run_file.with_name(f"{run_file.stem}.checkpoints"))
+
+
+def plan_start(config: Config, ranks: int, environ: Mapping[str, str]) -> Start:
+    """How the run begins; on one process, and before minutes of loading.
+
+    A run file of the same configuration is continued, whatever became of its writer. Overwriting replaces what earlier jobs
+    left. What this job wrote before Slurm started it again is continued; until it has written, the earlier run is there still.
+
+    Raises:
+        RunFileError: the run file that is there is none, or is of another configuration.
+    """
+    path = Path(config.run.file)
+    overwrite, there = config.run.overwrite, path.exists() and not path.is_dir()
+    restarted = environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    if not config.checkpoint.enabled or (overwrite and not (restarted and there)):
+        check_creatable(path, overwrite=overwrite)
+        return Start(resume=False)
+    if not there:
+        check_creatable(path, overwrite=False)
+        return Start(resume=True)
+    try:
+        with RunReader(path) as reader:
+            info, status = reader.info, reader.status
+    except RunFileError as error:
+        raise RunFileError(f"{_exists(path)}; it cannot be continued: {error}") from error
+    if overwrite and info.job != environ.get("SLURM_JOB_ID", ""):
+        return Start(resume=False)
+    differing = differing_settings(config, ranks, info.config, info.ranks)
+    differing += other_data(config.data.path, info)
+    if differing:
+        raise RunFileError(f"{_exists(path)}; it is of another run: {', '.join(differing)}")
+    return Start(resume=True, complete=status == "complete", saved_ranks=info.ranks)
+
+
+def differing_settings(config: Config, ranks: int, saved: str, saved_ranks: int) -> list[str]:
+    """What keeps a run from continuing one whose configuration in JSON is `saved`, see resume.differences."""
+    free = _FREE | {"training.batch_size"} if saved_ranks != ranks else _FREE
+    return differences(with_later_keys(saved), config.to_json(), free)
+
+
+def other_data(path: str, info: RunInfo) -> list[str]:
+    """That a run was of other data than lie at a path now, as differing_settings; empty where that cannot be told."""
+    found = data_checksum(path)
+    if not found or not info.data or found == info.data:
+        return []
+    return [f"data: checksum {info.data} there, {found} here"]
+
+
+def _exists(path: Path) -> str:
+    return f"run file {path} exists: choose another name (run.file) or allow it to be replaced (run.overwrite=true)"
+
+
+class FolderLock:
+    """Keeps a second job from writing the same checkpoints; held until the process ends, however it ends.
+
+    Args:
+        folder: made if need be.
+        patience: seconds that an earlier job of the run may take to be gone.
+
+    Raises:
+        RunFileError: another process holds it.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, patience: float = 15.0) -> None:
+        self._folder, self._path = folder, folder / "lock"
+        self._file: IO[str] = self._opened()
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if is_open_at(self._file.fileno(), self._path):
+                    break
+                # who held it has removed it: another job may have made a new one
+                self._file.close()
+                self._file = self._opened()
+                continue
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.2)
+                    continue
+                self._file.seek(0)
+                holder = self._file.read().strip()
+                self._file.close()
+                raise RunFileError(f"{folder} is in use by {holder or 'another process'}") from None
+            except OSError:
+                return  # a file system without locks: nothing to be had
+        self._file.truncate(0)
+        job = provenance.job()
+        self._file.write(
+            f"process {os.getpid()} on {provenance.host()}{f', Slurm job {job}' if job else ''}\n"
+        )
+        self._file.flush()
+
+    def _opened(self) -> IO[str]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return open(self._path, "a+", encoding="utf-8")
+
+    def release(self) -> None:
+        """Let go of it, and leave no folder where nothing was written; again is allowed."""
+        # on a lost file system there is nothing to tidy, and the error that it caused is the one to be told
+        with contextlib.suppress(OSError):
+            if not self._file.closed and [path.name for path in self._folder.iterdir()] == [self._path.name]:
+                self._path.unlink()
+                self._folder.rmdir()
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def begin_afresh(folder: Path) -> None:
+    """Remove the checkpoints of a run that is replaced. Before its run file: what is left of both must not look like one run."""
+    files.remove_sets(folder)
+    files.remove_drafts(folder)

@@ -1,0 +1,316 @@
+"""The record of one run: an HDF5 file in SWMR mode, readable while it grows and after its writer was killed.
+
+Layout:
+    attributes            format, config (JSON), versions (JSON), method, ranks, length, k, batch_size, seed,
+                          host, commit, started (UTC, ISO 8601), hardware (JSON), command, job, data
+    status                one of STATUSES
+    steps/<column>        one value per step: STEP_COLUMNS
+    stages/names          what the columns of stages/seconds are, "" where unused
+    stages/seconds        [steps, STAGE_SLOTS]: seconds of each stage of the reduction, mean over the ranks
+    evaluations/<column>  one value per evaluation: EVALUATION_COLUMNS
+    measures/<column>     one value per measured step: MEASURE_COLUMNS
+    segments/<column>     one value per job that the run took: SEGMENT_COLUMNS
+
+The attributes are those of the last job, except `started`. A run that continues from a checkpoint gets a new file with the
+steps up to it, which replaces the old one.
+
+A killed writer leaves a file that HDF5 opens in SWMR mode only, so read it with jobs.run.reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from jobs.run.durable import draft_of, put_in_place
+
+FORMAT = "oktopk run 1"
+STATUSES = ("running", "complete", "failed", "interrupted")
+STAGE_SLOTS = 16
+_STAGE_NAME = "S32"
+_CHUNK = 1024
+
+# A step's phases in order; seconds_<phase> below.
+PHASES = ("data", "forward", "backward", "reduction", "optimizer")
+# name -> (type, unit). A word is one 4-byte value or one 4-byte index.
+STEP_COLUMNS: dict[str, tuple[str, str]] = {
+    "step": ("i8", "1 for the first"),
+    "elapsed": ("f8", "seconds since training began, rank 0"),
+    "learning_rate": ("f8", ""),
+    "loss": ("f8", "mean over the ranks"),
+    "words": ("f8", "payload words sent, mean over the ranks"),
+    "words_busiest": ("f8", "payload words sent by the rank that sent most"),
+    "messages": ("f8", "payload messages sent, mean over the ranks"),
+    "control_words": ("f8", "sizes, cuts, histograms, flags: words sent, mean over the ranks"),
+    "control_messages": ("f8", "mean over the ranks"),
+    "k": ("i8", "entries asked for"),
+    "local_nnz": ("f8", "entries selected, mean over the ranks"),
+    "global_nnz": ("f8", "entries of the update"),
+    "local_threshold": ("f8", "magnitude, mean over the ranks"),
+    "global_threshold": ("f8", "magnitude"),
+    "exact": ("i1", "1: thresholds computed, 0: reused"),
+    "skipped": ("i1", "1: a gradient was not finite and the step was skipped"),
+    "dense": ("i1", "1: the whole gradient was summed (method, warm-up or high density)"),
+    "seconds_data": ("f8", "seconds, mean over the ranks"),
+    "seconds_forward": ("f8", "seconds, mean over the ranks"),
+    "seconds_backward": ("f8", "seconds, mean over the ranks"),
+    "seconds_reduction": ("f8", "seconds, mean over the ranks: selection and communication, all stages"),
+    "seconds_optimizer": ("f8", "seconds, mean over the ranks: the rest of optimizer.step()"),
+}
+EVALUATION_COLUMNS: dict[str, tuple[str, str]] = {
+    "step": ("i8", "steps done"),
+    "epoch": ("f8", "epochs done"),
+    "loss": ("f8", "mean over the held-out samples; of speech, per word"),
+    "accuracy": ("f8", "fraction of the held-out samples; of speech, 1 - word error rate"),
+    "samples": ("i8", "of speech, words"),
+    "character_error_rate": ("f8", "of speech, wrong characters over those said; NaN elsewhere"),
+    "seconds": ("f8", "rank 0"),
+}
+# NaN where a bound is 0 or xi has no meaning.
+MEASURE_COLUMNS: dict[str, tuple[str, str]] = {
+    "step": ("i8", "1 for the first"),
+    "xi": ("f8", "missed / gradient_norm, the paper's assumption 1"),
+    "missed": ("f8", "norm of the exact top k of the mean accumulated gradient minus the applied update"),
+    "gradient_norm": ("f8", "norm of the mean gradient"),
+    "fill_in": ("f8", "entries that any rank selected, counted once, over k"),
+    "region_balance": (
+        "f8",
+        "entries selected in the busiest region over the mean region; NaN without regions",
+    ),
+    "local_deviation": ("f8", "|local nnz - k| / k, mean over the ranks"),
+    "global_deviation": ("f8", "|global nnz - k| / k"),
+    "words_over_lower": ("f8", "words / (2k(P-1)/P)"),
+    "words_over_upper": ("f8", "words / (6k(P-1)/P)"),
+    "seconds": ("f8", "seconds that measuring took, in no phase of the step, mean over the ranks"),
+}
+SEGMENT_COLUMNS: dict[str, tuple[str, str]] = {
+    "step": ("i8", "steps done when the job began"),
+    "ranks": ("i8", ""),
+    "host": ("S64", "rank 0's"),
+    "started": ("S32", "UTC, ISO 8601"),
+}
+
+
+class RunFileError(RuntimeError):
+    """A run file that cannot be created, or is none."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is known before the first step; stored as attributes.
+
+    length is n, the elements of the gradient; k the entries asked for after any density warm-up.
+    config, versions and hardware are JSON; job is the Slurm job's number, data the checksum of the prepared data (see
+    data.prepared_file), "" for none.
+    """
+
+    config: str
+    versions: str
+    method: str
+    ranks: int
+    length: int
+    k: int
+    batch_size: int
+    seed: int
+    host: str
+    commit: str
+    started: str
+    hardware: str = "{}"
+    command: str = ""
+    job: str = ""
+    data: str = ""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run file holds: every column, as the reader gives it."""
+
+    started: str
+    steps: Mapping[str, NDArray[Any]]
+    stages: Mapping[str, NDArray[np.float64]]
+    evaluations: Mapping[str, NDArray[Any]]
+    measures: Mapping[str, NDArray[Any]]
+    segments: Mapping[str, NDArray[Any]]
+
+
+class RunFile:
+    """The writer; one process, rank 0, holds it. A context manager that notes how its block ended."""
+
+    def __init__(
+        self, path: str | Path, info: RunInfo, *, overwrite: bool = False, earlier: RunRecord | None = None
+    ) -> None:
+        """Create the file, with what earlier jobs of the run recorded.
+
+        Raises:
+            RunFileError: it exists and overwrite is False, or it cannot be written.
+        """
+        self.path = Path(path)
+        check_creatable(self.path, overwrite=overwrite)
+        # Built beside and renamed: no reader meets half a file, and one that a run still writes is safe.
+        draft = draft_of(self.path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = h5py.File(draft, "w", libver="latest", locking="best-effort")
+            try:
+                self._create(info if earlier is None else replace(info, started=earlier.started))
+                self._begin(info, earlier)
+                put_in_place(self.path)
+            except BaseException:
+                self._file.close()
+                draft.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise RunFileError(f"run file {self.path} cannot be created: {error}") from error
+
+    def _create(self, info: RunInfo) -> None:
+        file = self._file
+        file.attrs["format"] = FORMAT
+        for name, value in asdict(info).items():
+            file.attrs[name] = value
+        self._status = file.create_dataset("status", data=np.array([b"running"], "S16"), chunks=(1,))
+        self._steps = self._create_columns("steps", STEP_COLUMNS)
+        self._evaluations = self._create_columns("evaluations", EVALUATION_COLUMNS)
+        self._measures = self._create_columns("measures", MEASURE_COLUMNS)
+        self._segments = self._create_columns("segments", SEGMENT_COLUMNS)
+        stages = file.create_group("stages")
+        self._stage_names = stages.create_dataset(
+            "names", shape=(STAGE_SLOTS,), dtype=_STAGE_NAME, chunks=(STAGE_SLOTS,)
+        )
+        self._stage_seconds = stages.create_dataset(
+            "seconds",
+            shape=(0, STAGE_SLOTS),
+            maxshape=(None, STAGE_SLOTS),
+            dtype="f8",
+            chunks=(_CHUNK, STAGE_SLOTS),
+        )
+        self._slots: dict[str, int] = {}
+        # From here on nothing new can be created: hence a table of stages whose names come later.
+        file.swmr_mode = True
+
+    def _begin(self, info: RunInfo, earlier: RunRecord | None) -> None:
+        if earlier is not None:
+            _append(self._segments, earlier.segments)
+            _append(self._evaluations, earlier.evaluations)
+            _append(self._measures, earlier.measures)
+            self.append_steps(earlier.steps, earlier.stages)
+        job = {"step": self.done, "ranks": info.ranks, "host": info.host, "started": info.started}
+        _append(
+            self._segments,
+            {name: np.array([job[name]], dtype) for name, (dtype, _) in SEGMENT_COLUMNS.items()},
+        )
+        self._file.flush()
+
+    @property
+    def done(self) -> int:
+        """Steps on record."""
+        return int(self._steps["step"].shape[0])
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds on record, the last evaluation included."""
+        if not self.done:
+            return 0.0
+        after_last = self._evaluations["step"][...] == self.done
+        return float(self._steps["elapsed"][-1]) + float(self._evaluations["seconds"][...][after_last].sum())
+
+    def _create_columns(self, group: str, columns: Mapping[str, tuple[str, str]]) -> dict[str, h5py.Dataset]:
+        made = {}
+        for name, (dtype, unit) in columns.items():
+            made[name] = self._file.create_dataset(
+                f"{group}/{name}", shape=(0,), maxshape=(None,), dtype=dtype, chunks=(_CHUNK,)
+            )
+            made[name].attrs["unit"] = unit
+        return made
+
+    def append_steps(
+        self, columns: Mapping[str, NDArray[Any]], stages: Mapping[str, NDArray[np.float64]]
+    ) -> None:
+        """Append some steps and flush: a reader sees them from here on, whatever happens to this process.
+
+        Args:
+            columns: every name of STEP_COLUMNS, each [steps].
+            stages: stage name -> seconds[steps].
+
+        Raises:
+            ValueError: a column is missing, unknown or of another length.
+        """
+        count = _append(self._steps, columns)
+        seconds = np.zeros((count, STAGE_SLOTS))
+        for name, values in stages.items():
+            seconds[:, self._slot(name)] += values
+        done = self._stage_seconds.shape[0]
+        self._stage_seconds.resize(done + count, axis=0)
+        self._stage_seconds[done:] = seconds
+        self._file.flush()
+
+    def append_evaluation(self, **values: float) -> None:
+        """Append one evaluation, every name of EVALUATION_COLUMNS, and flush."""
+        _append(self._evaluations, {name: np.array([value]) for name, value in values.items()})
+        self._file.flush()
+
+    def append_measures(self, columns: Mapping[str, NDArray[Any]]) -> None:
+        """Append some measured steps, every name of MEASURE_COLUMNS, and flush. Raises ValueError as append_steps."""
+        _append(self._measures, columns)
+        self._file.flush()
+
+    def _slot(self, stage: str) -> int:
+        if stage not in self._slots:
+            # More stages than slots: the last slot collects the rest.
+            slot = min(len(self._slots), STAGE_SLOTS - 1)
+            self._slots[stage] = slot
+            self._stage_names[slot] = "other" if len(self._slots) > STAGE_SLOTS else stage
+        return self._slots[stage]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close("complete")
+        else:
+            # SystemExit is how a SIGTERM arrives here, see jobs.train.
+            self.close("interrupted" if issubclass(kind, (KeyboardInterrupt, SystemExit)) else "failed")
+
+    def close(self, status: str) -> None:
+        """Write how the run ended ("complete", "failed" or "interrupted") and close; again is allowed."""
+        if status not in STATUSES:
+            raise ValueError(f"status {status!r} is not one of {', '.join(STATUSES)}")
+        if self._file:
+            self._status[0] = status
+            self._file.flush()
+            self._file.close()
+
+
+def _append(datasets: Mapping[str, h5py.Dataset], columns: Mapping[str, NDArray[Any]]) -> int:
+    if columns.keys() != datasets.keys():
+        raise ValueError(f"columns {sorted(columns)} are not {sorted(datasets)}")
+    counts = {len(values) for values in columns.values()}
+    if len(counts) != 1:
+        raise ValueError(f"columns of different lengths: {sorted(counts)}")
+    count = counts.pop()
+    for name, values in columns.items():
+        done = datasets[name].shape[0]
+        datasets[name].resize(done + count, axis=0)
+        datasets[name][done:] = values
+    return count
+
+
+def check_creatable(path: str | Path, *, overwrite: bool) -> None:
+    """Raise RunFileError when a run file could not be created there; creates nothing."""
+    path = Path(path)
+    if path.is_dir():
+        raise RunFileError(f"run file {path} is a directory")
+    if path.exists() and not overwrite:
+        raise RunFileError(
+            f"run file {path} exists: choose another name (run.file) "
+            "or allow it to be replaced (run.overwrite=true)"
+        )

@@ -1,0 +1,175 @@
+"""Reading a run file, whatever became of its writer."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from jobs.run.file import (
+    EVALUATION_COLUMNS,
+    FORMAT,
+    MEASURE_COLUMNS,
+    SEGMENT_COLUMNS,
+    RunFileError,
+    RunInfo,
+    RunRecord,
+)
+
+PATIENCE = 20  # tenths of a second
+DAMAGE = (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)
+"""What reading from a damaged file raises, as h5py has no error of its own."""
+
+
+def _in_use(path: Path) -> bool:
+    """Whether a writer has the file open, or was killed with it open.
+
+    Superblock 3: eight bytes of signature, version, size of offsets, size of lengths, flags (0 when it was closed), then the
+    base address, that of the extension and the end of the file, eight bytes each.
+
+    Raises:
+        RunFileError: the file is shorter than its superblock says: HDF5 in SWMR mode would wait for the rest.
+    """
+    for attempt in range(PATIENCE):
+        with open(path, "rb") as file:
+            head = file.read(36)
+            size = file.seek(0, os.SEEK_END)
+        if head[:8] != b"\x89HDF\r\n\x1a\n" or (len(head) > 8 and head[8] != 3):
+            return False
+        if len(head) == 36 and int.from_bytes(head[28:36], "little") <= size:
+            return bool(head[11])
+        # A writer at work may have written the superblock and not yet the rest.
+        time.sleep(0.1 * (attempt + 1 < PATIENCE))
+    raise RunFileError(f"{path} is not a run file: truncated, {size} bytes of it are left")
+
+
+class RunReader:
+    """A run file opened for reading, whatever state its writer is in. A context manager.
+
+    Raises:
+        RunFileError: no such file, or not a run file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            # in SWMR mode HDF5 reads again, for minutes, what does not have its checksum
+            swmr = _in_use(self.path)
+            try:
+                self._file = self._open(swmr)
+            except OSError:
+                # a run that is continued may have put its file there meanwhile
+                if swmr or not _in_use(self.path):
+                    raise
+                self._file = self._open(swmr=True)
+        except FileNotFoundError:
+            raise RunFileError(f"{self.path}: no such file") from None
+        except (OSError, RuntimeError) as error:  # h5py's, of a damaged file
+            raise RunFileError(f"{self.path} is not a run file: {error}") from error
+        if self._file.attrs.get("format") != FORMAT:
+            found = self._file.attrs.get("format", "none")
+            self._file.close()
+            raise RunFileError(f"{self.path} is not a run file: its format is {found!r}, not {FORMAT!r}")
+
+    def _open(self, swmr: bool) -> h5py.File:
+        return h5py.File(self.path, "r", swmr=swmr, libver="latest", locking="best-effort")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close; again is allowed."""
+        self._file.close()
+
+    @property
+    def info(self) -> RunInfo:
+        """The attributes."""
+        attributes = self._file.attrs  # older files lack the newest, which have defaults
+        values = {name: attributes[name] for name in RunInfo.__dataclass_fields__ if name in attributes}
+        return RunInfo(**{name: v.item() if isinstance(v, np.generic) else v for name, v in values.items()})
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration, section by section."""
+        return dict(json.loads(self.info.config))
+
+    @property
+    def status(self) -> str:
+        """One of STATUSES. "running" is also what a killed run says."""
+        self._file["status"].refresh()
+        return bytes(self._file["status"][0]).decode()
+
+    def steps(self) -> dict[str, NDArray[Any]]:
+        """Every column of STEP_COLUMNS as of now, all of one length."""
+        return self._columns("steps")
+
+    def evaluations(self) -> dict[str, NDArray[Any]]:
+        """Every column of EVALUATION_COLUMNS as of now, all of one length; NaN in one that an older file lacks."""
+        return self._filled("evaluations", EVALUATION_COLUMNS)
+
+    def measures(self) -> dict[str, NDArray[Any]]:
+        """Every column of MEASURE_COLUMNS as of now, all of one length; empty, or NaN, where an older file lacks them."""
+        if "measures" not in self._file:
+            return {name: np.empty(0) for name in MEASURE_COLUMNS}
+        return self._filled("measures", MEASURE_COLUMNS)
+
+    def segments(self) -> dict[str, NDArray[Any]]:
+        """Every column of SEGMENT_COLUMNS: one value per job that the run took."""
+        if "segments" not in self._file:  # written before there were restarts
+            return {name: np.zeros(0, dtype) for name, (dtype, _) in SEGMENT_COLUMNS.items()}
+        return self._columns("segments")
+
+    def stages(self) -> dict[str, NDArray[np.float64]]:
+        """Stage of the reduction -> seconds[steps], mean over the ranks."""
+        for name in ("stages/names", "stages/seconds"):
+            self._file[name].refresh()
+        names = [bytes(name).decode() for name in self._file["stages/names"][...]]
+        seconds = self._file["stages/seconds"][...]
+        return {name: seconds[:, slot] for slot, name in enumerate(names) if name}
+
+    def _filled(self, group: str, names: Iterable[str]) -> dict[str, NDArray[Any]]:
+        columns = self._columns(group)
+        return {**{name: np.full(len(columns["step"]), np.nan) for name in names}, **columns}
+
+    def _columns(self, group: str) -> dict[str, NDArray[Any]]:
+        columns = {}
+        for name, dataset in self._file[group].items():
+            dataset.refresh()
+            columns[name] = dataset[...]
+        # The writer extends one column after another: a row that some columns lack is not there yet.
+        shortest = min((len(values) for values in columns.values()), default=0)
+        return {name: values[:shortest] for name, values in columns.items()}
+
+
+def read_record(path: str | Path, done: int) -> RunRecord:
+    """What a run file holds of its first `done` steps, whatever became of its writer.
+
+    Raises:
+        RunFileError: no such file, or not a run file.
+    """
+    with RunReader(path) as reader:
+        steps, evaluations, stages = reader.steps(), reader.evaluations(), reader.stages()
+        measures, segments, started = reader.measures(), reader.segments(), reader.info.started
+    # read after the steps, hence longer where the writer is at work
+    count = int(np.searchsorted(steps["step"], done, side="right"))
+    return RunRecord(
+        started=started,
+        steps={name: values[:count] for name, values in steps.items()},
+        stages={name: seconds[:count] for name, seconds in stages.items()},
+        evaluations={name: values[evaluations["step"] <= done] for name, values in evaluations.items()},
+        measures={name: values[measures["step"] <= done] for name, values in measures.items()},
+        segments={name: values[segments["step"] <= done] for name, values in segments.items()},
+    )

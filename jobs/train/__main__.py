@@ -1,0 +1,116 @@
+"""Train a network on many ranks.
+
+    mpiexec -n 4 python -m mpi4py -m jobs.train CONFIG.toml [--set section.key=value ...]
+
+Every rank computes the gradient of its own batches; oktopk reduces it, and all ranks take the same step.
+Rank 0 shows a progress bar and writes the run file.
+
+A run that was interrupted continues from its last checkpoint when it is started again. SIGUSR1 and SIGTERM on any rank
+take one and stop all of them at the same step.
+
+Exit status: 0, also when the run was complete already; 1 when gradients or losses ceased to be finite, parameters differed
+between ranks or a checkpoint could not be written; 2 when what was asked for cannot be done, with one message and before any
+training; 75 after a signal, with a checkpoint to continue from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mpi4py import MPI
+
+from jobs.cluster.rank_check import launch_problem
+from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
+from jobs.restart.checkpoint import CheckpointError
+from jobs.restart.signals import EXIT_STATUS, Interrupted, leave, show_when_asked
+from jobs.train.agreement import NonFiniteLossError, RanksDiverged, Refused, decide_on_root, decide_together
+from jobs.train.job import say, train
+from jobs.train.setup import Build
+from jobs.train.tasks.build import build_workload
+from oktopk import NonFiniteGradientError
+
+
+def main(
+    argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WORLD, build: Build = build_workload
+) -> int:
+    """Train as the command line says; collective.
+
+    Args:
+        argv: default the process's own. Read on rank 0 only.
+        comm: the ranks that train together.
+        build: makes each rank's workload.
+
+    Returns:
+        The exit status, the same on all ranks. Finalize MPI before leaving with another than 0: else mpi4py's
+        runner aborts the job.
+    """
+    show_when_asked()
+    options = comm.bcast(_parse(argv) if comm.rank == 0 else None)
+    if isinstance(options, int):
+        return options
+    try:
+        check_launch(comm, os.environ)
+        document = decide_on_root(
+            comm, lambda: apply_overrides(read_toml(options.config), options.overrides), (ConfigError,)
+        )
+        config = decide_together(comm, lambda: validate(document), (ConfigError,))
+        train(config, comm, build)
+    except Refused as refusal:
+        say(comm, f"jobs.train: {refusal}")
+        return 2
+    except NonFiniteGradientError as error:
+        say(comm, f"jobs.train: {error}: try a smaller optimizer.lr, or reduction.nonfinite=skip")
+        return 1
+    except NonFiniteLossError as error:
+        say(comm, f"jobs.train: {error}: try a smaller optimizer.lr")
+        return 1
+    except (CheckpointError, RanksDiverged) as error:
+        say(comm, f"jobs.train: {error}")
+        return 1
+    except Interrupted as leaving:
+        how = "with a checkpoint" if config.checkpoint.enabled else "without a checkpoint"
+        say(comm, f"jobs.train: {leaving.signal_name}: stopped after step {leaving.step} {how}")
+        return EXIT_STATUS if config.checkpoint.enabled else 128 + leaving.signal_number
+    if comm.rank == 0 and (mark := os.environ.get("OKTOPK_ENDED")):
+        Path(mark).touch()  # for jobs/cluster/batch.sh, whose launcher's word does not do
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace | int:
+    parser = argparse.ArgumentParser(
+        prog="mpiexec -n RANKS python -m mpi4py -m jobs.train",
+        description="Train a network on many ranks, gradients reduced by oktopk.",
+    )
+    parser.add_argument("config", metavar="CONFIG.toml")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="section.key=value",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="override keys of the configuration",
+    )
+    try:
+        return parser.parse_args(argv)
+    except SystemExit as leaving:
+        # Printed already. The other ranks must hear of it, so it must not leave from here.
+        return leaving.code if isinstance(leaving.code, int) else 0
+
+
+def check_launch(comm: MPI.Intracomm, environ: Mapping[str, str]) -> None:
+    """Refuse to run as many jobs of one rank each, which is what a launcher of another MPI makes of a job; collective.
+
+    Raises:
+        Refused: on every rank: the launcher started another number of ranks than this MPI knows of.
+    """
+    problem = comm.bcast(launch_problem(MPI.COMM_WORLD.size, environ) if comm.rank == 0 else None)
+    if problem:
+        raise Refused(problem)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,134 @@
+"""One job of a training run: set it up, take it on from where it was, and guard its steps."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from mpi4py import MPI
+
+from data.prepared_file import data_checksum
+from jobs.config.config import Config
+from jobs.restart.checkpoint import CheckpointError
+from jobs.restart.session import Resumed, Session
+from jobs.restart.signals import Interrupted
+from jobs.restart.watchdog import Watchdog
+from jobs.run import provenance
+from jobs.run.file import RunFile, RunFileError, RunInfo
+from jobs.run.gradient_file import GradientFileError, GradientRecorder, check_recordable, steps_recorded
+from jobs.train.agreement import NonFiniteLossError, RanksDiverged, Refused, decide_on_root, decide_together
+from jobs.train.loop import TrainingLoop
+from jobs.train.setup import Build, Setup, set_up
+from oktopk import NonFiniteGradientError
+from oktopk.settings import entries_kept
+
+FAULTS = (Refused, NonFiniteGradientError, NonFiniteLossError, RanksDiverged, CheckpointError)
+"""What ends a run before its end; raised on every rank alike."""
+
+
+def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
+    """Train from the first step, or from the last checkpoint, to the last step; collective.
+
+    Raises:
+        Refused: on every rank and before training: data, a run file or checkpoints that cannot be used.
+        Interrupted: on every rank: a signal asked to stop.
+        NonFiniteGradientError: on every rank, when reduction.nonfinite is "raise".
+        NonFiniteLossError: on every rank, likewise, or of held-out data.
+        CheckpointError: on every rank.
+        RanksDiverged: on every rank: their parameters are no longer the same.
+    """
+    torch.set_num_threads(config.training.threads)
+    watchdog = Watchdog(
+        comm, step=config.run.watchdog, around=config.run.watchdog_around, together=(*FAULTS, Interrupted)
+    )
+    with watchdog, Session(config, comm) as session:
+        if session.complete:
+            say(comm, f"jobs.train: {config.run.file} is complete: nothing to do")
+            return
+        setup = set_up(config, comm, build)
+        resumed = session.resume(setup.workload.model, setup.optimizer)
+        check_gradient_file(config, comm, resumed.continues)
+        with (
+            open_run_file(setup, session, resumed) as file,
+            open_gradient_file(config, comm, setup.optimizer.length, resumed.progress.done) as gradients,
+            session.safeguard(resumed, watchdog) as safeguard,
+        ):
+            TrainingLoop(setup, file, gradients, resumed.progress, safeguard).run()
+        setup.optimizer.close()
+
+
+def check_gradient_file(config: Config, comm: MPI.Intracomm, continues: bool) -> None:
+    """Before anything of the run is written: no recording of another one is in the way; collective. Raises Refused."""
+    folder = config.run.record_gradients
+    if folder and not config.run.overwrite and not continues:
+        decide_together(comm, lambda: check_recordable(folder, comm.rank), (GradientFileError,))
+
+
+def open_gradient_file(
+    config: Config, comm: MPI.Intracomm, length: int, done: int
+) -> AbstractContextManager[GradientRecorder | None]:
+    """This rank's recording of gradients, None if there is nothing to record; collective. Raises Refused.
+
+    Args:
+        done: steps that the run has behind it: the recording keeps as many, and goes on from there.
+    """
+    folder, steps = config.run.record_gradients, config.run.record_steps
+    kept = min(done, steps)
+    if folder and comm.allreduce(steps_recorded(folder, comm.rank, comm.size, length), MPI.MIN) < kept:
+        say(
+            comm,
+            f"jobs.train: {folder} does not hold the gradients of steps 1 to {kept}: begins again with {done + 1}",
+        )
+        kept = 0
+    if not folder or kept == steps:
+        return nullcontext()
+
+    def create() -> GradientRecorder:
+        return GradientRecorder(
+            folder,
+            comm.rank,
+            comm.size,
+            length,
+            steps=steps,
+            source=f"{config.model.description} on {config.data.name}",
+            overwrite=True,
+            kept=kept,
+        )
+
+    return decide_together(comm, create, (GradientFileError,))
+
+
+def open_run_file(setup: Setup, session: Session, resumed: Resumed) -> AbstractContextManager[RunFile | None]:
+    """The run file on rank 0, None elsewhere; collective. Raises Refused."""
+    config, comm, length = setup.config, setup.comm, setup.optimizer.length
+    created: list[RunFile] = []
+
+    def create() -> None:
+        info = RunInfo(
+            config=config.to_json(),
+            versions=provenance.versions_json(device=setup.placement.description),
+            method=config.reduction.method,
+            ranks=comm.size,
+            length=length,
+            k=entries_kept(config.reduction.density, length),
+            batch_size=config.training.batch_size,
+            seed=config.training.seed,
+            host=provenance.host(),
+            commit=config.run.commit or provenance.commit(),
+            started=provenance.now(),
+            hardware=provenance.hardware_json(),
+            command=provenance.command(),
+            job=provenance.job(),
+            data=data_checksum(config.data.path),
+        )
+        created.append(session.create_run_file(info, resumed))
+
+    decide_on_root(comm, create, (RunFileError, OSError))
+    return created[0] if created else nullcontext()
+
+
+def say(comm: MPI.Intracomm, message: str) -> None:
+    """Print on rank 0, to standard error."""
+    if comm.rank == 0:
+        print(message, file=sys.stderr, flush=True)

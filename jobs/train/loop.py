@@ -1,0 +1,257 @@
+"""The training loop: what every rank does in every step, and the evaluations in between."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import sys
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from tqdm import tqdm
+
+from collectives.dense_allreduce import dense_words
+from jobs.config.config import Config
+from jobs.restart.safeguard import Safeguard
+from jobs.restart.state import BatchStream, Progress, capture
+from jobs.run import provenance
+from jobs.run.file import RunFile
+from jobs.run.gradient_file import GradientRecorder
+from jobs.run.recorder import StepRecorder
+from jobs.train.agreement import NonFiniteLossError, check_same_parameters
+from jobs.train.passes import CapturedPasses, EagerPasses, Passes
+from jobs.train.reduce.reduction import settling
+from jobs.train.schedule import learning_rate_factor
+from jobs.train.setup import Setup
+from jobs.train.timing import Laps, MeasuredStep, TimedStep, measure
+from oktopk import average_buffers
+
+
+def run_length(config: Config, steps_per_epoch: int, ahead: int = 0) -> int:
+    """Steps of the run: training.steps or training.epochs, whichever ends first.
+
+    Args:
+        ahead: how many more steps than were done the epochs so far would have had at their present length.
+    """
+    training = config.training
+    epochs = training.epochs * steps_per_epoch - ahead
+    return min(
+        limit for limit, given in ((training.steps, training.steps), (epochs, training.epochs)) if given
+    )
+
+
+class TrainingLoop:
+    """The loop with what it carries from step to step; run() is collective.
+
+    Args:
+        setup: what is trained, with what; learning rates of its optimizer follow the schedule.
+        file: where rank 0 records, None on the others.
+        gradients: where this rank's gradients are recorded, None for nowhere.
+        progress: what earlier jobs of the run have done.
+        safeguard: what is called after every step, None for nothing.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        file: RunFile | None,
+        gradients: GradientRecorder | None = None,
+        progress: Progress = Progress(),  # noqa: B008 - frozen
+        safeguard: Safeguard | None = None,
+    ) -> None:
+        config, comm, workload = setup.config, setup.comm, setup.workload
+        self.config, self.comm, self.workload = config, comm, workload
+        self.optimizer, self.placement = setup.optimizer, setup.placement
+        self.file, self.gradients = file, gradients
+        self.steps_per_epoch = workload.steps_per_epoch // config.training.accumulate
+        self.safeguard = safeguard
+        self.batches = BatchStream(
+            workload,
+            config.training.batch_size * comm.size,
+            progress.position,
+            self.steps_per_epoch * config.training.accumulate,
+        )
+        self.done = progress.done
+        # differs after a restart on other ranks, where an epoch has another number of steps
+        self.ahead = self.batches.count // config.training.accumulate - self.done
+        self.steps = run_length(config, self.steps_per_epoch, self.ahead)
+        self.recorder = StepRecorder(comm)
+        self.timed: list[TimedStep] = []
+        self.began = 0.0
+        # of a batch in its step's loss
+        share = torch.tensor(1.0 / config.training.accumulate, device=self.placement.device)
+        self.passes: Passes = EagerPasses(workload, share)
+        if config.captured:
+            self.passes = CapturedPasses(workload, share, settling(self.optimizer))
+        self.figures: dict[str, str] = {}
+        self.bar: tqdm[Any] = tqdm(
+            total=self.steps,
+            initial=self.done,
+            desc=config.reduction.method,
+            unit="step",
+            disable=comm.rank != 0,
+            # mpiexec puts a pipe between the ranks and the terminal, so its width is not to be asked for.
+            bar_format="{desc} {percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+            # a batch job's output is a file, where every bar stays
+            mininterval=30.0 if provenance.job() else 0.5,
+        )
+
+    def run(self) -> None:
+        """Train to the end.
+
+        Raises:
+            NonFiniteGradientError: on every rank, when reduction.nonfinite is "raise".
+            NonFiniteLossError: on every rank, likewise; a held-out loss is in the run file before.
+            RanksDiverged: on every rank: their parameters are no longer the same.
+        """
+        self.began = time.perf_counter() - (self.file.elapsed if self.file is not None else 0.0)
+        self.workload.model.train()
+        try:
+            self._run()
+        finally:
+            self.passes.close()
+
+    def _run(self) -> None:
+        with self.bar:
+            for step in range(self.done, self.steps):
+                self._step(step)
+                evaluate = self._evaluates_after(step)
+                if len(self.timed) >= self.config.run.flush_every or evaluate:
+                    self._write()
+                if evaluate:
+                    if self.safeguard is not None:
+                        self.safeguard.before_evaluation()
+                    self._evaluate(step + 1)
+                elif (step + 1 + self.ahead) % self.steps_per_epoch == 0:
+                    check_same_parameters(self.workload.model, self.comm, step + 1, buffers=False)
+                if self.safeguard is not None:
+                    self.safeguard.after_step(
+                        step + 1,
+                        last=step + 1 == self.steps,
+                        capture=self._capture,
+                        before=functools.partial(self._before_checkpoint, step + 1),
+                    )
+                if not self.timed:
+                    # rank 0 wrote alone: the others would wait for it in the next step, and book that as reduction
+                    self.comm.Barrier()
+
+    def _before_checkpoint(self, done: int) -> None:
+        # a restart would take the common part of it for every rank's
+        check_same_parameters(self.workload.model, self.comm, done, buffers=False)
+        self._write()
+
+    def _capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return capture(self.workload.model, self.optimizer, self.batches.position)
+
+    def _step(self, step: int) -> None:
+        ahead = self.ahead if self.config.schedule.unit == "epochs" else 0
+        rate = self.config.optimizer.lr * learning_rate_factor(
+            self.config.schedule,
+            step + ahead,
+            steps=self.steps + ahead,
+            steps_per_epoch=self.steps_per_epoch,
+            ranks=self.comm.size,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        laps = Laps(self.placement)
+        losses = [self._accumulate(laps, number) for number in range(self.config.training.accumulate)]
+        every = self.config.run.measure_every
+        report = self.optimizer.reduce(measure=bool(every) and (step + 1) % every == 0)
+        laps.end("reduction")
+        self.optimizer.apply()
+        laps.end("optimizer")
+        if self.gradients is not None and not self.gradients.full:
+            self.gradients.add(self.optimizer.gradient)
+        # read when the run file is written: until then a GPU need not be waited for
+        self.timed.append(TimedStep(report, losses, laps, rate))
+        self.bar.update()
+
+    def _accumulate(self, laps: Laps, number: int) -> torch.Tensor:
+        """One backward pass of a step, on top of those before; returns the loss."""
+        batch = next(self.batches)
+        laps.end("data")
+        if not number:
+            self.optimizer.zero_grad()
+        last = number + 1 == self.config.training.accumulate
+        with nullcontext() if last else self.optimizer.no_sync():
+            loss = self.passes.forward(batch, last=last)
+            laps.end("forward")
+            self.passes.backward()
+            laps.end("backward")
+        return loss
+
+    def _evaluates_after(self, step: int) -> bool:
+        every = self.config.training.eval_every or self.steps_per_epoch
+        return (step + 1) % every == 0 or step + 1 == self.steps
+
+    def _write(self) -> None:
+        self.optimizer.complete()
+        measured = measure(self.timed)
+        if self.config.reduction.nonfinite == "raise":
+            self._check_losses(measured)
+        for step in measured:
+            self.recorder.add(
+                step.report,
+                loss=step.loss,
+                seconds=step.seconds,
+                learning_rate=step.learning_rate,
+                elapsed=step.ended - self.began,
+            )
+        self.timed.clear()
+        gathered, measures = self.recorder.gather(), self.recorder.gather_measures()
+        if gathered is None or self.file is None:
+            return
+        columns, stages = gathered
+        self.file.append_steps(columns, stages)
+        if measures is not None:
+            self.file.append_measures(measures)
+        words = float(columns["words"].mean())
+        dense = dense_words(self.optimizer.length, self.comm.size)
+        self.figures["loss"] = f"{columns['loss'].mean():.3f}"
+        self.figures["words"] = f"{words / 1e3:,.1f}k" + (f" ({words / dense:.1%} of dense)" if dense else "")
+        self.bar.set_postfix(self.figures, refresh=False)
+
+    def _check_losses(self, measured: list[MeasuredStep]) -> None:
+        """Gradients may be finite where a loss is not, and training modes sum what is not finite like anything else."""
+        mine = next((step.report.step for step in measured if not math.isfinite(step.loss)), None)
+        found = self.comm.allgather(mine)
+        ranks = [rank for rank, step in enumerate(found) if step is not None]
+        if ranks:
+            step, named = min(step for step in found if step is not None), ", ".join(map(str, ranks))
+            raise NonFiniteLossError(f"step {step}: the loss is NaN or Inf on rank(s) {named}")
+
+    def _evaluate(self, done: int) -> None:
+        # Each rank's batch norm has seen its own batches only; all must measure the same network.
+        began = time.perf_counter()
+        average_buffers(self.workload.model, self.comm)
+        check_same_parameters(self.workload.model, self.comm, done)
+        mine = self.workload.score()
+        sums = np.array(dataclasses.astuple(mine), np.float64)
+        self.comm.Allreduce(MPI.IN_PLACE, sums)
+        loss, correct, samples, character_errors, characters = sums.tolist()
+        if self.file is not None:
+            self.file.append_evaluation(
+                step=done,
+                epoch=(done + self.ahead) / self.steps_per_epoch,
+                loss=loss / max(1.0, samples),
+                accuracy=correct / max(1.0, samples),
+                samples=samples,
+                character_error_rate=character_errors / characters if characters else math.nan,
+                seconds=time.perf_counter() - began,
+            )
+        if not math.isfinite(loss):
+            problem = f"the held-out loss after step {done} is {loss}"
+            if self.config.reduction.nonfinite == "raise":
+                raise NonFiniteLossError(problem)
+            if self.comm.rank == 0:
+                print(f"jobs.train: {problem}", file=sys.stderr, flush=True)
+        if self.file is None:
+            return
+        self.figures["held-out"] = f"{correct / max(1.0, samples):.2%}"
+        self.bar.set_postfix(self.figures)

@@ -1,0 +1,183 @@
+"""The forward and the backward pass of a training step: asked for kernel by kernel, or replayed as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from jobs.train.tasks.task import Workload
+
+Settle = Callable[[], None]
+
+WARM_UP = 3
+"""Passes before the capture: libraries choose their algorithms and make their buffers in the first ones."""
+
+
+class Passes(Protocol):
+    """What adds the gradients of one batch to those of the parameters. The two take turns."""
+
+    def forward(self, batch: Any, *, last: bool = True) -> Tensor:
+        """The loss of a batch, detached, and the caller's to keep; whether it is the last one of its step."""
+
+    def backward(self) -> None:
+        """Add the gradients of that batch."""
+
+    def close(self) -> None:
+        """Free what is held on the device; before a process group that took part is ended."""
+
+
+class EagerPasses:
+    """As Python goes.
+
+    Args:
+        workload: whose loss.
+        share: of a batch in its step's loss, a scalar on the device.
+    """
+
+    def __init__(self, workload: Workload, share: Tensor) -> None:
+        self._workload, self._share = workload, share
+        self._loss: Tensor | None = None
+
+    def forward(self, batch: Any, *, last: bool = True) -> Tensor:
+        """As the protocol says."""
+        self._loss = self._workload.loss(batch)
+        return self._loss.detach()
+
+    def backward(self) -> None:
+        """As the protocol says."""
+        assert self._loss is not None
+        self._loss.backward(self._share)
+        self._loss = None
+
+    def close(self) -> None:
+        """As the protocol says."""
+        self._loss = None
+
+
+class CapturedPasses:
+    """Each pass is one CUDA graph, captured at the first batch and replayed for all: many small kernels wait for no Python.
+
+    Batches must be sequences of tensors whose shapes stay the same, and the loss must not wait for the device. Where the
+    optimizer hands out no gradient, the captured ones are given to the parameters: those of the first pass of a step, to which
+    the later ones of an accumulation add theirs.
+
+    Args:
+        workload, share: as EagerPasses.
+        settle: ends what a step's last backward pass has begun beside it, None for nothing; captured with it.
+
+    Memory: the activations of one batch stay allocated, apart from those of evaluations, and gradients that the optimizer did not
+        hand out; during the capture the gradients once more.
+    """
+
+    def __init__(self, workload: Workload, share: Tensor, settle: Settle | None = None) -> None:
+        self._workload, self._share, self._settle = workload, share, settle
+        self._parameters = [p for p in workload.model.parameters() if p.requires_grad]
+        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        # by whether there are gradients to add to, and whether something is to be settled
+        self._captured: dict[tuple[bool, bool], _Capture] = {}
+        self._current: _Capture | None = None
+
+    def forward(self, batch: Any, *, last: bool = True) -> Tensor:
+        """As the protocol says."""
+        adds = any(parameter.grad is not None for parameter in self._parameters)
+        settle = self._settle if last else None
+        key = adds, settle is not None
+        if key not in self._captured:
+            # they take turns, so that one pool serves all
+            self._captured[key] = _Capture(
+                self._workload, batch, self._parameters, self._share, settle, self._stream, self._pool
+            )
+        self._current = self._captured[key]
+        return self._current.forward(batch)
+
+    def backward(self) -> None:
+        """As the protocol says."""
+        assert self._current is not None
+        self._current.backward()
+        self._current = None
+
+    def close(self) -> None:
+        """As the protocol says: NCCL ends no communicator while a graph holds some of its kernels."""
+        self._captured.clear()
+        self._current = None
+
+
+class _Capture:
+    """The two graphs, and where they read and write."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        batch: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        share: Tensor,
+        settle: Settle | None,
+        stream: torch.cuda.Stream,
+        pool: Any,
+    ) -> None:
+        self._inputs = [tensor.clone() for tensor in batch]
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        missing = [parameter.grad is None for parameter in parameters]
+        _warm_up(workload, self._inputs, parameters, share, settle, stream)
+        # other threads, NCCL's watchdog among them, go on to ask the device what they like
+        how = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(self._forward, **how):
+            loss = workload.loss(self._inputs)
+        with torch.cuda.graph(self._backward, **how):
+            loss.backward(share)
+            if settle is not None:
+                settle()
+        self._loss = loss.detach()
+        self._made = [
+            (parameter, parameter.grad)
+            for parameter, made in zip(parameters, missing, strict=True)
+            if made and parameter.grad is not None
+        ]
+
+    def forward(self, batch: Sequence[Tensor]) -> Tensor:
+        for held, tensor in zip(self._inputs, batch, strict=True):
+            held.copy_(tensor)
+        self._forward.replay()
+        return self._loss.clone()
+
+    def backward(self) -> None:
+        self._backward.replay()
+        for parameter, gradient in self._made:
+            parameter.grad = gradient
+
+
+def _warm_up(
+    workload: Workload,
+    batch: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    share: Tensor,
+    settle: Settle | None,
+    stream: torch.cuda.Stream,
+) -> None:
+    """Some passes that leave no trace: gradients, buffers and random numbers are afterwards what they were."""
+    held = [None if p.grad is None else p.grad.clone() for p in parameters]
+    buffers = [buffer.clone() for buffer in workload.model.buffers()]
+    drawn = torch.cuda.get_rng_state()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            workload.loss(batch).backward(share)
+            if settle is not None:
+                settle()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.set_rng_state(drawn)
+    _put_back(workload.model, buffers)
+    for parameter, gradient in zip(parameters, held, strict=True):
+        if gradient is None:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad.copy_(gradient)
+
+
+def _put_back(model: nn.Module, buffers: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)

@@ -1,0 +1,198 @@
+"""Where a rank computes: the one place among the jobs that knows a GPU from the host, but for what CUDA graphs replay."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from mpi4py import MPI
+
+from collectives.cuda.environment import gpu_problem
+from data.images.loader import EvaluationLoader, EvaluationSource, TrainingLoader, TrainingSource
+from data.images.resident import ResidentEvaluationLoader, ResidentTrainingLoader
+from jobs.train.agreement import Refused, decide_together
+
+
+class PlacementError(RuntimeError):
+    """A device that was asked for and cannot be used."""
+
+
+class Placement(Protocol):
+    """One rank's device.
+
+    Attributes:
+        device: torch's name of it.
+        description: of the hardware, in words.
+        fused: whether torch's fused optimizers are the fast ones.
+        process_group: torch.distributed's backend for it.
+        captures: whether it has CUDA graphs.
+        unit: a name that no other device in the world has.
+    """
+
+    device: torch.device
+    description: str
+    fused: bool
+    process_group: str
+    captures: bool
+    unit: str
+
+    def mark(self) -> Any:
+        """Now, after all work that was asked for before; for `read`. Waits for nothing."""
+
+    def read(self, marks: Sequence[Any]) -> list[float]:
+        """When the marks were passed, as time.perf_counter() counts; the last one is waited for."""
+
+    def training_source(self, loader: TrainingLoader, memory_format: torch.memory_format) -> TrainingSource:
+        """The same batches, on the device; there in that format, where that costs nothing."""
+
+    def evaluation_source(
+        self, loader: EvaluationLoader, memory_format: torch.memory_format
+    ) -> EvaluationSource:
+        """The same batches, on the device; there in that format, where that costs nothing."""
+
+
+class HostPlacement:
+    """The CPU."""
+
+    device = torch.device("cpu")
+    fused = False
+    process_group = "gloo"
+    captures = False
+
+    def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:
+        self.description = platform.processor() or platform.machine()
+        self.unit = socket.gethostname()
+
+    def mark(self) -> float:
+        """As the protocol says."""
+        return time.perf_counter()
+
+    def read(self, marks: Sequence[float]) -> list[float]:
+        """As the protocol says."""
+        return list(marks)
+
+    def training_source(self, loader: TrainingLoader, memory_format: torch.memory_format) -> TrainingSource:
+        """As the protocol says."""
+        return loader
+
+    def evaluation_source(
+        self, loader: EvaluationLoader, memory_format: torch.memory_format
+    ) -> EvaluationSource:
+        """As the protocol says."""
+        return loader
+
+
+class CudaPlacement:
+    """The GPU of this rank's place on its host, round robin: several ranks may share one.
+
+    The images stay in its memory as uint8, and are cropped, mirrored and standardised there.
+
+    Args:
+        comm: collective.
+        deterministic: the same bits from run to run.
+
+    Raises:
+        Refused: it cannot be used; on every rank alike.
+    """
+
+    fused = True
+    process_group = "nccl"
+    captures = True
+
+    def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        decide_together(comm, _load_cupy, (PlacementError,))
+        from collectives.mpi_cuda import select_device
+
+        number = select_device(comm)
+
+        def use() -> None:
+            torch.cuda.set_device(number)
+            if problem := gpu_problem():
+                raise PlacementError(f"training on a GPU: {problem}")
+            torch.zeros(1, device="cuda").add_(1).cpu()
+
+        decide_together(comm, use, (RuntimeError,))
+        self.device = torch.device("cuda", number)
+        self.description = torch.cuda.get_device_name(number)
+        # a batch system may show each rank a GPU of its own, and all of them are number 0
+        properties = torch.cuda.get_device_properties(number)
+        self.unit = (
+            f"{socket.gethostname()} {getattr(properties, 'uuid', number)}"  # torch < 2.5 does not tell
+        )
+        # convolutions have fixed shapes here, so that the search for their fastest algorithm pays
+        torch.backends.cudnn.benchmark = not deterministic
+
+    def mark(self) -> torch.cuda.Event:
+        """As the protocol says."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        """As the protocol says."""
+        last = marks[-1]
+        last.synchronize()
+        now = time.perf_counter()
+        return [now - mark.elapsed_time(last) / 1e3 for mark in marks]
+
+    def training_source(self, loader: TrainingLoader, memory_format: torch.memory_format) -> TrainingSource:
+        """As the protocol says."""
+        return ResidentTrainingLoader(loader, self.device, memory_format)
+
+    def evaluation_source(
+        self, loader: EvaluationLoader, memory_format: torch.memory_format
+    ) -> EvaluationSource:
+        """As the protocol says."""
+        return ResidentEvaluationLoader(loader, self.device, memory_format)
+
+
+_PLACEMENTS: dict[str, type[HostPlacement | CudaPlacement]] = {"cpu": HostPlacement, "cuda": CudaPlacement}
+
+
+def find_placement(wanted: str, comm: MPI.Intracomm, *, deterministic: bool = False) -> Placement:
+    """This rank's device; collective.
+
+    Args:
+        wanted: "cpu", "cuda", or "auto": a GPU where torch has one to use.
+        comm: the ranks that train together.
+        deterministic: the same bits from run to run on a GPU too, at the price of speed.
+
+    Raises:
+        Refused: there is none, or the ranks would not all compute on the same kind; on every rank alike.
+    """
+    kind = decide_together(comm, lambda: _kind(wanted), (PlacementError,))
+    kinds = comm.allgather(kind)
+    if len(set(kinds)) > 1:
+        found = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+        raise Refused(
+            f"training.device {wanted!r} means different devices ({found}): set it to 'cpu' or 'cuda'"
+        )
+    return _PLACEMENTS[kind](comm, deterministic)
+
+
+def _kind(wanted: str) -> str:
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        raise PlacementError(
+            f"training.device is 'cuda', but torch {torch.__version__}, {built}, sees no GPU"
+        )
+    return "cuda" if available and wanted != "cpu" else "cpu"
+
+
+def _load_cupy() -> None:
+    """Import what selects the GPU, before there is a CUDA context on another one."""
+    try:
+        from collectives import mpi_cuda as device_transport
+
+        device_transport.cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # a broken installation raises whatever it likes
+        raise PlacementError(f"training on a GPU: {gpu_problem() or error}") from error

@@ -1,0 +1,1 @@
+"""Reductions of a training run: methods of oktopk, and dense baselines."""

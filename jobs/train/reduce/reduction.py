@@ -1,0 +1,190 @@
+"""How a run's gradients are reduced: by a method of oktopk, or by a mode of training."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from numpy.typing import NDArray
+from torch import nn
+
+from jobs.config.config import Config
+from jobs.train.agreement import Refused
+from jobs.train.passes import Settle
+from jobs.train.placement import Placement
+from jobs.train.reduce.background import MpiWire, TorchWire, Wire, WireError, start_process_group
+from jobs.train.reduce.baselines import BucketedTraining, DdpTraining, bucket_slices
+from oktopk import METHODS, DistributedOptimizer, StepReport
+from oktopk.torch.gradients import FlatGradients
+
+
+class ReducingOptimizer(Protocol):
+    """What the loop needs of an optimizer that reduces; see oktopk.DistributedOptimizer."""
+
+    length: int
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the torch optimizer within."""
+        ...
+
+    @property
+    def gradient(self) -> NDArray[np.float32]:
+        """This rank's flat gradient, on the host."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        ...
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it backward passes add up locally."""
+        ...
+
+    def reduce(self, *, measure: bool = False) -> StepReport:
+        """The first half of a step. Collective."""
+        ...
+
+    def apply(self) -> None:
+        """The second half of a step."""
+        ...
+
+    def complete(self) -> None:
+        """Complete the reports of all steps."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a restart of this rank needs."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state_dict. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Free what was set up. Collective."""
+        ...
+
+
+def build_reduction(
+    config: Config,
+    network: nn.Module,
+    inner: torch.optim.Optimizer,
+    placement: Placement,
+    comm: MPI.Intracomm,
+) -> ReducingOptimizer:
+    """The optimizer that reduces as `config.reduction` says. Collective.
+
+    Args:
+        config: a run's.
+        network: what losses are computed with. For "ddp" DistributedDataParallel is wrapped around it: see DdpTraining.network.
+        inner: the torch optimizer that owns its parameters.
+        placement: this rank's device.
+        comm: the ranks that train together.
+
+    Raises:
+        Refused: the device, this MPI or this torch cannot do it; on every rank alike.
+    """
+    settings = config.reduction
+    try:
+        if settings.method in METHODS:
+            optimizer = DistributedOptimizer(
+                inner,
+                comm,
+                settings.method,
+                gradient_type=settings.gradient_type,
+                clip_norm=config.optimizer.clip_norm,
+                **settings.settings(),
+            )
+            optimizer.reducer.time_stages = config.run.time_stages
+            return optimizer
+        return _BUILDERS[settings.method](config, network, inner, placement, comm)
+    except (ValueError, WireError) as error:  # the same on every rank
+        raise Refused(str(error)) from error
+
+
+def settling(optimizer: ReducingOptimizer) -> Settle | None:
+    """What ends the reduction that a backward pass begins; None where it begins none."""
+    if isinstance(optimizer, BucketedTraining) and optimizer.overlapped:
+        return optimizer.settle
+    return None
+
+
+def _overlapped(
+    config: Config,
+    network: nn.Module,
+    inner: torch.optim.Optimizer,
+    placement: Placement,
+    comm: MPI.Intracomm,
+) -> ReducingOptimizer:
+    flat = _flat_gradients(inner)
+    buckets = bucket_slices(_parameters(inner), config.reduction.bucket_mb * 1e6)
+    wire = _wire(config, flat, buckets, placement, comm)
+    return BucketedTraining(inner, config.optimizer.clip_norm, flat, buckets, wire, overlapped=True)
+
+
+def _in_one_piece(
+    config: Config,
+    network: nn.Module,
+    inner: torch.optim.Optimizer,
+    placement: Placement,
+    comm: MPI.Intracomm,
+) -> ReducingOptimizer:
+    if placement.process_group != "nccl":
+        raise WireError(
+            f"reduction.method 'nccl' needs GPUs, and this run is on {placement.device}: its like there is 'dense'"
+        )
+    flat = _flat_gradients(inner)
+    whole = [slice(0, len(flat.vector))]
+    wire = _wire(config, flat, whole, placement, comm)
+    return BucketedTraining(inner, config.optimizer.clip_norm, flat, whole, wire, overlapped=False)
+
+
+def _ddp(
+    config: Config,
+    network: nn.Module,
+    inner: torch.optim.Optimizer,
+    placement: Placement,
+    comm: MPI.Intracomm,
+) -> ReducingOptimizer:
+    gradient_type = config.reduction.gradient_type
+    if gradient_type not in ("", "float32", "bfloat16"):
+        raise WireError(f"reduction.gradient_type {gradient_type!r} is not for 'ddp': float32 or bfloat16")
+    start_process_group(comm, placement.device, placement.process_group, placement.unit)
+    return DdpTraining(
+        inner,
+        config.optimizer.clip_norm,
+        network,
+        comm.size,
+        bucket_mb=config.reduction.bucket_mb,
+        compressed=gradient_type == "bfloat16",
+    )
+
+
+_BUILDERS = {"dense-ovlp": _overlapped, "nccl": _in_one_piece, "ddp": _ddp}
+
+
+def _parameters(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _flat_gradients(inner: torch.optim.Optimizer) -> FlatGradients:
+    parameters = _parameters(inner)
+    return FlatGradients(parameters, parameters[0].dtype)
+
+
+def _wire(
+    config: Config, flat: FlatGradients, buckets: list[slice], placement: Placement, comm: MPI.Intracomm
+) -> Wire:
+    """NCCL where there is one; else MPI, which counts its words and gives the same bits on all ranks."""
+    pieces = [flat.vector[bucket] for bucket in buckets]
+    gradient_type = config.reduction.gradient_type or "float32"
+    if placement.process_group == "nccl":
+        start_process_group(comm, placement.device, "nccl", placement.unit)
+        return TorchWire(pieces, getattr(torch, gradient_type))
+    if gradient_type != "float32":
+        raise WireError(f"gradient_type {gradient_type!r} on {placement.device} is not float32")
+    return MpiWire(comm, pieces)

@@ -1,0 +1,84 @@
+"""What a run trains with: a device, a task and a reduction of its gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from mpi4py import MPI
+
+from data import DataError
+from jobs.config.config import Config
+from jobs.train.agreement import Refused, decide_together
+from jobs.train.optimizers import build_optimizer
+from jobs.train.placement import Placement, find_placement
+from jobs.train.reduce.baselines import DdpTraining
+from jobs.train.reduce.reduction import ReducingOptimizer, build_reduction
+from jobs.train.tasks.build import build_workload
+from jobs.train.tasks.task import Workload, WorkloadError
+from oktopk import broadcast_parameters
+
+
+class Build(Protocol):
+    """What makes the workload of a rank; jobs.train.tasks.build.build_workload unless the caller gives another."""
+
+    def __call__(self, config: Config, *, rank: int, size: int) -> Workload:
+        """See build_workload."""
+        ...
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What stays the same from the first step to the last.
+
+    Attributes:
+        config: the run's.
+        comm: the ranks that train together.
+        placement: this rank's device.
+        workload: this rank's side of the task.
+        optimizer: reduces gradients and applies them; it has the workload's parameters.
+    """
+
+    config: Config
+    comm: MPI.Intracomm
+    placement: Placement
+    workload: Workload
+    optimizer: ReducingOptimizer
+
+
+def set_up(config: Config, comm: MPI.Intracomm, build: Build = build_workload) -> Setup:
+    """Make what a configuration describes, with equal parameters on all ranks. Collective.
+
+    Raises:
+        Refused: on every rank: the data, the device or this MPI do not allow it.
+    """
+    placement = find_placement(config.training.device, comm, deterministic=config.training.deterministic)
+    if config.training.cuda_graph and not placement.captures:
+        raise Refused(f"training.cuda_graph needs GPUs, and this run is on {placement.device}")
+    workload = _build_workload(config, comm, build, placement)
+    inner = build_optimizer(
+        config.optimizer,
+        workload.model.parameters(),
+        fused=placement.fused,
+        captured=config.captured,
+    )
+    optimizer = build_reduction(config, workload.network, inner, placement, comm)
+    if isinstance(optimizer, DdpTraining):
+        workload.network = optimizer.network  # its forward pass prepares the reduction
+    broadcast_parameters(workload.model, comm)
+    return Setup(config, comm, placement, workload, optimizer)
+
+
+def _build_workload(config: Config, comm: MPI.Intracomm, build: Build, placement: Placement) -> Workload:
+    def build_here() -> Workload:
+        workload = build(config, rank=comm.rank, size=comm.size)
+        workload.place(placement)
+        if workload.steps_per_epoch < config.training.accumulate:
+            raise WorkloadError(
+                f"training.accumulate {config.training.accumulate} is more than the "
+                f"{workload.steps_per_epoch} batches of an epoch"
+            )
+        return workload
+
+    return decide_together(comm, build_here, (DataError, WorkloadError, OSError, torch.OutOfMemoryError))

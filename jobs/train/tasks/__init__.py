@@ -1,0 +1,1 @@
+"""What is trained: images, speech, text."""

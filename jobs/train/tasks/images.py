@@ -1,0 +1,153 @@
+"""Images into classes: one rank's side of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from data import DataError
+from data.images.cifar10 import open_cifar10
+from data.images.dataset import Augment, ImageSet
+from data.images.digits import load_digits
+from data.images.file import open_image_file
+from data.images.loader import Batch, EvaluationLoader, EvaluationSource, TrainingLoader, TrainingSource
+from jobs.config.config import Config
+from jobs.config.sections import DataConfig, TrainingConfig
+from jobs.train.placement import Placement
+from jobs.train.tasks.task import Score, WorkloadError, autocast
+from models.vgg import REDUCTION, VGG16
+
+Load = Callable[[DataConfig], tuple[ImageSet, ImageSet]]
+
+
+class Classification:
+    """Images into classes by cross entropy: a Workload.
+
+    Args:
+        model: images -> logits[batch, classes].
+        training: this rank's training batches.
+        held_out: this rank's part of the held-out samples.
+        config: precision, memory layout and compilation.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        training: TrainingLoader,
+        held_out: EvaluationLoader,
+        config: TrainingConfig,
+    ) -> None:
+        self.model = self.network = model
+        self._config = config
+        self._format = torch.channels_last if config.channels_last else torch.contiguous_format
+        self.steps_per_epoch = training.steps_per_epoch
+        self._loaders = training, held_out
+        self._training: TrainingSource = training
+        self._held_out: EvaluationSource = held_out
+
+    def place(self, placement: Placement) -> None:
+        """Move network and data to a device. Raises DataError: they do not fit."""
+        training, held_out = self._loaders
+        self._training = placement.training_source(training, self._format)
+        self._held_out = placement.evaluation_source(held_out, self._format)
+        self.model.to(device=placement.device).to(memory_format=self._format)  # type: ignore[call-overload]
+        if self._config.compile:
+            self.network = torch.compile(self.model, mode=self._config.compile)  # type: ignore[assignment]
+
+    def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """This rank's batches of an epoch, or those from first_step on."""
+        return self._training.epoch(epoch, first_step)
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Mean cross entropy of a batch."""
+        logits = self._logits(self.network, batch)
+        return nn.functional.cross_entropy(
+            logits.float(), batch[1], label_smoothing=self._config.label_smoothing
+        )
+
+    def _logits(self, network: nn.Module, batch: Batch) -> torch.Tensor:
+        images = batch[0].contiguous(memory_format=self._format)
+        with autocast(self._config.precision, images.device):
+            logits: torch.Tensor = network(images)
+        return logits
+
+    def score(self) -> Score:
+        """Summed cross entropy, and how many of the held-out samples are classed right."""
+        samples = 0
+        # on the device, so that it is waited for once
+        device = next(self.model.parameters()).device
+        loss, correct = torch.zeros(2, dtype=torch.float64, device=device)
+        self.model.eval()
+        try:
+            with torch.inference_mode():
+                for batch in self._held_out:
+                    logits = self._logits(self.model, batch)
+                    loss += nn.functional.cross_entropy(logits.float(), batch[1], reduction="sum")
+                    correct += (logits.argmax(dim=1) == batch[1]).sum()
+                    samples += len(batch[1])
+        finally:
+            self.model.train()
+        return Score(float(loss), int(correct), samples)
+
+
+def build_images(config: Config, *, rank: int, size: int, load: Load | None = None) -> Classification:
+    """The images, network and batches that a configuration describes, as one rank sees them; the weights are equal on all ranks.
+
+    Args:
+        config: a run's.
+        rank, size: this rank's place.
+        load: gives the training and the held-out images; default: load_images.
+
+    Raises:
+        DataError: data that is missing, broken, or too little for the ranks.
+        WorkloadError: settings and data that do not go together.
+    """
+    training, held_out = (load or load_images)(config.data)
+    augment = Augment(config.data.crop, config.data.flip) if config.data.crop or config.data.flip else None
+    try:
+        loader = TrainingLoader(
+            training,
+            batch_size=config.training.batch_size,
+            rank=rank,
+            size=size,
+            seed=config.training.seed,
+            augment=augment,
+        )
+    except DataError:
+        raise
+    except ValueError as error:
+        raise WorkloadError(f"data: {error}") from error
+    held_out_loader = EvaluationLoader(
+        held_out, batch_size=config.training.eval_batch_size, rank=rank, size=size
+    )
+    return Classification(build_model(config, training), loader, held_out_loader, config.training)
+
+
+def load_images(config: DataConfig) -> tuple[ImageSet, ImageSet]:
+    """The training and the held-out images. Raises DataError, and WorkloadError: these are not images."""
+    if config.name == "an4":
+        raise WorkloadError(f"data.name {config.name!r} takes model.name 'lstm'")
+    if config.name == "digits":
+        return load_digits(size=config.size, held_out=config.held_out)
+    return open_cifar10(config.path) if config.name == "cifar10" else open_image_file(config.path)
+
+
+def build_model(config: Config, images: ImageSet) -> nn.Module:
+    """The network for these images, seeded by training.seed.
+
+    Raises:
+        WorkloadError: it does not take such images.
+    """
+    channels, height, width = images.shape
+    if height % REDUCTION or width % REDUCTION:
+        raise WorkloadError(
+            f"{images.name}: images of {height}x{width} pixels, but {config.model.name} takes "
+            f"multiples of {REDUCTION}"
+        )
+    torch.manual_seed(config.training.seed)
+    try:
+        return VGG16(classes=len(images.classes), width=config.model.width, in_channels=channels)
+    except ValueError as error:
+        raise WorkloadError(f"model: {error}") from error

@@ -1,0 +1,186 @@
+"""Speech into text by CTC: a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import nn
+
+from data import DataError
+from data.sharding import AUGMENTATION, NOISE, TEMPO
+from data.speech.an4 import open_an4
+from data.speech.augmentation import add_noise, change_tempo, mask, played
+from data.speech.dataset import ALPHABET, SpeechSet
+from data.speech.loader import SpeechBatch, SpeechEvaluationLoader, SpeechTrainingLoader
+from data.speech.spectrogram import frame_count, log_spectrograms
+from jobs.config.config import Config
+from jobs.config.sections import DataConfig
+from jobs.train.placement import Placement
+from jobs.train.tasks.decoding import count_errors, decode
+from jobs.train.tasks.task import Score, WorkloadError, autocast
+from models.lstm import LSTM, output_lengths
+
+
+class Speech:
+    """Recordings into characters by CTC: a Workload.
+
+    The loss of a batch is the mean over its utterances of the sum over their frames. A score counts words: its loss is per word
+    and its accuracy 1 - word error rate, which is negative where more words are inserted than heard right.
+
+    Args:
+        model: spectrograms, frames -> logits, output frames.
+        training: this rank's training batches.
+        held_out: this rank's part of the held-out utterances.
+        config: of the run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        training: SpeechTrainingLoader,
+        held_out: SpeechEvaluationLoader,
+        config: Config,
+    ) -> None:
+        self.model = self.network = model
+        self.steps_per_epoch = training.steps_per_epoch
+        self._training, self._held_out = training, held_out
+        self._config = config
+
+    def place(self, placement: Placement) -> None:
+        """Move network and data to a device."""
+        for loader in (self._training, self._held_out):
+            loader.utterances.to(placement.device)
+        self.model.to(placement.device)
+        # nearly every batch has a length of its own, and would be searched the fastest convolution for
+        torch.backends.cudnn.benchmark = False
+
+    def batches(self, epoch: int, first_step: int = 0) -> Iterator[SpeechBatch]:
+        """This rank's batches of an epoch, or those from first_step on."""
+        return self._training.epoch(epoch, first_step)
+
+    def loss(self, batch: SpeechBatch) -> torch.Tensor:
+        """CTC's loss, the mean over the utterances."""
+        return self._ctc(*self._scores(self.network, batch), batch) / len(batch.lengths)
+
+    def score(self) -> Score:
+        """Summed loss, words heard right less words that were inserted, words, wrong characters, and characters."""
+        held_out = self._held_out.utterances.speech
+        loss, references, hypotheses = 0.0, [], []
+        self.model.eval()
+        try:
+            with torch.inference_mode():
+                for batch in self._held_out:
+                    scores, frames = self._scores(self.model, batch)
+                    loss += float(self._ctc(scores, frames, batch))
+                    for row, count in zip(scores.transpose(0, 1).cpu().numpy(), frames.tolist(), strict=True):
+                        hypotheses.append(decode(row[:count], self._config.training.beam))
+                    references += [held_out.transcript(index) for index in batch.indices.tolist()]
+        finally:
+            self.model.train()
+        errors = count_errors(references, hypotheses)
+        return Score(
+            loss,
+            errors.words - errors.word_errors,
+            errors.words,
+            errors.character_errors,
+            errors.characters,
+        )
+
+    def _scores(self, network: nn.Module, batch: SpeechBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32[output frames, batch, labels], log-probabilities, and int64[batch], the output frames of each."""
+        spectrograms, frames = spectrograms_of(batch, self._config.data)
+        with autocast(self._config.training.precision, spectrograms.device):
+            logits, outputs = network(spectrograms, frames)
+        return logits.float().log_softmax(dim=2).transpose(0, 1), outputs
+
+    def _ctc(self, scores: torch.Tensor, frames: torch.Tensor, batch: SpeechBatch) -> torch.Tensor:
+        return nn.functional.ctc_loss(scores, batch.targets, frames, batch.target_lengths, reduction="sum")
+
+
+def spectrograms_of(batch: SpeechBatch, config: DataConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32[batch, bins, frames] and int64[batch], the frames of each; a training batch is changed as the data section says."""
+    samples, draws = batch.samples, batch.draws
+    if draws is not None and config.snr:
+        samples = add_noise(samples, batch.lengths, draws[NOISE], snr=config.snr)
+    spectrograms, frames = log_spectrograms(samples, batch.lengths)
+    if draws is not None and config.tempo:
+        spectrograms, frames = change_tempo(spectrograms, frames, draws[TEMPO], tempo=config.tempo)
+    if draws is not None and (config.mask_bins or config.mask_frames):
+        spectrograms = mask(
+            spectrograms, frames, draws[AUGMENTATION], bins=config.mask_bins, steps=config.mask_frames
+        )
+    return spectrograms, frames
+
+
+def build_speech(config: Config, *, rank: int, size: int) -> Speech:
+    """The workload that a configuration with a network for speech describes; the weights are equal on all ranks.
+
+    Raises:
+        DataError: data that is missing, broken, too little for the ranks, or an utterance too short for its transcript.
+        WorkloadError: settings and data that do not go together.
+    """
+    if config.data.name != "an4":
+        raise WorkloadError(
+            f"model.name {config.model.name!r} takes data.name 'an4', not {config.data.name!r}"
+        )
+    for name in ("channels_last", "compile"):
+        if value := getattr(config.training, name):
+            raise WorkloadError(f"training.{name} {value!r} is not for model.name {config.model.name!r}")
+    train, held_out = open_an4(config.data.path)
+    for split, speech in (("train", train), ("test", held_out)):
+        fastest = config.data.tempo[1] if config.data.tempo and split == "train" else 1.0
+        # batch normalization takes no single frame
+        least = 2 if split == "train" else 1
+        check_lengths(speech, f"{config.data.path}, split {split!r}", fastest, least)
+    training = SpeechTrainingLoader(
+        train,
+        batch_size=config.training.batch_size,
+        rank=rank,
+        size=size,
+        seed=config.training.seed,
+        ascending=config.data.ascending_epochs,
+    )
+    evaluation = SpeechEvaluationLoader(
+        held_out, batch_size=config.training.eval_batch_size, rank=rank, size=size
+    )
+    torch.manual_seed(config.training.seed)
+    try:
+        model = LSTM(labels=len(ALPHABET), width=config.model.width)
+    except ValueError as error:
+        raise WorkloadError(f"model: {error}") from error
+    return Speech(model, training, evaluation, config)
+
+
+def check_lengths(speech: SpeechSet, where: str, tempo: float = 1.0, least: int = 1) -> None:
+    """Refuse what CTC cannot align: each label takes a frame, and so does a blank between two that are equal.
+
+    Args:
+        speech: a split.
+        where: names it in messages.
+        tempo: the fastest that it is played.
+        least: frames that the network needs of any utterance.
+
+    Raises:
+        DataError: the network gives an utterance fewer frames than its transcript, or the network itself, needs.
+    """
+    spectrograms = frame_count(torch.from_numpy(speech.lengths)).tolist()
+    frames = output_lengths(torch.tensor([played(count, tempo) for count in spectrograms])).numpy()
+    repeated = np.zeros(len(speech.labels), np.int64)
+    repeated[1:] = speech.labels[1:] == speech.labels[:-1]
+    firsts = speech.label_offsets[:-1]
+    repeated[firsts] = 0
+    needed = speech.label_lengths + np.add.reduceat(repeated, firsts)
+    short = np.flatnonzero(frames < np.maximum(needed, least))
+    if len(short):
+        which = int(short[0])
+        wanted = (
+            f"{needed[which]} that CTC needs for {speech.transcript(which)!r}"
+            if frames[which] < needed[which]
+            else f"{least} that batch normalization needs"
+        )
+        raise DataError(
+            f"{where}, utterance {speech.names[which]}: {frames[which]} frames of the network"
+            f"{f' at a tempo of {tempo:g}' if tempo != 1.0 else ''} are fewer than the {wanted}"
+        )

@@ -1,0 +1,68 @@
+"""What a training task offers: its network, its batches, its loss and its score."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from jobs.train.placement import Placement
+
+
+class WorkloadError(ValueError):
+    """Settings and data that are fine by themselves and do not go together."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sums over some held-out samples (of speech the words, of text the masked ones); scores of disjoint shards add up.
+
+    Of speech also the wrong characters, and how many were said.
+    """
+
+    loss: float
+    correct: int
+    samples: int
+    character_errors: int = 0
+    characters: int = 0
+
+
+class Workload(Protocol):
+    """One rank's side of a training task. Nothing in it communicates.
+
+    Attributes:
+        model: holds the parameters.
+        network: what a loss is computed with: the model, or what was wrapped around it.
+        steps_per_epoch: batches of an epoch.
+    """
+
+    model: nn.Module
+    network: nn.Module
+    steps_per_epoch: int
+
+    def place(self, placement: Placement) -> None:
+        """Move network and data to a device. Raises DataError: they do not fit."""
+        ...
+
+    def batches(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
+        """This rank's batches of an epoch, steps_per_epoch of them, or those from first_step on."""
+        ...
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Mean loss of a batch, to be differentiated."""
+        ...
+
+    def score(self) -> Score:
+        """This rank's share of the held-out samples, measured without training on them."""
+        ...
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Within it torch computes in that precision what is safe in it."""
+    if precision == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, getattr(torch, precision))

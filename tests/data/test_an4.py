@@ -1,0 +1,258 @@
+"""AN4 from its published layout into the speech file, and what is refused on the way."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from data import DataError
+from data.prepare import main
+from data.speech import an4
+from data.speech.an4 import open_an4
+from data.speech.dataset import ALPHABET, encoded
+from data.speech.file import open_speech_file
+from tests.utterances import spoken, write_an4, write_wave
+
+TRAIN, TEST = ["YES", "GO ON", "C'EST A"], ["NO"]
+
+
+def prepare(source: Path, output: Path, *options: str) -> int:
+    return main(["an4", str(source), "-o", str(output), "--partial", *options])
+
+
+def assert_holds_the_texts(path: Path) -> None:
+    for split, texts in zip(open_an4(path), (TRAIN, TEST), strict=True):
+        assert [split.transcript(number) for number in range(len(split))] == texts
+        for number, text in enumerate(texts):
+            heard = split.samples[split.offsets[number] : split.offsets[number + 1]]
+            assert np.array_equal(heard, spoken(text, number))
+
+
+def test_wave_files_become_the_speech_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_an4(tmp_path / "an4", TRAIN, TEST)
+    assert prepare(tmp_path, tmp_path / "a.h5") == 0
+    assert_holds_the_texts(tmp_path / "a.h5")
+    assert "wrote 'an4' of 3 training and 1 test utterances" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["a.h5"]
+
+
+@pytest.mark.parametrize(("order", "kind"), [("little", "<i2"), ("big", ">i2")])
+def test_raw_files_of_either_byte_order_become_the_same_file(tmp_path: Path, order: str, kind: str) -> None:
+    write_an4(tmp_path / "raw", TRAIN, TEST, raw=kind)
+    assert prepare(tmp_path / "raw", tmp_path / "a.h5", "--byte-order", order) == 0
+    assert_holds_the_texts(tmp_path / "a.h5")
+
+
+def test_raw_files_in_the_other_byte_order_are_refused_with_the_right_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_an4(tmp_path / "raw", TRAIN, TEST, raw=">i2")
+    assert prepare(tmp_path / "raw", tmp_path / "a.h5", "--byte-order", "little") == 1
+    assert "the byte order is big" in capsys.readouterr().err
+    assert prepare(tmp_path / "raw", tmp_path / "a.h5") == 1
+    assert "no byte order was given" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.h5")) and not list(tmp_path.glob(".*"))
+
+
+def test_a_file_that_is_there_is_kept_and_a_damaged_one_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = tmp_path / "an4", tmp_path / "a.h5"
+    written = write_an4(source, TRAIN, TEST)
+    assert prepare(source, output) == 0
+    written["train"][0].unlink()
+    assert prepare(source, output) == 0
+    assert "kept" in capsys.readouterr().out
+    with h5py.File(output, "r+") as file:
+        file["train/samples"][5] += 1
+    assert prepare(source, output) == 1
+    assert "bytes were changed; --force" in capsys.readouterr().err
+
+
+def test_a_part_is_refused_unless_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_an4(tmp_path / "an4", TRAIN, TEST)
+    assert main(["an4", str(tmp_path / "an4"), "-o", str(tmp_path / "a.h5")]) == 1
+    assert "3 utterances in split 'train' are not AN4's 948" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ended", ["by Ctrl-C", "by SIGKILL"])
+def test_an_interrupted_call_continues_and_gives_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str
+) -> None:
+    source, texts = tmp_path / "an4", ["YES", "GO ON", "UP", "A", "NO NO"]
+    written = write_an4(source, texts, TEST)
+    assert prepare(source, tmp_path / "whole.h5") == 0
+    output, reading = tmp_path / "a.h5", an4.read_utterances
+    monkeypatch.setattr(an4, "BLOCK", 2)
+    read: list[str] = []
+
+    def counted(utterances: Iterable[an4.Utterance], order: str | None) -> Iterator[NDArray[np.int16]]:
+        for each in utterances:
+            read.append(each.path.name)
+            if len(read) == 4:
+                if ended == "by SIGKILL":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise KeyboardInterrupt
+            yield from reading([each], order)
+
+    monkeypatch.setattr(an4, "read_utterances", counted)
+    if ended == "by SIGKILL":
+        child = os.fork()
+        if not child:
+            try:
+                prepare(source, output)
+            finally:
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            prepare(source, output)
+    (parts,) = tmp_path.glob(".a.h5.*.parts")
+    assert [path.name for path in parts.iterdir()] == ["train-000000.npy"]
+    assert not output.exists()
+
+    read[:] = ["four", "that", "were", "begun"]
+    assert prepare(source, output) == 0
+    assert read[4:] == [path.name for path in [*written["train"][2:], *written["test"]]]
+    for left, right in zip(open_an4(output), open_an4(tmp_path / "whole.h5"), strict=True):
+        assert np.array_equal(left.samples, right.samples) and np.array_equal(left.offsets, right.offsets)
+        assert np.array_equal(left.labels, right.labels) and left.names == right.names
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "an4", "whole.h5"]
+
+
+def test_parts_of_other_recordings_or_damaged_ones_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = tmp_path / "an4", tmp_path / "a.h5"
+    written = write_an4(source, ["NO", "GO ON", "C'EST A"], TEST)
+    found = an4.find_utterances(source)
+    list(an4.Parts(output, found, None).read("train"))
+    write_wave(written["train"][0], spoken("YES", 0))
+    edit(transcription(source), "NO", "YES")
+    kept = an4.Parts(output, an4.find_utterances(source), None)
+    list(kept.read("train"))
+    (part,) = kept.folder.iterdir()
+    cut(part, 100)
+    assert prepare(source, output) == 0
+    assert_holds_the_texts(output)
+    assert not list(tmp_path.glob(".*"))
+
+
+def transcription(source: Path) -> Path:
+    return source / "etc" / "an4_train.transcription"
+
+
+def cut(path: Path, by: int) -> None:
+    path.write_bytes(path.read_bytes()[:-by])
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+FAULTS: list[tuple[Callable[[Path, Path], object], str]] = [
+    (lambda s, w: write_wave(w, spoken("YES"), rate=8000), "u0-train.wav: 8000 Hz are not 16000"),
+    (lambda s, w: write_wave(w, spoken("YES"), channels=2), "u0-train.wav: 2 channels are not 1"),
+    (lambda s, w: write_wave(w, spoken("YES")[:0]), "u0-train.wav: 0 samples are not at least 1"),
+    (lambda s, w: cut(w, 10), "u0-train.wav: .* the file is truncated"),
+    (lambda s, w: cut(w, 2000), "u0-train.wav: .* the file is truncated"),
+    (lambda s, w: w.write_bytes(w.read_bytes()[:20]), "u0-train.wav: not a whole WAV file"),
+    # a chunk that says it is longer than the file
+    (
+        lambda s, w: w.write_bytes(w.read_bytes()[:36] + b"LIST\xf0\xff\xff\xff" + w.read_bytes()[36:]),
+        "u0-train.wav: not a whole WAV file: it ends in its header",
+    ),
+    (lambda s, w: w.unlink(), "u0-train.wav: no such file, nor u0-train.raw"),
+    (
+        lambda s, w: edit(transcription(s), "YES", "Y3S"),
+        "u0-train: '3' in the transcript 'Y3S' is not one of",
+    ),
+    (
+        lambda s, w: edit(transcription(s), "YES", "Y_S"),
+        "u0-train: '_' in the transcript 'Y_S' is not one of",
+    ),
+    (lambda s, w: edit(transcription(s), "YES", ""), "u0-train: the transcript is empty"),
+    (lambda s, w: edit(transcription(s), "(u0-train)", ""), "transcription, line 1: .* is not a transcript"),
+    (lambda s, w: edit(transcription(s), "u0", "u7"), "u0-train has no line in an4_train.transcription"),
+    (lambda s, w: edit(transcription(s), "u1", "u0"), "line 2: u0-train is there more than once"),
+    (lambda s, w: transcription(s).unlink(), "an4_train.transcription: No such file"),
+    (lambda s, w: edit(s / "etc/an4_train.fileids", "s1/u1", "../../u1"), "is not below"),
+    (lambda s, w: edit(s / "etc/an4_train.fileids", "s0/u2", "s0/u0"), "is there more than once"),
+    (lambda s, w: edit(s / "etc/an4_train.fileids", "s0/u2", "./s0/u0"), "is there more than once"),
+    (
+        lambda s, w: edit(s / "etc/an4_test.fileids", "an4_test/s0/u0-test", "an4_train/s0/u0-train"),
+        "an4_test.fileids: .*u0-train is there more than once, first in an4_train.fileids",
+    ),
+    (lambda s, w: edit(s / "etc/an4_train.fileids", "s0/u0", "s0/\0u0"), "is not a file's name"),
+    (lambda s, w: edit(transcription(s), "YES", "STRAßE"), "'ß' in the transcript 'STRAßE' is not one of"),
+    (lambda s, w: (s / "etc/an4_test.fileids").write_text(""), "an4_test.fileids: 0 utterances"),
+    (lambda s, w: (s / "etc").rename(s / "other"), "etc: no such directory"),
+]
+
+
+@pytest.mark.parametrize("fault", range(len(FAULTS)))
+def test_a_fault_in_the_source_is_named_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: int
+) -> None:
+    source = tmp_path / "an4"
+    written = write_an4(source, TRAIN, TEST)
+    damage, message = FAULTS[fault]
+    damage(source, written["train"][0])
+    assert prepare(source, tmp_path / "a.h5") == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not list(tmp_path.glob("*.h5")) and not list(tmp_path.glob(".*"))
+
+
+def test_recordings_may_be_links_and_lists_may_begin_with_a_mark(tmp_path: Path) -> None:
+    written = write_an4(tmp_path / "an4", TRAIN, TEST)
+    for number, path in enumerate(written["train"]):
+        path.rename(tmp_path / f"{number}.wav")
+        path.symlink_to(tmp_path / f"{number}.wav")
+    for path in (tmp_path / "an4" / "etc").iterdir():
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert prepare(tmp_path / "an4", tmp_path / "a.h5") == 0
+    assert_holds_the_texts(tmp_path / "a.h5")
+
+
+def test_a_raw_file_of_half_a_sample_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = write_an4(tmp_path / "raw", TRAIN, TEST, raw="<i2")
+    cut(written["test"][0], 1)
+    assert prepare(tmp_path / "raw", tmp_path / "a.h5", "--byte-order", "little") == 1
+    assert "u0-test.raw: 6399 bytes are not a multiple of 2" in capsys.readouterr().err
+
+
+def test_labels_are_the_alphabet_without_the_blank() -> None:
+    assert len(ALPHABET) == 29
+    assert encoded(" go  on ", "here").tolist() == [8, 16, 28, 16, 15]
+    with pytest.raises(DataError, match="here: the transcript is empty"):
+        encoded(" ", "here")
+
+
+def test_a_speech_file_that_was_cut_or_has_a_wrong_label_is_refused(tmp_path: Path) -> None:
+    write_an4(tmp_path / "an4", TRAIN, TEST)
+    assert prepare(tmp_path, tmp_path / "a.h5") == 0
+    whole = (tmp_path / "a.h5").read_bytes()
+    (tmp_path / "cut.h5").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"cut\.h5: not a whole HDF5 file of speech"):
+        open_speech_file(tmp_path / "cut.h5")
+    with h5py.File(tmp_path / "a.h5", "r+") as file:
+        file["train/labels"][4] = 29
+    with pytest.raises(
+        DataError, match=r"'train': utterance an4_train/s1/u1-train: label 29 is not in \[1, 29\)"
+    ):
+        open_speech_file(tmp_path / "a.h5")
+    with h5py.File(tmp_path / "a.h5", "r+") as file:
+        file["train/labels"][4] = 28
+        file["train/offsets"][1] = 0
+    with pytest.raises(DataError, match="u0-train: 0 samples are not at least 1"):
+        open_speech_file(tmp_path / "a.h5")

@@ -1,0 +1,192 @@
+"""Images: standardised and augmented as said, and the same bytes for the same (seed, epoch, step, rank)."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.images.dataset import Augment, DataError, ImageSet, channel_statistics
+from data.images.loader import EvaluationLoader, TrainingLoader
+
+
+def image_set(count: int, seed: int = 0, size: int = 8) -> ImageSet:
+    random = np.random.default_rng(seed)
+    images = random.integers(0, 256, (count, 3, size, size), dtype=np.uint8)
+    mean, std = channel_statistics(images)
+    labels = np.arange(count, dtype=np.int64) % 4
+    return ImageSet(images, labels, mean, std, ("a", "b", "c", "d"))
+
+
+def test_standardised_images_have_mean_zero_and_variance_one_per_channel() -> None:
+    images, labels = image_set(200).batch(np.arange(200))
+    assert images.dtype == torch.float32
+    assert images.shape == (200, 3, 8, 8)
+    assert labels.dtype == torch.int64
+    assert labels.tolist() == [index % 4 for index in range(200)]
+    assert images.mean(dim=(0, 2, 3)).abs().max() < 1e-5
+    assert (images.var(dim=(0, 2, 3), correction=0) - 1).abs().max() < 1e-5
+
+
+def test_channel_statistics_equal_those_in_float64() -> None:
+    images = np.random.default_rng(1).integers(0, 256, (1203, 2, 5, 7), dtype=np.uint8)
+    images[:, 1] //= 3
+    mean, std = channel_statistics(images)
+    scaled = images / 255.0
+    assert np.allclose(mean, scaled.mean(axis=(0, 2, 3)), rtol=1e-12)
+    assert np.allclose(std, scaled.std(axis=(0, 2, 3)), rtol=1e-9)
+
+
+def test_a_constant_channel_can_be_divided_by_its_deviation() -> None:
+    mean, std = channel_statistics(np.full((3, 1, 2, 2), 77, np.uint8))
+    assert mean == (77 / 255,)
+    assert std == (1 / 255,)
+
+
+@settings(deadline=None)
+@given(crop=st.integers(0, 4), flip=st.booleans(), seed=st.integers(0, 2**32), count=st.integers(0, 6))
+def test_augment_equals_a_loop_over_windows_and_mirrors(crop: int, flip: bool, seed: int, count: int) -> None:
+    random = np.random.default_rng(seed)
+    images = random.integers(0, 256, (count, 2, 9, 8), dtype=np.uint8)
+    draws = random.integers(0, 2**64, count, dtype=np.uint64)
+    before = images.copy()
+    augmented = Augment(crop, flip).apply(images, draws)
+    assert np.array_equal(images, before)
+    for image, draw, found in zip(images, draws.tolist(), augmented, strict=True):
+        top, left = draw % 2**31 % (2 * crop + 1), (draw >> 31) % 2**31 % (2 * crop + 1)
+        padded = np.pad(image, ((0, 0), (crop, crop), (crop, crop)))
+        window = padded[:, top : top + 9, left : left + 8]
+        assert np.array_equal(found, window[..., ::-1] if flip and draw >> 63 else window)
+
+
+def test_every_offset_and_both_directions_occur() -> None:
+    image = np.zeros((1, 1, 9, 9), np.uint8)
+    image[0, 0, 4, 3] = 1
+    draws = np.random.default_rng(0).integers(0, 2**64, 2000, dtype=np.uint64)
+    moved = Augment(crop=2, flip=False).apply(np.repeat(image, 2000, axis=0), draws)
+    assert len({found.tobytes() for found in moved}) == 25
+    mirrored = Augment(crop=0, flip=True).apply(np.repeat(image, 2000, axis=0), draws)[:, 0, 4, 5].sum()
+    assert 900 < mirrored < 1100
+
+
+def test_digits_stay_unmirrored_when_flip_is_off() -> None:
+    images = image_set(50)
+    plain = Augment(crop=0, flip=False).apply(images.images, np.full(50, 2**64 - 1, np.uint64))
+    assert np.array_equal(plain, images.images)
+
+
+def loaders(images: ImageSet, size: int, batch_size: int, seed: int = 3) -> list[TrainingLoader]:
+    augment = Augment(crop=2, flip=True)
+    return [
+        TrainingLoader(images, batch_size=batch_size, rank=rank, size=size, seed=seed, augment=augment)
+        for rank in range(size)
+    ]
+
+
+def test_a_batch_is_a_function_of_seed_epoch_step_and_rank() -> None:
+    images = image_set(64)
+    first, again, other = loaders(images, 4, 3), loaders(images, 4, 3), loaders(images, 4, 3, seed=4)
+    wanted = {(epoch, step): first[2].batch(epoch, step) for epoch in range(3) for step in range(5)}
+    for (epoch, step), (pixels, labels) in reversed(wanted.items()):
+        repeated = again[2].batch(epoch, step)
+        assert torch.equal(pixels, repeated[0])
+        assert torch.equal(labels, repeated[1])
+    distinct = [
+        first[2].batch(0, 0),
+        first[3].batch(0, 0),
+        first[2].batch(0, 1),
+        first[2].batch(1, 0),
+        other[2].batch(0, 0),
+    ]
+    assert len({pixels.numpy().tobytes() for pixels, _ in distinct}) == 5
+
+
+def test_an_epoch_resumes_in_its_middle() -> None:
+    (loader,) = loaders(image_set(64), 1, 5)
+    whole = list(loader.epoch(2))
+    assert len(whole) == loader.steps_per_epoch == 12
+    rest = list(loaders(image_set(64), 1, 5)[0].epoch(2, first_step=8))
+    assert [pixels.numpy().tobytes() for pixels, _ in rest] == [
+        pixels.numpy().tobytes() for pixels, _ in whole[8:]
+    ]
+
+
+def test_another_number_of_ranks_sees_the_same_pixels() -> None:
+    images = image_set(64)
+    four, one = loaders(images, 4, 3), loaders(images, 1, 12)
+    for step in range(one[0].steps_per_epoch):
+        together = torch.cat([loader.batch(1, step)[0] for loader in four])
+        assert torch.equal(together, one[0].batch(1, step)[0])
+
+
+def test_a_sample_is_augmented_anew_in_every_epoch() -> None:
+    (loader,) = loaders(image_set(1, size=9), 1, 1)
+    assert len({loader.batch(epoch, 0)[0].numpy().tobytes() for epoch in range(20)}) > 5
+
+
+def test_without_augmentation_the_pixels_are_the_images() -> None:
+    images = image_set(20)
+    loader = TrainingLoader(images, batch_size=4, rank=1, size=2, seed=0)
+    pixels, labels = loader.batch(0, 1)
+    expected, expected_labels = images.batch(loader.shards.indices(0, 1))
+    assert torch.equal(pixels, expected)
+    assert torch.equal(labels, expected_labels)
+
+
+def test_too_few_samples_are_refused_before_training() -> None:
+    with pytest.raises(DataError, match="3 samples are fewer than 4 ranks"):
+        TrainingLoader(image_set(3), batch_size=1, rank=0, size=4, seed=0)
+    with pytest.raises(DataError, match="31 samples are fewer than the 32 of one step, 4 ranks x 8"):
+        TrainingLoader(image_set(31), batch_size=8, rank=0, size=4, seed=0)
+
+
+def test_a_crop_wider_than_half_the_image_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"crop 5 is not in \[0, 4\]"):
+        TrainingLoader(image_set(10), batch_size=1, rank=0, size=1, seed=0, augment=Augment(crop=5))
+    with pytest.raises(ValueError, match="crop -1 is not at least 0"):
+        Augment(crop=-1)
+    with pytest.raises(ValueError, match="augment needs draws"):
+        image_set(10).batch(np.arange(2), Augment())
+
+
+@pytest.mark.parametrize("count", [0, 2, 5, 23])
+def test_evaluation_over_all_ranks_sees_every_image_once(count: int) -> None:
+    images = image_set(23)
+    part = ImageSet(images.images[:count], images.labels[:count], images.mean, images.std, images.classes)
+    ranks = [EvaluationLoader(part, batch_size=3, rank=rank, size=4) for rank in range(4)]
+    batches = [batch for loader in ranks for batch in loader]
+    assert sum(loader.count for loader in ranks) == count
+    assert [len(loader) for loader in ranks] == [len(list(loader)) for loader in ranks]
+    expected, labels = part.batch(np.arange(count))
+    assert torch.equal(torch.cat([torch.empty(0, 3, 8, 8), *(pixels for pixels, _ in batches)]), expected)
+    assert [int(label) for _, found in batches for label in found] == labels.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"images": np.zeros((4, 8, 8), np.uint8)}, r"images uint8\[4, 8, 8\] are not uint8\[count"),
+        ({"images": np.zeros((4, 3, 8, 8), np.float32)}, r"images float32\[4, 3, 8, 8\] are not"),
+        ({"images": np.zeros((4, 3, 0, 8), np.uint8)}, "are not uint8"),
+        ({"labels": np.zeros(3, np.int64)}, r"labels int64\[3\] are not int64\[4\]"),
+        ({"labels": np.zeros(4, np.int32)}, r"labels int32\[4\] are not int64\[4\]"),
+        ({"labels": np.array([0, 1, 4, 9])}, r"label 4 of record 2 is not in \[0, 3\]"),
+        ({"labels": np.array([0, -1, 0, 0])}, r"label -1 of record 1 is not in \[0, 3\]"),
+        ({"classes": ()}, "0 classes, not at least 1"),
+        ({"mean": (0.5,)}, r"mean \(0.5,\) is not one finite number for each of 3 channels"),
+        ({"mean": (0.5, 0.5, float("nan"))}, "is not one finite number"),
+        ({"std": (0.5, 0.0, 0.5)}, "is not one positive number for each of 3 channels"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused_with_what_they_are(
+    change: dict[str, object], message: str
+) -> None:
+    fields = {
+        "images": np.zeros((4, 3, 8, 8), np.uint8),
+        "labels": np.zeros(4, np.int64),
+        "mean": (0.5,) * 3,
+        "std": (0.2,) * 3,
+        "classes": ("a", "b", "c", "d"),
+    }
+    with pytest.raises(DataError, match=message):
+        ImageSet(**(fields | change))  # type: ignore[arg-type]

@@ -1,0 +1,339 @@
+"""CIFAR-10 from its official layout into the image file, and what is refused on the way."""
+
+import errno
+import io
+import os
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from data import DataError
+from data.download import md5_of
+from data.exclusive import exclusive
+from data.images import cifar10
+from data.images.cifar10 import CLASSES, FILES, RECORD_BYTES, open_cifar10
+from data.images.digits import load_digits
+from data.images.file import open_image_file
+from data.prepare import main, prepare_cifar10
+
+RECORDS = 20
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the official number of records per file be small."""
+    monkeypatch.setattr(cifar10, "BATCH_RECORDS", RECORDS)
+
+
+def records(number: int, count: int = RECORDS) -> np.ndarray:
+    content = np.random.default_rng(number).integers(0, 256, (count, RECORD_BYTES), dtype=np.uint8)
+    content[:, 0] %= len(CLASSES)
+    return content
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    (folder / "batches.meta.txt").write_text("\n".join(CLASSES))
+    for number, name in enumerate(FILES):
+        records(number).tofile(folder / name)
+    return folder
+
+
+def pack(folder: Path, archive: Path, mode: str = "w:gz") -> Path:
+    """An archive in an order that is not the official one."""
+    with tarfile.open(archive, mode) as tar:  # type: ignore[call-overload]
+        for path in sorted(folder.iterdir(), reverse=True):
+            tar.add(path, f"cifar-10-batches-bin/{path.name}")
+    return archive
+
+
+def assert_is_cifar10(path: Path) -> None:
+    train, test = open_cifar10(path)
+    expected = np.concatenate([records(number) for number in range(6)])
+    images, labels = np.concatenate([train.images, test.images]), np.concatenate([train.labels, test.labels])
+    assert (len(train), len(test)) == (5 * RECORDS, RECORDS)
+    assert np.array_equal(images, expected[:, 1:].reshape(-1, 3, 32, 32))
+    assert np.array_equal(labels, expected[:, 0])
+
+
+def prepare(source: Path, output: Path, *options: str) -> int:
+    return main(["cifar10", str(source), "-o", str(output), *options])
+
+
+def test_a_directory_becomes_the_image_file(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prepare(folder, tmp_path / "c.h5") == 0
+    assert_is_cifar10(tmp_path / "c.h5")
+    assert "wrote 'cifar10' of 100 training and 20 test images, 3x32x32" in capsys.readouterr().out
+    assert open_cifar10(tmp_path / "c.h5")[0].source.endswith("not compared with the official archive")
+
+
+def test_the_directory_above_will_do(folder: Path, tmp_path: Path) -> None:
+    assert prepare(folder.parent, tmp_path / "c.h5") == 0
+    assert_is_cifar10(tmp_path / "c.h5")
+
+
+@pytest.mark.parametrize("mode", ["w:gz", "w"])
+def test_an_archive_in_any_order_becomes_the_same_file(folder: Path, tmp_path: Path, mode: str) -> None:
+    archive = pack(folder, tmp_path / "c.tar", mode)
+    assert prepare(archive, tmp_path / "c.h5") == 0
+    assert_is_cifar10(tmp_path / "c.h5")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.h5", "c.tar", "cifar-10-batches-bin"]
+
+
+def test_the_official_archive_is_known_by_its_checksum(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = pack(folder, tmp_path / "c.tar.gz")
+    monkeypatch.setattr(cifar10, "MD5", md5_of(archive))
+    assert prepare(archive, tmp_path / "c.h5") == 0
+    assert "official archive" in open_cifar10(tmp_path / "c.h5")[0].source
+
+
+def test_an_output_that_is_there_is_kept_unless_forced(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "c.h5"
+    assert prepare(folder, output) == 0
+    written = output.stat()
+    assert prepare(tmp_path / "not looked at", output) == 0
+    assert "c.h5: kept, it holds 'cifar10' of 100 training and 20 test images" in capsys.readouterr().out
+    assert (output.stat().st_ino, output.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
+    assert prepare(folder, output, "--force") == 0
+    assert output.stat().st_ino != written.st_ino or output.stat().st_mtime_ns != written.st_mtime_ns
+
+
+def test_an_output_that_is_something_else_is_neither_kept_nor_replaced(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "c.h5"
+    output.write_text("the only copy of something")
+    assert prepare(folder, output) == 1
+    assert output.read_text() == "the only copy of something"
+    output.unlink()
+    assert main(["digits", "-o", str(output), "--size", "8"]) == 0
+    assert prepare(folder, output) == 1
+    message = capsys.readouterr().err
+    assert "holds 'digits' of 899 training and 898 test images, 3x8x8 (scikit-learn's digits" in message
+    assert message.count("--force replaces it") == 2
+    with pytest.raises(DataError, match=r"c\.h5: holds 'digits', .* not 'cifar10'"):
+        open_cifar10(output)
+
+
+def test_damaged_output_is_not_kept(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "c.h5"
+    assert prepare(folder, output) == 0
+    with h5py.File(output, "r+") as file:
+        file["test/images"][0] = 0
+    assert prepare(folder, output) == 1
+    assert "checksum" in capsys.readouterr().err
+
+
+def test_partial_sets_need_the_option(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records(1, 7).tofile(folder / FILES[1])
+    (folder / FILES[3]).unlink()
+    output = tmp_path / "c.h5"
+    assert prepare(folder, output) == 1
+    assert "data_batch_4.bin missing" in capsys.readouterr().err
+    assert prepare(folder, output, "--partial") == 0
+    train, test = open_cifar10(output)
+    assert (len(train), len(test)) == (3 * RECORDS + 7, RECORDS)
+    assert np.array_equal(train.labels[RECORDS : RECORDS + 7], records(1, 7)[:, 0])
+    # What is there is a part: only --partial keeps it.
+    assert prepare(folder, output, "--partial") == 0
+    assert prepare(folder, output) == 1
+    assert "holds 'cifar10' of 67 training and 20 test images" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("damage", "options", "message"),
+    [
+        (
+            "cut",
+            (),
+            r"data_batch_2\.bin: 61459 bytes are not a multiple of 3073, one record: the file is truncated",
+        ),
+        ("cut", ("--partial",), "61459 bytes are not a multiple of 3073"),
+        ("short", (), r"data_batch_2\.bin: 19 records \(58387 bytes\) are not CIFAR-10's 20 \(61460 bytes\)"),
+        ("long", (), "21 records"),
+        ("long", ("--partial",), r"21 records are not in \[1, 20\]"),
+        ("empty", ("--partial",), r"0 records are not in \[1, 20\]"),
+        ("label", (), r"data_batch_2\.bin: label 10 of record 5 is not in \[0, 9\]"),
+        ("no training", ("--partial",), "data_batch_1.bin, .* missing"),
+        ("no test", ("--partial",), "test_batch.bin missing of the 6 files"),
+        ("nothing", (), "none of data_batch_1.bin, .* found"),
+    ],
+)
+def test_a_damaged_source_is_refused_and_leaves_no_output(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: str,
+    options: tuple[str, ...],
+    message: str,
+    packed: bool,
+) -> None:
+    content = records(1)
+    second = folder / FILES[1]
+    if damage == "cut":
+        second.write_bytes(content.tobytes()[:-1])
+    elif damage == "short":
+        content[:-1].tofile(second)
+    elif damage == "long":
+        records(1, RECORDS + 1).tofile(second)
+    elif damage == "empty":
+        second.write_bytes(b"")
+    elif damage == "label":
+        content[5, 0] = 10
+        content.tofile(second)
+    else:
+        for name in {"no training": FILES[:5], "no test": FILES[5:], "nothing": FILES}[damage]:
+            (folder / name).unlink()
+    source = pack(folder, tmp_path / "c.tar.gz") if packed else folder
+    assert prepare(source, tmp_path / "c.h5", *options) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {source}")
+    with pytest.raises(DataError, match=message):
+        prepare_cifar10(source, tmp_path / "c.h5", partial="--partial" in options)
+    assert not list(tmp_path.glob("*.h5*"))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_an_empty_directory_or_none_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(DataError, match=r"empty: none of .* found; the directory is empty"):
+        prepare_cifar10(empty, tmp_path / "c.h5")
+    with pytest.raises(DataError, match="absent: no such file or directory"):
+        prepare_cifar10(tmp_path / "absent", tmp_path / "c.h5")
+
+
+def test_the_pickled_version_is_recognised_and_never_read(tmp_path: Path) -> None:
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    (folder / "data_batch_1").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    with pytest.raises(DataError, match="looks like the Python or MATLAB version, take the binary one"):
+        prepare_cifar10(folder, tmp_path / "c.h5")
+
+
+def test_a_cut_or_foreign_archive_is_refused(folder: Path, tmp_path: Path) -> None:
+    archive = pack(folder, tmp_path / "c.tar.gz")
+    content = archive.read_bytes()
+    for part in (0.0, 0.3, 0.95):
+        archive.write_bytes(content[: int(part * len(content))])
+        with pytest.raises(DataError, match=r"c\.tar\.gz: not a whole tar archive"):
+            prepare_cifar10(archive, tmp_path / "c.h5")
+    archive.write_bytes(b"something else entirely" * 100)
+    with pytest.raises(DataError, match=r"c\.tar\.gz: not a whole tar archive"):
+        prepare_cifar10(archive, tmp_path / "c.h5")
+
+
+def test_links_and_doubles_in_an_archive_are_not_followed(folder: Path, tmp_path: Path) -> None:
+    (folder / FILES[0]).unlink()
+    archive = tmp_path / "c.tar"
+    secret = tmp_path / "secret"
+    records(0).tofile(secret)
+    pack(folder, archive, "w")
+    with tarfile.open(archive, "a") as tar:
+        link = tarfile.TarInfo(FILES[0])
+        link.type, link.linkname = tarfile.SYMTYPE, str(secret)
+        tar.addfile(link)
+    with pytest.raises(DataError, match=r"data_batch_1\.bin missing"):
+        prepare_cifar10(archive, tmp_path / "c.h5")
+    with tarfile.open(archive, "a") as tar:
+        for prefix in ("a", "b"):
+            member = tarfile.TarInfo(f"../{prefix}/{FILES[0]}")
+            member.size = RECORDS * RECORD_BYTES
+            tar.addfile(member, io.BytesIO(records(0).tobytes()))
+    with pytest.raises(DataError, match=r"data_batch_1\.bin is there more than once"):
+        prepare_cifar10(archive, tmp_path / "c.h5")
+
+
+def test_digits_are_written_in_the_same_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "digits.h5"
+    command = ["digits", "-o", str(output), "--size", "16", "--held-out", "0.25"]
+    assert main(command) == 0
+    assert main(command) == 0
+    assert "kept, it holds 'digits'" in capsys.readouterr().out
+    for found, expected in zip(open_image_file(output), load_digits(16, 0.25), strict=True):
+        assert np.array_equal(found.images, expected.images)
+        assert np.array_equal(found.labels, expected.labels)
+        assert (found.mean, found.std, found.classes) == (expected.mean, expected.std, expected.classes)
+    assert main([*command[:-1], "0.5"]) == 1
+    assert "0.25 held out" in capsys.readouterr().err
+    assert main([*command[:-1], "1.5", "--force"]) == 1
+    assert "held_out 1.5 is not in (0, 1)" in capsys.readouterr().err
+
+
+def test_an_output_has_one_writer(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "c.h5"
+    with exclusive(output):
+        assert prepare(folder, output) == 1
+        assert "c.h5: another process is writing it" in capsys.readouterr().err
+        assert prepare(folder, tmp_path / "d.h5") == 0
+    assert prepare(folder, output) == 0
+    assert_is_cifar10(output)
+
+    # the one who holds it ends between the opening of its file and the asking for the lock
+    first = exclusive(output)
+    first.__enter__()
+    opened = os.open
+
+    def ended_meanwhile(path: Any, *arguments: Any) -> int:
+        descriptor = opened(path, *arguments)
+        monkeypatch.setattr(os, "open", opened)
+        first.__exit__(None, None, None)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", ended_meanwhile)
+    with exclusive(output), pytest.raises(DataError, match="another process"), exclusive(output):
+        pass
+    with pytest.raises(KeyError), exclusive(output):
+        raise KeyError
+    assert {path.name for path in tmp_path.iterdir()} == {folder.name, "c.h5", "d.h5"}
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"),
+    [
+        (errno.EACCES, 0, "kept, it holds 'cifar10'"),
+        (errno.EROFS, 0, "kept, it holds 'cifar10'"),
+        (errno.EIO, 1, os.strerror(errno.EIO)),
+    ],
+)
+def test_an_output_in_a_folder_that_cannot_be_written_is_still_verified(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    status: int,
+    said: str,
+) -> None:
+    assert prepare(folder, tmp_path / "c.h5") == 0
+
+    def refused(*arguments: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", refused)
+    assert prepare(folder, tmp_path / "c.h5") == status
+    captured = capsys.readouterr()
+    assert said in captured.out + captured.err
+
+
+def test_the_command_line_wants_exactly_one_source(tmp_path: Path) -> None:
+    for arguments in ([], [str(tmp_path), "--download"]):
+        with pytest.raises(SystemExit):
+            main(["cifar10", "-o", str(tmp_path / "c.h5"), *arguments])

@@ -1,0 +1,216 @@
+"""Spectrograms and batches of speech: alike on any number of ranks, alone and in company."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from data import DataError
+from data.speech.augmentation import add_noise, change_tempo, mask, played
+from data.speech.dataset import SpeechSet
+from data.speech.loader import LengthBuckets, SpeechEvaluationLoader, SpeechTrainingLoader
+from data.speech.spectrogram import BINS, HOP, WINDOW, frame_count, log_spectrograms
+from tests.utterances import speech_set, spoken
+
+
+def some_speech(count: int = 23) -> SpeechSet:
+    random = np.random.default_rng(1)
+    return speech_set(
+        ["AB C"[: 1 + random.integers(4)] * (1 + random.integers(3)) + "D" for _ in range(count)]
+    )
+
+
+def test_a_spectrogram_is_that_of_its_definition() -> None:
+    samples = torch.from_numpy(spoken("AB"))
+    found, frames = log_spectrograms(samples[None], torch.tensor([len(samples)]))
+    assert (found.shape, frames.tolist()) == ((1, BINS, 21), [21])
+    window = 0.54 - 0.46 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
+    padded = np.pad(samples.numpy().astype(np.float64), WINDOW // 2)
+    pieces = [padded[start : start + WINDOW] * window for start in range(0, len(samples) + 1, HOP)]
+    logs = np.log1p(np.abs(np.fft.rfft(pieces, axis=1))).T
+    # single precision: a faint bin beside a loud one is off by what a machine's Fourier transform rounds
+    assert np.allclose(found[0].numpy(), (logs - logs.mean()) / logs.std(), atol=1e-3)
+
+
+def test_a_spectrogram_is_the_same_alone_and_in_company() -> None:
+    texts = ["A", "HELLO", "ON"]
+    waves = [torch.from_numpy(spoken(text)) for text in texts]
+    lengths = torch.tensor([len(wave) - number for number, wave in enumerate(waves)])
+    waves = [wave[:length] for wave, length in zip(waves, lengths.tolist(), strict=True)]
+    together, frames = log_spectrograms(torch.nn.utils.rnn.pad_sequence(waves, batch_first=True), lengths)
+    for row, wave in enumerate(waves):
+        alone, _ = log_spectrograms(wave[None], lengths[row : row + 1])
+        assert torch.allclose(together[row, :, : frames[row]], alone[0], atol=1e-5)
+        assert not together[row, :, frames[row] :].any()
+    assert torch.equal(frames, frame_count(lengths))
+
+
+def test_silence_and_a_single_sample_have_finite_spectrograms() -> None:
+    found, frames = log_spectrograms(torch.zeros(2, 400, dtype=torch.int16), torch.tensor([400, 1]))
+    assert torch.isfinite(found).all()
+    assert frames.tolist() == [3, 1]
+
+
+def test_masks_stay_within_their_bounds_and_follow_the_draws() -> None:
+    ones, frames = torch.ones(300, BINS, 40), torch.tensor([40] * 150 + [4] * 150)
+    draws = np.random.default_rng(0).integers(0, 2**64, 300, np.uint64)
+    masked = mask(ones, frames, draws, bins=7, steps=9)
+    assert torch.equal(masked, mask(ones, frames, draws, bins=7, steps=9))
+    bands = (masked == 0).all(dim=2).sum(dim=1)
+    stretches = (masked == 0).all(dim=1).sum(dim=1)
+    assert set(bands.tolist()) == set(range(8))
+    assert set(stretches[:150].tolist()) == set(range(10))
+    assert set(stretches[150:].tolist()) == set(range(3))
+    assert torch.equal(mask(ones, frames, draws, bins=0, steps=0), ones)
+    assert ones.all()
+
+
+def test_noise_is_as_loud_as_asked_and_the_same_alone_and_in_company() -> None:
+    waves = [torch.from_numpy(spoken(text)) for text in ("A", "HELLO", "ON", "UP")]
+    lengths = torch.tensor([len(wave) for wave in waves])
+    batch = torch.nn.utils.rnn.pad_sequence(waves, batch_first=True)
+    batch[3] = 0  # silence
+    draws = np.random.default_rng(0).integers(0, 2**64, 4, np.uint64)
+    noisy = add_noise(batch, lengths, draws, snr=(5.0, 15.0))
+    measured = []
+    for row, length in enumerate(lengths.tolist()):
+        alone = add_noise(
+            batch[row : row + 1, :length], lengths[row : row + 1], draws[row : row + 1], snr=(5, 15)
+        )
+        assert torch.equal(alone[0], noisy[row, :length])
+        assert not noisy[row, length:].any()
+        signal = batch[row, :length].double()
+        measured.append(
+            10 * float(torch.log10(signal.square().mean() / (noisy[row, :length] - signal).square().mean()))
+        )
+    assert all(4.5 < decibels < 15.5 for decibels in measured[:3]) and np.ptp(measured[:3]) > 0.5
+    assert not noisy[3].any()
+    assert batch.dtype == torch.int16  # unchanged, and heard again in the next epoch
+    assert not torch.equal(noisy, add_noise(batch, lengths, draws + np.uint64(1 << 20), snr=(5.0, 15.0)))
+
+
+def test_tempo_stretches_a_recording_and_nothing_else() -> None:
+    ramp = torch.arange(40.0).repeat(200, 3, 1)
+    frames = torch.tensor([40] * 100 + [5] * 100)
+    ramp[100:, :, 5:] = 0
+    draws = np.random.default_rng(0).integers(0, 2**64, 200, np.uint64)
+    changed, counts = change_tempo(ramp, frames, draws, tempo=(0.8, 1.25))
+    assert (min(counts[:100]), max(counts[:100])) == (32, 49)
+    assert set(counts[100:].tolist()) == {4, 5, 6}
+    assert changed.shape == (200, 3, 49)
+    for row, count in enumerate(counts.tolist()):
+        assert not changed[row, :, count:].any()
+        inner = changed[row, 0, 1 : count - 1].diff()  # a ramp stays one, at its ends a frame may repeat
+        assert torch.allclose(inner, torch.tensor(int(frames[row]) / count), atol=1e-4)
+    same, untouched = change_tempo(ramp, frames, draws, tempo=(1.0, 1.0))
+    assert torch.equal(same, ramp) and torch.equal(untouched, frames)
+    assert (played(1, 2.0), played(40, 1.25)) == (1, 32)
+
+
+@pytest.mark.parametrize(("size", "batch_size"), [(1, 1), (1, 4), (3, 2), (4, 2), (5, 3)])
+def test_every_epoch_trains_on_each_utterance_at_most_once_over_all_ranks(size: int, batch_size: int) -> None:
+    speech = some_speech()
+    ranks = [
+        SpeechTrainingLoader(speech, batch_size=batch_size, rank=rank, size=size, seed=3)
+        for rank in range(size)
+    ]
+    steps = {loader.steps_per_epoch for loader in ranks}
+    assert steps == {23 // (size * batch_size)}
+    taken = np.concatenate([batch.indices for loader in ranks for batch in loader.epoch(2)])
+    assert len(set(taken.tolist())) == len(taken) == min(steps) * size * batch_size
+
+
+def test_a_step_trains_on_the_same_utterances_however_many_ranks_share_them() -> None:
+    speech = some_speech()
+    steps = [
+        [
+            np.concatenate([list(b.epoch(1))[step].indices for b in loaders]).tolist()
+            for step in range(23 // 6)
+        ]
+        for loaders in (
+            [SpeechTrainingLoader(speech, batch_size=6, rank=0, size=1, seed=0)],
+            [SpeechTrainingLoader(speech, batch_size=2, rank=rank, size=3, seed=0) for rank in range(3)],
+        )
+    ]
+    assert steps[0] == steps[1]
+
+
+def test_a_step_has_utterances_of_like_length_and_another_epoch_other_company() -> None:
+    lengths = np.random.default_rng(0).integers(10_000, 100_000, 948)
+    buckets = LengthBuckets(lengths, batch_size=2, rank=0, size=4, seed=0)
+
+    def waste(epoch: int) -> float:
+        order = lengths[buckets.order(epoch)[: buckets.steps_per_epoch * 8]].reshape(-1, 8)
+        return float(1 - order.mean() / order.max(axis=1).mean())
+
+    assert max(waste(epoch) for epoch in range(3)) < 0.12
+    assert sorted(buckets.order(0).tolist()) == list(range(948))
+    company = [{frozenset(step) for step in buckets.order(e)[:944].reshape(-1, 8).tolist()} for e in range(2)]
+    assert len(company[0] & company[1]) < 5
+    first = [lengths[buckets.order(e)[:8]].mean() for e in range(20)]
+    assert np.std(first) > 10_000
+
+
+def test_an_ascending_epoch_goes_from_short_to_long_and_the_others_stay_as_they_were() -> None:
+    lengths = np.random.default_rng(0).integers(10_000, 100_000, 948)
+    plain, sorted_first = (
+        LengthBuckets(lengths, batch_size=2, rank=0, size=4, seed=0, ascending=ascending)
+        for ascending in (0, 1)
+    )
+    means = lengths[sorted_first.order(0)[:944].reshape(-1, 8)].mean(axis=1)
+    assert np.corrcoef(means, np.arange(len(means)))[0, 1] > 0.95
+    assert sorted(sorted_first.order(0).tolist()) == list(range(948))
+    steps = [
+        {frozenset(step) for step in b.order(0)[:944].reshape(-1, 8).tolist()} for b in (plain, sorted_first)
+    ]
+    assert steps[0] == steps[1]
+    assert np.array_equal(plain.order(1), sorted_first.order(1))
+    with pytest.raises(ValueError, match="ascending -1 is not at least 0"):
+        LengthBuckets(lengths, batch_size=1, rank=0, size=1, seed=0, ascending=-1)
+
+
+def test_a_resumed_epoch_goes_on_with_the_same_batches() -> None:
+    loaders = [SpeechTrainingLoader(some_speech(), batch_size=2, rank=1, size=2, seed=5) for _ in range(2)]
+    whole, rest = list(loaders[0].epoch(4)), list(loaders[1].epoch(4, 3))
+    assert len(rest) == len(whole) - 3 > 0
+    for left, right in zip(whole[3:], rest, strict=True):
+        assert torch.equal(left.samples, right.samples) and torch.equal(left.targets, right.targets)
+        assert left.draws is not None and right.draws is not None
+        assert all(np.array_equal(left.draws[stream], right.draws[stream]) for stream in left.draws)
+
+
+def test_a_batch_holds_its_utterances_and_their_transcripts() -> None:
+    speech = some_speech()
+    (batch, *_) = SpeechTrainingLoader(speech, batch_size=5, rank=0, size=1, seed=0).epoch(0)
+    start = 0
+    for row, index in enumerate(batch.indices.tolist()):
+        length, labels = int(batch.lengths[row]), int(batch.target_lengths[row])
+        wave = speech.samples[speech.offsets[index] : speech.offsets[index + 1]]
+        assert np.array_equal(batch.samples[row, :length].numpy(), wave)
+        assert not batch.samples[row, length:].any()
+        said = speech.labels[speech.label_offsets[index] : speech.label_offsets[index + 1]]
+        assert batch.targets[start : start + labels].tolist() == said.tolist()
+        start += labels
+    assert start == len(batch.targets)
+
+
+@pytest.mark.parametrize("size", [1, 3, 30])
+def test_evaluation_hears_each_utterance_once_over_all_ranks(size: int) -> None:
+    loaders = [
+        SpeechEvaluationLoader(some_speech(), batch_size=4, rank=rank, size=size) for rank in range(size)
+    ]
+    heard = [index for loader in loaders for batch in loader for index in batch.indices.tolist()]
+    assert sorted(heard) == list(range(23))
+
+
+def test_impossible_sizes_are_refused_with_their_value() -> None:
+    speech = some_speech()
+    with pytest.raises(DataError, match="23 samples are fewer than the 24 of one step"):
+        SpeechTrainingLoader(speech, batch_size=8, rank=0, size=3, seed=0)
+    with pytest.raises(ValueError, match="spread nan is not at least 0"):
+        LengthBuckets(speech.lengths, batch_size=1, rank=0, size=1, seed=0, spread=math.nan)
+    with pytest.raises(ValueError, match="batch_size 0 is not at least 1"):
+        SpeechEvaluationLoader(speech, batch_size=0, rank=0, size=1)

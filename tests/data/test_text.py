@@ -1,0 +1,404 @@
+"""Packed text: nothing lost or invented on the way from files to batches, and bad files named."""
+
+import random
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from data import DataError
+from data.prepare import main
+from data.text import prepare as text
+from data.text.corpus import read_documents, split_sentences
+from data.text.file import SPECIAL, TextSet, open_text_file
+from data.text.frequencies import frequency_loss
+from data.text.masking import IGNORED, TextEvaluationLoader, TextTrainingLoader
+from data.text.packing import FOLLOWS, Frame, Packer, Sequences
+from data.text.prepare import Recipe, prepare_text
+
+FRAME = Frame(16, pad=0, cls=2, sep=3)
+WORDS = (*SPECIAL, *(f"word{number}" for number in range(45)))
+
+
+def corpus(folder: Path, documents: int = 60) -> Path:
+    folder.mkdir()
+    drawn = random.Random(1)
+    nouns = ["cat", "dog", "house", "river", "stone", "child", "king", "ship"]
+    for name in ("first.txt", "second.txt"):
+        lines = []
+        for _ in range(documents // 2):
+            for _ in range(drawn.randint(1, 9)):
+                lines.append(f"The {drawn.choice(nouns)} saw a {drawn.choice(nouns)}. It ran!")
+            lines.append("")
+        (folder / name).write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+def random_set(count: int = 40, length: int = 32) -> TextSet:
+    drawn = np.random.default_rng(3)
+    documents = [
+        [list(map(int, drawn.integers(5, 50, drawn.integers(1, 9)))) for _ in range(drawn.integers(1, 12))]
+        for _ in range(count)
+    ]
+    packed = Packer(Frame(length, 0, 2, 3), "s").pack(documents)
+    return TextSet(packed, WORDS, "made.h5")
+
+
+def test_blank_lines_part_documents_and_every_byte_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    content = "\ufeffOne. Two\nlines.\r\n \n\n\nThe \u00e9nd"
+    path.write_text(content, encoding="utf-8", newline="")
+    documents = list(read_documents(path))
+    assert [document for document, _ in documents] == ["One. Two lines.", "The \u00e9nd"]
+    assert sum(nbytes for _, nbytes in documents) == path.stat().st_size
+
+
+def test_sentences_end_where_a_capital_follows() -> None:
+    found = split_sentences('It was 3.5 km. "Go!" he said. \u00c9mile left? No.')
+    assert found == ["It was 3.5 km.", '"Go!" he said.', "\u00c9mile left?", "No."]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"bad\.txt: no text in its 0 bytes"),
+        (b"\n \n", r"bad\.txt: no text in its 3 bytes"),
+        (b"abc\0def", r"bad\.txt: byte 3 is zero: a binary file"),
+        (b"ab\ncd\xff", r"bad\.txt: byte 5 is not UTF-8"),
+        (b"a" * 70_000 + b"\n\0", r"bad\.txt: a zero byte after byte 70001"),
+    ],
+)
+def test_empty_and_binary_files_are_refused_by_name(tmp_path: Path, content: bytes, message: str) -> None:
+    folder = corpus(tmp_path / "text")
+    (folder / "bad.txt").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        prepare_text(folder, tmp_path / "out.h5", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+def test_text_that_cannot_be_used_leaves_no_parts(tmp_path: Path) -> None:
+    recipe = Recipe(length=32, vocabulary_size=60, held_out_files="no such name")
+    with pytest.raises(DataError, match="no text is held out by 'no such name'"):
+        prepare_text(corpus(tmp_path / "text"), tmp_path / "out.h5", recipe, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+def test_sequences_hold_what_their_spans_say() -> None:
+    packed = random_set().sequences
+    assert {-1, 0, 1} == set(packed.follows.tolist())
+    for row, (first, used), follows in zip(packed.tokens, packed.spans, packed.follows, strict=True):
+        assert row[0] == 2
+        assert row[first - 1] == 3 if follows >= 0 else first == used
+        assert row[used - 1] == 3
+        assert not row[used:].any()
+        assert row[:used].all()
+        assert (used > first) == (follows >= 0)
+
+
+def test_lone_sentences_are_packed_whole_and_long_ones_cut() -> None:
+    documents = [[list(range(5, 10))], [[20, 21]], [[30, 31, 32]], [list(range(100, 140))]]
+    packed = Packer(FRAME, "").pack(documents)
+    assert packed.tokens[0, :14].tolist() == [2, 5, 6, 7, 8, 9, 3, 20, 21, 3, 30, 31, 32, 3]
+    words = [token for row in packed.tokens[1:] for token in row.tolist() if token >= 100]
+    assert words == list(range(100, 140))
+    assert packed.follows.tolist() == [-1] * len(packed)
+
+
+def test_half_of_the_second_segments_follow_and_the_others_are_of_another_document() -> None:
+    # every token tells its document and its place
+    documents = [[[d * 200 + 5 + 2 * s, d * 200 + 6 + 2 * s] for s in range(90)] for d in range(40)]
+    packed = Packer(FRAME, "x").pack(documents)
+    following = 0
+    for row, (first, used), follows in zip(packed.tokens, packed.spans, packed.follows, strict=True):
+        if follows < 0:
+            continue
+        left, right = row[1 : first - 1].astype(int), row[first : used - 1].astype(int)
+        same_document = (left[-1] - 5) // 200 == (right[0] - 5) // 200
+        assert same_document == (follows == 0)
+        following += follows == 0
+    pairs = int((packed.follows >= 0).sum())
+    assert pairs > 300
+    assert 0.4 < following / pairs < 0.6
+
+
+def test_the_second_segments_of_a_single_document_follow() -> None:
+    drawn = random.Random(0)
+    document = [[drawn.randint(5, 49) for _ in range(drawn.randint(1, 5))] for _ in range(400)]
+    packed = Packer(FRAME, "s").pack([document])
+    paired = packed.follows[packed.follows >= 0]
+    assert len(paired) > 50
+    assert (paired == FOLLOWS).all()
+
+
+def test_no_sentence_is_lost_between_the_pairs() -> None:
+    documents = [[[d * 200 + 5 + 2 * s] for s in range(60)] for d in range(5)]
+    packed = Packer(FRAME, "y").pack(documents)
+    assert set(packed.tokens.reshape(-1).tolist()) - {0, 2, 3} == {
+        token for document in documents for sentence in document for token in sentence
+    }
+
+
+def test_a_corpus_is_written_read_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, output = corpus(tmp_path / "text"), tmp_path / "out.h5"
+    words = ["text", str(folder), "-o", str(output), "--length", "32", "--vocabulary-size", "60"]
+    assert main(words) == 0
+    assert "wrote 'text' of" in capsys.readouterr().out
+    train, test = open_text_file(output, verify=True)
+    assert train.length == test.length == 32
+    assert set(SPECIAL) <= set(train.vocabulary)
+    assert len(train.vocabulary) <= 60
+    assert len(train) > 5 * len(test) > 0
+    spelled = {train.vocabulary[token] for token in np.unique(train.sequences.tokens)}
+    assert {"the", "[CLS]", "[SEP]"} <= spelled
+    assert "[UNK]" not in spelled
+    assert main(words) == 0
+    assert "kept" in capsys.readouterr().out
+    assert main([*words, "--seed", "1"]) == 1
+    assert "of other text or settings; --force replaces it" in capsys.readouterr().err
+    assert main([*words, "--seed", "1", "--force"]) == 0
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_files_can_be_held_out_by_name(tmp_path: Path) -> None:
+    folder, output = corpus(tmp_path / "text"), tmp_path / "out.h5"
+    prepare_text(folder, output, Recipe(length=32, held_out_files="second*"), progress=False)
+    train, test = open_text_file(output)
+    assert 0.5 < len(train) / len(test) < 2
+    with pytest.raises(DataError, match="no text is held out by 'third"):
+        prepare_text(folder, tmp_path / "b.h5", Recipe(length=32, held_out_files="third*"), progress=False)
+
+
+def test_an_interrupted_call_continues_and_gives_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "PART_BYTES", 1000)
+    folder, recipe = corpus(tmp_path / "text"), Recipe(length=32, vocabulary_size=60)
+
+    original, packed = text._packed, []
+
+    def stops(*arguments: object) -> Sequences:
+        packed.append(arguments[-1])
+        if len(packed) == 6:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(text, "_packed", stops)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_text(folder, tmp_path / "again.h5", recipe, progress=False)
+    assert not (tmp_path / "again.h5").exists()
+    (trained,) = tmp_path.glob(".again.h5.*.parts/vocabulary.txt")
+    words = tmp_path / "words.txt"
+    words.write_bytes(trained.read_bytes())
+    prepare_text(folder, tmp_path / "again.h5", recipe, progress=False)
+    assert packed[:4] == [f"0 {part} {split}" for part in (0, 1) for split in ("train", "test")]
+    assert packed[6:8] == ["0 2 train", "0 2 test"], "two parts were there"
+    assert len(packed) > 12
+    # two trainings may break ties between words in different ways, so that one alone is compared
+    recipe = Recipe(length=32, vocabulary=words)
+    prepare_text(folder, tmp_path / "whole.h5", recipe, progress=False)
+    for left, right in zip(
+        open_text_file(tmp_path / "whole.h5"), open_text_file(tmp_path / "again.h5"), strict=True
+    ):
+        assert left.vocabulary == right.vocabulary
+        assert np.array_equal(left.sequences.tokens, right.sequences.tokens)
+        assert np.array_equal(left.sequences.follows, right.sequences.follows)
+
+
+def test_the_words_of_a_trained_vocabulary_are_in_order(tmp_path: Path) -> None:
+    prepare_text(corpus(tmp_path / "text"), tmp_path / "a.h5", Recipe(length=32), progress=False)
+    vocabulary = open_text_file(tmp_path / "a.h5")[0].vocabulary
+    assert vocabulary[: len(SPECIAL)] == SPECIAL
+    assert list(vocabulary[len(SPECIAL) :]) == sorted(set(vocabulary[len(SPECIAL) :]))
+
+
+@pytest.mark.timeout(20)
+def test_text_without_spaces_is_no_word_to_learn(tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "text")
+    (folder / "endless.txt").write_text("a" * 3_000_000 + " dog.\n")
+    prepare_text(folder, tmp_path / "a.h5", Recipe(length=32), progress=False)
+    train, _ = open_text_file(tmp_path / "a.h5")
+    assert max(map(len, train.vocabulary)) < 10
+
+
+def test_a_vocabulary_is_taken_as_it_is(tmp_path: Path) -> None:
+    folder, output, file = corpus(tmp_path / "text"), tmp_path / "out.h5", tmp_path / "words.txt"
+    file.write_text("\n".join([*SPECIAL, "the", "cat"]) + "\n", encoding="utf-8")
+    prepare_text(folder, output, Recipe(length=32, vocabulary=file), progress=False)
+    assert open_text_file(output)[0].vocabulary == (*SPECIAL, "the", "cat")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["the", "[PAD]"],
+            r"words\.txt: the vocabulary of 2 words lacks \[UNK\], \[CLS\], \[SEP\], \[MASK\]",
+        ),
+        ([*SPECIAL, "the", "a", "the"], r"words\.txt: the vocabulary has the word 'the' more than once"),
+        ([*SPECIAL, *map(str, range(65_536))], r"words\.txt: 65541 words .* more than 65536"),
+    ],
+)
+def test_a_vocabulary_of_no_use_is_refused(tmp_path: Path, words: list[str], message: str) -> None:
+    file = tmp_path / "words.txt"
+    file.write_text("\n".join(words), encoding="utf-8")
+    with pytest.raises(DataError, match=message):
+        prepare_text(corpus(tmp_path / "text"), tmp_path / "o.h5", Recipe(vocabulary=file), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"length": 7}, "length 7 is not at least 8"),
+        ({"vocabulary_size": 5}, r"vocabulary_size 5 is not in \[6, 65536\]"),
+        ({"held_out": 1.0}, r"held_out 1.0 is not in \(0, 1\)"),
+    ],
+)
+def test_impossible_recipes_are_refused(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Recipe(**arguments)
+
+
+def test_damage_to_a_file_is_found(tmp_path: Path) -> None:
+    folder, output = corpus(tmp_path / "text"), tmp_path / "out.h5"
+    prepare_text(folder, output, Recipe(length=32), progress=False)
+    whole = output.read_bytes()
+    with h5py.File(output, "r+") as file:
+        file["train/tokens"][0, 1] += 1
+    with pytest.raises(DataError, match="bytes were changed"):
+        open_text_file(output, verify=True)
+    with h5py.File(output, "r+") as file:
+        file["train/spans"][0, 1] = 33
+    with pytest.raises(DataError, match=r"spans that are not ascending in \[2, 32\]"):
+        open_text_file(output)
+    output.write_bytes(whole)
+    with h5py.File(output, "r+") as file:
+        words = file["vocabulary"][:20]
+        del file["vocabulary"]
+        file.create_dataset("vocabulary", data=words, dtype=h5py.string_dtype())
+    with pytest.raises(DataError, match=r"split 'train': word \d+ is not in a vocabulary of 20"):
+        open_text_file(output, verify=True)
+    output.write_bytes(whole)
+    with h5py.File(output, "r+") as file:
+        flat = file["train/tokens"][:].reshape(-1)[: len(file["train/spans"])]
+        del file["train/tokens"]
+        file["train/tokens"] = flat
+    with pytest.raises(DataError, match="split 'train': tokens of 1 dimensions are not of 2"):
+        open_text_file(output)
+    output.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match="not a whole HDF5 file of text"):
+        open_text_file(output)
+
+
+def test_fifteen_in_a_hundred_words_are_told_and_most_of_them_masked() -> None:
+    texts = random_set(count=600, length=128)
+    fates = np.zeros(3)
+    told = words = 0
+    for batch in TextTrainingLoader(texts, batch_size=8, rank=0, size=1, seed=1).epoch(0):
+        asked = batch.labels != IGNORED
+        assert asked.any(1).all()
+        here = batch.tokens.gather(1, batch.places)[asked]
+        labels = batch.labels[asked]
+        assert (labels >= 5).all(), "no special word is to be told"
+        fates += [(here == 4).sum(), ((here != 4) & (here != labels)).sum(), (here == labels).sum()]
+        told += int(asked.sum())
+        words += int((batch.present & (batch.tokens != 2) & (batch.tokens != 3)).sum())
+    assert told / words == pytest.approx(0.15, abs=0.01)
+    assert fates / told == pytest.approx([0.8, 0.1, 0.1], abs=0.03)
+
+
+def test_outside_of_the_places_nothing_changes() -> None:
+    texts = random_set()
+    loader = TextTrainingLoader(texts, batch_size=4, rank=0, size=1, seed=1)
+    for step, batch in enumerate(loader.epoch(3)):
+        original = torch.from_numpy(texts.sequences.tokens[loader.shards.indices(3, step)].astype(np.int64))
+        told = torch.where(batch.labels != IGNORED, batch.labels, batch.tokens.gather(1, batch.places))
+        assert torch.equal(batch.tokens.scatter(1, batch.places, told), original)
+        spans = texts.sequences.spans[loader.shards.indices(3, step)]
+        assert batch.present.sum(1).tolist() == spans[:, 1].tolist()
+        assert batch.segments.sum(1).tolist() == (spans[:, 1] - spans[:, 0]).tolist()
+        follows = texts.sequences.follows[loader.shards.indices(3, step)].astype(int)
+        assert batch.follows.tolist() == [IGNORED if one < 0 else one for one in follows]
+
+
+def test_masks_are_drawn_anew_in_every_epoch_and_do_not_depend_on_the_ranks() -> None:
+    texts = random_set()
+    alone = TextTrainingLoader(texts, batch_size=6, rank=0, size=1, seed=1)
+    ranks = [TextTrainingLoader(texts, batch_size=2, rank=rank, size=3, seed=1) for rank in range(3)]
+    for step in (1, 0):
+        whole = alone.batch(2, step)
+        parts = [rank.batch(2, step) for rank in ranks]
+        for column, tensor in enumerate(whole):
+            assert torch.equal(tensor, torch.cat([part[column] for part in parts]))
+
+    def masked(epoch: int, seed: int) -> dict[int, list[int]]:
+        loader = TextTrainingLoader(texts, batch_size=1, rank=0, size=1, seed=seed)
+        return {
+            int(loader.shards.indices(epoch, step)[0]): sorted(batch.places[0].tolist())
+            for step, batch in enumerate(loader.epoch(epoch))
+        }
+
+    assert masked(0, 1) == masked(0, 1)
+    assert masked(0, 1) != masked(1, 1)
+    assert masked(0, 1) != masked(0, 2)
+
+
+def test_a_batch_does_not_depend_on_those_that_are_cut_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = random_set()
+    whole = TextTrainingLoader(texts, batch_size=5, rank=0, size=1, seed=1)
+    monkeypatch.setattr("data.text.masking.BLOCK", 12 * texts.length)
+    pairs = TextTrainingLoader(texts, batch_size=5, rank=0, size=1, seed=1)
+    last = whole.steps_per_epoch - 1
+    assert last % 2 == 0, "the last block must be a short one"
+    for epoch, step in ((0, 0), (0, 3), (0, 2), (1, 2), (0, 2), (1, last)):
+        for one, other in zip(whole.batch(epoch, step), pairs.batch(epoch, step), strict=True):
+            assert len(one) == 5
+            assert torch.equal(one, other)
+
+
+def test_held_out_sequences_are_seen_once_and_always_masked_alike() -> None:
+    texts = random_set()
+    whole = list(TextEvaluationLoader(texts, batch_size=7, rank=0, size=1))
+    parts = [b for rank in range(3) for b in TextEvaluationLoader(texts, batch_size=2, rank=rank, size=3)]
+    for column in range(6):
+        left, right = (torch.cat([batch[column] for batch in batches]) for batches in (whole, parts))
+        assert torch.equal(left, right)
+    assert sum(len(batch.tokens) for batch in whole) == len(texts)
+    # so many of them: the same ones on any number of ranks, masked as among all
+    for size in (1, 3):
+        some = [
+            b
+            for rank in range(size)
+            for b in TextEvaluationLoader(texts, batch_size=4, rank=rank, size=size, most=len(texts) // 2)
+        ]
+        chosen = np.arange(len(texts) // 2) * len(texts) // (len(texts) // 2)
+        tokens = torch.cat([batch.tokens for batch in whole])[chosen]
+        assert torch.equal(torch.cat([batch.tokens for batch in some]), tokens)
+    beyond = TextEvaluationLoader(texts, batch_size=7, rank=0, size=1, most=10**6)
+    assert sum(len(batch.tokens) for batch in beyond) == len(texts)
+
+
+def test_word_frequencies_alone_give_their_entropy() -> None:
+    often, rarely = [10] * 900, [11] * 100
+    packed = Packer(FRAME, "s").pack([[often + rarely]])
+    texts = TextSet(packed, WORDS, "")
+    # all held-out words are the rare one; what the training text lacks counts once
+    rare = TextSet(Packer(FRAME, "s").pack([[[11] * 200]]), WORDS, "")
+    loss = frequency_loss(texts, TextEvaluationLoader(rare, batch_size=3, rank=0, size=1))
+    assert loss == pytest.approx(np.log((1000 + len(WORDS) - 3) / 101))
+
+
+def test_fewer_sequences_than_ranks_are_refused_with_the_file() -> None:
+    texts = random_set(count=3)
+    with pytest.raises(DataError, match=rf"made\.h5: {len(texts)} samples are fewer than 100 ranks"):
+        TextTrainingLoader(texts, batch_size=1, rank=0, size=100, seed=0)
+
+
+def test_words_beyond_the_signed_range_come_back() -> None:
+    tokens = np.array([[2, 65_535, 40_000, 7, 9, 11, 13, 3]], np.uint16)
+    packed = Sequences(tokens, np.array([[8, 8]], np.uint16), np.array([-1], np.int8))
+    vocabulary = (*SPECIAL, *map(str, range(65_531)))
+    batch = next(iter(TextEvaluationLoader(TextSet(packed, vocabulary, ""), batch_size=1, rank=0, size=1)))
+    told = torch.where(batch.labels != IGNORED, batch.labels, batch.tokens.gather(1, batch.places))
+    assert batch.tokens.scatter(1, batch.places, told)[0].tolist() == tokens[0].tolist()

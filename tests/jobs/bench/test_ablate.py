@@ -1,0 +1,101 @@
+"""The ablation: each idea can be taken away, changes what it should, and never the result."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from jobs.bench.ablate import variants
+from jobs.bench.document import read
+from jobs.launch import mpiexec_command
+from oktopk import GradientAllreduce, Settings
+
+ROOT = Path(__file__).parents[3]
+PATIENCE = 100
+
+
+@pytest.mark.parametrize("name", ["balanced_regions", "rotate"])
+def test_a_switch_is_on_and_is_true_or_false(name: str) -> None:
+    assert getattr(Settings(), name) is True
+    values: dict[str, Any] = {name: False}
+    assert getattr(Settings(**values), name) is False
+    with pytest.raises(ValueError, match=re.escape(f"{name} 1 is not True or False")):
+        Settings(**{name: 1})
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_every_variant_differs_from_the_full_method_in_valid_settings(ranks: int) -> None:
+    found = variants(ranks)
+    assert found[0].settings == {}
+    assert len({one.name for one in found}) == len(found)
+    for one in found:
+        Settings(**one.settings)
+    changed = {name for one in found for name in one.settings}
+    assert changed == {"balanced_regions", "rotate", "bucket_rounds", "balance_trigger"}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("settings", [{"balanced_regions": False}, {"rotate": False}, {"bucket_rounds": 1}])
+def test_a_variant_gives_the_same_update(comm: MPI.Intracomm, settings: dict[str, Any]) -> None:
+    """Integers, so that no order of summation shows."""
+    length = 3000
+    rng = np.random.default_rng([5, comm.rank])
+    reducers = [GradientAllreduce(comm, length, "oktopk", density=0.05, **more) for more in ({}, settings)]
+    for _ in range(3):
+        gradient = rng.integers(-999, 1000, length).astype(np.float32)
+        gradient[1000:1200] *= 64
+        for reducer in reducers:
+            reducer.step(gradient)
+        assert np.array_equal(reducers[0].update, reducers[1].update)
+    for reducer in reducers:
+        reducer.close()
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_regions_and_balancing_spare_the_busiest_rank(tmp_path: Path) -> None:
+    from jobs.bench.figures import draw  # not for every rank of the tests above
+
+    path = tmp_path / "ablation.json"
+    words = [
+        "--ablate",
+        "--length",
+        "300000",
+        "--steps",
+        "8",
+        "--warmup",
+        "20",
+        "--set",
+        "threshold_interval=8",
+    ]
+    command, environment = mpiexec_command(4, ["-m", "jobs.bench", *words, "--json", str(path)])
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE - 5,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    content = read(path)
+    assert content["kind"] == "ablation"
+    (entry,) = content["runs"]
+    methods = {method["name"]: method for method in entry["methods"]}
+    assert "mean / full's" in done.stdout
+    busiest = {name: method["words"]["busiest"] for name, method in methods.items()}
+    assert busiest["full"] < busiest["uniform regions"]
+    assert busiest["uniform, balance at 1.0"] < busiest["uniform, balance off"]
+    # four ranks never reach a trigger of four
+    for same in ("balance off", "no rotation", "bucket of 1", "bucket of 3, all"):
+        assert methods[same]["words"] == methods["full"]["words"]
+        assert methods[same]["series"]["global_nnz"] == methods["full"]["series"]["global_nnz"]
+    assert methods["uniform, balance at 1.0"]["messages"]["mean"] > methods["full"]["messages"]["mean"]
+    assert draw(path, tmp_path)[0].exists()

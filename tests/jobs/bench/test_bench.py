@@ -1,0 +1,259 @@
+"""The bench as it is started: by mpiexec, or starting it; what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from collectives.dense_allreduce import dense_words
+from jobs.bench.document import read
+from jobs.bench.figures import draw
+from jobs.bench.job import run
+from jobs.bench.mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
+from jobs.bench.options import Options, parse
+from jobs.launch import launch_environment, mpiexec_command
+from jobs.run.gradient_file import GradientRecorder
+from oktopk import METHODS
+from oktopk.methods.topka import topka_words
+
+ROOT = Path(__file__).parents[3]
+# Seconds for a job that takes some 4 on two free cores.
+PATIENCE = 100
+SHORT = ["--length", "20000", "--steps", "9", "--warmup", "9", "--set", "threshold_interval=8"]
+
+
+def run_ranks(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+    command, environment = mpiexec_command(ranks, ["-m", "jobs.bench", *words])
+    return subprocess.run(
+        command,
+        env=environment,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE - 5,
+        check=False,
+    )
+
+
+def run_alone(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = launch_environment(1, "unknown") | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "jobs.bench", *words],
+        env=environment,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE - 5,
+        check=False,
+    )
+
+
+def options(*words: str) -> Options:
+    return parse([*SHORT, *words, "--quiet"], launched=True)
+
+
+def by_name(entry: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {method["name"]: method for method in entry["methods"]}
+
+
+@pytest.mark.pictures
+@pytest.mark.timeout(PATIENCE)
+def test_a_bench_of_all_methods_on_four_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    done = run_ranks(4, *SHORT, "--dense-steps", "3", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    content = read(path)
+    assert content["kind"] == "bench"
+    assert content["command"].startswith("mpiexec -n 4 python -m mpi4py -m jobs.bench --length 20000")
+    (entry,) = content["runs"]
+    assert (entry["ranks"], entry["length"], entry["k"]) == (4, 20000, 200)
+    assert entry["bounds"] == {"lower": 300, "upper": 900, "step_limit": 1125, "dense": 30000}
+    assert all(speed > 0 for speed in entry["speeds"].values())
+    methods = by_name(entry)
+    assert list(methods) == [*METHODS, "mpi"]
+    for name, method in methods.items():
+        steps = 3 if name in ("dense", "mpi") else 9
+        assert method["steps"] == steps
+        assert method["agreed"]
+        assert method["seconds"]["all"]["steps"] == steps
+        assert len(method["series"]["seconds"]) == len(method["series"]["words"]) == steps
+        assert method["seconds"]["all"]["mean"] == pytest.approx(
+            np.mean(method["series"]["seconds"]), rel=1e-4
+        )
+        assert method["counted"] == (name != "mpi")
+        assert method["words"]["busiest"] >= method["words"]["mean"] > 0
+        # what the tables call stages is what a step consists of
+        stages = sum(stage["mean"] for stage in method["stages"]["all"].values())
+        assert stages <= method["seconds"]["all"]["mean"] * 1.001
+        assert set(method["floors"]) <= {*method["stages"]["all"]}
+        assert name in done.stdout
+    for name in METHODS:
+        assert (methods[name]["seconds"]["exact"] is None) == (name == "dense")
+    assert methods["dense"]["words"]["mean"] == methods["dense"]["formulas"]["least"] == 30000
+    assert methods["oktopk"]["words"]["mean"] <= 900
+    # a settled selection is near k, so that the counts are near the formulas
+    for name in ("topka", "gtopk"):
+        assert methods[name]["words"]["mean"] == pytest.approx(methods[name]["formulas"]["least"], rel=0.25)
+    assert methods["gtopk"]["words"]["busiest"] > 1.2 * methods["gtopk"]["words"]["mean"]
+    watched = [methods["oktopk"]["memory"][kind] for kind in ("regular", "exact")]
+    assert any(watched)
+    assert not any(growth["n_sized"] for growth in watched if growth)
+    held = methods["oktopk"]["memory"]["held"]
+    assert held["update"] == held["residual"] == 80000
+    assert held["scratch"] < 2 * 80000
+    assert methods["mpi"]["memory"]["held"] == {"update": 80000, "residual": 0, "scratch": 0}
+    assert draw(path, tmp_path)[0].stat().st_size > 20_000
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_a_sweep_starts_its_own_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.json"
+    words = ["--methods", "topka,dense", "--length", "2000", "--steps", "4", "--warmup", "0"]
+    done = run_alone("--sweep-ranks", "1,3", *words, "--set", "threshold_interval=1", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    content = read(path)
+    assert content["kind"] == "sweep"
+    assert [entry["ranks"] for entry in content["runs"]] == [1, 3]
+    alone, three = (by_name(entry) for entry in content["runs"])
+    assert alone["topka"]["words"]["mean"] == alone["dense"]["words"]["mean"] == 0
+    # exact in every step: 2k(P-1) words, where nothing ties
+    assert three["topka"]["words"]["mean"] == topka_words(40, 3) == 160
+    assert three["dense"]["words"]["mean"] == dense_words(2000, 3)
+    assert "words per rank and step" in done.stdout
+
+
+@pytest.mark.timeout(PATIENCE)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--methods", "oktopk,topkb"],
+            "method 'topkb' is not one of dense, oktopk, topka, topkdsa, gtopk, gaussiank",
+        ),
+        (["--json", "/dev/null/x.json"], "/dev/null/x.json cannot be written"),
+    ],
+)
+def test_bad_input_ends_all_ranks_with_one_message(words: list[str], message: str) -> None:
+    done = run_ranks(3, *SHORT, *words)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count(f"jobs.bench: {message}") == 1
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_bad_input_of_a_sweep_starts_nothing(tmp_path: Path) -> None:
+    done = run_alone("--sweep-ranks", "2", "--json", str(tmp_path / "nowhere" / "x.json"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr == f"jobs.bench: {tmp_path}/nowhere/x.json cannot be written: No such file or directory\n"
+    )
+
+
+def test_help_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("usage: the text", comm=MPI.COMM_SELF) == 0
+    assert capsys.readouterr().out == "usage: the text\n"
+    assert run("jobs.bench: no", comm=MPI.COMM_SELF) == 2
+    assert capsys.readouterr().err == "jobs.bench: no\n"
+
+
+def test_recorded_gradients_are_replayed(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    with GradientRecorder(tmp_path / "recording", 0, 1, 500, steps=3, source="a test") as recorder:
+        for _ in range(3):
+            recorder.add(rng.standard_normal(500).astype(np.float32))
+    replay = [
+        "--methods",
+        "oktopk",
+        "--steps",
+        "9",
+        "--warmup",
+        "2",
+        "--set",
+        "threshold_interval=8",
+        "--quiet",
+    ]
+    replay += ["--replay", str(tmp_path / "recording")]
+    path = tmp_path / "bench.json"
+    assert run(parse([*replay, "--json", str(path)], launched=True), comm=MPI.COMM_SELF) == 0
+    (entry,) = read(path)["runs"]
+    assert (entry["length"], entry["k"]) == (500, 5)
+    assert entry["gradients"]["name"] == "recorded"
+    assert entry["gradients"]["source"] == "a test"
+
+
+def test_a_recording_that_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(options("--replay", str(tmp_path)), comm=MPI.COMM_SELF) == 2
+    assert f"{tmp_path} is no recording" in capsys.readouterr().err
+    with GradientRecorder(tmp_path, 0, 1, 500, steps=1) as recorder:
+        recorder.add(np.ones(500, np.float32))
+    assert run(options("--replay", str(tmp_path)), comm=MPI.COMM_SELF) == 2
+    assert f"length 20000 is not 500, that of {tmp_path}" in capsys.readouterr().err
+
+
+def test_gradients_that_are_not_finite_end_the_bench(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with GradientRecorder(tmp_path / "r", 0, 1, 20000, steps=1) as recorder:
+        recorder.add(np.full(20000, math.nan, np.float32))
+    path = tmp_path / "bench.json"
+    words = ["--methods", "oktopk", "--replay", str(tmp_path / "r"), "--json", str(path)]
+    assert run(options(*words), comm=MPI.COMM_SELF) == 2
+    assert "is NaN or Inf on rank(s) 0" in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_more_memory_than_there_is_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--length", str(2**31 - 1), "--methods", *METHODS]
+    few = parse([*words, "--quiet"], launched=True)
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if free > 4 * 2**31 * 12:
+        pytest.skip(f"this machine has {free / 2**30:.0f} GiB")
+    assert run(few, comm=MPI.COMM_SELF) == 2
+    assert "GiB are free: try fewer methods or a length below 2147483647" in capsys.readouterr().err
+
+
+def test_the_library_sums_and_says_what_was_not_counted() -> None:
+    with_default = MpiAllreduce(MPI.COMM_SELF, 5)
+    gradient = np.arange(5, dtype=np.float32)
+    report = with_default.step(gradient)
+    assert with_default.update.tolist() == gradient.tolist()
+    assert (report.words, report.messages, report.method) == (0, 0, "mpi")
+    assert list(report.seconds) == ["allreduce"]
+    with_default.close()
+
+
+def test_an_algorithm_is_chosen_or_refused_by_name() -> None:
+    threads = MPI.Query_thread()
+    for method in ALGORITHMS:
+        try:
+            reducer = MpiAllreduce(MPI.COMM_SELF, 3, method)
+        except AlgorithmError as error:
+            assert "Open MPI" not in MPI.Get_library_version()
+            assert repr(method) in str(error)
+        else:
+            reducer.step(np.ones(3, np.float32))
+            reducer.close()
+    assert MPI.Query_thread() == threads
+
+
+def test_a_run_that_fails_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    assert run(options("--replay", str(tmp_path), "--json", str(path)), comm=MPI.COMM_SELF) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_document_has_no_number_that_json_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    assert run(options("--methods", "oktopk,mpi", "--json", str(path)), comm=MPI.COMM_SELF) == 0
+    json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} in the document"))

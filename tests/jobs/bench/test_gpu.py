@@ -1,0 +1,164 @@
+"""The bench where it meets a GPU and torch.distributed, on several ranks; and its refusal where there is neither."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from jobs.bench.document import BenchError, Output, read
+from jobs.bench.gpu.markdown import gpu_tables
+from jobs.bench.gpu.table import run_table
+from jobs.bench.gpu.targets import Cell
+from jobs.bench.gradients import DrawnGradients
+from jobs.bench.job import run
+from jobs.bench.nccl import leave, rendezvous, require_nccl, torch_problem
+from jobs.bench.options import parse
+from jobs.bench.run import open_device
+from tests.devices import gpus
+
+TINY = (Cell(300_000, 0.01, 8, 16, {"float32": 1.0, "bfloat16": 1.0}),)
+on_a_gpu = pytest.mark.skipif(not gpus(), reason="no GPU")
+without_gpus = pytest.mark.skipif(gpus() > 0, reason="there is a GPU")
+
+
+@without_gpus
+@pytest.mark.mpi
+def test_without_a_gpu_every_rank_leaves_with_one_sentence(
+    comm: MPI.Intracomm, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["--device", "cuda", "--methods", "oktopk"], ["--table", "gpu"]):
+        assert run(parse(words, launched=True), comm) == 2
+        said = capfd.readouterr().err
+        assert said.startswith("jobs.bench: --device cuda cannot be used: " if comm.rank == 0 else "")
+        assert said.count("\n") == (comm.rank == 0)
+
+
+@without_gpus
+@pytest.mark.mpi
+def test_without_a_torch_with_cuda_nccl_is_refused_on_every_rank(comm: MPI.Intracomm) -> None:
+    assert "NCCL's rows need a torch with CUDA" in torch_problem()
+    with pytest.raises(BenchError, match="NCCL's rows need a torch with CUDA"):
+        require_nccl(comm)
+
+
+@pytest.mark.mpi
+def test_torch_distributed_meets_at_a_port_that_was_free(comm: MPI.Intracomm) -> None:
+    torch = pytest.importorskip("torch")
+    leave()  # what another test may have left
+    store = rendezvous(comm)
+    group = torch.distributed
+    group.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    total = torch.full((3,), float(comm.rank))
+    group.all_reduce(total)
+    comm.Barrier()
+    group.destroy_process_group()
+    assert total.tolist() == [sum(range(comm.size))] * 3
+
+
+@on_a_gpu
+@pytest.mark.mpi
+@pytest.mark.timeout(300)
+def test_a_tiny_table_on_gpus(comm: MPI.Intracomm, tmp_path: Path) -> None:
+    path = comm.bcast(tmp_path) / "table.json"
+    options = parse(["--table", "gpu", "--quiet"], launched=True)
+    run_table(options, comm, Output(path) if comm.rank == 0 else None, TINY)
+    if comm.rank:
+        return
+    found = read(path)
+    assert [run["gradient_type"] for run in found["runs"]] == ["float32", "bfloat16"]
+    for entry in found["runs"]:
+        names = [method["name"] for method in entry["methods"]]
+        assert {"oktopk", "oktopk-into-g"} <= set(names)
+        assert ("nccl" in names) == (entry["ranks_per_device"] == 1)
+        for method in entry["methods"]:
+            assert method["agreed"], method["name"]
+            assert method["seconds"]["all"]["steps"] == 16
+        ours = entry["methods"][names.index("oktopk")]
+        assert ours["memory"]["regular"]["allocated"] == 0
+        assert ours["words"]["mean"] <= entry["bounds"]["upper"]
+        assert entry["select"]["nnz"] >= entry["k"]
+        assert entry["speeds"]["memory"] > 1e11
+    assert found["format"] == "oktopk bench 1"
+    assert found["gpu"]["name"] in gpu_tables(found)
+
+
+@on_a_gpu
+@pytest.mark.mpi
+def test_gradients_on_a_gpu_are_those_of_the_host_to_rounding(comm: MPI.Intracomm) -> None:
+    device = open_device("cuda", "float32", comm)
+    for name in ("iid", "heavy", "clustered"):
+        host = DrawnGradients(name, 10_001, comm.rank, seed=5)
+        drawn = device.source(name, 10_001, comm.rank, 5)
+        for _ in range(3):
+            expected = host.next()
+            np.testing.assert_allclose(device.fetch(drawn.next()), expected, rtol=1e-5, atol=1e-5)
+
+
+@on_a_gpu
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+def test_a_gradient_is_placed_as_its_type(comm: MPI.Intracomm, kind: str) -> None:
+    device = open_device("cuda", kind, comm)
+    gradient = np.random.default_rng(comm.rank).standard_normal(5000).astype(np.float32)
+    found = device.fetch(device.place(gradient))
+    if kind == "bfloat16":
+        bits = gradient.view(np.uint32)
+        expected = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    else:
+        expected = gradient.astype(kind)
+    assert found.tobytes() == expected.tobytes()
+    placed = device.place(gradient)
+    same = device.digest(placed)
+    assert device.digest(placed.copy()) == same
+    placed[[0, 4999]] = placed[[4999, 0]]
+    assert device.digest(placed) != same
+
+
+@on_a_gpu
+@pytest.mark.mpi
+def test_waits_and_allocations_on_a_gpu_are_counted(comm: MPI.Intracomm) -> None:
+    import cupy
+
+    from collectives.cuda.device import Device
+
+    device, theirs = open_device("cuda", "float32", comm), Device()
+    with device.watch() as growth:
+        kept = theirs.allocate(1 << 22, np.float32), cupy.empty(1000, np.uint8)
+        theirs.synchronize()
+        theirs.watch([5 << 32], 0, 5)  # there already
+        with pytest.raises(RuntimeError, match="without reporting"):
+            theirs.watch([5 << 32], 0, 6)
+    assert len(kept) == growth.synchronizations == 2
+    assert growth.allocated >= 4 * (1 << 22) + 1000
+    assert growth.resident is None or growth.resident >= 4 * (1 << 22)
+    with device.watch() as growth:
+        pass
+    assert dataclasses.astuple(growth)[0] == growth.synchronizations == 0
+
+
+@on_a_gpu
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("method", "kind"), [("nccl", "float32"), ("nccl-bf16", "bfloat16"), ("nccl-bf16", "float32")]
+)
+def test_nccl_averages_what_was_loaded(comm: MPI.Intracomm, method: str, kind: str) -> None:
+    from jobs.bench.nccl import NcclAllreduce
+
+    device = open_device("cuda", kind, comm)
+    if comm.allreduce(device.sharers, MPI.MAX) > 1 or any(comm.allgather(torch_problem())):
+        pytest.skip("NCCL takes one rank per GPU, and a torch with CUDA")
+    reducer = NcclAllreduce(comm, 1000, method)
+    gradient = device.place(np.arange(1000, dtype=np.float32) % 64 + comm.rank)
+    given = reducer.load(gradient)
+    report = reducer.step(given)
+    device.finish()
+    found = device.fetch(reducer.update)
+    if method == "nccl-bf16":
+        found = (found.astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_allclose(found, np.arange(1000) % 64 + (comm.size - 1) / 2, rtol=2**-8)
+    assert (report.k, report.method) == (1000, method)
+    reducer.close()

@@ -1,0 +1,108 @@
+"""Drawn gradients have the tails, the scales and the correlations that their profile says, and cost one pass."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from jobs.bench.gradients import BLOCK, PROFILES, DrawnGradients
+
+LENGTH = 300_000
+
+
+def drawn(
+    name: str, steps: int = 30, rank: int = 0, seed: int = 1, length: int = LENGTH
+) -> NDArray[np.float32]:
+    """float32[2, n]: the last two of some steps."""
+    source = DrawnGradients(name, length, rank, seed)
+    for _ in range(steps - 1):
+        before = source.next().copy()
+    return np.stack([before, source.next()])
+
+
+def correlation(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def kurtosis(x: NDArray[np.float32]) -> float:
+    """Of blocks scaled to unit variance; 3 for a Gaussian."""
+    blocks = x[: len(x) // BLOCK * BLOCK].reshape(-1, BLOCK).astype(np.float64)
+    blocks /= np.sqrt((blocks**2).mean(axis=1, keepdims=True))
+    return float((blocks**4).mean())
+
+
+@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("length", [1, BLOCK, BLOCK + 1, 10_000])
+def test_gradients_are_the_same_from_run_to_run_and_finite(name: str, length: int) -> None:
+    first, second = drawn(name, 3, length=length), drawn(name, 3, length=length)
+    assert first.tobytes() == second.tobytes()
+    assert first.dtype == np.float32
+    assert np.isfinite(first).all()
+    assert not np.array_equal(first[0], first[1])
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_seeds_and_ranks_draw_something_else(name: str) -> None:
+    mine = drawn(name)[1]
+    assert not np.array_equal(mine, drawn(name, seed=2)[1])
+    assert not np.array_equal(mine, drawn(name, rank=1)[1])
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_consecutive_steps_are_correlated_as_the_profile_says(name: str) -> None:
+    before, after = drawn(name)
+    assert correlation(before, after) == pytest.approx(PROFILES[name].memory, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["iid", "heavy"])
+def test_ranks_share_as_much_as_the_profile_says(name: str) -> None:
+    assert correlation(drawn(name)[1], drawn(name, rank=1)[1]) == pytest.approx(
+        PROFILES[name].shared, abs=0.05
+    )
+
+
+def test_iid_is_gaussian_and_heavy_is_not() -> None:
+    assert kurtosis(drawn("iid")[1]) == pytest.approx(3, abs=0.2)
+    assert kurtosis(drawn("heavy")[1]) > 5
+
+
+def test_heavy_has_blocks_of_different_scales() -> None:
+    def spread(name: str) -> float:
+        x = drawn(name)[1]
+        scales = np.sqrt((x[: len(x) // BLOCK * BLOCK].reshape(-1, BLOCK) ** 2).mean(axis=1))
+        return float(np.log(scales).std())
+
+    assert spread("iid") < 0.05
+    assert spread("heavy") == pytest.approx(PROFILES["heavy"].spread, abs=0.2)
+
+
+def test_clustered_has_nearly_all_large_entries_in_a_sixteenth_and_their_sums_in_less() -> None:
+    ranks = [drawn("clustered", rank=rank)[1] for rank in range(4)]
+    k = LENGTH // 100
+    top = np.argpartition(np.abs(ranks[0]), -k)[-k:]
+    summed = np.argpartition(np.abs(np.sum(ranks, axis=0)), -k)[-k:]
+    first = len(range(0, LENGTH, BLOCK)) // 3 * BLOCK
+    assert np.mean((top >= first) & (top < first + LENGTH // 15)) > 0.9
+    inside = np.mean((summed >= first) & (summed < first + BLOCK))  # the shared eighth is one block here
+    assert inside > 1.5 * np.mean((top >= first) & (top < first + BLOCK))
+
+
+def test_drawing_allocates_nothing_as_long_as_the_gradient() -> None:
+    source = DrawnGradients("heavy", LENGTH, 0, 1)
+    source.next()
+    tracemalloc.start()
+    try:
+        source.next()
+        assert tracemalloc.get_traced_memory()[1] < LENGTH
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_description_says_what_was_drawn() -> None:
+    described = DrawnGradients("heavy", 10, 0, 7).describe()
+    assert described["name"] == "heavy"
+    assert described["seed"] == 7
+    assert described["tail"] == PROFILES["heavy"].tail

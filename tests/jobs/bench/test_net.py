@@ -1,0 +1,179 @@
+"""The bench over a slow network: says what is missing, measures, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from jobs.bench.document import read
+from jobs.launch import launch_environment
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "jobs" / "bench" / "net.sh"
+PATIENCE = 100
+# A length that no other job has, to be found among the processes.
+TINY = ["--length", "20011", "--steps", "9", "--warmup", "9", "--set", "threshold_interval=8"]
+
+
+def command(*words: str) -> list[str]:
+    return [str(shutil.which("bash")), str(SCRIPT), "--python", sys.executable, *words]
+
+
+def call(words: Sequence[str], path: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = launch_environment(1, "unknown")
+    if path is not None:
+        environment["PATH"] = path
+    return subprocess.run(
+        words,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE - 5,
+        check=False,
+    )
+
+
+def processes(words: str) -> list[str]:
+    """Command lines of all processes of the machine that contain the words."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if words in line:
+            found.append(line)
+    return found
+
+
+def ranks() -> list[str]:
+    return [line for line in processes("--length 20011") if line.startswith(f"{sys.executable} -m mpi4py")]
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+@pytest.fixture
+def networks() -> None:
+    """Skips where this kernel or this machine has no namespaces to offer."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    for tool in ("ip", "tc", "unshare", "setpriv"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"needs {tool}")
+    probe = (
+        "ip link add name probe type bridge && ip link add name probe1 type veth peer name probe2 "
+        "&& tc qdisc add dev probe1 root tbf rate 1gbit burst 128kb latency 50ms"
+    )
+    made = call(["unshare", "--net", "--mount", "--pid", "--fork", "sh", "-c", probe])
+    if made.returncode:
+        pytest.skip(f"no namespaces, bridge, veth or tbf here: {made.stderr.strip()}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rate", "fast"], "--rate fast is not a rate such as 1gbit or 100mbit"),
+        (["--hosts", "0"], "--hosts 0 is not a number in [1, 99]"),
+        (["--ranks", "x"], "--ranks x is not a number of at least 1"),
+        (["--rate"], "--rate needs a value"),
+    ],
+)
+def test_bad_arguments_are_refused(words: list[str], message: str) -> None:
+    done = call(command(*words))
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"bench-net: {message}\n")
+
+
+@needs_root
+def test_without_root_it_says_so() -> None:
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        pytest.skip("needs setpriv")
+    script = SCRIPT.read_text()  # the checkout may lie where only root can read
+    done = call([setpriv, "--reuid", "65534", "--clear-groups", "bash", "-c", script])
+    assert done.returncode == 2
+    assert "needs root, to make network namespaces and shape their links" in done.stderr
+
+
+@needs_root
+def test_without_its_tools_it_names_their_packages(tmp_path: Path) -> None:
+    for tool in ("bash", "id", "uname", "dirname", "mount"):
+        found = shutil.which(tool)
+        assert found is not None
+        (tmp_path / tool).symlink_to(found)
+    done = call(command(), path=str(tmp_path))
+    assert done.returncode == 2
+    assert "not installed: iproute2 (ip, tc) util-linux (unshare, setpriv). On Debian" in done.stderr
+
+
+def test_help_is_the_head_of_the_script() -> None:
+    done = call(command("--help"))
+    assert done.returncode == 0
+    assert done.stdout.startswith("The bench over real TCP on a slow network")
+    assert "jobs/bench/net.sh [--hosts 4]" in done.stdout
+
+
+@needs_root
+def test_without_an_environment_it_says_how_to_make_one() -> None:
+    done = call(command("--python", "/nowhere/python"))
+    assert done.returncode == 2
+    assert "/nowhere/python is no interpreter: `make setup` makes .venv" in done.stderr
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_a_bench_over_tcp_names_the_dense_algorithms(networks: None, tmp_path: Path) -> None:
+    path = tmp_path / "net.json"
+    done = call(command("--hosts", "2", "--rate", "1gbit", *TINY, "--dense-steps", "2", "--json", str(path)))
+    assert done.returncode == 0, done.stderr
+    content = read(path)
+    (entry,) = content["runs"]
+    assert entry["ranks"] == 2
+    assert entry["network"] == "2 hosts, TCP over 1gbit links"
+    names = [method["name"] for method in entry["methods"]]
+    assert {"dense", "oktopk", "mpi"} <= set(names)
+    if "Open MPI" in content["mpi"]:
+        assert {"mpi-ring", "mpi-rabenseifner"} <= set(names)
+    # 4 MB pieces in both directions at once: the links are shaped
+    assert entry["speeds"]["wire"] < 1.1 * 125e6
+    assert not processes("--length 20011")
+
+
+@pytest.mark.timeout(PATIENCE)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whatever_ends_it_nothing_is_left(networks: None, number: signal.Signals) -> None:
+    before = call(["ip", "-o", "link"]).stdout.count("\n"), call(["ip", "netns", "list"]).stdout
+    # longer than any patience
+    words = ["--hosts", "2", "--length", "20011", "--steps", "10000000", "--methods", "oktopk", "--quiet"]
+    with subprocess.Popen(
+        command(*words),
+        env=launch_environment(1, "unknown"),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        # a shell that was born ignoring SIGINT, as in the background of another, cannot trap it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - before bash, not Python
+    ) as job:
+        deadline = time.monotonic() + 60
+        while len(ranks()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(ranks()) == 2
+        time.sleep(1)  # into the measuring
+        job.send_signal(number)
+        try:
+            assert job.wait(timeout=10) in (128 + number, -number)
+        finally:
+            job.kill()
+    deadline = time.monotonic() + 10
+    while processes("--length 20011") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not processes("--length 20011")
+    assert (call(["ip", "-o", "link"]).stdout.count("\n"), call(["ip", "netns", "list"]).stdout) == before

@@ -1,0 +1,118 @@
+"""The bench's command line: what it means, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from jobs.bench.arguments import SWEEP_DENSITY, SWEEP_LENGTH, VGG_LENGTH, usage
+from jobs.bench.document import BenchError
+from jobs.bench.options import parse
+from oktopk import METHODS
+
+
+def test_defaults_are_those_of_the_issue() -> None:
+    options = parse([], launched=True)
+    assert options.methods == (*METHODS, "mpi")
+    assert (options.length, options.density, options.gradients) == (VGG_LENGTH, 0.01, "heavy")
+    assert options.warmup == 200
+    assert options.steps == options.dense_steps == 64
+    assert options.memory
+
+
+def test_warmup_is_two_over_the_density_rounded_up() -> None:
+    assert parse(["--density", "0.03"], launched=True).warmup == 67
+    assert parse(["--density", "0.03", "--warmup", "0"], launched=True).warmup == 0
+
+
+def test_methods_may_be_separated_by_commas_or_blanks_and_count_once() -> None:
+    options = parse(["--methods", "mpi,oktopk", "dense", "mpi"], launched=True)
+    assert options.methods == ("mpi", "oktopk", "dense")
+
+
+def test_a_sweep_measures_words_only() -> None:
+    options = parse(["--sweep-ranks", "2,4"], launched=False)
+    assert options.sweep_ranks == (2, 4)
+    assert options.methods == tuple(METHODS)
+    assert (options.length, options.density) == (SWEEP_LENGTH, SWEEP_DENSITY)
+    assert not options.memory
+
+
+def test_an_ablation_is_of_oktopk_on_four_and_eight_ranks() -> None:
+    assert parse(["--ablate"], launched=False).ranks == (4, 8)
+    assert parse(["--ablate", "--ranks", "3"], launched=False).ranks == (3,)
+    launched = parse(["--ablate"], launched=True)
+    assert (launched.ranks, launched.methods, launched.gradients) == ((), ("oktopk",), "clustered")
+
+
+def test_a_job_is_started_with_the_options_of_its_driver() -> None:
+    given = ["--methods", "oktopk,mpi", "--length", "77", "--density", "0.05", "--steps", "9", "--seed", "3"]
+    given += ["--set", "threshold_interval=4", "--set", "balance_trigger=inf", "--set", "nonfinite=skip"]
+    given += ["--dense-steps", "2", "--network", "two tin cans", "--no-memory", "--warmup", "5"]
+    options = parse([*given, "--json", "somewhere"], launched=False)
+    assert options.settings == {"threshold_interval": 4, "balance_trigger": math.inf, "nonfinite": "skip"}
+    again = parse(options.words(), launched=True)
+    assert again == dataclasses.replace(options, json=None)
+    ablation = parse(["--ablate", "--replay", "folder"], launched=False)
+    expected = dataclasses.replace(ablation, ranks=(), gradients="clustered")
+    assert parse(ablation.words(), launched=True) == expected
+    assert expected.replay == Path("folder")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--methods", "topkb"], "method 'topkb' is not one of dense, oktopk, "),
+        (["--methods", ","], "no method is named"),
+        (["--length", "0"], "length 0 is not in [1, 2147483647]"),
+        (["--length", "-5"], "length -5 is not in"),
+        (["--length", "many"], "invalid int value: 'many'"),
+        (["--density", "0"], "density 0.0 is not in (0, 0.25]"),
+        (["--density", "0.5"], "density 0.5 is not in (0, 0.25]: above, every method runs densely"),
+        (["--steps", "31"], "steps 31 is not at least 32, the threshold interval"),
+        (["--steps", "0", "--set", "threshold_interval=1"], "steps 0 is not at least 1"),
+        (["--warmup", "-1"], "warmup -1 is not at least 0"),
+        (["--dense-steps", "65"], "dense-steps 65 is not in [1, 64]"),
+        (["--dense-steps", "0"], "dense-steps 0 is not in [1, 64]"),
+        (["--gradients", "odd"], "invalid choice: 'odd'"),
+        (["--device", "abacus"], "invalid choice: 'abacus'"),
+        (["--set", "density=0.1"], "--set 'density=0.1' is not NAME=VALUE with a name of threshold_interval"),
+        (["--set", "threshold_interval"], "is not NAME=VALUE"),
+        (["--set", "threshold_interval=0"], "threshold_interval 0 is not an integer >= 1"),
+        (["--set", "balance_trigger=x"], "balance_trigger 'x' is not a number"),
+        (["--sweep-ranks", "2,x"], "--sweep-ranks '2,x' is not a list of numbers such as 2,4,8"),
+        (["--sweep-ranks", "0,2"], "has a number of ranks that is not at least 1"),
+        (["--sweep-ranks", "2", "--ablate"], "two different benches"),
+        (["--ranks", "2"], "--ranks is for --ablate"),
+        (["--ablate", "--methods", "topka"], "--ablate compares settings of oktopk, not methods topka"),
+        (["--what"], "unrecognized arguments: --what"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_value_and_the_bound(words: list[str], message: str) -> None:
+    with pytest.raises(BenchError, match=re.escape(message)):
+        parse(words, launched=False)
+
+
+@pytest.mark.parametrize("words", [["--sweep-ranks", "2"], ["--ablate", "--ranks", "2"]])
+def test_a_rank_starts_no_ranks(words: list[str]) -> None:
+    with pytest.raises(BenchError, match="starts mpiexec itself: run it without one"):
+        parse(words, launched=True)
+
+
+def test_usage_names_every_option() -> None:
+    text = usage()
+    for word in (
+        "--methods",
+        "--length",
+        "--density",
+        "--steps",
+        "--device",
+        "--json",
+        "--ablate",
+        "--sweep-ranks",
+    ):
+        assert word in text

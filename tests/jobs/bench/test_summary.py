@@ -1,0 +1,228 @@
+"""From samples to figures, by numbers worked out by hand; and the document that holds them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jobs.bench.device import Growth
+from jobs.bench.document import BenchError, Output, document, read
+from jobs.bench.floors import Speeds, Workload, stage_floors
+from jobs.bench.host import Host
+from jobs.bench.measure import FIELDS, Contestant, Course, Samples, held_bytes
+from jobs.bench.summary import formulas, summarize
+from jobs.bench.tables import run_tables
+from jobs.run.machine import environment
+from oktopk.methods.gtopk import gtopk_busiest_words
+from oktopk.methods.topkdsa import topkdsa_words
+
+LENGTH = 1000
+K = 10
+SPEEDS = Speeds(memory=1000.0, wire=100.0, message=0.5)
+
+
+def samples(**replaced: Any) -> Samples:
+    """Two ranks, four steps, the last one exact on rank 1 alone."""
+    fields = {name: np.zeros((2, 4)) for name in FIELDS}
+    fields["seconds"] = np.array([[1.0, 5.0, 3.0, 9.0], [2.0, 4.0, 3.0, 8.0]])
+    fields["exact"][1, 3] = 1
+    fields["k"][:] = K
+    fields["local_nnz"][:] = [[10, 10, 10, 10], [12, 8, 10, 10]]
+    fields["global_nnz"][:] = [10, 11, 9, 10]
+    fields["words"][:] = [[10, 10, 10, 10], [20, 40, 20, 20]]
+    fields["messages"][:] = 3
+    return Samples(
+        fields=fields,
+        stages={"select": np.full((2, 4), 0.5), "reduce": np.array([[0.1] * 4, [0.3] * 4])},
+        growth={False: [Growth(100, 200), Growth(300, None)], True: []},
+        held={"update": 4000, "residual": 4000, "scratch": 10},
+        agreed=True,
+        **replaced,
+    )
+
+
+def summary(method: str = "oktopk", **replaced: Any) -> dict[str, Any]:
+    return summarize(Contestant(method, method), samples(**replaced), LENGTH, SPEEDS)
+
+
+def test_the_slowest_rank_makes_the_time_of_a_step() -> None:
+    seconds = summary()["seconds"]
+    assert seconds["all"] == {"steps": 4, "median": 4.0, "mean": 4.75, "min": 2.0, "max": 9.0}
+    assert seconds["regular"] == {"steps": 3, "median": 3.0, "mean": 10 / 3, "min": 2.0, "max": 5.0}
+    assert seconds["exact"] == {"steps": 1, "median": 9.0, "mean": 9.0, "min": 9.0, "max": 9.0}
+
+
+def test_stages_are_means_over_ranks_and_the_rest_is_between() -> None:
+    stages = summary()["stages"]["exact"]
+    assert stages["select"] == {"mean": 0.5, "median": 0.5, "slowest": 0.5, "least": 0.5}
+    assert stages["reduce"] == pytest.approx({"mean": 0.2, "median": 0.2, "slowest": 0.3, "least": 0.1})
+    assert stages["between"]["mean"] == pytest.approx((8.4 + 7.2) / 2)
+
+
+def test_words_are_means_over_ranks_beside_the_busiest() -> None:
+    words = summary()["words"]
+    assert words == {"mean": 17.5, "busiest": 25.0, "largest_step": 25.0}
+
+
+def test_deviations_are_from_k_and_only_where_the_update_is_held_to_it() -> None:
+    nnz = summary()["nnz"]
+    assert nnz["local_deviation"] == pytest.approx(0.4 / 8)
+    assert nnz["global_deviation"] == pytest.approx(0.05)
+    assert nnz["global_deviation_largest"] == pytest.approx(0.1)
+    assert summary("topka")["nnz"]["global_deviation"] is None
+
+
+def test_memory_is_that_of_the_worst_watched_step() -> None:
+    memory = summary()["memory"]
+    assert memory["regular"] == {"watched": 2, "allocated": 300, "resident": 200, "n_sized": False}
+    assert memory["exact"] is None
+    big = {False: [Growth(1 << 20, None)], True: []}
+    found = samples()
+    found.growth = big
+    memory = summarize(Contestant("oktopk", "oktopk"), found, LENGTH, SPEEDS)["memory"]
+    assert memory["regular"] == {"watched": 1, "allocated": 1 << 20, "resident": None, "n_sized": True}
+
+
+def test_formulas_for_a_hundred_entries_of_ten_thousand_on_four_ranks() -> None:
+    assert formulas("oktopk", 100, 10_000, 4) == {"least": 150, "most": 450}
+    assert (
+        formulas("topka", 100, 10_000, 4)
+        == formulas("gaussiank", 100, 10_000, 4)
+        == {"least": 600, "most": 600}
+    )
+    assert formulas("gtopk", 100, 10_000, 4) == {"least": 300, "most": 300, "busiest": 400}
+    assert formulas("topkdsa", 100, 10_000, 4) == {"least": 300, "most": 7650}
+    assert formulas("nccl-bf16", 100, 10_000, 4) == {"least": 7500, "most": 7500}
+    for method in ("dense", "mpi", "mpi-ring", "nccl"):
+        assert formulas(method, 100, 10_000, 4) == {"least": 15_000, "most": 15_000}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "busiest"), [(1, 0), (2, 200), (3, 400), (4, 400), (5, 600), (8, 600), (64, 1200)]
+)
+def test_gtopk_is_logarithmic_on_its_busiest_rank(ranks: int, busiest: float) -> None:
+    assert gtopk_busiest_words(100, ranks) == busiest
+
+
+def test_topkdsa_never_sends_less_than_its_least() -> None:
+    least, most = topkdsa_words(100, 110, 4)
+    assert least == most == 300
+
+
+def test_floors_are_bytes_and_messages_at_the_speeds_of_the_run() -> None:
+    floors = stage_floors("oktopk", Workload(1000, 4, selected=10, applied=20), SPEEDS)
+    assert floors["select"] == {"memory_bytes": 12_000, "wire_bytes": 0, "messages": 0, "seconds": 12.0}
+    assert floors["exchange"] == {"memory_bytes": 0, "wire_bytes": 60, "messages": 3, "seconds": 0.6 + 1.5}
+    assert floors["allgather"] == {"memory_bytes": 0, "wire_bytes": 120, "messages": 2, "seconds": 1.2 + 1.0}
+    dense = stage_floors("mpi-ring", Workload(1000, 2, 1000, 1000), SPEEDS)
+    assert dense["allreduce"]["wire_bytes"] == 4 * 1000
+
+
+def test_dense_contestants_run_a_short_course() -> None:
+    course = Course(warmup=10, steps=8, dense_steps=3, watched=0)
+    sparse, dense = Contestant("a", "oktopk"), Contestant("b", "dense", sparse=False)
+    assert [step for step in range(-10, 8) if course.runs(sparse, step)] == list(range(-10, 8))
+    assert [step for step in range(-10, 8) if course.runs(dense, step)] == [-2, -1, 0, 1, 2]
+
+
+def test_arrays_that_are_kept_are_found_once() -> None:
+    class Held:
+        def __init__(self) -> None:
+            self.update = np.zeros(10, np.float32)
+            self.residual = None
+            self.pieces = [self.update[2:], np.zeros(3, np.int64)[1:], {"x": (np.zeros(1),)}]
+
+    Held.__module__ = "jobs.anything"
+    assert held_bytes(Held()) == {"update": 40, "residual": 0, "scratch": 32}  # type: ignore[arg-type]
+
+
+def test_watching_counts_what_was_allocated_at_the_peak() -> None:
+    with Host().watch() as growth:
+        np.ones(1 << 26, np.uint8)  # too long for malloc to serve from what it holds
+        np.ones(1 << 25, np.uint8)
+    assert 1 << 26 <= growth.allocated < 1.1 * (1 << 26)
+    assert growth.resident is None or growth.resident > 0.9 * (1 << 26)
+    with Host().watch() as growth:
+        pass
+    assert growth.allocated < 10_000
+
+
+def run(**replaced: Any) -> dict[str, Any]:
+    return {
+        "ranks": 2,
+        "length": LENGTH,
+        "density": 0.01,
+        "k": K,
+        "network": "",
+        "gradients": {"name": "heavy"},
+        "course": {"warmup": 10, "steps": 4},
+        "bounds": {"lower": 10.0, "upper": 30.0, "step_limit": 37.5, "dense": 1000.0},
+        "methods": [summary(), summary("mpi")],
+        **replaced,
+    }
+
+
+def test_tables_name_every_method_and_compare_with_mpi() -> None:
+    text = run_tables(run())
+    assert "2 ranks, n = 1,000, density 0.01, k = 10, heavy gradients, 4 steps after 10 discarded" in text
+    assert "mean / mpi's" in text
+    cells = next(line for line in text.splitlines() if line.startswith("oktopk")).split()
+    assert cells == [
+        "oktopk",
+        "4750.00",
+        "4000.00",
+        "3333.33",
+        "3000.00",
+        "9000.00",
+        "9000.00",
+        "2.70",
+        "1.00",
+    ]
+    assert "10 … 30" in text
+    assert "500.00 / 500.00 (12000.00)" in text
+
+
+def test_a_document_is_read_as_it_was_written(tmp_path: Path) -> None:
+    output = Output(tmp_path / "bench.json")
+    assert not list(tmp_path.iterdir())
+    content = document(
+        "bench", [run(speeds={"wire": math.inf, "memory": math.nan})], "Some MPI", "the command"
+    )
+    output.write(content)
+    found = read(tmp_path / "bench.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
+    assert found["runs"][0]["speeds"] == {"wire": "inf", "memory": None}
+    assert found["runs"][0]["methods"][0]["words"]["mean"] == 17.5
+    assert (found["kind"], found["mpi"], found["command"]) == ("bench", "Some MPI", "the command")
+    for name in ("date", "commit", "dirty", "machine", "versions", "environment"):
+        assert name in found
+    assert found["machine"]["cores"] >= 1
+    assert found["machine"]["cpu"]
+
+
+def test_the_environment_is_what_tunes_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("OMPI_MCA_btl", "self,tcp"), ("OMPI_MCA_initial_wdir", "/x"), ("HOME", "/root")):
+        monkeypatch.setenv(name, value)
+    found = environment()
+    assert found["OMPI_MCA_btl"] == "self,tcp"
+    assert not {"OMPI_MCA_initial_wdir", "HOME"} & found.keys()
+
+
+def test_what_is_no_document_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="none.json cannot be read: No such file"):
+        read(tmp_path / "none.json")
+    (tmp_path / "text").write_text("no JSON")
+    with pytest.raises(BenchError, match="it is not JSON"):
+        read(tmp_path / "text")
+    (tmp_path / "other").write_text(json.dumps([1]))
+    with pytest.raises(BenchError, match="its format is None, not 'oktopk bench 1'"):
+        read(tmp_path / "other")
+    with pytest.raises(BenchError, match="it is a directory"):
+        Output(tmp_path)
+    with pytest.raises(BenchError, match="cannot be written: No such file or directory"):
+        Output(tmp_path / "nowhere" / "bench.json")

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from jobs.config.config import Config
+from jobs.config.file import ConfigError, apply_overrides, load, read_toml, validate
+from jobs.config.sections import ReductionConfig, ScheduleConfig
+from jobs.train.schedule import learning_rate_factor
+from oktopk import Settings
+
+CONFIGS = Path(__file__).parents[3] / "jobs" / "configs"
+SMALLEST = {"training": {"steps": 3}}
+
+
+def with_overrides(*overrides: str) -> Config:
+    return validate(apply_overrides(SMALLEST, overrides))
+
+
+def test_defaults_fill_what_is_not_written() -> None:
+    config = validate(SMALLEST)
+    assert config.reduction.method == "oktopk"
+    assert config.training.batch_size == 16
+    assert config.data.name == "digits"
+
+
+def test_reduction_section_has_the_settings_and_their_defaults() -> None:
+    config = ReductionConfig()
+    assert Settings(**config.settings()) == Settings()
+    assert set(ReductionConfig.model_fields) == {
+        "method",
+        "gradient_type",
+        "bucket_mb",
+        *(f.name for f in dataclasses.fields(Settings)),
+    }
+
+
+def test_shipped_digits_file_is_valid() -> None:
+    config = load(CONFIGS / "digits.toml")
+    assert (config.reduction.density, config.training.batch_size) == (0.02, 16)
+
+
+def test_shipped_vgg_file_asks_for_its_data() -> None:
+    with pytest.raises(ConfigError, match=re.escape("[data] path is empty")):
+        load(CONFIGS / "vgg.toml")
+
+
+def test_shipped_vgg_file_has_the_settings_of_the_paper() -> None:
+    config = load(CONFIGS / "vgg.toml", ["data.path=cifar10.h5"])
+    assert (config.model.width, config.training.batch_size, config.training.epochs) == (1.0, 16, 161)
+    assert (config.optimizer.lr, config.optimizer.momentum, config.optimizer.weight_decay) == (0.1, 0.9, 1e-4)
+    assert (config.schedule.warmup, config.schedule.milestones) == (10, (81, 122, 155))
+    assert (config.reduction.density, config.reduction.threshold_interval) == (0.02, 32)
+    assert (config.reduction.boundary_interval, config.reduction.dense_warmup_steps) == (64, 512)
+
+
+def test_a_config_written_as_toml_reads_back_equal() -> None:
+    config = with_overrides(
+        "run.file='runs/gr\u00fc\u00df \U0001f40d \"quoted\".h5'",
+        "schedule.name=step",
+        "schedule.milestones=[2, 3.5]",
+        "optimizer.eps=1e-12",
+        "schedule.warmup_start='1/ranks'",
+    )
+    assert validate(tomllib.loads(config.to_toml())) == config
+    assert Config.model_validate_json(config.to_json()) == config
+
+
+def test_overrides_are_toml_and_fall_back_to_strings() -> None:
+    config = with_overrides(
+        "training.steps=7",
+        "training.steps = 8",
+        "reduction.method=dense",
+        "run.file=runs/a-b.h5",
+        "run.overwrite=true",
+        "optimizer.lr=1e-3",
+    )
+    assert config.training.steps == 8
+    assert (config.reduction.method, config.run.file, config.run.overwrite) == ("dense", "runs/a-b.h5", True)
+    assert config.optimizer.lr == 1e-3
+
+
+def test_an_override_cannot_smuggle_in_a_second_key() -> None:
+    assert with_overrides("run.file='a'\nvalue2 = 1").run.file == "'a'\nvalue2 = 1"
+
+
+def test_overrides_leave_the_document_alone() -> None:
+    document = {"training": {"steps": 3}}
+    apply_overrides(document, ["training.steps=4"])
+    assert document == {"training": {"steps": 3}}
+
+
+@pytest.mark.parametrize("override", ["training.steps", "steps=3", "=3", ".steps=3", "training.=3", ""])
+def test_a_malformed_override_is_named(override: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"--set {override}: expected section.key=value")):
+        apply_overrides(SMALLEST, [override])
+
+
+def test_an_unknown_key_names_itself_and_the_valid_ones() -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_overrides("reduction.densty=0.01")
+    message = str(caught.value)
+    assert message.startswith("reduction.densty: unknown key in [reduction] (did you mean density?); valid: ")
+    assert "threshold_interval" in message
+    assert "\n" not in message
+
+
+def test_an_unknown_section_names_itself_and_the_valid_ones() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^reducton: unknown section \(did you mean reduction\?\); valid: "
+    ):
+        with_overrides("reducton.density=0.01")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("reduction.density=0", "[reduction] density 0.0 is not in (0, 1]"),
+        ("reduction.density=1.5", "[reduction] density 1.5 is not in (0, 1]"),
+        ("reduction.threshold_interval=0", "[reduction] threshold_interval 0 is not"),
+        ("reduction.method=okotpk", "reduction.method = \"okotpk\": 'okotpk' is not one of dense, "),
+        ("training.batch_size=0", "training.batch_size = 0: Input should be greater than or equal to 1"),
+        ("training.batch_size='16'", 'training.batch_size = "16": Input should be a valid integer'),
+        ("training.batch_size=16.0", "training.batch_size = 16.0: Input should be a valid integer"),
+        ("training.steps=0", "[training] steps and epochs are both 0"),
+        ("optimizer.lr=-1.0", "optimizer.lr = -1.0: Input should be greater than 0"),
+        ("optimizer.lr=inf", "optimizer.lr = Infinity: Input should be a finite number"),
+        ("optimizer.name=lion", "optimizer.name = \"lion\": Input should be 'sgd', 'adam' or 'adamw'"),
+        ("optimizer.nesterov=true", "[optimizer] nesterov needs a momentum above 0"),
+        ("schedule.warmup_start=2", "schedule.warmup_start = 2: 2.0 is not in [0, 1]"),
+        ("schedule.warmup_start=half", "Input should be a valid number; or Input should be '1/ranks'"),
+        ("schedule.milestones=[1]", "[schedule] milestones are for the schedule 'step'"),
+        ("schedule.name=step", "[schedule] the schedule 'step' needs milestones"),
+        ("data.path=x.h5", "[data] path is 'x.h5', but digits are read from no file"),
+        ("data.name=cifar10", "[data] path is empty, but the data set 'cifar10' is read from a file"),
+        ("training.label_smoothing=1", "training.label_smoothing = 1: Input should be less than 1"),
+        ("run.file=''", 'run.file = "": the run file\'s name is empty'),
+    ],
+)
+def test_a_bad_value_names_itself_and_the_bound(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_overrides(override)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_fault_has_its_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_overrides("model.width=0", "training.seed=-1", "run.fil=x")
+    assert [line.split(" ")[0] for line in str(caught.value).splitlines()] == [
+        "model.width",
+        "training.seed",
+        "run.fil:",
+    ]
+
+
+def test_momentum_correction_and_momentum_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="is the run's momentum"):
+        with_overrides("reduction.momentum_correction=0.9", "optimizer.momentum=0.9")
+    with pytest.raises(ConfigError, match="is the run's momentum"):
+        with_overrides("reduction.momentum_correction=0.9", "optimizer.name=adam")
+    with_overrides("reduction.momentum_correction=0.9")
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        validate(SMALLEST).training.steps = 4  # type: ignore[misc]
+
+
+def test_a_section_missing_or_of_the_wrong_kind_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^training is missing$"):
+        validate({})
+    with pytest.raises(ConfigError, match=r"^\[training\] Input should be"):
+        validate({"training": 3})
+
+
+def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / 'none.toml'}: No such file")):
+        load(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load(tmp_path)
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[training]\nsteps 3\n")
+    with pytest.raises(ConfigError, match=r"broken.toml is not TOML: .*line 2"):
+        read_toml(broken)
+    broken.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        read_toml(broken)
+
+
+def factor(
+    step: int, *, ranks: int = 4, steps: int = 100, steps_per_epoch: int = 10, **keys: object
+) -> float:
+    schedule = ScheduleConfig.model_validate(keys)
+    return learning_rate_factor(schedule, step, steps=steps, steps_per_epoch=steps_per_epoch, ranks=ranks)
+
+
+def test_a_constant_schedule_is_one_throughout() -> None:
+    assert {factor(step) for step in range(100)} == {1.0}
+
+
+def test_a_warmup_rises_in_a_line_and_reaches_one_with_its_last_step() -> None:
+    rates = [factor(step, warmup=5) for step in range(7)]
+    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0])
+
+
+def test_a_warmup_from_one_over_ranks_starts_there() -> None:
+    rates = [factor(step, warmup=3, warmup_start="1/ranks") for step in range(3)]
+    assert rates == pytest.approx([0.5, 0.75, 1.0])
+    assert factor(0, warmup=3, warmup_start="1/ranks", ranks=1) == 1.0
+
+
+def test_a_step_schedule_falls_at_its_milestones() -> None:
+    keys = {"name": "step", "milestones": [2, 5], "gamma": 0.1, "unit": "epochs"}
+    rates = [factor(step, **keys) for step in (0, 19, 20, 49, 50, 99)]
+    assert rates == pytest.approx([1.0, 1.0, 0.1, 0.1, 0.01, 0.01])
+
+
+def test_one_cycle_rises_and_falls_along_cosines() -> None:
+    keys = {"name": "one-cycle", "warmup": 30, "warmup_start": 0.2, "final": 0.1}
+    rates = [factor(step, **keys) for step in range(100)]
+    assert rates[29] == max(rates) == 1.0
+    assert rates[0] == pytest.approx(0.2, abs=0.01)
+    assert rates[-1] == pytest.approx(0.1)
+    assert all(after > before for before, after in itertools.pairwise(rates[:30]))
+    assert all(after < before for before, after in itertools.pairwise(rates[30:]))
+    assert rates[14] == pytest.approx(0.6)  # half-way up, half the rise
+    with pytest.raises(ValueError, match="'one-cycle' needs a warmup"):
+        ScheduleConfig(name="one-cycle")
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+def test_a_decay_falls_from_one_to_final_with_the_last_step(name: str) -> None:
+    rates = [factor(step, name=name, warmup=10, final=0.1) for step in range(10, 100)]
+    assert rates[0] == 1.0
+    assert rates[-1] == pytest.approx(0.1)
+    assert all(after < before for before, after in itertools.pairwise(rates))
+
+
+@pytest.mark.parametrize("name", ["constant", "exponential", "cosine", "linear"])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_the_shortest_runs_have_a_finite_rate(name: str, steps: int) -> None:
+    for warmup in (0, 1, 2.5, 10):
+        rates = [factor(step, steps=steps, name=name, warmup=warmup) for step in range(steps)]
+        assert all(math.isfinite(rate) and 0 <= rate <= 1 for rate in rates)
+
+
+def test_training_modes_are_methods_without_what_they_cannot_do() -> None:
+    for mode in ("dense-ovlp", "nccl", "ddp"):
+        assert with_overrides(f"reduction.method={mode}").reduction.method == mode
+        for override in (
+            "reduction.nonfinite=skip",
+            "reduction.momentum_correction=0.9",
+            "reduction.average=false",
+            "run.record_gradients=folder",
+            "run.measure_every=7",
+        ):
+            key = override.partition("=")[0]
+            with pytest.raises(ConfigError, match=f"{key}.* is not for reduction.method '{mode}'"):
+                with_overrides(f"reduction.method={mode}", override)

@@ -1,0 +1,192 @@
+"""The experiment as it is started, in small: cut short, continued, reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from data.prepared_file import data_checksum
+from jobs.config.config import Config
+from jobs.config.file import apply_overrides
+from jobs.experiment.__main__ import LEFT, main
+from jobs.experiment.options import parse
+from jobs.experiment.plan import plan
+from jobs.experiment.worker import main as work
+from jobs.run.reader import RunReader
+from jobs.train.tasks.build import build_workload
+from jobs.train.tasks.task import Workload
+from tests.small_experiment import VGG, small
+
+ROOT = Path(__file__).parents[3]
+PATIENCE = 300
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_an_experiment_grows_over_several_calls(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main([*small(tmp_path), "--budget", "1"]) == LEFT
+    said = capfd.readouterr().out
+    assert "11 of 11 runs to do" in said
+    assert "the budget of 1 s is for 0 of them" in said
+    assert "nothing to report yet" in said
+    assert not list(out.rglob("*.h5"))
+
+    assert main(small(tmp_path)) == 0
+    first = capfd.readouterr()
+    names = ["dense-0", "oktopk-0", "topka-0", "dense-1", "oktopk-1"]
+    fast = [f"speed-{ranks}-{method}" for ranks in (2, 1) for method in ("dense", "oktopk", "topka")]
+    # one launch for each number of ranks
+    assert re.findall(r"\[\d+/\d+\] (\S+)", first.err) == [*names, *fast]
+    assert re.findall(r"\[(\d+)/(\d+)\]", first.err)[-1] == ("3", "3")
+    for name in names:
+        with RunReader(out / "runs" / f"{name}.h5") as reader:
+            assert (reader.status, reader.info.ranks) == ("complete", 2)
+            assert reader.info.method == name[:-2]
+            assert reader.info.seed == int(name[-1])
+            assert reader.info.data == data_checksum(tmp_path / "images.h5") != ""
+            # 64 images, 2 ranks of 8: four steps an epoch; the first is dense
+            assert len(reader.steps()["step"]) == 8
+            measured = [] if name.startswith("dense") else [3, 6]
+            assert reader.measures()["step"].tolist() == measured
+    assert not list((out / "runs").glob("*.checkpoints"))
+    text = (out / "report" / "results.md").read_text()
+    assert "- Command: `python -m jobs.experiment vgg --data" in text
+    assert re.search(r"^\| Dense \(2 seeds\) ", text, re.MULTILINE)
+    assert re.search(r"^\| Method +\| +1 rank .* 2 ranks ", text, re.MULTILINE)
+    assert re.search(r"NCCL's flat allreduce.*\| +open \| +not measured \|", text)
+    assert {"index.html", "methods.csv", "throughput.csv"} <= {
+        path.name for path in (out / "report").iterdir()
+    }
+
+    times = {path: path.stat().st_mtime_ns for path in (out / "runs").glob("*.h5")}
+    (out / "runs" / "topka-0.h5").unlink()
+    assert main([*small(tmp_path), "--budget", "1", "--note", "Of noise."]) == LEFT
+    for name in ("results.md", "index.html"):
+        partly = (out / "report" / name).read_text()
+        assert "Of noise." in partly and "not complete: topka-0" in partly
+    capfd.readouterr()
+    assert main(small(tmp_path)) == 0
+    assert "not complete" not in (out / "report" / "results.md").read_text()
+    again = capfd.readouterr()
+    assert "1 of 11 runs to do" in again.out
+    assert re.findall(r"\[\d+/\d+\] (\S+)", again.err) == ["topka-0"]
+    changed = {path.stem for path, time in times.items() if path.stat().st_mtime_ns != time}
+    assert changed == {"topka-0"}
+
+    assert main([*small(tmp_path), "--set", "optimizer.lr=0.05"]) == 2
+    assert "is a complete run of another experiment (optimizer.lr 0.1, not 0.05)" in capfd.readouterr().err
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_two_jobs_fill_one_table_at_the_same_time(tmp_path: Path) -> None:
+    words = [*small(tmp_path), "--speed-steps", "0", "--seeds", "1"]
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "jobs.experiment", *words, *share],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for share in (["--methods", "dense"], ["--runs", "oktopk-0"])
+    ]
+    try:
+        for job in jobs:
+            said, _ = job.communicate(timeout=PATIENCE - 30)
+            assert job.returncode == 0, said
+    finally:
+        for job in jobs:
+            job.terminate()
+            job.wait()
+    assert {each.trial.name for each in plan(VGG, parse(words)) if each.done} == {"dense-0", "oktopk-0"}
+    assert sorted(path.name for path in (tmp_path / "out" / "runs").iterdir()) == [
+        "dense-0.h5",
+        "oktopk-0.h5",
+    ]
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [*small(tmp_path), "--speed-steps", "0", "--seeds", "1", "--methods", "dense", "oktopk"]
+    path = tmp_path / "out" / "runs" / "dense-0.h5"
+    path.parent.mkdir(parents=True)
+    path.write_text("no run file, and precious")
+    assert main(words) == 1
+    said = capfd.readouterr()
+    assert re.search(r"jobs\.experiment: dense-0 failed: run file .*dense-0\.h5 exists", said.err)
+    assert "1 of 2 runs are complete" in said.out
+    assert "dense-0 failed" in (tmp_path / "out" / "report" / "results.md").read_text()
+    assert path.read_text() == "no run file, and precious"
+    with RunReader(path.with_name("oktopk-0.h5")) as reader:
+        assert reader.status == "complete"
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_a_stopped_experiment_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    words = [*small(tmp_path), "--speed-steps", "0", "--seeds", "1", "--methods", "oktopk", "--epochs", "100"]
+    steady = ["run.flush_every=1", "training.eval_every=200"]
+    path = tmp_path / "out" / "runs" / "oktopk-0.h5"
+    command = [sys.executable, "-m", "jobs.experiment", *words, "--set", *steady]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
+        for _ in range(600):
+            if path.exists():
+                with RunReader(path) as reader:
+                    if len(reader.steps()["step"]) > 20:
+                        break
+            time.sleep(0.1)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == 128 + signal.SIGTERM
+    with RunReader(path) as reader:
+        assert reader.status == "interrupted"
+        done = len(reader.steps()["step"])
+    assert done > 20
+    assert main([*words, "--set", *steady]) == 0
+    with RunReader(path) as reader:
+        assert reader.status == "complete"
+        assert reader.segments()["step"].tolist() == [0, done]
+        assert reader.steps()["step"].tolist() == list(range(1, 401))
+
+
+def test_nothing_of_a_run_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = parse([*small(tmp_path), "--ranks", "1", "--epochs", "1", "--seeds", "1", "--speed-steps", "0"])
+    first = plan(VGG, options)[0]
+    entries: list[dict[str, Any]] = []
+    networks: list[weakref.ref[Any]] = []
+    for name, *changed in (("oktopk",), ("dense-ovlp",), ("diverging", "optimizer.lr=1e30"), ("ddp",)):
+        method = "ddp" if changed else name
+        changed += [f"reduction.method={method}", f"run.file={tmp_path / name}.h5", "run.measure_every=0"]
+        trial = {**dataclasses.asdict(first.trial), "name": name, "method": method}
+        entries.append({"trial": trial, "document": apply_overrides(first.document, changed), "name": name})
+
+    def build(config: Config, **others: Any) -> Workload:
+        assert not [network for network in networks if network() is not None]
+        workload = build_workload(config, **others)
+        networks.append(weakref.ref(workload.model))
+        return workload
+
+    monkeypatch.setattr("jobs.experiment.worker.build_workload", build)
+    paths = [tmp_path / "plan.json", tmp_path / "outcome.json"]
+    paths[0].write_text(
+        json.dumps({"deadline": None, "guesses": {"train": 1.0}, "measured": [], "trials": entries})
+    )
+    assert work(list(map(str, paths)), comm=MPI.COMM_SELF) == 1
+    failed = json.loads(paths[1].read_text())["failed"]
+    assert list(failed) == ["diverging"], failed
+    assert [network() for network in networks] == [None] * 4
+
+
+def test_an_output_that_is_no_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").write_text("a file")
+    assert main([*small(tmp_path), "--runs", "dense-0"]) == 2
+    assert re.search(r"jobs\.experiment: .*(Not a directory|File exists)", capsys.readouterr().err)

@@ -1,0 +1,243 @@
+"""What an experiment plans: which runs, how long, and which of them are done."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from data.prepared_file import data_checksum
+from jobs.config.file import ConfigError, validate
+from jobs.experiment.budget import RUN_SECONDS, START_SECONDS, Pace
+from jobs.experiment.claims import region_claim
+from jobs.experiment.options import parse
+from jobs.experiment.plan import describe, measured_pace, plan, planned_files, shortened
+from jobs.experiment.registry import EXPERIMENTS
+from jobs.experiment.report import write_report
+from jobs.experiment.trials import KINDS, Trial, trials
+from jobs.report.groups import group_runs
+from jobs.report.summary import read_runs
+from jobs.run.file import RunFile, RunFileError, RunInfo
+from tests.jobs.report.test_report import rows, write_run
+from tests.jobs.run.test_file import INFO
+from tests.small_experiment import VGG, small
+
+
+def planned_trials(**replaced: object) -> list[Trial]:
+    given = {
+        "ranks": 4,
+        "seeds": 3,
+        "methods": VGG.methods,
+        "speed_ranks": (1, 2, 4),
+        "speed_steps": 200,
+        "region_steps": 300,
+        "elsewhere": True,
+        **replaced,
+    }
+    return trials(VGG, **given)  # type: ignore[arg-type]
+
+
+def test_the_table_is_the_one_that_was_promised() -> None:
+    planned = planned_trials()
+    trained = [trial for trial in planned if trial.kind == "train"]
+    assert [trial.method for trial in trained if trial.seed == 0] == list(VGG.methods)
+    assert {(trial.method, trial.seed) for trial in trained if trial.seed} == {
+        (method, seed) for method in ("dense", "oktopk") for seed in (1, 2)
+    }
+    speeds = {(trial.method, trial.ranks) for trial in planned if trial.kind == "speed"}
+    assert speeds == {(method, ranks) for method in VGG.fast for ranks in (1, 2, 4)}
+    assert {"nccl", "ddp", "dense-ovlp"} <= set(VGG.fast)
+    assert len({trial.name for trial in planned}) == len(planned)
+    assert not [trial for trial in planned_trials(elsewhere=False) if trial.method in ("nccl", "ddp")]
+    assert all(trial.kind == "train" for trial in planned_trials(speed_steps=0))
+
+
+def test_a_shortened_run_keeps_the_shape_of_its_schedule() -> None:
+    document = {
+        "schedule": {"name": "step", "unit": "epochs", "warmup": 10, "milestones": [80, 120]},
+        "reduction": {"dense_warmup_steps": 512},
+        "training": {"epochs": 160},
+    }
+    short = shortened(document, "epochs", 20)
+    assert short["schedule"]["warmup"] == 1.25
+    assert short["schedule"]["milestones"] == [10.0, 15.0]
+    assert validate(short).training.epochs == 20
+    assert document["training"] == {"epochs": 160}
+    assert short["reduction"] == {"dense_warmup_steps": 64}
+    in_steps = {**document, "schedule": {"warmup": 10, "unit": "steps"}}
+    assert shortened(in_steps, "epochs", 20)["schedule"] == {"warmup": 1.25, "unit": "steps"}
+    assert shortened(in_steps, "epochs", 20, {"schedule.warmup"})["schedule"] == in_steps["schedule"]
+    with pytest.raises(ConfigError, match="--steps 20: this experiment counts in epochs: give --epochs"):
+        shortened(document, "steps", 20)
+
+
+def trial(method: str, ranks: int = 4, kind: str = "train") -> Trial:
+    return Trial(f"{kind}-{method}-{ranks}", kind, method, ranks, 0, {})
+
+
+def test_expectations_come_from_the_nearest_run_that_is_done() -> None:
+    pace = Pace({"train": 100.0, "speed": 5.0})
+    assert pace.seconds(trial("dense")) == 100.0
+    assert not pace.known(trial("dense"))
+    pace.add(trial("dense"), 60.0)
+    pace.add(trial("dense"), 64.0)
+    pace.add(trial("topka", ranks=2), 90.0)
+    assert pace.known(trial("oktopk"))
+    assert pace.seconds(trial("dense")) == 62.0
+    assert pace.seconds(trial("oktopk")) == 64.0  # the slowest of its ranks
+    assert pace.seconds(trial("oktopk", ranks=1)) == 90.0
+    assert pace.seconds(trial("dense", kind="speed")) == 5.0
+
+
+def test_the_plan_says_what_fits(tmp_path: Path) -> None:
+    options = parse([*small(tmp_path), "--speed-ranks", "1", "--epoch-seconds", "10"])
+    planned = plan(VGG, options)
+    pace = measured_pace(VGG, options, planned)
+    assert pace.guesses == dict.fromkeys(("train", "speed"), RUN_SECONDS + 20)
+    run = RUN_SECONDS + 20
+    table = describe(planned, pace, START_SECONDS + 2.5 * run)
+    assert table.endswith(
+        f"8 of 8 runs to do, about {2 * START_SECONDS + 8 * run:.0f} s; the budget of "
+        f"{START_SECONDS + 2.5 * run:.0f} s is for 2 of them, about {START_SECONDS + 2 * run:.0f} s"
+    )
+    assert "a guess" in table
+    assert planned_files(planned) == {kind: [] for kind in KINDS}
+
+
+def test_runs_are_chosen_by_name(tmp_path: Path) -> None:
+    words = [*small(tmp_path), "--speed-ranks", "1"]
+    chosen = [each.trial.name for each in plan(VGG, parse([*words, "--runs", "speed-1-oktopk", "dense-0"]))]
+    assert chosen == ["dense-0", "speed-1-oktopk"]
+    with pytest.raises(ConfigError, match="--runs dense-7: not in the plan"):
+        plan(VGG, parse([*words, "--runs", "dense-7", "dense-0"]))
+
+
+def test_every_planned_configuration_is_valid(tmp_path: Path) -> None:
+    for planned in plan(VGG, parse(["vgg", "--data", "x.h5", "-o", str(tmp_path), "--no-gpu-methods", "--methods",
+                                    "dense", "oktopk", "topka", "topkdsa", "gtopk", "gaussiank",
+                                    "--set", "reduction.density_warmup_steps=9"])):  # fmt: skip
+        config = validate(planned.document)
+        assert config.reduction.method == planned.trial.method
+        assert config.reduction.density == 0.02
+        assert config.run.file == str(tmp_path / "runs" / f"{planned.trial.name}.h5")
+        if planned.trial.kind == "train":
+            assert (config.training.epochs, config.run.measure_every) == (161, 50)
+            warm_up = 512, 9
+        else:
+            assert config.training.steps == 200
+            warm_up = 0, 0
+        assert (config.reduction.dense_warmup_steps, config.reduction.density_warmup_steps) == warm_up
+
+
+def test_speech_is_planned_with_the_methods_and_seeds_of_the_table(tmp_path: Path) -> None:
+    planned = plan(EXPERIMENTS["lstm"], parse(["lstm", "--data", "x.h5", "-o", str(tmp_path)]))
+    trained = [each.trial.name for each in planned if each.trial.kind == "train"]
+    assert sorted(trained) == sorted(
+        [f"{method}-0" for method in EXPERIMENTS["lstm"].methods]
+        + [f"{method}-{seed}" for method in ("dense", "oktopk") for seed in (1, 2)]
+    )
+    for each in planned:
+        config = validate(each.document)
+        assert (config.model.name, config.data.name, config.data.path) == (
+            "lstm",
+            "an4",
+            str(Path("x.h5").absolute()),
+        )
+        assert config.optimizer.clip_norm == 400.0
+
+
+def test_regions_are_compared_by_two_short_runs_of_speech(tmp_path: Path) -> None:
+    asked = ["lstm", "--data", "x.h5", "-o", str(tmp_path), "--region-steps", "250"]
+    asked += ["--set", "reduction.density_warmup_steps=9"]
+    planned = [each for each in plan(EXPERIMENTS["lstm"], parse(asked)) if each.trial.kind == "regions"]
+    assert [each.trial.name for each in planned] == ["regions-balanced", "regions-equal"]
+    for each, balanced in zip(planned, (True, False), strict=True):
+        config = validate(each.document)
+        assert (config.reduction.balanced_regions, config.training.steps) == (balanced, 250)
+        assert (config.reduction.dense_warmup_steps, config.reduction.density_warmup_steps) == (128, 0)
+        assert 0 < config.run.measure_every < config.reduction.threshold_interval
+    for fewer in (["--region-steps", "0"], ["--ranks", "1"], ["--methods", "dense"]):
+        kinds = {each.trial.kind for each in plan(EXPERIMENTS["lstm"], parse([*asked, *fewer]))}
+        assert kinds == {"train", "speed"}
+    assert all(trial.kind != "regions" for trial in planned_trials())
+
+
+def test_the_balance_of_regions_stands_in_every_form_of_the_report(tmp_path: Path) -> None:
+    def regions(name: str, balanced: bool, balance: float, status: str = "complete") -> Path:
+        settings = {"balanced_regions": balanced}
+        path = tmp_path / f"{name}.h5"
+        return write_run(path, settings=settings, xi=(1.0, 2.0), balance=balance, status=status)
+
+    files = [regions("balanced", True, 1.08), regions("equal", False, 2.5)]
+    experiment = EXPERIMENTS["lstm"]
+    said = write_report(
+        experiment, {**{key: [] for key in KINDS}, "regions": files}, tmp_path / "out", "it", ["A note."]
+    )
+    text = (tmp_path / "out" / "results.md").read_text()
+    for row in (r"balanced by nnz +\| +1\.08 \(at most 1\.08\) +\| +1\.10", r"of equal length +\| +2\.50"):
+        assert re.search(row, text) and re.search(row, said)
+    assert "\n\nA note.\n\n" in text
+    assert re.search(r"Balanced regions leave .*\| +held \| +1\.08 of the mean, with equal ones 2\.50", text)
+    assert "of equal length" in (tmp_path / "out" / "index.html").read_text()
+    found = [float(row["region_balance"]) for row in rows(tmp_path / "out" / "methods.csv")]
+    assert found == [1.08, 2.5]
+
+    def verdict(*paths: Path) -> str:
+        return region_claim(group_runs(read_runs(paths))).verdict
+
+    assert verdict(files[0], regions("even", False, 1.05)) == "failed"
+    assert verdict(files[0]) == verdict(files[0], regions("cut", False, 2.5, "interrupted")) == "open"
+
+
+def test_an_unfinished_run_is_not_taken_for_done(tmp_path: Path) -> None:
+    options = parse(small(tmp_path))
+    first = plan(VGG, options)[0]
+    settings = json.loads(validate(first.document).to_json())["reduction"]
+    first.file.parent.mkdir(parents=True)
+    write_run(first.file, status="interrupted", settings=settings)
+    assert not plan(VGG, options)[0].done
+    assert not first.document["run"]["overwrite"]
+    unguarded = plan(VGG, parse(small(tmp_path / "elsewhere", "checkpoint.enabled=false")))
+    assert all(each.document["run"]["overwrite"] for each in unguarded)
+    first.file.unlink()
+    write_run(first.file, settings=settings)
+    with pytest.raises(
+        RunFileError, match=r"is a complete run of another experiment \(model\.name None, not"
+    ):
+        plan(VGG, options)
+
+
+def test_a_run_of_an_earlier_version_is_taken_for_done(tmp_path: Path) -> None:
+    options = parse(small(tmp_path))
+    first = plan(VGG, options)[0]
+    saved = json.loads(validate(first.document).to_json())
+    for key in ("deferred", "rotate"):
+        del saved["reduction"][key]
+    first.file.parent.mkdir(parents=True)
+    RunFile(first.file, RunInfo(**{**vars(INFO), "config": json.dumps(saved), "ranks": 2})).close("complete")
+    assert plan(VGG, options)[0].done
+    with pytest.raises(RunFileError, match=r"\(ranks 2, not 7\)"):
+        plan(VGG, parse([*small(tmp_path), "--ranks", "7"]))
+    del saved["training"]["epochs"]
+    first.file.unlink()
+    RunFile(first.file, RunInfo(**{**vars(INFO), "config": json.dumps(saved), "ranks": 2})).close("complete")
+    with pytest.raises(RunFileError, match=r"training\.epochs \d+, not \d+"):
+        plan(VGG, options)
+
+
+def test_a_run_of_other_data_of_the_same_name_is_not_taken_for_done(tmp_path: Path) -> None:
+    options = parse(small(tmp_path))
+    first = plan(VGG, options)[0]
+    first.file.parent.mkdir(parents=True)
+    saved = validate(first.document).to_json()
+    RunFile(first.file, RunInfo(**{**vars(INFO), "config": saved, "ranks": 2, "data": "0-1"})).close(
+        "complete"
+    )
+    here = data_checksum(tmp_path / "images.h5")
+    with pytest.raises(RunFileError, match=rf"another experiment \(data: checksum 0-1 there, {here} here\)"):
+        plan(VGG, options)
+    # a report is written where the data no longer are
+    (tmp_path / "images.h5").unlink()
+    assert plan(VGG, options)[0].done

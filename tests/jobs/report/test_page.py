@@ -1,0 +1,357 @@
+"""The page and what its pictures show: groups over seeds, panels by numbers worked out by hand."""
+
+from __future__ import annotations
+
+import base64
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import h5py
+import matplotlib as mpl
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
+
+from jobs.bench.figures import LINES
+from jobs.report import panels, pictures, time_pictures
+from jobs.report.__main__ import main
+from jobs.report.draw import PAGE, draw, svg
+from jobs.report.groups import differences, group_runs
+from jobs.report.page import Claim
+from jobs.report.style import METHODS, STAGES
+from jobs.report.summary import WARM_STEPS, read_runs
+from jobs.report.tables import markdown, method_figures, methods_table
+from jobs.report.write import report
+from tests.jobs.report.test_report import DENSE_WORDS, K, rows, write_run
+
+
+class Page(HTMLParser):
+    """The pictures, tables, text and links of a page; open elements must be closed in order."""
+
+    VOID = ("meta", "img", "br", "link", "hr", "input")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.images: list[dict[str, str]] = []
+        self.links: list[str] = []
+        self.fetched: list[str] = []
+        self.cells: list[str] = []
+        self._open: list[str] = []
+        self._cell = False
+        self.feed(text)
+        assert not self._open, f"left open: {self._open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        if tag not in self.VOID:
+            self._open.append(tag)
+        if tag == "img":
+            self.images.append(values)
+        if tag == "a":
+            self.links.append(values["href"])
+        if tag in ("script", "link", "iframe", "object"):
+            self.fetched.append(tag)
+        if tag in ("td", "th"):
+            self.cells.append("")
+            self._cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+        if tag in ("td", "th"):
+            self._cell = False
+
+    def handle_data(self, data: str) -> None:
+        if self._cell:
+            self.cells[-1] += data
+
+
+def write_experiment(folder: Path) -> list[Path]:
+    """Two methods over seeds, one that was killed, one that is alone."""
+    return [
+        write_run(folder / "dense-0.h5", method="dense", accuracy=0.90),
+        write_run(folder / "dense-1.h5", method="dense", accuracy=0.92, seed=1),
+        write_run(folder / "oktopk-0.h5", accuracy=0.91, xi=(1.0, 1.5, 2.0)),
+        write_run(folder / "oktopk-1.h5", accuracy=0.93, seed=1, xi=(1.0, 2.5, 2.0)),
+        write_run(folder / "oktopk-2.h5", accuracy=0.10, seed=2, status="interrupted"),
+        write_run(folder / "topka.h5", method="topka", steps=30, dense_steps=5),
+    ]
+
+
+@pytest.mark.pictures
+def test_the_page_stands_alone_and_links_to_its_figures(tmp_path: Path) -> None:
+    paths = write_experiment(tmp_path)
+    out = tmp_path / "out"
+    fast = [write_run(tmp_path / f"fast-{ranks}.h5", ranks=ranks) for ranks in (1, 2)]
+    claims = [Claim("dense < 90 % & more", "failed", "<89 %>")]
+    report(paths, out, throughput=fast, target=0.9, title="Trial <1>", claims=claims)
+    text = (out / "index.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert not page.fetched
+    assert "url(" not in text
+    assert "@import" not in text
+    assert all(image["src"].startswith("data:image/svg+xml;base64,") for image in page.images)
+    assert all(image["alt"] for image in page.images)
+    for image in page.images:
+        ElementTree.fromstring(base64.b64decode(image["src"].split(",")[1]))
+    assert page.links
+    assert all((out / link).is_file() for link in page.links)
+    assert {"accuracy-over-time.csv", "words-over-steps.csv", "xi.csv", "time-by-part.csv"} <= set(page.links)
+    assert "throughput.csv" in page.links
+    # every panel's numbers are there, none left over from elsewhere
+    pictures = {path.name for path in out.glob("*.csv")} - {"summary.csv", "methods.csv"}
+    assert pictures == {link for link in page.links if link.endswith(".csv")} - {"summary.csv", "methods.csv"}
+    assert "Trial &lt;1&gt;" in text
+    assert "&lt;89 %&gt;" in page.cells or "<89 %>" in page.cells
+    for fact in ("2 x a GPU, 2 cores (a processor)", "0123456789abcdef", "2026-01-01", "python 3.11"):
+        assert fact in text
+    assert "jobs.train oktopk-1.toml" in text
+
+
+@pytest.mark.pictures
+@pytest.mark.filterwarnings("error")
+def test_a_target_far_above_the_curves_is_still_in_the_picture(tmp_path: Path) -> None:
+    (group,) = group_runs(read_runs([write_run(tmp_path / "a.h5", accuracy=0.1)]))
+    panel = pictures.accuracy([group], pictures.STEPS, target=0.9)
+    with mpl.rc_context(PAGE):
+        axes = Figure().subplots()
+        draw(axes, panel)
+    assert axes.get_ylim()[0] < 0.5
+    assert axes.get_ylim()[1] > 0.9
+    (name,) = axes.texts
+    assert name.get_text() == "target 90%"
+    assert isinstance(name, Annotation)
+    assert 0 < name.xy[1] < 1
+    assert "</svg>" in svg(panel)
+
+
+@pytest.mark.pictures
+def test_equal_runs_make_equal_pages(tmp_path: Path) -> None:
+    paths = write_experiment(tmp_path)
+    pages = []
+    for name in ("a", "b"):
+        report(paths, tmp_path / name)
+        pages.append((tmp_path / name / "index.html").read_bytes())
+    assert pages[0] == pages[1]
+
+
+def test_runs_that_differ_in_their_seed_are_one_group(tmp_path: Path) -> None:
+    groups = group_runs(read_runs(write_experiment(tmp_path)))
+    assert [(group.label, len(group.runs), len(group.counted)) for group in groups] == [
+        ("Dense", 2, 2),
+        ("Ok-Topk", 3, 2),
+        ("TopkA", 1, 1),
+    ]
+    dense, oktopk, topka = groups
+    assert dense.mean("held_out_accuracy") == pytest.approx(0.91)
+    assert dense.spread("held_out_accuracy") == pytest.approx(np.std([0.90, 0.92], ddof=1))
+    assert oktopk.mean("held_out_accuracy") == pytest.approx(0.92)
+    assert topka.spread("held_out_accuracy") is None
+
+
+def test_groups_of_one_method_are_named_by_their_settings(tmp_path: Path) -> None:
+    paths = [
+        write_run(tmp_path / "a.h5", settings={"density": 0.01}),
+        write_run(tmp_path / "b.h5", settings={"density": 0.02}),
+        write_run(tmp_path / "c.h5", settings={"density": 0.02}, ranks=1),
+        write_run(tmp_path / "d.h5", method="dense", settings={"density": 0.5}),
+    ]
+    groups = group_runs(read_runs(paths))
+    assert [group.label for group in groups] == [
+        "Dense",
+        "Ok-Topk (1 rank, density 0.02)",
+        "Ok-Topk (4 ranks, density 0.01)",
+        "Ok-Topk (4 ranks, density 0.02)",
+    ]
+    assert len({str(group.dashes) for group in groups[1:]}) == 3
+    assert len({group.colour for group in groups}) == 2
+    assert differences(groups) == {"ranks": [4, 1, 4, 4], "reduction.density": [0.5, 0.02, 0.01, 0.02]}
+
+
+def test_the_time_to_a_target_is_that_of_training(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a.h5", xi=(1.0, 1.0))
+    (run,) = read_runs([path])
+    # half a second a step; measuring took 0.25 s in steps 5 and 15, evaluating 0 s after step 1
+    assert run.training_seconds[:6] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.25, 2.75])
+    assert run.training_seconds[-1] == pytest.approx(25.0 - 0.5)
+    (group,) = group_runs([run])
+    assert group.seconds_to(0.5) == pytest.approx([0.5])
+    assert group.seconds_to(0.9) == pytest.approx([24.5])
+    assert group.steps_to(0.9) == [50.0]
+    assert group.seconds_to(0.95) == []
+    assert method_figures(group, 0.95)["runs_that_reached_it"] == 0
+
+
+def test_evaluations_do_not_count_as_training(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a.h5", steps=4)
+    (run,) = read_runs([path])
+    run.evaluations["step"][:] = [2, 4]
+    run.evaluations["seconds"][:] = [0.25, 0.5]
+    assert run.training_seconds == pytest.approx([0.5, 1.0, 1.25, 1.75])
+
+
+def test_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
+    steps = 50
+    stages = {
+        f"seconds_{name}": np.full(steps, value) for name, value in (("data", 0.001), ("backward", 0.008))
+    }
+    (run,) = read_runs([write_run(tmp_path / "a.h5", **stages)])
+    parts = {name: values[-1] for name, values in run.parts().items()}
+    expected = {"compute": 0.012, "selection": 0.002, "communication": 0.0, "combined": 0.0, "data": 0.001}
+    assert parts == pytest.approx(expected)
+    run.stages["step"] = run.stages.pop("select")
+    assert (run.parts()["selection"][-1], run.parts()["combined"][-1]) == (0.0, 0.002)
+    assert sum(parts.values()) == pytest.approx(run.step_seconds[-1])
+    assert len(run.warm(run.step_seconds)) == steps - 10
+    (long,) = read_runs([write_run(tmp_path / "b.h5", steps=500)])
+    assert len(long.warm(long.step_seconds)) == 500 - WARM_STEPS
+
+
+def test_panels_hold_means_and_extremes_over_the_seeds(tmp_path: Path) -> None:
+    groups = group_runs(read_runs(write_experiment(tmp_path)[:5]))
+    panel = pictures.accuracy(groups, pictures.STEPS, target=0.9)
+    dense = panel.lines[0]
+    assert (dense.x.tolist(), dense.y.tolist()) == ([1.0, 50.0], pytest.approx([0.5, 0.91]))
+    assert (dense.low[-1], dense.high[-1]) == (0.9, 0.92)
+    assert panel.rows()[-1] == {"series": "target 90%", "accuracy": 0.9}
+    measured = pictures.measure(groups, "xi").lines
+    assert [line.label for line in measured] == ["Ok-Topk"]
+    assert measured[0].x.tolist() == [5.0, 15.0, 25.0]
+    assert measured[0].y.tolist() == [1.0, 2.0, 2.0]
+    assert (measured[0].low[1], measured[0].high[1]) == (1.5, 2.5)
+    words = pictures.words(groups)
+    assert {level.label: level.value for level in words.levels} == {
+        "2n(P−1)/P": DENSE_WORDS,
+        "6k(P−1)/P": 6 * K * 3 / 4,
+        "2k(P−1)/P": 2 * K * 3 / 4,
+    }
+    nothing = pictures.threshold(groups, "global")
+    assert nothing.lines == ()
+    assert nothing.rows() == []
+
+
+def test_long_runs_are_drawn_by_few_points_with_the_same_mean(tmp_path: Path) -> None:
+    (group,) = group_runs(read_runs([write_run(tmp_path / "a.h5", steps=4800, loss=np.arange(4800.0))]))
+    (line,) = pictures.loss([group], pictures.STEPS).lines
+    assert len(line.x) == panels.POINTS
+    assert line.y.mean() == pytest.approx(4799 / 2)
+    assert line.x - 1 == pytest.approx(line.y)
+    assert line.x[0] == pytest.approx(np.arange(1, 21).mean())
+
+
+def test_losses_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
+    loss = np.array([1.0, np.nan, np.inf, 3.0])
+    (group,) = group_runs(read_runs([write_run(tmp_path / "a.h5", steps=4, loss=loss)]))
+    (line,) = pictures.loss([group], pictures.STEPS).lines
+    assert line.y.tolist() == [1.0, 3.0]
+
+
+def test_throughput_is_that_of_the_median_step(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / f"{ranks}.h5", ranks=ranks) for ranks in (1, 2, 4)]
+    (line,) = time_pictures.scaling(group_runs(read_runs(paths))).lines
+    assert line.label == "Ok-Topk"
+    assert line.x.tolist() == [1.0, 2.0, 4.0]
+    assert line.y == pytest.approx(16 * line.x / 0.006)
+
+
+def test_tables_say_what_was_measured(tmp_path: Path) -> None:
+    groups = group_runs(read_runs(write_experiment(tmp_path)))
+    text = markdown(methods_table(groups, target=0.9))
+    dense, oktopk, topka = (re.split(r" *\| *", line)[1:-1] for line in text.splitlines()[2:])
+    assert dense[:2] == ["Dense (2 seeds)", "91.00% ± 1.41 (90.00% … 92.00%)"]
+    assert oktopk[0] == "Ok-Topk (3 seeds, 1 of 3 unfinished)"
+    assert oktopk[2].endswith("s (50 steps)")
+    assert oktopk[3] == "60 (4.0% of dense)"
+    assert oktopk[-1] == "1.67 (2.50)"
+    assert topka[1] == "90.00%"
+    assert dense[-1] == "–"
+
+
+def test_speech_is_told_by_its_error_rates(tmp_path: Path) -> None:
+    found = ((0.70, 0.25), (0.72, 0.21))
+    paths = [
+        write_run(tmp_path / f"d{seed}.h5", method="dense", seed=seed, accuracy=a, character_error_rate=c)
+        for seed, (a, c) in enumerate(found)
+    ]
+    unheard = write_run(tmp_path / "t.h5", method="topka", steps=0)
+    text = report([*paths, unheard], tmp_path / "out", target=0.691)
+    assert re.search(r"^ +word error rate +0\.2900 ", text, re.MULTILINE)
+    heads, _, dense, topka = (
+        re.split(r" *\| *", line)[1:-1]
+        for line in markdown(
+            methods_table(group_runs(read_runs([*paths, unheard])), target=0.691)
+        ).splitlines()
+    )
+    assert heads[1:4] == [
+        "WER (held out, at the end)",
+        "CER (held out, at the end)",
+        "To WER 0.309 (training time)",
+    ]
+    assert dense[1:3] == ["0.2900 ± 0.0141 (0.2800 … 0.3000)", "0.2300 ± 0.0283 (0.2100 … 0.2500)"]
+    assert topka[1:3] == ["–", "–"]
+    assert methods_table(group_runs(read_runs(paths))).note.endswith("of 773 words: one of them is 0.0013.")
+    assert "0.2300 ± 0.0283" in (tmp_path / "out" / "index.html").read_text()
+    (row, _) = rows(tmp_path / "out" / "methods.csv")
+    assert [float(row[f"character_error_rate{end}"]) for end in ("", "_least", "_largest")] == pytest.approx(
+        [0.23, 0.21, 0.25]
+    )
+    summary = rows(tmp_path / "out" / "summary.csv")
+    assert [row["character_error_rate"] for row in summary] == ["0.25", "0.21", ""]
+
+
+def test_a_method_has_one_colour_everywhere() -> None:
+    assert {name: METHODS[name][1] for name in LINES} == {name: colour for name, (colour, _) in LINES.items()}
+    assert len({colour for _, colour, _ in METHODS.values()}) == len(METHODS)
+    assert len({*STAGES.values(), time_pictures.OTHER_STAGE}) == len(STAGES) + 1
+
+
+def test_the_command_takes_throughput_runs_alone(tmp_path: Path) -> None:
+    paths = [str(write_run(tmp_path / f"{ranks}.h5", ranks=ranks)) for ranks in (1, 2)]
+    assert main([paths[0], "--throughput", *paths, "-o", str(tmp_path / "out")]) == 0
+    summary = rows(tmp_path / "out" / "summary.csv")
+    assert [row["ranks"] for row in summary] == ["1", "1", "2"]
+    assert "Throughput" in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_the_schedule_is_drawn_by_rates_that_were_used(tmp_path: Path) -> None:
+    rates = np.where(np.arange(500) < 250, 0.1, 0.01)
+    run = write_run(tmp_path / "a.h5", steps=500, learning_rate=rates)
+    (line,) = pictures.learning_rate(group_runs(read_runs([run]))).lines
+    assert len(line.x) < 500
+    assert set(line.y.tolist()) == {0.1, 0.01}
+    assert line.x[0] == 1 and line.y[0] == 0.1
+
+
+@pytest.mark.parametrize("growth", [0.1, 5.0, 1000.0])
+def test_an_axis_of_words_has_numbers_even_within_a_decade(tmp_path: Path, growth: float) -> None:
+    words = np.full(50, 1.2e6 * growth / 49)
+    words[0] = 1.2e6
+    run = write_run(tmp_path / "a.h5", words=words)
+    figure = Figure()
+    with mpl.rc_context(PAGE):
+        axes = figure.subplots()
+        draw(axes, pictures.loss(group_runs(read_runs([run])), pictures.WORDS))
+        figure.draw_without_rendering()
+    low, high = axes.get_xlim()
+    shown = [
+        label.get_text()
+        for minor in (False, True)
+        for label, place in zip(axes.get_xticklabels(minor=minor), axes.get_xticks(minor=minor), strict=True)
+        if low <= place <= high and label.get_text()
+    ]
+    assert len(shown) >= 2, (low, high)
+
+
+def test_the_run_of_an_experiment_is_told_by_its_name(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "oktopk-0.h5")
+    with h5py.File(path, "r+") as file:
+        file.attrs["command"] = (
+            "jobs.experiment.worker vgg/runs/launch-x/plan.json vgg/runs/launch-x/outcome.json"
+        )
+    report([path, write_run(tmp_path / "by-hand.h5")], tmp_path / "out")
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert "oktopk-0: jobs.experiment --runs oktopk-0" in page
+    assert "by-hand: jobs.train by-hand.toml" in page
+    assert "plan.json" not in page

@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from numpy.typing import NDArray
+
+from jobs.report.__main__ import main
+from jobs.report.summary import figures, read_runs
+from jobs.report.write import report
+from jobs.run.file import EVALUATION_COLUMNS, MEASURE_COLUMNS, STEP_COLUMNS, RunFile, RunFileError, RunInfo
+
+LENGTH = 1000
+K = 20
+DENSE_WORDS = 1500.0  # 2n(P-1)/P on 4 ranks
+SPARSE_WORDS = 60.0  # between 2k(P-1)/P = 30 and 6k(P-1)/P = 90
+
+
+def write_run(
+    path: Path,
+    *,
+    method: str = "oktopk",
+    seed: int = 0,
+    settings: dict[str, Any] | None = None,
+    accuracy: float = 0.9,
+    character_error_rate: float = math.nan,
+    xi: tuple[float, ...] = (),
+    balance: float | tuple[float, ...] = math.nan,
+    steps: int = 50,
+    ranks: int = 4,
+    dense_steps: int = 0,
+    status: str = "complete",
+    batch: int = 16,
+    time_stages: bool = False,
+    cuda_graph: bool = False,
+    held_out_loss: float = 0.5,
+    stages: dict[str, NDArray[Any]] | None = None,
+    **replaced: NDArray[Any],
+) -> Path:
+    """A run whose figures can be worked out by hand: constant but for the loss and the first step's time."""
+    config = json.dumps(
+        {
+            "training": {"seed": seed, "batch_size": batch, **({"cuda_graph": True} if cuda_graph else {})},
+            "reduction": {"method": method, **(settings or {})},
+            "run": {"time_stages": time_stages},
+        }
+    )
+    info = RunInfo(
+        config,
+        '{"python": "3.11"}',
+        method,
+        ranks,
+        LENGTH,
+        K,
+        batch,
+        seed,
+        "here",
+        "0123456789abcdef",
+        "2026-01-01T00:00:00+00:00",
+        '{"cpu": "a processor", "cores": 2, "gpus": ["a GPU", "a GPU"]}',
+        f"jobs.train {path.stem}.toml",
+    )
+    dense = (np.arange(steps) < dense_steps) | (method == "dense")
+    words = np.where(dense, DENSE_WORDS, SPARSE_WORDS) * (ranks > 1)
+    columns: dict[str, NDArray[Any]] = {name: np.zeros(steps) for name in STEP_COLUMNS}
+    columns.update(
+        step=np.arange(1, steps + 1),
+        elapsed=np.arange(1, steps + 1) * 0.5,
+        loss=2.0 * 0.9 ** np.arange(steps),
+        words=words,
+        words_busiest=words * 1.1,
+        dense=dense,
+        k=np.where(dense, LENGTH, K),
+        global_nnz=np.where(dense, LENGTH, K * 1.25),
+        seconds_forward=np.where(np.arange(steps) == 0, 9.0, 0.004),
+        seconds_reduction=np.where(np.arange(steps) == 0, 9.0, 0.002),
+    )
+    columns.update(replaced)
+    with RunFile(path, info) as file:
+        if steps:
+            file.append_steps(columns, stages or {"select": columns["seconds_reduction"]})
+            first = {**dict.fromkeys(EVALUATION_COLUMNS, 0.0), "loss": 1.0, "accuracy": 0.5, "step": 1}
+            file.append_evaluation(**first)
+            last = {
+                "loss": held_out_loss,
+                "accuracy": accuracy,
+                "character_error_rate": character_error_rate,
+                "samples": 773,
+                "step": steps,
+            }
+            file.append_evaluation(**{**dict.fromkeys(EVALUATION_COLUMNS, 0.5), **last})
+        if xi:
+            measures: dict[str, NDArray[Any]] = {name: np.full(len(xi), 0.25) for name in MEASURE_COLUMNS}
+            measures |= {"xi": np.array(xi), "region_balance": np.resize(balance, len(xi))}
+            file.append_measures({**measures, "step": np.arange(len(xi)) * 10 + 5})
+        if status != "complete":
+            file.close(status)
+    return path
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.pictures
+def test_two_runs_make_a_picture_csv_files_and_a_table(tmp_path: Path) -> None:
+    dense = write_run(tmp_path / "a.h5", method="dense")
+    sparse = write_run(tmp_path / "b.h5", steps=80)
+    table = report([dense, sparse], tmp_path / "out" / "deeper")
+    folder = tmp_path / "out" / "deeper"
+    assert sorted(path.name for path in (folder / "runs").iterdir()) == [
+        "a-evaluations.csv",
+        "a-steps.csv",
+        "b-evaluations.csv",
+        "b-steps.csv",
+    ]
+    assert {"index.html", "report.png", "summary.csv", "methods.csv"} <= {
+        path.name for path in folder.iterdir()
+    }
+    height, width, _ = imread(folder / "report.png").shape
+    assert width > 1200
+    assert height > 400
+    lines = {line[:28].strip(): line[28:].split() for line in table.splitlines()}
+    assert lines["steps"] == ["50", "80"]
+    assert lines["held-out accuracy"] == ["90.00%", "90.00%"]
+    assert lines["words per rank and step"] == ["1,500", "60"]
+    assert lines["busiest rank"] == ["1,650", "66"]
+    assert lines["share of dense, 2n(P−1)/P"] == ["100.00%", "4.00%"]
+    assert lines["lower bound 2k(P−1)/P"] == ["–", "30"]
+    assert lines["upper bound 6k(P−1)/P"] == ["–", "90"]
+    assert lines["mean |global nnz − k| / k"] == ["–", "25.00%"]
+    assert lines["step, ms"] == ["6.0", "6.0"]
+    assert lines["forward"] == ["4.0", "4.0"]
+    assert lines["training, s"] == ["25.0", "40.0"]
+    assert "unfinished" not in table
+
+
+def test_csv_files_hold_every_step_and_the_summary(tmp_path: Path) -> None:
+    report([write_run(tmp_path / "a.h5", method="dense"), write_run(tmp_path / "b.h5", steps=3)], tmp_path)
+    steps = rows(tmp_path / "runs" / "b-steps.csv")
+    assert [row["step"] for row in steps] == ["1", "2", "3"]
+    assert [float(row["words_sent"]) for row in steps] == [60.0, 120.0, 180.0]
+    assert [float(row["loss"]) for row in steps] == pytest.approx([2.0, 1.8, 1.62])
+    assert {*STEP_COLUMNS, "words_sent", "training_seconds", "stage_select"} == steps[0].keys()
+    assert [row["accuracy"] for row in rows(tmp_path / "runs" / "b-evaluations.csv")] == ["0.5", "0.9"]
+    summary = rows(tmp_path / "summary.csv")
+    assert [row["run"] for row in summary] == ["Dense", "Ok-Topk"]
+    assert float(summary[1]["share_of_dense"]) == pytest.approx(60 / 1500)
+    assert summary[0]["global_nnz_deviation"] == ""
+
+
+def test_dense_warmup_steps_count_as_words_and_not_as_deviation(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a.h5", steps=10, dense_steps=4)
+    figure = figures(read_runs([path])[0])
+    assert figure["words"] == pytest.approx((4 * DENSE_WORDS + 6 * SPARSE_WORDS) / 10)
+    assert figure["words_sparse_steps"] == SPARSE_WORDS
+    assert figure["global_nnz_deviation"] == pytest.approx(0.25)
+    assert "4 of 10 steps were dense; words per step in the others: Ok-Topk 60" in report([path], tmp_path)
+
+
+def test_a_warmup_of_the_density_counts_as_words_and_not_against_the_bounds(tmp_path: Path) -> None:
+    ended = np.arange(40) >= 20
+    path = write_run(
+        tmp_path / "a.h5",
+        steps=40,
+        dense_steps=4,
+        k=np.where(np.arange(40) < 4, LENGTH, np.where(ended, K, 10 * K)),
+        words=np.where(ended, SPARSE_WORDS, 10 * SPARSE_WORDS),
+        words_busiest=np.where(ended, 1.5, 10.0) * SPARSE_WORDS,
+        local_nnz=np.where(ended, 1.5 * K, 10 * K),
+        xi=(1.0, 2.0, 3.0, 4.0),  # at steps 5, 15, 25 and 35
+        balance=(9.0, 9.0, 1.25, 1.75),
+    )
+    figure = figures(read_runs([path])[0])
+    assert figure["words"] == pytest.approx(5.5 * SPARSE_WORDS)
+    assert figure["words_sparse_steps"] == SPARSE_WORDS
+    assert (figure["dense_steps"], figure["denser_steps"]) == (4, 16)
+    assert figure["global_nnz_deviation"] == pytest.approx(0.25)
+    assert (figure["xi"], figure["region_balance"], figure["words_balance"]) == (3.5, 1.5, 1.5)
+    assert figure["local_nnz_deviation"] == pytest.approx(0.5)
+    assert (
+        "4 of 40 steps were dense, 16 of a higher density; words per step in the others: Ok-Topk 60"
+        in report([path], tmp_path)
+    )
+
+
+def test_a_run_that_ends_in_its_warmup_has_no_bounds(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a.h5", steps=10, dense_steps=4, k=np.full(10, 10 * K), status="interrupted")
+    run = read_runs([path])[0]
+    assert (run.lower_bound, run.upper_bound, figures(run)["words_sparse_steps"]) == (None, None, None)
+    assert (
+        "4 of 10 steps were dense, 6 of a higher density; words per step in the others: Ok-Topk none"
+        in report([path], tmp_path)
+    )
+
+
+def test_a_note_stands_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "a.h5")
+    assert main([str(run), "-o", str(tmp_path / "out"), "--note", "Of noise.", "--note", "Twice."]) == 0
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert "Of noise." in page and "Twice." in page
+    capsys.readouterr()
+
+
+def test_skipped_steps_are_said_and_not_measured(tmp_path: Path) -> None:
+    skipped = np.arange(10) == 2
+    path = write_run(
+        tmp_path / "a.h5",
+        steps=10,
+        skipped=skipped,
+        local_nnz=np.where(skipped, 0.0, K),
+        loss=np.full(10, np.nan),
+    )
+    table = report([path], tmp_path)
+    assert "Ok-Topk: 1 steps skipped" in table
+    assert figures(read_runs([path])[0])["local_nnz_deviation"] == 0.0
+
+
+@pytest.mark.parametrize("status", ["running", "failed", "interrupted"])
+def test_an_unfinished_run_is_reported_as_one(tmp_path: Path, status: str) -> None:
+    path = write_run(tmp_path / "a.h5", status=status)
+    if status == "running":
+        with RunFile(tmp_path / "b.h5", read_runs([path])[0].info):
+            table = report([tmp_path / "b.h5"], tmp_path)
+        assert "Ok-Topk: unfinished after 0 steps: still running, or killed" in table
+    else:
+        assert f"Ok-Topk: unfinished after 50 steps: {status}" in report([path], tmp_path)
+
+
+@pytest.mark.pictures
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_smallest_runs_are_drawn(tmp_path: Path, steps: int, ranks: int) -> None:
+    table = report([write_run(tmp_path / "a.h5", steps=steps, ranks=ranks)], tmp_path)
+    assert "ranks" in table
+    assert ("lower bound" in table) == (steps > 0 and ranks > 1)
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+def test_runs_of_one_method_are_told_apart_by_their_files(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a.h5")
+    (tmp_path / "other").mkdir()
+    second = write_run(tmp_path / "other" / "a.h5")
+    third = write_run(tmp_path / "c.h5", method="dense")
+    runs = read_runs([first, second, third])
+    assert [run.label for run in runs] == ["Ok-Topk (a)", "Ok-Topk (a-2)", "Dense"]
+    report([first, second, third], tmp_path / "out")
+    assert (tmp_path / "out" / "runs" / "a-2-steps.csv").exists()
+
+
+def test_a_file_given_twice_counts_once_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path / "a.h5")
+    (tmp_path / "link.h5").symlink_to(path)
+    for other in (path, tmp_path / "." / "a.h5", tmp_path / "link.h5"):
+        assert main([str(path), str(other), "-o", str(tmp_path / "out")]) == 0
+        assert f"\nleft out: {other} is given twice\n" in capsys.readouterr().out
+        assert len(rows(tmp_path / "out" / "summary.csv")) == 1
+    shutil.copy(path, tmp_path / "copy.h5")
+    assert main([str(path), str(tmp_path / "copy.h5"), "-o", str(tmp_path / "out")]) == 0
+    assert len(rows(tmp_path / "out" / "summary.csv")) == 2
+
+
+def test_what_is_no_run_is_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = write_run(tmp_path / "a.h5")
+    (tmp_path / "text.h5").write_text("no run")
+    for bad, message in (("none.h5", "no such file"), ("text.h5", "is not a run file")):
+        assert main([str(good), str(tmp_path / bad), "-o", str(tmp_path / "out")]) == 0
+        said = capsys.readouterr().out
+        assert re.search(rf"^left out: {re.escape(str(tmp_path / bad))}.*{message}", said, re.MULTILINE)
+        assert bad in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_a_report_of_nothing_is_one_line_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = write_run(tmp_path / "a.h5")
+    (tmp_path / "text.h5").write_text("no run")
+    assert main([str(tmp_path / "text.h5"), "-o", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"jobs.report: {tmp_path / 'text.h5'} is not a run file")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    assert main([str(good), "-o", str(tmp_path / "text.h5")]) == 2
+    assert "text.h5 cannot be written" in capsys.readouterr().err
+    assert main([str(good), "--target", "90", "-o", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == "jobs.report: --target 90.0 is not in (0, 1]\n"
+
+
+def test_a_report_names_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(write_run(tmp_path / "a.h5")), "-o", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.endswith(f"\npage: {tmp_path / 'out' / 'index.html'}\n")
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.run.file.FORMAT", "oktopk run 99")
+    path = write_run(tmp_path / "a.h5")
+    monkeypatch.undo()
+    with pytest.raises(RunFileError, match="its format is 'oktopk run 99', not 'oktopk run 1'"):
+        read_runs([path])
+
+
+def test_info_has_every_attribute(tmp_path: Path) -> None:
+    info = read_runs([write_run(tmp_path / "a.h5")])[0].info
+    assert [type(getattr(info, field.name)).__name__ for field in dataclasses.fields(info)] == [
+        field.type for field in dataclasses.fields(RunInfo)
+    ]

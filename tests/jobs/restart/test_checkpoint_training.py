@@ -1,0 +1,203 @@
+"""Training that is interrupted and started again, by mpiexec as a user would."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import h5py
+import pytest
+
+from jobs.restart import files
+from jobs.restart.signals import EXIT_STATUS
+from jobs.restart.start import FolderLock
+from jobs.run.file import RunFileError
+from jobs.run.gradient_file import gradient_path
+from jobs.run.reader import RunReader
+from tests.tiny_runs import Job, assert_same_outcome, checkpoints, steps_done
+
+pytestmark = pytest.mark.timeout(400)
+
+RANKS = 3
+# flushed every step, so that a test can wait for one
+SLOW = ["run.flush_every=1"], ["seconds=0.04"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("undisturbed") / "run.h5"
+    job = Job(path, RANKS)
+    assert job.wait() == 0, job.said
+    return path
+
+
+def interrupted(path: Path, number: signal.Signals, step: int, settings: tuple[str, ...] = ()) -> int:
+    """The step after which a signal to one rank stopped a run."""
+    job = Job(path, RANKS, [*SLOW[0], *settings], SLOW[1])
+    job.wait_for_step(step)
+    os.kill(max(job.rank_processes()), number)
+    assert job.wait() == EXIT_STATUS, job.said
+    done = steps_done(path)
+    assert f"{number.name}: stopped after step {done} with a checkpoint" in job.said
+    assert checkpoints(path)[0].name == f"step-{done:08d}"
+    with RunReader(path) as reader:
+        assert reader.status == "interrupted"
+    return done
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_a_run_that_a_signal_stopped_ends_as_if_it_had_not(
+    tmp_path: Path, undisturbed: Path, number: signal.Signals
+) -> None:
+    path = tmp_path / "run.h5"
+    done = interrupted(path, number, 13)
+    job = Job(path, RANKS)
+    assert job.wait() == 0, job.said
+    assert f"resumed after step {done} from" in job.said
+    assert_same_outcome(undisturbed, path)
+    with RunReader(path) as reader:
+        assert reader.segments()["step"].tolist() == [0, done]
+
+
+def test_what_is_complete_is_left_alone_and_what_is_another_run_is_refused(undisturbed: Path) -> None:
+    before = undisturbed.read_bytes()
+    job = Job(undisturbed, RANKS)
+    assert job.wait() == 0, job.said
+    assert "is complete: nothing to do" in job.said
+    job = Job(undisturbed, RANKS, ["optimizer.lr=0.07"])
+    assert job.wait() == 2, job.said
+    assert "exists: choose another name" in job.said
+    assert "it is of another run: optimizer.lr: 0.025 there, 0.07 here" in job.said
+    assert undisturbed.read_bytes() == before
+
+
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_used(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    path = tmp_path / "run.h5"
+    done = interrupted(path, signal.SIGUSR1, 13)
+    newest, before = checkpoints(path)
+    earlier = int(before.name.removeprefix("step-"))
+    assert 0 < earlier < done
+    os.truncate(newest / files.rank_file(1), 1000)
+    job = Job(path, RANKS)
+    assert job.wait() == 0, job.said
+    assert f"checkpoint {newest} refused: rank-00001.safetensors is truncated: 1000 of" in job.said
+    assert f"resumed after step {earlier} from" in job.said
+    assert_same_outcome(undisturbed, path)
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_another_run_is_refused_by_name_where_its_run_file_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    settings = ["training.steps=5", "training.eval_every=5"]
+    job = Job(path, RANKS, settings)
+    assert job.wait() == 0, job.said
+    path.rename(tmp_path / "kept.h5")
+    job = Job(path, RANKS, [*settings, "training.seed=1"])
+    assert job.wait() == 2, job.said
+    assert "refused: of another run: training.seed: 0 there, 1 here" in job.said
+    assert "can be used, so the run cannot continue" in job.said
+    assert not path.exists()
+    job = Job(path, RANKS, settings)
+    assert job.wait() == 0, job.said
+    assert "resumed after step 5 from" in job.said
+
+
+@pytest.mark.long
+def test_no_usable_checkpoint_stops_the_run_and_destroys_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    done = interrupted(path, signal.SIGUSR1, 3)
+    for found in checkpoints(path):
+        (found / files.COMMON).unlink()
+    job = Job(path, RANKS)
+    assert job.wait() == 2, job.said
+    assert "common.safetensors is missing" in job.said
+    assert "can be used, so the run cannot continue" in job.said
+    assert steps_done(path) == done
+    job = Job(path, RANKS, ["run.overwrite=true", "training.steps=5"])
+    assert job.wait() == 0, job.said
+    assert [step.name for step in checkpoints(path)] == ["step-00000005"]
+
+
+@pytest.mark.long
+def test_a_job_that_overwrites_and_is_queued_again_destroys_nothing_before_it_begins_and_then_continues(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.h5"
+    overwrite = ("run.overwrite=true", *SLOW[0])
+    job = Job(path, RANKS, ["training.seed=1", "training.steps=12"])
+    assert job.wait() == 0, job.said
+    left = path.read_bytes(), checkpoints(path)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    job = Job(path, RANKS, overwrite, ["hang=1:build"])
+    lock = path.with_suffix(".checkpoints") / "lock"
+    while "Slurm job 7" not in (lock.read_text() if lock.exists() else ""):
+        assert job.running, job.said
+        time.sleep(0.05)
+    os.kill(job.rank_processes()[0], signal.SIGKILL)
+    assert job.wait() not in (0, 2, 75), job.said
+    assert (path.read_bytes(), checkpoints(path)) == left
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    done = interrupted(path, signal.SIGUSR1, 13, overwrite)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    job = Job(path, RANKS, overwrite)
+    assert job.wait() == 0, job.said
+    assert f"resumed after step {done} from" in job.said
+    assert_same_outcome(undisturbed, path)
+
+
+@pytest.mark.long
+def test_recorded_gradients_continue_without_gap_or_doubled_step(tmp_path: Path) -> None:
+    folders = tmp_path / "undisturbed", tmp_path / "run"
+    recorded = [("run.record_steps=25", f"run.record_gradients={folder}") for folder in folders]
+    job = Job(tmp_path / "undisturbed.h5", RANKS, [*recorded[0], "training.steps=30"])
+    assert job.wait() == 0, job.said
+    path, settings = tmp_path / "run.h5", ("training.steps=30", *recorded[1])
+    # before its first checkpoint, and then after one that is lost: its steps come once more
+    job = Job(path, RANKS, [*settings, *SLOW[0]], SLOW[1])
+    job.wait_for_step(3)
+    os.kill(job.rank_processes()[0], signal.SIGKILL)
+    assert job.wait() not in (0, 2, EXIT_STATUS), job.said
+    interrupted(path, signal.SIGUSR1, 13, settings)
+    shutil.rmtree(checkpoints(path)[0])
+    job = Job(path, RANKS, settings)
+    assert job.wait() == 0, job.said
+    assert "resumed after step 10 from" in job.said
+    for rank in range(RANKS):
+        rows = []
+        for folder in folders:
+            with h5py.File(gradient_path(folder, rank), "r") as file:
+                rows.append(file["gradients"][...])
+        assert rows[0].shape[0] == 25
+        assert rows[0].tobytes() == rows[1].tobytes()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+    path = tmp_path / "run.h5"
+    settings = ("training.steps=0", "training.epochs=2")
+    done = interrupted(path, signal.SIGUSR1, 13, settings)
+    # other ranks and batches, the same samples per step
+    job = Job(path, ranks, [*settings, f"training.batch_size={24 // ranks}"])
+    assert job.wait() == 0, job.said
+    assert f"{RANKS} ranks wrote it and {ranks} continue: residuals are redistributed" in job.said
+    with RunReader(path) as reader:
+        assert reader.status == "complete"
+        assert reader.steps()["step"].tolist() == list(range(1, 51))
+        assert reader.segments()["ranks"].tolist() == [RANKS, ranks]
+        assert reader.steps()["exact"][done] == 1
+        assert reader.steps()["loss"][-10:].mean() < 0.5 * reader.steps()["loss"][:10].mean()
+        assert reader.evaluations()["accuracy"][-1] > 0.9
+
+
+def test_a_second_job_is_kept_from_the_same_checkpoints(tmp_path: Path) -> None:
+    first = FolderLock(tmp_path / "run.checkpoints")
+    with pytest.raises(RunFileError, match=f"in use by process {os.getpid()} on "):
+        FolderLock(tmp_path / "run.checkpoints", patience=0.3)
+    first.release()
+    assert not (tmp_path / "run.checkpoints").exists()
+    FolderLock(tmp_path / "run.checkpoints").release()

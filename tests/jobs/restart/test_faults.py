@@ -1,0 +1,280 @@
+"""Ranks that are killed, stopped, stuck or wrong, and disks that are full: the job ends soon and can go on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jobs.restart import files
+from jobs.restart.files import Identity
+from jobs.run.reader import RunReader
+from tests.tiny_runs import Job, assert_same_outcome, checkpoints, steps_done
+
+RANKS = 3
+DEADLINE = 10.0
+WATCHDOG = 6.0
+SLOW = ["run.flush_every=1"], ["seconds=0.02"]
+
+
+def last_good_step(path: Path) -> int:
+    """The step of the newest set, after reading every set through: none may be unreadable."""
+    newest = 0
+    for found in checkpoints(path):
+        manifest = files.json.loads((found / files.MANIFEST).read_text())
+        identity = Identity(**{name: manifest[name] for name in ("model", "method", "length")})
+        assert files.read_manifest(found, identity) == manifest
+        for name in manifest["files"]:
+            files.check_part(found / name, manifest)
+        newest = max(newest, manifest["step"])
+    return newest
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.long)])
+def test_after_kills_of_random_ranks_a_run_ends_as_if_there_had_been_none(tmp_path: Path, kills: int) -> None:
+    """At the start, at any moment of a step, and while a checkpoint is written, in turn."""
+    chance = random.Random(1)
+    settings = ["training.steps=1200", "training.eval_every=100"]
+    path, undisturbed = tmp_path / "run.h5", tmp_path / "undisturbed.h5"
+    job = Job(undisturbed, RANKS, settings)
+    assert job.wait() == 0, job.said
+    resumed_at = 0
+    for kill in range(kills):
+        job = Job(path, RANKS, [*settings, *SLOW[0]], SLOW[1])
+        moment = ("start", "step", "checkpoint", "step", "step")[kill % 5]
+        if moment == "start":
+            while len(job.rank_processes()) < RANKS and job.running:
+                time.sleep(0.01)
+            time.sleep(chance.uniform(0.0, 3.0))
+        else:
+            # with a checkpoint of its own, which is every 10 steps
+            job.wait_for_step(resumed_at + 15)
+            if moment == "step":
+                time.sleep(chance.uniform(0.0, 1.0))
+            else:
+                wait_for_a_draft(job)
+        os.kill(chance.choice(job.rank_processes()), signal.SIGKILL)
+        killed = time.monotonic()
+        assert job.wait(60) not in (0, 2, 75), job.said
+        assert time.monotonic() - killed < DEADLINE
+        said = job.said.lower()
+        # of a rank that it loses while they get to know each other the launcher says something else
+        assert "signal 9" in said or (moment == "start" and "pmix error" in said)
+        assert_gone(job, killed + DEADLINE)
+        if resumed_at and moment != "start":
+            assert f"resumed after step {resumed_at} from" in job.said
+        resumed_at = last_good_step(path)
+        # readable, and never behind the checkpoint
+        assert steps_done(path) >= resumed_at
+    job = Job(path, RANKS, settings)
+    assert job.wait() == 0, job.said
+    assert f"resumed after step {resumed_at} from" in job.said
+    assert 0 < resumed_at < 1200
+    assert_same_outcome(undisturbed, path)
+
+
+def wait_for_a_draft(job: Job, seconds: float = 60.0) -> None:
+    """Return when a checkpoint is being written; it may be whole a moment later."""
+    end = time.monotonic() + seconds
+    while not any(job.path.with_suffix(".checkpoints").glob(".step-*")):
+        assert job.running, job.said
+        assert time.monotonic() < end, f"no checkpoint in {seconds} s"
+        time.sleep(0.0005)
+
+
+def assert_gone(job: Job, deadline: float) -> None:
+    while job.rank_processes():
+        assert time.monotonic() < deadline, f"ranks {job.rank_processes()} outlive their job"
+        time.sleep(0.05)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_a_rank_that_is_stopped_is_found_by_the_others_and_the_run_can_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    job = Job(path, RANKS, [*SLOW[0], f"run.watchdog={WATCHDOG}"], SLOW[1])
+    job.wait_for_step(15)
+    stopped = job.rank_processes()[0]
+    os.kill(stopped, signal.SIGSTOP)
+    began = time.monotonic()
+    assert job.wait() not in (0, 2, 75), job.said
+    assert time.monotonic() - began < WATCHDOG + 2 * DEADLINE
+    assert_gone(job, time.monotonic() + DEADLINE)
+    told = [
+        rank for rank in range(RANKS) if f"rank {rank} of {RANKS}: no step for {WATCHDOG:g} s" in job.said
+    ]
+    # the one that was stopped may tell too, once it is woken to be ended
+    assert len(told) >= RANKS - 1
+    assert 'File "' in job.said
+    resumed_at = last_good_step(path)
+    assert resumed_at >= 10
+    job = Job(path, RANKS)
+    assert job.wait() == 0, job.said
+    assert f"resumed after step {resumed_at} from" in job.said
+
+
+@pytest.mark.timeout(200)
+def test_a_rank_that_hangs_makes_every_rank_print_its_stack(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run.h5", RANKS, [f"run.watchdog={WATCHDOG}"], ["hang=1:25"])
+    assert job.wait() not in (0, 2, 75), job.said
+    for rank in range(RANKS):
+        assert f"rank {rank} of {RANKS}: no step for {WATCHDOG:g} s, 24 steps done" in job.said
+    stacks = job.said.split("rank 1 of 3: no step")[1]
+    assert "tiny_job.py" in stacks
+    assert "in loss" in stacks
+    assert_gone(job, time.monotonic() + DEADLINE)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("fault", "phase", "done", "where"),
+    [("1:build", "starting", 0, "in __init__"), ("0:close", "ending", 60, "in __exit__")],
+)
+def test_a_rank_that_hangs_before_the_first_step_or_after_the_last_is_found(
+    tmp_path: Path, fault: str, phase: str, done: int, where: str
+) -> None:
+    path, rank = tmp_path / "run.h5", fault[0]
+    job = Job(path, RANKS, [f"run.watchdog_around={WATCHDOG}"], [f"hang={fault}"])
+    assert job.wait() not in (0, 1, 2, 75), job.said
+    told = f"{phase} for {WATCHDOG:g} s, {done} steps done"
+    for each in range(RANKS):
+        assert f"rank {each} of {RANKS}: {told}" in job.said
+    stack = job.said.split(f"rank {rank} of {RANKS}: {told}")[1].split(" steps done")[0]
+    assert "in stand_still" in stack
+    assert where in stack
+    assert_gone(job, time.monotonic() + DEADLINE)
+    job = Job(path, RANKS)
+    assert job.wait() == 0, job.said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_a_last_checkpoint_that_is_not_written_in_time_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    settings = ["checkpoint.every_steps=0", f"run.watchdog={WATCHDOG}"]
+    job = Job(tmp_path / "run.h5", RANKS, settings, ["hang=1:write"])
+    assert job.wait() == 1, job.said
+    assert "the checkpoint of step 60 could not be written" in job.said
+    assert f"rank 1: not written within {WATCHDOG:g} s" in job.said
+    assert "the innermost call" not in job.said
+
+
+@pytest.mark.timeout(200)
+def test_a_nan_on_one_rank_ends_all_alike_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    job = Job(path, RANKS, faults=["nan=2:25"])
+    assert job.wait() == 1, job.said
+    assert job.said.count("step 24: gradient + residual is NaN or Inf on rank(s) 2") == 1
+    assert "Traceback" not in job.said
+    assert last_good_step(path) == 20
+    job = Job(path, RANKS)
+    assert job.wait() == 0, job.said
+    assert "resumed after step 20 from" in job.said
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("every_steps", "found"), [pytest.param(0, 25, marks=pytest.mark.long), (10, 20)])
+def test_ranks_that_drift_apart_are_found_at_the_end_of_an_epoch_or_before_a_checkpoint(
+    tmp_path: Path, every_steps: int, found: int
+) -> None:
+    settings = ["training.eval_every=60", f"checkpoint.every_steps={every_steps}"]
+    job = Job(tmp_path / "run.h5", 2, settings, ["drift=1:15"])
+    assert job.wait() == 1, job.said
+    assert job.said.count(f"parameters differ between ranks after step {found}: ") == 1
+    assert "Traceback" not in job.said
+    assert last_good_step(tmp_path / "run.h5") <= 10
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_a_loss_that_is_not_finite_though_gradients_are_ends_all_alike(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run.h5", 2, ["training.steps=30"], ["inf=1:25"])
+    assert job.wait() == 1, job.said
+    assert job.said.count("step 24: the loss is NaN or Inf on rank(s) 1: try a smaller optimizer.lr") == 1
+    assert "Traceback" not in job.said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("nonfinite", "status", "ended"), [("raise", 1, "failed"), ("skip", 0, "complete")])
+def test_a_held_out_loss_that_is_not_finite_is_named_and_written(
+    tmp_path: Path, nonfinite: str, status: int, ended: str
+) -> None:
+    """The last step may leave parameters that no further gradient tells of."""
+    path = tmp_path / "run.h5"
+    last = ["training.steps=1", "training.eval_every=1", "optimizer.lr=1e38", "schedule.warmup=0"]
+    job = Job(path, 2, [*last, f"reduction.nonfinite={nonfinite}"])
+    assert job.wait() == status, job.said
+    assert job.said.count("jobs.train: the held-out loss after step 1 is nan") == 1
+    assert "Traceback" not in job.said
+    with RunReader(path) as reader:
+        assert reader.status == ended
+        assert np.isnan(reader.evaluations()["loss"]).tolist() == [True]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    try:
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], capture_output=True, check=False
+        )
+    except OSError:
+        pytest.skip("there is no mount")
+    if mounted.returncode:
+        pytest.skip("a small tmpfs can only be mounted as root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("run_file_too", [False, True])
+def test_a_full_disk_stops_the_run_with_the_last_checkpoint_intact(
+    tmp_path: Path, small_disk: Path, run_file_too: bool
+) -> None:
+    path = (small_disk if run_file_too else tmp_path) / "run.h5"
+    folder = small_disk / "run.checkpoints"
+    settings = [f"checkpoint.folder={folder}", "training.steps=3000", "training.eval_every=500"]
+    job = Job(path, RANKS, [*settings, "checkpoint.keep=1000"], log=tmp_path / "log")
+    assert job.wait() not in (0, 2, 75), job.said
+    assert "No space left on device" in job.said or "errno = 28" in job.said
+    if not run_file_too:
+        assert "could not be written to" in job.said
+        assert "Traceback" not in job.said
+    if run_file_too:
+        path.with_suffix(".checkpoints").mkdir(exist_ok=True)
+    sets = files.list_sets(folder)
+    assert len(sets) >= 2
+    resumed_at = int(sets[0].name.removeprefix("step-"))
+    assert steps_done(path) >= resumed_at
+    # room again
+    for old in sets[2:]:
+        files.shutil.rmtree(old)
+    job = Job(path, RANKS, [*settings, "checkpoint.every_steps=500"], log=tmp_path / "log2")
+    assert job.wait() == 0, job.said
+    assert f"resumed after step {resumed_at} from" in job.said
+    assert steps_done(path) == 3000
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_a_lost_file_system_stops_the_run(tmp_path: Path) -> None:
+    path, folder = tmp_path / "run.h5", tmp_path / "shared" / "checkpoints"
+    job = Job(path, RANKS, [*SLOW[0], f"checkpoint.folder={folder}", "training.steps=5000"], SLOW[1])
+    job.wait_for_step(15)
+    folder.parent.rename(tmp_path / "gone")
+    assert job.wait() == 1, job.said
+    assert "could not be written to" in job.said
+    assert "Traceback" not in job.said
+    assert len(files.list_sets(tmp_path / "gone" / "checkpoints")) >= 1

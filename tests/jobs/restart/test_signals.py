@@ -1,0 +1,49 @@
+"""Signals at any time: noted, shown, or ignored once the run has stopped as the first one asked."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from jobs.launch import launch_environment
+from jobs.restart.signals import EXIT_STATUS, SignalNote, heed_again
+
+STOP_TWICE = """
+import os, signal
+from jobs.restart.signals import EXIT_STATUS, SignalNote, leave
+# as the batch scripts start it
+signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGUSR1, signal.SIGUSR2}})
+with SignalNote() as note:
+    os.kill(os.getpid(), signal.{name})
+    assert note.received == signal.{name}
+os.kill(os.getpid(), signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGUSR2)
+leave(EXIT_STATUS)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_a_second_signal_does_not_kill_a_run_that_has_stopped(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STOP_TWICE.format(name=name)],
+        env=launch_environment(1, "unknown"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == EXIT_STATUS, done.stderr
+    # the third one showed the stacks
+    assert "most recent call first" in done.stderr
+
+
+def test_a_process_that_goes_on_after_a_run_can_be_ended_again() -> None:
+    with SignalNote():
+        pass
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    heed_again()
+    assert [signal.getsignal(each) for each in (signal.SIGUSR1, signal.SIGTERM)] == [signal.SIG_DFL] * 2

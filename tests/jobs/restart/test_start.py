@@ -1,0 +1,196 @@
+"""How a run begins: afresh, continued, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.prepared_file import data_checksum
+from jobs.config.config import Config
+from jobs.restart.start import FolderLock, checkpoint_folder, plan_start
+from jobs.run.file import RunFile, RunFileError, RunInfo
+from jobs.run.reader import read_record
+from tests.jobs.run.test_file import INFO, columns, evaluation
+from tests.small_experiment import write_images
+
+
+def config(path: Path, **sections: Any) -> Config:
+    run = {"file": str(path), **sections.pop("run", {})}
+    return Config.model_validate({"training": {"steps": 10}, **sections, "run": run})
+
+
+def leave_run_file(
+    path: Path, made: Config, status: str, ranks: int = 4, job: str = "", unknown: str = "", data: str = ""
+) -> None:
+    """As an earlier version would have, which did not know this key yet."""
+    saved = json.loads(made.to_json())
+    if unknown:
+        section, key = unknown.split(".")
+        del saved[section][key]
+    info = RunInfo(**{**vars(INFO), "config": json.dumps(saved), "ranks": ranks, "job": job, "data": data})
+    RunFile(path, info).close(status)
+
+
+def test_a_run_that_was_interrupted_is_continued_and_a_complete_one_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    start = plan_start(config(path), 4, {})
+    assert (start.resume, start.complete, start.saved_ranks) == (True, False, None)
+    for status in ("running", "failed", "interrupted", "complete"):
+        path.unlink(missing_ok=True)
+        leave_run_file(path, config(path), status)
+        start = plan_start(config(path), 4, {})
+        assert (start.resume, start.complete, start.saved_ranks) == (True, status == "complete", 4)
+
+
+def test_a_run_is_only_continued_with_its_own_settings(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    leave_run_file(path, config(path), "interrupted")
+    with pytest.raises(RunFileError, match=r"of another run: training\.seed: 0 there, 3 here"):
+        plan_start(config(path, training={"steps": 10, "seed": 3}), 4, {})
+    # what nothing that is computed depends on
+    free = config(path, training={"steps": 10, "threads": 2}, checkpoint={"keep": 5}, run={"watchdog": 5.0})
+    assert plan_start(free, 4, {}).resume
+    # the batch may follow the number of ranks, and nothing else
+    larger = config(path, training={"steps": 10, "batch_size": 32})
+    assert plan_start(larger, 2, {}).resume
+    with pytest.raises(RunFileError, match=r"batch_size: 16 there, 32 here"):
+        plan_start(larger, 4, {})
+
+
+def test_a_run_is_only_continued_with_the_data_it_began_with(tmp_path: Path) -> None:
+    path, images = tmp_path / "run.h5", write_images(tmp_path / "images.h5")
+    made = config(path, data={"name": "prepared", "path": str(images)})
+    for known in (data_checksum(images), ""):  # an earlier version wrote none
+        leave_run_file(path, made, "interrupted", data=known)
+        assert plan_start(made, 4, {}).resume
+        path.unlink()
+    leave_run_file(path, made, "interrupted", data="01234567-89abcdef")
+    with pytest.raises(
+        RunFileError, match=f"data: checksum 01234567-89abcdef there, {data_checksum(images)} here"
+    ):
+        plan_start(made, 4, {})
+    images.unlink()  # the run itself says more of that
+    assert plan_start(made, 4, {}).resume
+
+
+def test_a_run_of_an_earlier_version_is_continued_where_later_settings_are_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    leave_run_file(path, config(path), "interrupted", unknown="reduction.rotate")
+    assert plan_start(config(path), 4, {}).resume
+    with pytest.raises(RunFileError, match=r"reduction\.rotate: True there, False here"):
+        plan_start(config(path, reduction={"rotate": False}), 4, {})
+    path.unlink()
+    leave_run_file(path, config(path), "interrupted", unknown="reduction.deferred")
+    assert plan_start(config(path, reduction={"deferred": True}), 4, {}).resume
+
+
+def test_a_job_that_overwrites_continues_what_it_has_begun_itself_when_it_is_started_again(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.h5"
+    wiped = config(path, run={"overwrite": True})
+    again = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    # before it wrote anything: the earlier run is there still, complete, of other settings, or moved away
+    for earlier in (wiped, config(path, training={"steps": 10, "seed": 3})):
+        for status in ("complete", "interrupted"):
+            path.unlink(missing_ok=True)
+            leave_run_file(path, earlier, status, job="6")
+            start = plan_start(wiped, 4, again)
+            assert (start.resume, start.complete, start.saved_ranks) == (False, False, None)
+    path.unlink()
+    assert not plan_start(wiped, 4, again).resume
+    leave_run_file(path, wiped, "interrupted", job="7")
+    assert plan_start(wiped, 4, again).resume
+    assert not plan_start(wiped, 4, {**again, "SLURM_RESTART_COUNT": "0"}).resume
+    assert not plan_start(wiped, 4, {}).resume
+    # whose it is cannot be told, and there may be checkpoints of hours
+    os.truncate(path, 100)
+    with pytest.raises(RunFileError, match="it cannot be continued"):
+        plan_start(wiped, 4, again)
+
+
+def test_without_checkpoints_nothing_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    off = config(path, checkpoint={"enabled": False})
+    assert not plan_start(off, 4, {}).resume
+    leave_run_file(path, off, "interrupted")
+    with pytest.raises(RunFileError, match="exists: choose another name"):
+        plan_start(off, 4, {})
+
+
+def test_checkpoints_are_beside_the_run_file_or_where_they_are_told_to_be(tmp_path: Path) -> None:
+    assert checkpoint_folder(config(tmp_path / "a.b.h5")) == tmp_path / "a.b.checkpoints"
+    told = config(tmp_path / "run.h5", checkpoint={"folder": "/scratch/run"})
+    assert checkpoint_folder(told) == Path("/scratch/run")
+
+
+def test_a_lock_whose_folder_is_lost_is_released_in_silence(tmp_path: Path) -> None:
+    folder = tmp_path / "shared" / "checkpoints"
+    lock = FolderLock(folder)
+    folder.parent.rename(tmp_path / "gone")
+    lock.release()
+
+
+def test_who_waited_for_a_lock_that_is_removed_holds_the_next_one(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    first = FolderLock(folder)
+    with ThreadPoolExecutor() as others:
+        waiting = others.submit(FolderLock, folder, 10.0)
+        time.sleep(0.5)  # long enough to be waiting, most of the time
+        first.release()
+        second = waiting.result()
+    assert folder.exists()
+    with pytest.raises(RunFileError, match="is in use by process"):
+        FolderLock(folder, patience=0.0)
+    second.release()
+    assert not folder.exists()
+
+
+def test_a_run_file_continues_without_gap_or_doubled_step(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    with RunFile(path, INFO) as file:
+        file.append_steps(columns(1, 8), {"select": np.arange(8.0)})
+        file.append_evaluation(**evaluation(4))
+        file.append_evaluation(**evaluation(8))
+    (tmp_path / ".run.h5.part").write_text("a job that was killed while it continued left this")
+    later = RunInfo(**{**vars(INFO), "ranks": 2, "started": "2026-01-02T00:00:00+00:00"})
+    file = RunFile(path, later, overwrite=True, earlier=read_record(path, 5))
+    assert (file.done, file.elapsed) == (5, 0.5)
+    file.append_steps(columns(6, 3), {"reduce": np.ones(3), "select": np.ones(3)})
+    file.close("complete")
+    record = read_record(path, 100)
+    assert record.steps["step"].tolist() == list(range(1, 9))
+    assert record.evaluations["step"].tolist() == [4]
+    assert record.stages["select"].tolist() == [0, 1, 2, 3, 4, 1, 1, 1]
+    assert record.stages["reduce"].tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert record.segments["step"].tolist() == [0, 5]
+    assert record.segments["ranks"].tolist() == [4, 2]
+    assert record.started == INFO.started
+    assert [left.name for left in tmp_path.iterdir()] == ["run.h5"]
+
+
+def test_a_run_file_is_on_the_disk_before_it_replaces_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.h5"
+    synced: list[tuple[str, int, bool]] = []
+    RunFile(path, INFO).close("interrupted")
+    before = path.read_bytes()
+
+    def note(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((name.name, name.stat().st_size, path.read_bytes() == before))
+
+    monkeypatch.setattr(os, "fsync", note)
+    with RunFile(path, INFO, overwrite=True, earlier=read_record(path, 5)):
+        (draft, size, before_it), (folder, _, before_folder) = synced
+        assert (draft, before_it) == (".run.h5.part", True)
+        assert size >= len(before)
+        assert (folder, before_folder) == (tmp_path.name, False)

@@ -1,0 +1,132 @@
+"""Where a rank computes, and how the time of a step is read off the device's clock afterwards."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+
+from jobs.run.file import PHASES
+from jobs.train import placement as placements
+from jobs.train.agreement import Refused
+from jobs.train.placement import HostPlacement, find_placement
+from jobs.train.timing import Laps, TimedStep, measure
+from oktopk import StepReport
+
+
+def report(**seconds: float) -> StepReport:
+    return StepReport(0, "dense", True, False, 1, 1, 1, 1, 0.0, 0.0, 0, 0, 0, 0, seconds)
+
+
+class Clock(HostPlacement):
+    """A clock that is told the time."""
+
+    def __init__(self, times: Sequence[float]) -> None:
+        self._times = iter(times)
+
+    def mark(self) -> float:
+        return next(self._times)
+
+
+def timed(times: Sequence[float], stages: dict[str, float], losses: Sequence[float]) -> TimedStep:
+    laps = Laps(Clock(times))
+    for phase in PHASES:
+        laps.end(phase)
+    return TimedStep(report(**stages), [torch.tensor(loss) for loss in losses], laps, 0.5)
+
+
+def test_phases_and_stages_add_up_to_the_devices_time() -> None:
+    steps = [
+        timed([0, 1, 3, 6, 10, 15], {"select": 2.0, "apply": 1.0}, [1.0]),  # the GPU went on after the host
+        timed([20, 20, 21, 22, 23, 24], {"select": 2.0, "reduce": 0.5, "apply": 0.25}, [1.0, 3.0]),
+        timed([30, 30, 30, 30, 31, 32], {"select": 0.5, "reduce": 1.5}, [7.0]),
+    ]
+    first, second, third = measure(steps)
+    assert first.seconds == {"data": 1, "forward": 2, "backward": 3, "reduction": 4, "optimizer": 5}
+    assert first.report.seconds == {"select": 2.0, "apply": 2.0}
+    # the first stage waited 1.75 s for the backward pass, which are not the reduction's
+    assert second.report.seconds == {"select": 0.25, "reduce": 0.5, "apply": 0.25}
+    assert third.report.seconds == {"select": 0.0, "reduce": 1.0}
+    assert [step.loss for step in (first, second, third)] == [1.0, 2.0, 7.0]
+    assert [step.ended for step in (first, second, third)] == [15, 24, 32]
+    for step in (first, second, third):
+        assert step.report.total_seconds == pytest.approx(step.seconds["reduction"])
+    assert measure([]) == []
+
+
+def test_stages_timed_on_the_device_stay_as_they_are() -> None:
+    on_the_device = {"select": 1.0, "gather and apply": 0.5}
+    clock = [0, 0, 0, 0, 2, 2]
+    for host in (0.25, 9.0):  # launched and left, or waited for after the backward pass
+        for stages in ({"step": host, **on_the_device}, {**on_the_device, "step": host}):
+            (step,) = measure([timed(clock, stages, [1.0])])
+            assert step.report.seconds == {**on_the_device, "step": 0.5}
+    (exact,) = measure([timed(clock, {"select": 3.0, "step": 1.0}, [1.0])])
+    assert exact.report.seconds == {"select": 1.0, "step": 1.0}
+
+
+def test_a_phase_that_comes_twice_counts_twice() -> None:
+    laps = Laps(Clock([0, 1, 3, 6, 10, 15]))
+    for phase in ("data", "forward", "data", "forward", "reduction"):
+        laps.end(phase)
+    (step,) = measure([TimedStep(report(), [torch.tensor(1.0)], laps, 0.1)])
+    assert step.seconds == {"data": 4, "forward": 6, "backward": 0, "reduction": 0.0, "optimizer": 0}
+
+
+def test_the_hosts_clock_is_read_without_waiting() -> None:
+    place = find_placement("cpu", MPI.COMM_SELF)
+    before = time.perf_counter()
+    marks = [place.mark() for _ in range(3)]
+    assert before <= marks[0] <= marks[1] <= marks[2] <= time.perf_counter()
+    assert place.read(marks) == marks
+    assert place.device == torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused() -> None:
+    assert find_placement("auto", MPI.COMM_SELF).device.type == "cpu"
+    with pytest.raises(Refused, match=r"training\.device is 'cuda', but torch .* sees no GPU"):
+        find_placement("cuda", MPI.COMM_SELF)
+
+
+def test_a_gpu_without_cupy_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.delitem(sys.modules, "collectives.mpi_cuda", raising=False)
+    for wanted in ("auto", "cuda"):
+        with pytest.raises(Refused, match="CuPy is not installed.* pip install '"):
+            find_placement(wanted, MPI.COMM_SELF)
+    assert find_placement("cpu", MPI.COMM_SELF).device.type == "cpu"
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_on_different_kinds_of_device_are_refused(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kind(wanted: str) -> Any:
+        return "cuda" if comm.rank == 0 else "cpu"
+
+    monkeypatch.setattr(placements, "_kind", kind)
+    with pytest.raises(Refused, match=r"'auto' means different devices \(rank 0: cuda, rank 1: cpu"):
+        find_placement("auto", comm)
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_ranks_take_the_gpus_of_their_host_in_turn(comm: MPI.Intracomm) -> None:
+    place = find_placement("cuda", comm)
+    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    assert place.device.index == host.rank % torch.cuda.device_count() == torch.cuda.current_device()
+    host.Free()
+    start = place.mark()
+    torch.cuda._sleep(100_000_000)
+    end = place.mark()
+    asked = time.perf_counter()
+    began, ended = place.read([start, end])
+    assert 0.01 < ended - began < 1
+    assert ended >= asked  # the marks were not waited for when they were set

@@ -1,0 +1,415 @@
+"""Training on several ranks, as it is started: by mpiexec."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from jobs.launch import find_mpiexec, launch_environment, mpiexec_flavour
+from jobs.report.summary import Run, read_runs
+from jobs.restart.signals import EXIT_STATUS
+from jobs.run.reader import RunReader
+from tests.devices import gpus
+from tests.launched import PATIENCE, run_ranks
+
+ROOT = Path(__file__).parents[3]
+CONFIG = ROOT / "jobs" / "configs" / "digits.toml"
+TINY = ["model.width=0.0625", "training.batch_size=4", "training.eval_every=100"]
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_a_training_run_on_four_ranks_learns_and_keeps_to_the_bound(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    overrides = [
+        "model.width=0.0625",
+        "training.steps=120",
+        "training.eval_every=60",
+        "schedule.warmup=10",
+        "optimizer.lr=0.05",
+        "run.measure_every=25",
+    ]
+    done = run_ranks(4, "-m", "jobs.train", str(CONFIG), "--set", f"run.file={path}", *overrides)
+    assert done.returncode == 0, done.stderr
+    assert "120/120" in done.stderr
+    assert "held-out" in done.stderr
+    (run,) = read_runs([path])
+    assert (run.status, run.count, run.info.ranks, run.info.method) == ("complete", 120, 4, "oktopk")
+    assert run.steps["step"].tolist() == list(range(1, 121))
+    assert run.steps["loss"][-20:].mean() < 0.3 * run.steps["loss"][:20].mean()
+    assert run.evaluations["accuracy"][-1] > 0.8
+    assert run.evaluations["samples"].tolist() == [898, 898]
+    assert run.steps["words"].mean() <= run.upper_bound
+    assert np.all(run.steps["words_busiest"] >= run.steps["words"])
+    assert np.all(run.steps["k"] == run.info.k)
+    assert np.all(run.steps["seconds_reduction"] > 0)
+    assert {"select", "reduce", "allgather"} <= run.stages.keys()
+    stages = np.sum(list(run.stages.values()), axis=0)
+    assert stages == pytest.approx(run.steps["seconds_reduction"])
+    assert run.steps["learning_rate"][9] == pytest.approx(0.05)
+    with RunReader(path) as reader:
+        measures, hardware = reader.measures(), json.loads(reader.info.hardware)
+        assert reader.info.command.startswith(f"jobs.train {CONFIG} --set run.file={path}")
+    assert measures["step"].tolist() == [25, 50, 75, 100]
+    assert np.all(measures["xi"] > 0)
+    # below the ranks, as the paper saw, while there is a gradient to speak of: once it vanishes residuals are large beside it
+    assert np.all(measures["xi"][:3] < 4)
+    assert np.all((measures["fill_in"] > 1) & (measures["fill_in"] < 4 * 1.25))
+    places = measures["step"] - 1
+    assert measures["words_over_upper"] * run.upper_bound == pytest.approx(run.steps["words"][places])
+    assert measures["words_over_lower"] * run.lower_bound == pytest.approx(run.steps["words"][places])
+    assert measures["global_deviation"] == pytest.approx(
+        np.abs(run.steps["global_nnz"][places] / run.info.k - 1)
+    )
+    assert np.all(measures["seconds"] > 0)
+    assert hardware["cores"] == os.cpu_count()
+
+
+@pytest.mark.skipif(not gpus(), reason="no GPU")
+@pytest.mark.timeout(PATIENCE)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_ranks_train_on_gpus_and_may_share_one(tmp_path: Path, ranks: int) -> None:
+    path = tmp_path / "run.h5"
+    overrides = [
+        "training.device=auto",
+        "model.width=0.0625",
+        "training.steps=120",
+        "training.eval_every=60",
+        "schedule.warmup=10",
+        "optimizer.lr=0.05",
+        "data.crop=2",
+    ]
+    done = run_ranks(ranks, "-m", "jobs.train", str(CONFIG), "--set", f"run.file={path}", *overrides)
+    assert done.returncode == 0, done.stderr
+    (run,) = read_runs([path])
+    assert (run.status, run.count, run.info.ranks) == ("complete", 120, ranks)
+    assert '"device": "NVIDIA' in run.info.versions
+    assert run.steps["loss"][-20:].mean() < 0.5 * run.steps["loss"][:20].mean()
+    assert run.evaluations["samples"].tolist() == [898, 898]
+    stages = np.sum(list(run.stages.values()), axis=0)
+    assert stages == pytest.approx(run.steps["seconds_reduction"])
+    assert np.all(np.diff(run.steps["elapsed"]) > -1e-3)
+
+
+# One job, because a job's start is what these tests wait for.
+REFUSALS = """
+    import sys
+    from mpi4py import MPI
+    from torch import nn
+    from jobs.train.agreement import RanksDiverged, check_same_parameters
+    from jobs.train.__main__ import check_launch, main
+    from jobs.train.tasks.build import build_workload
+
+    config, folder = sys.argv[1:3]
+    comm = MPI.COMM_WORLD
+
+    def attempt(*arguments, **keys):
+        code = main([config, "--set", f"run.file={folder}/run.h5", *arguments], **keys)
+        codes = comm.gather(code)
+        if comm.rank == 0:
+            print("codes", codes, file=sys.stderr, flush=True)
+        comm.barrier()
+
+    def unreadable_on_rank_1(config, *, rank, size):
+        if rank == 1:
+            raise PermissionError(13, "Permission denied", "data.h5")
+        return build_workload(config, rank=rank, size=size)
+
+    attempt("reduction.densty=0.1")
+    attempt("model.width=0.0")
+    attempt("run.file=" + folder)
+    attempt("training.batch_size=450")
+    attempt("data.name=prepared", f"data.path={folder}/none.h5")
+    attempt("model.width=0.001")
+    attempt("--no-such-option")
+    attempt("reduction.gradient_type=bfloat16")
+    attempt("reduction.method=nccl")
+    attempt("training.accumulate=500")
+    attempt(build=unreadable_on_rank_1)
+    attempt("optimizer.lr=1e30", "model.width=0.0625", "training.steps=20")
+
+    model = nn.Linear(3, 2)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 1.0)
+    check_same_parameters(model, comm, 7)
+    nn.init.constant_(model.bias, 1.0 + (comm.rank == 1) * 1e-7)
+    try:
+        check_same_parameters(model, comm, 8)
+    except RanksDiverged as error:
+        messages = comm.gather(str(error))
+        if comm.rank == 0:
+            print("diverged", len(messages), set(messages), file=sys.stderr)
+"""
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_what_cannot_be_done_is_said_once_and_ends_every_rank_alike(tmp_path: Path) -> None:
+    script = tmp_path / "refusals.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(REFUSALS))
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    done = run_ranks(2, str(script), str(CONFIG), str(folder))
+    assert done.returncode == 0, done.stderr
+    blocks = re.split(r"codes (.*)\n", done.stderr)
+    said, codes, last = blocks[:-1:2], blocks[1::2], blocks[-1]
+    expected = [
+        r"jobs\.train: reduction\.densty: unknown key in \[reduction\] .*; valid: method, density, .*",
+        r"jobs\.train: model\.width = 0\.0: Input should be greater than 0",
+        rf"jobs\.train: run file {folder} is a directory",
+        r"jobs\.train: 899 samples are fewer than .*900.*",
+        rf"jobs\.train: {folder}/none\.h5: no such file.*",
+        r"jobs\.train: model: width 0\.001 leaves no channel.*",
+        r"usage: (.|\n)*unrecognized arguments: --no-such-option",
+        r"jobs\.train: all ranks: gradient_type 'bfloat16' on cpu is not one of float32",
+        r"jobs\.train: reduction\.method 'nccl' needs GPUs, and this run is on cpu: .*",
+        r"jobs\.train: training\.accumulate 500 is more than the 28 batches of an epoch",
+        r"jobs\.train: rank 1: .*Permission denied: 'data\.h5'",
+    ]
+    for text, pattern in zip(said, expected, strict=False):
+        assert re.fullmatch(pattern + r"\n", text)
+    assert codes[:-1] == ["[2, 2]"] * len(expected)
+    # Not before, but in training: the progress bar comes first.
+    assert len(re.findall(r"jobs\.train: .*try a smaller optimizer\.lr", said[-1])) == 1
+    assert codes[-1] == "[1, 1]"
+    assert "Traceback" not in done.stderr
+    assert re.search(r"diverged 2 \{.*after step 8: \w+ on ranks \[0\]; \w+ on ranks \[1\]", last)
+    # The refused ones left no run file, and the one that diverged says so.
+    assert [path.name for path in folder.iterdir()] == ["run.h5"]
+    with RunReader(folder / "run.h5") as reader:
+        assert reader.status == "failed"
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_a_run_file_that_exists_ends_every_rank_with_one_message(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    path.write_text("precious")
+    done = run_ranks(2, "-m", "jobs.train", str(CONFIG), "--set", f"run.file={path}")
+    assert done.returncode == 2
+    assert (
+        done.stderr.count(f"jobs.train: run file {path} exists: choose another name (run.file) or allow") == 1
+    )
+    assert "Traceback" not in done.stderr
+    assert "MPI_ABORT" not in done.stderr
+    assert path.read_text() == "precious"
+
+
+SEVERAL = """
+    import json, sys
+    from mpi4py import MPI
+    from jobs.train.__main__ import main
+
+    config, jobs = sys.argv[1:3]
+    for overrides in json.loads(jobs):
+        codes = MPI.COMM_WORLD.gather(main([config, "--set", *overrides]))
+        if MPI.COMM_WORLD.rank == 0:
+            print(codes)
+"""
+
+
+def train_several(
+    folder: Path, common: list[str], **runs: list[str]
+) -> tuple[dict[str, Run], list[str], str]:
+    """Trains one after another in one job of two ranks: the runs by name, their exit codes, what was said."""
+    script = folder / "several.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(SEVERAL))
+    jobs = [[f"run.file={folder}/{name}.h5", *common, *overrides] for name, overrides in runs.items()]
+    done = run_ranks(2, str(script), str(CONFIG), json.dumps(jobs))
+    assert done.returncode == 0, done.stderr
+    read = read_runs([folder / f"{name}.h5" for name in runs])
+    return dict(zip(runs, read, strict=True)), done.stdout.split("\n")[:-1], done.stderr
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_dense_modes_train_like_dense_and_say_when_a_run_diverges(tmp_path: Path) -> None:
+    runs, codes, said = train_several(
+        tmp_path,
+        [
+            "model.width=0.0625",
+            "training.steps=8",
+            "training.batch_size=4",
+            "training.accumulate=2",
+            "training.eval_every=4",
+            "optimizer.clip_norm=0.5",
+            "reduction.bucket_mb=0.01",
+        ],
+        dense=["reduction.method=dense"],
+        overlapped=["reduction.method=dense-ovlp"],
+        ddp=["reduction.method=ddp"],
+        diverged=[
+            "reduction.method=dense-ovlp",
+            "optimizer.lr=1e30",
+            "optimizer.clip_norm=0.0",
+            "schedule.warmup=0",
+        ],
+    )
+    assert codes == ["[0, 0]"] * 3 + ["[1, 1]"]
+    assert len(re.findall(r"jobs\.train: .*try a smaller optimizer\.lr", said)) == 1
+    assert runs["diverged"].status == "failed"
+    dense = runs["dense"]
+    for run in (runs["overlapped"], runs["ddp"]):
+        assert run.steps["loss"] == pytest.approx(dense.steps["loss"], rel=1e-4)
+        assert run.evaluations["loss"] == pytest.approx(dense.evaluations["loss"], rel=1e-3)
+        assert run.steps["dense"].tolist() == [1] * 8
+        assert run.steps["words"] == pytest.approx(dense.steps["words"], rel=0.02)
+        assert list(run.stages) == ["allreduce"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@pytest.mark.timeout(PATIENCE)
+def test_methods_and_modes_train_alike_on_gpus(tmp_path: Path) -> None:
+    half = "reduction.gradient_type=bfloat16"
+    runs, codes, _ = train_several(
+        tmp_path,
+        [
+            "training.device=cuda",
+            "training.precision=bfloat16",
+            "training.channels_last=true",
+            "training.accumulate=2",
+            "training.steps=20",
+            "training.eval_every=10",
+            "optimizer.clip_norm=1.0",
+            "optimizer.lr=0.01",
+            "model.width=0.25",
+            "data.crop=2",
+        ],
+        dense=["reduction.method=dense"],
+        overlapped=["reduction.method=dense-ovlp"],
+        nccl=["reduction.method=nccl"],
+        ddp=["reduction.method=ddp"],
+        oktopk=["reduction.method=oktopk"],
+        nccl_half=["reduction.method=nccl", half],
+        overlapped_half=["reduction.method=dense-ovlp", half],
+        ddp_half=["reduction.method=ddp", half],
+        oktopk_half=["reduction.method=oktopk", half],
+    )
+    assert codes == ["[0, 0]"] * len(runs)
+    for name, run in runs.items():
+        near = 0.5 if name.startswith("oktopk") else 0.05
+        assert run.steps["loss"] == pytest.approx(runs["dense"].steps["loss"], rel=near), name
+        for phase in ("data", "forward", "backward", "reduction", "optimizer"):
+            assert np.all(run.steps[f"seconds_{phase}"] >= 0), (name, phase)
+        assert np.all(run.steps["seconds_backward"] > 0), name
+
+
+FAILING = """
+    import sys, time
+    from jobs.train.__main__ import check_launch, main
+    from jobs.train.tasks.build import build_workload
+
+    config, file, when, method = sys.argv[1:5]
+
+    def build(config, *, rank, size):
+        workload = build_workload(config, rank=rank, size=size)
+        steps = iter(range(1, 100))
+        loss = workload.loss
+
+        def failing(batch):
+            if next(steps) == 3 and rank == 1:
+                with open(when, "w") as written:
+                    written.write(str(time.time()))
+                raise RuntimeError("the disk of rank 1 is on fire")
+            return loss(batch)
+
+        workload.loss = failing
+        return workload
+
+    main([config, "--set", f"run.file={file}", "model.width=0.0625", "run.flush_every=1",
+          f"reduction.method={method}"], build=build)
+"""
+
+
+@pytest.mark.timeout(PATIENCE)
+@pytest.mark.parametrize("method", ["oktopk", "dense-ovlp"])
+def test_a_rank_that_raises_ends_the_job_within_ten_seconds_with_its_traceback(
+    tmp_path: Path, method: str
+) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(FAILING))
+    path, when = tmp_path / "run.h5", tmp_path / "when"
+    done = run_ranks(3, str(script), str(CONFIG), str(path), str(when), method)
+    assert time.time() - float(when.read_text()) < 10
+    assert done.returncode not in (0, 2)
+    assert "Traceback (most recent call last)" in done.stderr
+    assert "RuntimeError: the disk of rank 1 is on fire" in done.stderr
+    with RunReader(path) as reader:
+        assert reader.status != "complete"
+        assert reader.steps()["step"].tolist() == [1, 2]
+
+
+SLOW_FILE = """
+    import json, sys, time
+    from jobs.run.file import RunFile
+    from jobs.train.__main__ import main
+    from jobs.train.tasks.build import build_workload
+
+    config, file, times = sys.argv[1:4]
+    written, append = [], RunFile.append_steps
+
+    def slow(self, columns, stages):
+        append(self, columns, stages)
+        time.sleep(0.4)
+        written.append(time.time())
+
+    RunFile.append_steps = slow
+
+    def build(config, *, rank, size):
+        workload = build_workload(config, rank=rank, size=size)
+        begun, loss = [], workload.loss
+
+        def noting(batch):
+            begun.append(time.time())
+            with open(f"{times}.{rank}", "w") as file:
+                json.dump({"begun": begun, "written": written}, file)
+            return loss(batch)
+
+        workload.loss = noting
+        return workload
+
+    main([config, "--set", f"run.file={file}", "model.width=0.0625", "training.steps=4", "run.flush_every=1"], build=build)
+"""
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_writing_the_run_file_is_in_no_rank_s_step(tmp_path: Path) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(SLOW_FILE))
+    times = tmp_path / "times"
+    done = run_ranks(3, str(script), str(CONFIG), str(tmp_path / "run.h5"), str(times))
+    assert done.returncode == 0, done.stderr
+    noted = [json.loads(Path(f"{times}.{rank}").read_text()) for rank in range(3)]
+    written = noted[0]["written"]
+    assert [len(each["begun"]) for each in noted] == [4, 4, 4]
+    assert [len(each["written"]) for each in noted] == [3, 0, 0]
+    for rank, each in enumerate(noted):
+        assert all(end <= begun for end, begun in zip(written, each["begun"][1:], strict=True)), rank
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_a_terminated_run_leaves_its_file_readable_and_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    overrides = [*TINY, f"run.file={path}", "training.steps=100000", "run.flush_every=1"]
+    command = [sys.executable, "-m", "mpi4py", "-m", "jobs.train", str(CONFIG), "--set", *overrides]
+    environment = launch_environment(1, mpiexec_flavour(find_mpiexec()))
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL) as job:
+        for _ in range(400):
+            if path.exists():
+                with RunReader(path) as reader:
+                    if len(reader.steps()["step"]):
+                        break
+            time.sleep(0.1)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(10) == EXIT_STATUS
+    with RunReader(path) as reader:
+        assert reader.status == "interrupted"
+        done = len(reader.steps()["loss"])
+    assert [step.name for step in (tmp_path / "run.checkpoints").glob("step-*")] == [f"step-{done:08d}"]

@@ -1,0 +1,189 @@
+"""Training in this process, on one rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+from jobs.config.file import apply_overrides, read_toml, validate
+from jobs.report.summary import read_runs
+from jobs.run.reader import RunReader
+from jobs.train.__main__ import check_launch, main
+from jobs.train.agreement import Refused
+from jobs.train.tasks.build import build_workload
+from jobs.train.tasks.task import Workload
+
+ROOT = Path(__file__).parents[3]
+CONFIG = ROOT / "jobs" / "configs" / "digits.toml"
+TINY = ["model.width=0.0625", "training.batch_size=4", "training.eval_every=100"]
+
+
+def train_alone(path: Path, *overrides: str) -> int:
+    return main([str(CONFIG), "--set", *TINY, f"run.file={path}", *overrides], comm=MPI.COMM_SELF)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_one_rank_needs_no_mpiexec_and_repeats_itself(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert train_alone(tmp_path / f"{name}.h5", "training.steps=12", "data.crop=4") == 0
+    assert train_alone(tmp_path / "c.h5", "training.steps=12", "data.crop=4", "training.seed=1") == 0
+    a, b, c = read_runs([tmp_path / f"{name}.h5" for name in "abc"])
+    assert a.steps["loss"].tolist() == b.steps["loss"].tolist()
+    assert a.evaluations["loss"].tolist() == b.evaluations["loss"].tolist()
+    assert a.steps["loss"].tolist() != c.steps["loss"].tolist()
+    assert not a.steps["words"].any()
+
+
+def test_the_run_file_says_what_ran(tmp_path: Path) -> None:
+    assert train_alone(tmp_path / "a.h5", "training.steps=2", "reduction.method=dense") == 0
+    with RunReader(tmp_path / "a.h5") as reader:
+        info, config = reader.info, reader.config
+        steps = reader.steps()
+    assert (info.method, info.ranks, info.batch_size, info.seed) == ("dense", 1, 4, 0)
+    assert info.length == sum(p.numel() for p in _tiny_model().parameters())
+    assert info.k == -(-info.length // 50)
+    assert config["training"]["steps"] == 2
+    assert '"torch": "' in info.versions
+    assert '"mpi": "' in info.versions
+    assert re.fullmatch(r"([0-9a-f]{40}(-dirty)?)?", info.commit)
+    assert steps["dense"].tolist() == [1, 1]
+    assert np.isnan(steps["global_threshold"]).all()
+    assert train_alone(tmp_path / "b.h5", "training.steps=1", "run.commit=told") == 0
+    assert read_runs([tmp_path / "b.h5"])[0].info.commit == "told"
+
+
+def _tiny_model() -> torch.nn.Module:
+    from models.vgg import VGG16
+
+    return VGG16(width=0.0625)
+
+
+def test_steps_and_evaluations_follow_the_settings(tmp_path: Path) -> None:
+    epoch = 899 // 300
+    overrides = ["training.batch_size=300", "training.eval_every=0", "run.flush_every=4"]
+    assert train_alone(tmp_path / "a.h5", *overrides, "training.steps=0", "training.epochs=2") == 0
+    assert train_alone(tmp_path / "b.h5", *overrides, "training.steps=5", "training.epochs=3") == 0
+    a, b = read_runs([tmp_path / "a.h5", tmp_path / "b.h5"])
+    assert (a.count, a.evaluations["epoch"].tolist()) == (2 * epoch, [1.0, 2.0])
+    assert (b.count, b.evaluations["step"].tolist()) == (5, [epoch, 2 * epoch, 5])
+
+
+def losses(tmp_path: Path, *overrides: str) -> np.ndarray:
+    path = tmp_path / f"{len(list(tmp_path.iterdir()))}.h5"
+    assert train_alone(path, "schedule.warmup=0", "schedule.name=constant", *overrides) == 0
+    (run,) = read_runs([path])
+    return np.asarray(run.steps["loss"])
+
+
+def test_accumulated_batches_are_one_step_on_their_mean(tmp_path: Path) -> None:
+    still = "optimizer.lr=1e-12"
+    single = losses(tmp_path, still, "training.steps=6")
+    pairs = losses(tmp_path, still, "training.steps=3", "training.accumulate=2")
+    assert pairs == pytest.approx(single.reshape(3, 2).mean(axis=1), rel=1e-5)
+    overrides = ["training.batch_size=100", "training.accumulate=3", "training.eval_every=0"]
+    path = tmp_path / "epochs.h5"
+    assert train_alone(path, *overrides, "training.steps=0", "training.epochs=2") == 0
+    (run,) = read_runs([path])
+    assert (run.count, run.evaluations["step"].tolist()) == (2 * (8 // 3), [2, 4])
+    assert run.evaluations["epoch"].tolist() == [1.0, 2.0]
+
+
+def test_precision_and_layout_change_losses_by_rounding_only(tmp_path: Path) -> None:
+    plain = losses(tmp_path, "training.steps=3")
+    last = losses(tmp_path, "training.steps=3", "training.channels_last=true")
+    mixed = losses(tmp_path, "training.steps=3", "training.precision=bfloat16")
+    assert last == pytest.approx(plain, rel=1e-2)
+    assert mixed == pytest.approx(plain, rel=0.1)
+    assert mixed.tolist() != plain.tolist()
+
+
+def test_smoothed_labels_are_for_training_alone(tmp_path: Path) -> None:
+    def workload(*overrides: str) -> Workload:
+        words = ["training.eval_batch_size=1000", *TINY, *overrides]
+        return build_workload(validate(apply_overrides(read_toml(CONFIG), words)), rank=0, size=1)
+
+    plain, smoothed = workload(), workload("training.label_smoothing=0.2")
+    images, labels = batch = next(plain.batches(0))
+    with torch.no_grad():
+        shares = plain.model(images).log_softmax(dim=1)
+        expected = -0.8 * shares.gather(1, labels[:, None]).mean() - 0.2 * shares.mean()
+        plain.model.load_state_dict(smoothed.model.state_dict())  # its statistics have seen a batch
+        assert float(smoothed.loss(batch)) == pytest.approx(float(expected), rel=1e-5)
+        assert float(plain.loss(batch)) == pytest.approx(
+            float(-shares.gather(1, labels[:, None]).mean()), rel=1e-5
+        )
+    plain.model.load_state_dict(smoothed.model.state_dict())
+    assert smoothed.score() == plain.score()
+
+
+def test_a_tiny_bound_on_the_gradients_norm_stops_the_parameters(tmp_path: Path) -> None:
+    still = losses(tmp_path, "training.steps=4", "optimizer.lr=1e-12")
+    moving = losses(tmp_path, "training.steps=4")
+    clipped = losses(tmp_path, "training.steps=4", "optimizer.clip_norm=1e-9")
+    assert clipped == pytest.approx(still, rel=1e-4)
+    assert moving != pytest.approx(still, rel=1e-4)
+
+
+def test_a_compiled_network_is_the_one_that_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+
+    class Compiled(torch.nn.Module):
+        def __init__(self, model: torch.nn.Module, mode: str) -> None:
+            super().__init__()
+            self.model = model
+            modes.append(mode)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.model(images) * 0.0
+
+    monkeypatch.setattr(torch, "compile", Compiled)
+    assert losses(tmp_path, "training.steps=2", "training.compile=max-autotune") == pytest.approx(np.log(10))
+    assert modes == ["max-autotune"]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_every_optimizer_takes_steps(tmp_path: Path, name: str) -> None:
+    momentum = [] if name == "sgd" else ["optimizer.momentum=0.0"]
+    overrides = [f"optimizer.name={name}", "optimizer.lr=0.001", "training.steps=10", *momentum]
+    assert train_alone(tmp_path / "a.h5", *overrides) == 0
+    (run,) = read_runs([tmp_path / "a.h5"])
+    assert np.isfinite(run.steps["loss"]).all()
+    assert len(set(run.steps["loss"])) == 10
+
+
+def test_skipped_steps_are_recorded(tmp_path: Path) -> None:
+    overrides = ["optimizer.lr=1e30", "schedule.warmup=0", "reduction.nonfinite=skip", "training.steps=6"]
+    assert train_alone(tmp_path / "a.h5", *overrides) == 0
+    (run,) = read_runs([tmp_path / "a.h5"])
+    assert run.steps["skipped"].tolist()[0] == 0
+    assert run.steps["skipped"].sum() > 0
+
+
+def test_a_finished_run_is_not_overwritten_unless_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_alone(tmp_path / "a.h5", "training.steps=1") == 0
+    assert train_alone(tmp_path / "a.h5", "training.steps=2") == 2
+    assert "exists: choose another name" in capsys.readouterr().err
+    assert train_alone(tmp_path / "a.h5", "training.steps=2", "run.overwrite=true") == 0
+    assert read_runs([tmp_path / "a.h5"])[0].count == 2
+
+
+def test_a_launcher_of_another_mpi_is_noticed() -> None:
+    check_launch(MPI.COMM_SELF, {"OMPI_COMM_WORLD_SIZE": "1"})
+    check_launch(MPI.COMM_SELF, {})
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        with pytest.raises(Refused, match="mpiexec started 4 ranks, but mpi4py's MPI sees 1"):
+            check_launch(MPI.COMM_SELF, {name: "4"})

@@ -1,0 +1,98 @@
+"""Every CUDA kernel compiles for the GPUs that it is meant for, on a machine that has none.
+
+By nvcc where there is one, else by NVRTC from its wheel. With neither the tests are skipped, and fail where CI is set.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from collectives.cuda.layouts import source_with_layouts
+from oktopk.cuda.layouts import LAYOUTS
+from tests import nvrtc
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = [ROOT / folder for folder in ("collectives/cuda", "oktopk/cuda", "jobs/bench/gpu")]
+SOURCES = sorted(source for folder in FOLDERS for source in folder.glob("*.cu"))
+TYPES = ("float", "__nv_bfloat16", "__half")
+SOURCES_OF_OTHER_TYPES = [
+    ("__nv_bfloat16", "float"),
+    ("__half", "float"),
+    ("float", "__nv_bfloat16"),
+    ("__half", "__nv_bfloat16"),
+]
+NVCC = shutil.which("nvcc")
+NVRTC = nvrtc.find()
+MISSING = "no CUDA compiler: put nvcc on PATH, or pip install -e '.[cuda-compile]'"
+
+compiler = pytest.mark.skipif(not (NVCC or NVRTC or os.environ.get("CI")), reason=MISSING)
+each_compiler = pytest.mark.parametrize(
+    "by",
+    [
+        pytest.param("nvcc", marks=pytest.mark.skipif(not NVCC, reason="no nvcc")),
+        pytest.param("nvrtc", marks=pytest.mark.skipif(not NVRTC, reason="no NVRTC")),
+    ],
+)
+
+
+def compiler_says(
+    by: str, source: Path, architecture: int, gradient: str, out: Path, element: str = ""
+) -> str:
+    """What a compiler says against a file; "" if it compiles."""
+    options = ["-std=c++17", f"-arch=sm_{architecture}", f"-DGRADIENT={gradient}", "-Werror", "all-warnings"]
+    options += [f"-DSOURCE={element}"] if element else []
+    options += [f"-I{folder}" for folder in FOLDERS]
+    whole = out.with_name(f"whole-{source.name}")
+    whole.write_text(source_with_layouts(source), encoding="utf-8")
+    if by == "nvrtc":
+        assert NVRTC
+        library, headers = NVRTC
+        return nvrtc.compile_source(library, whole, [*options, f"-I{headers}"])
+    command = ["nvcc", *options, "-cubin", "-o", str(out), str(whole)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f"nvcc ended with {done.returncode}\n{done.stderr}" if done.returncode else ""
+
+
+@compiler
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_a_kernel_compiles(source: Path, architecture: int, tmp_path: Path) -> None:
+    assert NVCC or NVRTC, MISSING
+    by = "nvcc" if NVCC else "nvrtc"
+    for gradient in TYPES if "gradient.cuh" in source.read_text(encoding="utf-8") else TYPES[:1]:
+        assert not compiler_says(by, source, architecture, gradient, tmp_path / "kernel.cubin")
+
+
+@compiler
+@pytest.mark.parametrize(("gradient", "element"), SOURCES_OF_OTHER_TYPES)
+@pytest.mark.parametrize("name", ["accumulate_select", "accumulate"])
+def test_a_kernel_compiles_for_tensors_of_another_type(
+    name: str, gradient: str, element: str, tmp_path: Path
+) -> None:
+    assert NVCC or NVRTC, MISSING
+    (source,) = (source for source in SOURCES if source.stem == name)
+    by = "nvcc" if NVCC else "nvrtc"
+    assert not compiler_says(by, source, 90, gradient, tmp_path / "kernel.cubin", element)
+
+
+@each_compiler
+@pytest.mark.parametrize("right", [True, False])
+def test_a_kernel_that_is_wrong_does_not_compile(by: str, right: bool, tmp_path: Path) -> None:
+    source = tmp_path / "kernel.cu"
+    text = f'#include "coo.cuh"\nextern "C" __global__ void f(Entry* e) {{ e[0].{"x" if right else "z"} = 1; }}\n'
+    source.write_text(LAYOUTS.header + text, encoding="utf-8")
+    said = compiler_says(by, source, 90, "float", tmp_path / "kernel.cubin")
+    assert bool(said) != right, said
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_a_kernel_file_says_how_it_is_used(source: Path) -> None:
+    header = source.read_text(encoding="utf-8").split("#include")[0]
+    for word in ("Shapes", "Units", "Launch", "Overflow", "NaN"):
+        found = f"// {word}" in header or (word == "NaN" and "NaN" in header)
+        assert found, f"{source.name} does not say its {word.lower()}"
