@@ -131,7 +131,7 @@ class SymmetricMemory:
         After an abort it does not wait, since ranks may be missing, and leaves the memory to the end of the process.
         """
         self._device.synchronize()
-        if self._memory is not None and self.aborted:
+        if self._bases and self.aborted:
             return
         self._transport.barrier()
         for pointer in self._opened:

@@ -63,6 +63,7 @@ HOST_CUDA_RANKS_TESTS = (
     "tests/oktopk/test_gradient_tensors.py",
     "tests/oktopk/test_gradients_in_place.py",
     "tests/oktopk/test_overflow.py",
+    "tests/oktopk/test_abort.py",
 )
 ALL_TESTS = ["tests"]
 # Generous: they end what hangs, on a slow machine too.
