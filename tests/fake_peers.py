@@ -169,11 +169,10 @@ class FakePeers:
     def _cut_down(self, nnz: int) -> tuple[int, int]:
         """(entries, bits) of what is left when a list is cut down to its top k."""
         candidates = self._packed[:nnz]
-        bits, larger = kth_magnitude(
+        bits, larger, _ = kth_magnitude(
             lambda level, prefix: kernels.magnitude_histogram(candidates, level, prefix), self._k
         )
-        ties = selection_cap(self._k) - larger
-        return lists_kernels.take_at_least(candidates, bits, ties, candidates), bits
+        return lists_kernels.take_at_least(candidates, bits, self._k - larger, candidates), bits
 
     def _cuts(self, nnz: int) -> list[int]:
         cuts = lists_kernels.equal_count_splits(self._packed[:nnz], self._length, self._transport.size)
@@ -191,14 +190,13 @@ class FakePeers:
         sums = self._lists.sums(lowest).copy()
         if comm.allreduce(len(sums)) < self._k:
             return None
-        bits, _ = kth_magnitude(
+        bits, larger, _ = kth_magnitude(
             lambda level, prefix: comm.allreduce(kernels.magnitude_histogram(sums, level, prefix)), self._k
         )
         edges = np.array([bits, bits + 1], np.int32)
         counts = np.array(comm.allgather(lists_kernels.count_at_least(sums, edges)))
         above, ties = counts[:, 1], counts[:, 0] - counts[:, 1]
-        allowed = max(0, selection_cap(self._k) - int(above.sum()))
-        ties = np.clip(allowed - (np.cumsum(ties) - ties), 0, ties)
+        ties = np.clip(self._k - larger - (np.cumsum(ties) - ties), 0, ties)
         if self._skewed(above + ties):
             return None
         kept = np.empty(len(sums) + 1, ENTRY)

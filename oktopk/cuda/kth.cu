@@ -3,8 +3,8 @@
 // Shapes   entries[count[0]] COO; counts[MOST_DIGITS] unsigned, zero before and after; search: see layouts.py. Without windows: this
 //          rank's list alone. skip: a word that is not 0 where nothing is to be done, null for none. trim_selection: header,
 //          boundaries, needs_no_trim and mailbox as in accumulate_select.cu; taken[2] scratch. p: structs of layouts.py.
-// Units    a digit: `width` bits of a magnitude from bit `shift` up; LEVELS levels, coarsest first. cap: most entries to keep; ties at it
-//          keep the lowest indices, of lower ranks first.
+// Units    a digit: `width` bits of a magnitude from bit `shift` up; LEVELS levels, coarsest first. k entries are kept: of those equal to
+//          the k-th magnitude the lowest indices, of lower ranks first.
 // Launch   kth_histogram: grid-stride, blocks of THREADS, `finished` zeroed once; its last block finds the digit, or signals the counts.
 //          agree_on_digit: one block of THREADS, waits for the signals of all ranks. take_exact, trim_selection: ceil(most /
 //          COMPACT_TILE) blocks of COMPACT_THREADS; trim_selection's `finished` zeroed once.
@@ -88,14 +88,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) kth_histogram(const __grid
   if (threadIdx.x == 0) {
     search.failed = !fits || found.digit < 0;
     if (!search.failed) narrow(search, level, width, found, wanted);
-    search.ties = search.failed ? 0 : p.cap - search.larger;
+    search.ties = search.failed ? 0 : p.k - search.larger;
   }
 }
 
 // Decide how many entries equal to the magnitude each rank keeps, and all that follows from it. One thread calls.
 __device__ void share_out(const AgreeOnDigit& p) {
   Search& search = *p.search;
-  const unsigned allowed = p.cap > search.larger ? p.cap - search.larger : 0;
+  const unsigned allowed = p.k - search.larger;
   unsigned before = 0;
   set_decision(p.p2p, p.trigger, PROCEED, search.prefix, [&](int q) {
     const unsigned left = allowed > before ? allowed - before : 0;

@@ -14,7 +14,6 @@ from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
 from collectives.mpi_cuda import CudaMpiTransport
 from oktopk.cpu.kernels import LEVELS
 from oktopk.cuda.layouts import Search
-from oktopk.settings import selection_cap
 
 TAKEN_WORDS = 6
 """Of the report "taken": see take_exact of kth.cu."""
@@ -58,7 +57,6 @@ class KthSelect:
         device = self._device = transport.device
         ranks = transport.size
         kernels: Any = transport.kernels
-        cap = selection_cap(k)
         kth = compiled(_KERNELS / "kth.cu")
         histogram, agree = Kernel(kth, "kth_histogram"), Kernel(kth, "agree_on_digit")
         take = Kernel(kth, "take_exact")
@@ -68,7 +66,6 @@ class KthSelect:
         taken = device.address("taken")
         shared = {
             "k": k,
-            "cap": cap,
             "search": search,
             "counts": device.scratch("digits", 1 << max(width for _, width in LEVELS), np.uint32).data.ptr,
             "finished": device.scratch("digits finished", 1, np.uint32).data.ptr,
@@ -91,7 +88,6 @@ class KthSelect:
                 agree.prepare(
                     p2p=p2p,
                     k=k,
-                    cap=cap,
                     level=level,
                     width=width,
                     trigger=trigger,

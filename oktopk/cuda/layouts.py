@@ -62,10 +62,10 @@ struct("Decide", """
     volatile unsigned long long* mailbox;""", "decide")
 struct("KthHistogram", """
     P2P p2p; const Entry* entries; const unsigned* count; const unsigned* nonfinite; const unsigned* skip;
-    unsigned most; unsigned k; unsigned cap; int level; int shift; int width; Search* search; unsigned* counts;
+    unsigned most; unsigned k; int level; int shift; int width; Search* search; unsigned* counts;
     unsigned* finished;""", "kth_histogram")
 struct("AgreeOnDigit", """
-    P2P p2p; unsigned k; unsigned cap; int level; int width; double trigger; Search* search;
+    P2P p2p; unsigned k; int level; int width; double trigger; Search* search;
     volatile unsigned long long* mailbox;""", "agree_on_digit")
 struct("TakeExact", """
     const Entry* entries; const unsigned* count; const unsigned* skip; const Search* search; Entry* kept;
