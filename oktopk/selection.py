@@ -174,18 +174,17 @@ class LocalSelection:
             return NOTHING
         return max(1, magnitude_bits(bits_magnitude(self.bits) * _MARGIN ** (-1 / self.slope)))
 
-    def learn_exact(self, candidates: int, k: int, lowest: int, bits: int, equal: int = 0) -> None:
+    def learn_exact(self, candidates: int, k: int, lowest: int, bits: int) -> None:
         """Learn from an exact step.
 
         Args:
-            candidates: entries that reached `lowest`.
+            candidates: entries that reached `lowest`; k where more than MISS of k equal `bits`, and the next step must be exact too.
             bits: the k-th largest magnitude of them.
-            equal: candidates of that magnitude, where they were counted. More than MISS of k make the next step exact too.
         """
         if candidates > k and lowest < bits:
             octaves = math.log(bits_magnitude(bits) / bits_magnitude(lowest))
             self.slope = min(max(math.log(candidates / k) / octaves, _SLOPES[0]), _SLOPES[1])
-        self.needs_exact, self.needs_host = equal > MISS * k, False
+        self.needs_exact, self.needs_host = candidates == k, False
         if self.needs_exact:
             self.bits = bits
             return
@@ -219,7 +218,7 @@ class LocalSelection:
         bits, larger, equal = kth_magnitude(
             lambda level, prefix: kernels.magnitude_histogram(candidates, level, prefix), k
         )
-        self.learn_exact(len(candidates), k, lowest, bits, equal)
+        self.learn_exact(k if equal > MISS * k else len(candidates), k, lowest, bits)
         taken = self._transport.kernels.take_at_least(candidates, bits, k - larger, candidates)
         return candidates[:taken], bits
 

@@ -14,6 +14,7 @@ from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
 from collectives.mpi_cuda import CudaMpiTransport
 from oktopk.cpu.kernels import LEVELS
 from oktopk.cuda.layouts import Search
+from oktopk.thresholds import MISS
 
 TAKEN_WORDS = 6
 """Of the report "taken": see take_exact of kth.cu."""
@@ -76,7 +77,7 @@ class KthSelect:
         self._agree: list[PreparedLaunch] = []
         for level, (shift, width) in enumerate(LEVELS):
             local = histogram.prepare(
-                entries=packed.pointer, count=header, nonfinite=header + 4, most=2 * k, level=level, shift=shift, width=width,
+                entries=packed.pointer, count=header, nonfinite=header + 4, most=2 * k, most_equal=int(MISS * k), level=level, shift=shift, width=width,
                 **shared,
             )  # fmt: skip
             self._local.append(local)
