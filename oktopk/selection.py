@@ -178,7 +178,7 @@ class LocalSelection:
         """Learn from an exact step.
 
         Args:
-            candidates: entries that reached `lowest`; k where more than MISS of k equal `bits`, and the next step must be exact too.
+            candidates: entries that reached `lowest`; k where more than MISS of k equal `bits`: the next step is then exact too.
             bits: the k-th largest magnitude of them.
         """
         if candidates > k and lowest < bits:

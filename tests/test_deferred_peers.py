@@ -241,7 +241,7 @@ def test_a_selection_over_the_cap_is_cut_to_the_top_k_and_nobody_stops(
         assert report.global_nnz
         if last:
             kept = np.count_nonzero(np.abs(accumulated) >= report.local_threshold)
-            assert report.local_nnz == min(kept, 5 * k // 4)
+            assert report.local_nnz == k
             assert np.count_nonzero(np.abs(accumulated) > report.local_threshold) < k <= kept
     assert [outcome.stopped_at for outcome in outcomes] == ["", "", ""]
     reducer.close()

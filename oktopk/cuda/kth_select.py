@@ -77,8 +77,8 @@ class KthSelect:
         self._agree: list[PreparedLaunch] = []
         for level, (shift, width) in enumerate(LEVELS):
             local = histogram.prepare(
-                entries=packed.pointer, count=header, nonfinite=header + 4, most=2 * k, most_equal=int(MISS * k), level=level, shift=shift, width=width,
-                **shared,
+                entries=packed.pointer, count=header, nonfinite=header + 4, most=2 * k,
+                most_equal=int(MISS * k), level=level, shift=shift, width=width, **shared,
             )  # fmt: skip
             self._local.append(local)
             self._trim_local.append(local.copy(skip=needs_no_trim))
