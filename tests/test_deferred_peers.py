@@ -329,6 +329,14 @@ def expect_sums_of(reducer: GradientAllreduce, magnitude: float) -> None:
     threshold.bits, threshold.trend = int(np.float32(magnitude).view(np.uint32)), 0
 
 
+def select_from(reducer: GradientAllreduce, magnitude: float) -> None:
+    """This rank's next selection is what the next gradient holds from this magnitude on."""
+    local = reducer._methods["oktopk"].selection  # type: ignore[attr-defined]
+    local.bits, local.needs_exact, local.needs_host = int(np.float32(magnitude).view(np.uint32)), False, False
+    assert reducer.residual is not None
+    reducer.residual.fill(0)
+
+
 @pytest.mark.parametrize(("factor", "goes_on"), [(0.98, True), (1.02, True), (0.5, True), (2.0, False)])
 def test_a_global_threshold_that_missed_is_moved_without_the_host_unless_by_far(
     device: str, outcomes: list[Any], comm: MPI.Intracomm, factor: float, goes_on: bool
@@ -342,6 +350,7 @@ def test_a_global_threshold_that_missed_is_moved_without_the_host_unless_by_far(
     for _ in range(12):
         reducer.step(put(device, draw()))
     reducer.complete()
+    select_from(reducer, 1000.0)
     expect_sums_of(reducer, 1030.0 * comm.size * factor)
     reducer._trust = TRUSTED
     outcomes.clear()
@@ -378,6 +387,7 @@ def test_a_global_threshold_that_missed_is_named_by_the_kernels_where_the_host_w
 
     monkeypatch.setattr(peers, "go_exact", noted)
     for reducer in (among, on_cpu):
+        select_from(reducer, 1000.0)
         expect_sums_of(reducer, 1030.0 * comm.size * factor)
     gradient = draw()
     first, second = among.step(put(device, gradient)), on_cpu.step(gradient)
