@@ -505,11 +505,15 @@ def test_a_nonfinite_gradient_leaves_the_residual_as_it_was(
         gradient = draw()
         if poison and comm.rank == comm.size - 1:
             gradient[[5, 40_000]] = np.inf
+        if poison and nonfinite == "skip":
+            gradient[::5] = 1e12  # beside it what is left in the residual rounds to zero
         return reducer.step(put(device, narrowed(gradient, gradient_type)))
 
     until_deferred(device, reducer, lambda: narrowed(draw(), gradient_type))
     steps, before = reducer.steps, get(reducer.residual)
     poisoned = step(poison=True)
+    if nonfinite == "skip":
+        reducer.complete()
     assert np.array_equal(get(reducer.residual), before)
     assert not get(reducer.update).any()
     if nonfinite == "raise":

@@ -16,7 +16,7 @@ LAYOUTS = base.Layouts(Path(__file__).parent, globals(), base.LAYOUTS)
 struct = LAYOUTS.struct
 
 # fmt: off
-# a magnitude's search, digit by digit. failed: the list has too few or too many entries. candidates: for LocalSelection.learn_exact.
+# a magnitude's search, digit by digit. failed: the list is too short or too long. candidates: of LocalSelection.learn_exact.
 # ties: how many entries equal to the magnitude are kept. above, equal: entries of each rank above it and equal to it.
 Search = struct("Search", """
     unsigned prefix; unsigned wanted; unsigned larger; unsigned failed; unsigned candidates; unsigned ties;
