@@ -95,8 +95,8 @@ class GradientAllreduce:
         ValueError: an argument is out of range, the device cannot be used, or ranks disagree; on every rank alike.
 
     Memory: n words of update; n of residual where the method is sparse; n of velocity with momentum correction; as many
-        again of both with nonfinite="skip"; n/2 of scratch from the first dense step on; 3n/2 from the first measured step on; the lists of the method, O(k) for Ok-Topk
-        where regions balance.
+        again of both with nonfinite="skip"; n/2 of scratch from the first dense step on; 3n/2 from the first measured step
+        on; the lists of the method, O(k) for Ok-Topk where regions balance.
     Traffic: that of the method, see `oktopk.methods`; one allgather of the settings at construction.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
 

@@ -506,7 +506,7 @@ def test_a_nonfinite_gradient_leaves_the_residual_as_it_was(
         if poison and comm.rank == comm.size - 1:
             gradient[[5, 40_000]] = np.inf
         if poison and nonfinite == "skip":
-            gradient[::5] = 1e12  # beside it what is left in the residual rounds to zero
+            gradient[1::5] = 1e12  # beside it what is left in the residual rounds to zero
         return reducer.step(put(device, narrowed(gradient, gradient_type)))
 
     until_deferred(device, reducer, lambda: narrowed(draw(), gradient_type))
