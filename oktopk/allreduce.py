@@ -93,9 +93,9 @@ class GradientAllreduce:
     Raises:
         ValueError: an argument is out of range, the device cannot be used, or ranks disagree; on every rank alike.
 
-    Memory: n words of update; n of residual where the method is sparse; n of velocity with momentum correction; n/2 of
-        scratch from the first dense step on; 3n/2 from the first measured step on; the lists of the method, O(k) for Ok-Topk
-        where regions balance.
+    Memory: n words of update; n of residual where the method is sparse; n of velocity with momentum correction; as many
+        again of both with nonfinite="skip"; n/2 of scratch from the first dense step on; 3n/2 from the first measured step
+        on; the lists of the method, O(k) for Ok-Topk where regions balance.
     Traffic: that of the method, see `oktopk.methods`; one allgather of the settings at construction.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
 
@@ -334,6 +334,7 @@ class GradientAllreduce:
         self.steps += 1
         self._last_k = None  # where the step fails, the next one computes exact thresholds
         self._sparse_steps += method.sparse
+        self._vectors.save()
         try:
             handle = self._executors[method.name].begin(gradient, plan)
         except FlaggedRanksError as flagged:
@@ -495,6 +496,7 @@ class GradientAllreduce:
         if self.settings.nonfinite == "raise":
             self.transport.take_traffic()
             raise NonFiniteGradientError(ranks, step) from None
+        self._vectors.restore()
         return self._report(step, method, plan, None, skipped=True)
 
     def _report(

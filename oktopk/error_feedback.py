@@ -45,6 +45,18 @@ class ErrorFeedback:
         self.selected: SparseVector | None = None
         self.pending = False
         self._all_moved = True  # by the last `correct`
+        carried = ("residual", "velocity") if settings.nonfinite == "skip" else ()
+        self._saved = {name: backend.zeros(length) for name in carried if getattr(self, name) is not None}
+
+    def save(self) -> None:
+        """Copy residual and velocity, where the settings skip steps that are not finite, so that `restore` is exact."""
+        for name, saved in self._saved.items():
+            saved[:] = getattr(self, name)
+
+    def restore(self) -> None:
+        """Make residual and velocity what they were at the last `save`."""
+        for name, saved in self._saved.items():
+            getattr(self, name)[:] = saved
 
     def correct(self, gradient: NDArray[np.float32]) -> tuple[NDArray[np.float32], bool]:
         """The vector to accumulate, after momentum correction; and whether that is not finite."""

@@ -16,7 +16,6 @@ from collectives.sparse import SparseVector
 from collectives.transport import Transport
 from oktopk.backend import Backend
 from oktopk.results import Measures
-from oktopk.settings import selection_cap
 from oktopk.thresholds import kth_magnitude
 
 _CHUNK = 1 << 20  # elements at a time, so that temporaries stay small
@@ -86,11 +85,11 @@ class Sampler:
         """
         self._backend.wait()  # so that `seconds` leaves out the backward pass and the step
         began = time.perf_counter()
-        bits, larger = kth_magnitude(
+        bits, larger, _ = kth_magnitude(
             lambda level, prefix: self._backend.kernels.magnitude_histogram(self._vector, level, prefix), k
         )
         threshold: Any = bits_magnitude(bits)
-        ties: Any = selection_cap(k) - larger  # as in every selection, the lowest indices first
+        ties: Any = k - larger  # as in every exact selection, the lowest indices first
         squares: Any = 0.0
         for chunk in self._chunks():
             total = self._vector[chunk]

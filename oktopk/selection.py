@@ -15,7 +15,7 @@ from collectives.sparse import SparseVector
 from collectives.transport import Transport
 from oktopk.cpu.kernels import Packing
 from oktopk.settings import selection_cap
-from oktopk.thresholds import NOTHING, OCTAVE, kth_magnitude, learned_trend, threshold_problem
+from oktopk.thresholds import MISS, NOTHING, OCTAVE, kth_magnitude, learned_trend, threshold_problem
 
 _MARGIN = 1.3  # an exact step packs about this times k and finds the k-th largest among them
 _SLOPES = (0.5, 32.0)  # plausible range of -d log(nnz) / d log(threshold)
@@ -57,7 +57,8 @@ class LocalSelection:
     An exact step packs a little more than k by a lower threshold, and finds the k-th largest magnitude in the packed list. Only
     when the guess misses it reads the vector again. Between exact steps the threshold moves by two terms. One is the ratio of
     the last count to k, divided by the slope of the tail that the last exact step measured. The other is the threshold's own
-    trend: residuals grow for many steps, and without it every step would select too much.
+    trend: residuals grow for many steps, and without it every step would select too much. No threshold selects about k where many
+    entries equal the k-th magnitude: then the next step is exact again.
 
     Args:
         length: elements of the gradient (n).
@@ -174,14 +175,22 @@ class LocalSelection:
         return max(1, magnitude_bits(bits_magnitude(self.bits) * _MARGIN ** (-1 / self.slope)))
 
     def learn_exact(self, candidates: int, k: int, lowest: int, bits: int) -> None:
-        """Learn from an exact step: `bits` is the k-th largest magnitude of so many candidates that reached `lowest`."""
+        """Learn from an exact step.
+
+        Args:
+            candidates: entries that reached `lowest`; k where more than MISS of k equal `bits`: the next step is then exact too.
+            bits: the k-th largest magnitude of them.
+        """
         if candidates > k and lowest < bits:
             octaves = math.log(bits_magnitude(bits) / bits_magnitude(lowest))
             self.slope = min(max(math.log(candidates / k) / octaves, _SLOPES[0]), _SLOPES[1])
+        self.needs_exact, self.needs_host = candidates == k, False
+        if self.needs_exact:
+            self.bits = bits
+            return
         if self.bits is not None:
             self.trend = learned_trend(self.trend, bits - self.bits)
         self.bits = max(1, min(bits + self.trend, NOTHING - 1))
-        self.needs_exact = self.needs_host = False
 
     def _repack(self, residual: NDArray[np.float32], k: int, buffer: NDArray[np.void]) -> tuple[int, int]:
         """Pack a superset of the top k that fits the buffer, by a histogram of the whole vector.
@@ -198,20 +207,19 @@ class LocalSelection:
             shift, _ = kernels.LEVELS[0]
             edge = max(1, (len(coarse) - 1 - place) << shift)
             return kernels.select_at_least(residual, edge, _ALL, buffer), edge
-        bits, larger = kth_magnitude(
+        bits, larger, _ = kth_magnitude(
             lambda level, prefix: kernels.magnitude_histogram(residual, level, prefix), k
         )
-        return kernels.select_at_least(residual, bits, selection_cap(k) - larger, buffer), bits
+        return kernels.select_at_least(residual, bits, 2 * k - larger, buffer), bits
 
     def _tighten(self, candidates: NDArray[np.void], k: int, lowest: int) -> tuple[NDArray[np.void], int]:
-        """Cut a list that holds the top k down to it, in O(nnz); ties at the cap keep the lowest indices."""
+        """Cut a list that holds the top k down to it, in O(nnz); of equal magnitudes the lowest indices stay."""
         kernels = self._kernels
-        bits, larger = kth_magnitude(
+        bits, larger, equal = kth_magnitude(
             lambda level, prefix: kernels.magnitude_histogram(candidates, level, prefix), k
         )
-        self.learn_exact(len(candidates), k, lowest, bits)
-        ties = selection_cap(k) - larger
-        taken = self._transport.kernels.take_at_least(candidates, bits, ties, candidates)
+        self.learn_exact(k if equal > MISS * k else len(candidates), k, lowest, bits)
+        taken = self._transport.kernels.take_at_least(candidates, bits, k - larger, candidates)
         return candidates[:taken], bits
 
     def _follow(self, nnz: int, k: int, bits: int) -> None:

@@ -58,7 +58,7 @@ def threshold_problem(name: str, state: dict[str, Any]) -> str:
     )
 
 
-def kth_magnitude(histogram: Callable[[int, int], NDArray[np.int64]], k: int) -> tuple[int, int]:
+def kth_magnitude(histogram: Callable[[int, int], NDArray[np.int64]], k: int) -> tuple[int, int, int]:
     """The k-th largest magnitude, digit by digit.
 
     Args:
@@ -66,20 +66,21 @@ def kth_magnitude(histogram: Callable[[int, int], NDArray[np.int64]], k: int) ->
         k: >= 1.
 
     Returns:
-        (bits, larger): bits of the k-th largest nonzero magnitude, and how many are strictly larger; (1, 0) when fewer than k
-        are nonzero.
+        (bits, larger, equal): bits of the k-th largest nonzero magnitude, how many are strictly larger, and how many equal it;
+        (1, 0, 0) when fewer than k are nonzero.
     """
-    prefix, wanted = 0, k
+    prefix, wanted, equal = 0, k, 0
     for level, (_, width) in enumerate(LEVELS):
         counts = histogram(level, prefix)
         reached = np.cumsum(counts[::-1])
         if reached[-1] < wanted:
-            return 1, 0
+            return 1, 0, 0
         place = int(np.searchsorted(reached, wanted))
         digit = len(counts) - 1 - place
-        wanted -= int(reached[place] - counts[digit])
+        equal = int(counts[digit])
+        wanted -= int(reached[place]) - equal
         prefix = prefix << width | digit
-    return prefix, k - wanted
+    return prefix, k - wanted, equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ class GlobalThreshold:
 
         Returns:
             (ENTRY[counts[r]], int64[P]): this rank's kept sums, ascending, and how many each rank keeps. The counts add up to
-            at most 5k/4; ties at the cap keep the lowest indices.
+            at most 5k/4. An exact threshold keeps k, or every nonzero where those are fewer; of equal sums the lowest indices.
 
         Raises:
             FlaggedRanksError: a sum is not finite; on every rank alike. It names no rank, and nothing was learnt.
@@ -245,7 +246,7 @@ class GlobalThreshold:
                     raise FlaggedRanksError([])
                 return counts
 
-            bits, _ = kth_magnitude(histogram, k)
+            bits, larger, _ = kth_magnitude(histogram, k)
             record("threshold")
             if bits >= lowest or lowest == 1:
                 break
@@ -255,9 +256,8 @@ class GlobalThreshold:
         record("threshold")
         at_least, above = counts[:, 0], counts[:, 1]
         ties = at_least - above
-        allowed = max(0, selection_cap(k) - int(above.sum()))
         before = np.cumsum(ties) - ties
-        ties = np.clip(allowed - before, 0, ties)
+        ties = np.clip(k - larger - before, 0, ties)
         rank = transport.rank
         return _take(sums, bits, int(ties[rank]), lists), above + ties
 

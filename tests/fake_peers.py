@@ -20,7 +20,7 @@ from oktopk.cpu import kernels
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.results import StageTimer
 from oktopk.settings import Settings, selection_cap
-from oktopk.thresholds import CANDIDATES, candidate_bits, choose_candidate, kth_magnitude
+from oktopk.thresholds import CANDIDATES, MISS, candidate_bits, choose_candidate, kth_magnitude
 
 _POOL, _SMALL_POOL = 3, 4096
 
@@ -59,7 +59,7 @@ class FakePeers:
             candidates=packing.nnz, nonfinite=packing.nonfinite, short=short, nnz=0, bits=0, splits=[]
         )
         if not short:
-            found.nnz, found.bits = self._cut_down(packing.nnz)
+            found.nnz, found.bits, found.candidates = self._cut_down(packing.nnz)
             found.splits = self._cuts(found.nnz)
         return found
 
@@ -84,8 +84,8 @@ class FakePeers:
             selected = packing.nnz, packing.nonfinite
             least = self._k if cut_to_k else selection_cap(self._k) + 1
             if least <= packing.nnz <= 2 * self._k and not packing.nonfinite:
-                left, kth = self._cut_down(packing.nnz)
-                selected, cut = (left, 0), (packing.nnz, kth)
+                left, kth, candidates = self._cut_down(packing.nnz)
+                selected, cut = (left, 0), (candidates, kth)
         nnz, nonfinite = selected
         mine = self._packed[: min(nnz, 2 * self._k)].copy()
         offsets = lists_kernels.region_offsets(mine, boundaries)
@@ -170,14 +170,14 @@ class FakePeers:
     def _packed(self) -> NDArray[np.void]:
         return self._transport.workspace.entries("packed", 2 * self._k + kernels.BLOCK)
 
-    def _cut_down(self, nnz: int) -> tuple[int, int]:
-        """(entries, bits) of what is left when a list is cut down to its top k."""
+    def _cut_down(self, nnz: int) -> tuple[int, int, int]:
+        """(entries, bits) of what is left when a list is cut down to its top k, and the candidates that `kth.cu` reports."""
         candidates = self._packed[:nnz]
-        bits, larger = kth_magnitude(
+        bits, larger, equal = kth_magnitude(
             lambda level, prefix: kernels.magnitude_histogram(candidates, level, prefix), self._k
         )
-        ties = selection_cap(self._k) - larger
-        return lists_kernels.take_at_least(candidates, bits, ties, candidates), bits
+        left = lists_kernels.take_at_least(candidates, bits, self._k - larger, candidates)
+        return left, bits, self._k if equal > MISS * self._k else nnz
 
     def _cuts(self, nnz: int) -> list[int]:
         cuts = lists_kernels.equal_count_splits(self._packed[:nnz], self._length, self._transport.size)
@@ -195,14 +195,13 @@ class FakePeers:
         sums = self._lists.sums(lowest).copy()
         if comm.allreduce(len(sums)) < self._k:
             return None
-        bits, _ = kth_magnitude(
+        bits, larger, _ = kth_magnitude(
             lambda level, prefix: comm.allreduce(kernels.magnitude_histogram(sums, level, prefix)), self._k
         )
         edges = np.array([bits, bits + 1], np.int32)
         counts = np.array(comm.allgather(lists_kernels.count_at_least(sums, edges)))
         above, ties = counts[:, 1], counts[:, 0] - counts[:, 1]
-        allowed = max(0, selection_cap(self._k) - int(above.sum()))
-        ties = np.clip(allowed - (np.cumsum(ties) - ties), 0, ties)
+        ties = np.clip(self._k - larger - (np.cumsum(ties) - ties), 0, ties)
         if self._skewed(above + ties):
             return None
         kept = np.empty(len(sums) + 1, ENTRY)

@@ -10,24 +10,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from oktopk.settings import selection_cap
-
 Vector = NDArray[np.float64]
 
 
 def top_k(x: Vector, k: int) -> NDArray[np.int64]:
     """Ascending indices of the k largest magnitudes of float64[n].
 
-    All ties at the k-th magnitude belong to it, up to a total of 5k/4, the lowest indices first. Zeros never do.
+    Of equal magnitudes the lowest indices belong to it. Zeros never do.
     """
     magnitude = np.abs(x)
-    nonzero = np.flatnonzero(magnitude)
-    if len(nonzero) <= k:
-        return nonzero
-    threshold = np.sort(magnitude)[-k]
-    above = np.flatnonzero(magnitude > threshold)
-    ties = np.flatnonzero(magnitude == threshold)
-    return np.sort(np.concatenate([above, ties[: selection_cap(k) - len(above)]]))
+    largest = np.sort(np.argsort(-magnitude, kind="stable")[:k])
+    return largest[magnitude[largest] > 0]
 
 
 def masked(x: Vector, indices: NDArray[np.int64]) -> Vector:

@@ -3,8 +3,8 @@
 // Shapes   entries[count[0]] COO; counts[MOST_DIGITS] unsigned, zero before and after; search: see layouts.py. Without windows: this
 //          rank's list alone. skip: a word that is not 0 where nothing is to be done, null for none. trim_selection: header,
 //          boundaries, needs_no_trim and mailbox as in accumulate_select.cu; taken[2] scratch. p: structs of layouts.py.
-// Units    a digit: `width` bits of a magnitude from bit `shift` up; LEVELS levels, coarsest first. cap: most entries to keep; ties at it
-//          keep the lowest indices, of lower ranks first.
+// Units    a digit: `width` bits of a magnitude from bit `shift` up; LEVELS levels, coarsest first. k entries are kept: of those equal to
+//          the k-th magnitude the lowest indices, of lower ranks first. most_equal: entries of a list alone; more of them make k candidates.
 // Launch   kth_histogram: grid-stride, blocks of THREADS, `finished` zeroed once; its last block finds the digit, or signals the counts.
 //          agree_on_digit: one block of THREADS, waits for the signals of all ranks. take_exact, trim_selection: ceil(most /
 //          COMPACT_TILE) blocks of COMPACT_THREADS; trim_selection's `finished` zeroed once.
@@ -88,14 +88,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) kth_histogram(const __grid
   if (threadIdx.x == 0) {
     search.failed = !fits || found.digit < 0;
     if (!search.failed) narrow(search, level, width, found, wanted);
-    search.ties = search.failed ? 0 : p.cap - search.larger;
+    search.ties = search.failed ? 0 : p.k - search.larger;
+    search.candidates = search.failed || local[found.digit] <= p.most_equal ? n : p.k;
   }
 }
 
 // Decide how many entries equal to the magnitude each rank keeps, and all that follows from it. One thread calls.
 __device__ void share_out(const AgreeOnDigit& p) {
   Search& search = *p.search;
-  const unsigned allowed = p.cap > search.larger ? p.cap - search.larger : 0;
+  const unsigned allowed = p.k - search.larger;
   unsigned before = 0;
   set_decision(p.p2p, p.trigger, PROCEED, search.prefix, [&](int q) {
     const unsigned left = allowed > before ? allowed - before : 0;
@@ -156,14 +157,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) agree_on_digit(const __gri
   post_decision(p.mailbox, p.p2p, epoch);
 }
 
-// kept gets what reaches the magnitude, in order; report: kept, others, and of the list before: entries, failed, prefix, larger.
+// kept gets what reaches the magnitude, in order; report: kept, others, and of the search: candidates, failed, prefix, larger.
 extern "C" __global__ void __launch_bounds__(COMPACT_THREADS) take_exact(const __grid_constant__ TakeExact p) {
   const Search& search = *p.search;
   const bool nothing = *p.skip;
   compact<true>(ListSource{p.entries}, nothing ? 0 : *p.count, gridDim.x, search.prefix, search.ties, p.kept, p.capacity,
                 nullptr, p.scan, p.scan.epoch, p.report);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    p.report[2] = *p.count;
+    p.report[2] = search.candidates;
     p.report[3] = nothing;
     p.report[4] = search.prefix;
     p.report[5] = search.larger;
@@ -174,8 +175,8 @@ extern "C" __global__ void __launch_bounds__(COMPACT_THREADS) take_exact(const _
 extern "C" __global__ void __launch_bounds__(COMPACT_THREADS) trim_selection(const __grid_constant__ TrimSelection p) {
   if (*p.needs_no_trim) return;
   const Search& search = *p.search;
-  const unsigned epoch = p.p2p.step->epoch, candidates = p.header[0];
-  compact<true>(ListSource{p.entries}, candidates, gridDim.x, search.prefix, search.ties, p.entries, p.capacity, nullptr,
+  const unsigned epoch = p.p2p.step->epoch;
+  compact<true>(ListSource{p.entries}, p.header[0], gridDim.x, search.prefix, search.ties, p.entries, p.capacity, nullptr,
                 p.scan, epoch, p.taken);
   if (!last_block(p.finished, gridDim.x)) return;
   const unsigned nnz = read_volatile(p.taken);
@@ -183,5 +184,5 @@ extern "C" __global__ void __launch_bounds__(COMPACT_THREADS) trim_selection(con
   for (int region = threadIdx.x; region <= p.p2p.ranks; region += COMPACT_THREADS)
     p.header[2 + region] = lower_bound(p.entries, 0, nnz, p.boundaries[region]);
   __syncthreads();
-  put_selected(p.p2p, p.header, p.entries, nnz, candidates, search.prefix, p.mailbox, epoch);
+  put_selected(p.p2p, p.header, p.entries, nnz, search.candidates, search.prefix, p.mailbox, epoch);
 }

@@ -14,7 +14,7 @@ from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
 from collectives.mpi_cuda import CudaMpiTransport
 from oktopk.cpu.kernels import LEVELS
 from oktopk.cuda.layouts import Search
-from oktopk.settings import selection_cap
+from oktopk.thresholds import MISS
 
 TAKEN_WORDS = 6
 """Of the report "taken": see take_exact of kth.cu."""
@@ -58,7 +58,6 @@ class KthSelect:
         device = self._device = transport.device
         ranks = transport.size
         kernels: Any = transport.kernels
-        cap = selection_cap(k)
         kth = compiled(_KERNELS / "kth.cu")
         histogram, agree = Kernel(kth, "kth_histogram"), Kernel(kth, "agree_on_digit")
         take = Kernel(kth, "take_exact")
@@ -68,7 +67,6 @@ class KthSelect:
         taken = device.address("taken")
         shared = {
             "k": k,
-            "cap": cap,
             "search": search,
             "counts": device.scratch("digits", 1 << max(width for _, width in LEVELS), np.uint32).data.ptr,
             "finished": device.scratch("digits finished", 1, np.uint32).data.ptr,
@@ -79,8 +77,8 @@ class KthSelect:
         self._agree: list[PreparedLaunch] = []
         for level, (shift, width) in enumerate(LEVELS):
             local = histogram.prepare(
-                entries=packed.pointer, count=header, nonfinite=header + 4, most=2 * k, level=level, shift=shift, width=width,
-                **shared,
+                entries=packed.pointer, count=header, nonfinite=header + 4, most=2 * k,
+                most_equal=int(MISS * k), level=level, shift=shift, width=width, **shared,
             )  # fmt: skip
             self._local.append(local)
             self._trim_local.append(local.copy(skip=needs_no_trim))
@@ -91,7 +89,6 @@ class KthSelect:
                 agree.prepare(
                     p2p=p2p,
                     k=k,
-                    cap=cap,
                     level=level,
                     width=width,
                     trigger=trigger,

@@ -16,11 +16,11 @@ LAYOUTS = base.Layouts(Path(__file__).parent, globals(), base.LAYOUTS)
 struct = LAYOUTS.struct
 
 # fmt: off
-# a magnitude's search, digit by digit. failed: the list has too few or too many entries. ties: how many entries equal to the
-# magnitude are kept. above, equal: entries of each rank above it and equal to it.
+# a magnitude's search, digit by digit. failed: the list is too short or too long. candidates: of LocalSelection.learn_exact.
+# ties: how many entries equal to the magnitude are kept. above, equal: entries of each rank above it and equal to it.
 Search = struct("Search", """
-    unsigned prefix; unsigned wanted; unsigned larger; unsigned failed; unsigned ties; unsigned above[MOST_PEERS];
-    unsigned equal[MOST_PEERS];""")
+    unsigned prefix; unsigned wanted; unsigned larger; unsigned failed; unsigned candidates; unsigned ties;
+    unsigned above[MOST_PEERS]; unsigned equal[MOST_PEERS];""")
 TensorSpan = struct("TensorSpan", "long long begin; unsigned long long address;")
 struct("AccumulateSelect", """
     const void* gradient; float* residual; long long n; const Step* step; unsigned threshold; unsigned capacity;
@@ -62,10 +62,10 @@ struct("Decide", """
     volatile unsigned long long* mailbox;""", "decide")
 struct("KthHistogram", """
     P2P p2p; const Entry* entries; const unsigned* count; const unsigned* nonfinite; const unsigned* skip;
-    unsigned most; unsigned k; unsigned cap; int level; int shift; int width; Search* search; unsigned* counts;
+    unsigned most; unsigned most_equal; unsigned k; int level; int shift; int width; Search* search; unsigned* counts;
     unsigned* finished;""", "kth_histogram")
 struct("AgreeOnDigit", """
-    P2P p2p; unsigned k; unsigned cap; int level; int width; double trigger; Search* search;
+    P2P p2p; unsigned k; int level; int width; double trigger; Search* search;
     volatile unsigned long long* mailbox;""", "agree_on_digit")
 struct("TakeExact", """
     const Entry* entries; const unsigned* count; const unsigned* skip; const Search* search; Entry* kept;

@@ -84,9 +84,9 @@ class GTopk(SparseMethod):
     ) -> tuple[int, int]:
         """Split a merged list into its k largest sums, ties by lowest index, and the rest; returns both counts."""
         if len(merged) <= k:
-            bits, larger = 1, 0
+            bits, larger, _ = 1, 0, 0
         else:
-            bits, larger = kth_magnitude(
+            bits, larger, _ = kth_magnitude(
                 lambda level, prefix: self.kernels.magnitude_histogram(merged, level, prefix), k
             )
         return self.transport.kernels.split_at_least(merged, bits, k - larger, kept, rest)

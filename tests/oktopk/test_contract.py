@@ -156,6 +156,27 @@ def test_ok_topk_stays_under_its_bound_and_near_k_on_drifting_gradients(
     assert np.mean(deviation) <= 0.05
 
 
+@pytest.mark.parametrize("kind", ["constant", "ties", "clustered"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "dense"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_equal_entries_are_selected_up_to_k_and_none_is_lost(
+    comm: MPI.Intracomm, device: str, method: str, kind: str
+) -> None:
+    for length, density in ((1, 0.25), (400, 0.25), (2000, 0.1)):
+        local, applied = [], []
+        for step in run(comm, device, method, kind, length, density, steps=12):
+            k = step.report.k
+            put_in = step.gradients.astype(np.float64) + step.before
+            came_out = step.after.astype(np.float64).sum(axis=0) + step.update
+            assert np.array_equal(put_in.sum(axis=0), came_out)
+            nonzeros = np.count_nonzero(put_in[comm.rank])
+            local.append(abs(step.report.local_nnz - min(k, nonzeros)) / k)
+            applied.append(step.report.global_nnz / k - 1)
+        assert np.mean(comm.allgather(local)) <= 0.05, (length, local)
+        if method in ("oktopk", "gtopk"):  # the others apply all that any rank selected
+            assert np.mean(np.maximum(applied, 0)) <= 0.05, (length, applied)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_second_run_gives_the_same_bits(comm: MPI.Intracomm, device: str, method: str) -> None:

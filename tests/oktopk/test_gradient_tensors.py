@@ -160,7 +160,8 @@ def test_pieces_give_the_bits_of_one_vector_on_cuda(
         assert_alike(wanted[0], report)
         assert report.skipped == (step in poisoned)
         assert get(updates[step]).tobytes() == wanted[2], step
-        assert get(residuals[step]).tobytes() == wanted[3], step
+        if not (deferred and report.skipped):  # then it is exact only after `complete`
+            assert get(residuals[step]).tobytes() == wanted[3], step
     assert late_ones > 10 or not deferred
     assert overlapping > 10 or not (deferred and asynchronous())
     flat.close()

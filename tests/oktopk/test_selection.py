@@ -27,15 +27,10 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 def oracle_top(accumulated: Vector, k: int) -> list[int]:
-    """Indices of the k largest magnitudes, no zeros; all ties at the last, lowest first, up to 5k/4."""
+    """Indices of the k largest magnitudes, no zeros; of equal ones the lowest indices."""
     magnitudes = [abs(value) for value in accumulated.tolist()]
     ranked = sorted((i for i, m in enumerate(magnitudes) if m), key=lambda i: -magnitudes[i])
-    if len(ranked) <= k:
-        return sorted(ranked)
-    last = magnitudes[ranked[k - 1]]
-    above = [i for i in ranked if magnitudes[i] > last]
-    ties = sorted(i for i in ranked if magnitudes[i] == last)
-    return sorted(above + ties[: 5 * k // 4 - len(above)])
+    return sorted(ranked[:k])
 
 
 class Rank:
@@ -126,7 +121,7 @@ UGLY = {
     "denormals": (np.arange(500) % 7 * TINY).astype(np.float32),
     "one nonzero": np.eye(1, 500, 77, np.float32)[0],
     "ties at the threshold": np.repeat(np.array([5, 4, 3, 2, 0], np.float32), 100),
-    "ties at the cap": np.concatenate([np.full(20, 9), np.ones(480)]).astype(np.float32),
+    "ties below a few": np.concatenate([np.full(20, 9), np.ones(480)]).astype(np.float32),
     "largest": np.where(np.arange(500) % 2, LARGEST, 1).astype(np.float32),
     "mass at the end": np.where(np.arange(500) < 480, 0, 7).astype(np.float32),
 }
@@ -141,9 +136,38 @@ def test_ugly_vectors_are_selected_by_the_same_rules(kind: str, k: int) -> None:
         rank.step(UGLY[kind], exact=step in (0, 4), clear=False)
 
 
-def test_of_ties_at_the_cap_the_lowest_indices_win() -> None:
+def test_of_equal_entries_an_exact_step_selects_the_lowest_indices_k_in_all() -> None:
     selected = Rank(500, 8).step(UGLY["constant"], exact=True)
-    assert selected.packed.indices.tolist() == list(range(10))
+    assert selected.packed.indices.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("k", [10, 100, 250, 1000])
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_every_step_selects_k_of_quantised_gradients(levels: int, k: int) -> None:
+    length, rng = 1000, np.random.default_rng(levels)
+    rank = Rank(length, k)
+    for step in range(12):
+        gradient = rng.integers(1, levels + 1, length) * rng.choice([-1, 1], length)
+        if step % 2:
+            rank.residual.fill(0)
+        nonzeros = np.count_nonzero(rank.residual + gradient)
+        assert rank.step(gradient.astype(np.float32)).packed.nnz == min(k, nonzeros)
+
+
+@pytest.mark.parametrize(("equal", "again"), [(5, False), (6, True)])
+def test_many_equal_entries_make_the_next_step_exact_and_leave_the_trend(equal: int, again: bool) -> None:
+    k, rank = 100, Rank(1000, 100)
+    rank.step(heavy_tailed(0, 1000))
+    rank.selection.trend = 1234
+    vector = np.arange(1, 1001, dtype=np.float32)[::-1].copy() + 1e4
+    vector[k - 1 : k - 1 + equal] = vector[k - 1]
+    rank.residual.fill(0)
+    assert rank.step(vector, exact=True).packed.nnz == k
+    assert rank.selection.needs_exact == again
+    assert not rank.selection.needs_host
+    assert (rank.selection.trend == 1234) == again
+    rank.residual.fill(0)
+    assert rank.step(vector).exact == again
 
 
 TIED = st.sampled_from([0.0, -0.0, TINY, -2 * TINY, 1.0, -1.0, 1.5, 2.0, -3.0, 1e30])
