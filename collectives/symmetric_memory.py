@@ -75,6 +75,8 @@ class SymmetricMemory:
         try:
             with device.gpu:
                 self._memory = device_memory(-(-(self.first + nbytes) // _GRANULE) * _GRANULE)
+                # for `abort`, when this rank's own kernels may wait
+                self._aside = cupy.cuda.Stream(non_blocking=True)
             _EXPORTED.add(self._memory)
             device.zero(self._memory.ptr, self.first)
             device.synchronize()
@@ -108,12 +110,11 @@ class SymmetricMemory:
         at = WindowHead.reasons.offset + 4 * self.rank, WindowHead.aborted.offset  # in this order
         host_to_device = cupy.cuda.runtime.memcpyHostToDevice
         with self._device.gpu:
-            aside = cupy.cuda.Stream(non_blocking=True)  # this rank's own kernels may wait, too
             for base in self._bases:
                 for i, offset in enumerate(at):
                     source = words[i:].ctypes.data
-                    cupy.cuda.runtime.memcpyAsync(base + offset, source, 4, host_to_device, aside.ptr)
-            aside.synchronize()
+                    cupy.cuda.runtime.memcpyAsync(base + offset, source, 4, host_to_device, self._aside.ptr)
+            self._aside.synchronize()
 
     @property
     def aborted(self) -> bool:

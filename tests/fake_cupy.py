@@ -47,6 +47,7 @@ def fake_cupy(
         Device=lambda number=3: SimpleNamespace(id=number, compute_capability=capability, use=answer(use)),
         Memory=answer(allocation),
         alloc_pinned_memory=answer(allocation),
+        Stream=lambda non_blocking: None,
         runtime=SimpleNamespace(
             driverGetVersion=answer(driver),
             runtimeGetVersion=answer(runtime),
