@@ -72,17 +72,21 @@ class DenseAllreduce:
             self._reduce_steps.append(self._copy_step(rank - 1, outgoing=high, incoming=nothing))
             self._gather_steps.append(self._copy_step(rank - 1, outgoing=nothing, incoming=vector))
 
-    def run(self, scale: float = 1.0) -> None:
-        """Sum over the ranks, times `scale`, into `vector`. Collective."""
+    def run(self, scale: float = 1.0) -> bool:
+        """Sum over the ranks, times `scale`, into `vector`. Collective.
+
+        Returns:
+            Whether the sums that this rank took are finite. One rank takes each sum; none does where P is 1.
+        """
         kernels = self._transport.kernels
         for step in self._reduce_steps:
             step.exchange.run()
             if step.kept.size:
                 kernels.add_values(step.kept, step.incoming)
-        if scale != 1.0 and self._owned.size:
-            kernels.scale_values(self._owned, scale)
+        nonfinite = kernels.scale_values(self._owned, scale)
         for step in self._gather_steps:
-            step.exchange.run()
+            step.exchange.run()  # the first one sends what was scaled, so it waits for the stream
+        return not (self._gather_steps and nonfinite[0])
 
     def free(self) -> None:
         """Free the persistent rounds."""

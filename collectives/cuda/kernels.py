@@ -246,7 +246,11 @@ class DeviceKernels:
         n = kept.size
         self.device.launch_for(self._add_values, n, kept=kept.data.ptr, incoming=incoming.data.ptr, n=n)
 
-    def scale_values(self, values: Any, scale: float) -> None:
+    def scale_values(self, values: Any, scale: float) -> NDArray[np.uint32]:
+        report = self.device.report("scaled", 1)
+        report[0] = 0
+        address, n = self.device.address("scaled"), values.size
         self.device.launch_for(
-            self._scale_values, values.size, values=values.data.ptr, n=values.size, scale=scale
+            self._scale_values, n, values=values.data.ptr, n=n, scale=scale, report=address
         )
+        return report
