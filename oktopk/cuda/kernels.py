@@ -157,9 +157,6 @@ class DeviceKernels:
         device.synchronize()
         return int(report[0])
 
-    def select_counting(self, vector: Any, threshold_bits: int, entries: DeviceEntries) -> int:
-        return self.select_at_least(vector, threshold_bits, 2**31 - 1, entries)
-
     def magnitude_histogram(self, values: Any, level: int, prefix: int) -> NDArray[np.int64]:
         device = self.device
         shift, width = LEVELS[level]

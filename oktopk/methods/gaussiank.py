@@ -18,6 +18,8 @@ from oktopk.selection import LocalSelection, Selection
 from oktopk.settings import Settings, selection_cap
 from oktopk.thresholds import NOTHING
 
+_ALL = 2**31 - 1  # ties
+
 
 class GaussianSelection(LocalSelection):
     """Selects what lies as far out as the top k of a Gaussian with the vector's mean and deviation would.
@@ -47,7 +49,7 @@ class GaussianSelection(LocalSelection):
         fitted = self._fit(total, squares, k)
         exact = exact or self.needs_exact
         bits = NOTHING if exact else max(1, magnitude_bits(min(fitted * self.correction, 3e38)))
-        nnz = 0 if exact else self._kernels.select_counting(residual, bits, buffer[: 2 * k])
+        nnz = 0 if exact else self._kernels.select_at_least(residual, bits, _ALL, buffer[: 2 * k])
         if exact or not 3 * k <= 4 * nnz or nnz > selection_cap(k):
             if exact or not k <= nnz <= 2 * k:
                 nnz, bits = self._repack(residual, k, buffer)
