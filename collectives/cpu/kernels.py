@@ -6,6 +6,10 @@ denormal is compared as any other number, and a threshold of at least 1 bit neve
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -191,22 +195,19 @@ def equal_count_splits(entries: NDArray[np.void], length: int, parts: int) -> ND
     return entries["index"][len(entries) * numbers // parts].astype(np.int64)
 
 
+@dataclass(frozen=True)
 class CountedSums:
     """A region's sums, counted at candidate thresholds before one of these is chosen.
 
     Attributes:
         counts: int64[m], descending: sums that reach each candidate, those that are not finite among them.
         nonfinite: sums that are Inf or NaN.
+        take: gives ENTRY[nnz], the sums that reach the candidate with these bits; called once, before other lists are summed.
     """
 
-    def __init__(self, sums: NDArray[np.void], counts: NDArray[np.int64], nonfinite: int) -> None:
-        self._sums = sums
-        self.counts = counts
-        self.nonfinite = nonfinite
-
-    def take(self, threshold_bits: int) -> NDArray[np.void]:
-        """ENTRY[nnz], the sums that reach one of the candidates; may be called once."""
-        return self._sums[: take_at_least(self._sums, threshold_bits, len(self._sums), self._sums)]
+    counts: NDArray[np.int64]
+    nonfinite: int
+    take: Callable[[int], Any]
 
 
 def counted_sums(
@@ -231,7 +232,8 @@ def counted_sums(
     nnz, nonfinite = _sum(pool, begins, ends, lower, upper, lowest, out, expected_bits, histogram)
     reached = histogram[::-1].cumsum(dtype=np.int64)[::-1]
     counts = reached[(offsets + CANDIDATE_REACH) // CANDIDATE_STEP]
-    return CountedSums(out[:nnz], counts, nonfinite)
+    sums = out[:nnz]
+    return CountedSums(counts, nonfinite, lambda bits: sums[: take_at_least(sums, bits, nnz, sums)])
 
 
 @njit(cache=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from oktopk.allreduce import GradientAllreduce
 from oktopk.results import StepReport
 from oktopk.torch.gradients import FlatGradients, GradientsInPlace, dense_views, is_dense
-from oktopk.torch.interop import HostMemory, TensorMemory, memory_of
+from oktopk.torch.interop import TensorMemory, memory_of
 
 GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What `GradientAllreduce` calls a type of torch's."""
@@ -107,7 +107,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self.length = sum(p.numel() for p in self._parameters)
         self.clip_norm = clip_norm
-        memory: TensorMemory = HostMemory()
+        memory = TensorMemory()
         problem = _problem(optimizer, self._parameters, clip_norm, settings)
         if not problem:
             gradient_type = gradient_type or _type_name(self._parameters[0].dtype)
