@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,9 @@ from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude, magnitude_bits
 from collectives.sparse import SparseVector
-from collectives.transport import Transport
 from oktopk.methods.topka import TopkA
 from oktopk.selection import LocalSelection, Selection
-from oktopk.settings import Settings, selection_cap
+from oktopk.settings import selection_cap
 from oktopk.thresholds import NOTHING
 
 _ALL = 2**31 - 1  # ties
@@ -85,10 +83,7 @@ class Gaussiank(TopkA):
     """
 
     name = "gaussiank"
-
-    def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
-        super().__init__(length, transport, kernels, settings)
-        self.selection = GaussianSelection(length, kernels, transport)
+    selection_type = GaussianSelection
 
     @classmethod
     def state_problem(cls, state: dict[str, Any], length: int) -> str:
