@@ -65,14 +65,15 @@ class _BegunStep:
     Attributes:
         number: counted from 0.
         method: that runs.
-        plan, handle: of the step.
+        plan: of the step.
+        handle: None before the executor has begun it.
         report: the caller's, where the step is deferred.
     """
 
     number: int
     method: Method
     plan: Plan
-    handle: StepHandle
+    handle: StepHandle | None = None
     report: StepReport | None = None
 
 
@@ -332,34 +333,34 @@ class GradientAllreduce:
         self.steps += 1
         self._last_k = None  # where the step fails, the next one computes exact thresholds
         self._sparse_steps += method.sparse
+        begun = _BegunStep(step, method, plan)
         try:
-            handle = self._executors[method.name].begin(gradient, plan)
+            begun.handle = self._executors[method.name].begin(gradient, plan)
         except FlaggedRanksError as flagged:
-            return self._skipped_report(step, method, plan, flagged.ranks)
+            return self._skipped_report(begun, flagged.ranks)
         self._last_k = k
-        begun = _BegunStep(step, method, plan, handle)
-        if not handle.deferred:
+        if not begun.handle.deferred:
             return self._end(begun)
-        begun.report = self._report(step, method, plan, traffic=Traffic())
+        begun.report = self._report(begun, traffic=Traffic())
         begun.report.complete = False
         self._open = begun
         return begun.report
 
     def _end(self, begun: _BegunStep) -> StepReport:
         """The report of a step that has begun; waits for its result."""
-        number, method, plan = begun.number, begun.method, begun.plan
+        assert begun.handle is not None
         overwritten = begun.handle.deferred and self._vectors.support is None  # since the step began
         try:
             result = begun.handle.result()
         except FlaggedRanksError as flagged:
-            return self._skipped_report(number, method, plan, flagged.ranks)
+            return self._skipped_report(begun, flagged.ranks)
         finally:
             if overwritten:
                 self._vectors.support = None
         self._trust = min(self._trust + 1, _TRUSTED) if result.deferrable else 0
-        if result.given_up and plan.exact:
+        if result.given_up and begun.plan.exact:
             self._last_k = None  # the next step computes the exact thresholds
-        return self._report(number, method, plan, result)
+        return self._report(begun, result)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, copied: plain numbers and arrays.
@@ -490,19 +491,17 @@ class GradientAllreduce:
                 return P2PExecutor(method, self._vectors, p2p_step)
         return MessageExecutor(method, self._vectors)
 
-    def _skipped_report(self, step: int, method: Method, plan: Plan, ranks: list[int]) -> StepReport:
+    def _skipped_report(self, begun: _BegunStep, ranks: list[int]) -> StepReport:
         """The report of a step that no rank applied: these ranks' gradients, or the sum of all, are not finite. Or the error."""
         self._last_k = None  # what this step was to renew, the next one renews
         if self.settings.nonfinite == "raise":
             self.transport.take_traffic()
-            raise NonFiniteGradientError(ranks, step) from None
-        return self._report(step, method, plan, skipped=True)
+            raise NonFiniteGradientError(ranks, begun.number) from None
+        return self._report(begun, skipped=True)
 
     def _report(
         self,
-        step: int,
-        method: Method,
-        plan: Plan,
+        begun: _BegunStep,
         result: StepResult = _NOTHING,
         skipped: bool = False,
         traffic: Traffic | None = None,
@@ -510,11 +509,11 @@ class GradientAllreduce:
         if traffic is None:
             traffic = self.transport.take_traffic()
         return StepReport(
-            step=step,
-            method=method.name,
+            step=begun.number,
+            method=begun.method.name,
             exact=result.exact,
             skipped=skipped,
-            k=plan.k,
+            k=begun.plan.k,
             length=self.length,
             local_nnz=result.local_nnz,
             global_nnz=result.global_nnz,
@@ -525,5 +524,5 @@ class GradientAllreduce:
             messages=traffic.messages,
             control_words=traffic.control_words,
             control_messages=traffic.control_messages,
-            seconds=plan.timer.seconds,
+            seconds=begun.plan.timer.seconds,
         )

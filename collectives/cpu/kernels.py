@@ -296,18 +296,14 @@ def add_values(kept: NDArray[np.float32], incoming: NDArray[np.float32]) -> None
 
 
 @njit(cache=True)
-def _scale_values(values, scale):  # type: ignore[no-untyped-def]
-    nonfinite = 0
-    for i in range(len(values)):
-        values[i] *= scale
-        nonfinite += not np.isfinite(values[i])
-    return nonfinite
-
-
 def scale_values(values: NDArray[np.float32], scale: float) -> NDArray[np.uint32]:
     """values *= scale, float32[n].
 
     Returns:
         uint32[1], not 0 if a product is not finite. On a GPU it is valid once the stream was waited for, until the next call.
     """
-    return np.array([_scale_values(values, np.float32(scale)) > 0], np.uint32)
+    factor, nonfinite = np.float32(scale), 0
+    for i in range(len(values)):
+        values[i] *= factor
+        nonfinite += not np.isfinite(values[i])
+    return np.full(1, nonfinite > 0, np.uint32)

@@ -221,6 +221,7 @@ def undo_momentum(
             velocity[i] = (velocity[i] - gradient[i]) / factor
 
 
+@njit(cache=True)
 def select_at_least(
     vector: NDArray[np.float32], threshold_bits: int, ties: int, entries: NDArray[np.void]
 ) -> int:
@@ -234,11 +235,7 @@ def select_at_least(
     Returns:
         Elements that reach the threshold, without the ties beyond `ties`.
     """
-    return _select_at_least(vector, vector.view(np.int32), np.int32(threshold_bits), ties, entries)
-
-
-@njit(cache=True)
-def _select_at_least(vector, vector_bits, threshold, ties, entries):  # type: ignore[no-untyped-def]
+    vector_bits, threshold = vector.view(np.int32), np.int32(threshold_bits)
     packed = 0
     for i in range(len(vector)):
         bits = vector_bits[i] & _MAGNITUDE
