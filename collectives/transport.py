@@ -183,10 +183,6 @@ class Transport(ABC):
         """Bitwise or of uint8[m] over the ranks, in place."""
 
     @abstractmethod
-    def broadcast(self, array: NDArray[Any], root: int) -> None:
-        """Fill a contiguous host array with that of rank `root`, in place."""
-
-    @abstractmethod
     def ranks_on_this_host(self) -> int:
         """How many of the ranks share this rank's host. Collective."""
 

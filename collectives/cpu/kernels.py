@@ -33,13 +33,13 @@ _MAGNITUDE = np.int32(0x7FFFFFFF)
 @njit(cache=True)
 def magnitude_bits(value: float) -> int:
     """Bits of |value| as float32, an integer in [0, 2**31)."""
-    return np.float32(value).view(np.int32) & _MAGNITUDE
+    return int(np.float32(value).view(np.int32) & _MAGNITUDE)
 
 
 @njit(cache=True)
 def bits_magnitude(bits: int) -> float:
     """The float32 magnitude with these bits."""
-    return np.int32(bits).view(np.float32)
+    return float(np.int32(bits).view(np.float32))
 
 
 def sum_sorted_lists(

@@ -174,8 +174,9 @@ class Device:
         kernel.launch(blocks, threads, self._stream, rows, fields)
 
     def launch_for(self, kernel: Kernel, elements: int, **fields: Any) -> None:
-        """Put a grid-stride kernel over so many elements on the stream."""
+        """Put a grid-stride kernel on the stream, over so many elements: its parameter `n`, unless that is given."""
         if elements:
+            fields.setdefault("n", elements)
             self.launch(kernel, min(-(-elements // 256), 16 * self.processors), 256, **fields)
 
     def copy(self, dest: int, source: int, nbytes: int) -> None:

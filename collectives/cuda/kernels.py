@@ -216,22 +216,18 @@ class DeviceKernels:
 
     def write_block(self, entries: DeviceEntries, lower: int, block: DeviceEntries) -> None:
         """As the host's; waits, since what it writes is sent next."""
-        n = len(entries)
+        fields = {"entries": entries.pointer, "lower": lower, "block": block.pointer}
         self.device.zero(block.pointer, block.nbytes)
-        self.device.launch_for(
-            self._write_block, n, entries=entries.pointer, n=n, lower=lower, block=block.pointer
-        )
+        self.device.launch_for(self._write_block, len(entries), **fields)
         self.device.synchronize()
 
     def add_values(self, kept: Any, incoming: Any) -> None:
-        n = kept.size
-        self.device.launch_for(self._add_values, n, kept=kept.data.ptr, incoming=incoming.data.ptr, n=n)
+        addresses = {"kept": kept.data.ptr, "incoming": incoming.data.ptr}
+        self.device.launch_for(self._add_values, kept.size, **addresses)
 
     def scale_values(self, values: Any, scale: float) -> NDArray[np.uint32]:
         report = self.device.report("scaled", 1)
         report[0] = 0
-        address, n = self.device.address("scaled"), values.size
-        self.device.launch_for(
-            self._scale_values, n, values=values.data.ptr, n=n, scale=scale, report=address
-        )
+        fields = {"values": values.data.ptr, "scale": scale, "report": self.device.address("scaled")}
+        self.device.launch_for(self._scale_values, values.size, **fields)
         return report

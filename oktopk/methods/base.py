@@ -147,9 +147,8 @@ class SparseMethod(Method):
     def result(self, selection: Selection, update: SparseVector | None, **more: Any) -> StepResult:
         """The result of a step that applied `update`. `more`: fields of `StepResult`."""
         nnz = 0 if update is None else update.nnz
-        common = {"exact": selection.exact, "local_nnz": selection.packed.nnz, "global_nnz": nnz}
-        common["local_threshold"] = selection.threshold
-        return StepResult(update, selection.packed, **(common | more))
+        fields = {"exact": selection.exact, "local_nnz": selection.packed.nnz, "global_nnz": nnz} | more
+        return StepResult(update, selection.packed, local_threshold=selection.threshold, **fields)
 
     def known_regions(self, plan: Plan) -> NDArray[np.int64] | None:
         """int64[P + 1], the regions that the selection will be split by, where they are known before."""
