@@ -6,6 +6,9 @@ depend on the data sends `wire.nbytes` beside each number; for this, patterns en
 
 A lossy codec sends rounded values. The sender decodes its own wire array and keeps entries - decode(encode(entries)) in its
 residual. An allgatherv passes wire arrays on as they are, so that an entry is encoded once and all ranks decode the same.
+
+Only `split_and_reduce` and `balance_and_allgatherv` take a codec, and no method passes one yet. TopkA, Gaussiank, gTopk,
+`allgather_regions` (TopkDSA) and steps through peer memory send plain entries.
 """
 
 from __future__ import annotations

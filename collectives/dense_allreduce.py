@@ -5,8 +5,6 @@ Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,15 +19,6 @@ def dense_words(length: int, ranks: int) -> float:
     """
     core = 1 << (ranks.bit_length() - 1)
     return (2 * length * (core - 1) + 2.5 * length * (ranks - core)) / ranks
-
-
-@dataclass(frozen=True)
-class _Step:
-    """Exchange, then add `incoming` to `kept`; both may be empty."""
-
-    exchange: PersistentRound
-    kept: NDArray[np.float32]
-    incoming: NDArray[np.float32]
 
 
 class DenseAllreduce:
@@ -51,8 +40,9 @@ class DenseAllreduce:
         self.vector = vector
         self._transport = transport
         self._scratch = transport.allocate((len(vector) + 1) // 2)
-        self._reduce_steps: list[_Step] = []
-        self._gather_steps: list[_Step] = []
+        # a round, then `incoming` added to `kept`; both may be empty
+        self._reduce_steps: list[tuple[PersistentRound, NDArray[np.float32], NDArray[np.float32]]] = []
+        self._gather_steps: list[PersistentRound] = []
         self._owned = vector[:0]
         rank, size = transport.rank, transport.size
         core = 1 << (size.bit_length() - 1)
@@ -63,31 +53,35 @@ class DenseAllreduce:
         if rank >= 2 * surplus:
             self._add_core_steps(rank - surplus, core, surplus)
         elif rank % 2 == 0:
-            self._reduce_steps.append(self._sum_step(rank + 1, outgoing=high, kept=low))
-            self._reduce_steps.append(self._copy_step(rank + 1, outgoing=nothing, incoming=high))
+            self._add_sum_step(rank + 1, outgoing=high, kept=low)
+            self._reduce_steps.append((self._round(rank + 1, nothing, high), nothing, nothing))
             self._add_core_steps(rank // 2, core, surplus)
-            self._gather_steps.append(self._copy_step(rank + 1, outgoing=vector, incoming=nothing))
+            self._gather_steps.append(self._round(rank + 1, vector, nothing))
         else:
-            self._reduce_steps.append(self._sum_step(rank - 1, outgoing=low, kept=high))
-            self._reduce_steps.append(self._copy_step(rank - 1, outgoing=high, incoming=nothing))
-            self._gather_steps.append(self._copy_step(rank - 1, outgoing=nothing, incoming=vector))
+            self._add_sum_step(rank - 1, outgoing=low, kept=high)
+            self._reduce_steps.append((self._round(rank - 1, high, nothing), nothing, nothing))
+            self._gather_steps.append(self._round(rank - 1, nothing, vector))
 
-    def run(self, scale: float = 1.0) -> None:
-        """Sum over the ranks, times `scale`, into `vector`. Collective."""
+    def run(self, scale: float = 1.0) -> bool:
+        """Sum over the ranks, times `scale`, into `vector`. Collective.
+
+        Returns:
+            Whether the sums that this rank took are finite. One rank takes each sum; none does where P is 1.
+        """
         kernels = self._transport.kernels
-        for step in self._reduce_steps:
-            step.exchange.run()
-            if step.kept.size:
-                kernels.add_values(step.kept, step.incoming)
-        if scale != 1.0 and self._owned.size:
-            kernels.scale_values(self._owned, scale)
-        for step in self._gather_steps:
-            step.exchange.run()
+        for exchange, kept, incoming in self._reduce_steps:
+            exchange.run()
+            if kept.size:
+                kernels.add_values(kept, incoming)
+        nonfinite = kernels.scale_values(self._owned, scale)
+        for exchange in self._gather_steps:
+            exchange.run()  # the first one sends what was scaled, so it waits for the stream
+        return not (self._gather_steps and nonfinite[0])
 
     def free(self) -> None:
         """Free the persistent rounds."""
-        for step in self._reduce_steps + self._gather_steps:
-            step.exchange.free()
+        for exchange in [*(step[0] for step in self._reduce_steps), *self._gather_steps]:
+            exchange.free()
 
     def _add_core_steps(self, number: int, core: int, surplus: int) -> None:
         """Halve and double as number `number` of `core` ranks; those with a surplus partner come first."""
@@ -101,16 +95,17 @@ class DenseAllreduce:
             other = number ^ distance
             partner = 2 * other if other < surplus else other + surplus
             mine, theirs = self.vector[kept], self.vector[sent]
-            self._reduce_steps.append(self._sum_step(partner, outgoing=theirs, kept=mine))
-            self._gather_steps.insert(0, self._copy_step(partner, outgoing=mine, incoming=theirs))
+            self._add_sum_step(partner, outgoing=theirs, kept=mine)
+            self._gather_steps.insert(0, self._round(partner, mine, theirs))
             start, stop = kept.start, kept.stop
             distance //= 2
         self._owned = self.vector[start:stop]
 
-    def _sum_step(self, partner: int, outgoing: NDArray[np.float32], kept: NDArray[np.float32]) -> _Step:
+    def _add_sum_step(self, partner: int, outgoing: NDArray[np.float32], kept: NDArray[np.float32]) -> None:
         incoming = self._scratch[: len(kept)]
-        return _Step(self._transport.persistent(Round(partner, outgoing, partner, incoming)), kept, incoming)
+        self._reduce_steps.append((self._round(partner, outgoing, incoming), kept, incoming))
 
-    def _copy_step(self, partner: int, outgoing: NDArray[np.float32], incoming: NDArray[np.float32]) -> _Step:
-        kept = self.vector[:0]
-        return _Step(self._transport.persistent(Round(partner, outgoing, partner, incoming)), kept, kept)
+    def _round(
+        self, partner: int, outgoing: NDArray[np.float32], incoming: NDArray[np.float32]
+    ) -> PersistentRound:
+        return self._transport.persistent(Round(partner, outgoing, partner, incoming))

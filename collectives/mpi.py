@@ -100,6 +100,7 @@ class MpiTransport(Transport):
         self.comm.Allreduce(MPI.IN_PLACE, bits, MPI.BOR)
 
     def broadcast(self, array: NDArray[Any], root: int) -> None:
+        """Fill a contiguous host array with that of rank `root`, in place."""
         self.comm.Bcast(array, root)
 
     def ranks_on_this_host(self) -> int:

@@ -7,10 +7,9 @@ from typing import Any
 import cupy
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 
-from collectives.cuda.device import Device, DeviceEntries, DeviceWorkspace
-from collectives.cuda.environment import SEE_ITS_STATE, first_line, gpu_problem, pinned_memory
+from collectives.cuda.device import Device, DeviceWorkspace, address_of
+from collectives.cuda.environment import SEE_ITS_STATE, first_line, gpu_problem
 from collectives.cuda.kernels import DeviceKernels
 from collectives.mpi import MpiTransport, on_this_host
 from collectives.mpi_staged import StagedMpiTransport
@@ -29,7 +28,7 @@ class _OnDevice(MpiTransport):
     def __init__(self, comm: MPI.Intracomm, device: Device, *more: Any) -> None:
         super().__init__(comm, *more)
         self.device = device
-        self.workspace = DeviceWorkspace(device)  # type: ignore[assignment]
+        self.workspace = DeviceWorkspace(device)
         self.kernels = DeviceKernels(device)
 
     def allocate(self, length: int) -> Any:
@@ -59,7 +58,7 @@ class CudaMpiTransport(_OnDevice):
 
     def _mpi_buffer(self, array: Any) -> Any:
         self._synchronize()
-        return [MPI.buffer.fromaddress(_address(array), array.nbytes), MPI.BYTE]
+        return [MPI.buffer.fromaddress(address_of(array), array.nbytes), MPI.BYTE]
 
     def _synchronize(self) -> None:
         if self.device.pending:
@@ -70,52 +69,12 @@ class StagedCudaTransport(_OnDevice, StagedMpiTransport):
     """Device arrays over an MPI that moves host memory only."""
 
     def __init__(self, comm: MPI.Intracomm, device: Device) -> None:
-        super().__init__(comm, device, PinnedCopies(device))
+        super().__init__(comm, device, device)
 
 
-def connect_device(
-    host: MpiTransport, device: Device, staged: bool
-) -> CudaMpiTransport | StagedCudaTransport:
-    """The transport for device arrays among the ranks of `host`, which the caller closes. Collective.
-
-    Args:
-        host: a transport for host arrays.
-        device: the GPU and stream of this rank.
-        staged: through pinned host memory; ranks may differ.
-    """
-    kind: type[CudaMpiTransport | StagedCudaTransport] = StagedCudaTransport if staged else CudaMpiTransport
-    return kind(host.comm, device)
-
-
-class PinnedCopies:
-    """Copies between a device and page-locked memory, on the device's stream; implements `mpi_staged.Copies`."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    @property
-    def pending(self) -> bool:
-        return self._device.pending
-
-    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        return np.frombuffer(pinned_memory(nbytes), np.uint8, nbytes)
-
-    def copy_out(self, host: NDArray[np.uint8], array: Any) -> None:
-        self._copy(host.ctypes.data, _address(array), len(host), cupy.cuda.runtime.memcpyDeviceToHost)
-
-    def copy_in(self, array: Any, host: NDArray[np.uint8]) -> None:
-        self._copy(_address(array), host.ctypes.data, len(host), cupy.cuda.runtime.memcpyHostToDevice)
-
-    def synchronize(self) -> None:
-        self._device.synchronize()
-
-    def _copy(self, dest: int, source: int, nbytes: int, kind: int) -> None:
-        self._device.pending = True
-        cupy.cuda.runtime.memcpyAsync(dest, source, nbytes, kind, self._device.stream.ptr)
-
-
-def _address(array: Any) -> int:
-    return int(array.pointer if isinstance(array, DeviceEntries) else array.data.ptr)
+def connect_device(host: MpiTransport, device: Device, staged: bool) -> _OnDevice:
+    """The transport for device arrays among the ranks of `host`, which the caller closes; `staged` may differ. Collective."""
+    return (StagedCudaTransport if staged else CudaMpiTransport)(host.comm, device)
 
 
 def select_device(comm: MPI.Intracomm) -> int:

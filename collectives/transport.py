@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -53,7 +53,7 @@ class FlaggedRanksError(Exception):
         self.ranks = ranks
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """One rank's connection to the others: counted messages, control collectives, scratch and kernels.
 
     Payload travels point to point, in contiguous arrays that lie where this transport's arrays live. Control messages (sizes,
@@ -181,10 +181,6 @@ class Transport(Protocol):
     @abstractmethod
     def allreduce_or(self, bits: NDArray[np.uint8]) -> None:
         """Bitwise or of uint8[m] over the ranks, in place."""
-
-    @abstractmethod
-    def broadcast(self, array: NDArray[Any], root: int) -> None:
-        """Fill a contiguous host array with that of rank `root`, in place."""
 
     @abstractmethod
     def ranks_on_this_host(self) -> int:

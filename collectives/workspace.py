@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.sparse import ENTRY
 
@@ -17,20 +16,20 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, NDArray[Any]] = {}
+        self._buffers: dict[str, Any] = {}
 
-    def entries(self, name: str, count: int) -> NDArray[np.void]:
+    def entries(self, name: str, count: int) -> Any:
         """ENTRY[count], contents undefined; valid until the same name is asked for again."""
-        return self._take(name, count, ENTRY)
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < count:
+            grown = 0 if buffer is None else len(buffer) * 3 // 2
+            buffer = self._buffers[name] = self._allocate(max(count, grown))
+        return buffer[:count]
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def _take(self, name: str, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        buffer = self._buffers.get(name)
-        if buffer is None or len(buffer) < count:
-            grown = 0 if buffer is None else len(buffer) * 3 // 2
-            buffer = self._buffers[name] = np.empty(max(count, grown), dtype)
-        return buffer[:count]
+    def _allocate(self, count: int) -> Any:
+        return np.empty(count, ENTRY)

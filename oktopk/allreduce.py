@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ from oktopk.state import state_problem
 from oktopk.step import Executor, Plan, StepHandle, StepResult
 
 _Made = TypeVar("_Made")
+_NOTHING = StepResult(None, None)
 _TRUSTED = 8  # deferrable steps in a row before one is deferred
 
 
@@ -62,14 +64,15 @@ class _BegunStep:
     Attributes:
         number: counted from 0.
         method: that runs.
-        plan, handle: of the step.
+        plan: of the step.
+        handle: None before the executor has begun it.
         report: the caller's, where the step is deferred.
     """
 
     number: int
     method: Method
     plan: Plan
-    handle: StepHandle
+    handle: StepHandle | None = None
     report: StepReport | None = None
 
 
@@ -118,40 +121,36 @@ class GradientAllreduce:
         problem: str = "",
         **settings: Any,
     ) -> None:
-        host = connect(comm)
-        backend: Backend | None = None
-        vectors: ErrorFeedback | None = None
-        try:
-            self.settings = Settings(**settings)
-            check_length(length)
-            if method not in METHODS:
-                raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
-            backend = make_backend(device, gradient_type, stream)
-            sparse = METHODS[method].sparse and self.settings.density <= DENSE_ABOVE
-            # now, when a rank without room for them can still tell the others
-            vectors = ErrorFeedback(backend, length, self.settings, sparse)
-        except (TypeError, ValueError, RuntimeError, MemoryError) as error:
-            problem = problem or str(error) or type(error).__name__
-        resolved = settings if problem else asdict(self.settings)
-        means = {"length": length, "method": method, "device": device, "gradient_type": gradient_type}
-        means["peer_memory"] = peer_memory
-        try:
-            host.agree(means | resolved, problem)
-        except ValueError:
-            host.close()  # on every rank alike, as the error is
-            raise
-        assert backend is not None
-        assert vectors is not None
-        self.backend = backend
-        self._vectors = vectors
-        self.transport: Transport = host
-        self.transport = self._together(partial(backend.connect, host))
-        if self.transport is not host:
-            host.close()
-        self.p2p_unavailable_reason = METHODS[method].p2p_unavailable_reason(
-            self.settings
-        ) or self.transport.open_p2p(peer_memory)
-        """Why this instance does not use peer memory, in a sentence; "" if it does."""
+        with ExitStack() as opened:  # closed where this raises
+            host = connect(comm)
+            opened.callback(host.close)
+            backend: Backend | None = None
+            vectors: ErrorFeedback | None = None
+            try:
+                self.settings = Settings(**settings)
+                check_length(length)
+                if method not in METHODS:
+                    raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
+                backend = make_backend(device, gradient_type, stream)
+                sparse = METHODS[method].sparse and self.settings.density <= DENSE_ABOVE
+                # now, when a rank without room for them can still tell the others
+                vectors = ErrorFeedback(backend, length, self.settings, sparse)
+            except (TypeError, ValueError, RuntimeError, MemoryError) as error:
+                problem = problem or str(error) or type(error).__name__
+            resolved = settings if problem else asdict(self.settings)
+            means = {"length": length, "method": method, "device": device, "gradient_type": gradient_type}
+            host.agree(means | {"peer_memory": peer_memory} | resolved, problem)
+            assert backend is not None and vectors is not None
+            self.backend, self._vectors = backend, vectors
+            self.transport: Transport = host
+            self.transport = self._together(partial(backend.connect, host))
+            opened.callback(self.transport.close)
+            unavailable = METHODS[method].p2p_unavailable_reason(self.settings)
+            self.p2p_unavailable_reason = unavailable or self.transport.open_p2p(peer_memory)
+            """Why this instance does not use peer memory, in a sentence; "" if it does."""
+            if self.transport is not host:
+                host.close()
+            opened.pop_all()
         self.length = length
         self.method = method
         self.time_stages = False
@@ -273,7 +272,7 @@ class GradientAllreduce:
             )
         with self.backend.stream_scope():
             self._complete()
-            return self._measured_step(accepted) if measure else self._step(accepted, self._may_defer)
+            return self._measured_step(accepted) if measure else self._step(accepted, may_defer=True)
 
     def complete(self) -> None:
         """Complete the report of the last step, if that was deferred.
@@ -294,11 +293,6 @@ class GradientAllreduce:
         known = self._end(begun)
         for field in fields(known):
             setattr(begun.report, field.name, getattr(known, field.name))
-
-    @property
-    def _may_defer(self) -> bool:
-        # momentum correction must know whether the velocity is finite before the launch
-        return self.settings.deferred and not self.settings.momentum_correction
 
     def _measured_step(self, gradient: NDArray[np.float32]) -> StepReport:
         method, k = self._method_at(self.steps)
@@ -329,42 +323,44 @@ class GradientAllreduce:
             new_boundaries=changed or self._sparse_steps % settings.boundary_interval == 0,
             scale=1.0 / self.transport.size if settings.average else 1.0,
             timer=timer,
-            may_defer=may_defer and self._trust == _TRUSTED,
+            # momentum correction must know whether the velocity is finite before the launch
+            may_defer=may_defer
+            and settings.deferred
+            and not settings.momentum_correction
+            and self._trust == _TRUSTED,
         )
         self.steps += 1
         self._last_k = None  # where the step fails, the next one computes exact thresholds
         self._sparse_steps += method.sparse
         self._vectors.save()
+        begun = _BegunStep(step, method, plan)
         try:
-            handle = self._executors[method.name].begin(gradient, plan)
+            begun.handle = self._executors[method.name].begin(gradient, plan)
         except FlaggedRanksError as flagged:
-            return self._skipped_report(step, method, plan, flagged.ranks)
+            return self._skipped_report(begun, flagged.ranks)
         self._last_k = k
-        begun = _BegunStep(step, method, plan, handle)
-        if not handle.deferred:
+        if not begun.handle.deferred:
             return self._end(begun)
-        begun.report = self._report(step, method, plan, None, traffic=Traffic())
+        begun.report = self._report(begun, traffic=Traffic())
         begun.report.complete = False
         self._open = begun
         return begun.report
 
     def _end(self, begun: _BegunStep) -> StepReport:
         """The report of a step that has begun; waits for its result."""
-        number, method, plan = begun.number, begun.method, begun.plan
+        assert begun.handle is not None
         overwritten = begun.handle.deferred and self._vectors.support is None  # since the step began
         try:
             result = begun.handle.result()
         except FlaggedRanksError as flagged:
-            return self._skipped_report(number, method, plan, flagged.ranks)
+            return self._skipped_report(begun, flagged.ranks)
         finally:
             if overwritten:
                 self._vectors.support = None
         self._trust = min(self._trust + 1, _TRUSTED) if result.deferrable else 0
-        if result.given_up:
-            if plan.exact:
-                self._last_k = None  # the next step computes the exact thresholds
-            return self._report(number, method, plan, None)
-        return self._report(number, method, plan, result)
+        if result.given_up and begun.plan.exact:
+            self._last_k = None  # the next step computes the exact thresholds
+        return self._report(begun, result)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, copied: plain numbers and arrays.
@@ -480,7 +476,12 @@ class GradientAllreduce:
                 if not isinstance(error, MemoryError) and not is_cuda_error(error):
                     raise
                 problem = str(error) or type(error).__name__
-        self.transport.agree({}, problem)
+        try:
+            self.transport.agree({}, problem)
+        except ValueError:
+            if isinstance(made, Transport):
+                made.close()
+            raise
         return made  # type: ignore[return-value]
 
     def _executor(self, method: Method) -> Executor:
@@ -490,41 +491,39 @@ class GradientAllreduce:
                 return P2PExecutor(method, self._vectors, p2p_step)
         return MessageExecutor(method, self._vectors)
 
-    def _skipped_report(self, step: int, method: Method, plan: Plan, ranks: list[int]) -> StepReport:
+    def _skipped_report(self, begun: _BegunStep, ranks: list[int]) -> StepReport:
         """The report of a step that no rank applied: these ranks' gradients, or the sum of all, are not finite. Or the error."""
         self._last_k = None  # what this step was to renew, the next one renews
         if self.settings.nonfinite == "raise":
             self.transport.take_traffic()
-            raise NonFiniteGradientError(ranks, step) from None
+            raise NonFiniteGradientError(ranks, begun.number) from None
         self._vectors.restore()
-        return self._report(step, method, plan, None, skipped=True)
+        return self._report(begun, skipped=True)
 
     def _report(
         self,
-        step: int,
-        method: Method,
-        plan: Plan,
-        result: StepResult | None,
+        begun: _BegunStep,
+        result: StepResult = _NOTHING,
         skipped: bool = False,
         traffic: Traffic | None = None,
     ) -> StepReport:
         if traffic is None:
             traffic = self.transport.take_traffic()
         return StepReport(
-            step=step,
-            method=method.name,
-            exact=result is not None and result.exact,
+            step=begun.number,
+            method=begun.method.name,
+            exact=result.exact,
             skipped=skipped,
-            k=plan.k,
+            k=begun.plan.k,
             length=self.length,
-            local_nnz=result.local_nnz if result else 0,
-            global_nnz=result.global_nnz if result else 0,
-            local_threshold=result.local_threshold if result else float("nan"),
-            global_threshold=result.global_threshold if result else float("nan"),
+            local_nnz=result.local_nnz,
+            global_nnz=result.global_nnz,
+            local_threshold=result.local_threshold,
+            global_threshold=result.global_threshold,
             words=traffic.words,
             bytes=traffic.bytes,
             messages=traffic.messages,
             control_words=traffic.control_words,
             control_messages=traffic.control_messages,
-            seconds=plan.timer.seconds,
+            seconds=begun.plan.timer.seconds,
         )

@@ -1,66 +1,87 @@
-"""Where gradients live: the interface that the host and a GPU share."""
+"""Where gradients live: NumPy arrays and numba kernels here; a GPU overrides all of it, in `oktopk.cuda.backend`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from types import ModuleType
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.mpi import MpiTransport
 from collectives.transport import Transport
+from oktopk.cpu import kernels
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.settings import Settings
 
 
-class Backend(Protocol):
-    """Arrays and kernels of one device.
+class Backend:
+    """Arrays and kernels of one device: the host.
 
     Attributes:
         kernels: the gradient kernels.
     """
 
-    kernels: ModuleType
+    kernels: Any = kernels
 
     def connect(self, host: MpiTransport) -> Transport:
         """The transport for arrays of this backend, made of a host transport, which it replaces. Collective."""
+        return host
 
     def zeros(self, length: int) -> Any:
         """float32[length] of zeros."""
+        return np.zeros(length, np.float32)
 
     def validate(self, gradient: Any, length: int) -> Any:
-        """Check the caller's gradient, an array of this backend or a tensor list; returns it, not copied.
+        """Check the caller's gradient, an array of this backend or, on a GPU, a tensor list; returns it, not copied.
 
         Raises:
             TypeError, ValueError: of another type, length or device, or not contiguous.
         """
+        if not isinstance(gradient, np.ndarray):
+            raise TypeError(f"gradient is a {type(gradient).__name__}, not a NumPy array")
+        if gradient.dtype != np.float32:
+            raise TypeError(f"gradient dtype {gradient.dtype} is not float32")
+        if gradient.shape != (length,):
+            raise ValueError(f"gradient shape {gradient.shape} is not ({length},)")
+        if not gradient.flags.c_contiguous:
+            raise ValueError("gradient is not contiguous")
+        return gradient
 
     def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
         """As `GradientAllreduce.gradient_tensors`, where kernels can read such a gradient."""
+        raise TypeError("kernels of the host read one vector, not a tensor list")
 
     def stream_scope(self) -> AbstractContextManager[Any]:
         """Enter the device and stream that kernels run on."""
+        return nullcontext()
 
     def to_host(self, array: Any) -> NDArray[np.float32]:
         """A copy on the host."""
+        return array.copy()
 
     def copy_from_host(self, target: Any, array: NDArray[np.float32]) -> None:
         """Fill an array of this backend."""
+        target[:] = array
 
     def read_only(self, array: Any) -> Any:
-        """The array, not to be written to where the backend's arrays can say so."""
+        """The array, not to be written to; CuPy has no such arrays."""
+        view = array.view()
+        view.flags.writeable = False
+        return view
 
     def share_memory(self, one: Any, other: Any) -> bool:
-        """Whether two arrays, or a tensor list and an array, have memory in common; False if that is not known."""
+        """Whether two contiguous arrays have memory in common; False for a tensor list, where it is not known."""
+        return np.may_share_memory(one, other)
 
     def indices(self, entries: Any) -> NDArray[np.int32]:
         """int32[nnz] on the host: the indices of ENTRY[nnz]."""
+        return np.asarray(entries["index"])
 
     def p2p_step(self, transport: Transport, length: int, settings: Settings) -> Any:
         """The kernels of a step that read other ranks' memory, as `oktopk.cuda.p2p_step.P2PStep`; None without such memory."""
+        return None
 
     def wait(self) -> None:
         """Wait until all work on arrays is done, so that MPI may read them."""

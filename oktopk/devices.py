@@ -6,7 +6,6 @@ from typing import Any
 
 from collectives.cuda.environment import gpu_problem, is_cuda_error, kernel_problem
 from oktopk.backend import Backend
-from oktopk.cpu.backend import HostBackend
 
 GRADIENT_TYPES = {"cpu": ("float32",), "cuda": ("float32", "bfloat16", "float16")}
 """device -> gradient types it takes."""
@@ -30,13 +29,13 @@ def make_backend(device: str, gradient_type: str, stream: Any) -> Backend:
         taken = ", ".join(GRADIENT_TYPES[device])
         raise ValueError(f"gradient_type {gradient_type!r} on {device} is not one of {taken}")
     if device == "cpu":
-        return HostBackend()  # type: ignore[return-value]
+        return Backend()
     if problem := gpu_problem():
         raise RuntimeError(f"device 'cuda' cannot be used: {problem}")
     from oktopk.cuda.backend import DeviceBackend
 
     try:
-        return DeviceBackend(gradient_type, stream)  # type: ignore[return-value]
+        return DeviceBackend(gradient_type, stream)
     except Exception as error:
         if not is_cuda_error(error):
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,14 +56,22 @@ class Sampler:
             gradient: [n] of the gradient type.
             residual, velocity: float32[n] as the last step left them, None for zero; momentum: that of the velocity.
         """
+
+        def total(added: NDArray[np.float32] | None) -> None:
+            """The sum over the ranks of gradient + added + momentum * velocity, into the vector."""
+            self._backend.kernels.accumulate(gradient, added, self._vector)
+            if velocity is not None:
+                for chunk in self._chunks():
+                    self._vector[chunk] += velocity[chunk] * momentum
+            self._backend.wait()
+            self._allreduce.run()
+
         self._backend.wait()  # so that `seconds` leaves out the backward pass and the step
         began = time.perf_counter()
-        self._total(gradient, None, velocity, momentum)
-        squares: Any = 0.0
-        for chunk in self._chunks():
-            squares = squares + _squares(self._vector[chunk].astype(np.float64))
+        total(None)
+        squares = sum(_squares(self._vector[chunk].astype(np.float64)) for chunk in self._chunks())
         self._gradient_norm = math.sqrt(float(squares)) / self._transport.size
-        self._total(gradient, residual, velocity, momentum)
+        total(residual)
         self._transport.take_traffic()
         self._seconds = time.perf_counter() - began
 
@@ -85,9 +94,7 @@ class Sampler:
         """
         self._backend.wait()  # so that `seconds` leaves out the backward pass and the step
         began = time.perf_counter()
-        bits, larger, _ = kth_magnitude(
-            lambda level, prefix: self._backend.kernels.magnitude_histogram(self._vector, level, prefix), k
-        )
+        bits, larger, _ = kth_magnitude(partial(self._backend.kernels.magnitude_histogram, self._vector), k)
         threshold: Any = bits_magnitude(bits)
         ties: Any = k - larger  # as in every exact selection, the lowest indices first
         squares: Any = 0.0
@@ -109,21 +116,6 @@ class Sampler:
     def close(self) -> None:
         """Free the persistent rounds."""
         self._allreduce.free()
-
-    def _total(
-        self,
-        gradient: NDArray[np.float32],
-        residual: NDArray[np.float32] | None,
-        velocity: NDArray[np.float32] | None,
-        momentum: float,
-    ) -> None:
-        """The sum over the ranks of gradient + residual + momentum * velocity, into the vector."""
-        self._backend.kernels.accumulate(gradient, residual, self._vector)
-        if velocity is not None:
-            for chunk in self._chunks():
-                self._vector[chunk] += velocity[chunk] * momentum
-        self._backend.wait()
-        self._allreduce.run()
 
     def _chunks(self) -> Iterator[slice]:
         length = len(self._vector)

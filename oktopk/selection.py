@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -110,12 +111,7 @@ class LocalSelection:
         return self._transport.workspace.entries("packed", 2 * k + self._kernels.BLOCK)
 
     def finish(
-        self,
-        packing: Packing,
-        residual: NDArray[np.float32],
-        k: int,
-        bits: int,
-        exact: bool,
+        self, packing: Packing, residual: NDArray[np.float32], k: int, bits: int, exact: bool
     ) -> Selection:
         """Repack or tighten what the pass packed where the count asks for it, and learn the next threshold.
 
@@ -130,9 +126,7 @@ class LocalSelection:
         if nonfinite:  # nobody applies this step: learn nothing from it, but start afresh
             self.force_exact()
             return Selection(SparseVector(buffer[:0], self._length), nonfinite, False, bits_magnitude(bits))
-        if exact and not (k <= nnz <= 2 * k):
-            nnz, bits = self._repack(residual, k, buffer)
-        elif nnz > 2 * k:
+        if nnz > 2 * k or (exact and nnz < k):
             nnz, bits = self._repack(residual, k, buffer)
             exact = True
         if exact or nnz > selection_cap(k):
@@ -207,17 +201,12 @@ class LocalSelection:
             shift, _ = kernels.LEVELS[0]
             edge = max(1, (len(coarse) - 1 - place) << shift)
             return kernels.select_at_least(residual, edge, _ALL, buffer), edge
-        bits, larger, _ = kth_magnitude(
-            lambda level, prefix: kernels.magnitude_histogram(residual, level, prefix), k
-        )
+        bits, larger, _ = kth_magnitude(partial(kernels.magnitude_histogram, residual), k)
         return kernels.select_at_least(residual, bits, 2 * k - larger, buffer), bits
 
     def _tighten(self, candidates: NDArray[np.void], k: int, lowest: int) -> tuple[NDArray[np.void], int]:
         """Cut a list that holds the top k down to it, in O(nnz); of equal magnitudes the lowest indices stay."""
-        kernels = self._kernels
-        bits, larger, equal = kth_magnitude(
-            lambda level, prefix: kernels.magnitude_histogram(candidates, level, prefix), k
-        )
+        bits, larger, equal = kth_magnitude(partial(self._kernels.magnitude_histogram, candidates), k)
         self.learn_exact(k if equal > MISS * k else len(candidates), k, lowest, bits)
         taken = self._transport.kernels.take_at_least(candidates, bits, k - larger, candidates)
         return candidates[:taken], bits

@@ -69,36 +69,27 @@ class Settings:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
-        for name in ("density", "momentum_correction", "balance_trigger", "drift_tolerance", "timeout"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            name, value = field.name, _plain(getattr(self, field.name))
+            object.__setattr__(self, name, value)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            least = 0 if name.endswith("_steps") else 1
+            if field.type == "float" and not number:
                 raise ValueError(f"{name} {value!r} is not a number")
-        for name in ("average", "deferred", "balanced_regions", "rotate"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} {getattr(self, name)!r} is not True or False")
-        if not 0 < self.density <= 1:
-            raise ValueError(f"density {self.density} is not in (0, 1]")
-        for name, least in (
-            ("threshold_interval", 1),
-            ("boundary_interval", 1),
-            ("bucket_rounds", 1),
-            ("dense_warmup_steps", 0),
-            ("density_warmup_steps", 0),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if field.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{name} {value!r} is not True or False")
+            if field.type == "int" and not (number and isinstance(value, int) and value >= least):
                 raise ValueError(f"{name} {value!r} is not an integer >= {least}")
-        if not 0 <= self.momentum_correction < 1:
-            raise ValueError(f"momentum_correction {self.momentum_correction} is not in [0, 1)")
         if self.nonfinite not in ("raise", "skip"):
             raise ValueError(f"nonfinite {self.nonfinite!r} is not 'raise' or 'skip'")
-        if not self.balance_trigger >= 1:
-            raise ValueError(f"balance_trigger {self.balance_trigger} is not >= 1")
-        if not 0 < self.timeout <= MOST_TIMEOUT:
-            raise ValueError(f"timeout {self.timeout} is not in (0, {MOST_TIMEOUT:.0e}]")
-        if not 0 <= self.drift_tolerance <= 0.25:
-            raise ValueError(f"drift_tolerance {self.drift_tolerance} is not in [0, 0.25]")
+        for name, bound, valid in (
+            ("density", "in (0, 1]", 0 < self.density <= 1),
+            ("momentum_correction", "in [0, 1)", 0 <= self.momentum_correction < 1),
+            ("balance_trigger", ">= 1", self.balance_trigger >= 1),
+            ("drift_tolerance", "in [0, 0.25]", 0 <= self.drift_tolerance <= 0.25),
+            ("timeout", f"in (0, {MOST_TIMEOUT:.0e}]", 0 < self.timeout <= MOST_TIMEOUT),
+        ):
+            if not valid:
+                raise ValueError(f"{name} {getattr(self, name)} is not {bound}")
 
     def density_at(self, step: int) -> float:
         """Density of step `step`, counted from 0; 1.0 while the dense warm-up lasts."""

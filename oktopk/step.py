@@ -53,10 +53,10 @@ class StepResult:
 
     update: SparseVector | None
     selected: SparseVector | None
-    returned: tuple[SparseVector, ...]
-    exact: bool
-    local_nnz: int
-    global_nnz: int
+    returned: tuple[SparseVector, ...] = ()
+    exact: bool = False
+    local_nnz: int = 0
+    global_nnz: int = 0
     only_applied: bool = False
     local_threshold: float = math.nan
     global_threshold: float = math.nan

@@ -252,20 +252,11 @@ class GlobalThreshold:
                 break
             lowest = 1  # fewer than k sums reach the lowest candidate
         self.learn_exact(bits)
-        counts = _counts(sums, np.array([bits, bits + 1], np.int32), lists)
+        kernels = transport.kernels
+        mine = kernels.count_at_least(sums, np.array([bits, bits + 1], np.int32))
+        at_least, above = transport.allgather_control(mine).T
         record("threshold")
-        at_least, above = counts[:, 0], counts[:, 1]
         ties = at_least - above
         before = np.cumsum(ties) - ties
         ties = np.clip(k - larger - before, 0, ties)
-        rank = transport.rank
-        return _take(sums, bits, int(ties[rank]), lists), above + ties
-
-
-def _counts(sums: NDArray[np.void], edges: NDArray[np.int32], lists: RegionLists) -> NDArray[np.int64]:
-    """int64[P, len(edges)]: every rank's sums that reach each edge."""
-    return lists.transport.allgather_control(lists.transport.kernels.count_at_least(sums, edges))
-
-
-def _take(sums: NDArray[np.void], bits: int, ties: int, lists: RegionLists) -> NDArray[np.void]:
-    return sums[: lists.transport.kernels.take_at_least(sums, bits, ties, sums)]
+        return sums[: kernels.take_at_least(sums, bits, int(ties[transport.rank]), sums)], above + ties

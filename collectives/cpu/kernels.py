@@ -6,7 +6,9 @@ denormal is compared as any other number, and a threshold of at least 1 bit neve
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -28,17 +30,16 @@ _GROUP = 8  # flags tested at once while a tile is scanned
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
-_BITS, _FLOAT = struct.Struct("i"), struct.Struct("f")
-
-
+@njit(cache=True)
 def magnitude_bits(value: float) -> int:
     """Bits of |value| as float32, an integer in [0, 2**31)."""
-    return int(_BITS.unpack(_FLOAT.pack(value))[0]) & 0x7FFFFFFF
+    return int(np.float32(value).view(np.int32) & _MAGNITUDE)
 
 
+@njit(cache=True)
 def bits_magnitude(bits: int) -> float:
     """The float32 magnitude with these bits."""
-    return float(_FLOAT.unpack(_BITS.pack(bits))[0])
+    return float(np.int32(bits).view(np.float32))
 
 
 def sum_sorted_lists(
@@ -65,20 +66,12 @@ def sum_sorted_lists(
     Returns:
         Entries written to `out`, in ascending index order.
     """
-    words, values = pool.view(np.int32), pool.view(np.float32)
-    threshold = np.int32(threshold_bits)
-    out_words, out_values = out.view(np.int32), out.view(np.float32)
-    nnz, _ = _sum_sorted_lists(
-        words, values, begins, ends, lower, upper, threshold, out_words, out_values, 0, _NO_HISTOGRAM
-    )
-    return int(nnz)
+    return _sum(pool, begins, ends, lower, upper, threshold_bits, out, 0, _NO_HISTOGRAM)[0]
 
 
 @njit(cache=True)
-def _sum_sorted_lists(  # type: ignore[no-untyped-def]
-    pool_index, pool_value, begins, ends, lower, upper, threshold, out_index, out_value, centre, histogram
-):
-    lists = len(begins)
+def _sum(pool, begins, ends, lower, upper, threshold_bits, out, centre, histogram):  # type: ignore[no-untyped-def]
+    threshold, lists = np.int32(threshold_bits), len(begins)
     cursor = begins.copy()
     sums = np.zeros(TILE, np.float32)
     bits = sums.view(np.int32)
@@ -92,15 +85,15 @@ def _sum_sorted_lists(  # type: ignore[no-untyped-def]
         nearest = upper
         for j in range(lists):
             if cursor[j] < ends[j]:
-                nearest = min(nearest, np.int64(pool_index[2 * cursor[j]]))
+                nearest = min(nearest, np.int64(pool[cursor[j]].index))
         if nearest >= upper:
             break
         start = nearest
         stop = min(start + TILE, upper)
         for j in range(lists):
             at, end = cursor[j], ends[j]
-            while at < end and pool_index[2 * at] < stop:
-                sums[pool_index[2 * at] - start] += pool_value[2 * at + 1]
+            while at < end and pool[at].index < stop:
+                sums[pool[at].index - start] += pool[at].value
                 at += 1
             cursor[j] = at
         for i in range(TILE):
@@ -112,21 +105,22 @@ def _sum_sorted_lists(  # type: ignore[no-untyped-def]
         for j in range(found):
             for i in range(_GROUP * hits[j], _GROUP * hits[j] + _GROUP):
                 if kept[i]:
-                    out_index[2 * written] = start + i
-                    out_value[2 * written + 1] = sums[i]
+                    out[written].index = start + i
+                    out[written].value = sums[i]
                     written += 1
         sums[:] = 0
         start = stop
     nonfinite = 0
     if len(histogram):
         for at in range(written):
-            magnitude = out_index[2 * at + 1] & _MAGNITUDE
+            magnitude = magnitude_bits(out[at].value)
             bits_above = magnitude - centre + CANDIDATE_REACH
             histogram[min(bits_above >> _CANDIDATE_SHIFT, len(histogram) - 1)] += 1
             nonfinite += magnitude >= _INFINITY
     return written, nonfinite
 
 
+@njit(cache=True)
 def count_at_least(entries: NDArray[np.void], thresholds: NDArray[np.int32]) -> NDArray[np.int64]:
     """Count the entries that reach each of several magnitudes.
 
@@ -137,14 +131,9 @@ def count_at_least(entries: NDArray[np.void], thresholds: NDArray[np.int32]) -> 
     Returns:
         int64[m], descending: entries with magnitude bits >= thresholds[j].
     """
-    return _count_at_least(entries.view(np.int32), thresholds)
-
-
-@njit(cache=True)
-def _count_at_least(words, thresholds):  # type: ignore[no-untyped-def]
     reached = np.zeros(len(thresholds) + 1, np.int64)
-    for at in range(1, len(words), 2):
-        bits = words[at] & _MAGNITUDE
+    for at in range(len(entries)):
+        bits = magnitude_bits(entries[at].value)
         low, high = 0, len(thresholds)
         while low < high:
             middle = (low + high) >> 1
@@ -173,23 +162,7 @@ def take_at_least(entries: NDArray[np.void], threshold_bits: int, ties: int, out
     Returns:
         Entries copied.
     """
-    return int(
-        _take_at_least(
-            entries.view(np.int64), entries.view(np.int32), np.int32(threshold_bits), ties, out.view(np.int64)
-        )
-    )
-
-
-@njit(cache=True)
-def _take_at_least(entries, words, threshold, ties, out):  # type: ignore[no-untyped-def]
-    taken = 0
-    for at in range(len(entries)):
-        bits = words[2 * at + 1] & _MAGNITUDE
-        if bits > threshold or (bits == threshold and ties > 0):
-            ties -= bits == threshold
-            out[taken] = entries[at]
-            taken += 1
-    return taken
+    return split_at_least(entries, threshold_bits, ties, out, None)[0]
 
 
 def region_offsets(entries: NDArray[np.void], boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -222,22 +195,19 @@ def equal_count_splits(entries: NDArray[np.void], length: int, parts: int) -> ND
     return entries["index"][len(entries) * numbers // parts].astype(np.int64)
 
 
+@dataclass(frozen=True)
 class CountedSums:
     """A region's sums, counted at candidate thresholds before one of these is chosen.
 
     Attributes:
         counts: int64[m], descending: sums that reach each candidate, those that are not finite among them.
         nonfinite: sums that are Inf or NaN.
+        take: gives ENTRY[nnz], the sums that reach the candidate with these bits; called once, before other lists are summed.
     """
 
-    def __init__(self, sums: NDArray[np.void], counts: NDArray[np.int64], nonfinite: int) -> None:
-        self._sums = sums
-        self.counts = counts
-        self.nonfinite = nonfinite
-
-    def take(self, threshold_bits: int) -> NDArray[np.void]:
-        """ENTRY[nnz], the sums that reach one of the candidates; may be called once."""
-        return self._sums[: take_at_least(self._sums, threshold_bits, len(self._sums), self._sums)]
+    counts: NDArray[np.int64]
+    nonfinite: int
+    take: Callable[[int], Any]
 
 
 def counted_sums(
@@ -258,23 +228,21 @@ def counted_sums(
             expected_bits + offsets, and those below 1 keep every sum that is not zero.
     """
     histogram = np.zeros(2 * CANDIDATE_REACH // CANDIDATE_STEP + 1, np.int32)
-    lowest = np.int32(max(1, expected_bits + int(offsets[0])))
-    words, values = pool.view(np.int32), pool.view(np.float32)
-    out_words, out_values = out.view(np.int32), out.view(np.float32)
-    nnz, nonfinite = _sum_sorted_lists(
-        words, values, begins, ends, lower, upper, lowest, out_words, out_values, expected_bits, histogram
-    )
+    lowest = max(1, expected_bits + int(offsets[0]))
+    nnz, nonfinite = _sum(pool, begins, ends, lower, upper, lowest, out, expected_bits, histogram)
     reached = histogram[::-1].cumsum(dtype=np.int64)[::-1]
     counts = reached[(offsets + CANDIDATE_REACH) // CANDIDATE_STEP]
-    return CountedSums(out[:nnz], counts, int(nonfinite))
+    sums = out[:nnz]
+    return CountedSums(counts, nonfinite, lambda bits: sums[: take_at_least(sums, bits, nnz, sums)])
 
 
+@njit(cache=True)
 def split_at_least(
     entries: NDArray[np.void],
     threshold_bits: int,
     ties: int,
     kept: NDArray[np.void],
-    rest: NDArray[np.void],
+    rest: NDArray[np.void] | None,
 ) -> tuple[int, int]:
     """Split a list by magnitude, in order.
 
@@ -282,29 +250,23 @@ def split_at_least(
         entries: ENTRY[nnz].
         threshold_bits: bits of the smallest magnitude to keep.
         ties: how many entries of exactly that magnitude to keep; the first ones win.
-        kept, rest: ENTRY[...], long enough.
+        kept: ENTRY[...], long enough; may be `entries`.
+        rest: likewise, for the others; None drops them.
 
     Returns:
-        Entries kept, and entries in `rest`.
+        Entries kept, and the others.
     """
-    words, threshold = entries.view(np.int32), np.int32(threshold_bits)
-    nnz, others = _split_at_least(
-        entries.view(np.int64), words, threshold, ties, kept.view(np.int64), rest.view(np.int64)
-    )
-    return int(nnz), int(others)
-
-
-@njit(cache=True)
-def _split_at_least(entries, words, threshold, ties, kept, rest):  # type: ignore[no-untyped-def]
+    threshold = np.int32(threshold_bits)
     nnz = others = 0
     for at in range(len(entries)):
-        bits = words[2 * at + 1] & _MAGNITUDE
+        bits = magnitude_bits(entries[at].value)
         if bits > threshold or (bits == threshold and ties > 0):
             ties -= bits == threshold
             kept[nnz] = entries[at]
             nnz += 1
         else:
-            rest[others] = entries[at]
+            if rest is not None:
+                rest[others] = entries[at]
             others += 1
     return nnz, others
 
@@ -317,14 +279,14 @@ def write_block(entries: NDArray[np.void], lower: int, block: NDArray[np.void]) 
         lower: index of the block's first element.
         block: ENTRY[m], filled with float32[2m]; zero where nothing is stored.
     """
-    _write_block(entries.view(np.int32), entries.view(np.float32), lower, block.view(np.float32))
+    _write_block(entries, lower, block.view(np.float32))
 
 
 @njit(cache=True)
-def _write_block(words, values, lower, block):  # type: ignore[no-untyped-def]
-    block[:] = 0
-    for at in range(0, len(words), 2):
-        block[words[at] - lower] = values[at + 1]
+def _write_block(entries, lower, values):  # type: ignore[no-untyped-def]
+    values[:] = 0
+    for entry in entries:
+        values[entry.index - lower] = entry.value
 
 
 def add_values(kept: NDArray[np.float32], incoming: NDArray[np.float32]) -> None:
@@ -333,6 +295,15 @@ def add_values(kept: NDArray[np.float32], incoming: NDArray[np.float32]) -> None
         np.add(kept, incoming, out=kept)
 
 
-def scale_values(values: NDArray[np.float32], scale: float) -> None:
-    """values *= scale, float32[n]."""
-    np.multiply(values, np.float32(scale), out=values)
+@njit(cache=True)
+def scale_values(values: NDArray[np.float32], scale: float) -> NDArray[np.uint32]:
+    """values *= scale, float32[n].
+
+    Returns:
+        uint32[1], not 0 if a product is not finite. On a GPU it is valid once the stream was waited for, until the next call.
+    """
+    factor, nonfinite = np.float32(scale), 0
+    for i in range(len(values)):
+        values[i] *= factor
+        nonfinite += not np.isfinite(values[i])
+    return np.full(1, nonfinite > 0, np.uint32)

@@ -14,10 +14,11 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.cuda.environment import device_memory
+from collectives.cuda.environment import device_memory, pinned_memory
 from collectives.cuda.launch import Kernel
 from collectives.cuda.layouts import Scan
 from collectives.sparse import ENTRY
+from collectives.workspace import Workspace
 
 _SPINS, _NAP = 50_000, 2e-5  # polls (some milliseconds), then seconds of sleep between two polls
 _RUNNING = 600  # cudaErrorNotReady
@@ -98,9 +99,8 @@ class Device:
         self._reports: dict[str, tuple[Any, NDArray[np.uint32]]] = {}
         self._viewed: set[str] = set()
         self._memory: dict[str, Any] = {}
-        self._scans: dict[
-            str, tuple[Any, int, Any]
-        ] = {}  # (Scan, blocks that it is large enough for, memory)
+        # (Scan, blocks that it is large enough for, memory)
+        self._scans: dict[str, tuple[Any, int, Any]] = {}
         self.epoch = 0
         """Of the last signals and look-backs."""
         self._tables: dict[bytes, Any] = {}
@@ -175,24 +175,35 @@ class Device:
         kernel.launch(blocks, threads, self._stream, rows, fields)
 
     def launch_for(self, kernel: Kernel, elements: int, **fields: Any) -> None:
-        """Put a grid-stride kernel over so many elements on the stream."""
+        """Put a grid-stride kernel on the stream, over so many elements: its parameter `n`, unless that is given."""
         if elements:
+            fields.setdefault("n", elements)
             self.launch(kernel, min(-(-elements // 256), 16 * self.processors), 256, **fields)
 
     def copy(self, dest: int, source: int, nbytes: int) -> None:
         """Copy within device memory, on the stream."""
-        self.pending = True
-        kind = cupy.cuda.runtime.memcpyDeviceToDevice
-        cupy.cuda.runtime.memcpyAsync(dest, source, nbytes, kind, self.stream.ptr)
+        self._copy(dest, source, nbytes, cupy.cuda.runtime.memcpyDeviceToDevice)
 
     def upload(self, dest: int, array: NDArray[Any]) -> None:
         """Copy a small array to device memory, on the stream; the array may be changed at once.
 
         It must not be in pinned memory: CUDA copies other memory before this returns (above 64 KiB it may wait for the stream).
         """
+        self._copy(dest, array.ctypes.data, array.nbytes, cupy.cuda.runtime.memcpyHostToDevice)
+
+    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        """uint8[nbytes] of page-locked host memory; this and the next two are the `Copies` of `collectives.mpi_staged`."""
+        return np.frombuffer(pinned_memory(nbytes), np.uint8, nbytes)
+
+    def copy_out(self, host: NDArray[np.uint8], array: Any) -> None:
+        self._copy(host.ctypes.data, address_of(array), len(host), cupy.cuda.runtime.memcpyDeviceToHost)
+
+    def copy_in(self, array: Any, host: NDArray[np.uint8]) -> None:
+        self._copy(address_of(array), host.ctypes.data, len(host), cupy.cuda.runtime.memcpyHostToDevice)
+
+    def _copy(self, dest: int, source: int, nbytes: int, kind: int) -> None:
         self.pending = True
-        kind = cupy.cuda.runtime.memcpyHostToDevice
-        cupy.cuda.runtime.memcpyAsync(dest, array.ctypes.data, array.nbytes, kind, self.stream.ptr)
+        cupy.cuda.runtime.memcpyAsync(dest, source, nbytes, kind, self._stream)
 
     def zero(self, pointer: int, nbytes: int) -> None:
         """Zero device memory, on the stream."""
@@ -243,21 +254,16 @@ class Device:
         self.pending = False
 
 
-class DeviceWorkspace:
-    """Named device buffers that grow by half and never shrink; as `Workspace`."""
+class DeviceWorkspace(Workspace):
+    """Named device buffers."""
 
     def __init__(self, device: Device) -> None:
+        super().__init__()
         self._device = device
-        self._buffers: dict[str, DeviceEntries] = {}
 
-    def entries(self, name: str, count: int) -> DeviceEntries:
-        """ENTRY[count], contents undefined; valid until the same name is asked for again."""
-        buffer = self._buffers.get(name)
-        if buffer is None or len(buffer) < count:
-            size = max(count, 0 if buffer is None else len(buffer) * 3 // 2)
-            memory = self._device.allocate(size, np.uint64)
-            buffer = self._buffers[name] = DeviceEntries(self._device, memory.data.ptr, size, memory)
-        return buffer[:count]
+    def _allocate(self, count: int) -> DeviceEntries:
+        memory = self._device.allocate(count, np.uint64)
+        return DeviceEntries(self._device, memory.data.ptr, count, memory)
 
     def forget(self, *names: str) -> None:
         """Drop buffers; their memory is freed with the last entries that refer to it."""
@@ -268,7 +274,7 @@ class DeviceWorkspace:
         """Use these entries as the buffer of that name, until more are asked for."""
         self._buffers[name] = entries
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+def address_of(array: Any) -> int:
+    """Device address of a cupy array or of entries."""
+    return int(array.pointer if isinstance(array, DeviceEntries) else array.data.ptr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.metadata
+from collections.abc import Callable
 from typing import Any
 
 NEEDED = (8, 0)
@@ -22,15 +23,8 @@ def gpu_problem() -> str:
     """
     try:
         import cupy
-    except ModuleNotFoundError as error:
-        if error.name == "cupy":
-            without = (
-                "" if driver_version() else ", and this host has no NVIDIA driver: use device 'cpu', or both"
-            )
-            return f"CuPy is not installed{without}: {installation()}"
-        return _broken(error)
     except Exception as error:  # a broken installation raises whatever it likes
-        return _broken(error)
+        return _import_problem(error)
     if len(packages := cupy_packages()) > 1:
         return _several(packages)
     runtime = cupy.cuda.runtime
@@ -120,12 +114,7 @@ def device_memory(nbytes: int) -> Any:
     """
     import cupy
 
-    try:
-        return cupy.cuda.Memory(nbytes)
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        if error.status != _OUT_OF_MEMORY:
-            raise
-        raise MemoryError(_out_of_memory(f"{nbytes:,} bytes wanted, ")) from None
+    return _memory(cupy.cuda.Memory, nbytes, lambda: _out_of_memory(f"{nbytes:,} bytes wanted, "))
 
 
 def pinned_memory(nbytes: int) -> Any:
@@ -136,15 +125,20 @@ def pinned_memory(nbytes: int) -> Any:
     """
     import cupy
 
+    problem = f"{nbytes:,} bytes of page-locked host memory cannot be had for staging: "
+    problem += "see free -g, the memory limit of the job and ulimit -l"
+    return _memory(cupy.cuda.alloc_pinned_memory, nbytes, lambda: problem)
+
+
+def _memory(allocate: Callable[[int], Any], nbytes: int, problem: Callable[[], str]) -> Any:
+    import cupy
+
     try:
-        return cupy.cuda.alloc_pinned_memory(nbytes)
+        return allocate(nbytes)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         if error.status != _OUT_OF_MEMORY:
             raise
-        raise MemoryError(
-            f"{nbytes:,} bytes of page-locked host memory cannot be had for staging: "
-            "see free -g, the memory limit of the job and ulimit -l"
-        ) from None
+        raise MemoryError(problem()) from None
 
 
 def _out_of_memory(what: str) -> str:
@@ -167,7 +161,12 @@ def first_line(error: BaseException) -> str:
     return next((line for line in lines if line), type(error).__name__)
 
 
-def _broken(error: Exception) -> str:
+def _import_problem(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
+        without = (
+            "" if driver_version() else ", and this host has no NVIDIA driver: use device 'cpu', or both"
+        )
+        return f"CuPy is not installed{without}: {installation()}"
     packages = cupy_packages()
     if len(packages) > 1:
         return _several(packages)

@@ -7,14 +7,13 @@ returns a count waits for the stream.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.cpu.kernels import CountedSums
 from collectives.cuda.device import Device, DeviceEntries
 from collectives.cuda.launch import Kernel, compiled
 from collectives.cuda.layouts import (
@@ -36,25 +35,6 @@ def tile_shift(entries: int, length: int) -> int:
     """log2 of the elements of a tile, for a region of `length` elements that gets so many entries."""
     width = _FULL * length // max(1, entries)
     return min(max(width.bit_length() - 1, NARROWEST), WIDEST)
-
-
-class CountedSums:
-    """A region's sums, counted at candidate thresholds before one is chosen; as the host's.
-
-    Attributes:
-        counts: int64[m], descending: sums that reach each candidate, those that are not finite among them.
-        nonfinite: sums that are Inf or NaN.
-    """
-
-    def __init__(self, keep: Callable[[int], int], out: DeviceEntries, counted: NDArray[np.uint32]) -> None:
-        self._keep = keep
-        self._out = out
-        self.nonfinite = int(counted[-1])
-        self.counts = counted[-2::-1].cumsum(dtype=np.int64)[::-1].copy()  # MPI needs a positive stride
-
-    def take(self, threshold_bits: int) -> DeviceEntries:
-        """ENTRY[nnz], the sums that reach one of the candidates; may be called once, before other lists are summed."""
-        return self._out[: self._keep(threshold_bits)]
 
 
 class DeviceKernels:
@@ -127,7 +107,8 @@ class DeviceKernels:
         sums = self._launch_sums(pool, begins, ends, lower, upper, expected_bits, candidates)
         self.device.synchronize()
         counted = self.device.report("sums", _SUMS_WORDS)[1:]
-        return CountedSums(partial(self._keep_sums, sums, out), out, counted)
+        counts = counted[-2::-1].cumsum(dtype=np.int64)[::-1].copy()  # MPI needs a positive stride
+        return CountedSums(counts, int(counted[-1]), lambda bits: out[: self._keep_sums(sums, out, bits)])
 
     def _launch_sums(
         self,
@@ -235,18 +216,18 @@ class DeviceKernels:
 
     def write_block(self, entries: DeviceEntries, lower: int, block: DeviceEntries) -> None:
         """As the host's; waits, since what it writes is sent next."""
-        n = len(entries)
+        fields = {"entries": entries.pointer, "lower": lower, "block": block.pointer}
         self.device.zero(block.pointer, block.nbytes)
-        self.device.launch_for(
-            self._write_block, n, entries=entries.pointer, n=n, lower=lower, block=block.pointer
-        )
+        self.device.launch_for(self._write_block, len(entries), **fields)
         self.device.synchronize()
 
     def add_values(self, kept: Any, incoming: Any) -> None:
-        n = kept.size
-        self.device.launch_for(self._add_values, n, kept=kept.data.ptr, incoming=incoming.data.ptr, n=n)
+        addresses = {"kept": kept.data.ptr, "incoming": incoming.data.ptr}
+        self.device.launch_for(self._add_values, kept.size, **addresses)
 
-    def scale_values(self, values: Any, scale: float) -> None:
-        self.device.launch_for(
-            self._scale_values, values.size, values=values.data.ptr, n=values.size, scale=scale
-        )
+    def scale_values(self, values: Any, scale: float) -> NDArray[np.uint32]:
+        report = self.device.report("scaled", 1)
+        report[0] = 0
+        fields = {"values": values.data.ptr, "scale": scale, "report": self.device.address("scaled")}
+        self.device.launch_for(self._scale_values, values.size, **fields)
+        return report

@@ -159,4 +159,4 @@ struct("EqualCountSplits", """
     const Entry* entries; long long n; const unsigned* count; int parts; volatile unsigned* report;""", "equal_count_splits")
 struct("WriteBlock", "const Entry* entries; long long n; long long lower; float* block;", "write_block")
 struct("AddValues", "float* kept; const float* incoming; long long n;", "add_values")
-struct("ScaleValues", "float* values; long long n; float scale;", "scale_values")
+struct("ScaleValues", "float* values; long long n; float scale; volatile unsigned* report;", "scale_values")

@@ -4,7 +4,7 @@
 // Units    threshold: bits of a magnitude >= 1. ties: how many entries equal to it are kept.
 // Launch   split_at_least: ceil(n / COMPACT_TILE) blocks of COMPACT_THREADS. region_offsets, equal_count_splits: one block. The
 //          others: grid-stride; write_block needs a zeroed block.
-// Overflow entries beyond `capacity` are counted, not written. NaN cannot come in.
+// Overflow entries beyond `capacity` are counted, not written. NaN comes into scale_values alone.
 
 #include "compact.cuh"
 
@@ -34,7 +34,11 @@ extern "C" __global__ void add_values(const __grid_constant__ AddValues p) {
   FOR_EACH(i, p.n) p.kept[i] = add(p.kept[i], p.incoming[i]);
 }
 
-// values *= scale
+// values *= scale; report[0] becomes 1 if a product is not finite
 extern "C" __global__ void scale_values(const __grid_constant__ ScaleValues p) {
-  FOR_EACH(i, p.n) p.values[i] = multiply(p.values[i], p.scale);
+  FOR_EACH(i, p.n) {
+    const float product = multiply(p.values[i], p.scale);
+    p.values[i] = product;
+    if (magnitude(product) >= INFINITY_BITS) p.report[0] = 1;
+  }
 }

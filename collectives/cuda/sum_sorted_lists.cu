@@ -1,9 +1,9 @@
 // sum_sorted_lists: sum COO lists over a region, count the sums at candidate thresholds, keep those that reach one of them.
 //
 // Shapes   pool[...] COO; list j is pool[ranges[j], ranges[lists + j]), strictly ascending within [lower, upper);
-//          splits[lists][tiles + 1]: where each tile begins in each list; sums[entries of the lists] COO: the sums, ascending; those of
-//          a tile, or of a window of an overflowed one, begin at as many entries as come before it, and zeros follow them;
-//          overflowed[tiles]; kept[capacity] COO. report[1 + NUM_COUNTERS] in host memory: sums kept, and counted at each
+//          splits[lists][tiles + 1]: where each tile begins in each list; sums[entries of the lists] COO, ascending: the sums of a
+//          tile (or of a window of an overflowed tile) begin after as many places as the lists have entries before it; the rest of
+//          its places hold zeros; overflowed[tiles]; kept[capacity] COO. report[1 + NUM_COUNTERS] in host memory: sums kept, and counted at each
 //          candidate, and those that are not finite. p: structs of layouts.py.
 // Units    threshold: bits of a magnitude, >= 1, around which the candidates lie. Counter r holds the sums that reach threshold +
 //          candidates[r] and not threshold + candidates[r + 1], both clipped to finite nonzero magnitudes; candidates[NUM_CANDIDATES]
@@ -12,14 +12,14 @@
 // Launch   split_tiles: a thread a split, lists in y. Then sum_tiles: at least tiles = max(1, ceil((upper - lower) / 2^shift)) blocks
 //          of THREADS; sum_overflowed_tiles: any blocks of THREADS; keep_sums: at least ceil(entries / COMPACT_TILE) blocks of
 //          COMPACT_THREADS. `state` zeroed once.
-// Signals  with a decision, a launch does nothing when the step stops. With windows the last block signals: COUNTED with the
-//          counters, or KEPT. With a step, region, threshold and epochs are the step's; keep_sums takes the threshold that the ranks
+// Signals  if a decision is given and stops the step, a launch does nothing. If windows are given, the last block signals COUNTED
+//          with the counters, or KEPT. If a step is given, region, threshold and epochs are the step's; keep_sums takes the threshold that the ranks
 //          decided on.
 // Order    sums and kept ascend by index. Every sum is taken in list order: lists one after the other, an index at most once in each,
 //          so no atomics are needed and the result depends on the lists alone.
 // Overflow entries beyond `capacity` are counted, not written. A tile with more than MOST sums is left to sum_overflowed_tiles,
-//          which sums its windows side by side. NaN cannot come in; an overflow to Inf is kept, and counted at the
-//          highest candidate and as not finite.
+//          which sums its windows side by side. NaN cannot come in; a sum that overflows to Inf is kept, and counted at the highest
+//          candidate and as not finite.
 // Traffic  8 bytes an entry read, of more than AHEAD lists or long ones twice, from cache, and 8 written; to keep, 8 an entry read and
 //          8 a kept sum written. Shared memory holds a bitmap of the tile and its sums side by side: an absent element costs a bit.
 

@@ -63,15 +63,11 @@ def accumulate_select(
 
     Memory traffic: 12n bytes.
     """
-    words, values = entries.view(np.int32), entries.view(np.float32)
-    nnz, nonfinite = _accumulate_select(
-        gradient, residual, np.int32(threshold_bits), words, values, len(entries) - BLOCK
-    )
-    return Packing(int(nnz), int(nonfinite))
+    return Packing(*_accumulate_select(gradient, residual, np.int32(threshold_bits), entries))
 
 
 @njit(cache=True)
-def _accumulate_select(gradient, residual, threshold, out_index, out_value, capacity):  # type: ignore[no-untyped-def]
+def _accumulate_select(gradient, residual, threshold, entries):  # type: ignore[no-untyped-def]
     accumulated = np.empty(BLOCK, np.float32)
     bits = accumulated.view(np.int32)
     taken = np.zeros(BLOCK, np.uint8)
@@ -104,21 +100,22 @@ def _accumulate_select(gradient, residual, threshold, out_index, out_value, capa
         for group in range((size + _GROUP - 1) // _GROUP):
             hits[found] = group
             found += taken_groups[group] != 0
-        if packed > capacity:
+        if packed > len(entries) - BLOCK:
             for i in range(size):
                 packed += taken[i]
             continue
-        index, value = out_index[2 * packed :], out_value[2 * packed :]
+        room = entries[packed:]
         fresh = 0
         for j in range(found):
             for i in range(_GROUP * hits[j], _GROUP * hits[j] + _GROUP):
-                index[2 * fresh] = start + i
-                value[2 * fresh + 1] = accumulated[i]
+                room[fresh].index = start + i
+                room[fresh].value = accumulated[i]
                 fresh += taken[i]
         packed += fresh
     return packed, nonfinite
 
 
+@njit(cache=True)
 def accumulate_moments(
     gradient: NDArray[np.float32], residual: NDArray[np.float32]
 ) -> tuple[float, float, int]:
@@ -130,12 +127,6 @@ def accumulate_moments(
     Returns:
         (total, squares, nonfinite): sum and sum of squares of the finite sums, in float64, and how many are not finite.
     """
-    total, squares, nonfinite = _accumulate_moments(gradient, residual)
-    return float(total), float(squares), int(nonfinite)
-
-
-@njit(cache=True)
-def _accumulate_moments(gradient, residual):  # type: ignore[no-untyped-def]
     total = squares = 0.0
     nonfinite = 0
     for start in range(0, len(gradient), BLOCK):
@@ -167,6 +158,7 @@ def _accumulate_moments(gradient, residual):  # type: ignore[no-untyped-def]
     return total, squares, nonfinite
 
 
+@njit(cache=True)
 def undo_accumulate(
     gradient: NDArray[np.float32], residual: NDArray[np.float32], all_added: bool = False
 ) -> None:
@@ -176,16 +168,12 @@ def undo_accumulate(
         all_added: every sum was finite. Else an element above half the largest float may stay in the residual: it could
             be one that was never added.
     """
-    _undo_accumulate(gradient, residual, all_added)
-
-
-@njit(cache=True)
-def _undo_accumulate(gradient, residual, all_added):  # type: ignore[no-untyped-def]
     for i in range(len(gradient)):
         if all_added or (np.isfinite(gradient[i]) and np.isfinite(gradient[i] + residual[i])):
             residual[i] -= gradient[i]
 
 
+@njit(cache=True)
 def accumulate(
     gradient: NDArray[np.float32], residual: NDArray[np.float32] | None, out: NDArray[np.float32]
 ) -> int:
@@ -194,41 +182,23 @@ def accumulate(
     Returns:
         Elements of `out` that are not finite.
     """
-    return int(_copy(gradient, out) if residual is None else _accumulate(gradient, residual, out))
-
-
-@njit(cache=True)
-def _accumulate(gradient, residual, out):  # type: ignore[no-untyped-def]
     nonfinite = 0
     for i in range(len(gradient)):
-        out[i] = gradient[i] + residual[i]
+        out[i] = gradient[i] if residual is None else gradient[i] + residual[i]
         nonfinite += not np.isfinite(out[i])
     return nonfinite
 
 
 @njit(cache=True)
-def _copy(gradient, out):  # type: ignore[no-untyped-def]
-    nonfinite = 0
-    for i in range(len(gradient)):
-        out[i] = gradient[i]
-        nonfinite += not np.isfinite(out[i])
-    return nonfinite
-
-
 def accumulate_momentum(gradient: NDArray[np.float32], velocity: NDArray[np.float32], momentum: float) -> int:
     """velocity = momentum * velocity + gradient, both float32[n], except where that is not finite: there it stays.
 
     Returns:
         Elements that are not finite.
     """
-    return int(_accumulate_momentum(gradient, velocity, np.float32(momentum)))
-
-
-@njit(cache=True)
-def _accumulate_momentum(gradient, velocity, momentum):  # type: ignore[no-untyped-def]
-    nonfinite = 0
+    factor, nonfinite = np.float32(momentum), 0
     for i in range(len(gradient)):
-        moved = momentum * velocity[i] + gradient[i]
+        moved = factor * velocity[i] + gradient[i]
         if np.isfinite(moved):
             velocity[i] = moved
         else:
@@ -236,6 +206,7 @@ def _accumulate_momentum(gradient, velocity, momentum):  # type: ignore[no-untyp
     return nonfinite
 
 
+@njit(cache=True)
 def undo_momentum(
     gradient: NDArray[np.float32], velocity: NDArray[np.float32], momentum: float, all_moved: bool = False
 ) -> None:
@@ -244,16 +215,13 @@ def undo_momentum(
     Args:
         all_moved: every result was finite, as for `undo_accumulate`.
     """
-    _undo_momentum(gradient, velocity, np.float32(momentum), all_moved)
+    factor = np.float32(momentum)
+    for i in range(len(gradient)):
+        if all_moved or np.isfinite(factor * velocity[i] + gradient[i]):  # else it did not move
+            velocity[i] = (velocity[i] - gradient[i]) / factor
 
 
 @njit(cache=True)
-def _undo_momentum(gradient, velocity, momentum, all_moved):  # type: ignore[no-untyped-def]
-    for i in range(len(gradient)):
-        if all_moved or np.isfinite(momentum * velocity[i] + gradient[i]):  # else it did not move
-            velocity[i] = (velocity[i] - gradient[i]) / momentum
-
-
 def select_at_least(
     vector: NDArray[np.float32], threshold_bits: int, ties: int, entries: NDArray[np.void]
 ) -> int:
@@ -262,17 +230,12 @@ def select_at_least(
     Args:
         threshold_bits: bits of the smallest magnitude to pack, >= 1.
         ties: how many of exactly that magnitude to pack; the lowest indices win.
-        entries: ENTRY[m], m >= the elements packed.
+        entries: ENTRY[capacity]; what does not fit is counted, not packed.
 
     Returns:
-        Entries packed.
+        Elements that reach the threshold, without the ties beyond `ties`.
     """
-    words, values = entries.view(np.int32), entries.view(np.float32)
-    return int(_select_at_least(vector, vector.view(np.int32), np.int32(threshold_bits), ties, words, values))
-
-
-@njit(cache=True)
-def _select_at_least(vector, vector_bits, threshold, ties, out_index, out_value):  # type: ignore[no-untyped-def]
+    vector_bits, threshold = vector.view(np.int32), np.int32(threshold_bits)
     packed = 0
     for i in range(len(vector)):
         bits = vector_bits[i] & _MAGNITUDE
@@ -281,38 +244,11 @@ def _select_at_least(vector, vector_bits, threshold, ties, out_index, out_value)
                 if ties <= 0:
                     continue
                 ties -= 1
-            out_index[2 * packed] = i
-            out_value[2 * packed + 1] = vector[i]
+            if packed < len(entries):
+                entries[packed].index = i
+                entries[packed].value = vector[i]
             packed += 1
     return packed
-
-
-def select_counting(vector: NDArray[np.float32], threshold_bits: int, entries: NDArray[np.void]) -> int:
-    """Pack the elements of float32[n] whose magnitude reaches a threshold, in ascending order, as long as they fit.
-
-    Args:
-        threshold_bits: bits of the smallest magnitude to pack, >= 1.
-        entries: ENTRY[capacity]; what does not fit is counted, not packed.
-
-    Returns:
-        Elements that reach the threshold.
-    """
-    words, values = entries.view(np.int32), entries.view(np.float32)
-    return int(
-        _select_counting(vector, vector.view(np.int32), np.int32(threshold_bits), words, values, len(entries))
-    )
-
-
-@njit(cache=True)
-def _select_counting(vector, vector_bits, threshold, out_index, out_value, capacity):  # type: ignore[no-untyped-def]
-    reached = 0
-    for i in range(len(vector)):
-        if (vector_bits[i] & _MAGNITUDE) >= threshold:
-            if reached < capacity:
-                out_index[2 * reached] = i
-                out_value[2 * reached + 1] = vector[i]
-            reached += 1
-    return reached
 
 
 def magnitude_histogram(
@@ -328,17 +264,19 @@ def magnitude_histogram(
     Returns:
         int64[2**width], counts by digit, ascending.
     """
-    shift, width = LEVELS[level]
+    return _magnitude_histogram(_words(values), *LEVELS[level], prefix)
+
+
+def _words(values: NDArray[np.float32] | NDArray[np.void]) -> NDArray[np.int32]:
     words = values.view(np.int32)
-    packed = values.dtype.fields is not None
-    return _magnitude_histogram(words, 1 if packed else 0, 2 if packed else 1, shift, width, prefix)
+    return words if values.dtype.fields is None else words[1::2]
 
 
 @njit(cache=True)
-def _magnitude_histogram(words, first, stride, shift, width, prefix):  # type: ignore[no-untyped-def]
+def _magnitude_histogram(words, shift, width, prefix):  # type: ignore[no-untyped-def]
     counts = np.zeros(1 << width, np.int64)
     mask = (1 << width) - 1
-    for at in range(first, len(words), stride):
+    for at in range(len(words)):
         bits = words[at] & _MAGNITUDE
         if bits != 0 and (bits >> (shift + width)) == prefix:
             counts[(bits >> shift) & mask] += 1
@@ -347,8 +285,7 @@ def _magnitude_histogram(words, first, stride, shift, width, prefix):  # type: i
 
 def count_nonfinite(values: NDArray[np.float32] | NDArray[np.void]) -> int:
     """Elements of float32[n], or values of ENTRY[n], that are NaN or Inf."""
-    words = values.view(np.int32)
-    return int(_count_nonfinite(words if values.dtype.fields is None else words[1::2]))
+    return _count_nonfinite(_words(values))
 
 
 @njit(cache=True)
@@ -366,65 +303,50 @@ def _count_nonfinite(words):  # type: ignore[no-untyped-def]
     return count
 
 
+@njit(cache=True)
 def clear_common(vector: NDArray[np.float32], mine: NDArray[np.void], theirs: NDArray[np.void]) -> None:
     """Zero float32[n] at the indices that occur in both of two sorted lists, ENTRY[...] each."""
-    _clear_common(vector, mine.view(np.int32), theirs.view(np.int32))
-
-
-@njit(cache=True)
-def _clear_common(vector, mine, theirs):  # type: ignore[no-untyped-def]
     # tile by tile through flags in the first-level cache: a merge would wait for its last comparison at every entry
     flags = np.zeros(BLOCK, np.uint8)
     common = np.empty(BLOCK + 1, np.int32)
     i = j = 0
     while i < len(mine) and j < len(theirs):
-        start = min(mine[i], theirs[j])
+        start = min(mine[i].index, theirs[j].index)
         stop = np.int64(start) + BLOCK
         first, found = j, 0
-        while j < len(theirs) and theirs[j] < stop:
-            flags[theirs[j] - start] = 1
-            j += 2
-        while i < len(mine) and mine[i] < stop:
-            common[found] = mine[i]
-            found += flags[mine[i] - start]
-            i += 2
+        while j < len(theirs) and theirs[j].index < stop:
+            flags[theirs[j].index - start] = 1
+            j += 1
+        while i < len(mine) and mine[i].index < stop:
+            common[found] = mine[i].index
+            found += flags[mine[i].index - start]
+            i += 1
         for at in range(found):
             vector[common[at]] = 0
-        for at in range(first, j, 2):
-            flags[theirs[at] - start] = 0
+        for at in range(first, j):
+            flags[theirs[at].index - start] = 0
 
 
+@njit(cache=True)
 def clear_support(vector: NDArray[np.float32], entries: NDArray[np.void]) -> None:
     """Zero float32[n] where `entries` has an index."""
-    _clear_support(vector, entries.view(np.int32))
+    for at in range(len(entries)):
+        vector[entries[at].index] = 0
 
 
 @njit(cache=True)
-def _clear_support(vector, words):  # type: ignore[no-untyped-def]
-    for at in range(0, len(words), 2):
-        vector[words[at]] = 0
-
-
 def write_scaled(vector: NDArray[np.float32], entries: NDArray[np.void], scale: float) -> None:
     """vector[index] = value * scale, for every entry."""
-    _write_scaled(vector, entries.view(np.int32), entries.view(np.float32), np.float32(scale))
+    factor = np.float32(scale)
+    for at in range(len(entries)):
+        vector[entries[at].index] = entries[at].value * factor
 
 
 @njit(cache=True)
-def _write_scaled(vector, words, values, scale):  # type: ignore[no-untyped-def]
-    for at in range(0, len(words), 2):
-        vector[words[at]] = values[at + 1] * scale
-
-
 def add_entries(vector: NDArray[np.float32], entries: NDArray[np.void]) -> None:
     """vector[index] += value, for every entry."""
-    _add_entries(vector, entries.view(np.int32), entries.view(np.float32))
-
-
-@njit(cache=True)
-def _add_entries(vector, words, values):  # type: ignore[no-untyped-def]
-    for at in range(0, len(words), 2):
-        vector[words[at]] += values[at + 1]
+    for at in range(len(entries)):
+        vector[entries[at].index] += entries[at].value
 
 
 def write_block_scaled(block: NDArray[np.void], scale: float, out: NDArray[np.float32]) -> None:

@@ -17,6 +17,7 @@ from collectives.cuda.ucx import device_memory_problem
 from collectives.mpi import MpiTransport
 from collectives.mpi_cuda import connect_device
 from collectives.transport import Transport
+from oktopk.backend import Backend
 from oktopk.cuda.kernels import DeviceKernels
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_graph import compile_p2p_kernels
@@ -26,7 +27,7 @@ from oktopk.settings import Settings
 _STORED = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 
 
-class DeviceBackend:
+class DeviceBackend(Backend):
     """A GPU and a stream.
 
     Args:
@@ -48,7 +49,7 @@ class DeviceBackend:
         self._stored = np.dtype(_STORED[gradient_type])
 
     def connect(self, host: MpiTransport) -> Transport:
-        """As the protocol says. Says on rank 0 where device memory is staged through the host."""
+        """As the host's; warns on rank 0 where device memory is staged through the host."""
         problem = device_memory_problem() if host.size > 1 else ""
         staged = {rank: text for rank, text in enumerate(host.allgather_objects(problem)) if text}
         if staged and host.rank == 0:
@@ -113,7 +114,6 @@ class DeviceBackend:
         target.set(np.ascontiguousarray(array, np.float32), stream=self.device.stream)
 
     def read_only(self, array: Any) -> Any:
-        """As the protocol says: CuPy has no such arrays."""
         return array
 
     def share_memory(self, one: Any, other: Any) -> bool:

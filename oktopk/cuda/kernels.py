@@ -13,7 +13,7 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.cuda.device import Device, DeviceEntries
+from collectives.cuda.device import Device, DeviceEntries, address_of
 from collectives.cuda.launch import Kernel, compiled
 from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
 from oktopk.cpu.kernels import INFINITE_DIGIT, LEVELS, Packing
@@ -128,10 +128,9 @@ class DeviceKernels:
         return float(total), float(squares), nonfinite
 
     def undo_accumulate(self, gradient: Any, residual: Any, all_added: bool = False) -> None:
-        kernel, n = self.kernels_of(gradient)["undo_accumulate"], residual.size
-        self.device.launch_for(
-            kernel, n, gradient=pointer_of(gradient), residual=residual.data.ptr, n=n, all_added=all_added
-        )
+        kernel = self.kernels_of(gradient)["undo_accumulate"]
+        fields = {"gradient": pointer_of(gradient), "residual": residual.data.ptr, "all_added": all_added}
+        self.device.launch_for(kernel, residual.size, **fields)
 
     def accumulate_momentum(self, gradient: Any, velocity: Any, momentum: float) -> int:
         return self._counted(
@@ -139,11 +138,9 @@ class DeviceKernels:
         )
 
     def undo_momentum(self, gradient: Any, velocity: Any, momentum: float, all_moved: bool = False) -> None:
-        kernel, n = self.kernels_for(gradient.dtype.itemsize)["undo_momentum"], velocity.size
-        self.device.launch_for(
-            kernel, n,
-            gradient=gradient.data.ptr, velocity=velocity.data.ptr, n=n, momentum=momentum, all_moved=all_moved,
-        )  # fmt: skip
+        kernel = self.kernels_of(gradient)["undo_momentum"]
+        fields = {"velocity": velocity.data.ptr, "momentum": momentum, "all_moved": all_moved}
+        self.device.launch_for(kernel, velocity.size, gradient=gradient.data.ptr, **fields)
 
     def select_at_least(self, vector: Any, threshold_bits: int, ties: int, entries: DeviceEntries) -> int:
         device, n = self.device, vector.size
@@ -157,9 +154,6 @@ class DeviceKernels:
         device.synchronize()
         return int(report[0])
 
-    def select_counting(self, vector: Any, threshold_bits: int, entries: DeviceEntries) -> int:
-        return self.select_at_least(vector, threshold_bits, 2**31 - 1, entries)
-
     def magnitude_histogram(self, values: Any, level: int, prefix: int) -> NDArray[np.int64]:
         device = self.device
         shift, width = LEVELS[level]
@@ -168,8 +162,8 @@ class DeviceKernels:
         packed = isinstance(values, DeviceEntries)
         device.launch_for(
             self._magnitude_histogram, values.size,
-            words=values.pointer if packed else values.data.ptr, n=values.size, first=int(packed), stride=1 + packed,
-            shift=shift, width=width, prefix=prefix, counts=counts.data.ptr,
+            words=address_of(values), first=int(packed), stride=1 + packed, shift=shift, width=width, prefix=prefix,
+            counts=counts.data.ptr,
         )  # fmt: skip
         counted = counts[: 1 << width].get(stream=device.stream)
         device.pending = False
@@ -183,10 +177,8 @@ class DeviceKernels:
         self._on_entries("clear_support", vector, entries)
 
     def clear_common(self, vector: Any, mine: DeviceEntries, theirs: DeviceEntries) -> None:
-        self.device.launch_for(
-            self._apply["clear_common"], len(theirs),
-            vector=vector.data.ptr, mine=mine.pointer, mine_nnz=len(mine), theirs=theirs.pointer, n=len(theirs),
-        )  # fmt: skip
+        fields = {"vector": vector.data.ptr, "mine": mine.pointer, "mine_nnz": len(mine)}
+        self.device.launch_for(self._apply["clear_common"], len(theirs), theirs=theirs.pointer, **fields)
 
     def write_scaled(self, vector: Any, entries: DeviceEntries, scale: float) -> None:
         self._on_entries("write_scaled", vector, entries, scale=scale)
@@ -195,8 +187,8 @@ class DeviceKernels:
         self._on_entries("add_entries", vector, entries)
 
     def write_block_scaled(self, block: DeviceEntries, scale: float, out: Any) -> None:
-        kernel, n = self.kernels_for(out.dtype.itemsize)["copy_scaled"], out.size
-        self.device.launch_for(kernel, n, values=block.pointer, out=out.data.ptr, n=n, scale=scale)
+        kernel = self.kernels_of(out)["copy_scaled"]
+        self.device.launch_for(kernel, out.size, values=block.pointer, out=out.data.ptr, scale=scale)
 
     @property
     def clear_kernel(self) -> Kernel:
@@ -219,16 +211,14 @@ class DeviceKernels:
         return GradientTensors(self.device, kernels, sizes, _BYTES[element_type])
 
     def _on_entries(self, name: str, vector: Any, entries: DeviceEntries, **more: Any) -> None:
-        n = len(entries)
-        self.device.launch_for(
-            self._apply[name], n, vector=vector.data.ptr, entries=entries.pointer, n=n, **more
-        )
+        fields = {"vector": vector.data.ptr, "entries": entries.pointer, **more}
+        self.device.launch_for(self._apply[name], len(entries), **fields)
 
     def _counted(self, name: str, gradient: Any, n: int, **fields: Any) -> int:
         """Run a pass over a gradient that counts elements that are not finite; waits."""
         pointer = self._nonfinite.data.ptr
-        kernel = self.kernels_for(gradient.dtype.itemsize)[name]
-        self.device.launch_for(kernel, n, gradient=gradient.data.ptr, n=n, nonfinite=pointer, **fields)
+        kernel = self.kernels_of(gradient)[name]
+        self.device.launch_for(kernel, n, gradient=gradient.data.ptr, nonfinite=pointer, **fields)
         count = int(cupy.asnumpy(self._nonfinite[:1], stream=self.device.stream)[0])
         self.device.pending = False
         if count:

@@ -73,7 +73,7 @@ class SelectLaunches:
         return other
 
     def for_p2p(self, **fields: Any) -> SelectLaunches:
-        """The same launches for a step over symmetric memory.
+        """The same launches for a step through peer memory.
 
         Args:
             fields: of compact_selection, `p2p` among them.

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.sparse import SparseVector
 from collectives.transport import FlaggedRanksError, Transport
 from oktopk.selection import LocalSelection, Selection
 from oktopk.settings import Settings
@@ -96,9 +97,11 @@ class Method(ABC):
 class SparseMethod(Method):
     """A method that starts from a local selection."""
 
+    selection_type: ClassVar[type[LocalSelection]] = LocalSelection
+
     def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
         super().__init__(length, transport, kernels, settings)
-        self.selection = LocalSelection(length, kernels, transport)
+        self.selection = self.selection_type(length, kernels, transport)
 
     def reduce(
         self,
@@ -120,15 +123,16 @@ class SparseMethod(Method):
             self.kernels.undo_accumulate(gradient, residual, all_added)
             raise
 
-    def gather_counts(self, mine: NDArray[np.int64]) -> NDArray[np.int64]:
-        """int64[P, m] of every rank's counts, the last of which is its flag. Collective.
+    def gather_counts(self, selection: Selection) -> NDArray[np.int64]:
+        """int64[P], the entries that every rank selected. Collective.
 
         Raises:
-            FlaggedRanksError: a rank raised its flag; on every rank alike.
+            FlaggedRanksError: some ranks' elements are not finite; on every rank alike.
         """
-        counts = self.transport.allgather_control(mine)
-        if counts[:, -1].any():
-            raise FlaggedRanksError(np.flatnonzero(counts[:, -1]).tolist())
+        mine = np.array([selection.packed.nnz, selection.nonfinite > 0], np.int64)
+        counts, flags = self.transport.allgather_control(mine).T
+        if flags.any():
+            raise FlaggedRanksError(np.flatnonzero(flags).tolist())
         return counts
 
     def require_finite(self, sums: NDArray[np.void]) -> None:
@@ -139,6 +143,12 @@ class SparseMethod(Method):
         """
         if self.kernels.count_nonfinite(sums):
             raise FlaggedRanksError([])
+
+    def result(self, selection: Selection, update: SparseVector | None, **more: Any) -> StepResult:
+        """The result of a step that applied `update`. `more`: fields of `StepResult`."""
+        nnz = 0 if update is None else update.nnz
+        fields = {"exact": selection.exact, "local_nnz": selection.packed.nnz, "global_nnz": nnz} | more
+        return StepResult(update, selection.packed, local_threshold=selection.threshold, **fields)
 
     def known_regions(self, plan: Plan) -> NDArray[np.int64] | None:
         """int64[P + 1], the regions that the selection will be split by, where they are known before."""

@@ -14,7 +14,7 @@ from oktopk.step import Plan, StepResult
 class Dense(Method):
     """The exact sum; nothing stays behind.
 
-    Traffic: `collectives.dense_allreduce.dense_words`. Control: one allgather of a flag.
+    Traffic: `collectives.dense_allreduce.dense_words`. Control: one allgather and one allreduce of a flag.
     """
 
     name = "dense"
@@ -38,18 +38,11 @@ class Dense(Method):
         if flags.any():
             raise FlaggedRanksError(np.flatnonzero(flags).tolist())
         assert self._allreduce is not None
-        self._allreduce.run(plan.scale)
-        if self.kernels.count_nonfinite(out):  # equal on all ranks
+        finite = self._allreduce.run(plan.scale)
+        if self.transport.allreduce_control(np.array([not finite], np.int64))[0]:
             raise FlaggedRanksError([])
         plan.timer.record("allreduce")
-        return StepResult(
-            update=None,
-            selected=None,
-            returned=(),
-            exact=True,
-            local_nnz=self.length,
-            global_nnz=self.length,
-        )
+        return StepResult(None, None, exact=True, local_nnz=self.length, global_nnz=self.length)
 
     def close(self) -> None:
         if self._allreduce is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,12 @@ from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude, magnitude_bits
 from collectives.sparse import SparseVector
-from collectives.transport import Transport
 from oktopk.methods.topka import TopkA
 from oktopk.selection import LocalSelection, Selection
-from oktopk.settings import Settings, selection_cap
+from oktopk.settings import selection_cap
 from oktopk.thresholds import NOTHING
+
+_ALL = 2**31 - 1  # ties
 
 
 class GaussianSelection(LocalSelection):
@@ -47,7 +47,7 @@ class GaussianSelection(LocalSelection):
         fitted = self._fit(total, squares, k)
         exact = exact or self.needs_exact
         bits = NOTHING if exact else max(1, magnitude_bits(min(fitted * self.correction, 3e38)))
-        nnz = 0 if exact else self._kernels.select_counting(residual, bits, buffer[: 2 * k])
+        nnz = 0 if exact else self._kernels.select_at_least(residual, bits, _ALL, buffer[: 2 * k])
         if exact or not 3 * k <= 4 * nnz or nnz > selection_cap(k):
             if exact or not k <= nnz <= 2 * k:
                 nnz, bits = self._repack(residual, k, buffer)
@@ -83,10 +83,7 @@ class Gaussiank(TopkA):
     """
 
     name = "gaussiank"
-
-    def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
-        super().__init__(length, transport, kernels, settings)
-        self.selection = GaussianSelection(length, kernels, transport)
+    selection_type = GaussianSelection
 
     @classmethod
     def state_problem(cls, state: dict[str, Any], length: int) -> str:

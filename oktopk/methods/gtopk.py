@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,8 +39,7 @@ class GTopk(SparseMethod):
 
     def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
         transport, workspace = self.transport, self.transport.workspace
-        mine = np.array([selection.packed.nnz, selection.nonfinite > 0], np.int64)
-        largest = max(plan.k, int(self.gather_counts(mine)[:, 0].max()))
+        largest = max(plan.k, int(self.gather_counts(selection).max()))
         parent, children = parent_and_children(transport.rank, transport.size)
         pruned: list[SparseVector] = []
 
@@ -69,24 +70,13 @@ class GTopk(SparseMethod):
         nnz = broadcast(gathered, len(held), transport)
         self.require_finite(gathered[:nnz])  # whatever is not finite is larger than what was pruned
         plan.timer.record("allgather")
-        return StepResult(
-            update=SparseVector(gathered[:nnz], self.length),
-            selected=selection.packed,
-            returned=tuple(pruned),
-            exact=selection.exact,
-            local_nnz=selection.packed.nnz,
-            global_nnz=nnz,
-            local_threshold=selection.threshold,
-        )
+        return self.result(selection, SparseVector(gathered[:nnz], self.length), returned=tuple(pruned))
 
     def _keep_k(
         self, merged: NDArray[np.void], k: int, kept: NDArray[np.void], rest: NDArray[np.void]
     ) -> tuple[int, int]:
         """Split a merged list into its k largest sums, ties by lowest index, and the rest; returns both counts."""
-        if len(merged) <= k:
-            bits, larger, _ = 1, 0, 0
-        else:
-            bits, larger, _ = kth_magnitude(
-                lambda level, prefix: self.kernels.magnitude_histogram(merged, level, prefix), k
-            )
+        bits, larger = 1, 0
+        if len(merged) > k:
+            bits, larger, _ = kth_magnitude(partial(self.kernels.magnitude_histogram, merged), k)
         return self.transport.kernels.split_at_least(merged, bits, k - larger, kept, rest)

@@ -63,14 +63,9 @@ class OkTopk(SparseMethod):
             timer.record("boundaries")
         regions.splits = None  # messages do not need them, and they would be of another step
         assert regions.boundaries is not None
+        rounds, rotate, flag = self.settings.bucket_rounds, self.settings.rotate, selection.nonfinite > 0
         lists = split_and_reduce(
-            packed,
-            regions.boundaries,
-            self.transport,
-            flag=selection.nonfinite > 0,
-            offsets=offsets,
-            bucket_rounds=self.settings.bucket_rounds,
-            rotate=self.settings.rotate,
+            packed, regions.boundaries, self.transport, flag, offsets, bucket_rounds=rounds, rotate=rotate
         )
         timer.record("exchange")
         return self.keep_and_gather(lists, selection, plan)
@@ -84,19 +79,10 @@ class OkTopk(SparseMethod):
         plan.timer.record("allgather")
         return self.result(selection, update)
 
-    def result(self, selection: Selection, update: SparseVector, deferrable: bool = False) -> StepResult:
-        """What a step gave whose update is known."""
-        return StepResult(
-            update=update,
-            selected=selection.packed,
-            only_applied=True,
-            returned=(),
-            exact=selection.exact or self.threshold.exact,
-            local_nnz=selection.packed.nnz,
-            global_nnz=update.nnz,
-            local_threshold=selection.threshold,
-            global_threshold=self.threshold.value,
-            deferrable=deferrable,
+    def result(self, selection: Selection, update: SparseVector | None, **more: Any) -> StepResult:
+        exact, threshold = selection.exact or self.threshold.exact, self.threshold.value
+        return super().result(
+            selection, update, only_applied=True, exact=exact, global_threshold=threshold, **more
         )
 
     def splits(self, packed: SparseVector) -> NDArray[np.int64]:

@@ -27,25 +27,15 @@ class TopkA(SparseMethod):
     name = "topka"
 
     def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
-        packed, transport = selection.packed, self.transport
-        mine = np.array([packed.nnz, selection.nonfinite > 0], np.int64)
-        counts = self.gather_counts(mine)[:, 0]
+        transport, counts = self.transport, self.gather_counts(selection)
         ends = np.cumsum(counts)
         begins = ends - counts
         gathered = transport.workspace.entries("gathered", int(ends[-1]))
-        allgatherv(gathered, counts, transport, own=packed.entries)
+        allgatherv(gathered, counts, transport, own=selection.packed.entries)
         plan.timer.record("allgather")
         most = min(int(ends[-1]), self.length)
         sums = transport.workspace.entries("sums", most)
         nnz = transport.kernels.sum_sorted_lists(gathered, begins, ends, 0, self.length, 1, sums)
         self.require_finite(sums[:nnz])
         plan.timer.record("reduce")
-        return StepResult(
-            update=SparseVector(sums[:nnz], self.length),
-            selected=packed,
-            returned=(),
-            exact=selection.exact,
-            local_nnz=packed.nnz,
-            global_nnz=nnz,
-            local_threshold=selection.threshold,
-        )
+        return self.result(selection, SparseVector(sums[:nnz], self.length))

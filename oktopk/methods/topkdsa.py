@@ -37,15 +37,10 @@ class TopkDSA(SparseMethod):
     name = "topkdsa"
 
     def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
-        packed, transport = selection.packed, self.transport
+        transport, bucket_rounds = self.transport, self.settings.bucket_rounds
         boundaries = equal_boundaries(self.length, transport.size)
-        lists = split_and_reduce(
-            packed,
-            boundaries,
-            transport,
-            flag=selection.nonfinite > 0,
-            bucket_rounds=self.settings.bucket_rounds,
-        )
+        flag = selection.nonfinite > 0
+        lists = split_and_reduce(selection.packed, boundaries, transport, flag, bucket_rounds=bucket_rounds)
         plan.timer.record("exchange")
         sums = lists.sums()
         plan.timer.record("reduce")
@@ -55,15 +50,8 @@ class TopkDSA(SparseMethod):
             raise FlaggedRanksError([])
         regions = allgather_regions(sums, counts, boundaries, transport)
         plan.timer.record("allgather")
-        return StepResult(
-            update=self._write_if_dense(regions, out, plan.scale),
-            selected=packed,
-            returned=(),
-            exact=selection.exact,
-            local_nnz=packed.nnz,
-            global_nnz=int(counts.sum()),
-            local_threshold=selection.threshold,
-        )
+        update = self._write_if_dense(regions, out, plan.scale)
+        return self.result(selection, update, global_nnz=int(counts.sum()))
 
     def _write_if_dense(
         self, regions: GatheredRegions, out: NDArray[np.float32], scale: float

@@ -176,11 +176,8 @@ class GradientsInPlace:
 
     def _copied(self, number: int, gradient: Tensor) -> Tensor:
         """A gradient in its parameter's type and order; the memory is kept for the next one."""
-        parameter = self._parameters[number]
         if number not in self._copies:
-            self._copies[number] = torch.empty_strided(
-                parameter.size(), parameter.stride(), dtype=parameter.dtype, device=parameter.device
-            )
+            self._copies[number] = torch.empty_like(self._parameters[number])
         return self._copies[number].copy_(gradient)
 
 

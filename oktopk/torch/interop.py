@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,44 +12,31 @@ from torch import Tensor
 from collectives.cuda.environment import gpu_problem
 
 
-class TensorMemory(Protocol):
-    """Memory that torch and the reducer share.
+class TensorMemory:
+    """Memory that torch and the reducer share: NumPy arrays.
 
     Attributes:
         device: what `GradientAllreduce` calls it.
         stream: the stream that torch works on, as the reducer takes it; None where there is none.
     """
 
-    device: str
-    stream: Any
+    device = "cpu"
+    stream: Any = None
 
     def array(self, tensor: Tensor) -> Any:
         """A flat tensor as the reducer's array; the memory is shared."""
-
-    def tensor(self, array: Any) -> Tensor:
-        """An array of the reducer's as a tensor; the memory is shared."""
-
-    def stream_scope(self) -> AbstractContextManager[None]:
-        """Order the reducer's work after torch's earlier work and before its later work."""
-
-
-class HostMemory:
-    """NumPy arrays."""
-
-    device = "cpu"
-    stream = None
-
-    def array(self, tensor: Tensor) -> Any:
         return tensor.numpy()
 
     def tensor(self, array: Any) -> Tensor:
+        """An array of the reducer's as a tensor; the memory is shared."""
         return torch.from_numpy(array)
 
     def stream_scope(self) -> AbstractContextManager[None]:
+        """Order the reducer's work after torch's earlier work and before its later work."""
         return nullcontext()
 
 
-class CudaMemory:
+class CudaMemory(TensorMemory):
     """CuPy arrays on the current GPU, handed over by DLPack, on the stream that is torch's current one now.
 
     Args:
@@ -77,7 +64,7 @@ class CudaMemory:
         self.stream = cupy.cuda.ExternalStream(self._torch_stream.cuda_stream, place.index)
 
     def array(self, tensor: Tensor) -> Any:
-        """As the protocol says; bfloat16, which CuPy does not have, as the bits in uint16."""
+        """As on the host; bfloat16, which CuPy does not have, as the bits in uint16."""
         if tensor.dtype == torch.bfloat16:
             return self._cupy.from_dlpack(tensor.view(torch.int16)).view("uint16")
         return self._cupy.from_dlpack(tensor)
@@ -88,7 +75,7 @@ class CudaMemory:
 
     @contextmanager
     def stream_scope(self) -> Iterator[None]:
-        """As the protocol says. Nothing to do unless torch's current stream has changed."""
+        """As on the host, with something to do where torch's current stream has changed."""
         current = torch.cuda.current_stream()
         if current == self._torch_stream:
             yield
@@ -107,7 +94,7 @@ def memory_of(place: torch.device) -> TensorMemory:
         ValueError: it cannot be used; the message says why, and what to do.
     """
     if place.type == "cpu":
-        return HostMemory()
+        return TensorMemory()
     if place.type == "cuda":
         return CudaMemory(place)
     raise ValueError(f"parameters are on {place}, not on cpu or cuda")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from contextlib import closing
 
 import torch
 from mpi4py import MPI
-from torch import Tensor, nn
+from torch import nn
 
 from collectives.dense_allreduce import DenseAllreduce
 from collectives.mpi import connect
@@ -19,12 +19,11 @@ def broadcast_parameters(module: nn.Module, comm: MPI.Intracomm, root: int = 0) 
 
     Traffic: one broadcast of each.
     """
-    transport = connect(comm)
-    for tensor in _tensors(module.parameters(), module.buffers()):
-        host = tensor.cpu().contiguous()
-        transport.broadcast(host.reshape(-1).view(torch.uint8).numpy(), root)
-        tensor.copy_(host)
-    transport.close()
+    with closing(connect(comm)) as transport:
+        for tensor in (*module.parameters(), *module.buffers()):
+            host = tensor.detach().cpu().contiguous()
+            transport.broadcast(host.reshape(-1).view(torch.uint8).numpy(), root)
+            tensor.detach().copy_(host)
 
 
 def average_buffers(module: nn.Module, comm: MPI.Intracomm) -> None:
@@ -34,18 +33,13 @@ def average_buffers(module: nn.Module, comm: MPI.Intracomm) -> None:
 
     Traffic: one dense allreduce of all such buffers together.
     """
-    buffers = [b for b in _tensors(module.buffers()) if b.is_floating_point()]
+    buffers = [b.detach() for b in module.buffers() if b.is_floating_point()]
     if not buffers:
         return
     flat = torch.cat([b.reshape(-1).to(torch.float32) for b in buffers]).cpu()
-    transport = connect(comm)
-    allreduce = DenseAllreduce(flat.numpy(), transport)
-    allreduce.run(scale=1.0 / transport.size)
-    allreduce.free()
-    transport.close()
+    with closing(connect(comm)) as transport:
+        allreduce = DenseAllreduce(flat.numpy(), transport)
+        allreduce.run(scale=1.0 / transport.size)
+        allreduce.free()
     for buffer, average in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
         buffer.copy_(average.view_as(buffer))
-
-
-def _tensors(*groups: Iterable[Tensor]) -> list[Tensor]:
-    return [tensor.detach() for group in groups for tensor in group]

@@ -17,7 +17,7 @@ from torch import Tensor
 from oktopk.allreduce import GradientAllreduce
 from oktopk.results import StepReport
 from oktopk.torch.gradients import FlatGradients, GradientsInPlace, dense_views, is_dense
-from oktopk.torch.interop import HostMemory, TensorMemory, memory_of
+from oktopk.torch.interop import TensorMemory, memory_of
 
 GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What `GradientAllreduce` calls a type of torch's."""
@@ -107,7 +107,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self.length = sum(p.numel() for p in self._parameters)
         self.clip_norm = clip_norm
-        memory: TensorMemory = HostMemory()
+        memory = TensorMemory()
         problem = _problem(optimizer, self._parameters, clip_norm, settings)
         if not problem:
             gradient_type = gradient_type or _type_name(self._parameters[0].dtype)
@@ -266,7 +266,9 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """State of the wrapped optimizer and of this rank's reducer: tensors and plain values only."""
-        return {"optimizer": self.inner.state_dict(), "reducer": _to_tensors(self.reducer.state_dict())}
+        # torch.load reads tensors with weights_only, arrays not
+        reducer = _converted(self.reducer.state_dict(), np.ndarray, torch.from_numpy)
+        return {"optimizer": self.inner.state_dict(), "reducer": reducer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where this rank's `state_dict` was taken, bit for bit.
@@ -274,7 +276,7 @@ class DistributedOptimizer(WrappedOptimizer):
         Raises:
             ValueError: the state is of another length or method.
         """
-        self.reducer.load_state_dict(_to_arrays(state_dict["reducer"]))
+        self.reducer.load_state_dict(_converted(state_dict["reducer"], Tensor, Tensor.numpy))
         load_state(self.inner, state_dict["optimizer"])
 
     def close(self) -> None:
@@ -300,14 +302,10 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     optimizer.load_state_dict(state)
     for parameter, held in optimizer.state.items():
         for name, value in held.items():
-            if (
-                isinstance(value, Tensor)
-                and value.shape == parameter.shape
-                and value.stride() != parameter.stride()
-            ):
-                held[name] = torch.empty_strided(
-                    parameter.size(), parameter.stride(), dtype=value.dtype, device=value.device
-                ).copy_(value)
+            shaped = isinstance(value, Tensor) and value.shape == parameter.shape
+            if shaped and value.stride() != parameter.stride():
+                like = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                held[name] = like.copy_(value)
 
 
 def _problem(
@@ -335,7 +333,7 @@ def _problem(
     if not (math.isfinite(clip_norm) and clip_norm >= 0):
         return f"clip_norm {clip_norm} is not in [0, inf)"
     correction = settings.get("momentum_correction")
-    if correction and any(_momentum(group) for group in optimizer.param_groups):
+    if correction and any(group.get("momentum") or group.get("betas") for group in optimizer.param_groups):
         return f"momentum_correction {correction} needs an optimizer without momentum of its own"
     return ""
 
@@ -361,18 +359,8 @@ def _type_name(dtype: torch.dtype) -> str:
     return next(name for name, known in GRADIENT_TYPES.items() if known == dtype)
 
 
-def _momentum(group: dict[str, Any]) -> bool:
-    return bool(group.get("momentum") or group.get("betas"))
-
-
-def _to_tensors(state: Any) -> Any:
-    """Arrays become tensors, which torch.load reads with weights_only."""
+def _converted(state: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+    """A nested dict with each value of this type converted."""
     if isinstance(state, dict):
-        return {name: _to_tensors(value) for name, value in state.items()}
-    return torch.from_numpy(state) if isinstance(state, np.ndarray) else state
-
-
-def _to_arrays(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {name: _to_arrays(value) for name, value in state.items()}
-    return state.numpy() if isinstance(state, Tensor) else state
+        return {name: _converted(value, kind, convert) for name, value in state.items()}
+    return convert(state) if isinstance(state, kind) else state

@@ -71,6 +71,15 @@ def test_the_scale_is_applied_once(transport: MpiTransport, length: int) -> None
     assert result.tolist() == (0.25 * transport.size * np.arange(length)).tolist()
 
 
+def test_a_sum_that_overflows_is_found_on_the_one_rank_that_took_it(transport: MpiTransport) -> None:
+    vector = np.ones(64, np.float32)
+    vector[10] = 3e38
+    allreduce = DenseAllreduce(vector, transport)
+    finite = transport.comm.allgather(allreduce.run())
+    allreduce.free()
+    assert finite.count(False) == (transport.size > 1)
+
+
 def test_instances_on_one_transport_keep_to_themselves(transport: MpiTransport) -> None:
     first, second = np.full(10, 1, np.float32), np.full(33, 2, np.float32)
     one, two = DenseAllreduce(first, transport), DenseAllreduce(second, transport)

@@ -23,8 +23,8 @@ from collectives.traffic import Traffic
 from collectives.transport import Round
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
 from oktopk import allreduce as gradient_allreduce
+from oktopk.backend import Backend
 from oktopk.cpu import kernels as host_kernels
-from oktopk.cpu.backend import HostBackend
 from tests.fake_cupy import fake_cupy, on_fake
 from tests.fake_device import POISON, FakeDeviceTransport, InOrder, LateStream
 
@@ -171,7 +171,7 @@ def test_a_dense_allreduce_gives_the_bits_and_counts_the_words_of_the_host(
     host.close()
 
 
-class FakeBackend(HostBackend):
+class FakeBackend(Backend):
     """The library's host kernels, on the double."""
 
     def __init__(self) -> None:
@@ -319,17 +319,17 @@ def test_a_gpu_copies_in_the_right_direction_on_its_stream(monkeypatch: pytest.M
     cupy.cuda.runtime.memcpyAsync = lambda *copy: copies.append(copy)
     cupy.cuda.runtime.memcpyDeviceToHost, cupy.cuda.runtime.memcpyHostToDevice = 2, 1
     cupy.cuda.alloc_pinned_memory = bytearray
-    device = SimpleNamespace(pending=False, stream=SimpleNamespace(ptr=77))
     with on_fake(cupy, monkeypatch):
-        module = importlib.import_module("collectives.mpi_cuda")
-        pinned = module.PinnedCopies(device)
-        host = pinned.pinned(4096)[:24]
+        module = importlib.import_module("collectives.cuda.device")
+        device = object.__new__(module.Device)
+        device.pending, device._stream = False, 77
+        host = device.pinned(4096)[:24]
         array = SimpleNamespace(data=SimpleNamespace(ptr=1000))
         entries = module.DeviceEntries(None, 2000, 3, None)
-        assert not pinned.pending
-        pinned.copy_out(host, array)
-        assert pinned.pending
-        pinned.copy_in(entries[1:], host[:16])
+        assert not device.pending
+        device.copy_out(host, array)
+        assert device.pending
+        device.copy_in(entries[1:], host[:16])
     assert copies == [
         (host.ctypes.data, 1000, 24, 2, 77),
         (2008, host.ctypes.data, 16, 1, 77),

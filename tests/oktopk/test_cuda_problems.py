@@ -32,7 +32,7 @@ from collectives.cuda.environment import (
 from collectives.mpi import connect
 from oktopk import GradientAllreduce
 from oktopk import allreduce as gradient_allreduce
-from oktopk.cpu.backend import HostBackend
+from oktopk.backend import Backend
 from oktopk.devices import make_backend
 from tests import devices
 from tests.fake_cupy import BUSY, NO_DEVICE, OLD_DRIVER, OUT_OF_MEMORY, FakeCUDAError, fake_cupy, on_fake
@@ -229,7 +229,7 @@ def test_a_gpu_that_one_rank_cannot_use_is_refused_on_all(
     last = comm.size - 1
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy("75" if comm.rank == last else "90"))
     if comm.rank != last:
-        monkeypatch.setattr(gradient_allreduce, "make_backend", lambda *_: HostBackend())
+        monkeypatch.setattr(gradient_allreduce, "make_backend", lambda *_: Backend())
     with pytest.raises(
         ValueError, match=rf"^rank {last}: device 'cuda' cannot be used: GPU 3 has compute capability 7\.5"
     ):
@@ -240,14 +240,14 @@ def test_a_gpu_that_one_rank_cannot_use_is_refused_on_all(
 def test_out_of_memory_on_one_rank_is_the_same_error_on_all(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Full(HostBackend):
+    class Full(Backend):
         def zeros(self, length: int) -> NDArray[np.float32]:
             device_memory(4 * length)
             raise AssertionError("there is memory")
 
     last = comm.size - 1
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(memory=(5, 10), allocation=OUT_OF_MEMORY))
-    backend = Full() if comm.rank == last else HostBackend()
+    backend = Full() if comm.rank == last else Backend()
     monkeypatch.setattr(gradient_allreduce, "make_backend", lambda *_: backend)
     for _ in range(2):  # a communicator that leaks or hangs shows the second time
         with pytest.raises(

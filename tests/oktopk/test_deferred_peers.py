@@ -34,9 +34,7 @@ def device(request: pytest.FixtureRequest, comm: MPI.Intracomm, monkeypatch: pyt
     """Where there are peers: on the host by make-believe."""
     use(request.param, comm)
     if request.param == "cpu":
-        monkeypatch.setattr(
-            "oktopk.cpu.backend.HostBackend.p2p_step", lambda _, *arguments: FakePeers(*arguments)
-        )
+        monkeypatch.setattr("oktopk.backend.Backend.p2p_step", lambda _, *arguments: FakePeers(*arguments))
     return str(request.param)
 
 
