@@ -7,7 +7,7 @@
 //          is skewed. A threshold that missed stops the step; DEFERRED only above the cap and below k/2.
 // Launch   one block of 128 threads; waits for the signals of all ranks.
 // Signals  COUNTED: NUM_CANDIDATES counts, and the sums that are not finite, which stop the step.
-// Overflow counts of all ranks add up to less than 2^32.
+// Overflow counts of all ranks add up to less than 2^32. Sums that are Inf or NaN are counted apart, see Signals.
 
 #include "p2p.cuh"
 
