@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import collectives
+import oktopk.cuda.layouts  # noqa: F401 - declares structs that source_with_layouts puts before a source
 from collectives.cuda.layouts import source_with_layouts
 from jobs.doctor import __main__ as doctor
 from jobs.doctor import children
