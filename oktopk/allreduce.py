@@ -512,7 +512,8 @@ class GradientAllreduce:
         return StepReport(
             step=step,
             method=method.name,
-            exact=result is not None and result.exact,
+            local_exact=result is not None and result.local_exact,
+            global_exact=result is not None and result.global_exact,
             skipped=skipped,
             k=plan.k,
             length=self.length,

@@ -71,8 +71,8 @@ class Column(NamedTuple):
     before: float | None = None
 
 
-def _of_report(dtype: str, unit: str, name: str, over: str = "rank 0") -> Column:
-    return Column(dtype, unit, over, lambda step: getattr(step.report, name))
+def _of_report(dtype: str, unit: str, name: str, over: str = "rank 0", before: float | None = None) -> Column:
+    return Column(dtype, unit, over, lambda step: getattr(step.report, name), before)
 
 
 def _of_phase(phase: str, unit: str = "seconds") -> Column:
@@ -101,7 +101,12 @@ STEP_COLUMNS: dict[str, Column] = {
     "global_nnz": _of_report("f8", "entries of the update", "global_nnz"),
     "local_threshold": _of_report("f8", "magnitude", "local_threshold", "mean"),
     "global_threshold": _of_report("f8", "magnitude", "global_threshold"),
-    "exact": _of_report("i1", "1: thresholds computed, 0: reused", "exact", "max"),
+    "local_exact": _of_report(
+        "f8", "1: selected the exact top k, 0: reused a threshold", "local_exact", "mean", math.nan
+    ),
+    "global_exact": _of_report(
+        "f8", "1: exact global threshold, 0: reused or none", "global_exact", before=math.nan
+    ),
     "skipped": _of_report("i1", "1: a gradient was not finite and the step was skipped", "skipped"),
     "dense": Column(
         "i1",
@@ -184,5 +189,9 @@ def rows(columns: dict[str, Column], steps: Sequence[Step]) -> NDArray[np.float6
 def reduced(columns: dict[str, Column], ranks: Sequence[NDArray[np.float64]]) -> Columns:
     """Name -> value[steps], from the rows of all ranks."""
     every = dict(zip(columns, np.moveaxis(np.stack(ranks), 2, 0), strict=True))
-    over = {"mean": np.mean, "max": np.max, "rank 0": lambda values, axis: values[0]}
+    over: dict[str, Callable[..., Any]] = {
+        "mean": np.mean,
+        "max": np.max,
+        "rank 0": lambda values, axis: values[0],
+    }
     return {name: over[column.over](every[name], axis=0) for name, column in columns.items()}

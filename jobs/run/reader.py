@@ -153,7 +153,7 @@ class RunReader:
             if before is None:
                 raise RunFileError(f"{self.path} is not a whole run file: no column {group}/{name}")
             columns[name] = np.full(shortest, before)
-        return columns
+        return {name: columns[name] for name in known}
 
 
 def read_record(path: str | Path, done: int) -> RunRecord:

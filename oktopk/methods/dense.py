@@ -46,7 +46,7 @@ class Dense(Method):
             update=None,
             selected=None,
             returned=(),
-            exact=True,
+            local_exact=True,
             local_nnz=self.length,
             global_nnz=self.length,
         )

@@ -73,7 +73,7 @@ class GTopk(SparseMethod):
             update=SparseVector(gathered[:nnz], self.length),
             selected=selection.packed,
             returned=tuple(pruned),
-            exact=selection.exact,
+            local_exact=selection.exact,
             local_nnz=selection.packed.nnz,
             global_nnz=nnz,
             local_threshold=selection.threshold,

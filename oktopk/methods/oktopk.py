@@ -91,11 +91,12 @@ class OkTopk(SparseMethod):
             selected=selection.packed,
             only_applied=True,
             returned=(),
-            exact=selection.exact or self.threshold.exact,
+            local_exact=selection.exact,
             local_nnz=selection.packed.nnz,
             global_nnz=update.nnz,
             local_threshold=selection.threshold,
             global_threshold=self.threshold.value,
+            global_exact=self.threshold.exact,
             deferrable=deferrable,
         )
 

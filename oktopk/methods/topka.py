@@ -44,7 +44,7 @@ class TopkA(SparseMethod):
             update=SparseVector(sums[:nnz], self.length),
             selected=packed,
             returned=(),
-            exact=selection.exact,
+            local_exact=selection.exact,
             local_nnz=packed.nnz,
             global_nnz=nnz,
             local_threshold=selection.threshold,

@@ -59,7 +59,7 @@ class TopkDSA(SparseMethod):
             update=self._write_if_dense(regions, out, plan.scale),
             selected=packed,
             returned=(),
-            exact=selection.exact,
+            local_exact=selection.exact,
             local_nnz=packed.nnz,
             global_nnz=int(counts.sum()),
             local_threshold=selection.threshold,

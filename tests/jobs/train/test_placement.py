@@ -22,7 +22,7 @@ from oktopk.results import Measures
 
 
 def report(**seconds: float) -> StepReport:
-    return StepReport(0, "dense", True, False, 1, 1, 1, 1, 0.0, 0.0, 0, 0, 0, 0, seconds)
+    return StepReport(0, "dense", True, False, False, 1, 1, 1, 1, 0.0, 0.0, 0, 0, 0, 0, seconds)
 
 
 class Clock(HostPlacement):
@@ -81,7 +81,7 @@ def test_what_measuring_took_is_in_no_phase() -> None:
 @pytest.mark.mpi
 def test_columns_are_reduced_over_the_ranks_as_their_table_says(comm: MPI.Intracomm) -> None:
     mine = timed([0, 0, 0, 0, 1, 1], {f"of rank {comm.rank}": 1.0}, [float(comm.rank)])
-    mine.report.words, mine.report.exact = 10 * comm.rank, comm.rank == comm.size - 1
+    mine.report.words, mine.report.local_exact = 10 * comm.rank, comm.rank == comm.size - 1
     found = gather(comm, measure([mine], -float(comm.rank), comm.size))
     assert (found is None) == (comm.rank > 0)
     if found is None:
@@ -91,7 +91,8 @@ def test_columns_are_reduced_over_the_ranks_as_their_table_says(comm: MPI.Intrac
     assert found.steps["words_busiest"] == 10 * last
     assert found.steps["loss"] == last / 2
     assert found.steps["elapsed"] == 1.0
-    assert found.steps["exact"] == 1
+    assert found.steps["local_exact"] == 1 / comm.size
+    assert found.steps["global_exact"] == 0
     assert {name: values[0] for name, values in found.stages.items()} == {
         f"of rank {rank}": 1 / comm.size for rank in range(comm.size)
     }
