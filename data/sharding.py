@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from data import DataError
 
 # Streams of random numbers within one (seed, epoch), so that order and augmentation are independent.
-ORDER, AUGMENTATION, MASKING, NOISE, TEMPO = 0, 1, 2, 3, 4
+ORDER, AUGMENTATION, MASKING, TEMPO = 0, 1, 2, 4
 
 
 def epoch_draws(count: int, seed: int, epoch: int, stream: int) -> NDArray[np.uint64]:
@@ -24,7 +24,7 @@ def epoch_draws(count: int, seed: int, epoch: int, stream: int) -> NDArray[np.ui
     Args:
         count: samples.
         seed, epoch: at least 0.
-        stream: ORDER, AUGMENTATION, MASKING, NOISE or TEMPO.
+        stream: ORDER, AUGMENTATION, MASKING or TEMPO.
 
     Returns:
         uint64[count], uniform.

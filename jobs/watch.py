@@ -29,7 +29,8 @@ from rich.table import Table
 from rich.text import Text
 
 from collectives.dense_allreduce import dense_words
-from jobs.run.file import PHASES, RunFileError
+from jobs.run.columns import PHASES
+from jobs.run.file import RunFileError
 from jobs.run.reader import RunReader
 
 RECENT = 50

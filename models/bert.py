@@ -1,11 +1,9 @@
 """BERT for pre-training: masked words and the next sentence, as in the paper's Wikipedia experiments."""
 
-import functools
 import math
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 HEAD = 64
 VOCABULARY = 30_522
@@ -25,7 +23,6 @@ class BERT(nn.Module):
         layers: at least 1.
         hidden: channels, a positive multiple of 64.
         dropout: in [0, 1), of the channels and of the attention.
-        recompute: whether layers keep only their input for the backward pass, and compute the rest again.
         positions: tokens of the longest sequence, at least 8.
 
     Raises:
@@ -41,7 +38,6 @@ class BERT(nn.Module):
         layers: int = 12,
         hidden: int = 768,
         dropout: float = 0.1,
-        recompute: bool = False,
         positions: int = POSITIONS,
     ) -> None:
         super().__init__()
@@ -77,9 +73,6 @@ class BERT(nn.Module):
         )
         # The library keeps a second bias beside the decoder's for when both are tied; here nothing would train it.
         self.network.cls.predictions.register_parameter("bias", None)
-        if recompute:
-            for layer in self.network.bert.encoder.layer:
-                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
     def forward(
         self, tokens: torch.Tensor, segments: torch.Tensor, present: torch.Tensor, places: torch.Tensor

@@ -512,7 +512,8 @@ class GradientAllreduce:
         return StepReport(
             step=begun.number,
             method=begun.method.name,
-            exact=result.exact,
+            local_exact=result.local_exact,
+            global_exact=result.global_exact,
             skipped=skipped,
             k=begun.plan.k,
             length=self.length,

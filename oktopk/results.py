@@ -39,7 +39,9 @@ class StepReport:
     Attributes:
         step: counted from 0.
         method: the method that ran; "dense" during a dense warm-up or above a density of 0.25.
-        exact: the step computed an exact threshold, local or global, as planned or because a count missed.
+        local_exact: this rank selected the exact top k of gradient plus residual, as planned or because a count missed; true for
+            dense. False where it reused a threshold.
+        global_exact: all ranks applied the exact top k of the sums. False where they reused a threshold or the method has none.
         skipped: a gradient was not finite, the settings ask to skip, and nothing was applied. After a deferred step the
             optimizer then saw an update of zero.
         complete: whether the outcome is known. A deferred step's report is incomplete until the next step begins or
@@ -60,7 +62,8 @@ class StepReport:
 
     step: int
     method: str
-    exact: bool
+    local_exact: bool
+    global_exact: bool
     skipped: bool
     k: int
     length: int
@@ -76,6 +79,11 @@ class StepReport:
     measures: Measures | None = None
     complete: bool = True
     bytes: int = 0
+
+    @property
+    def exact(self) -> bool:
+        """Every threshold of this step was exact here. Where it is so on all ranks, the update is what exact thresholds give."""
+        return self.local_exact and (self.global_exact or math.isnan(self.global_threshold))
 
     @property
     def total_seconds(self) -> float:

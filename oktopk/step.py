@@ -43,7 +43,7 @@ class StepResult:
         update: the sum over the ranks, equal on all of them; None where the whole vector was written, scaled.
         selected: what this rank packed and sent: its residual becomes zero there; None for everywhere.
         returned: lists of entries to add to this rank's residual: what was pruned on the way.
-        exact: an exact threshold was computed, planned or because a count missed.
+        local_exact, global_exact: as in `StepReport`.
         local_nnz, global_nnz: entries selected here, and applied.
         only_applied: the residual becomes zero only where `update` has an entry too; what was selected but rejected stays.
         local_threshold, global_threshold: magnitudes, NaN where there is none.
@@ -54,12 +54,13 @@ class StepResult:
     update: SparseVector | None
     selected: SparseVector | None
     returned: tuple[SparseVector, ...] = ()
-    exact: bool = False
+    local_exact: bool = False
     local_nnz: int = 0
     global_nnz: int = 0
     only_applied: bool = False
     local_threshold: float = math.nan
     global_threshold: float = math.nan
+    global_exact: bool = False
     deferrable: bool = False
     given_up: bool = False
 

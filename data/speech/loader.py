@@ -1,6 +1,6 @@
 """Batches of recordings as torch tensors: of like length, sharded by rank, on the device where there is one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,8 +8,6 @@ import torch
 from numpy.typing import NDArray
 
 from data.sharding import (
-    AUGMENTATION,
-    NOISE,
     ORDER,
     TEMPO,
     ShardedBatches,
@@ -19,9 +17,6 @@ from data.sharding import (
     evaluation_shard,
 )
 from data.speech.dataset import SpeechSet
-
-STREAMS = (AUGMENTATION, NOISE, TEMPO)
-"""Of the random numbers that change an utterance: of its masks, its noise, its tempo."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +29,7 @@ class SpeechBatch:
         targets: int64[total], on the loader's device: the transcripts' labels, one after the other.
         target_lengths: int64[batch], on the CPU: labels of each.
         indices: int64[batch], positions in the split.
-        draws: stream of STREAMS -> uint64[batch], a random number for each; None outside training.
+        draws: uint64[batch], a random number for the tempo of each; None outside training.
     """
 
     samples: torch.Tensor
@@ -42,7 +37,7 @@ class SpeechBatch:
     targets: torch.Tensor
     target_lengths: torch.Tensor
     indices: NDArray[np.int64]
-    draws: Mapping[int, NDArray[np.uint64]] | None = None
+    draws: NDArray[np.uint64] | None = None
 
 
 class LengthBuckets(ShardedBatches):
@@ -54,11 +49,10 @@ class LengthBuckets(ShardedBatches):
     Args:
         lengths: of the utterances, at least 1.
         spread: the factor is uniform in [1, 1 + spread), so that company changes from epoch to epoch.
-        ascending: epochs at the beginning whose steps stay sorted, from short to long.
         batch_size, rank, size, seed: as for ShardedBatches, with its errors.
 
     Raises:
-        ValueError: spread or ascending < 0.
+        ValueError: spread < 0.
     """
 
     def __init__(
@@ -70,15 +64,11 @@ class LengthBuckets(ShardedBatches):
         size: int,
         seed: int,
         spread: float = 0.2,
-        ascending: int = 0,
     ) -> None:
         super().__init__(len(lengths), batch_size=batch_size, rank=rank, size=size, seed=seed)
         if not spread >= 0:
             raise ValueError(f"spread {spread} is not at least 0")
-        if ascending < 0:
-            raise ValueError(f"ascending {ascending} is not at least 0")
         self._lengths = lengths
-        self._ascending = ascending
         self._spread = spread
         self._bucketed: tuple[int, NDArray[np.int64]] | None = None
 
@@ -93,8 +83,7 @@ class LengthBuckets(ShardedBatches):
             spreads, places = draws & np.uint64(0xFFFF), draws >> np.uint64(16) & np.uint64(0xFFFF)
             factors = 1.0 + self._spread * spreads[used] / 2**16
             by_length = used[np.argsort(self._lengths[used] * factors, kind="stable")].reshape(-1, per_step)
-            if epoch >= self._ascending:
-                by_length = by_length[np.argsort(places[by_length[:, 0]], kind="stable")]
+            by_length = by_length[np.argsort(places[by_length[:, 0]], kind="stable")]
             order = np.concatenate([by_length.reshape(-1), left])
             order.flags.writeable = False
             self._bucketed = (epoch, order)
@@ -122,9 +111,7 @@ class Utterances:
             None if device.type == "cpu" else torch.from_numpy(np.array(self.speech.samples)).to(device)
         )
 
-    def batch(
-        self, indices: NDArray[np.int64], draws: Mapping[int, NDArray[np.uint64]] | None = None
-    ) -> SpeechBatch:
+    def batch(self, indices: NDArray[np.int64], draws: NDArray[np.uint64] | None = None) -> SpeechBatch:
         """Some utterances of the split, at least one."""
         speech = self.speech
         spans = zip(speech.offsets[indices].tolist(), speech.offsets[indices + 1].tolist(), strict=True)
@@ -152,15 +139,10 @@ class SpeechTrainingLoader:
     Args:
         speech: the training split.
         batch_size, rank, size, seed: as for ShardedBatches, with its errors.
-        ascending: epochs from short utterances to long ones, at the beginning.
     """
 
-    def __init__(
-        self, speech: SpeechSet, *, batch_size: int, rank: int, size: int, seed: int, ascending: int = 0
-    ) -> None:
-        self.shards = LengthBuckets(
-            speech.lengths, batch_size=batch_size, rank=rank, size=size, seed=seed, ascending=ascending
-        )
+    def __init__(self, speech: SpeechSet, *, batch_size: int, rank: int, size: int, seed: int) -> None:
+        self.shards = LengthBuckets(speech.lengths, batch_size=batch_size, rank=rank, size=size, seed=seed)
         self.utterances = Utterances(speech)
 
     @property
@@ -170,12 +152,10 @@ class SpeechTrainingLoader:
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[SpeechBatch]:
         """The batches of an epoch, from first_step on: 0 for all of it, another to resume in its middle."""
-        draws = {
-            stream: epoch_draws(self.shards.count, self.shards.seed, epoch, stream) for stream in STREAMS
-        }
+        draws = epoch_draws(self.shards.count, self.shards.seed, epoch, TEMPO)
         for step in range(first_step, self.steps_per_epoch):
             indices = self.shards.indices(epoch, step)
-            yield self.utterances.batch(indices, {stream: drawn[indices] for stream, drawn in draws.items()})
+            yield self.utterances.batch(indices, draws[indices])
 
 
 class SpeechEvaluationLoader:

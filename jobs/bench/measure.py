@@ -152,7 +152,7 @@ class _Log:
 
     def exact(self, report: StepReport) -> bool:
         # a dense step has no thresholds: it is like any other
-        return self._sparse and report.exact
+        return self._sparse and (report.local_exact or report.global_exact)
 
 
 def measure(

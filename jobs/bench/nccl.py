@@ -138,7 +138,8 @@ class NcclAllreduce:
         return StepReport(
             step=self._steps - 1,
             method=self.method,
-            exact=False,
+            local_exact=True,
+            global_exact=False,
             skipped=False,
             k=self.length,
             length=self.length,

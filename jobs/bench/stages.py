@@ -24,7 +24,7 @@ def stages_on_device(reducer: GradientAllreduce, source: GradientSource, device:
     for _ in range(_STEPS):
         report = reducer.step(device.place(source.next()))
         device.finish()
-        if report.exact or _LAST not in report.seconds:
+        if report.local_exact or report.global_exact or _LAST not in report.seconds:
             continue
         for stage, seconds in report.seconds.items():
             if stage != "step":

@@ -52,8 +52,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _graphs_hold_what_they_replay(self) -> Self:
-        if self.training.cuda_graph and self.model.recompute:
-            raise ValueError("training.cuda_graph keeps what a forward pass leaves: not with model.recompute")
         if self.training.cuda_graph and self.model.name == "lstm":
             raise ValueError(
                 "training.cuda_graph needs batches of one shape, and utterances differ: not for 'lstm'"
@@ -109,9 +107,24 @@ class Config(Section):
         return "\n".join(lines)
 
 
-def with_later_keys(saved: str) -> str:
-    """A configuration in JSON as this version would have saved it: keys of its sections that came since have their defaults."""
+_GONE: dict[str, dict[str, object]] = {
+    "model": {"recompute": False},
+    "data": {"mask_bins": 0, "mask_frames": 0, "snr": [], "ascending_epochs": 0},
+    "training": {"compile": "", "beam": 1},
+}
+"""Keys of earlier versions, with their defaults."""
+
+
+def as_saved_now(saved: str) -> str:
+    """A configuration in JSON as this version would have saved it.
+
+    Keys that its sections have got since have their defaults, and those that they lost are left out where they had theirs.
+    """
     document = json.loads(saved)
+    for name, gone in _GONE.items():
+        for key, default in gone.items():
+            if name in document and document[name].get(key) == default:
+                document[name].pop(key, None)
     for name, section in Config.model_fields.items():
         if name in document and section.annotation is not None:
             later = {

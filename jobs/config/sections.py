@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from jobs.config.modes import TRAINING_MODES
 from oktopk import METHODS, Settings
@@ -36,10 +36,6 @@ class ModelConfig(Section):
     dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="bert")
     vocabulary: int = Field(
         default=0, ge=0, description="bert: words that the text file must have; 0: as many as it has"
-    )
-    recompute: bool = Field(
-        default=False,
-        description="bert: layers keep only their input for the backward pass, for less memory and more time",
     )
 
     @model_validator(mode="after")
@@ -74,25 +70,11 @@ class DataConfig(Section):
         default=0, ge=0, description="pixels of padding that training images are cropped from at random"
     )
     flip: bool = Field(default=False, description="mirror training images at random; not for digits")
-    mask_bins: int = Field(
-        default=0, ge=0, description="frequencies of a training utterance that are masked at random, at most"
-    )
-    mask_frames: int = Field(
-        default=0, ge=0, description="10 ms frames of a training utterance that are masked at random, at most"
-    )
-    snr: tuple[float, ...] = Field(
-        default=(),
-        strict=False,
-        description="[least, most] decibels of a training utterance over white noise; empty: no noise",
-    )
     tempo: tuple[float, ...] = Field(
         default=(),
         strict=False,
         description="[least, most] factor on the tempo of a training utterance, its spectrogram resampled along time; "
         "empty: as it was said",
-    )
-    ascending_epochs: int = Field(
-        default=0, ge=0, description="epochs at the beginning that go from short utterances to long ones"
     )
     eval_sequences: int = Field(
         default=0,
@@ -100,12 +82,11 @@ class DataConfig(Section):
         description="text: held-out sequences that an evaluation takes, spread evenly over all of them; 0: all",
     )
 
-    @field_validator("snr", "tempo")
+    @field_validator("tempo")
     @classmethod
-    def _is_a_range(cls, value: tuple[float, ...], info: ValidationInfo) -> tuple[float, ...]:
-        least, most = {"snr": (-20.0, 100.0), "tempo": (0.5, 2.0)}[str(info.field_name)]
-        if value and not (len(value) == 2 and least <= value[0] <= value[1] <= most):
-            raise ValueError(f"{list(value)} is not [least, most] within [{least:g}, {most:g}]")
+    def _is_a_range(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if value and not (len(value) == 2 and 0.5 <= value[0] <= value[1] <= 2.0):
+            raise ValueError(f"{list(value)} is not [least, most] within [0.5, 2]")
         return value
 
     @model_validator(mode="after")
@@ -123,8 +104,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _changes_what_it_has(self) -> Self:
-        speech = ("mask_bins", "mask_frames", "snr", "tempo", "ascending_epochs")
-        owned = {"crop": "images", "flip": "images", "eval_sequences": "text", **dict.fromkeys(speech, "an4")}
+        owned = {"crop": "images", "flip": "images", "eval_sequences": "text", "tempo": "an4"}
         kind = self.name if self.name in ("an4", "text") else "images"
         for key, owner in owned.items():
             if owner != kind and (value := getattr(self, key)):
@@ -274,9 +254,6 @@ class TrainingConfig(Section):
         description="share of a training label that all classes get alike; images only, and not where they are held out",
     )
     channels_last: bool = Field(default=False, description="memory layout of images and convolutions")
-    compile: Literal["", "default", "reduce-overhead", "max-autotune"] = Field(
-        default="", description="torch.compile's mode; empty: not compiled"
-    )
     cuda_graph: bool = Field(
         default=False,
         description="replay the passes and the optimizer's step as CUDA graphs, which spares a network of many small kernels the "
@@ -294,9 +271,6 @@ class TrainingConfig(Section):
     eval_batch_size: int = Field(
         default=128, ge=1, description="samples per rank and forward pass of an evaluation"
     )
-    beam: int = Field(
-        default=1, ge=1, le=1000, description="prefixes that decoding of speech follows; 1: greedy"
-    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: the GPU of the rank's place on its host, where there is one"
     )
@@ -306,12 +280,6 @@ class TrainingConfig(Section):
     def _ends(self) -> Self:
         if not self.steps and not self.epochs:
             raise ValueError("steps and epochs are both 0: the run would never end")
-        return self
-
-    @model_validator(mode="after")
-    def _graphs_are_captured_once(self) -> Self:
-        if self.cuda_graph and self.compile not in ("", "default"):
-            raise ValueError(f"compile {self.compile!r} captures CUDA graphs of its own: not with cuda_graph")
         return self
 
 

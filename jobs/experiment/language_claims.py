@@ -15,8 +15,7 @@ from jobs.experiment.model import Experiment
 from jobs.report.groups import Group, by_batch, timed_by_stage
 from jobs.report.page import Claim
 from jobs.report.style import title_of
-from jobs.report.summary import Run
-from jobs.train.timing import ON_THE_DEVICE
+from jobs.report.summary import ON_THE_DEVICE, Run
 
 LOSS_MARGIN = 0.01  # of dense's loss, that a sparse method may lose
 LEARNT = 0.5  # nats below what word frequencies give

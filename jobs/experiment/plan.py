@@ -12,7 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from jobs.config.config import with_later_keys
+from jobs.config.config import as_saved_now
 from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
 from jobs.experiment.budget import RUN_SECONDS, START_SECONDS, Pace, launches
 from jobs.experiment.model import Experiment
@@ -154,7 +154,7 @@ def is_done(file: Path, document: Mapping[str, Any], trial: Trial) -> bool:
             if reader.status != "complete":
                 return False
             info = reader.info
-            found, ranks = json.loads(with_later_keys(info.config)), info.ranks
+            found, ranks = json.loads(as_saved_now(info.config)), info.ranks
             steps, evaluated = reader.steps()["step"], reader.evaluations()["seconds"]
     except (RunFileError, *DAMAGE):
         return False

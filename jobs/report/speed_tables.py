@@ -10,8 +10,9 @@ from jobs.report.page import MISSING, Cell, Table
 from jobs.report.style import title_of
 from jobs.report.tables import Figures, milliseconds, step_cell
 from jobs.report.time_pictures import ordered_stages
+from jobs.run.columns import PHASES
 
-PHASES = ("forward", "backward", "reduction", "optimizer", "data")
+_PHASES = (*PHASES[1:], PHASES[0])
 _STAGE_TITLES = {"step": "One stream"}
 
 
@@ -74,7 +75,7 @@ def steps_table(groups: Sequence[Group], where: str = "") -> Table:
         Cell("Method"),
         Cell("Samples / s"),
         Cell("Step, ms", "mean; median"),
-        *(Cell(phase.capitalize(), "ms") for phase in PHASES),
+        *(Cell(phase.capitalize(), "ms") for phase in _PHASES),
     ]
     if nccl is not None:
         heads += [Cell("× NCCL", "step"), Cell("× NCCL", "reduction")]
@@ -107,9 +108,10 @@ def stages_table(groups: Sequence[Group], where: str = "") -> Table:
         f"The reduction by stage{_on_ranks(groups)}{where}",
         [Cell("Method"), *(Cell(_STAGE_TITLES.get(stage, stage.capitalize()), "ms") for stage in stages)],
         rows,
-        note="Mean over the steps, exact ones included, and the ranks. One stream: selection to applying by kernels that the "
-        "host does not wait for; where they were timed one by one, which costs a little, what else the reduction takes. Of a "
-        "reduction behind the backward pass only what is waited for after it.",
+        note="Mean over the steps, exact ones included, and the ranks. One stream: selection to applying by kernels, as the "
+        "host sees it, which does not wait for all of them; the other stages where they were timed one by one, which costs a "
+        "little. Rest: what no stage timed; negative where the host waited in a stage for the backward pass. Of a reduction "
+        "behind the backward pass only what is waited for after it.",
     )
 
 
@@ -131,7 +133,7 @@ def _steps_row(group: Group, nccl: Group | None) -> list[Cell]:
             "samples_per_second",
             "step_seconds",
             "step_seconds_median",
-            *(f"{p}_seconds" for p in PHASES),
+            *(f"{p}_seconds" for p in _PHASES),
         )
     }
     rate = figures["samples_per_second"]
@@ -140,7 +142,7 @@ def _steps_row(group: Group, nccl: Group | None) -> list[Cell]:
         Cell(MISSING if rate is None else f"{rate:,.0f}"),
         step_cell(figures),
     ]
-    row += [Cell(milliseconds(figures[f"{phase}_seconds"])) for phase in PHASES]
+    row += [Cell(milliseconds(figures[f"{phase}_seconds"])) for phase in _PHASES]
     if nccl is not None:
         for name in ("step_seconds", "reduction_seconds"):
             theirs, own = nccl.mean(name), figures[name]

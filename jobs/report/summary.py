@@ -15,14 +15,21 @@ from numpy.typing import NDArray
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import lower_bound, upper_bound
 from jobs.report.style import title_of
-from jobs.run.file import PHASES, STEP_COLUMNS, RunFileError, RunInfo
+from jobs.run.columns import PHASES, Columns
+from jobs.run.file import RunFileError, RunInfo
 from jobs.run.reader import DAMAGE, RunReader
 
 SELECTION_STAGES = ("select", "reduce", "apply")
 """Stages of a reduction that touch this rank's own memory; in the others ranks talk to each other."""
 
-COMBINED_STAGES = ("step",)
-"""Stages that are both: kernels of a GPU that select, and read the memory of its peers."""
+COMBINED_STAGE = "step"
+"""The stage that is both, kernels of a GPU that select and read the memory of its peers; timed on the host."""
+
+ON_THE_DEVICE = "gather and apply"
+"""A stage that only a step has whose stages but COMBINED_STAGE were timed on the device, one by one."""
+
+REST = "rest"
+"""What the report calls seconds_rest, beside the stages."""
 
 WARM_STEPS = 20
 """Most steps at the beginning that times are not taken from: kernels are compiled, algorithms chosen."""
@@ -41,10 +48,10 @@ class Run:
     path: Path
     info: RunInfo
     status: str
-    steps: dict[str, NDArray[Any]]
+    steps: Columns
     stages: dict[str, NDArray[np.float64]]
-    evaluations: dict[str, NDArray[Any]]
-    measures: dict[str, NDArray[Any]]
+    evaluations: Columns
+    measures: Columns
 
     @property
     def complete(self) -> bool:
@@ -125,17 +132,17 @@ class Run:
         """What each step's time was spent on -> seconds[count], by the names of jobs.report.style.PARTS.
 
         Computing is forward, backward and the optimizer; selection is what a reduction does in this rank's memory
-        (SELECTION_STAGES); communication the rest of the reduction, but for stages that are both, which are combined;
-        data the wait for a batch.
+        (SELECTION_STAGES); communication the rest of the reduction, but for COMBINED_STAGE, with what no stage timed;
+        data the wait for a batch. Where the host's stages take longer than the reduction on the device, selection is less
+        by the difference: it waited for the backward pass.
         """
         seconds = {phase: self.steps[f"seconds_{phase}"] for phase in PHASES}
-        selection, combined = np.zeros(self.count), np.zeros(self.count)
-        for stage, values in self.stages.items():
-            # a run that was killed may have a row of steps whose stages were not written any more
-            if stage in SELECTION_STAGES:
-                selection[: len(values)] += values[: self.count]
-            elif stage in COMBINED_STAGES:
-                combined[: len(values)] += values[: self.count]
+        rest, combined = self.steps["seconds_rest"], self._stage(COMBINED_STAGE)
+        selection = np.sum([self._stage(stage) for stage in SELECTION_STAGES], axis=0)
+        on_the_device = self._stage(ON_THE_DEVICE) > 0
+        selection = np.maximum(selection + np.where(on_the_device, 0.0, np.minimum(rest, 0.0)), 0.0)
+        combined += np.where(combined > 0, np.where(on_the_device, rest, np.maximum(rest, 0.0)), 0.0)
+        combined = np.clip(combined, 0.0, np.maximum(seconds["reduction"] - selection, 0.0))
         return {
             "compute": seconds["forward"] + seconds["backward"] + seconds["optimizer"],
             "selection": selection,
@@ -143,6 +150,12 @@ class Run:
             "combined": combined,
             "data": seconds["data"],
         }
+
+    def _stage(self, name: str) -> NDArray[np.float64]:
+        """float64[count]: seconds of a stage; 0 where a step has none."""
+        values = self.stages.get(name, np.zeros(0))[: self.count]
+        # a run that was killed may have a row of steps whose stages were not written any more
+        return np.pad(values, (0, self.count - len(values)))
 
     def reached(self, accuracy: float) -> int | None:
         """Place of the first evaluation that reaches an accuracy; None if none does."""
@@ -180,18 +193,16 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 def _read(path: Path) -> Run:
     with RunReader(path) as reader:
-        info, steps = reader.info, reader.steps()
+        info = reader.info
         for text in (info.config, info.hardware, info.versions):
             dict(json.loads(text))
-        if missing := STEP_COLUMNS.keys() - steps.keys():
-            raise KeyError(f"no column {', '.join(sorted(missing))}")
         return Run(
             label=title_of(info.method),
             stem=path.stem,
             path=path,
             info=info,
             status=reader.status,
-            steps=steps,
+            steps=reader.steps(),
             stages=reader.stages(),
             evaluations=reader.evaluations(),
             measures=reader.measures(),
@@ -275,7 +286,8 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
         result[f"part_{name}_seconds"] = _mean(run.warm(values))
     for phase in PHASES:
         result[f"{phase}_seconds"] = _mean(run.warm(run.steps[f"seconds_{phase}"]))
-    result.update({f"stage_{stage}_seconds": _mean(run.warm(values)) for stage, values in run.stages.items()})
+    stages = {**run.stages, REST: run.steps["seconds_rest"]}
+    result.update({f"stage_{stage}_seconds": _mean(run.warm(values)) for stage, values in stages.items()})
     result["training_seconds"] = _last(run.training_seconds)
     result["total_seconds"] = _last(run.steps["elapsed"])
     return result

@@ -9,6 +9,7 @@ import numpy as np
 from jobs.report.groups import Group, by_batch, on_most_ranks, timed_by_stage
 from jobs.report.panels import BarPanel, Line, LinePanel, Panel
 from jobs.report.style import PARTS, STAGES, title_of
+from jobs.report.summary import REST
 
 OTHER_STAGE = "#DDDDDD"
 
@@ -52,18 +53,21 @@ def time_stages(groups: Sequence[Group], name: str = "time-by-stage", where: str
     return BarPanel(
         name,
         f"Time of the reduction, by stage{where}",
-        "mean over the steps and the ranks",
+        "mean over the steps and the ranks; rest: what no stage timed",
         "ms",
         tuple(shown),
-        {stage: [group.mean(f"stage_{stage}_seconds") or 0.0 for group in shown] for stage in ordered},
+        {
+            stage: [max(group.mean(f"stage_{stage}_seconds") or 0.0, 0.0) for group in shown]
+            for stage in ordered
+        },
         {stage: STAGES.get(stage, OTHER_STAGE) for stage in ordered},
     )
 
 
 def ordered_stages(groups: Sequence[Group]) -> list[str]:
-    """The stages of all runs, in the order of STAGES."""
+    """The stages of all runs, in the order of STAGES, and the rest."""
     stages = dict.fromkeys(stage for group in groups for run in group.runs for stage in run.stages)
-    return [stage for stage in STAGES if stage in stages] + [s for s in stages if s not in STAGES]
+    return [stage for stage in STAGES if stage in stages] + [s for s in stages if s not in STAGES] + [REST]
 
 
 def scaling(groups: Sequence[Group], name: str = "throughput", where: str = "") -> LinePanel:

@@ -20,7 +20,8 @@ from jobs.report.speed_tables import speed_tables
 from jobs.report.summary import Run, figures, read_readable
 from jobs.report.sweep_table import sweep_rows, sweep_table, swept
 from jobs.report.tables import method_figures, methods_table, regions_table
-from jobs.run.file import PHASES, RunFileError
+from jobs.run.columns import PHASES
+from jobs.run.file import RunFileError
 
 INDENT = "\x01"  # tabulate would strip blanks
 PAGE = "index.html"
@@ -202,8 +203,10 @@ def closing_table(groups: Sequence[Group]) -> str:
     for phase in PHASES:
         lines.append((f"  {phase}", f"{phase}_seconds", "ms"))
         if phase == "reduction":
-            stages = dict.fromkeys(stage for group in groups for run in group.runs for stage in run.stages)
-            lines += [(f"    {stage}", f"stage_{stage}_seconds", "ms") for stage in stages]
+            lines += [
+                (f"    {stage}", f"stage_{stage}_seconds", "ms")
+                for stage in time_pictures.ordered_stages(groups)
+            ]
     lines.append(("training, s", "total_seconds", "{:.1f}"))
     table = []
     for title, name, form in lines:

@@ -13,7 +13,7 @@ from typing import IO
 
 from data.exclusive import is_open_at
 from data.prepared_file import data_checksum
-from jobs.config.config import Config, with_later_keys
+from jobs.config.config import Config, as_saved_now
 from jobs.restart import files
 from jobs.restart.resume import differences
 from jobs.run import provenance
@@ -81,7 +81,7 @@ def plan_start(config: Config, ranks: int, environ: Mapping[str, str]) -> Start:
 def differing_settings(config: Config, ranks: int, saved: str, saved_ranks: int) -> list[str]:
     """What keeps a run from continuing one whose configuration in JSON is `saved`, see resume.differences."""
     free = _FREE | {"training.batch_size"} if saved_ranks != ranks else _FREE
-    return differences(with_later_keys(saved), config.to_json(), free)
+    return differences(as_saved_now(saved), config.to_json(), free)
 
 
 def other_data(path: str, info: RunInfo) -> list[str]:

@@ -14,6 +14,9 @@ Layout:
 The attributes are those of the last job, except `started`. A run that continues from a checkpoint gets a new file with the
 steps up to it, which replaces the old one.
 
+The columns are those of jobs.run.columns. A file that is older than one of them is read with its value `before` there; a file of
+another FORMAT is not read.
+
 A killed writer leaves a file that HDF5 opens in SWMR mode only, so read it with jobs.run.reader.
 """
 
@@ -29,6 +32,14 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from jobs.run.columns import (
+    EVALUATION_COLUMNS,
+    MEASURE_COLUMNS,
+    SEGMENT_COLUMNS,
+    STEP_COLUMNS,
+    Column,
+    Columns,
+)
 from jobs.run.durable import draft_of, put_in_place
 
 FORMAT = "oktopk run 1"
@@ -36,66 +47,6 @@ STATUSES = ("running", "complete", "failed", "interrupted")
 STAGE_SLOTS = 16
 _STAGE_NAME = "S32"
 _CHUNK = 1024
-
-# A step's phases in order; seconds_<phase> below.
-PHASES = ("data", "forward", "backward", "reduction", "optimizer")
-# name -> (type, unit). A word is one 4-byte value or one 4-byte index.
-STEP_COLUMNS: dict[str, tuple[str, str]] = {
-    "step": ("i8", "1 for the first"),
-    "elapsed": ("f8", "seconds since training began, rank 0"),
-    "learning_rate": ("f8", ""),
-    "loss": ("f8", "mean over the ranks"),
-    "words": ("f8", "payload words sent, mean over the ranks"),
-    "words_busiest": ("f8", "payload words sent by the rank that sent most"),
-    "messages": ("f8", "payload messages sent, mean over the ranks"),
-    "control_words": ("f8", "sizes, cuts, histograms, flags: words sent, mean over the ranks"),
-    "control_messages": ("f8", "mean over the ranks"),
-    "k": ("i8", "entries asked for"),
-    "local_nnz": ("f8", "entries selected, mean over the ranks"),
-    "global_nnz": ("f8", "entries of the update"),
-    "local_threshold": ("f8", "magnitude, mean over the ranks"),
-    "global_threshold": ("f8", "magnitude"),
-    "exact": ("i1", "1: thresholds computed, 0: reused"),
-    "skipped": ("i1", "1: a gradient was not finite and the step was skipped"),
-    "dense": ("i1", "1: the whole gradient was summed (method, warm-up or high density)"),
-    "seconds_data": ("f8", "seconds, mean over the ranks"),
-    "seconds_forward": ("f8", "seconds, mean over the ranks"),
-    "seconds_backward": ("f8", "seconds, mean over the ranks"),
-    "seconds_reduction": ("f8", "seconds, mean over the ranks: selection and communication, all stages"),
-    "seconds_optimizer": ("f8", "seconds, mean over the ranks: the rest of optimizer.step()"),
-}
-EVALUATION_COLUMNS: dict[str, tuple[str, str]] = {
-    "step": ("i8", "steps done"),
-    "epoch": ("f8", "epochs done"),
-    "loss": ("f8", "mean over the held-out samples; of speech, per word"),
-    "accuracy": ("f8", "fraction of the held-out samples; of speech, 1 - word error rate"),
-    "samples": ("i8", "of speech, words"),
-    "character_error_rate": ("f8", "of speech, wrong characters over those said; NaN elsewhere"),
-    "seconds": ("f8", "rank 0"),
-}
-# NaN where a bound is 0 or xi has no meaning.
-MEASURE_COLUMNS: dict[str, tuple[str, str]] = {
-    "step": ("i8", "1 for the first"),
-    "xi": ("f8", "missed / gradient_norm, the paper's assumption 1"),
-    "missed": ("f8", "norm of the exact top k of the mean accumulated gradient minus the applied update"),
-    "gradient_norm": ("f8", "norm of the mean gradient"),
-    "fill_in": ("f8", "entries that any rank selected, counted once, over k"),
-    "region_balance": (
-        "f8",
-        "entries selected in the busiest region over the mean region; NaN without regions",
-    ),
-    "local_deviation": ("f8", "|local nnz - k| / k, mean over the ranks"),
-    "global_deviation": ("f8", "|global nnz - k| / k"),
-    "words_over_lower": ("f8", "words / (2k(P-1)/P)"),
-    "words_over_upper": ("f8", "words / (6k(P-1)/P)"),
-    "seconds": ("f8", "seconds that measuring took, in no phase of the step, mean over the ranks"),
-}
-SEGMENT_COLUMNS: dict[str, tuple[str, str]] = {
-    "step": ("i8", "steps done when the job began"),
-    "ranks": ("i8", ""),
-    "host": ("S64", "rank 0's"),
-    "started": ("S32", "UTC, ISO 8601"),
-}
 
 
 class RunFileError(RuntimeError):
@@ -133,11 +84,11 @@ class RunRecord:
     """What a run file holds: every column, as the reader gives it."""
 
     started: str
-    steps: Mapping[str, NDArray[Any]]
+    steps: Columns
     stages: Mapping[str, NDArray[np.float64]]
-    evaluations: Mapping[str, NDArray[Any]]
-    measures: Mapping[str, NDArray[Any]]
-    segments: Mapping[str, NDArray[Any]]
+    evaluations: Columns
+    measures: Columns
+    segments: Columns
 
 
 class RunFile:
@@ -203,7 +154,7 @@ class RunFile:
         job = {"step": self.done, "ranks": info.ranks, "host": info.host, "started": info.started}
         _append(
             self._segments,
-            {name: np.array([job[name]], dtype) for name, (dtype, _) in SEGMENT_COLUMNS.items()},
+            {name: np.array([job[name]], dtype) for name, (dtype, *_) in SEGMENT_COLUMNS.items()},
         )
         self._file.flush()
 
@@ -220,13 +171,14 @@ class RunFile:
         after_last = self._evaluations["step"][...] == self.done
         return float(self._steps["elapsed"][-1]) + float(self._evaluations["seconds"][...][after_last].sum())
 
-    def _create_columns(self, group: str, columns: Mapping[str, tuple[str, str]]) -> dict[str, h5py.Dataset]:
+    def _create_columns(self, group: str, columns: Mapping[str, Column]) -> dict[str, h5py.Dataset]:
         made = {}
-        for name, (dtype, unit) in columns.items():
+        for name, column in columns.items():
             made[name] = self._file.create_dataset(
-                f"{group}/{name}", shape=(0,), maxshape=(None,), dtype=dtype, chunks=(_CHUNK,)
+                f"{group}/{name}", shape=(0,), maxshape=(None,), dtype=column.dtype, chunks=(_CHUNK,)
             )
-            made[name].attrs["unit"] = unit
+            made[name].attrs["unit"] = column.unit
+            made[name].attrs["over_ranks"] = column.over
         return made
 
     def append_steps(

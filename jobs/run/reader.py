@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,16 +14,18 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.run.file import (
+from jobs.run.columns import (
     EVALUATION_COLUMNS,
-    FORMAT,
     MEASURE_COLUMNS,
     SEGMENT_COLUMNS,
-    RunFileError,
-    RunInfo,
-    RunRecord,
+    STEP_COLUMNS,
+    Column,
+    Columns,
 )
+from jobs.run.file import FORMAT, RunFileError, RunInfo, RunRecord
 
+LATER_GROUPS = ("measures", "segments")
+"""Groups that older files lack."""
 PATIENCE = 20  # tenths of a second
 DAMAGE = (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 """What reading from a damaged file raises, as h5py has no error of its own."""
@@ -112,25 +114,21 @@ class RunReader:
         self._file["status"].refresh()
         return bytes(self._file["status"][0]).decode()
 
-    def steps(self) -> dict[str, NDArray[Any]]:
-        """Every column of STEP_COLUMNS as of now, all of one length."""
-        return self._columns("steps")
+    def steps(self) -> Columns:
+        """Every column of STEP_COLUMNS as of now, all of one length. Raises RunFileError: one is missing."""
+        return self._columns("steps", STEP_COLUMNS)
 
-    def evaluations(self) -> dict[str, NDArray[Any]]:
-        """Every column of EVALUATION_COLUMNS as of now, all of one length; NaN in one that an older file lacks."""
-        return self._filled("evaluations", EVALUATION_COLUMNS)
+    def evaluations(self) -> Columns:
+        """Every column of EVALUATION_COLUMNS, as steps()."""
+        return self._columns("evaluations", EVALUATION_COLUMNS)
 
-    def measures(self) -> dict[str, NDArray[Any]]:
-        """Every column of MEASURE_COLUMNS as of now, all of one length; empty, or NaN, where an older file lacks them."""
-        if "measures" not in self._file:
-            return {name: np.empty(0) for name in MEASURE_COLUMNS}
-        return self._filled("measures", MEASURE_COLUMNS)
+    def measures(self) -> Columns:
+        """Every column of MEASURE_COLUMNS, as steps(); empty in an older file."""
+        return self._columns("measures", MEASURE_COLUMNS)
 
-    def segments(self) -> dict[str, NDArray[Any]]:
-        """Every column of SEGMENT_COLUMNS: one value per job that the run took."""
-        if "segments" not in self._file:  # written before there were restarts
-            return {name: np.zeros(0, dtype) for name, (dtype, _) in SEGMENT_COLUMNS.items()}
-        return self._columns("segments")
+    def segments(self) -> Columns:
+        """Every column of SEGMENT_COLUMNS: one value per job that the run took; empty in an older file."""
+        return self._columns("segments", SEGMENT_COLUMNS)
 
     def stages(self) -> dict[str, NDArray[np.float64]]:
         """Stage of the reduction -> seconds[steps], mean over the ranks."""
@@ -140,18 +138,22 @@ class RunReader:
         seconds = self._file["stages/seconds"][...]
         return {name: seconds[:, slot] for slot, name in enumerate(names) if name}
 
-    def _filled(self, group: str, names: Iterable[str]) -> dict[str, NDArray[Any]]:
-        columns = self._columns(group)
-        return {**{name: np.full(len(columns["step"]), np.nan) for name in names}, **columns}
-
-    def _columns(self, group: str) -> dict[str, NDArray[Any]]:
+    def _columns(self, group: str, known: Mapping[str, Column]) -> Columns:
+        if group in LATER_GROUPS and group not in self._file:
+            return {name: np.zeros(0, column.dtype) for name, column in known.items()}
         columns = {}
         for name, dataset in self._file[group].items():
             dataset.refresh()
             columns[name] = dataset[...]
         # The writer extends one column after another: a row that some columns lack is not there yet.
         shortest = min((len(values) for values in columns.values()), default=0)
-        return {name: values[:shortest] for name, values in columns.items()}
+        columns = {name: values[:shortest] for name, values in columns.items()}
+        for name in known.keys() - columns.keys():
+            before = known[name].before
+            if before is None:
+                raise RunFileError(f"{self.path} is not a whole run file: no column {group}/{name}")
+            columns[name] = np.full(shortest, before)
+        return {name: columns[name] for name in known}
 
 
 def read_record(path: str | Path, done: int) -> RunRecord:

@@ -20,15 +20,16 @@ from jobs.config.config import Config
 from jobs.restart.safeguard import Safeguard
 from jobs.restart.state import BatchStream, Progress, capture
 from jobs.run import provenance
+from jobs.run.columns import Step
 from jobs.run.file import RunFile
 from jobs.run.gradient_file import GradientRecorder
-from jobs.run.recorder import StepRecorder
+from jobs.run.recorder import gather
 from jobs.train.agreement import NonFiniteLossError, check_same_parameters
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.reduction import settling
 from jobs.train.schedule import learning_rate_factor
 from jobs.train.setup import Setup
-from jobs.train.timing import Laps, MeasuredStep, TimedStep, measure
+from jobs.train.timing import Laps, TimedStep, measure
 from oktopk import average_buffers
 
 
@@ -80,7 +81,6 @@ class TrainingLoop:
         # differs after a restart on other ranks, where an epoch has another number of steps
         self.ahead = self.batches.count // config.training.accumulate - self.done
         self.steps = run_length(config, self.steps_per_epoch, self.ahead)
-        self.recorder = StepRecorder(comm)
         self.timed: list[TimedStep] = []
         self.began = 0.0
         # of a batch in its step's loss
@@ -192,32 +192,25 @@ class TrainingLoop:
 
     def _write(self) -> None:
         self.optimizer.complete()
-        measured = measure(self.timed)
+        measured = measure(self.timed, self.began, self.comm.size)
+        self.timed.clear()
+        if not measured:
+            return
         if self.config.reduction.nonfinite == "raise":
             self._check_losses(measured)
-        for step in measured:
-            self.recorder.add(
-                step.report,
-                loss=step.loss,
-                seconds=step.seconds,
-                learning_rate=step.learning_rate,
-                elapsed=step.ended - self.began,
-            )
-        self.timed.clear()
-        gathered, measures = self.recorder.gather(), self.recorder.gather_measures()
+        gathered = gather(self.comm, measured)
         if gathered is None or self.file is None:
             return
-        columns, stages = gathered
-        self.file.append_steps(columns, stages)
-        if measures is not None:
-            self.file.append_measures(measures)
+        self.file.append_steps(gathered.steps, gathered.stages)
+        self.file.append_measures(gathered.measures)
+        columns = gathered.steps
         words = float(columns["words"].mean())
         dense = dense_words(self.optimizer.length, self.comm.size)
         self.figures["loss"] = f"{columns['loss'].mean():.3f}"
         self.figures["words"] = f"{words / 1e3:,.1f}k" + (f" ({words / dense:.1%} of dense)" if dense else "")
         self.bar.set_postfix(self.figures, refresh=False)
 
-    def _check_losses(self, measured: list[MeasuredStep]) -> None:
+    def _check_losses(self, measured: list[Step]) -> None:
         """Gradients may be finite where a loss is not, and training modes sum what is not finite like anything else."""
         mine = next((step.report.step for step in measured if not math.isfinite(step.loss)), None)
         found = self.comm.allgather(mine)

@@ -1,19 +1,16 @@
-"""Where the time of a step went, on the clock of the device, read when it may be waited for."""
+"""Times each phase of a step on the clock of the device; reads the clock once for many steps, so that none stalls."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from jobs.run.file import PHASES
+from jobs.run.columns import PHASES, Step
 from jobs.train.placement import Placement
 from oktopk import StepReport
-
-ON_THE_DEVICE = "gather and apply"
-"""A stage that only a step has whose stages were timed on the device, one by one."""
 
 
 @dataclass
@@ -54,27 +51,14 @@ class TimedStep:
     learning_rate: float
 
 
-@dataclass(frozen=True)
-class MeasuredStep:
-    """A step as it is recorded.
+def measure(steps: Sequence[TimedStep], began: float, ranks: int) -> list[Step]:
+    """Wait for the steps, and read their clocks and losses in one go.
 
-    Attributes:
-        report: its stages' seconds sum up to those of the phase "reduction".
-        loss: mean over its batches.
-        seconds: of every phase of PHASES.
-        ended: as time.perf_counter() counts.
-        learning_rate: it was done with.
+    Args:
+        steps: in order.
+        began: when training began, by time.perf_counter().
+        ranks: in the run.
     """
-
-    report: StepReport
-    loss: float
-    seconds: dict[str, float]
-    ended: float
-    learning_rate: float
-
-
-def measure(steps: Sequence[TimedStep]) -> list[MeasuredStep]:
-    """Wait for the steps, and read their clocks and losses in one go."""
     if not steps:
         return []
     placement = steps[0].laps.placement
@@ -82,45 +66,12 @@ def measure(steps: Sequence[TimedStep]) -> list[MeasuredStep]:
     losses = iter(torch.stack([loss for step in steps for loss in step.losses]).tolist())
     measured = []
     for step in steps:
-        started = last = next(times)
-        spent = dict.fromkeys(PHASES, 0.0)
+        last = next(times)
+        seconds = dict.fromkeys(PHASES, 0.0)
         for phase in step.laps.phases:
             now = next(times)
-            spent[phase] += now - last
+            seconds[phase] += now - last
             last = now
-        assert last >= started
-        report = step.report
-        if report.measures is None:  # measuring waits for the device, and its time is no stage's
-            report = _on_the_devices_clock(report, spent["reduction"])
-        mine = [next(losses) for _ in step.losses]
-        measured.append(
-            MeasuredStep(report, sum(mine) / len(mine), spent, ended=last, learning_rate=step.learning_rate)
-        )
-        spent["reduction"] = report.total_seconds
+        loss = sum(next(losses) for _ in step.losses) / len(step.losses)
+        measured.append(Step(step.report, ranks, loss, step.learning_rate, last - began, seconds))
     return measured
-
-
-def _on_the_devices_clock(report: StepReport, seconds: float) -> StepReport:
-    """The report with stages that sum up to what the reduction took on the device.
-
-    Its stages were timed on the host. There the first one also waits for a backward pass that a GPU has not finished, and
-    the last one ends before the GPU has. Where they were timed on the device, all but `step` are what they are, and `step` is
-    the rest.
-    """
-    stages = dict(report.seconds)
-    if not stages:
-        return report
-    if ON_THE_DEVICE in stages:
-        others = sum(taken for name, taken in stages.items() if name != "step")
-        if others <= seconds:
-            return replace(report, seconds=stages | {"step": seconds - others})
-    names = list(stages)
-    missing = seconds - report.total_seconds
-    if missing >= 0:
-        stages[names[-1]] += missing
-        return replace(report, seconds=stages)
-    for name in names:
-        taken = min(stages[name], -missing)
-        stages[name] -= taken
-        missing += taken
-    return replace(report, seconds=stages)

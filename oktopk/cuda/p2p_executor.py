@@ -169,7 +169,7 @@ class P2PExecutor:
             raise FlaggedRanksError(list(outcome.flagged))
         if outcome.stopped_at:
             nothing = SparseVector.empty(method.length)
-            return StepResult(nothing, None, (), exact=False, local_nnz=0, global_nnz=0, given_up=True)
+            return StepResult(nothing, None, given_up=True)
         assert selection is not None  # else the step had stopped
         return self._applied(step, selection, outcome)
 

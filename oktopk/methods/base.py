@@ -147,7 +147,7 @@ class SparseMethod(Method):
     def result(self, selection: Selection, update: SparseVector | None, **more: Any) -> StepResult:
         """The result of a step that applied `update`. `more`: fields of `StepResult`."""
         nnz = 0 if update is None else update.nnz
-        fields = {"exact": selection.exact, "local_nnz": selection.packed.nnz, "global_nnz": nnz} | more
+        fields = {"local_exact": selection.exact, "local_nnz": selection.packed.nnz, "global_nnz": nnz} | more
         return StepResult(update, selection.packed, local_threshold=selection.threshold, **fields)
 
     def known_regions(self, plan: Plan) -> NDArray[np.int64] | None:

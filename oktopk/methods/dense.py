@@ -42,7 +42,7 @@ class Dense(Method):
         if self.transport.allreduce_control(np.array([not finite], np.int64))[0]:
             raise FlaggedRanksError([])
         plan.timer.record("allreduce")
-        return StepResult(None, None, exact=True, local_nnz=self.length, global_nnz=self.length)
+        return StepResult(None, None, local_exact=True, local_nnz=self.length, global_nnz=self.length)
 
     def close(self) -> None:
         if self._allreduce is not None:

@@ -80,10 +80,9 @@ class OkTopk(SparseMethod):
         return self.result(selection, update)
 
     def result(self, selection: Selection, update: SparseVector | None, **more: Any) -> StepResult:
-        exact, threshold = selection.exact or self.threshold.exact, self.threshold.value
-        return super().result(
-            selection, update, only_applied=True, exact=exact, global_threshold=threshold, **more
-        )
+        threshold = self.threshold
+        more |= {"global_exact": threshold.exact, "global_threshold": threshold.value}
+        return super().result(selection, update, only_applied=True, **more)
 
     def splits(self, packed: SparseVector) -> NDArray[np.int64]:
         """int64[P - 1], the indices that split this rank's selection into equal counts."""

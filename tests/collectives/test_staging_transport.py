@@ -216,7 +216,7 @@ def test_every_method_gives_the_bits_and_counts_the_words_of_the_host(
         gradient = gradient_of(comm, step)
         wanted, got = on_host.step(gradient), staged.step(gradient)
         backend.stream.run()
-        for name in ("words", "messages", "control_words", "local_nnz", "global_nnz", "exact"):
+        for name in ("words", "messages", "control_words", "local_nnz", "global_nnz", "local_exact"):
             assert getattr(got, name) == getattr(wanted, name), (step, name)
         assert np.array_equal(staged.update, on_host.update), step
         if on_host.residual is not None:

@@ -82,16 +82,11 @@ def test_a_seed_fixes_the_weights_and_the_first_losses_are_those_of_equal_probab
     )
 
 
-def test_recomputed_layers_give_the_same_gradients_and_every_parameter_has_one() -> None:
-    gradients = []
-    for recompute in (False, True):
-        model = tiny(recompute=recompute).train()
-        words, follows = model(*inputs())
-        (words.logsumexp(-1).sum() + follows.logsumexp(-1).sum() + words[..., 3].sum()).backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    for left, right in zip(*gradients, strict=True):
-        torch.testing.assert_close(left, right)
+def test_every_parameter_has_a_gradient() -> None:
+    model = tiny().train()
+    words, follows = model(*inputs())
+    (words.logsumexp(-1).sum() + follows.logsumexp(-1).sum() + words[..., 3].sum()).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_every_word_is_learnt_whatever_its_number() -> None:
@@ -101,18 +96,6 @@ def test_every_word_is_learnt_whatever_its_number() -> None:
     model(tokens, *rest)[0].square().sum().backward()
     embedding = model.network.bert.embeddings.word_embeddings.weight
     assert embedding[0].any() and embedding.grad[0].any()
-
-
-def test_recomputing_runs_the_layers_twice() -> None:
-    counts = []
-    for recompute in (False, True):
-        model = tiny(recompute=recompute).train()
-        calls: list[int] = []
-        dense = model.network.bert.encoder.layer[0].intermediate.dense
-        dense.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        model(*inputs())[0].sum().backward()
-        counts.append(len(calls))
-    assert counts == [1, 2]
 
 
 @pytest.mark.parametrize(

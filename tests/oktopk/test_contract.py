@@ -104,6 +104,43 @@ def test_exact_thresholds_give_the_oracles_update_and_residuals(
             assert np.array_equal(step.after, expected.residuals), (length, density)
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_that_all_ranks_report_as_exact_has_the_oracles_update(
+    comm: MPI.Intracomm, device: str, method: str
+) -> None:
+    use(device, comm)
+    length = 9001
+    reducer = GradientAllreduce(
+        comm, length, method, device=device, density=0.02, threshold_interval=10, average=False
+    )
+    rng = np.random.default_rng((comm.rank, 5))
+    residuals = np.zeros((comm.size, length), np.float32)
+    seen = set()
+    for number in range(12):
+        if number == 5 and method != "dense":  # the local threshold alone
+            reducer._methods[method].selection.force_exact()  # type: ignore[attr-defined]
+        gradient = rng.integers(-999, 1000, length).astype(np.float32)
+        report = reducer.step(put(device, gradient))
+        gradients = np.array(comm.allgather(gradient), np.float64)
+        exact = all(comm.allgather(report.exact))
+        assert len(set(comm.allgather(report.global_exact))) == 1
+        if exact:
+            expected = reference.ORACLES[method](gradients, residuals.astype(np.float64), report.k)
+            assert np.array_equal(get(reducer.update), expected.update), report.step
+        seen.add((all(comm.allgather(report.local_exact)), report.global_exact, exact))
+        if reducer.residual is not None:
+            residuals = np.array(comm.allgather(get(reducer.residual)))
+    reducer.close()
+    if method == "dense":
+        assert seen == {(True, False, True)}
+    elif method == "oktopk":
+        # one exact threshold of both is not enough
+        assert {(True, True, True), (True, False, False), (False, False, False)} <= seen
+    else:
+        assert seen == {(True, False, True), (False, False, False)}
+
+
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("device", DEVICES)

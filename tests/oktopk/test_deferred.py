@@ -43,11 +43,11 @@ class LateStep:
             raise FlaggedRanksError([0])
         nothing = SparseVector.empty(LENGTH)
         if self._outcome == "stopped":
-            return StepResult(nothing, None, (), exact=False, local_nnz=0, global_nnz=0, given_up=True)
+            return StepResult(nothing, None, (), local_exact=False, local_nnz=0, global_nnz=0, given_up=True)
         everything = np.zeros(LENGTH, ENTRY)
         everything["index"], everything["value"] = np.arange(LENGTH), self._executor.vectors.update
         update = SparseVector(everything, LENGTH)
-        result = StepResult(update, update, (), exact=False, local_nnz=3, global_nnz=5, deferrable=True)
+        result = StepResult(update, update, (), local_exact=False, local_nnz=3, global_nnz=5, deferrable=True)
         self._executor.vectors.applied(result)
         return result
 

@@ -165,7 +165,7 @@ def test_deferred_steps_give_the_bits_of_those_that_are_waited_for(
         if not first.global_nnz:
             stopped += 1
             # on the rank that selected too much, or for all
-            assert comm.allreduce(second.exact)
+            assert comm.allreduce(second.local_exact or second.global_exact)
             waited.load_state_dict(deferred.state_dict())
             continue
         assert np.array_equal(get(deferred.update), get(waited.update))
@@ -236,7 +236,7 @@ def test_a_selection_over_the_cap_is_cut_to_the_top_k_and_nobody_stops(
         report = reducer.step(put(device, gradient))
         assert report.complete != deferred
         reducer.complete()
-        assert report.exact or not last
+        assert report.local_exact or not last
         assert report.global_nnz
         if last:
             kept = np.count_nonzero(np.abs(accumulated) >= report.local_threshold)
@@ -270,7 +270,7 @@ def test_a_deferred_step_names_its_threshold_exactly_where_that_is_due(
         assert report.global_nnz
         if not last:
             continue
-        assert report.exact == exact
+        assert report.local_exact == exact
         # too few to name it: still due
         assert local.needs_exact != exact
         reached = np.count_nonzero(np.abs(accumulated) >= report.local_threshold)
@@ -391,9 +391,9 @@ def test_a_global_threshold_that_missed_is_named_by_the_kernels_where_the_host_w
     first, second = among.step(put(device, gradient)), on_cpu.step(gradient)
     # where the ladder lies above all sums that there are, the kernels give up again
     assert named == ["threshold" if factor == 2.0 else ""]
-    for name in ("exact", "global_nnz", "local_nnz", "global_threshold"):
+    for name in ("local_exact", "global_exact", "global_nnz", "local_nnz", "global_threshold"):
         assert getattr(first, name) == getattr(second, name), name
-    assert first.exact
+    assert first.global_exact
     # only where no rung would have served a deferred step
     assert (among._trust == 0) == (factor == 2.0)
     assert comm.allreduce(first.words) == comm.allreduce(second.words)
@@ -414,7 +414,7 @@ def test_steps_whose_ladder_misses_by_far_are_not_trusted(device: str, comm: MPI
             expect_sums_of(reducer, 1.0)  # more than 5k/4 reach every rung
         report = reducer.step(put(device, draw()))
         assert report.complete
-        assert report.exact
+        assert report.global_exact
         assert report.global_nnz >= report.k
         assert not step or reducer._trust == 0
     reducer.close()
@@ -441,7 +441,7 @@ def test_a_rank_whose_gradient_dwindles_selects_k_again_at_once(
     dwindled = reports[1:]
     assert not last or dwindled[0].local_nnz < dwindled[0].k / 2
     assert all(report.local_nnz >= report.k / 2 for report in dwindled[1:])
-    assert not last or dwindled[1].exact
+    assert not last or dwindled[1].local_exact
     reducer.close()
 
 

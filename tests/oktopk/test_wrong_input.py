@@ -63,7 +63,12 @@ class Forgetful(SparseMethod):
     def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
         selection.packed.entries = selection.packed.entries[:1]
         return StepResult(
-            selection.packed, selection.packed, (), exact=True, local_nnz=1, global_nnz=selection.packed.nnz
+            selection.packed,
+            selection.packed,
+            (),
+            local_exact=True,
+            local_nnz=1,
+            global_nnz=selection.packed.nnz,
         )
 
 

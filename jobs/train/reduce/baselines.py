@@ -79,7 +79,8 @@ class DenseTraining(ABC):
         report = StepReport(
             step=self._steps,
             method="dense",
-            exact=True,
+            local_exact=True,
+            global_exact=False,
             skipped=False,
             k=self.length,
             length=self.length,

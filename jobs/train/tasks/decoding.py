@@ -63,20 +63,13 @@ def count_errors(references: Sequence[str], hypotheses: Sequence[str]) -> Errors
     )
 
 
-def decode(log_probabilities: NDArray[np.float32], beam: int = 1) -> str:
+def decode(log_probabilities: NDArray[np.float32]) -> str:
     """The text of one utterance, without spaces at its ends.
 
     Args:
         log_probabilities: float32[frames, labels], of data.speech.dataset.ALPHABET.
-        beam: prefixes to follow; 1 takes the likeliest label of each frame.
-
-    Raises:
-        ValueError: beam < 1.
     """
-    if beam < 1:
-        raise ValueError(f"beam {beam} is not at least 1")
-    labels = greedy(log_probabilities) if beam == 1 else beam_search(log_probabilities, beam)
-    return " ".join(decoded(np.array(labels, np.int64)).split())
+    return " ".join(decoded(np.array(greedy(log_probabilities), np.int64)).split())
 
 
 def greedy(log_probabilities: NDArray[np.float32]) -> list[int]:
@@ -84,30 +77,3 @@ def greedy(log_probabilities: NDArray[np.float32]) -> list[int]:
     best = log_probabilities.argmax(axis=1)
     starts = np.flatnonzero(np.diff(best, prepend=-1))
     return [int(label) for label in best[starts] if label != BLANK]
-
-
-def beam_search(log_probabilities: NDArray[np.float32], beam: int) -> list[int]:
-    """The likeliest labelling among those that a beam of so many prefixes finds, summed over its alignments.
-
-    Exact when the beam holds all prefixes. No language model.
-    Source: Graves & Jaitly, ICML 2014, algorithm 1.
-    """
-    # prefix -> log-probabilities of its alignments that end in a blank, and in its last label
-    prefixes: dict[tuple[int, ...], tuple[float, float]] = {(): (0.0, -np.inf)}
-    for frame in log_probabilities.astype(np.float64).tolist():
-        # a label outside the frame's best `beam` could only win from a prefix that is nearly alone
-        labels = sorted(range(1, len(frame)), key=frame.__getitem__, reverse=True)[: max(beam, 2)]
-        found: dict[tuple[int, ...], list[float]] = {}
-        for prefix, (blank, label_end) in prefixes.items():
-            total = float(np.logaddexp(blank, label_end))
-            same = found.setdefault(prefix, [-np.inf, -np.inf])
-            same[0] = float(np.logaddexp(same[0], total + frame[BLANK]))
-            if prefix:
-                same[1] = float(np.logaddexp(same[1], label_end + frame[prefix[-1]]))
-            for label in labels:
-                before = blank if prefix and label == prefix[-1] else total
-                longer = found.setdefault((*prefix, label), [-np.inf, -np.inf])
-                longer[1] = float(np.logaddexp(longer[1], before + frame[label]))
-        ranked = sorted(found.items(), key=lambda item: (-np.logaddexp(item[1][0], item[1][1]), item[0]))
-        prefixes = {prefix: (ends[0], ends[1]) for prefix, ends in ranked[:beam]}
-    return list(next(iter(prefixes)))

@@ -53,8 +53,6 @@ class Classification:
         self._training = placement.training_source(training, self._format)
         self._held_out = placement.evaluation_source(held_out, self._format)
         self.model.to(device=placement.device).to(memory_format=self._format)  # type: ignore[call-overload]
-        if self._config.compile:
-            self.network = torch.compile(self.model, mode=self._config.compile)  # type: ignore[assignment]
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """This rank's batches of an epoch, or those from first_step on."""

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from data import DataError
-from data.sharding import AUGMENTATION, NOISE, TEMPO
 from data.speech.an4 import open_an4
-from data.speech.augmentation import add_noise, change_tempo, mask, played
 from data.speech.dataset import ALPHABET, SpeechSet
 from data.speech.loader import SpeechBatch, SpeechEvaluationLoader, SpeechTrainingLoader
 from data.speech.spectrogram import frame_count, log_spectrograms
+from data.speech.tempo import change_tempo, played
 from jobs.config.config import Config
 from jobs.config.sections import DataConfig
 from jobs.train.placement import Placement
@@ -75,7 +74,7 @@ class Speech:
                     scores, frames = self._scores(self.model, batch)
                     loss += float(self._ctc(scores, frames, batch))
                     for row, count in zip(scores.transpose(0, 1).cpu().numpy(), frames.tolist(), strict=True):
-                        hypotheses.append(decode(row[:count], self._config.training.beam))
+                        hypotheses.append(decode(row[:count]))
                     references += [held_out.transcript(index) for index in batch.indices.tolist()]
         finally:
             self.model.train()
@@ -100,17 +99,10 @@ class Speech:
 
 
 def spectrograms_of(batch: SpeechBatch, config: DataConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32[batch, bins, frames] and int64[batch], the frames of each; a training batch is changed as the data section says."""
-    samples, draws = batch.samples, batch.draws
-    if draws is not None and config.snr:
-        samples = add_noise(samples, batch.lengths, draws[NOISE], snr=config.snr)
-    spectrograms, frames = log_spectrograms(samples, batch.lengths)
-    if draws is not None and config.tempo:
-        spectrograms, frames = change_tempo(spectrograms, frames, draws[TEMPO], tempo=config.tempo)
-    if draws is not None and (config.mask_bins or config.mask_frames):
-        spectrograms = mask(
-            spectrograms, frames, draws[AUGMENTATION], bins=config.mask_bins, steps=config.mask_frames
-        )
+    """float32[batch, bins, frames] and int64[batch], the frames of each; training batches are played at `config.tempo`."""
+    spectrograms, frames = log_spectrograms(batch.samples, batch.lengths)
+    if batch.draws is not None and config.tempo:
+        return change_tempo(spectrograms, frames, batch.draws, tempo=config.tempo)
     return spectrograms, frames
 
 
@@ -125,9 +117,8 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
         raise WorkloadError(
             f"model.name {config.model.name!r} takes data.name 'an4', not {config.data.name!r}"
         )
-    for name in ("channels_last", "compile"):
-        if value := getattr(config.training, name):
-            raise WorkloadError(f"training.{name} {value!r} is not for model.name {config.model.name!r}")
+    if config.training.channels_last:
+        raise WorkloadError(f"training.channels_last True is not for model.name {config.model.name!r}")
     train, held_out = open_an4(config.data.path)
     for split, speech in (("train", train), ("test", held_out)):
         fastest = config.data.tempo[1] if config.data.tempo and split == "train" else 1.0
@@ -140,7 +131,6 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
         rank=rank,
         size=size,
         seed=config.training.seed,
-        ascending=config.data.ascending_epochs,
     )
     evaluation = SpeechEvaluationLoader(
         held_out, batch_size=config.training.eval_batch_size, rank=rank, size=size

@@ -48,8 +48,6 @@ class MaskedLanguage:
         self._training.to(placement.device)
         self._held_out.to(placement.device)
         self.model.to(device=placement.device)
-        if self._config.compile:
-            self.network = torch.compile(self.model, mode=self._config.compile)  # type: ignore[assignment]
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
         """This rank's batches of an epoch, or those from first_step on."""
@@ -146,7 +144,6 @@ def build_bert(config: Config, texts: TextSet) -> BERT:
             layers=settings.layers,
             hidden=settings.hidden,
             dropout=settings.dropout,
-            recompute=settings.recompute,
         )
     except ValueError as error:
         raise WorkloadError(f"model: {error}") from error

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import re
 import tomllib
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.config.config import Config
+from jobs.config.config import Config, as_saved_now
 from jobs.config.file import ConfigError, apply_overrides, load, read_toml, validate
 from jobs.config.sections import ReductionConfig, ScheduleConfig
 from jobs.train.schedule import learning_rate_factor
@@ -264,3 +265,13 @@ def test_training_modes_are_methods_without_what_they_cannot_do() -> None:
             key = override.partition("=")[0]
             with pytest.raises(ConfigError, match=f"{key}.* is not for reduction.method '{mode}'"):
                 with_overrides(f"reduction.method={mode}", override)
+
+
+def test_a_saved_configuration_gets_later_keys_and_loses_gone_ones_at_their_defaults() -> None:
+    config = validate({"training": {"steps": 1}})
+    saved = json.loads(config.to_json())
+    del saved["data"]["tempo"]
+    saved["data"]["snr"], saved["training"]["beam"] = [], 1
+    assert json.loads(as_saved_now(json.dumps(saved))) == json.loads(config.to_json())
+    saved["training"]["beam"] = 8
+    assert json.loads(as_saved_now(json.dumps(saved)))["training"]["beam"] == 8

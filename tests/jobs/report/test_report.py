@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from jobs.report.__main__ import main
 from jobs.report.summary import figures, read_runs
 from jobs.report.write import report
-from jobs.run.file import EVALUATION_COLUMNS, MEASURE_COLUMNS, STEP_COLUMNS, RunFile, RunFileError, RunInfo
+from jobs.run.columns import EVALUATION_COLUMNS, MEASURE_COLUMNS, STEP_COLUMNS
+from jobs.run.file import RunFile, RunFileError, RunInfo
 
 LENGTH = 1000
 K = 20

@@ -189,7 +189,7 @@ def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path, ranks: int) 
         assert reader.status == "complete"
         assert reader.steps()["step"].tolist() == list(range(1, 51))
         assert reader.segments()["ranks"].tolist() == [RANKS, ranks]
-        assert reader.steps()["exact"][done] == 1
+        assert reader.steps()["local_exact"][done] == reader.steps()["global_exact"][done] == 1
         assert reader.steps()["loss"][-10:].mean() < 0.5 * reader.steps()["loss"][:10].mean()
         assert reader.evaluations()["accuracy"][-1] > 0.9
 

@@ -345,11 +345,6 @@ def settings(**sections: dict[str, object]) -> Config:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"training": {"compile": "max-autotune"}}, "compile 'max-autotune' captures CUDA graphs of its own"),
-        (
-            {"model": {"name": "bert", "recompute": True}, "data": {"name": "text", "path": "x.h5"}},
-            "not with model.recompute",
-        ),
         ({"model": {"name": "lstm"}, "data": {"name": "an4", "path": "x.h5"}}, "not for 'lstm'"),
         (
             {
@@ -364,7 +359,6 @@ def settings(**sections: dict[str, object]) -> Config:
 def test_what_cannot_be_captured_is_named(sections: dict[str, dict[str, object]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings(**sections)
-    assert settings(training={"compile": "default"}).training.cuda_graph
 
 
 def test_graphs_are_refused_where_there_is_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,16 +11,18 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from jobs.run.file import PHASES
+from jobs.run.columns import PHASES
+from jobs.run.recorder import gather
 from jobs.train import placement as placements
 from jobs.train.agreement import Refused
 from jobs.train.placement import HostPlacement, find_placement
 from jobs.train.timing import Laps, TimedStep, measure
 from oktopk import StepReport
+from oktopk.results import Measures
 
 
 def report(**seconds: float) -> StepReport:
-    return StepReport(0, "dense", True, False, 1, 1, 1, 1, 0.0, 0.0, 0, 0, 0, 0, seconds)
+    return StepReport(0, "dense", True, False, False, 1, 1, 1, 1, 0.0, 0.0, 0, 0, 0, 0, seconds)
 
 
 class Clock(HostPlacement):
@@ -40,42 +42,68 @@ def timed(times: Sequence[float], stages: dict[str, float], losses: Sequence[flo
     return TimedStep(report(**stages), [torch.tensor(loss) for loss in losses], laps, 0.5)
 
 
-def test_phases_and_stages_add_up_to_the_devices_time() -> None:
+def test_phases_and_stages_are_recorded_as_measured_and_the_rest_beside_them() -> None:
     steps = [
         timed([0, 1, 3, 6, 10, 15], {"select": 2.0, "apply": 1.0}, [1.0]),  # the GPU went on after the host
-        timed([20, 20, 21, 22, 23, 24], {"select": 2.0, "reduce": 0.5, "apply": 0.25}, [1.0, 3.0]),
-        timed([30, 30, 30, 30, 31, 32], {"select": 0.5, "reduce": 1.5}, [7.0]),
+        timed(
+            [20, 20, 21, 22, 23, 24], {"select": 2.0, "reduce": 0.5}, [1.0, 3.0]
+        ),  # select waited for backward
     ]
-    first, second, third = measure(steps)
+    first, second = measured = measure(steps, began=-5.0, ranks=1)
     assert first.seconds == {"data": 1, "forward": 2, "backward": 3, "reduction": 4, "optimizer": 5}
-    assert first.report.seconds == {"select": 2.0, "apply": 2.0}
-    # the first stage waited 1.75 s for the backward pass, which are not the reduction's
-    assert second.report.seconds == {"select": 0.25, "reduce": 0.5, "apply": 0.25}
-    assert third.report.seconds == {"select": 0.0, "reduce": 1.0}
-    assert [step.loss for step in (first, second, third)] == [1.0, 2.0, 7.0]
-    assert [step.ended for step in (first, second, third)] == [15, 24, 32]
-    for step in (first, second, third):
-        assert step.report.total_seconds == pytest.approx(step.seconds["reduction"])
-    assert measure([]) == []
+    assert [step.report for step in measured] == [step.report for step in steps]
+    assert first.report.seconds == {"select": 2.0, "apply": 1.0}
+    assert (first.elapsed, second.elapsed) == (20, 29)
+    found = gather(MPI.COMM_SELF, measured)
+    assert found is not None
+    assert {name: values.tolist() for name, values in found.stages.items()} == {
+        "select": [2.0, 2.0],
+        "apply": [1.0, 0.0],
+        "reduce": [0.0, 0.5],
+    }
+    assert found.steps["seconds_reduction"].tolist() == [4.0, 1.0]
+    assert found.steps["seconds_rest"].tolist() == [1.0, -1.5]
+    assert found.steps["loss"].tolist() == [1.0, 2.0]
+    assert measure([], 0.0, 1) == []
 
 
-def test_stages_timed_on_the_device_stay_as_they_are() -> None:
-    on_the_device = {"select": 1.0, "gather and apply": 0.5}
-    clock = [0, 0, 0, 0, 2, 2]
-    for host in (0.25, 9.0):  # launched and left, or waited for after the backward pass
-        for stages in ({"step": host, **on_the_device}, {**on_the_device, "step": host}):
-            (step,) = measure([timed(clock, stages, [1.0])])
-            assert step.report.seconds == {**on_the_device, "step": 0.5}
-    (exact,) = measure([timed(clock, {"select": 3.0, "step": 1.0}, [1.0])])
-    assert exact.report.seconds == {"select": 1.0, "step": 1.0}
+def test_what_measuring_took_is_in_no_phase() -> None:
+    step = timed([0, 0, 0, 0, 10, 10], {"select": 2.0}, [1.0])
+    step.report.measures = Measures(1.0, 2.0, 1.0, 1.0, seconds=7.0)
+    found = gather(MPI.COMM_SELF, measure([step], 0.0, 1))
+    assert found is not None
+    assert found.steps["seconds_reduction"].tolist() == [3.0]
+    assert found.steps["seconds_rest"].tolist() == [1.0]
+    assert found.measures["seconds"].tolist() == [7.0]
+    assert found.measures["xi"].tolist() == [0.5]
+
+
+@pytest.mark.mpi
+def test_columns_are_reduced_over_the_ranks_as_their_table_says(comm: MPI.Intracomm) -> None:
+    mine = timed([0, 0, 0, 0, 1, 1], {f"of rank {comm.rank}": 1.0}, [float(comm.rank)])
+    mine.report.words, mine.report.local_exact = 10 * comm.rank, comm.rank == comm.size - 1
+    found = gather(comm, measure([mine], -float(comm.rank), comm.size))
+    assert (found is None) == (comm.rank > 0)
+    if found is None:
+        return
+    last = comm.size - 1
+    assert found.steps["words"] == 10 * last / 2
+    assert found.steps["words_busiest"] == 10 * last
+    assert found.steps["loss"] == last / 2
+    assert found.steps["elapsed"] == 1.0
+    assert found.steps["local_exact"] == 1 / comm.size
+    assert found.steps["global_exact"] == 0
+    assert {name: values[0] for name, values in found.stages.items()} == {
+        f"of rank {rank}": 1 / comm.size for rank in range(comm.size)
+    }
 
 
 def test_a_phase_that_comes_twice_counts_twice() -> None:
     laps = Laps(Clock([0, 1, 3, 6, 10, 15]))
     for phase in ("data", "forward", "data", "forward", "reduction"):
         laps.end(phase)
-    (step,) = measure([TimedStep(report(), [torch.tensor(1.0)], laps, 0.1)])
-    assert step.seconds == {"data": 4, "forward": 6, "backward": 0, "reduction": 0.0, "optimizer": 0}
+    (step,) = measure([TimedStep(report(), [torch.tensor(1.0)], laps, 0.1)], 0.0, 1)
+    assert step.seconds == {"data": 4, "forward": 6, "backward": 0, "reduction": 5, "optimizer": 0}
 
 
 def test_the_hosts_clock_is_read_without_waiting() -> None:

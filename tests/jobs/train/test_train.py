@@ -136,23 +136,6 @@ def test_a_tiny_bound_on_the_gradients_norm_stops_the_parameters(tmp_path: Path)
     assert moving != pytest.approx(still, rel=1e-4)
 
 
-def test_a_compiled_network_is_the_one_that_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modes = []
-
-    class Compiled(torch.nn.Module):
-        def __init__(self, model: torch.nn.Module, mode: str) -> None:
-            super().__init__()
-            self.model = model
-            modes.append(mode)
-
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            return self.model(images) * 0.0
-
-    monkeypatch.setattr(torch, "compile", Compiled)
-    assert losses(tmp_path, "training.steps=2", "training.compile=max-autotune") == pytest.approx(np.log(10))
-    assert modes == ["max-autotune"]
-
-
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
 def test_every_optimizer_takes_steps(tmp_path: Path, name: str) -> None:
     momentum = [] if name == "sgd" else ["optimizer.momentum=0.0"]

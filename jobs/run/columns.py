@@ -1,0 +1,197 @@
+"""The columns of a run file: name, type, unit, where the value comes from, and how it is reduced over the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.traffic import lower_bound, upper_bound
+
+if TYPE_CHECKING:  # a reader needs no MPI
+    from oktopk import StepReport
+
+PHASES = ("data", "forward", "backward", "reduction", "optimizer")
+"""The phases of a step, in order."""
+
+Columns = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step as one rank measured it.
+
+    Attributes:
+        report: of its reduction.
+        ranks: in the run.
+        loss: mean over its batches.
+        learning_rate: that the optimizer used.
+        elapsed: seconds since training began, at its end.
+        seconds: phase -> seconds, every phase of PHASES, on the device's clock.
+    """
+
+    report: StepReport
+    ranks: int
+    loss: float
+    learning_rate: float
+    elapsed: float
+    seconds: dict[str, float]
+
+    @property
+    def reduction(self) -> float:
+        """Seconds of the reduction, without what the paper's measures took in it."""
+        measures = self.report.measures
+        return self.seconds["reduction"] - (measures.seconds if measures else 0.0)
+
+    def words_over(self, bound: Callable[[int, int], float]) -> float:
+        """Words sent over a bound of traffic; NaN where it is 0."""
+        words = bound(self.report.k, self.ranks)
+        return self.report.words / words if words else math.nan
+
+
+class Column(NamedTuple):
+    """One column.
+
+    Attributes:
+        dtype: in the file.
+        unit: of its values, or what they are.
+        over: "mean" or "max" over the ranks, or "rank 0": its value, where all ranks have the same or only its own counts.
+        source: step -> value on this rank; None where no step gives it.
+        before: value in files that are older than the column; None: there are none.
+    """
+
+    dtype: str
+    unit: str
+    over: str = "rank 0"
+    source: Callable[[Any], float] | None = None
+    before: float | None = None
+
+
+def _of_report(dtype: str, unit: str, name: str, over: str = "rank 0", before: float | None = None) -> Column:
+    return Column(dtype, unit, over, lambda step: getattr(step.report, name), before)
+
+
+def _of_phase(phase: str, unit: str = "seconds") -> Column:
+    return Column("f8", unit, "mean", lambda step: step.seconds[phase])
+
+
+def _of_measures(unit: str, name: str) -> Column:
+    return Column("f8", unit, "mean", lambda step: getattr(step.report.measures, name), math.nan)
+
+
+# A word is one 4-byte value or one 4-byte index.
+STEP_COLUMNS: dict[str, Column] = {
+    "step": Column("i8", "1 for the first", source=lambda step: step.report.step + 1),
+    "elapsed": Column("f8", "seconds since training began", source=lambda step: step.elapsed),
+    "learning_rate": Column("f8", "", source=lambda step: step.learning_rate),
+    "loss": Column("f8", "", "mean", lambda step: step.loss),
+    "words": _of_report("f8", "payload words sent", "words", "mean"),
+    "words_busiest": _of_report("f8", "payload words sent", "words", "max"),
+    "messages": _of_report("f8", "payload messages sent", "messages", "mean"),
+    "control_words": _of_report(
+        "f8", "words sent: sizes, splits, histograms, flags", "control_words", "mean"
+    ),
+    "control_messages": _of_report("f8", "messages sent", "control_messages", "mean"),
+    "k": _of_report("i8", "entries asked for", "k"),
+    "local_nnz": _of_report("f8", "entries selected", "local_nnz", "mean"),
+    "global_nnz": _of_report("f8", "entries of the update", "global_nnz"),
+    "local_threshold": _of_report("f8", "magnitude", "local_threshold", "mean"),
+    "global_threshold": _of_report("f8", "magnitude", "global_threshold"),
+    "local_exact": _of_report(
+        "f8", "1: selected the exact top k, 0: reused a threshold", "local_exact", "mean", math.nan
+    ),
+    "global_exact": _of_report(
+        "f8", "1: exact global threshold, 0: reused or none", "global_exact", before=math.nan
+    ),
+    "skipped": _of_report("i1", "1: a gradient was not finite and the step was skipped", "skipped"),
+    "dense": Column(
+        "i1",
+        "1: the whole gradient was summed (method, warm-up or high density)",
+        source=lambda step: step.report.method == "dense",
+    ),
+    "seconds_data": _of_phase("data"),
+    "seconds_forward": _of_phase("forward"),
+    "seconds_backward": _of_phase("backward"),
+    "seconds_reduction": Column(
+        "f8", "seconds: selection and communication", "mean", lambda step: step.reduction
+    ),
+    "seconds_optimizer": _of_phase("optimizer", "seconds: the rest of optimizer.step()"),
+    "seconds_rest": Column(
+        "f8",
+        "seconds_reduction less all stages; negative where a stage waited on the host for the backward pass of a GPU",
+        "mean",
+        lambda step: step.reduction - step.report.total_seconds,
+        before=0.0,  # it was added to a stage
+    ),
+}
+# NaN where a bound is 0 or xi has no meaning.
+MEASURE_COLUMNS: dict[str, Column] = {
+    "step": STEP_COLUMNS["step"],
+    "xi": _of_measures("missed / gradient_norm, the paper's assumption 1", "xi"),
+    "missed": _of_measures(
+        "norm of the exact top k of the mean accumulated gradient minus the applied update", "missed"
+    ),
+    "gradient_norm": _of_measures("norm of the mean gradient", "gradient_norm"),
+    "fill_in": _of_measures("entries that any rank selected, counted once, over k", "fill_in"),
+    "region_balance": _of_measures(
+        "entries selected in the busiest region over the mean region; NaN without regions", "region_balance"
+    ),
+    "local_deviation": Column(
+        "f8",
+        "|local nnz - k| / k",
+        "mean",
+        lambda step: abs(step.report.local_nnz - step.report.k) / step.report.k,
+    ),
+    "global_deviation": Column(
+        "f8",
+        "|global nnz - k| / k",
+        "mean",
+        lambda step: abs(step.report.global_nnz - step.report.k) / step.report.k,
+    ),
+    "words_over_lower": Column(
+        "f8", "words / (2k(P-1)/P)", "mean", lambda step: step.words_over(lower_bound)
+    ),
+    "words_over_upper": Column(
+        "f8", "words / (6k(P-1)/P)", "mean", lambda step: step.words_over(upper_bound)
+    ),
+    "seconds": _of_measures("seconds that measuring took, in no phase of the step", "seconds"),
+}
+EVALUATION_COLUMNS: dict[str, Column] = {
+    "step": Column("i8", "steps done"),
+    "epoch": Column("f8", "epochs done"),
+    "loss": Column("f8", "mean over the held-out samples; of speech, per word"),
+    "accuracy": Column("f8", "fraction of the held-out samples; of speech, 1 - word error rate"),
+    "samples": Column("i8", "of speech, words"),
+    "character_error_rate": Column(
+        "f8", "of speech, wrong characters over those said; NaN elsewhere", before=math.nan
+    ),
+    "seconds": Column("f8", ""),
+}
+SEGMENT_COLUMNS: dict[str, Column] = {
+    "step": Column("i8", "steps done when the job began"),
+    "ranks": Column("i8", ""),
+    "host": Column("S64", ""),
+    "started": Column("S32", "UTC, ISO 8601"),
+}
+
+
+def rows(columns: dict[str, Column], steps: Sequence[Step]) -> NDArray[np.float64]:
+    """float64[steps, columns]: the steps of one rank."""
+    sources = [column.source for column in columns.values()]
+    values = [[source(step) for source in sources if source is not None] for step in steps]
+    return np.array(values, np.float64).reshape(len(steps), len(sources))
+
+
+def reduced(columns: dict[str, Column], ranks: Sequence[NDArray[np.float64]]) -> Columns:
+    """Name -> value[steps], from the rows of all ranks."""
+    every = dict(zip(columns, np.moveaxis(np.stack(ranks), 2, 0), strict=True))
+    over: dict[str, Callable[..., Any]] = {
+        "mean": np.mean,
+        "max": np.max,
+        "rank 0": lambda values, axis: values[0],
+    }
+    return {name: over[column.over](every[name], axis=0) for name, column in columns.items()}
