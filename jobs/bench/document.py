@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from data.durable import draft_of, replaced
-from jobs.run import machine
+from jobs.run import provenance
 
 FORMAT = "oktopk bench 1"
 _SERIES = re.compile(r"\[[^\[\]{}\"]*\]")  # a list of numbers
@@ -49,12 +49,12 @@ def document(kind: str, runs: Sequence[dict[str, Any]], mpi: str, command: str) 
         "format": FORMAT,
         "kind": kind,
         "command": command,
-        "date": machine.now(),
-        **machine.checkout(),
-        "machine": machine.machine(),
-        "versions": machine.versions(),
+        "date": provenance.now(),
+        **provenance.checkout(),
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
         "mpi": mpi,
-        "environment": machine.environment(),
+        "environment": provenance.environment(),
         "runs": list(runs),
     }
 

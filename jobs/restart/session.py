@@ -142,7 +142,7 @@ class Session:
             resumed.identity,
             {
                 "config": json.loads(config.to_json()),
-                "versions": provenance.versions(),
+                "versions": provenance.versions() | {"mpi": provenance.mpi_library()},
                 "host": provenance.host(),
                 "commit": config.run.commit or provenance.commit(),
             },
