@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data import DataError
+from data.durable import replaced
 
 SPLITS = ("train", "test")
 
@@ -20,17 +20,9 @@ SPLITS = ("train", "test")
 @contextmanager
 def created(path: Path, **attributes: Any) -> Iterator[h5py.File]:
     """A new file with these attributes, beside `path`; it replaces `path` when the block ends, and is removed on an error."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with h5py.File(beside, "w") as file:
-            file.attrs.update(attributes)
-            yield file
-        # The name must not appear before the bytes, also when the machine stops in between.
-        with open(beside, "rb") as whole:
-            os.fsync(whole.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replaced(path) as draft, h5py.File(draft, "w") as file:
+        file.attrs.update(attributes)
+        yield file
 
 
 @contextmanager

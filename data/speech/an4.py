@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data import DataError
+from data.durable import replaced
 from data.speech.dataset import RATE, SpeechSet, encoded
 from data.speech.file import open_speech_file
 
@@ -178,17 +179,13 @@ class Parts:
             for recording in read_utterances(block, self._byte_order):
                 recordings.append(recording)
                 yield recording
-            beside = path.with_name(f"{path.stem}.{os.getpid()}.beside.npy")
-            np.save(beside, np.concatenate(recordings))
-            os.replace(beside, path)
+            with replaced(path) as draft, open(draft, "wb") as file:
+                np.save(file, np.concatenate(recordings))
 
     def remove(self) -> None:
-        """Remove them, and what interrupted calls left beside the same output."""
-        name = glob.escape(self._output.name)
-        for folder in self._output.parent.glob(f".{name}.*.parts"):
+        """Remove them, also those of other sources for the same output."""
+        for folder in self._output.parent.glob(f".{glob.escape(self._output.name)}.*.parts"):
             shutil.rmtree(folder)
-        for draft in self._output.parent.glob(f".{name}.*.part"):
-            draft.unlink(missing_ok=True)
 
 
 def _kept(path: Path, length: int) -> NDArray[np.int16] | None:

@@ -6,7 +6,6 @@ import fnmatch
 import glob
 import hashlib
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data import DataError
+from data.durable import replaced
 from data.prepared_file import SPLITS
 from data.text.corpus import read_documents, split_sentences, text_files
 from data.text.file import (
@@ -183,9 +183,8 @@ class Parts:
         arrays = {
             f"{split}_{name}": array for split in sequences for name, array in vars(sequences[split]).items()
         }
-        beside = self.folder / f"{number:06d}.{os.getpid()}.beside.npz"
-        np.savez(beside, **arrays)
-        os.replace(beside, self._path(number))
+        with replaced(self._path(number)) as draft, open(draft, "wb") as file:
+            np.savez(file, **arrays)
 
     def read(self, count: int) -> Iterator[dict[str, Sequences]]:
         """The first parts, in order."""
@@ -255,9 +254,8 @@ def _vocabulary(
     numbers = tokenizer.get_vocab()
     # the library numbers even the same words otherwise in every call
     words = [*SPECIAL, *sorted(numbers.keys() - set(SPECIAL))]
-    beside = parts.folder / f"vocabulary.{os.getpid()}.beside"
-    beside.write_text("\n".join(words) + "\n", encoding="utf-8")
-    os.replace(beside, parts.vocabulary)
+    with replaced(parts.vocabulary) as draft:
+        draft.write_text("\n".join(words) + "\n", encoding="utf-8")
     return words
 
 

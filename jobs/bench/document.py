@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shlex
 import sys
@@ -21,7 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jobs.run import machine
+from data.durable import draft_of, replaced
+from jobs.run import provenance
 
 FORMAT = "oktopk bench 1"
 _SERIES = re.compile(r"\[[^\[\]{}\"]*\]")  # a list of numbers
@@ -49,12 +49,12 @@ def document(kind: str, runs: Sequence[dict[str, Any]], mpi: str, command: str) 
         "format": FORMAT,
         "kind": kind,
         "command": command,
-        "date": machine.now(),
-        **machine.checkout(),
-        "machine": machine.machine(),
-        "versions": machine.versions(),
+        "date": provenance.now(),
+        **provenance.checkout(),
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
         "mpi": mpi,
-        "environment": machine.environment(),
+        "environment": provenance.environment(),
         "runs": list(runs),
     }
 
@@ -68,12 +68,11 @@ class Output:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         if self.path.is_dir():
             raise BenchError(f"{self.path} cannot be written: it is a directory")
         try:
-            self._draft.write_text("", encoding="utf-8")
-            self._draft.unlink()
+            draft_of(self.path).touch()
+            draft_of(self.path).unlink()
         except OSError as error:
             raise BenchError(f"{self.path} cannot be written: {error.strerror}") from error
 
@@ -84,12 +83,8 @@ class Output:
         text = _SERIES.sub(
             lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text
         )
-        self._draft.write_text(text + "\n", encoding="utf-8")
-        os.replace(self._draft, self.path)
-
-    def discard(self) -> None:
-        """Leave nothing behind if nothing was written; again is allowed."""
-        self._draft.unlink(missing_ok=True)
+        with replaced(self.path) as draft:
+            draft.write_text(text + "\n", encoding="utf-8")
 
 
 def read(path: str | Path) -> dict[str, Any]:

@@ -39,9 +39,6 @@ def drive(options: Options) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    finally:
-        if output is not None:
-            output.discard()
     return 0
 
 

@@ -56,9 +56,6 @@ def _run(options: Options, comm: MPI.Intracomm) -> int:
     except (BenchError, NonFiniteGradientError) as error:
         say(comm, f"jobs.bench: {error}", sys.stderr)
         return 2
-    finally:
-        if output is not None:
-            output.discard()
     return 0
 
 

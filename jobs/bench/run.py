@@ -20,6 +20,7 @@ from jobs.bench.host import Host
 from jobs.bench.measure import Contestant, Course, measure
 from jobs.bench.options import Options
 from jobs.bench.summary import summarize
+from jobs.run.provenance import mpi_library
 from oktopk.settings import entries_kept
 
 Result = TypeVar("Result")
@@ -27,8 +28,7 @@ Result = TypeVar("Result")
 
 def written(kind: str, runs: list[dict[str, Any]], options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
     """The document of runs on these ranks; on rank 0."""
-    library = " ".join(MPI.Get_library_version().rstrip("\0").splitlines()[0].split())
-    content = document(kind, runs, library, command_line(comm.size))
+    content = document(kind, runs, mpi_library(), command_line(comm.size))
     if content["commit"] is None and options.commit:
         content |= {"commit": options.commit, "commit_as_told": True}
     if options.device == "cuda":

@@ -24,10 +24,10 @@ from jobs.doctor import children
 from jobs.doctor.screen import screen
 from jobs.doctor.verdict import REQUIRED, verdict
 from jobs.launch import LaunchError, end_on_sigterm
-from jobs.run import machine
+from jobs.run import provenance
 
 PACKAGES = (
-    *machine.PACKAGES,
+    *provenance.PACKAGES,
     "matplotlib",
     "pydantic",
     "scikit-learn",
@@ -50,10 +50,10 @@ def examine(timeout: float, say: Callable[[str], None]) -> dict[str, Any]:
         say: told what is being tried.
     """
     found: dict[str, Any] = {
-        "machine": machine.machine(),
-        "date": machine.now(),
-        "versions": machine.versions(PACKAGES),
-        "environment": children.as_given(machine.environment())
+        "machine": provenance.machine(),
+        "date": provenance.now(),
+        "versions": provenance.versions(PACKAGES),
+        "environment": children.as_given(provenance.environment())
         | {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
         "gpu": {"present": has_driver(), "problem": ""},
         "launcher": {"command": "", "problem": ""},

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from data.durable import replaced
 from jobs.config.file import ConfigError, validate
 from jobs.experiment.budget import Pace
 from jobs.experiment.trials import Trial
@@ -53,11 +54,9 @@ class Outcome:
 
     def write(self) -> None:
         """Replace the file."""
-        beside = self._path.with_suffix(".part")
-        beside.write_text(
-            json.dumps({"current": self.current, "failed": self.failed, "stopped": self.stopped})
-        )
-        beside.replace(self._path)
+        content = {"current": self.current, "failed": self.failed, "stopped": self.stopped}
+        with replaced(self._path) as draft:
+            draft.write_text(json.dumps(content))
 
 
 def main(argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:

@@ -33,18 +33,12 @@ def method_figures(group: Group, target: float | None = None) -> Figures:
         "ranks": group.ranks,
         "runs": len(group.runs),
         "complete_runs": sum(run.complete for run in group.runs),
-        "held_out_accuracy": group.mean("held_out_accuracy"),
-        "held_out_accuracy_deviation": group.spread("held_out_accuracy"),
-        "held_out_accuracy_least": min(group.values("held_out_accuracy"), default=None),
-        "held_out_accuracy_largest": max(group.values("held_out_accuracy"), default=None),
     }
-    for name in (*ERROR_RATES, "held_out_loss"):
+    for name in ("held_out_accuracy", *ERROR_RATES, "held_out_loss"):
         rates = group.values(name)
         result[name], result[f"{name}_deviation"] = group.mean(name), group.spread(name)
-        result[f"{name}_least"], result[f"{name}_largest"] = (
-            min(rates, default=None),
-            max(rates, default=None),
-        )
+        result[f"{name}_least"] = min(rates, default=None)
+        result[f"{name}_largest"] = max(rates, default=None)
     for name in (
         "steps",
         "words",

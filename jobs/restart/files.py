@@ -23,8 +23,8 @@ from typing import Any
 import safetensors
 import safetensors.torch
 
+from data.durable import sync
 from jobs.restart.packing import Snapshot, unpack
-from jobs.run.durable import sync
 
 FORMAT = "oktopk checkpoint 1"
 COMMON = "common.safetensors"

@@ -14,6 +14,7 @@ from typing import Any, Self
 from mpi4py import MPI
 from torch import nn
 
+from data.durable import sync
 from jobs.config.config import Config
 from jobs.restart.checkpoint import Checkpointer, Interval
 from jobs.restart.files import Identity
@@ -31,7 +32,6 @@ from jobs.restart.start import (
 from jobs.restart.state import Progress, model_digest, restore, seed_generators
 from jobs.restart.watchdog import Watchdog
 from jobs.run import provenance
-from jobs.run.durable import sync
 from jobs.run.file import RunFile, RunFileError, RunInfo
 from jobs.run.reader import read_record
 from jobs.train.agreement import decide_on_root
@@ -142,7 +142,7 @@ class Session:
             resumed.identity,
             {
                 "config": json.loads(config.to_json()),
-                "versions": provenance.versions(),
+                "versions": provenance.versions() | {"mpi": provenance.mpi_library()},
                 "host": provenance.host(),
                 "commit": config.run.commit or provenance.commit(),
             },

@@ -23,6 +23,7 @@ A killed writer leaves a file that HDF5 opens in SWMR mode only, so read it with
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from data.durable import replaced
 from jobs.run.columns import (
     EVALUATION_COLUMNS,
     MEASURE_COLUMNS,
@@ -40,7 +42,6 @@ from jobs.run.columns import (
     Column,
     Columns,
 )
-from jobs.run.durable import draft_of, put_in_place
 
 FORMAT = "oktopk run 1"
 STATUSES = ("running", "complete", "failed", "interrupted")
@@ -105,18 +106,14 @@ class RunFile:
         self.path = Path(path)
         check_creatable(self.path, overwrite=overwrite)
         # Built beside and renamed: no reader meets half a file, and one that a run still writes is safe.
-        draft = draft_of(self.path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = h5py.File(draft, "w", libver="latest", locking="best-effort")
-            try:
+            with replaced(self.path) as draft, ExitStack() as on_error:
+                self._file = h5py.File(draft, "w", libver="latest", locking="best-effort")
+                on_error.callback(self._file.close)
                 self._create(info if earlier is None else replace(info, started=earlier.started))
                 self._begin(info, earlier)
-                put_in_place(self.path)
-            except BaseException:
-                self._file.close()
-                draft.unlink(missing_ok=True)
-                raise
+                on_error.pop_all()
         except OSError as error:
             raise RunFileError(f"run file {self.path} cannot be created: {error}") from error
 

@@ -11,7 +11,6 @@ The rows of a recording that was cut short, by `kill -9` as well, can be read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +19,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.run.durable import draft_of, put_in_place
+from data.durable import replaced
 
 FORMAT = "oktopk gradients 1"
 _CHUNK = 1 << 20  # elements: a row is read and written in pieces of 4 MB
@@ -91,12 +90,10 @@ class GradientRecorder:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # beside: who reads the old one may go on, and a killed writer's cannot be opened to be written
-            self._file = h5py.File(draft_of(self.path), "w", libver="latest", locking="best-effort")
-            self._create(attributes, length, kept)
-            put_in_place(self.path)
+            with replaced(self.path) as draft:
+                self._file = h5py.File(draft, "w", libver="latest", locking="best-effort")
+                self._create(attributes, length, kept)
         except OSError as error:
-            with suppress(OSError):
-                draft_of(self.path).unlink(missing_ok=True)
             raise GradientFileError(f"{self.path} cannot be written: {error}") from error
 
     def _create(self, attributes: Mapping[str, Any], length: int, kept: int) -> None:

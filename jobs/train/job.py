@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 
@@ -105,9 +107,13 @@ def open_run_file(setup: Setup, session: Session, resumed: Resumed) -> AbstractC
     created: list[RunFile] = []
 
     def create() -> None:
+        gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
         info = RunInfo(
             config=config.to_json(),
-            versions=provenance.versions_json(device=setup.placement.description),
+            versions=json.dumps(
+                provenance.versions()
+                | {"mpi": provenance.mpi_library(), "device": setup.placement.description}
+            ),
             method=config.reduction.method,
             ranks=comm.size,
             length=length,
@@ -117,7 +123,8 @@ def open_run_file(setup: Setup, session: Session, resumed: Resumed) -> AbstractC
             host=provenance.host(),
             commit=config.run.commit or provenance.commit(),
             started=provenance.now(),
-            hardware=provenance.hardware_json(),
+            # mpiexec may have bound this rank to one of the cores
+            hardware=json.dumps(provenance.machine() | {"cores": os.cpu_count(), "gpus": gpus}),
             command=provenance.command(),
             job=provenance.job(),
             data=data_checksum(config.data.path),

@@ -17,7 +17,7 @@ from jobs.bench.host import Host
 from jobs.bench.measure import FIELDS, Contestant, Course, Samples, held_bytes
 from jobs.bench.summary import formulas, summarize
 from jobs.bench.tables import run_tables
-from jobs.run.machine import environment
+from jobs.run.provenance import environment
 from oktopk.methods.gtopk import gtopk_busiest_words
 from oktopk.methods.topkdsa import topkdsa_words
 
