@@ -23,10 +23,10 @@ from pathlib import Path
 from mpi4py import MPI
 
 from jobs.cluster.rank_check import launch_problem
-from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
+from jobs.config.file import ConfigError, load
 from jobs.restart.checkpoint import CheckpointError
 from jobs.restart.signals import EXIT_STATUS, Interrupted, leave, show_when_asked
-from jobs.train.agreement import NonFiniteLossError, RanksDiverged, Refused, decide_on_root, decide_together
+from jobs.train.agreement import NonFiniteLossError, RanksDiverged, Refused, decide_on_root
 from jobs.train.job import say, train
 from jobs.train.setup import Build
 from jobs.train.tasks.build import build_workload
@@ -53,10 +53,7 @@ def main(
         return options
     try:
         check_launch(comm, os.environ)
-        document = decide_on_root(
-            comm, lambda: apply_overrides(read_toml(options.config), options.overrides), (ConfigError,)
-        )
-        config = decide_together(comm, lambda: validate(document), (ConfigError,))
+        config = decide_on_root(comm, lambda: load(options.config, options.overrides), (ConfigError,))
         train(config, comm, build)
     except Refused as refusal:
         say(comm, f"jobs.train: {refusal}")
