@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.run import machine
+from jobs.run.durable import is_special
 
 FORMAT = "oktopk bench 1"
 _SERIES = re.compile(r"\[[^\[\]{}\"]*\]")  # a list of numbers
@@ -69,8 +70,8 @@ class Output:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        if self.path.is_dir():
-            raise BenchError(f"{self.path} cannot be written: it is a directory")
+        if is_special(self.path):
+            raise BenchError(f"{self.path} cannot be written: it is not a regular file")
         try:
             self._draft.write_text("", encoding="utf-8")
             self._draft.unlink()

@@ -56,7 +56,7 @@ def plan_start(config: Config, ranks: int, environ: Mapping[str, str]) -> Start:
         RunFileError: the run file that is there is none, or is of another configuration.
     """
     path = Path(config.run.file)
-    overwrite, there = config.run.overwrite, path.exists() and not path.is_dir()
+    overwrite, there = config.run.overwrite, path.is_file()
     restarted = environ.get("SLURM_RESTART_COUNT", "0") != "0"
     if not config.checkpoint.enabled or (overwrite and not (restarted and there)):
         check_creatable(path, overwrite=overwrite)

@@ -29,7 +29,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.run.durable import draft_of, put_in_place
+from jobs.run.durable import draft_of, is_special, put_in_place
 
 FORMAT = "oktopk run 1"
 STATUSES = ("running", "complete", "failed", "interrupted")
@@ -307,8 +307,8 @@ def _append(datasets: Mapping[str, h5py.Dataset], columns: Mapping[str, NDArray[
 def check_creatable(path: str | Path, *, overwrite: bool) -> None:
     """Raise RunFileError when a run file could not be created there; creates nothing."""
     path = Path(path)
-    if path.is_dir():
-        raise RunFileError(f"run file {path} is a directory")
+    if is_special(path):
+        raise RunFileError(f"run file {path} is not a regular file")
     if path.exists() and not overwrite:
         raise RunFileError(
             f"run file {path} exists: choose another name (run.file) "

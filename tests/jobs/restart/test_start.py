@@ -125,6 +125,13 @@ def test_without_checkpoints_nothing_is_continued(tmp_path: Path) -> None:
         plan_start(off, 4, {})
 
 
+def test_a_pipe_is_neither_read_nor_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for run in ({}, {"overwrite": True}):
+        with pytest.raises(RunFileError, match=r"pipe is not a regular file"):
+            plan_start(config(tmp_path / "pipe", run=run), 4, {})
+
+
 def test_checkpoints_are_beside_the_run_file_or_where_they_are_told_to_be(tmp_path: Path) -> None:
     assert checkpoint_folder(config(tmp_path / "a.b.h5")) == tmp_path / "a.b.checkpoints"
     told = config(tmp_path / "run.h5", checkpoint={"folder": "/scratch/run"})
