@@ -18,6 +18,7 @@ from jobs.restart import files
 from jobs.restart.resume import differences
 from jobs.run import provenance
 from jobs.run.file import RunFileError, RunInfo, check_creatable
+from jobs.run.probe import check_readable
 from jobs.run.reader import RunReader
 
 # What may differ between a run and its continuation: nothing that it computes depends on these; on `deferred` only what becomes
@@ -65,6 +66,7 @@ def plan_start(config: Config, ranks: int, environ: Mapping[str, str]) -> Start:
         check_creatable(path, overwrite=False)
         return Start(resume=True)
     try:
+        check_readable(path)
         with RunReader(path) as reader:
             info, status = reader.info, reader.status
     except RunFileError as error:
