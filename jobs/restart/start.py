@@ -133,12 +133,13 @@ class FolderLock:
                 raise RunFileError(f"{folder} is in use by {holder or 'another process'}") from None
             except OSError:
                 return  # a file system without locks: nothing to be had
-        self._file.truncate(0)
         job = provenance.job()
-        self._file.write(
-            f"process {os.getpid()} on {provenance.host()}{f', Slurm job {job}' if job else ''}\n"
-        )
-        self._file.flush()
+        with contextlib.suppress(OSError):  # on a full disk the holder has no name
+            self._file.truncate(0)
+            self._file.write(
+                f"process {os.getpid()} on {provenance.host()}{f', Slurm job {job}' if job else ''}\n"
+            )
+            self._file.flush()
 
     def _opened(self) -> IO[str]:
         self._folder.mkdir(parents=True, exist_ok=True)
