@@ -281,12 +281,17 @@ class RunFile:
             raise RunFileError(f"run file {self.path} cannot be written: {_reason(error)}") from None
 
     def _abandon(self) -> None:
-        """Close the file as a killed writer leaves it: what HDF5 still has to write would fail again at exit, and crash there."""
-        nowhere = os.memfd_create("abandoned")
-        os.dup2(nowhere, self._file.id.get_vfd_handle())
-        os.close(nowhere)
-        with suppress(OSError, RuntimeError):
-            self._file.close()
+        """Leave the file as a killed writer does.
+
+        What HDF5 still has to write would fail again, and crash the process at its end: it goes to a copy in memory.
+        """
+        handle = self._file.id.get_vfd_handle()
+        with os.fdopen(os.memfd_create("abandoned"), "wb") as copy:
+            os.sendfile(copy.fileno(), handle, 0, os.fstat(handle).st_size)
+            os.dup2(copy.fileno(), handle)
+        for _ in range(2):  # where a flush has failed, the first one fails as well
+            with suppress(OSError, RuntimeError):
+                self._file.close()
 
     def _slot(self, stage: str) -> int:
         if stage not in self._slots:

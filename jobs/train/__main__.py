@@ -9,8 +9,8 @@ A run that was interrupted continues from its last checkpoint when it is started
 take one and stop all of them at the same step.
 
 Exit status: 0, also when the run was complete already; 1 when gradients or losses ceased to be finite, parameters differed
-between ranks or a checkpoint could not be written; 2 when what was asked for cannot be done, with one message and before any
-training; 75 after a signal, with a checkpoint to continue from.
+between ranks, or a checkpoint or the run file could not be written; 2 when what was asked for cannot be done, with one message
+and before any training; 75 after a signal, with a checkpoint to continue from.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from jobs.cluster.rank_check import launch_problem
 from jobs.config.file import ConfigError, load
 from jobs.restart.checkpoint import CheckpointError
 from jobs.restart.signals import EXIT_STATUS, Interrupted, leave, show_when_asked
+from jobs.run.file import RunFileError
 from jobs.train.agreement import NonFiniteLossError, RanksDiverged, Refused, decide_on_root
 from jobs.train.job import say, train
 from jobs.train.setup import Build
@@ -64,7 +65,7 @@ def main(
     except NonFiniteLossError as error:
         say(comm, f"jobs.train: {error}: try a smaller optimizer.lr")
         return 1
-    except (CheckpointError, RanksDiverged) as error:
+    except (CheckpointError, RanksDiverged, RunFileError) as error:
         say(comm, f"jobs.train: {error}")
         return 1
     except Interrupted as leaving:

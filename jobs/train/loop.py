@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from mpi4py import MPI
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from collectives.dense_allreduce import dense_words
@@ -20,10 +21,10 @@ from jobs.config.config import Config
 from jobs.restart.safeguard import Safeguard
 from jobs.restart.state import BatchStream, Progress, capture
 from jobs.run import provenance
-from jobs.run.file import RunFile
+from jobs.run.file import RunFile, RunFileError
 from jobs.run.gradient_file import GradientRecorder
-from jobs.run.recorder import StepRecorder
-from jobs.train.agreement import NonFiniteLossError, check_same_parameters
+from jobs.run.recorder import Columns, StepRecorder
+from jobs.train.agreement import NonFiniteLossError, check_same_parameters, decide_on_root
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.reduction import settling
 from jobs.train.schedule import learning_rate_factor
@@ -108,6 +109,7 @@ class TrainingLoop:
             NonFiniteGradientError: on every rank, when reduction.nonfinite is "raise".
             NonFiniteLossError: on every rank, likewise; a held-out loss is in the run file before.
             RanksDiverged: on every rank: their parameters are no longer the same.
+            RunFileError: on every rank: the run file cannot be written.
         """
         self.began = time.perf_counter() - (self.file.elapsed if self.file is not None else 0.0)
         self.workload.model.train()
@@ -205,6 +207,12 @@ class TrainingLoop:
             )
         self.timed.clear()
         gathered, measures = self.recorder.gather(), self.recorder.gather_measures()
+        decide_on_root(self.comm, lambda: self._record(gathered, measures), (RunFileError,), RunFileError)
+
+    def _record(
+        self, gathered: tuple[Columns, dict[str, NDArray[np.float64]]] | None, measures: Columns | None
+    ) -> None:
+        """What the ranks gathered into the run file, and into the progress bar; on rank 0."""
         if gathered is None or self.file is None:
             return
         columns, stages = gathered
@@ -235,16 +243,21 @@ class TrainingLoop:
         sums = np.array(dataclasses.astuple(mine), np.float64)
         self.comm.Allreduce(MPI.IN_PLACE, sums)
         loss, correct, samples, character_errors, characters = sums.tolist()
-        if self.file is not None:
-            self.file.append_evaluation(
-                step=done,
-                epoch=(done + self.ahead) / self.steps_per_epoch,
-                loss=loss / max(1.0, samples),
-                accuracy=correct / max(1.0, samples),
-                samples=samples,
-                character_error_rate=character_errors / characters if characters else math.nan,
-                seconds=time.perf_counter() - began,
-            )
+        evaluation = {
+            "step": done,
+            "epoch": (done + self.ahead) / self.steps_per_epoch,
+            "loss": loss / max(1.0, samples),
+            "accuracy": correct / max(1.0, samples),
+            "samples": samples,
+            "character_error_rate": character_errors / characters if characters else math.nan,
+            "seconds": time.perf_counter() - began,
+        }
+        decide_on_root(
+            self.comm,
+            lambda: self.file.append_evaluation(**evaluation) if self.file is not None else None,
+            (RunFileError,),
+            RunFileError,
+        )
         if not math.isfinite(loss):
             problem = f"the held-out loss after step {done} is {loss}"
             if self.config.reduction.nonfinite == "raise":
