@@ -22,13 +22,23 @@ def draft_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
 
 
+def is_special(path: Path) -> bool:
+    """Whether a directory, a device, a pipe or a socket is at `path`: nothing that a file may replace."""
+    return path.exists() and not path.is_file()
+
+
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A draft to write within the block; at its end the draft replaces `path`, on an error it is removed.
 
     Whatever happens, a file at `path` is whole, the old one or the new one. The draft may still be open, as one that is
     written on afterwards is.
+
+    Raises:
+        OSError: what is at `path` is not a regular file, or the disk is full or broken.
     """
+    if is_special(path):
+        raise OSError(f"{path} is not a regular file")
     draft = draft_of(path)
     try:
         yield draft

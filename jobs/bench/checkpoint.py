@@ -23,12 +23,12 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 from jobs.config.config import Config
-from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
+from jobs.config.file import ConfigError, load
 from jobs.restart.checkpoint import Checkpointer, Due, Interval
 from jobs.restart.files import Identity, list_sets, remove_sets
 from jobs.restart.signals import leave
 from jobs.restart.state import BatchStream, Position, capture, model_digest
-from jobs.train.agreement import Refused, decide_on_root, decide_together
+from jobs.train.agreement import Refused, decide_on_root
 from jobs.train.setup import set_up
 
 
@@ -144,10 +144,7 @@ def main(argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WO
     if not 2 <= options.every <= options.steps:
         parser.error(f"--every {options.every} is not in [2, {options.steps}], the steps")
     try:
-        document = decide_on_root(
-            comm, lambda: apply_overrides(read_toml(options.config), options.overrides), (ConfigError,)
-        )
-        config = decide_together(comm, lambda: validate(document), (ConfigError,))
+        config = decide_on_root(comm, lambda: load(options.config, options.overrides), (ConfigError,))
         made = tempfile.mkdtemp(dir=options.folder) if comm.rank == 0 else ""
         folder = Path(comm.bcast(made))
         try:

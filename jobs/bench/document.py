@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.durable import draft_of, replaced
+from data.durable import draft_of, is_special, replaced
 from jobs.run import provenance
 
 FORMAT = "oktopk bench 1"
@@ -68,8 +68,8 @@ class Output:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if self.path.is_dir():
-            raise BenchError(f"{self.path} cannot be written: it is a directory")
+        if is_special(self.path):
+            raise BenchError(f"{self.path} cannot be written: it is not a regular file")
         try:
             draft_of(self.path).touch()
             draft_of(self.path).unlink()

@@ -28,7 +28,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: unreadable file, no TOML, an unknown key (the valid ones are named) or a bad value.
     """
-    return validate(apply_overrides(read_toml(path), overrides))
+    try:
+        return validate(apply_overrides(read_toml(path), overrides))
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply") from None
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -37,7 +40,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
@@ -61,7 +64,7 @@ def apply_overrides(document: Mapping[str, Any], overrides: Sequence[str]) -> di
 def _override_value(text: str) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     # A line break in the text could have smuggled in a second key: then it is a string, oddly written.
     return parsed["value"] if len(parsed) == 1 else text

@@ -20,6 +20,17 @@ class Section(BaseModel):
     # strict: "16" is not 16. A string that reads as a number is more often a slip than an intention.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    @field_validator("*")
+    @classmethod
+    def _fits_a_system_call(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value.encode()  # a file name in another encoding raises ValueError
+            if "\0" in value:
+                raise ValueError("a name cannot hold a NUL character")
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError("an integer has 64 bits at most")
+        return value
+
 
 class ModelConfig(Section):
     """The network. A key that says which one it is for is refused beside another."""
@@ -274,7 +285,7 @@ class TrainingConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: the GPU of the rank's place on its host, where there is one"
     )
-    threads: int = Field(default=1, ge=1, description="torch threads per rank")
+    threads: int = Field(default=1, ge=1, le=4096, description="torch threads per rank")
 
     @model_validator(mode="after")
     def _ends(self) -> Self:

@@ -22,6 +22,7 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from data.durable import sync
 from jobs.restart.packing import Snapshot, unpack
@@ -60,6 +61,27 @@ class Part:
     name: str
     nbytes: int
     sha256: str
+
+
+class _PartEntry(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    bytes: int
+    sha256: str
+
+
+class _Manifest(BaseModel):
+    """What a manifest must hold to be used; the rest of it is for readers."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: int
+    model: str
+    method: str
+    length: int
+    ranks: int = Field(ge=1)
+    files: dict[str, _PartEntry]
+    config: dict[str, dict[str, Any]] = {}
 
 
 def rank_file(rank: int) -> str:
@@ -173,21 +195,32 @@ def read_manifest(path: Path, identity: Identity) -> dict[str, Any]:
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        sound = isinstance(manifest, dict) and manifest.get("digest") == _digest(manifest)
     except FileNotFoundError:
         raise BadCheckpointError(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadCheckpointError(f"{MANIFEST} is damaged: {error}") from error
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != FORMAT:
         raise BadCheckpointError(_wrong_format(found))
-    if manifest.get("digest") != _digest(manifest):
+    if not sound:
         raise BadCheckpointError(f"{MANIFEST} is damaged: its digest does not fit")
+    try:
+        _Manifest.model_validate(manifest)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        key = ".".join(map(str, fault["loc"]))
+        raise BadCheckpointError(f"{MANIFEST} is damaged: {key}: {fault['msg']}") from None
     if manifest["step"] != _step_of(path):
         raise BadCheckpointError(f"{MANIFEST} is of step {manifest['step']}")
     for name, mine in vars(identity).items():
         if manifest[name] != mine:
             raise BadCheckpointError(f"of another run: {name} {manifest[name]!r} there, {mine!r} here")
-    for name, file in manifest["files"].items():
+    parts, ranks = manifest["files"], manifest["ranks"]
+    # compared before names are made of the number
+    if len(parts) != ranks + 1 or parts.keys() != {COMMON, *map(rank_file, range(ranks))}:
+        raise BadCheckpointError(f"{MANIFEST} is damaged: its files are not those of {ranks} ranks")
+    for name, file in parts.items():
         try:
             size = (path / name).stat().st_size
         except OSError as error:

@@ -24,13 +24,11 @@ class Found:
         path: its folder.
         step: steps done.
         ranks: that wrote it.
-        about: its manifest.
     """
 
     path: Path
     step: int
     ranks: int
-    about: Mapping[str, Any]
 
     def common(self) -> dict[str, Any]:
         """What was equal on all ranks."""
@@ -86,7 +84,7 @@ def find(
         problem = problem or _first_problem(comm, path, manifest)
         if not problem:
             decide_on_root(comm, lambda: _set_aside(refused, say), (OSError,))
-            return Found(path, int(manifest["step"]), int(manifest["ranks"]), manifest)
+            return Found(path, manifest["step"], manifest["ranks"])
         refused.append(path)
         if comm.rank == 0:
             say(f"checkpoint {path} refused: {problem}")
@@ -106,17 +104,19 @@ def _set_aside(refused: list[Path], say: Callable[[str], object]) -> None:
 def _manifest(
     path: Path, identity: Identity, differing: Callable[[Mapping[str, Any]], list[str]]
 ) -> tuple[dict[str, Any], str]:
+    """What the ranks need of the manifest of a set, and what is wrong with it, "" for nothing."""
     try:
         manifest = files.read_manifest(path, identity)
+        named = differing(manifest)
     except BadCheckpointError as error:
         return {}, str(error)
-    named = differing(manifest)
-    return manifest, f"of another run: {', '.join(named)}" if named else ""
+    needed = {name: manifest[name] for name in ("step", "ranks", "files")}
+    return needed, f"of another run: {', '.join(named)}" if named else ""
 
 
 def _first_problem(comm: MPI.Intracomm, path: Path, manifest: Mapping[str, Any]) -> str:
     """What is wrong with the parts that the ranks need, each read by a rank that will; "" if nothing is."""
-    saved_ranks = int(manifest["ranks"])
+    saved_ranks = manifest["ranks"]
     mine = {comm.rank % saved_ranks, *inherited_ranks(comm.rank, comm.size, saved_ranks)}
     problem = ""
     try:

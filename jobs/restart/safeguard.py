@@ -9,13 +9,14 @@ from typing import Any, Self
 from jobs.restart.checkpoint import Checkpointer, Due
 from jobs.restart.signals import Interrupted, SignalNote
 from jobs.restart.watchdog import Phase, Watchdog
+from jobs.run.file import RunFileError
 from jobs.train.agreement import NonFiniteLossError, RanksDiverged
 from oktopk import NonFiniteGradientError
 
 Capture = Callable[[], tuple[dict[str, Any], dict[str, Any]]]
 
 # raised on every rank alike
-_TOGETHER = (NonFiniteGradientError, NonFiniteLossError, RanksDiverged, Interrupted)
+_TOGETHER = (NonFiniteGradientError, NonFiniteLossError, RanksDiverged, RunFileError, Interrupted)
 
 
 class Safeguard:

@@ -71,10 +71,14 @@ class Session:
         self._start: Start = decide_on_root(comm, self._begin, (RunFileError, OSError))
 
     def _begin(self) -> Start:
-        start = plan_start(self._config, self._comm.size, os.environ)
-        if not start.complete and (self._config.checkpoint.enabled or self._config.run.overwrite):
+        # planned when no other job writes the run any more
+        if self._config.checkpoint.enabled or self._config.run.overwrite:
             self._lock = FolderLock(self._folder)
-        return start
+        try:
+            return plan_start(self._config, self._comm.size, os.environ)
+        except BaseException:
+            self._release()
+            raise
 
     @property
     def complete(self) -> bool:
@@ -172,5 +176,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._release()
+
+    def _release(self) -> None:
         if self._lock is not None:
             self._lock.release()

@@ -18,6 +18,7 @@ from jobs.restart import files
 from jobs.restart.resume import differences
 from jobs.run import provenance
 from jobs.run.file import RunFileError, RunInfo, check_creatable
+from jobs.run.probe import check_readable
 from jobs.run.reader import RunReader
 
 # What may differ between a run and its continuation: nothing that it computes depends on these; on `deferred` only what becomes
@@ -56,7 +57,7 @@ def plan_start(config: Config, ranks: int, environ: Mapping[str, str]) -> Start:
         RunFileError: the run file that is there is none, or is of another configuration.
     """
     path = Path(config.run.file)
-    overwrite, there = config.run.overwrite, path.exists() and not path.is_dir()
+    overwrite, there = config.run.overwrite, path.is_file()
     restarted = environ.get("SLURM_RESTART_COUNT", "0") != "0"
     if not config.checkpoint.enabled or (overwrite and not (restarted and there)):
         check_creatable(path, overwrite=overwrite)
@@ -65,6 +66,7 @@ def plan_start(config: Config, ranks: int, environ: Mapping[str, str]) -> Start:
         check_creatable(path, overwrite=False)
         return Start(resume=True)
     try:
+        check_readable(path)
         with RunReader(path) as reader:
             info, status = reader.info, reader.status
     except RunFileError as error:
@@ -131,12 +133,13 @@ class FolderLock:
                 raise RunFileError(f"{folder} is in use by {holder or 'another process'}") from None
             except OSError:
                 return  # a file system without locks: nothing to be had
-        self._file.truncate(0)
         job = provenance.job()
-        self._file.write(
-            f"process {os.getpid()} on {provenance.host()}{f', Slurm job {job}' if job else ''}\n"
-        )
-        self._file.flush()
+        with contextlib.suppress(OSError):  # on a full disk the holder has no name
+            self._file.truncate(0)
+            self._file.write(
+                f"process {os.getpid()} on {provenance.host()}{f', Slurm job {job}' if job else ''}\n"
+            )
+            self._file.flush()
 
     def _opened(self) -> IO[str]:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -22,8 +22,10 @@ A killed writer leaves a file that HDF5 opens in SWMR mode only, so read it with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +35,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from data.durable import replaced
+from data.durable import is_special, replaced
 from jobs.run.columns import (
     EVALUATION_COLUMNS,
     MEASURE_COLUMNS,
@@ -48,10 +50,11 @@ STATUSES = ("running", "complete", "failed", "interrupted")
 STAGE_SLOTS = 16
 _STAGE_NAME = "S32"
 _CHUNK = 1024
+_ROOM = 1 << 20  # bytes: twice those of a file with some steps
 
 
 class RunFileError(RuntimeError):
-    """A run file that cannot be created, or is none."""
+    """A run file that cannot be created or written, or is none."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +111,16 @@ class RunFile:
         # Built beside and renamed: no reader meets half a file, and one that a run still writes is safe.
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with replaced(self.path) as draft, ExitStack() as on_error:
-                self._file = h5py.File(draft, "w", libver="latest", locking="best-effort")
-                on_error.callback(self._file.close)
-                self._create(info if earlier is None else replace(info, started=earlier.started))
-                self._begin(info, earlier)
+            with ExitStack() as on_error:
+                with replaced(self.path) as draft:
+                    _check_room(draft, _ROOM + (self.path.stat().st_size if earlier is not None else 0))
+                    self._file = h5py.File(draft, "w", libver="latest", locking="best-effort")
+                    on_error.callback(self._abandon)
+                    self._create(info if earlier is None else replace(info, started=earlier.started))
+                    self._begin(info, earlier)
                 on_error.pop_all()
-        except OSError as error:
-            raise RunFileError(f"run file {self.path} cannot be created: {error}") from error
+        except (OSError, RuntimeError) as error:
+            raise RunFileError(f"run file {self.path} cannot be created: {_reason(error)}") from error
 
     def _create(self, info: RunInfo) -> None:
         file = self._file
@@ -189,25 +194,50 @@ class RunFile:
 
         Raises:
             ValueError: a column is missing, unknown or of another length.
+            RunFileError: the disk is full or broken.
         """
-        count = _append(self._steps, columns)
-        seconds = np.zeros((count, STAGE_SLOTS))
-        for name, values in stages.items():
-            seconds[:, self._slot(name)] += values
-        done = self._stage_seconds.shape[0]
-        self._stage_seconds.resize(done + count, axis=0)
-        self._stage_seconds[done:] = seconds
-        self._file.flush()
+        with self._writing():
+            count = _append(self._steps, columns)
+            seconds = np.zeros((count, STAGE_SLOTS))
+            for name, values in stages.items():
+                seconds[:, self._slot(name)] += values
+            done = self._stage_seconds.shape[0]
+            self._stage_seconds.resize(done + count, axis=0)
+            self._stage_seconds[done:] = seconds
+            self._file.flush()
 
     def append_evaluation(self, **values: float) -> None:
-        """Append one evaluation, every name of EVALUATION_COLUMNS, and flush."""
-        _append(self._evaluations, {name: np.array([value]) for name, value in values.items()})
-        self._file.flush()
+        """Append one evaluation, every name of EVALUATION_COLUMNS, and flush. Raises as append_steps."""
+        with self._writing():
+            _append(self._evaluations, {name: np.array([value]) for name, value in values.items()})
+            self._file.flush()
 
     def append_measures(self, columns: Mapping[str, NDArray[Any]]) -> None:
-        """Append some measured steps, every name of MEASURE_COLUMNS, and flush. Raises ValueError as append_steps."""
-        _append(self._measures, columns)
-        self._file.flush()
+        """Append some measured steps, every name of MEASURE_COLUMNS, and flush. Raises as append_steps."""
+        with self._writing():
+            _append(self._measures, columns)
+            self._file.flush()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            self._abandon()
+            raise RunFileError(f"run file {self.path} cannot be written: {_reason(error)}") from None
+
+    def _abandon(self) -> None:
+        """Leave the file as a killed writer does.
+
+        What HDF5 still has to write would fail again, and crash the process at its end: it goes to a copy in memory.
+        """
+        handle = self._file.id.get_vfd_handle()
+        with os.fdopen(os.memfd_create("abandoned"), "wb") as copy:
+            os.sendfile(copy.fileno(), handle, 0, os.fstat(handle).st_size)
+            os.dup2(copy.fileno(), handle)
+        for _ in range(2):  # where a flush has failed, the first one fails as well
+            with suppress(OSError, RuntimeError):
+                self._file.close()
 
     def _slot(self, stage: str) -> int:
         if stage not in self._slots:
@@ -227,16 +257,35 @@ class RunFile:
             self.close("complete")
         else:
             # SystemExit is how a SIGTERM arrives here, see jobs.train.
-            self.close("interrupted" if issubclass(kind, (KeyboardInterrupt, SystemExit)) else "failed")
+            status = "interrupted" if issubclass(kind, (KeyboardInterrupt, SystemExit)) else "failed"
+            with suppress(RunFileError):  # the block's own error is the one to tell
+                self.close(status)
 
     def close(self, status: str) -> None:
-        """Write how the run ended ("complete", "failed" or "interrupted") and close; again is allowed."""
+        """Write how the run ended ("complete", "failed" or "interrupted") and close; again is allowed.
+
+        Raises:
+            RunFileError: the disk is full or broken.
+        """
         if status not in STATUSES:
             raise ValueError(f"status {status!r} is not one of {', '.join(STATUSES)}")
         if self._file:
-            self._status[0] = status
-            self._file.flush()
-            self._file.close()
+            with self._writing():
+                self._status[0] = status
+                self._file.flush()
+                self._file.close()
+
+
+def _check_room(path: Path, nbytes: int) -> None:
+    """Raise OSError unless a file there can have that many bytes: HDF5 may crash when it creates one on a full disk."""
+    with open(path, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+
+
+def _reason(error: Exception) -> str:
+    """What the system says, out of HDF5's words around it."""
+    found = re.search(r"error message = '([^']*)'", str(error))
+    return found[1] if found else str(getattr(error, "strerror", None) or error)
 
 
 def _append(datasets: Mapping[str, h5py.Dataset], columns: Mapping[str, NDArray[Any]]) -> int:
@@ -256,8 +305,8 @@ def _append(datasets: Mapping[str, h5py.Dataset], columns: Mapping[str, NDArray[
 def check_creatable(path: str | Path, *, overwrite: bool) -> None:
     """Raise RunFileError when a run file could not be created there; creates nothing."""
     path = Path(path)
-    if path.is_dir():
-        raise RunFileError(f"run file {path} is a directory")
+    if is_special(path):
+        raise RunFileError(f"run file {path} is not a regular file")
     if path.exists() and not overwrite:
         raise RunFileError(
             f"run file {path} exists: choose another name (run.file) "

@@ -22,11 +22,12 @@ from jobs.run.columns import (
     Column,
     Columns,
 )
-from jobs.run.file import FORMAT, RunFileError, RunInfo, RunRecord
+from jobs.run.file import FORMAT, STATUSES, RunFileError, RunInfo, RunRecord
 
 LATER_GROUPS = ("measures", "segments")
 """Groups that older files lack."""
 PATIENCE = 20  # tenths of a second
+_SLACK = 1 << 26  # bytes that a writer at work may be ahead of the size of its file
 DAMAGE = (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 """What reading from a damaged file raises, as h5py has no error of its own."""
 
@@ -74,6 +75,8 @@ class RunReader:
                 self._file = self._open(swmr=True)
         except FileNotFoundError:
             raise RunFileError(f"{self.path}: no such file") from None
+        except RunFileError:
+            raise
         except (OSError, RuntimeError) as error:  # h5py's, of a damaged file
             raise RunFileError(f"{self.path} is not a run file: {error}") from error
         if self._file.attrs.get("format") != FORMAT:
@@ -100,8 +103,14 @@ class RunReader:
     def info(self) -> RunInfo:
         """The attributes."""
         attributes = self._file.attrs  # older files lack the newest, which have defaults
-        values = {name: attributes[name] for name in RunInfo.__dataclass_fields__ if name in attributes}
-        return RunInfo(**{name: v.item() if isinstance(v, np.generic) else v for name, v in values.items()})
+        values: dict[str, Any] = {}
+        for name, field in RunInfo.__dataclass_fields__.items():
+            if name in attributes:
+                value = attributes[name]
+                values[name] = value.item() if isinstance(value, np.generic) else value
+                if type(values[name]).__name__ != field.type:
+                    raise TypeError(f"its {name} is no {field.type}")
+        return RunInfo(**values)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -110,9 +119,12 @@ class RunReader:
 
     @property
     def status(self) -> str:
-        """One of STATUSES. "running" is also what a killed run says."""
+        """One of STATUSES. "running" is also what a killed run says. Raises ValueError: it is none of them."""
         self._file["status"].refresh()
-        return bytes(self._file["status"][0]).decode()
+        status = bytes(self._file["status"][0]).decode()
+        if status not in STATUSES:
+            raise ValueError(f"its status is {status!r}")
+        return status
 
     def steps(self) -> Columns:
         """Every column of STEP_COLUMNS as of now, all of one length. Raises RunFileError: one is missing."""
@@ -134,9 +146,9 @@ class RunReader:
         """Stage of the reduction -> seconds[steps], mean over the ranks."""
         for name in ("stages/names", "stages/seconds"):
             self._file[name].refresh()
-        names = [bytes(name).decode() for name in self._file["stages/names"][...]]
-        seconds = self._file["stages/seconds"][...]
-        return {name: seconds[:, slot] for slot, name in enumerate(names) if name}
+        names = [bytes(name).decode() for name in self._values("stages/names", 1)]
+        slots = self._values("stages/seconds", 2).T
+        return {name: seconds for name, seconds in zip(names, slots, strict=False) if name}
 
     def _columns(self, group: str, known: Mapping[str, Column]) -> Columns:
         if group in LATER_GROUPS and group not in self._file:
@@ -144,7 +156,7 @@ class RunReader:
         columns = {}
         for name, dataset in self._file[group].items():
             dataset.refresh()
-            columns[name] = dataset[...]
+            columns[name] = self._values(f"{group}/{name}", 1)
         # The writer extends one column after another: a row that some columns lack is not there yet.
         shortest = min((len(values) for values in columns.values()), default=0)
         columns = {name: values[:shortest] for name, values in columns.items()}
@@ -155,18 +167,35 @@ class RunReader:
             columns[name] = np.full(shortest, before)
         return {name: columns[name] for name in known}
 
+    def _values(self, name: str, dimensions: int) -> NDArray[Any]:
+        dataset = self._file[name]
+        # a damaged shape could ask for all memory there is
+        most = self.path.stat().st_size + _SLACK
+        if dataset.ndim != dimensions or dataset.dtype.kind not in "iufS" or dataset.nbytes > most:
+            raise ValueError(f"its {name} is {dataset.dtype} of shape {dataset.shape}")
+        values: NDArray[Any] = dataset[...]
+        return values
+
 
 def read_record(path: str | Path, done: int) -> RunRecord:
     """What a run file holds of its first `done` steps, whatever became of its writer.
 
     Raises:
         RunFileError: no such file, or not a run file.
+        ValueError: a column is of another type, or the steps do not ascend.
     """
     with RunReader(path) as reader:
         steps, evaluations, stages = reader.steps(), reader.evaluations(), reader.stages()
         measures, segments, started = reader.measures(), reader.segments(), reader.info.started
-    # read after the steps, hence longer where the writer is at work
+    _check_columns("steps", steps, STEP_COLUMNS)
+    _check_columns("evaluations", evaluations, EVALUATION_COLUMNS)
+    _check_columns("measures", measures, MEASURE_COLUMNS)
+    _check_columns("segments", segments, SEGMENT_COLUMNS)
+    if np.any(steps["step"][1:] <= steps["step"][:-1]):
+        raise ValueError("its steps do not ascend")
     count = int(np.searchsorted(steps["step"], done, side="right"))
+    # read after the steps, hence longer where the writer is at work, and shorter where it was killed in between
+    count = min(count, *map(len, stages.values())) if stages else count
     return RunRecord(
         started=started,
         steps={name: values[:count] for name, values in steps.items()},
@@ -175,3 +204,9 @@ def read_record(path: str | Path, done: int) -> RunRecord:
         measures={name: values[measures["step"] <= done] for name, values in measures.items()},
         segments={name: values[segments["step"] <= done] for name, values in segments.items()},
     )
+
+
+def _check_columns(group: str, columns: Columns, known: Mapping[str, Column]) -> None:
+    for name, column in known.items():
+        if (columns[name].dtype.kind == "S") != (np.dtype(column.dtype).kind == "S"):
+            raise ValueError(f"its {group}/{name} is {columns[name].dtype}, not {column.dtype}")

@@ -9,8 +9,8 @@ A run that was interrupted continues from its last checkpoint when it is started
 take one and stop all of them at the same step.
 
 Exit status: 0, also when the run was complete already; 1 when gradients or losses ceased to be finite, parameters differed
-between ranks or a checkpoint could not be written; 2 when what was asked for cannot be done, with one message and before any
-training; 75 after a signal, with a checkpoint to continue from.
+between ranks, or a checkpoint or the run file could not be written; 2 when what was asked for cannot be done, with one message
+and before any training; 75 after a signal, with a checkpoint to continue from.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from pathlib import Path
 from mpi4py import MPI
 
 from jobs.cluster.rank_check import launch_problem
-from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
+from jobs.config.file import ConfigError, load
 from jobs.restart.checkpoint import CheckpointError
 from jobs.restart.signals import EXIT_STATUS, Interrupted, leave, show_when_asked
-from jobs.train.agreement import NonFiniteLossError, RanksDiverged, Refused, decide_on_root, decide_together
+from jobs.run.file import RunFileError
+from jobs.train.agreement import NonFiniteLossError, RanksDiverged, Refused, decide_on_root
 from jobs.train.job import say, train
 from jobs.train.setup import Build
 from jobs.train.tasks.build import build_workload
@@ -53,10 +54,7 @@ def main(
         return options
     try:
         check_launch(comm, os.environ)
-        document = decide_on_root(
-            comm, lambda: apply_overrides(read_toml(options.config), options.overrides), (ConfigError,)
-        )
-        config = decide_together(comm, lambda: validate(document), (ConfigError,))
+        config = decide_on_root(comm, lambda: load(options.config, options.overrides), (ConfigError,))
         train(config, comm, build)
     except Refused as refusal:
         say(comm, f"jobs.train: {refusal}")
@@ -67,7 +65,7 @@ def main(
     except NonFiniteLossError as error:
         say(comm, f"jobs.train: {error}: try a smaller optimizer.lr")
         return 1
-    except (CheckpointError, RanksDiverged) as error:
+    except (CheckpointError, RanksDiverged, RunFileError) as error:
         say(comm, f"jobs.train: {error}")
         return 1
     except Interrupted as leaving:

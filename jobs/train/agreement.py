@@ -26,7 +26,10 @@ class NonFiniteLossError(ArithmeticError):
 
 
 def decide_on_root(
-    comm: MPI.Intracomm, action: Callable[[], Result], faults: tuple[type[Exception], ...]
+    comm: MPI.Intracomm,
+    action: Callable[[], Result],
+    faults: tuple[type[Exception], ...],
+    raises: type[Exception] = Refused,
 ) -> Result:
     """Run the action on rank 0 alone and give its result to every rank.
 
@@ -34,9 +37,10 @@ def decide_on_root(
         comm: collective.
         action: returns something that pickles.
         faults: what counts as the user's fault; any other exception ends the job as usual.
+        raises: on every rank, with the fault's message.
 
     Raises:
-        Refused: on every rank, with the fault's message.
+        Refused, or what `raises` says instead.
 
     Traffic: one broadcast.
     """
@@ -49,7 +53,7 @@ def decide_on_root(
             message = str(fault)
     message, results = comm.bcast((message, results))
     if message is not None:
-        raise Refused(message)
+        raise raises(message)
     return results[0]
 
 

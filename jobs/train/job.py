@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from mpi4py import MPI
@@ -25,7 +26,7 @@ from jobs.train.setup import Build, Setup, set_up
 from oktopk import NonFiniteGradientError
 from oktopk.settings import entries_kept
 
-FAULTS = (Refused, NonFiniteGradientError, NonFiniteLossError, RanksDiverged, CheckpointError)
+FAULTS = (Refused, NonFiniteGradientError, NonFiniteLossError, RanksDiverged, CheckpointError, RunFileError)
 """What ends a run before its end; raised on every rank alike."""
 
 
@@ -37,7 +38,7 @@ def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
         Interrupted: on every rank: a signal asked to stop.
         NonFiniteGradientError: on every rank, when reduction.nonfinite is "raise".
         NonFiniteLossError: on every rank, likewise, or of held-out data.
-        CheckpointError: on every rank.
+        CheckpointError, RunFileError: on every rank: it could not be written.
         RanksDiverged: on every rank: their parameters are no longer the same.
     """
     torch.set_num_threads(config.training.threads)
@@ -101,8 +102,14 @@ def open_gradient_file(
     return decide_together(comm, create, (GradientFileError,))
 
 
-def open_run_file(setup: Setup, session: Session, resumed: Resumed) -> AbstractContextManager[RunFile | None]:
-    """The run file on rank 0, None elsewhere; collective. Raises Refused."""
+@contextmanager
+def open_run_file(setup: Setup, session: Session, resumed: Resumed) -> Iterator[RunFile | None]:
+    """The run file on rank 0, None elsewhere, closed with how the block ended; collective.
+
+    Raises:
+        Refused: on every rank: it cannot be created.
+        RunFileError: on every rank: its end cannot be written.
+    """
     config, comm, length = setup.config, setup.comm, setup.optimizer.length
     created: list[RunFile] = []
 
@@ -132,7 +139,10 @@ def open_run_file(setup: Setup, session: Session, resumed: Resumed) -> AbstractC
         created.append(session.create_run_file(info, resumed))
 
     decide_on_root(comm, create, (RunFileError, OSError))
-    return created[0] if created else nullcontext()
+    file = created[0] if created else None
+    with file or nullcontext():
+        yield file
+        decide_on_root(comm, lambda: file.close("complete") if file else None, (RunFileError,), RunFileError)
 
 
 def say(comm: MPI.Intracomm, message: str) -> None:

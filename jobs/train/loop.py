@@ -21,10 +21,10 @@ from jobs.restart.safeguard import Safeguard
 from jobs.restart.state import BatchStream, Progress, capture
 from jobs.run import provenance
 from jobs.run.columns import Step
-from jobs.run.file import RunFile
+from jobs.run.file import RunFile, RunFileError
 from jobs.run.gradient_file import GradientRecorder
-from jobs.run.recorder import gather
-from jobs.train.agreement import NonFiniteLossError, check_same_parameters
+from jobs.run.recorder import Gathered, gather
+from jobs.train.agreement import NonFiniteLossError, check_same_parameters, decide_on_root
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.reduction import settling
 from jobs.train.schedule import learning_rate_factor
@@ -108,6 +108,7 @@ class TrainingLoop:
             NonFiniteGradientError: on every rank, when reduction.nonfinite is "raise".
             NonFiniteLossError: on every rank, likewise; a held-out loss is in the run file before.
             RanksDiverged: on every rank: their parameters are no longer the same.
+            RunFileError: on every rank: the run file cannot be written.
         """
         self.began = time.perf_counter() - (self.file.elapsed if self.file is not None else 0.0)
         self.workload.model.train()
@@ -199,6 +200,10 @@ class TrainingLoop:
         if self.config.reduction.nonfinite == "raise":
             self._check_losses(measured)
         gathered = gather(self.comm, measured)
+        decide_on_root(self.comm, lambda: self._record(gathered), (RunFileError,), RunFileError)
+
+    def _record(self, gathered: Gathered | None) -> None:
+        """What the ranks gathered into the run file, and into the progress bar; on rank 0."""
         if gathered is None or self.file is None:
             return
         self.file.append_steps(gathered.steps, gathered.stages)
@@ -228,16 +233,21 @@ class TrainingLoop:
         sums = np.array(dataclasses.astuple(mine), np.float64)
         self.comm.Allreduce(MPI.IN_PLACE, sums)
         loss, correct, samples, character_errors, characters = sums.tolist()
-        if self.file is not None:
-            self.file.append_evaluation(
-                step=done,
-                epoch=(done + self.ahead) / self.steps_per_epoch,
-                loss=loss / max(1.0, samples),
-                accuracy=correct / max(1.0, samples),
-                samples=samples,
-                character_error_rate=character_errors / characters if characters else math.nan,
-                seconds=time.perf_counter() - began,
-            )
+        evaluation = {
+            "step": done,
+            "epoch": (done + self.ahead) / self.steps_per_epoch,
+            "loss": loss / max(1.0, samples),
+            "accuracy": correct / max(1.0, samples),
+            "samples": samples,
+            "character_error_rate": character_errors / characters if characters else math.nan,
+            "seconds": time.perf_counter() - began,
+        }
+        decide_on_root(
+            self.comm,
+            lambda: self.file.append_evaluation(**evaluation) if self.file is not None else None,
+            (RunFileError,),
+            RunFileError,
+        )
         if not math.isfinite(loss):
             problem = f"the held-out loss after step {done} is {loss}"
             if self.config.reduction.nonfinite == "raise":

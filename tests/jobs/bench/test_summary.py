@@ -222,7 +222,7 @@ def test_what_is_no_document_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").write_text(json.dumps([1]))
     with pytest.raises(BenchError, match="its format is None, not 'oktopk bench 1'"):
         read(tmp_path / "other")
-    with pytest.raises(BenchError, match="it is a directory"):
+    with pytest.raises(BenchError, match="it is not a regular file"):
         Output(tmp_path)
     with pytest.raises(BenchError, match="cannot be written: No such file or directory"):
         Output(tmp_path / "nowhere" / "bench.json")

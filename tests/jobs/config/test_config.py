@@ -142,6 +142,11 @@ def test_an_unknown_section_names_itself_and_the_valid_ones() -> None:
         ("data.name=cifar10", "[data] path is empty, but the data set 'cifar10' is read from a file"),
         ("training.label_smoothing=1", "training.label_smoothing = 1: Input should be less than 1"),
         ("run.file=''", 'run.file = "": the run file\'s name is empty'),
+        ("run.file=a\0b", 'run.file = "a\\u0000b": a name cannot hold a NUL character'),
+        ("run.file=a\udcff", "codec can't encode character '\\udcff'"),
+        ("training.threads=100000000000", "training.threads = 100000000000: Input should be less than or"),
+        (f"training.eval_every={10**30}", f"training.eval_every = {10**30}: an integer has 64 bits at most"),
+        (f"training.steps={'[' * 5000}", 'training.steps = "[[['),
     ],
 )
 def test_a_bad_value_names_itself_and_the_bound(override: str, message: str) -> None:
@@ -193,6 +198,12 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
     broken.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="is not TOML"):
         read_toml(broken)
+    with pytest.raises(ConfigError, match="is not TOML: embedded null byte"):
+        load("a\0b")
+    for deep in ("x = " + "[" * 5000, ".".join("a" * 5000) + " = 1"):
+        broken.write_text(f"[schedule]\nmilestones.{deep}\n")
+        with pytest.raises(ConfigError, match=r"broken.toml is nested too deeply"):
+            load(broken)
 
 
 def factor(

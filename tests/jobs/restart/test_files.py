@@ -163,6 +163,34 @@ def change(**values: Any) -> Callable[[Path], None]:
     return apply
 
 
+def deep(key: str) -> Callable[[Path], None]:
+    """A manifest that holds 5,000 lists in each other."""
+
+    def apply(path: Path) -> None:
+        nested = f'{{"{key}": {"[" * 5000}{"]" * 5000}}}'
+        (path / files.MANIFEST).write_text(nested)
+
+    return apply
+
+
+def change_part(name: str = files.COMMON, **values: Any) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        parts = json.loads((path / files.MANIFEST).read_text())["files"]
+        change(files={**parts, name: {**parts[files.COMMON], **values}})(path)
+
+    return apply
+
+
+def drop(key: str) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        manifest = json.loads((path / files.MANIFEST).read_text())
+        del manifest[key]
+        (path / files.MANIFEST).write_text(json.dumps(manifest))
+        change()(path)
+
+    return apply
+
+
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (truncate, r"rank-00001\.safetensors is truncated: 100 of \d+ bytes"),
     (flip_a_bit, r"rank-00001\.safetensors is damaged: its SHA-256 does not fit"),
@@ -178,6 +206,25 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
         r"its format 'another 1', not 'oktopk checkpoint 1'|its format is 'another 1'",
     ),
     (change(step=7), r"manifest\.json is of step 7"),
+    (deep("format"), r"manifest\.json is damaged: maximum recursion depth"),
+    (drop("ranks"), r"manifest\.json is damaged: ranks: Field required"),
+    (drop("model"), r"manifest\.json is damaged: model: Field required"),
+    (drop("files"), r"manifest\.json is damaged: files: Field required"),
+    (change(step="20"), r"manifest\.json is damaged: step: Input should be a valid integer"),
+    (change(ranks="two"), r"manifest\.json is damaged: ranks: Input should be a valid integer"),
+    (change(ranks=0), r"manifest\.json is damaged: ranks: Input should be greater than or equal to 1"),
+    (change(ranks=10**30), r"manifest\.json is damaged: its files are not those of 10{30} ranks"),
+    (change(files=[]), r"manifest\.json is damaged: files: Input should be a valid dictionary"),
+    (change(files={}), r"manifest\.json is damaged: its files are not those of 2 ranks"),
+    (
+        change(config={"run": 3}),
+        r"manifest\.json is damaged: config\.run: Input should be a valid dictionary",
+    ),
+    (change_part("../../outside"), r"manifest\.json is damaged: its files are not those of 2 ranks"),
+    (change_part("a\0b"), r"manifest\.json is damaged: its files are not those of 2 ranks"),
+    (change_part(bytes="1"), r"common\.safetensors\.bytes: Input should be a valid integer"),
+    (change_part(bytes=10**30), r"common\.safetensors is truncated: \d+ of 10{30} bytes"),
+    (change_part(sha256=None), r"common\.safetensors\.sha256: Input should be a valid string"),
 ]
 
 

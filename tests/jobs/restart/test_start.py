@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from data.prepared_file import data_checksum
 from jobs.config.config import Config
+from jobs.restart.session import Session
 from jobs.restart.start import FolderLock, checkpoint_folder, plan_start
 from jobs.run.file import RunFile, RunFileError, RunInfo
 from jobs.run.reader import read_record
+from jobs.train.agreement import Refused
 from tests.jobs.run.test_file import INFO, columns, evaluation
 from tests.small_experiment import write_images
 
@@ -125,6 +128,13 @@ def test_without_checkpoints_nothing_is_continued(tmp_path: Path) -> None:
         plan_start(off, 4, {})
 
 
+def test_a_pipe_is_neither_read_nor_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for run in ({}, {"overwrite": True}):
+        with pytest.raises(RunFileError, match=r"pipe is not a regular file"):
+            plan_start(config(tmp_path / "pipe", run=run), 4, {})
+
+
 def test_checkpoints_are_beside_the_run_file_or_where_they_are_told_to_be(tmp_path: Path) -> None:
     assert checkpoint_folder(config(tmp_path / "a.b.h5")) == tmp_path / "a.b.checkpoints"
     told = config(tmp_path / "run.h5", checkpoint={"folder": "/scratch/run"})
@@ -151,6 +161,27 @@ def test_who_waited_for_a_lock_that_is_removed_holds_the_next_one(tmp_path: Path
         FolderLock(folder, patience=0.0)
     second.release()
     assert not folder.exists()
+
+
+def test_a_job_plans_when_the_one_before_it_is_gone(tmp_path: Path) -> None:
+    made = config(tmp_path / "run.h5")
+    folder = checkpoint_folder(made)
+    first = FolderLock(folder)
+    with ThreadPoolExecutor() as others:
+        waiting = others.submit(Session, made, MPI.COMM_SELF)
+        time.sleep(0.5)  # long enough to be waiting, most of the time
+        leave_run_file(tmp_path / "run.h5", made, "complete", ranks=1)
+        first.release()
+        with waiting.result() as second:
+            assert second.complete
+    assert not folder.exists()
+
+
+def test_a_job_that_is_refused_leaves_no_lock(tmp_path: Path) -> None:
+    (tmp_path / "run.h5").write_text("no run file")
+    with pytest.raises(Refused, match=r"run\.h5 is not a run file"):
+        Session(config(tmp_path / "run.h5"), MPI.COMM_SELF)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.h5"]
 
 
 def test_a_run_file_continues_without_gap_or_doubled_step(tmp_path: Path) -> None:

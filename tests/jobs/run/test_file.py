@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from data.durable import replaced
 from jobs.report.summary import read_readable
 from jobs.run.columns import EVALUATION_COLUMNS, MEASURE_COLUMNS, STEP_COLUMNS
 from jobs.run.file import STAGE_SLOTS, RunFile, RunFileError, RunInfo, check_creatable
@@ -185,8 +186,13 @@ def test_a_run_file_is_replaced_when_allowed_even_while_it_is_written(tmp_path: 
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunFileError, match="is a directory"):
-        check_creatable(tmp_path, overwrite=True)
+    os.mkfifo(tmp_path / "pipe")
+    for special in (tmp_path, tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(RunFileError, match=f"{special} is not a regular file"):
+            check_creatable(special, overwrite=True)
+        with pytest.raises(OSError, match=f"{special} is not a regular file"), replaced(special):
+            pass
+    (tmp_path / "pipe").unlink()
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFileError, match="cannot be created"):
         RunFile(tmp_path / "file" / "run.h5", INFO)

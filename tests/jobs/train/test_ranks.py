@@ -165,7 +165,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank_alike(tmp_path: Pa
     expected = [
         r"jobs\.train: reduction\.densty: unknown key in \[reduction\] .*; valid: method, density, .*",
         r"jobs\.train: model\.width = 0\.0: Input should be greater than 0",
-        rf"jobs\.train: run file {folder} is a directory",
+        rf"jobs\.train: run file {folder} is not a regular file",
         r"jobs\.train: 899 samples are fewer than .*900.*",
         rf"jobs\.train: {folder}/none\.h5: no such file.*",
         r"jobs\.train: model: width 0\.001 leaves no channel.*",

@@ -1,0 +1,104 @@
+"""What ends jobs.train with one sentence and no traceback: files that it cannot read, replace or write."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from jobs.config.config import Config
+from jobs.restart.signals import heed_again
+from jobs.run.file import RunFile
+from jobs.train.__main__ import main
+from jobs.train.tasks.task import Workload
+from tests.launched import ROOT
+from tests.tiny_job import Tiny
+from tests.tiny_runs import CONFIG, SETTINGS
+
+
+def build(config: Config, *, rank: int, size: int) -> Workload:
+    return Tiny(config, rank, {})
+
+
+def train(path: Path, *settings: str) -> int:
+    words = [str(CONFIG), "--set", *SETTINGS, f"run.file={path}", "run.watchdog=0", *settings]
+    try:
+        return main(words, comm=MPI.COMM_SELF, build=build)
+    finally:
+        heed_again()
+
+
+def break_disk(file: RunFile) -> None:
+    """From here on the file can be read, and every write to it fails."""
+    with open(file.path, "rb") as readable:
+        os.dup2(readable.fileno(), file._file.id.get_vfd_handle())
+
+
+def test_what_cannot_be_read_or_replaced_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged, pipe = tmp_path / "damaged.h5", tmp_path / "pipe"
+    damaged.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(1000))
+    os.mkfifo(pipe)
+    for path, settings, said in (
+        (damaged, [], f"it cannot be continued: {damaged} is not a run file"),
+        (pipe, ["run.overwrite=true"], f"run file {pipe} is not a regular file"),
+        (Path("a\0b"), [], "run.file = "),
+        (tmp_path / "run.h5", ["training.threads=100000000000"], "training.threads = 100000000000: "),
+    ):
+        assert train(path, *settings) == 2
+        told = capsys.readouterr().err.splitlines()
+        assert len(told) == 1
+        assert said in told[0]
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("method", ["append_steps", "append_evaluation", "close"])
+def test_a_broken_disk_under_the_run_file_ends_the_run_with_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    path, write = tmp_path / "run.h5", getattr(RunFile, method)
+
+    def write_on_broken_disk(file: RunFile, *values: Any, **named: Any) -> None:
+        if file._file:
+            break_disk(file)
+        write(file, *values, **named)
+
+    monkeypatch.setattr(RunFile, method, write_on_broken_disk)
+    assert train(path, "training.steps=5") == 1
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("jobs.train")]
+    assert told == [f"jobs.train: run file {path} cannot be written: Bad file descriptor"]
+
+
+def test_a_run_file_on_a_broken_disk_does_not_crash_the_process_that_wrote_it(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "import numpy as np\n"
+        "from jobs.run.file import RunFile, RunFileError\n"
+        "from tests.jobs.run.test_file import INFO, columns\n"
+        "from tests.jobs.train.test_refusals import break_disk\n"
+        "try:\n"
+        "    with RunFile(Path(sys.argv[1]), INFO) as file:\n"
+        "        file.append_steps(columns(1, 3), {})\n"
+        "        break_disk(file)\n"
+        "        file.append_steps(columns(4, 3000), {})\n"
+        "except RunFileError as error:\n"
+        "    print(error)\n"
+    )
+    path = tmp_path / "run.h5"
+    child = subprocess.run(
+        [sys.executable, "-c", script, str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (child.returncode, child.stderr) == (0, "")
+    assert child.stdout == f"run file {path} cannot be written: Bad file descriptor\n"
