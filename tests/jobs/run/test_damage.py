@@ -1,9 +1,12 @@
-"""Damaged run files: each is refused by name within seconds, or can be continued."""
+"""Damaged run files are refused by name within seconds, or can be continued; one that cannot be written is one error."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +19,7 @@ from jobs.run.file import RunFile, RunFileError
 from jobs.run.probe import check_readable, problem
 from jobs.run.reader import read_record
 from tests.jobs.run.test_file import INFO, columns, evaluation
+from tests.launched import ROOT
 
 
 def write_run(folder: Path) -> tuple[Path, Path]:
@@ -126,3 +130,38 @@ def test_a_run_file_with_other_content_is_refused_by_name(
     found = problem(path)
     assert found.startswith(f"{path} is not a ")
     assert re.search(said, found)
+
+
+def break_disk(file: RunFile) -> None:
+    """From here on the file can be read, and every write to it fails."""
+    with open(file.path, "rb") as readable:
+        os.dup2(readable.fileno(), file._file.id.get_vfd_handle())
+
+
+def test_a_run_file_on_a_broken_disk_does_not_crash_the_process_that_wrote_it(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "import numpy as np\n"
+        "from jobs.run.file import RunFile, RunFileError\n"
+        "from tests.jobs.run.test_file import INFO, columns\n"
+        "from tests.jobs.run.test_damage import break_disk\n"
+        "try:\n"
+        "    with RunFile(Path(sys.argv[1]), INFO) as file:\n"
+        "        file.append_steps(columns(1, 3), {})\n"
+        "        break_disk(file)\n"
+        "        file.append_steps(columns(4, 3000), {})\n"
+        "except RunFileError as error:\n"
+        "    print(error)\n"
+    )
+    path = tmp_path / "run.h5"
+    child = subprocess.run(
+        [sys.executable, "-c", script, str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (child.returncode, child.stderr) == (0, "")
+    assert child.stdout == f"run file {path} cannot be written: Bad file descriptor\n"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from jobs.restart.signals import heed_again
 from jobs.run.file import RunFile
 from jobs.train.__main__ import main
 from jobs.train.tasks.task import Workload
-from tests.launched import ROOT
+from tests.jobs.run.test_damage import break_disk
 from tests.tiny_job import Tiny
 from tests.tiny_runs import CONFIG, SETTINGS
 
@@ -31,12 +29,6 @@ def train(path: Path, *settings: str) -> int:
         return main(words, comm=MPI.COMM_SELF, build=build)
     finally:
         heed_again()
-
-
-def break_disk(file: RunFile) -> None:
-    """From here on the file can be read, and every write to it fails."""
-    with open(file.path, "rb") as readable:
-        os.dup2(readable.fileno(), file._file.id.get_vfd_handle())
 
 
 def test_what_cannot_be_read_or_replaced_is_refused_before_training(
@@ -73,32 +65,3 @@ def test_a_broken_disk_under_the_run_file_ends_the_run_with_one_sentence(
     assert train(path, "training.steps=5") == 1
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("jobs.train")]
     assert told == [f"jobs.train: run file {path} cannot be written: Bad file descriptor"]
-
-
-def test_a_run_file_on_a_broken_disk_does_not_crash_the_process_that_wrote_it(tmp_path: Path) -> None:
-    script = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "import numpy as np\n"
-        "from jobs.run.file import RunFile, RunFileError\n"
-        "from tests.jobs.run.test_file import INFO, columns\n"
-        "from tests.jobs.train.test_refusals import break_disk\n"
-        "try:\n"
-        "    with RunFile(Path(sys.argv[1]), INFO) as file:\n"
-        "        file.append_steps(columns(1, 3), {})\n"
-        "        break_disk(file)\n"
-        "        file.append_steps(columns(4, 3000), {})\n"
-        "except RunFileError as error:\n"
-        "    print(error)\n"
-    )
-    path = tmp_path / "run.h5"
-    child = subprocess.run(
-        [sys.executable, "-c", script, str(path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (child.returncode, child.stderr) == (0, "")
-    assert child.stdout == f"run file {path} cannot be written: Bad file descriptor\n"
