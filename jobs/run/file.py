@@ -113,7 +113,7 @@ class RunFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with ExitStack() as on_error:
                 with replaced(self.path) as draft:
-                    _check_room(draft, _ROOM + (self.path.stat().st_size if earlier is not None else 0))
+                    _check_room(draft, _ROOM + (self.path.stat().st_size if self.path.exists() else 0))
                     self._file = h5py.File(draft, "w", libver="latest", locking="best-effort")
                     on_error.callback(self._abandon)
                     self._create(info if earlier is None else replace(info, started=earlier.started))

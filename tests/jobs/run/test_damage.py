@@ -111,7 +111,7 @@ def huge(file: h5py.File) -> None:
         (attribute("format", "oktopk run 9"), "its format is 'oktopk run 9', not 'oktopk run 1'"),
         (replace("status", np.array([b"over"])), "its status is 'over'"),
         (replace("steps", None), "steps"),
-        (replace("steps/loss", None), "its steps lack or have beside others: loss"),
+        (replace("steps/loss", None), "no column steps/loss"),
         (replace("steps/loss", np.zeros((8, 8))), r"its steps/loss is float64 of shape \(8, 8\)"),
         (replace("steps/loss", np.array([b"a"] * 8)), r"its steps/loss is \|S1, not f8"),
         (replace("steps/step", np.arange(8)[::-1]), "its steps do not ascend"),
