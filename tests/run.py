@@ -65,6 +65,7 @@ HOST_CUDA_RANKS_TESTS = (
     "tests/oktopk/test_overflow.py",
 )
 ALL_TESTS = ["tests"]
+WORKERS = min(4, os.cpu_count() or 1)
 # Generous: they end what hangs, on a slow machine too.
 CHECK_SECONDS = 600
 SINGLE_SECONDS = 3600
@@ -313,6 +314,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--long", action="store_true", help="only what is left out by default: tests marked long, other ranks"
     )
     parser.add_argument("--all", action="store_true", help="also what --long and --slurm run")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that share the single-process tests; default: one per core up to 4 for all tests, else one",
+    )
     parser.add_argument("-k", dest="expression", metavar="EXPR", help="only tests that match, as for pytest")
     parser.add_argument("--no-lint", action="store_true", help="without the checks of the sources")
     parser.add_argument("--no-single", action="store_true", help="without the single-process tests")
@@ -355,6 +362,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with nullcontext() if options.no_lint else checks_beside(tally):
             if not options.no_single:
                 outcomes = Path(folder) / "single"
+                # a file's tests share what they set up, so one worker runs them; for a few files starting workers takes longer
+                count = options.workers if options.workers is not None else 0 if partial else WORKERS
+                workers = ["-n", str(count), "--dist", "loadfile"] if count else []
                 length = "" if options.all else " and long" if options.long else " and not long"
                 # The signal method ends the late test alone. It works here, where no test blocks inside MPI.
                 single = [
@@ -362,6 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"not mpi and not slurm{length}",
                     "--timeout-method=signal",
                     f"--outcomes={outcomes}",
+                    *workers,
                     *options.paths,
                 ]
                 command = [sys.executable, *pytest, *single]
