@@ -20,7 +20,7 @@ from tests.tiny_runs import Job, assert_same_outcome, checkpoints, steps_done
 
 pytestmark = pytest.mark.timeout(400)
 
-RANKS = 3
+RANKS = 2
 # flushed every step, so that a test can wait for one
 SLOW = ["run.flush_every=1"], ["seconds=0.04"]
 

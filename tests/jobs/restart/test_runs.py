@@ -5,8 +5,6 @@ What needs processes that die, hang or are started anew is in test_faults.py and
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from mpi4py import MPI
 from jobs.restart import files
 from jobs.restart.signals import EXIT_STATUS
 from jobs.run.reader import RunReader
+from tests.launched import outcome
 from tests.tiny_job import run
 from tests.tiny_runs import CONFIG, SETTINGS, assert_same_outcome, checkpoints, last_good_step, steps_done
 
@@ -40,13 +39,8 @@ def train(
     comm: MPI.Intracomm, path: Path, settings: Sequence[str] = (), faults: Sequence[str] = ()
 ) -> tuple[int, str]:
     """The exit status of tests.tiny_job on ranks that are up, and what rank 0 printed; collective."""
-    printed = io.StringIO()
     words = [str(CONFIG), "--set", *SETTINGS, f"run.file={path}", *settings, "--", *faults]
-    with contextlib.redirect_stderr(printed):
-        status = run(words, comm)
-    said = comm.bcast(printed.getvalue())
-    assert "Traceback" not in said
-    return status, said
+    return outcome(comm, lambda: run(words, comm))
 
 
 def interrupted(comm: MPI.Intracomm, path: Path, name: str = "SIGUSR1", settings: Sequence[str] = ()) -> int:
