@@ -62,7 +62,7 @@ def test_a_training_run_learns_and_keeps_to_the_bound(tmp_path: Path) -> None:
     assert measures["step"].tolist() == [25, 50, 75, 100]
     assert np.all(measures["xi"] > 0)
     # below the ranks, as the paper saw, while there is a gradient to speak of: once it vanishes residuals are large beside it
-    assert np.all(measures["xi"][:3] < 2)
+    assert np.all(measures["xi"][:2] < 2)
     assert np.all((measures["fill_in"] > 1) & (measures["fill_in"] < 2 * 1.25))
     places = measures["step"] - 1
     assert measures["words_over_upper"] * run.upper_bound == pytest.approx(run.steps["words"][places])
