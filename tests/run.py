@@ -236,14 +236,15 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
         tally.add("skipped", title)
         return
     asked = {host_cuda.ASKED_FOR: "1", "OKTOPK_CUDA_AWARE_MPI": "1"}
-    may_be_empty = options.expression is not None
+    length = "" if options.all else " and long" if options.long else " and not long"
+    may_be_empty = options.expression is not None or options.long
     slow = [f"--timeout={HOST_CUDA_TEST_SECONDS}"]
     if alone:
         outcomes = folder / "host-cuda"
         single = [
             *slow,
             "-m",
-            "not mpi and not long",
+            f"not mpi{length}",
             "--timeout-method=signal",
             f"--outcomes={outcomes}",
             *alone,
@@ -261,7 +262,7 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
             *slow,
             "--with-mpi",
             "-m",
-            "mpi and not long",
+            f"mpi{length}",
             "-k",
             expression,
             f"--outcomes={outcomes}",
@@ -350,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.slurm:
         options.no_lint = options.no_single = options.no_ranks = options.no_host_cuda = True
     if options.long:
-        options.no_lint = options.no_host_cuda = True
+        options.no_lint = True
     selection = ["-k", options.expression] if options.expression else []
     partial = bool(selection) or options.paths != ALL_TESTS
     # Open MPI gives its ranks a terminal of their own: pytest cannot see where its output ends up.
