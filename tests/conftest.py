@@ -76,7 +76,10 @@ def pytest_configure(config: pytest.Config) -> None:
             patience = config.getoption("--rank-patience")
             config.pluginmanager.register(OneReport(MPI.COMM_WORLD, patience), "one report")
     outcomes = config.getoption("--outcomes")
-    if outcomes and rank == 0:
+    hands_out_tests = (
+        config.getoption("dist", "no") != "no"
+    )  # to the workers of pytest-xdist, which note their states
+    if outcomes and rank == 0 and not hands_out_tests:
         config.pluginmanager.register(OutcomeFile(outcomes), "outcome file")
 
 

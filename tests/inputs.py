@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float32]
@@ -92,6 +94,15 @@ GRADIENTS: dict[str, Draw] = {
 
 SHAPES = ((1, 0.01), (3, 0.25), (7, 0.2), (257, 0.25), (1000, 0.05), (9001, 0.01))
 """(length, density): shorter than the ranks, k = 1, the densest that is still sparse, several blocks long."""
+
+
+def kinds_with(settings: Mapping[str, object]) -> list[Any]:
+    """(kind, name of a setting) for all pairs; all but one setting of each kind are left to `make test-all`."""
+    return [
+        pytest.param(kind, name, marks=[] if at % len(settings) == number else pytest.mark.long)
+        for at, kind in enumerate(GRADIENTS)
+        for number, name in enumerate(settings)
+    ]
 
 
 def shapes_of(kind: str, setting: int, settings: int) -> list[tuple[int, float]]:

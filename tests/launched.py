@@ -1,11 +1,18 @@
-"""Jobs of several ranks, started as a user starts them."""
+"""Runs on several ranks: in jobs started as a user starts them, or on ranks that are up."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs.launch import mpiexec_command
+
+if TYPE_CHECKING:  # a process that started MPI must not start an mpiexec
+    from mpi4py import MPI
 
 ROOT = Path(__file__).parent.parent
 # Seconds for a job of several ranks that takes some 10 on two free cores.
@@ -18,3 +25,14 @@ def run_ranks(ranks: int, *module_args: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         argv, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE - 5, check=False
     )
+
+
+def outcome(comm: MPI.Intracomm, run: Callable[[], int]) -> tuple[int, str]:
+    """The exit status of a run, the same on all ranks, and what rank 0 printed to standard error; collective."""
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        status = run()
+    said: str = comm.bcast(printed.getvalue())
+    assert "Traceback" not in said
+    assert comm.allgather(status) == [status] * comm.size
+    return status, said

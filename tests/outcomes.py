@@ -2,6 +2,7 @@
 
 One line per change, `STATE TEST`, with the states started, passed, skipped and failed. A test whose last line
 says started is the one that took the job down. A test that needs a GPU where there is none has the state without_gpu.
+The workers of pytest-xdist append to one file.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class OutcomeFile:
     """The pytest plugin that writes it."""
 
     def __init__(self, path: str) -> None:
-        self._file = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - closed with the session
+        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - closed with the session
         self._worst = "passed"
 
     def _write(self, state: str, test: str) -> None:

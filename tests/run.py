@@ -66,6 +66,7 @@ HOST_CUDA_RANKS_TESTS = (
     "tests/oktopk/test_abort.py",
 )
 ALL_TESTS = ["tests"]
+WORKERS = min(4, os.cpu_count() or 1)
 # Generous: they end what hangs, on a slow machine too.
 CHECK_SECONDS = 600
 SINGLE_SECONDS = 3600
@@ -236,14 +237,15 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
         tally.add("skipped", title)
         return
     asked = {host_cuda.ASKED_FOR: "1", "OKTOPK_CUDA_AWARE_MPI": "1"}
-    may_be_empty = options.expression is not None
+    length = "" if options.all else " and long" if options.long else " and not long"
+    may_be_empty = options.expression is not None or options.long
     slow = [f"--timeout={HOST_CUDA_TEST_SECONDS}"]
     if alone:
         outcomes = folder / "host-cuda"
         single = [
             *slow,
             "-m",
-            "not mpi and not long",
+            f"not mpi{length}",
             "--timeout-method=signal",
             f"--outcomes={outcomes}",
             *alone,
@@ -261,7 +263,7 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
             *slow,
             "--with-mpi",
             "-m",
-            "mpi and not long",
+            f"mpi{length}",
             "-k",
             expression,
             f"--outcomes={outcomes}",
@@ -314,6 +316,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--long", action="store_true", help="only what is left out by default: tests marked long, other ranks"
     )
     parser.add_argument("--all", action="store_true", help="also what --long and --slurm run")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that share the single-process tests; default: one per core up to 4 for all tests, else one",
+    )
     parser.add_argument("-k", dest="expression", metavar="EXPR", help="only tests that match, as for pytest")
     parser.add_argument("--no-lint", action="store_true", help="without the checks of the sources")
     parser.add_argument("--no-single", action="store_true", help="without the single-process tests")
@@ -344,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.slurm:
         options.no_lint = options.no_single = options.no_ranks = options.no_host_cuda = True
     if options.long:
-        options.no_lint = options.no_host_cuda = True
+        options.no_lint = True
     selection = ["-k", options.expression] if options.expression else []
     partial = bool(selection) or options.paths != ALL_TESTS
     # Open MPI gives its ranks a terminal of their own: pytest cannot see where its output ends up.
@@ -356,6 +364,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with nullcontext() if options.no_lint else checks_beside(tally):
             if not options.no_single:
                 outcomes = Path(folder) / "single"
+                # a file's tests share what they set up, so one worker runs them; for a few files starting workers takes longer
+                count = options.workers if options.workers is not None else 0 if partial else WORKERS
+                workers = ["-n", str(count), "--dist", "loadfile"] if count else []
                 length = "" if options.all else " and long" if options.long else " and not long"
                 # The signal method ends the late test alone. It works here, where no test blocks inside MPI.
                 single = [
@@ -363,6 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"not mpi and not slurm{length}",
                     "--timeout-method=signal",
                     f"--outcomes={outcomes}",
+                    *workers,
                     *options.paths,
                 ]
                 command = [sys.executable, *pytest, *single]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,8 @@ pytestmark = pytest.mark.timeout(SECONDS + 20)
 
 def run_ranks(
     folder: Path, source: str, *options: str, ranks: int = 3
-) -> tuple[subprocess.CompletedProcess[str], dict[str, str], float]:
-    """The finished job, the state of each test by its function's name, and the seconds it took."""
+) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
+    """The finished job, and the state of each test by its function's name."""
     (folder / "pytest.ini").write_text(
         "[pytest]\naddopts = --import-mode=importlib\ntimeout_method = thread\n"
     )
@@ -32,7 +31,6 @@ def run_ranks(
     command, environment = mpiexec_command(ranks, [*words, *options, str(folder)])
     environment["PYTHONPATH"] = str(ROOT)
     environment["PYTEST_ADDOPTS"] = "-p tests.conftest"
-    started = time.monotonic()
     try:
         job = subprocess.run(
             command, env=environment, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False
@@ -42,11 +40,11 @@ def run_ranks(
             f"not over in {SECONDS} s; said so far: {late.stdout!r} {late.stderr!r}"
         ) from None
     states = {test.split("::")[-1]: state for test, state in read_outcomes(outcomes).items()}
-    return job, states, time.monotonic() - started
+    return job, states
 
 
 def test_a_failure_on_one_rank_fails_the_test_and_spares_the_next(tmp_path: Path) -> None:
-    job, states, _ = run_ranks(
+    job, states = run_ranks(
         tmp_path,
         """
 def test_one_rank_fails(comm):
@@ -118,13 +116,13 @@ def test_still_in_step(comm):
 
 
 def test_all_passing_ranks_end_well(tmp_path: Path) -> None:
-    job, states, _ = run_ranks(tmp_path, "def test_one(comm):\n    assert comm.allreduce(1) == 3\n")
+    job, states = run_ranks(tmp_path, "def test_one(comm):\n    assert comm.allreduce(1) == 3\n")
     assert job.returncode == 0
     assert states == {"test_one": "passed"}
 
 
 def test_a_rank_that_fails_inside_a_collective_operation_ends_the_job(tmp_path: Path) -> None:
-    job, states, seconds = run_ranks(
+    job, states = run_ranks(
         tmp_path,
         """
 def test_before(comm):
@@ -143,11 +141,11 @@ def test_after(comm):
     assert states == {"test_before": "passed", "test_stuck": "started"}
     assert "[rank 1]" in job.stderr
     assert 'assert rank != 1, "alone"' in job.stderr
-    assert seconds < 20
+    assert "The other ranks did not come here in 1 s." in job.stderr
 
 
 def test_a_rank_that_hangs_ends_the_job_and_every_rank_says_where_it_is(tmp_path: Path) -> None:
-    job, states, seconds = run_ranks(
+    job, states = run_ranks(
         tmp_path,
         """
 def test_hangs(comm):
@@ -162,11 +160,10 @@ def test_hangs(comm):
     assert "time.sleep(1000)" in job.stderr
     assert "comm.Barrier()" in job.stderr
     assert {f"[rank {rank}] " in job.stderr for rank in range(3)} == {True}
-    assert seconds < 25
 
 
 def test_ranks_that_collect_other_tests_end_the_job(tmp_path: Path) -> None:
-    job, states, _ = run_ranks(
+    job, states = run_ranks(
         tmp_path,
         """
 if rank == 2:

@@ -22,32 +22,45 @@ from tests.run import (
     run_group,
 )
 
+EVERY_FATE = """
+import os, pytest
+@pytest.fixture
+def broken(): 1 / 0
+def test_passes(): pass
+def test_fails(): assert 0
+def test_breaks_in_set_up(broken): pass
+def test_is_skipped(): pytest.skip()
+def test_dies(): os._exit(0)
+"""
 
+
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("source", "closing"),
+    ("source", "workers", "closing"),
     [
-        ("def test_one(): pass\ndef test_two(): pass", "2 passed, 0 failed, 0 skipped in"),
-        ("def test_one(): pass\ndef test_two(): assert 0", "1 passed, 1 failed, 0 skipped in"),
-        ("import os\ndef test_one(): pass\ndef test_two(): os._exit(0)", "1 passed, 1 failed, 0 skipped in"),
-        ("import pytest\n@pytest.fixture\ndef f(): 1 / 0\ndef test_one(f): pass", "0 passed, 1 failed, 0"),
-        ("import pytest\ndef test_one(): pytest.skip()", "0 passed, 0 failed, 1 skipped in"),
-        ("import no_such_module", "0 passed, 1 failed, 0 skipped in"),
-        ("", "0 passed, 0 failed, 0 skipped in"),
+        ("def test_one(): pass\ndef test_two(): pass", 0, "2 passed, 0 failed, 0 skipped in"),
+        (EVERY_FATE, 0, "1 passed, 3 failed, 1 skipped in"),
+        (EVERY_FATE, 2, "1 passed, 3 failed, 1 skipped in"),
+        ("import pytest\ndef test_one(): pytest.skip()", 0, "0 passed, 0 failed, 1 skipped in"),
+        ("import no_such_module", 0, "0 passed, 1 failed, 0 skipped in"),
+        ("", 0, "0 passed, 0 failed, 0 skipped in"),
     ],
-    ids=["passes", "fails", "dies", "breaks in set-up", "only skipped", "does not import", "empty"],
+    ids=["passes", "every fate", "every fate, two workers", "only skipped", "does not import", "empty"],
 )
-def test_the_closing_line_counts_every_fate_of_a_test(tmp_path: Path, source: str, closing: str) -> None:
+def test_the_closing_line_counts_every_fate_of_a_test(
+    tmp_path: Path, source: str, workers: int, closing: str
+) -> None:
     (tmp_path / "test_sample.py").write_text(source)
     job = subprocess.run(
-        [sys.executable, "-m", "tests.run", "--no-lint", "--no-ranks", str(tmp_path)],
+        [sys.executable, "-m", "tests.run", "--no-lint", "--no-ranks", f"--workers={workers}", str(tmp_path)],
         cwd=ROOT,
         env={**os.environ, "PYTEST_ADDOPTS": "-p tests.conftest"},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=220,
         check=False,
     )
-    assert job.stdout.splitlines()[-1].startswith(closing)
+    assert job.stdout.splitlines()[-1].startswith(closing), job.stdout
     assert job.returncode == (0 if closing.startswith("2 passed, 0 failed") else 1)
 
 

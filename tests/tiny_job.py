@@ -6,6 +6,8 @@ seconds=0.01   what a step takes at least
 nan=RANK:STEP  a loss that is not finite
 inf=RANK:STEP  one that is not either, with gradients that are
 drift=RANK:STEP parameters that are no longer the other ranks'
+SIGUSR1=RANK:STEP, SIGTERM=RANK:STEP
+               a signal to that rank
 hang=RANK:STEP a rank that stands still
 hang=RANK:build, hang=RANK:write, hang=RANK:close
                one that stands still while it builds, writes a checkpoint, or (rank 0) closes the run file
@@ -13,6 +15,7 @@ hang=RANK:build, hang=RANK:write, hang=RANK:close
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -26,7 +29,7 @@ from torch import nn
 from data.images.loader import Batch
 from jobs.config.config import Config
 from jobs.restart import files
-from jobs.restart.signals import leave
+from jobs.restart.signals import STOPPING, leave
 from jobs.run.file import RunFile
 from jobs.train.__main__ import main
 from jobs.train.placement import Placement
@@ -77,6 +80,9 @@ class Tiny:
         loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
         if self._due("hang"):
             stand_still()
+        for number in STOPPING:
+            if self._due(number.name):
+                os.kill(os.getpid(), number)
         if self._due("drift"):
             with torch.no_grad():
                 next(self.model.parameters()).add_(1e-3)
@@ -102,18 +108,19 @@ def stand_still(*ignored: object) -> NoReturn:
         time.sleep(1)
 
 
-def run(words: list[str]) -> int:
+def run(words: list[str], comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:
+    """Train with the faults among the words; collective. The exit status."""
     split = words.index("--") if "--" in words else len(words)
     faults = dict(word.split("=") for word in words[split + 1 :])
-    if faults.get("hang") == f"{MPI.COMM_WORLD.rank}:write":
+    if faults.get("hang") == f"{comm.rank}:write":
         files.write_part = stand_still  # type: ignore[assignment]
-    if faults.get("hang") == f"{MPI.COMM_WORLD.rank}:close":
+    if faults.get("hang") == f"{comm.rank}:close":
         RunFile.close = stand_still  # type: ignore[assignment]
 
     def build(config: Config, *, rank: int, size: int) -> Workload:
         return Tiny(config, rank, faults)
 
-    return main(words[:split], build=build)
+    return main(words[:split], comm=comm, build=build)
 
 
 if __name__ == "__main__":

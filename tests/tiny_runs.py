@@ -13,7 +13,8 @@ import numpy as np
 from safetensors.torch import load_file
 
 from jobs.launch import mpiexec_command
-from jobs.restart.files import list_sets
+from jobs.restart import files
+from jobs.restart.files import Identity
 from jobs.run.reader import RunReader
 
 ROOT = Path(__file__).parent.parent
@@ -61,7 +62,7 @@ class Job:
             command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
         )
 
-    def wait(self, seconds: float = 100.0) -> int:
+    def wait(self, seconds: float = 240.0) -> int:
         """The exit status; a job that takes longer is ended and fails the test."""
         try:
             return self._process.wait(seconds)
@@ -89,7 +90,7 @@ class Job:
         """Process ids of the ranks, in no order."""
         return rank_processes(self.path)
 
-    def wait_for_step(self, step: int, seconds: float = 60.0) -> None:
+    def wait_for_step(self, step: int, seconds: float = 120.0) -> None:
         """Return when this job's run file has that many steps."""
         end = time.monotonic() + seconds
         while file_identity(self.path) == self._before or steps_done(self.path) < step:
@@ -127,7 +128,20 @@ def steps_done(path: Path) -> int:
 
 def checkpoints(path: Path) -> list[Path]:
     """The sets of a run, newest first."""
-    return list_sets(path.with_suffix(".checkpoints"))
+    return files.list_sets(path.with_suffix(".checkpoints"))
+
+
+def last_good_step(path: Path) -> int:
+    """The step of the newest set, after reading every set through: none may be unreadable."""
+    newest = 0
+    for found in checkpoints(path):
+        manifest = files.json.loads((found / files.MANIFEST).read_text())
+        identity = Identity(**{name: manifest[name] for name in ("model", "method", "length")})
+        assert files.read_manifest(found, identity) == manifest
+        for name in manifest["files"]:
+            files.check_part(found / name, manifest)
+        newest = max(newest, manifest["step"])
+    return newest
 
 
 def assert_same_outcome(one: Path, other: Path) -> None:

@@ -16,7 +16,7 @@ from oktopk import DistributedOptimizer, GradientAllreduce, NonFiniteGradientErr
 from oktopk.message_executor import MessageExecutor
 from tests.devices import DEVICES, asynchronous, get, gpus, narrowed, put, use
 from tests.fake_peers import FakePeers
-from tests.inputs import GRADIENTS, SHAPES, shapes_of
+from tests.inputs import GRADIENTS, SHAPES, kinds_with, shapes_of
 from tests.oracle import top_k
 
 pytestmark = pytest.mark.mpi
@@ -72,17 +72,21 @@ def outcomes(device: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-SETTINGS: list[dict[str, Any]] = [{}, {"balance_trigger": 1.0}, {"momentum_correction": 0.5}]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "balanced at once": {"balance_trigger": 1.0},
+    "momentum": {"momentum_correction": 0.5},
+}
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("kind", GRADIENTS)
+@pytest.mark.parametrize(("kind", "settings"), kinds_with(SETTINGS))
 def test_peers_give_the_bits_of_messages(
-    device: str, outcomes: list[Any], comm: MPI.Intracomm, kind: str, settings: dict[str, Any]
+    device: str, outcomes: list[Any], comm: MPI.Intracomm, kind: str, settings: str
 ) -> None:
     """On every pair of a kind, a setting and a shape; their whole product took half of the time of all kernels on the host."""
-    for length, density in shapes_of(kind, SETTINGS.index(settings), len(SETTINGS)):
-        chosen: dict[str, Any] = {"density": density, "average": False, "threshold_interval": 4} | settings
+    for length, density in shapes_of(kind, list(SETTINGS).index(settings), len(SETTINGS)):
+        chosen: dict[str, Any] = {"density": density, "average": False, "threshold_interval": 4}
+        chosen |= SETTINGS[settings]
         among = among_peers(device, comm, length, **{"deferred": False} | chosen)
         by_messages = GradientAllreduce(comm, length, "oktopk", device=device, peer_memory=False, **chosen)
         if device == "cpu" and by_messages.method == "oktopk":

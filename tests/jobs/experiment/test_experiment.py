@@ -29,7 +29,7 @@ from jobs.train.tasks.task import Workload
 from tests.small_experiment import VGG, small
 
 ROOT = Path(__file__).parents[3]
-PATIENCE = 300
+PATIENCE = 600
 
 
 @pytest.mark.timeout(PATIENCE)
@@ -88,6 +88,7 @@ def test_an_experiment_grows_over_several_calls(tmp_path: Path, capfd: pytest.Ca
     assert "is a complete run of another experiment (optimizer.lr 0.1, not 0.05)" in capfd.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.timeout(PATIENCE)
 def test_two_jobs_fill_one_table_at_the_same_time(tmp_path: Path) -> None:
     words = [*small(tmp_path), "--speed-steps", "0", "--seeds", "1"]
@@ -132,6 +133,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, capfd: pytest
         assert reader.status == "complete"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(PATIENCE)
 def test_a_stopped_experiment_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     words = [*small(tmp_path), "--speed-steps", "0", "--seeds", "1", "--methods", "oktopk", "--epochs", "100"]

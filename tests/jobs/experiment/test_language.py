@@ -77,7 +77,8 @@ def test_settings_reach_every_run_and_a_run_by_steps_keeps_its_shape(tmp_path: P
     assert pace.guesses["train"] == pytest.approx(pace.guesses["speed, batches of 8"] + 0.05 * (2000 - 148))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_a_small_experiment_on_text_is_one_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = [
         *("bert", "--data", str(write_documents(tmp_path)), "-o", str(tmp_path / "out"), "--ranks", "2"),

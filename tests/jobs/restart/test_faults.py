@@ -11,13 +11,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from jobs.restart import files
-from jobs.restart.files import Identity
-from jobs.run.reader import RunReader
-from tests.tiny_runs import Job, assert_same_outcome, checkpoints, steps_done
+from tests.tiny_runs import Job, assert_same_outcome, last_good_step, steps_done
 
 RANKS = 3
 DEADLINE = 10.0
@@ -25,25 +22,16 @@ WATCHDOG = 6.0
 SLOW = ["run.flush_every=1"], ["seconds=0.02"]
 
 
-def last_good_step(path: Path) -> int:
-    """The step of the newest set, after reading every set through: none may be unreadable."""
-    newest = 0
-    for found in checkpoints(path):
-        manifest = files.json.loads((found / files.MANIFEST).read_text())
-        identity = Identity(**{name: manifest[name] for name in ("model", "method", "length")})
-        assert files.read_manifest(found, identity) == manifest
-        for name in manifest["files"]:
-            files.check_part(found / name, manifest)
-        newest = max(newest, manifest["step"])
-    return newest
-
-
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.long)])
-def test_after_kills_of_random_ranks_a_run_ends_as_if_there_had_been_none(tmp_path: Path, kills: int) -> None:
+@pytest.mark.parametrize(
+    ("kills", "steps"), [(3, 400), pytest.param(20, 1200, marks=pytest.mark.long)], ids=["3", "20"]
+)
+def test_after_kills_of_random_ranks_a_run_ends_as_if_there_had_been_none(
+    tmp_path: Path, kills: int, steps: int
+) -> None:
     """At the start, at any moment of a step, and while a checkpoint is written, in turn."""
     chance = random.Random(1)
-    settings = ["training.steps=1200", "training.eval_every=100"]
+    settings = [f"training.steps={steps}", "training.eval_every=100"]
     path, undisturbed = tmp_path / "run.h5", tmp_path / "undisturbed.h5"
     job = Job(undisturbed, RANKS, settings)
     assert job.wait() == 0, job.said
@@ -78,7 +66,7 @@ def test_after_kills_of_random_ranks_a_run_ends_as_if_there_had_been_none(tmp_pa
     job = Job(path, RANKS, settings)
     assert job.wait() == 0, job.said
     assert f"resumed after step {resumed_at} from" in job.said
-    assert 0 < resumed_at < 1200
+    assert 0 < resumed_at < steps
     assert_same_outcome(undisturbed, path)
 
 
@@ -98,7 +86,7 @@ def assert_gone(job: Job, deadline: float) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_a_rank_that_is_stopped_is_found_by_the_others_and_the_run_can_go_on(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
     job = Job(path, RANKS, [*SLOW[0], f"run.watchdog={WATCHDOG}"], SLOW[1])
@@ -122,7 +110,7 @@ def test_a_rank_that_is_stopped_is_found_by_the_others_and_the_run_can_go_on(tmp
     assert f"resumed after step {resumed_at} from" in job.said
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_a_rank_that_hangs_makes_every_rank_print_its_stack(tmp_path: Path) -> None:
     job = Job(tmp_path / "run.h5", RANKS, [f"run.watchdog={WATCHDOG}"], ["hang=1:25"])
     assert job.wait() not in (0, 2, 75), job.said
@@ -135,7 +123,7 @@ def test_a_rank_that_hangs_makes_every_rank_print_its_stack(tmp_path: Path) -> N
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("fault", "phase", "done", "where"),
     [("1:build", "starting", 0, "in __init__"), ("0:close", "ending", 60, "in __exit__")],
@@ -158,7 +146,7 @@ def test_a_rank_that_hangs_before_the_first_step_or_after_the_last_is_found(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_a_last_checkpoint_that_is_not_written_in_time_is_an_error_and_no_hang(tmp_path: Path) -> None:
     settings = ["checkpoint.every_steps=0", f"run.watchdog={WATCHDOG}"]
     job = Job(tmp_path / "run.h5", RANKS, settings, ["hang=1:write"])
@@ -166,59 +154,6 @@ def test_a_last_checkpoint_that_is_not_written_in_time_is_an_error_and_no_hang(t
     assert "the checkpoint of step 60 could not be written" in job.said
     assert f"rank 1: not written within {WATCHDOG:g} s" in job.said
     assert "the innermost call" not in job.said
-
-
-@pytest.mark.timeout(200)
-def test_a_nan_on_one_rank_ends_all_alike_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "run.h5"
-    job = Job(path, RANKS, faults=["nan=2:25"])
-    assert job.wait() == 1, job.said
-    assert job.said.count("step 24: gradient + residual is NaN or Inf on rank(s) 2") == 1
-    assert "Traceback" not in job.said
-    assert last_good_step(path) == 20
-    job = Job(path, RANKS)
-    assert job.wait() == 0, job.said
-    assert "resumed after step 20 from" in job.said
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(("every_steps", "found"), [pytest.param(0, 25, marks=pytest.mark.long), (10, 20)])
-def test_ranks_that_drift_apart_are_found_at_the_end_of_an_epoch_or_before_a_checkpoint(
-    tmp_path: Path, every_steps: int, found: int
-) -> None:
-    settings = ["training.eval_every=60", f"checkpoint.every_steps={every_steps}"]
-    job = Job(tmp_path / "run.h5", 2, settings, ["drift=1:15"])
-    assert job.wait() == 1, job.said
-    assert job.said.count(f"parameters differ between ranks after step {found}: ") == 1
-    assert "Traceback" not in job.said
-    assert last_good_step(tmp_path / "run.h5") <= 10
-
-
-@pytest.mark.long
-@pytest.mark.timeout(200)
-def test_a_loss_that_is_not_finite_though_gradients_are_ends_all_alike(tmp_path: Path) -> None:
-    job = Job(tmp_path / "run.h5", 2, ["training.steps=30"], ["inf=1:25"])
-    assert job.wait() == 1, job.said
-    assert job.said.count("step 24: the loss is NaN or Inf on rank(s) 1: try a smaller optimizer.lr") == 1
-    assert "Traceback" not in job.said
-
-
-@pytest.mark.long
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(("nonfinite", "status", "ended"), [("raise", 1, "failed"), ("skip", 0, "complete")])
-def test_a_held_out_loss_that_is_not_finite_is_named_and_written(
-    tmp_path: Path, nonfinite: str, status: int, ended: str
-) -> None:
-    """The last step may leave parameters that no further gradient tells of."""
-    path = tmp_path / "run.h5"
-    last = ["training.steps=1", "training.eval_every=1", "optimizer.lr=1e38", "schedule.warmup=0"]
-    job = Job(path, 2, [*last, f"reduction.nonfinite={nonfinite}"])
-    assert job.wait() == status, job.said
-    assert job.said.count("jobs.train: the held-out loss after step 1 is nan") == 1
-    assert "Traceback" not in job.said
-    with RunReader(path) as reader:
-        assert reader.status == ended
-        assert np.isnan(reader.evaluations()["loss"]).tolist() == [True]
 
 
 @pytest.fixture
@@ -239,7 +174,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("run_file_too", [False, True])
 def test_a_full_disk_stops_the_run_with_the_last_checkpoint_intact(
     tmp_path: Path, small_disk: Path, run_file_too: bool
@@ -270,7 +205,7 @@ def test_a_full_disk_stops_the_run_with_the_last_checkpoint_intact(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_a_lost_file_system_stops_the_run(tmp_path: Path) -> None:
     path, folder = tmp_path / "run.h5", tmp_path / "shared" / "checkpoints"
     job = Job(path, RANKS, [*SLOW[0], f"checkpoint.folder={folder}", "training.steps=5000"], SLOW[1])

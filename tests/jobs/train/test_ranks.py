@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -29,7 +28,7 @@ TINY = ["model.width=0.0625", "training.batch_size=4", "training.eval_every=100"
 
 
 @pytest.mark.timeout(PATIENCE)
-def test_a_training_run_on_four_ranks_learns_and_keeps_to_the_bound(tmp_path: Path) -> None:
+def test_a_training_run_learns_and_keeps_to_the_bound(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
     overrides = [
         "model.width=0.0625",
@@ -39,12 +38,12 @@ def test_a_training_run_on_four_ranks_learns_and_keeps_to_the_bound(tmp_path: Pa
         "optimizer.lr=0.05",
         "run.measure_every=25",
     ]
-    done = run_ranks(4, "-m", "jobs.train", str(CONFIG), "--set", f"run.file={path}", *overrides)
+    done = run_ranks(2, "-m", "jobs.train", str(CONFIG), "--set", f"run.file={path}", *overrides)
     assert done.returncode == 0, done.stderr
     assert "120/120" in done.stderr
     assert "held-out" in done.stderr
     (run,) = read_runs([path])
-    assert (run.status, run.count, run.info.ranks, run.info.method) == ("complete", 120, 4, "oktopk")
+    assert (run.status, run.count, run.info.ranks, run.info.method) == ("complete", 120, 2, "oktopk")
     assert run.steps["step"].tolist() == list(range(1, 121))
     assert run.steps["loss"][-20:].mean() < 0.3 * run.steps["loss"][:20].mean()
     assert run.evaluations["accuracy"][-1] > 0.8
@@ -63,8 +62,8 @@ def test_a_training_run_on_four_ranks_learns_and_keeps_to_the_bound(tmp_path: Pa
     assert measures["step"].tolist() == [25, 50, 75, 100]
     assert np.all(measures["xi"] > 0)
     # below the ranks, as the paper saw, while there is a gradient to speak of: once it vanishes residuals are large beside it
-    assert np.all(measures["xi"][:3] < 4)
-    assert np.all((measures["fill_in"] > 1) & (measures["fill_in"] < 4 * 1.25))
+    assert np.all(measures["xi"][:2] < 2)
+    assert np.all((measures["fill_in"] > 1) & (measures["fill_in"] < 2 * 1.25))
     places = measures["step"] - 1
     assert measures["words_over_upper"] * run.upper_bound == pytest.approx(run.steps["words"][places])
     assert measures["words_over_lower"] * run.lower_bound == pytest.approx(run.steps["words"][places])
@@ -99,94 +98,6 @@ def test_ranks_train_on_gpus_and_may_share_one(tmp_path: Path, ranks: int) -> No
     stages = np.sum(list(run.stages.values()), axis=0)
     assert stages + run.steps["seconds_rest"] == pytest.approx(run.steps["seconds_reduction"])
     assert np.all(np.diff(run.steps["elapsed"]) > -1e-3)
-
-
-# One job, because a job's start is what these tests wait for.
-REFUSALS = """
-    import sys
-    from mpi4py import MPI
-    from torch import nn
-    from jobs.train.agreement import RanksDiverged, check_same_parameters
-    from jobs.train.__main__ import check_launch, main
-    from jobs.train.tasks.build import build_workload
-
-    config, folder = sys.argv[1:3]
-    comm = MPI.COMM_WORLD
-
-    def attempt(*arguments, **keys):
-        code = main([config, "--set", f"run.file={folder}/run.h5", *arguments], **keys)
-        codes = comm.gather(code)
-        if comm.rank == 0:
-            print("codes", codes, file=sys.stderr, flush=True)
-        comm.barrier()
-
-    def unreadable_on_rank_1(config, *, rank, size):
-        if rank == 1:
-            raise PermissionError(13, "Permission denied", "data.h5")
-        return build_workload(config, rank=rank, size=size)
-
-    attempt("reduction.densty=0.1")
-    attempt("model.width=0.0")
-    attempt("run.file=" + folder)
-    attempt("training.batch_size=450")
-    attempt("data.name=prepared", f"data.path={folder}/none.h5")
-    attempt("model.width=0.001")
-    attempt("--no-such-option")
-    attempt("reduction.gradient_type=bfloat16")
-    attempt("reduction.method=nccl")
-    attempt("training.accumulate=500")
-    attempt(build=unreadable_on_rank_1)
-    attempt("optimizer.lr=1e30", "model.width=0.0625", "training.steps=20")
-
-    model = nn.Linear(3, 2)
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, 1.0)
-    check_same_parameters(model, comm, 7)
-    nn.init.constant_(model.bias, 1.0 + (comm.rank == 1) * 1e-7)
-    try:
-        check_same_parameters(model, comm, 8)
-    except RanksDiverged as error:
-        messages = comm.gather(str(error))
-        if comm.rank == 0:
-            print("diverged", len(messages), set(messages), file=sys.stderr)
-"""
-
-
-@pytest.mark.timeout(PATIENCE)
-def test_what_cannot_be_done_is_said_once_and_ends_every_rank_alike(tmp_path: Path) -> None:
-    script = tmp_path / "refusals.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(REFUSALS))
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    done = run_ranks(2, str(script), str(CONFIG), str(folder))
-    assert done.returncode == 0, done.stderr
-    blocks = re.split(r"codes (.*)\n", done.stderr)
-    said, codes, last = blocks[:-1:2], blocks[1::2], blocks[-1]
-    expected = [
-        r"jobs\.train: reduction\.densty: unknown key in \[reduction\] .*; valid: method, density, .*",
-        r"jobs\.train: model\.width = 0\.0: Input should be greater than 0",
-        rf"jobs\.train: run file {folder} is not a regular file",
-        r"jobs\.train: 899 samples are fewer than .*900.*",
-        rf"jobs\.train: {folder}/none\.h5: no such file.*",
-        r"jobs\.train: model: width 0\.001 leaves no channel.*",
-        r"usage: (.|\n)*unrecognized arguments: --no-such-option",
-        r"jobs\.train: all ranks: gradient_type 'bfloat16' on cpu is not one of float32",
-        r"jobs\.train: reduction\.method 'nccl' needs GPUs, and this run is on cpu: .*",
-        r"jobs\.train: training\.accumulate 500 is more than the 28 batches of an epoch",
-        r"jobs\.train: rank 1: .*Permission denied: 'data\.h5'",
-    ]
-    for text, pattern in zip(said, expected, strict=False):
-        assert re.fullmatch(pattern + r"\n", text)
-    assert codes[:-1] == ["[2, 2]"] * len(expected)
-    # Not before, but in training: the progress bar comes first.
-    assert len(re.findall(r"jobs\.train: .*try a smaller optimizer\.lr", said[-1])) == 1
-    assert codes[-1] == "[1, 1]"
-    assert "Traceback" not in done.stderr
-    assert re.search(r"diverged 2 \{.*after step 8: \w+ on ranks \[0\]; \w+ on ranks \[1\]", last)
-    # The refused ones left no run file, and the one that diverged says so.
-    assert [path.name for path in folder.iterdir()] == ["run.h5"]
-    with RunReader(folder / "run.h5") as reader:
-        assert reader.status == "failed"
 
 
 @pytest.mark.timeout(PATIENCE)
@@ -227,41 +138,6 @@ def train_several(
     assert done.returncode == 0, done.stderr
     read = read_runs([folder / f"{name}.h5" for name in runs])
     return dict(zip(runs, read, strict=True)), done.stdout.split("\n")[:-1], done.stderr
-
-
-@pytest.mark.timeout(PATIENCE)
-def test_dense_modes_train_like_dense_and_say_when_a_run_diverges(tmp_path: Path) -> None:
-    runs, codes, said = train_several(
-        tmp_path,
-        [
-            "model.width=0.0625",
-            "training.steps=8",
-            "training.batch_size=4",
-            "training.accumulate=2",
-            "training.eval_every=4",
-            "optimizer.clip_norm=0.5",
-            "reduction.bucket_mb=0.01",
-        ],
-        dense=["reduction.method=dense"],
-        overlapped=["reduction.method=dense-ovlp"],
-        ddp=["reduction.method=ddp"],
-        diverged=[
-            "reduction.method=dense-ovlp",
-            "optimizer.lr=1e30",
-            "optimizer.clip_norm=0.0",
-            "schedule.warmup=0",
-        ],
-    )
-    assert codes == ["[0, 0]"] * 3 + ["[1, 1]"]
-    assert len(re.findall(r"jobs\.train: .*try a smaller optimizer\.lr", said)) == 1
-    assert runs["diverged"].status == "failed"
-    dense = runs["dense"]
-    for run in (runs["overlapped"], runs["ddp"]):
-        assert run.steps["loss"] == pytest.approx(dense.steps["loss"], rel=1e-4)
-        assert run.evaluations["loss"] == pytest.approx(dense.evaluations["loss"], rel=1e-3)
-        assert run.steps["dense"].tolist() == [1] * 8
-        assert run.steps["words"] == pytest.approx(dense.steps["words"], rel=0.02)
-        assert list(run.stages) == ["allreduce"]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
@@ -329,7 +205,7 @@ FAILING = """
 
 
 @pytest.mark.timeout(PATIENCE)
-@pytest.mark.parametrize("method", ["oktopk", "dense-ovlp"])
+@pytest.mark.parametrize("method", ["oktopk", pytest.param("dense-ovlp", marks=pytest.mark.long)])
 def test_a_rank_that_raises_ends_the_job_within_ten_seconds_with_its_traceback(
     tmp_path: Path, method: str
 ) -> None:
@@ -346,54 +222,7 @@ def test_a_rank_that_raises_ends_the_job_within_ten_seconds_with_its_traceback(
         assert reader.steps()["step"].tolist() == [1, 2]
 
 
-SLOW_FILE = """
-    import json, sys, time
-    from jobs.run.file import RunFile
-    from jobs.train.__main__ import main
-    from jobs.train.tasks.build import build_workload
-
-    config, file, times = sys.argv[1:4]
-    written, append = [], RunFile.append_steps
-
-    def slow(self, columns, stages):
-        append(self, columns, stages)
-        time.sleep(0.4)
-        written.append(time.time())
-
-    RunFile.append_steps = slow
-
-    def build(config, *, rank, size):
-        workload = build_workload(config, rank=rank, size=size)
-        begun, loss = [], workload.loss
-
-        def noting(batch):
-            begun.append(time.time())
-            with open(f"{times}.{rank}", "w") as file:
-                json.dump({"begun": begun, "written": written}, file)
-            return loss(batch)
-
-        workload.loss = noting
-        return workload
-
-    main([config, "--set", f"run.file={file}", "model.width=0.0625", "training.steps=4", "run.flush_every=1"], build=build)
-"""
-
-
-@pytest.mark.timeout(PATIENCE)
-def test_writing_the_run_file_is_in_no_rank_s_step(tmp_path: Path) -> None:
-    script = tmp_path / "slow.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(SLOW_FILE))
-    times = tmp_path / "times"
-    done = run_ranks(3, str(script), str(CONFIG), str(tmp_path / "run.h5"), str(times))
-    assert done.returncode == 0, done.stderr
-    noted = [json.loads(Path(f"{times}.{rank}").read_text()) for rank in range(3)]
-    written = noted[0]["written"]
-    assert [len(each["begun"]) for each in noted] == [4, 4, 4]
-    assert [len(each["written"]) for each in noted] == [3, 0, 0]
-    for rank, each in enumerate(noted):
-        assert all(end <= begun for end, begun in zip(written, each["begun"][1:], strict=True)), rank
-
-
+@pytest.mark.long
 @pytest.mark.timeout(PATIENCE)
 def test_a_terminated_run_leaves_its_file_readable_and_a_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"

@@ -1,0 +1,215 @@
+"""Training that is interrupted, damaged or wrong and started again, in one job: what other ranks and files see of it.
+
+What needs processes that die, hang or are started anew is in test_faults.py and test_checkpoint_training.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from jobs.restart import files
+from jobs.restart.signals import EXIT_STATUS
+from jobs.run.reader import RunReader
+from tests.launched import outcome
+from tests.tiny_job import run
+from tests.tiny_runs import CONFIG, SETTINGS, assert_same_outcome, checkpoints, last_good_step, steps_done
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(200)]
+
+
+@pytest.fixture
+def path(comm: MPI.Intracomm, tmp_path: Path) -> Path:
+    return comm.bcast(tmp_path) / "run.h5"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(comm: MPI.Intracomm, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = comm.bcast(tmp_path_factory.mktemp("undisturbed")) / "run.h5"
+    assert train(comm, path)[0] == 0
+    return path
+
+
+def train(
+    comm: MPI.Intracomm, path: Path, settings: Sequence[str] = (), faults: Sequence[str] = ()
+) -> tuple[int, str]:
+    """The exit status of tests.tiny_job on ranks that are up, and what rank 0 printed; collective."""
+    words = [str(CONFIG), "--set", *SETTINGS, f"run.file={path}", *settings, "--", *faults]
+    return outcome(comm, lambda: run(words, comm))
+
+
+def interrupted(comm: MPI.Intracomm, path: Path, name: str = "SIGUSR1", settings: Sequence[str] = ()) -> int:
+    """The step after which a signal to the last rank stopped a run."""
+    status, said = train(comm, path, settings, [f"{name}={comm.size - 1}:13"])
+    assert status == EXIT_STATUS, said
+    done = steps_done(path)
+    assert 10 < done < 20
+    if comm.rank == 0:
+        assert f"{name}: stopped after step {done} with a checkpoint" in said
+    assert checkpoints(path)[0].name == f"step-{done:08d}"
+    with RunReader(path) as reader:
+        assert reader.status == "interrupted"
+    comm.barrier()
+    return done
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_a_run_that_a_signal_stopped_ends_as_if_it_had_not(
+    comm: MPI.Intracomm, path: Path, undisturbed: Path, name: str
+) -> None:
+    done = interrupted(comm, path, name)
+    status, said = train(comm, path)
+    assert status == 0, said
+    assert f"resumed after step {done} from" in said
+    assert_same_outcome(undisturbed, path)
+    with RunReader(path) as reader:
+        assert reader.segments()["step"].tolist() == [0, done]
+
+
+def test_what_is_complete_is_left_alone_and_what_is_another_run_is_refused(
+    comm: MPI.Intracomm, undisturbed: Path
+) -> None:
+    before = undisturbed.read_bytes()
+    status, said = train(comm, undisturbed)
+    assert status == 0
+    assert "is complete: nothing to do" in said
+    status, said = train(comm, undisturbed, ["optimizer.lr=0.07"])
+    assert status == 2
+    assert "exists: choose another name" in said
+    assert "it is of another run: optimizer.lr: 0.025 there, 0.07 here" in said
+    assert undisturbed.read_bytes() == before
+
+
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_used(
+    comm: MPI.Intracomm, path: Path, undisturbed: Path
+) -> None:
+    done = interrupted(comm, path)
+    newest, before = checkpoints(path)
+    earlier = int(before.name.removeprefix("step-"))
+    assert 0 < earlier < done
+    last = files.rank_file(comm.size - 1)
+    if comm.rank == 0:
+        os.truncate(newest / last, 1000)
+    comm.barrier()
+    status, said = train(comm, path)
+    assert status == 0, said
+    assert f"checkpoint {newest} refused: {last} is truncated: 1000 of" in said
+    assert f"resumed after step {earlier} from" in said
+    assert_same_outcome(undisturbed, path)
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_name_where_its_run_file_is_gone(
+    comm: MPI.Intracomm, path: Path
+) -> None:
+    settings = ["training.steps=5", "training.eval_every=5"]
+    assert train(comm, path, settings)[0] == 0
+    if comm.rank == 0:
+        path.rename(path.with_name("kept.h5"))
+    comm.barrier()
+    status, said = train(comm, path, [*settings, "training.seed=1"])
+    assert status == 2, said
+    assert "refused: of another run: training.seed: 0 there, 1 here" in said
+    assert "can be used, so the run cannot continue" in said
+    assert not path.exists()
+    status, said = train(comm, path, settings)
+    assert status == 0, said
+    assert "resumed after step 5 from" in said
+
+
+def test_no_usable_checkpoint_stops_the_run_and_destroys_nothing(comm: MPI.Intracomm, path: Path) -> None:
+    done = interrupted(comm, path)
+    if comm.rank == 0:
+        for found in checkpoints(path):
+            (found / files.COMMON).unlink()
+    comm.barrier()
+    status, said = train(comm, path)
+    assert status == 2, said
+    assert "common.safetensors is missing" in said
+    assert "can be used, so the run cannot continue" in said
+    assert steps_done(path) == done
+    status, said = train(comm, path, ["run.overwrite=true", "training.steps=5"])
+    assert status == 0, said
+    assert [step.name for step in checkpoints(path)] == ["step-00000005"]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("more", [False, True])
+def test_a_run_continues_on_another_number_of_ranks(comm: MPI.Intracomm, path: Path, more: bool) -> None:
+    ranks = sorted([comm.size - 1, comm.size], reverse=not more)
+    some = comm.Split(0 if comm.rank < comm.size - 1 else MPI.UNDEFINED)
+    both = ranks[0] * ranks[1]
+    per_step = both * max(1, 24 // both)  # other batches, the same samples per step
+    settings = ["training.steps=0", "training.epochs=2"]
+    for begins, size in zip((True, False), ranks, strict=True):
+        among = comm if size == comm.size else some
+        batch = f"training.batch_size={per_step // size}"
+        if among and begins:
+            done = interrupted(among, path, settings=[*settings, batch])
+        elif among:
+            status, said = train(among, path, [*settings, batch])
+            assert status == 0, said
+            assert f"{ranks[0]} ranks wrote it and {size} continue: residuals are redistributed" in said
+        comm.barrier()
+    done = comm.bcast(done if comm.rank == 0 else None)
+    if some:
+        some.Free()
+    with RunReader(path) as reader:
+        assert reader.status == "complete"
+        assert reader.steps()["step"].tolist() == list(range(1, 51))
+        assert reader.segments()["ranks"].tolist() == ranks
+        assert reader.steps()["local_exact"][done] == reader.steps()["global_exact"][done] == 1
+        assert reader.steps()["loss"][-10:].mean() < 0.5 * reader.steps()["loss"][:10].mean()
+        assert reader.evaluations()["accuracy"][-1] > 0.9
+
+
+def test_a_nan_on_one_rank_ends_all_alike_and_leaves_the_last_checkpoint(
+    comm: MPI.Intracomm, path: Path
+) -> None:
+    last = comm.size - 1
+    status, said = train(comm, path, faults=[f"nan={last}:25"])
+    assert status == 1, said
+    assert said.count(f"step 24: gradient + residual is NaN or Inf on rank(s) {last}") == 1
+    assert last_good_step(path) == 20
+    status, said = train(comm, path)
+    assert status == 0, said
+    assert "resumed after step 20 from" in said
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("every_steps", "found"), [(0, 25), (10, 20)])
+def test_ranks_that_drift_apart_are_found_at_the_end_of_an_epoch_or_before_a_checkpoint(
+    comm: MPI.Intracomm, path: Path, every_steps: int, found: int
+) -> None:
+    settings = ["training.eval_every=60", f"checkpoint.every_steps={every_steps}"]
+    status, said = train(comm, path, settings, ["drift=1:15"])
+    assert status == 1, said
+    assert said.count(f"parameters differ between ranks after step {found}: ") == 1
+    assert last_good_step(path) <= 10
+
+
+def test_a_loss_that_is_not_finite_though_gradients_are_ends_all_alike(
+    comm: MPI.Intracomm, path: Path
+) -> None:
+    last = comm.size - 1
+    status, said = train(comm, path, ["training.steps=30"], [f"inf={last}:25"])
+    assert status == 1, said
+    assert said.count(f"step 24: the loss is NaN or Inf on rank(s) {last}: try a smaller optimizer.lr") == 1
+
+
+@pytest.mark.parametrize(("nonfinite", "status", "ended"), [("raise", 1, "failed"), ("skip", 0, "complete")])
+def test_a_held_out_loss_that_is_not_finite_is_named_and_written(
+    comm: MPI.Intracomm, path: Path, nonfinite: str, status: int, ended: str
+) -> None:
+    """The last step may leave parameters that no further gradient tells of."""
+    last = ["training.steps=1", "training.eval_every=1", "optimizer.lr=1e38", "schedule.warmup=0"]
+    code, said = train(comm, path, [*last, f"reduction.nonfinite={nonfinite}"])
+    assert code == status, said
+    assert said.count("jobs.train: the held-out loss after step 1 is nan") == 1
+    with RunReader(path) as reader:
+        assert reader.status == ended
+        assert np.isnan(reader.evaluations()["loss"]).tolist() == [True]
