@@ -299,7 +299,7 @@ def test_a_set_of_more_ranks_gives_every_reducer_its_share(comm: MPI.Intracomm, 
     made.save(1, {}, {"reducer": reducer}, wait=True)
     made.close()
     path = files.set_folder(folder, 1)
-    found = Found(path, 1, comm.size, {})
+    found = Found(path, 1, comm.size)
     assert found.reducer(0, 1)["residual"].tolist() == [float(comm.size)] * 5
     beyond = found.reducer(comm.size, comm.size + 1)
     assert (beyond["residual"], beyond["last_k"]) == (None, None)
