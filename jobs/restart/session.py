@@ -72,10 +72,17 @@ class Session:
 
     def _begin(self) -> Start:
         # planned when no other job writes the run any more
+        unwritable: OSError | None = None
         if self._config.checkpoint.enabled or self._config.run.overwrite:
-            self._lock = FolderLock(self._folder)
+            try:
+                self._lock = FolderLock(self._folder)
+            except OSError as error:
+                unwritable = error
         try:
-            return plan_start(self._config, self._comm.size, os.environ)
+            start = plan_start(self._config, self._comm.size, os.environ)
+            if unwritable is not None and not start.complete:
+                raise unwritable
+            return start
         except BaseException:
             self._release()
             raise

@@ -177,6 +177,24 @@ def test_a_job_plans_when_the_one_before_it_is_gone(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("status", ["complete", "interrupted"])
+def test_only_a_complete_run_needs_no_folder_to_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    made = config(tmp_path / "run.h5")
+    leave_run_file(tmp_path / "run.h5", made, status, ranks=1)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "run.checkpoints")
+
+    monkeypatch.setattr("jobs.restart.session.FolderLock", refuse)
+    if status == "complete":
+        assert Session(made, MPI.COMM_SELF).complete
+        return
+    with pytest.raises(Refused, match="Permission denied"):
+        Session(made, MPI.COMM_SELF)
+
+
 def test_a_job_that_is_refused_leaves_no_lock(tmp_path: Path) -> None:
     (tmp_path / "run.h5").write_text("no run file")
     with pytest.raises(Refused, match=r"run\.h5 is not a run file"):
