@@ -84,10 +84,11 @@ class SymmetricMemory:
                 handle = cupy.cuda.runtime.ipcGetMemHandle(self._memory.ptr)
         except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
             problem = str(error)
-        everyone = transport.allgather_objects((problem, handle))
-        if not any(theirs for theirs, _ in everyone):
+        everyone = transport.allgather_objects((problem, handle, device.epoch))
+        if not any(theirs for theirs, _, _ in everyone):
+            device.epoch = max(epoch for _, _, epoch in everyone)  # an aborted step may have left them apart
             try:
-                self._bases = [self._map(rank, theirs) for rank, (_, theirs) in enumerate(everyone)]
+                self._bases = [self._map(rank, theirs) for rank, (_, theirs, _) in enumerate(everyone)]
                 self._table = device.allocate(self.size, np.uint64)
                 self._table.set(np.array(self._bases, np.uint64), stream=device.stream)
                 device.synchronize()
@@ -105,7 +106,7 @@ class SymmetricMemory:
         return DeviceEntries(self._device, self._memory.ptr + at, count, self._memory)
 
     def abort(self, epoch: int) -> None:
-        """End the waiting of all ranks' kernels from this epoch on: this rank launches none any more. Not collective."""
+        """End the waiting of all ranks' kernels from this epoch on; this rank must launch none after it. Not collective."""
         words = np.array([RAISED, epoch], np.uint32)
         at = WindowHead.reasons.offset + 4 * self.rank, WindowHead.aborted.offset  # in this order
         host_to_device = cupy.cuda.runtime.memcpyHostToDevice
@@ -118,7 +119,8 @@ class SymmetricMemory:
 
     @property
     def aborted(self) -> bool:
-        """Whether some rank has ended the waiting of this rank's kernels."""
+        """Whether some rank has ended the waiting of this rank's kernels; waits for them."""
+        self._device.synchronize()
         word = np.empty(1, np.uint32)
         device_to_host = cupy.cuda.runtime.memcpyDeviceToHost
         cupy.cuda.runtime.memcpy(
@@ -131,9 +133,9 @@ class SymmetricMemory:
 
         After an abort it does not wait, since ranks may be missing, and leaves the memory to the end of the process.
         """
-        self._device.synchronize()
         if self._bases and self.aborted:
             return
+        self._device.synchronize()
         self._transport.barrier()
         for pointer in self._opened:
             cupy.cuda.runtime.ipcCloseMemHandle(pointer)

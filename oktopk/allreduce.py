@@ -367,9 +367,12 @@ class GradientAllreduce:
 
         Raises:
             NonFiniteGradientError: of the last step, where it was deferred.
+            RuntimeError: a step through peer memory was aborted; what this rank holds may not fit the others'.
         """
         self.complete()
         with self.backend.stream_scope():
+            for executor in self._executors.values():
+                executor.check()
             vectors = self._vectors.state_dict()
         return {
             "length": self.length,

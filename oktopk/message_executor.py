@@ -41,5 +41,8 @@ class MessageExecutor:
         plan.timer.record("apply")
         return CompletedStep(result)
 
+    def check(self) -> None:
+        pass
+
     def close(self) -> None:
         self._method.close()

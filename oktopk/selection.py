@@ -23,6 +23,9 @@ _SLOPES = (0.5, 32.0)  # plausible range of -d log(nnz) / d log(threshold)
 _FARTHEST = OCTAVE // 3  # bits that the threshold moves after one step, at most: a quarter of its magnitude
 _FOLLOWED = 0.7  # share of a miss that the next threshold makes up for: misses are partly noise
 _ALL = 2**31 - 1
+TIED = 2**31 - 1
+"""Instead of a count of candidates: many of them equal the k-th largest magnitude."""
+
 # attribute -> its key in a checkpoint, which keeps the names of earlier versions
 _STATE_KEYS = {
     "bits": "bits",
@@ -31,6 +34,11 @@ _STATE_KEYS = {
     "needs_exact": "exact_due",
     "needs_host": "astray",
 }
+
+
+def most_equal(k: int) -> int:
+    """Entries that may equal the k-th largest magnitude, itself among them, for a threshold to be reused."""
+    return max(1, int(MISS * k))
 
 
 @dataclass(slots=True)
@@ -172,16 +180,17 @@ class LocalSelection:
         """Learn from an exact step.
 
         Args:
-            candidates: entries that reached `lowest`; k where more than MISS of k equal `bits`: the next step is then exact too.
+            candidates: entries that reached `lowest`; TIED where more than `most_equal(k)` equal `bits`: then the next step is
+                exact.
             bits: the k-th largest magnitude of them.
         """
-        if candidates > k and lowest < bits:
-            octaves = math.log(bits_magnitude(bits) / bits_magnitude(lowest))
-            self.slope = min(max(math.log(candidates / k) / octaves, _SLOPES[0]), _SLOPES[1])
-        self.needs_exact, self.needs_host = candidates == k, False
+        self.needs_exact, self.needs_host = candidates == TIED, False
         if self.needs_exact:
             self.bits = bits
             return
+        if candidates > k and lowest < bits:
+            octaves = math.log(bits_magnitude(bits) / bits_magnitude(lowest))
+            self.slope = min(max(math.log(candidates / k) / octaves, _SLOPES[0]), _SLOPES[1])
         if self.bits is not None:
             self.trend = learned_trend(self.trend, bits - self.bits)
         self.bits = max(1, min(bits + self.trend, NOTHING - 1))
@@ -207,7 +216,7 @@ class LocalSelection:
     def _tighten(self, candidates: NDArray[np.void], k: int, lowest: int) -> tuple[NDArray[np.void], int]:
         """Cut a list that holds the top k down to it, in O(nnz); of equal magnitudes the lowest indices stay."""
         bits, larger, equal = kth_magnitude(partial(self._kernels.magnitude_histogram, candidates), k)
-        self.learn_exact(k if equal > MISS * k else len(candidates), k, lowest, bits)
+        self.learn_exact(TIED if equal > most_equal(k) else len(candidates), k, lowest, bits)
         taken = self._transport.kernels.take_at_least(candidates, bits, k - larger, candidates)
         return candidates[:taken], bits
 

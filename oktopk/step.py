@@ -107,5 +107,8 @@ class Executor(Protocol):
             FlaggedRanksError: as `StepHandle.result`.
         """
 
+    def check(self) -> None:
+        """Raise RuntimeError if a step ended on some rank only, so that what this one holds must not be kept."""
+
     def close(self) -> None:
         """Free what the executor holds of MPI and of the device. Collective."""

@@ -36,6 +36,9 @@ class FakePeers:
     def abort_on_error(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def check_abort(self) -> None:
+        pass
+
     def fits(self, k: int) -> bool:
         return self._k == k
 

@@ -7,9 +7,10 @@
 // Order: the writers of the payload fence (device), the block that signals fences (system) and releases the signal. Who acquires
 // the signal reads everything written before it.
 //
-// Abort    a rank that raises, on the host, and a kernel that waited past the time limit write `aborted` into every window. From
-//          that epoch on no kernel waits: it sets the decision's stop to ABORTED, and those after it do nothing. Ranks may abort at
-//          different stages of a step, so nothing can go on after it: what they hold may differ.
+// Abort    a host that raises while it launches a step, or a kernel that waited longer than the time limit, writes `aborted` into
+//          every window. A kernel of that epoch or a later one that waits then sets the decision's stop to ABORTED, and those after
+//          it do nothing; no later selection is signalled. Ranks may abort at different stages of a step, so no step may follow:
+//          their updates and residuals may differ.
 #pragma once
 
 #include "coo.cuh"
@@ -45,6 +46,12 @@ __device__ __forceinline__ unsigned long long nanoseconds() {
   return now;
 }
 
+// Whether this rank's steps are aborted from this epoch or an earlier one on.
+__device__ __forceinline__ bool is_aborted(const WindowHead* head, unsigned epoch) {
+  const unsigned aborted = load_acquire(&head->aborted);
+  return aborted && static_cast<int>(epoch - aborted) >= 0;
+}
+
 // Abort the steps of all ranks from this epoch on, since a rank is missing. One thread calls.
 __device__ __noinline__ void abort_for_all(const P2P& p2p, int missing, unsigned epoch) {
   for (int peer = 0; peer < p2p.ranks; ++peer) {
@@ -62,8 +69,7 @@ __device__ __forceinline__ bool arrives(const P2P& p2p, const WindowHead* head, 
   unsigned long long begun = 0;
   for (int spins = 1; static_cast<int>(load_acquire(&head->signals[signal][source]) - epoch) < 0; ++spins) {
     if (spins % SPINS) continue;
-    const unsigned aborted = load_acquire(&head->aborted);
-    if (aborted && static_cast<int>(epoch - aborted) >= 0) return false;
+    if (is_aborted(head, epoch)) return false;
     const unsigned long long now = nanoseconds();
     if (!begun) begun = now;
     if (now - begun < p2p.timeout) continue;
@@ -126,7 +132,8 @@ __device__ __forceinline__ void put_selected(const P2P& p2p, const unsigned* hea
                                              unsigned epoch) {
   const int words = 3 + p2p.ranks;
   if (threadIdx.x == 0) p2p.decision->stop = PROCEED;  // that of the last step
-  put_signal(p2p, SELECTED, header, words, epoch);
+  // after an abort this rank's own signal is missing, so that `collect` finds the abort however fast the others are
+  if (!__syncthreads_or(is_aborted(head_of(p2p.windows[p2p.rank]), epoch))) put_signal(p2p, SELECTED, header, words, epoch);
   for (int i = threadIdx.x; i < words + 1 + p2p.ranks; i += blockDim.x) {
     const unsigned long long part = i - words - 1;
     unsigned word = candidates;

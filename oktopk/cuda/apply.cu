@@ -57,7 +57,7 @@ __device__ __forceinline__ unsigned warp_lower_bound(const Entry* __restrict__ e
 extern "C" __global__ void __launch_bounds__(256) gather_and_apply(const __grid_constant__ GatherAndApply p) {
   constexpr int AHEAD = APPLY_ENTRIES / 32;
   const Decision& decision = *p.p2p.decision;
-  if (decision.stop) return;
+  if (__syncthreads_or(read_volatile(&decision.stop))) return;  // one answer a block: another may set it meanwhile
   if (!wait_signal(p.p2p, KEPT, p.p2p.step->epoch)) return;
   const int source = (p.p2p.rank + blockIdx.y) % p.p2p.ranks;
   const unsigned count = decision.counts[source];

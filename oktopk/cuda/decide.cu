@@ -27,7 +27,8 @@ extern "C" __global__ void __launch_bounds__(128) decide(const __grid_constant__
   const bool deferred = p.p2p.step->flags & DEFERRED;
   const int mine = threadIdx.x;  // candidate
   if (mine < NUM_CANDIDATES) offsets[mine] = p.candidates[mine];  // loads while the signals arrive
-  const WindowHead* head = decision.stop ? nullptr : wait_signal(p.p2p, COUNTED, epoch);
+  const bool stopped = __syncthreads_or(read_volatile(&decision.stop));
+  const WindowHead* head = stopped ? nullptr : wait_signal(p.p2p, COUNTED, epoch);
   if (!head) {
     post_decision(p.mailbox, p.p2p, epoch);
     return;

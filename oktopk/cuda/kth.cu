@@ -4,7 +4,8 @@
 //          rank's list alone. skip: a word that is not 0 where nothing is to be done, null for none. trim_selection: header,
 //          boundaries, needs_no_trim and mailbox as in accumulate_select.cu; taken[2] scratch. p: structs of layouts.py.
 // Units    a digit: `width` bits of a magnitude from bit `shift` up; LEVELS levels, coarsest first. k entries are kept: of those equal to
-//          the k-th magnitude the lowest indices, of lower ranks first. most_equal: entries of a list alone; more of them make k candidates.
+//          the k-th magnitude the lowest indices, of lower ranks first. most_equal: if more entries than this equal the k-th
+//          magnitude, `candidates` is TIED, which makes the next selection exact.
 // Launch   kth_histogram: grid-stride, blocks of THREADS, `finished` zeroed once; its last block finds the digit, or signals the counts.
 //          agree_on_digit: one block of THREADS, waits for the signals of all ranks. take_exact, trim_selection: ceil(most /
 //          COMPACT_TILE) blocks of COMPACT_THREADS; trim_selection's `finished` zeroed once.
@@ -89,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) kth_histogram(const __grid
     search.failed = !fits || found.digit < 0;
     if (!search.failed) narrow(search, level, width, found, wanted);
     search.ties = search.failed ? 0 : p.k - search.larger;
-    search.candidates = search.failed || local[found.digit] <= p.most_equal ? n : p.k;
+    search.candidates = search.failed || local[found.digit] <= p.most_equal ? n : TIED;
   }
 }
 
@@ -150,7 +151,7 @@ __device__ __forceinline__ bool narrow_by_all(const AgreeOnDigit& p, unsigned ep
 // One digit of the k-th largest magnitude of all ranks' lists; after the last one, how many each rank keeps.
 extern "C" __global__ void __launch_bounds__(THREADS) agree_on_digit(const __grid_constant__ AgreeOnDigit p) {
   const unsigned epoch = p.p2p.step->epoch;
-  const bool found = !p.p2p.decision->stop && narrow_by_all(p, epoch);
+  const bool found = !__syncthreads_or(read_volatile(&p.p2p.decision->stop)) && narrow_by_all(p, epoch);
   if (p.level != LAST_LEVEL) return;
   if (found && threadIdx.x == 0) share_out(p);
   __syncthreads();

@@ -14,7 +14,7 @@ from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
 from collectives.mpi_cuda import CudaMpiTransport
 from oktopk.cpu.kernels import LEVELS
 from oktopk.cuda.layouts import Search
-from oktopk.thresholds import MISS
+from oktopk.selection import most_equal
 
 TAKEN_WORDS = 6
 """Of the report "taken": see take_exact of kth.cu."""
@@ -78,7 +78,7 @@ class KthSelect:
         for level, (shift, width) in enumerate(LEVELS):
             local = histogram.prepare(
                 entries=packed.pointer, count=header, nonfinite=header + 4, most=2 * k,
-                most_equal=int(MISS * k), level=level, shift=shift, width=width, **shared,
+                most_equal=most_equal(k), level=level, shift=shift, width=width, **shared,
             )  # fmt: skip
             self._local.append(local)
             self._trim_local.append(local.copy(skip=needs_no_trim))

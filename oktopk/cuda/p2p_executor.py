@@ -173,6 +173,9 @@ class P2PExecutor:
         assert selection is not None  # else the step had stopped
         return self._applied(step, selection, outcome)
 
+    def check(self) -> None:
+        self.p2p_step.check_abort()
+
     def close(self) -> None:
         self.p2p_step.close()
         self._method.close()

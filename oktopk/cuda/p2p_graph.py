@@ -234,6 +234,11 @@ class P2PGraph:
         undo = kernels["undo_accumulate"].prepare(n=self._length, decision=self._p2p.decision)
         return _Reader(kernels, alone, p2p, undo)
 
+    @property
+    def aborted(self) -> bool:
+        """Whether some rank has ended the waiting of this rank's kernels; waits for them."""
+        return self._memory.aborted
+
     def abort(self, epoch: int) -> None:
         """End the waiting of all ranks' kernels from this epoch on. Not collective."""
         self._memory.abort(epoch)

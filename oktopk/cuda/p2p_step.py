@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 _CANDIDATE_BITS = CANDIDATES.tolist()
 _DIGITS = sum(1 << width for _, width in LEVELS)
+_ABORTED = "steps through peer memory cannot go on: {}. Continue from a checkpoint"
 _MOST_GRAPHS = 8  # of gradients that live elsewhere
 
 
@@ -132,8 +133,10 @@ class P2PStep:
         """Lay everything out for a k. Collective: every rank must call.
 
         Raises:
-            RuntimeError: a rank has no memory for it; on every rank alike.
+            RuntimeError: a rank has no memory for it, or a step was aborted; on every rank alike.
         """
+        if self._launches is not None and any(self._transport.allgather_objects(self._launches.aborted)):
+            raise RuntimeError(_ABORTED.format("a rank did not finish its step"))
         self.close()
         self._launches = P2PGraph(self._kernels, self._transport, self._length, k, self._settings)
 
@@ -161,8 +164,8 @@ class P2PStep:
             exact: compute the exact global threshold.
             timed: time the stages on the device, where the whole step runs there.
             cut_to_k: cut this rank's selection down to its top k wherever it holds as many, not only above the cap.
-            deferred: the host will not help. Where some rank's gradient or a sum is not finite the residual is as before,
-                to rounding, which the caller has to see to else; and the threshold follows `choose_candidate` for a step that may
+            deferred: the host will not help. Where some rank's gradient or a sum is not finite the residual is
+                as before, to rounding; and the threshold follows `choose_candidate` for a step that may
                 not go exact. Equal on all ranks.
 
         Traffic: 2 words a selected entry outside the own region, read by its owner; 2(P-1) words a kept sum, read by all.
@@ -312,7 +315,7 @@ class P2PStep:
 
     @contextmanager
     def abort_on_error(self) -> Iterator[None]:
-        """Where the body raises, which launches kernels, all ranks raise: their kernels would wait for this rank's.
+        """If the body raises, abort the step on all ranks: their kernels would otherwise wait for this rank's.
 
         Raises:
             RuntimeError: an earlier step was aborted.
@@ -324,13 +327,23 @@ class P2PStep:
             yield
         except BaseException:
             if self._launches is not None:
-                self._launches.abort(epoch)
-                self._aborted = _aborted(f"rank {self._transport.rank} raised an error of its own")
+                self._aborted = _ABORTED.format(f"rank {self._transport.rank} raised an error of its own")
+                with suppress(
+                    cupy.cuda.runtime.CUDARuntimeError
+                ):  # after a fault of the GPU, which is the error to be told
+                    self._launches.abort(epoch)
             raise
+
+    def check_abort(self) -> None:
+        """Look for an abort that no step of this rank has met; waits for its kernels. Raises RuntimeError."""
+        if self._launches is not None and not self._aborted and self._launches.aborted:
+            self._aborted = _ABORTED.format("a rank did not finish its step")
+        if self._aborted:
+            raise RuntimeError(self._aborted)
 
     def _check_abort(self, stop: int, reasons: list[int]) -> None:
         if stop == ABORTED:
-            self._aborted = _aborted(abort_reasons(reasons, self._settings.timeout))
+            self._aborted = _ABORTED.format(abort_reasons(reasons, self._settings.timeout))
             raise RuntimeError(self._aborted)
 
     def time_stages(self, timer: StageTimer) -> None:
@@ -390,7 +403,3 @@ class P2PStep:
             self._launches.close()
         self._launches, self._boundaries = None, None
         self._graphs.clear()
-
-
-def _aborted(reasons: str) -> str:
-    return f"steps through peer memory cannot go on: {reasons}. Continue from a checkpoint"

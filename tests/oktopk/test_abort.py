@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from oktopk import GradientAllreduce
-from tests.devices import gpus, put, use
+from tests.devices import get, gpus, put, use
 
 pytestmark = [
     pytest.mark.skipif(not gpus(), reason="no GPU"),
@@ -61,6 +61,8 @@ def test_where_a_rank_raises_before_its_launch_all_ranks_raise_at_once_and_name_
     for _ in range(steps):
         last = reducer.step(next(gradient))
     assert not steps or last.complete == (steps < 9)
+    state = reducer.state_dict()
+    comm.Barrier()
     if comm.rank == culprit:
         raise_in_launch(monkeypatch, exact)
     begun = time.monotonic()
@@ -73,8 +75,50 @@ def test_where_a_rank_raises_before_its_launch_all_ranks_raise_at_once_and_name_
     with pytest.raises(RuntimeError, match=f"rank {culprit} raised"):  # nothing goes on after that
         reducer.step(next(gradient))
         reducer.complete()
+    with pytest.raises(RuntimeError, match=f"rank {culprit} raised"):
+        reducer.state_dict()
+    comm.Barrier()
+    reducer.load_state_dict(state)  # which all ranks can go on from
+    report = reducer.step(next(gradient))
+    reducer.complete()
+    assert report.global_nnz > 0
+    assert len(set(comm.allgather(get(reducer.update).tobytes()))) == 1
     reducer.close()
     assert time.monotonic() - begun < 60
+    comm.Barrier()
+
+
+def test_a_change_of_k_does_not_forget_that_a_rank_ended_a_step(comm: MPI.Intracomm) -> None:
+    reducer = reducer_of(comm, density_warmup_steps=8)
+    gradient = gradients(comm)
+    for _ in range(2):
+        reducer.step(next(gradient))
+    comm.Barrier()
+    if comm.rank == 0:  # as a kernel that waited too long, after this rank's host had read the decision
+        step = reducer._executors["oktopk"].p2p_step  # type: ignore[attr-defined]
+        step._launches.abort(step._epoch)
+    comm.Barrier()
+    with pytest.raises(RuntimeError, match="a rank did not finish its step"):
+        reducer.step(next(gradient))
+    reducer.close()
+    comm.Barrier()
+
+
+def test_an_abort_that_no_step_met_is_met_by_the_next_one_or_by_the_state(comm: MPI.Intracomm) -> None:
+    reducer = reducer_of(comm)
+    gradient = gradients(comm)
+    for _ in range(3):
+        reducer.step(next(gradient))
+    comm.Barrier()
+    if comm.rank == 0:
+        step = reducer._executors["oktopk"].p2p_step  # type: ignore[attr-defined]
+        step._launches.abort(step._epoch)
+    comm.Barrier()
+    with pytest.raises(RuntimeError, match="cannot go on"):
+        reducer.state_dict()
+    with pytest.raises(RuntimeError, match="cannot go on"):
+        reducer.step(next(gradient))
+    reducer.close()
     comm.Barrier()
 
 

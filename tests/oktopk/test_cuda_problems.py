@@ -329,7 +329,7 @@ def test_a_window_that_one_rank_has_no_memory_for_is_refused_on_all(
     full = fake_cupy(memory=(5, 10), allocation=OUT_OF_MEMORY if comm.rank == last else Window())
     full.cuda.runtime.ipcGetMemHandle = lambda _: b"handle"
     sys.modules["cupy"].cuda = peer_memory.cupy.cuda = full.cuda  # type: ignore[attr-defined]
-    device = SimpleNamespace(gpu=nullcontext(), zero=lambda *_: None, synchronize=lambda: None)
+    device = SimpleNamespace(epoch=0, gpu=nullcontext(), zero=lambda *_: None, synchronize=lambda: None)
     transport = connect(comm)
     with pytest.raises(
         RuntimeError,

@@ -72,6 +72,9 @@ class LateExecutor:
             self.method.transport.traffic.count(28, 0)
         return LateStep(self, outcome, plan.may_defer)
 
+    def check(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -170,6 +170,20 @@ def test_many_equal_entries_make_the_next_step_exact_and_leave_the_trend(equal: 
     assert rank.step(vector).exact == again
 
 
+@pytest.mark.parametrize("k", [1, 2, 10, 19])
+def test_few_entries_that_differ_leave_the_next_step_regular(k: int) -> None:
+    rank = Rank(1000, k)
+    vector = np.arange(1, 1001, dtype=np.float32)
+    for _ in range(2):
+        rank.residual.fill(0)
+        assert rank.step(vector, exact=True).packed.nnz == k
+        assert not rank.selection.needs_exact
+    rank.residual.fill(0)
+    rank.residual[: 1000 - k] = -vector[: 1000 - k]  # k candidates and no more
+    assert rank.step(vector, exact=True).packed.nnz == k
+    assert not rank.selection.needs_exact
+
+
 TIED = st.sampled_from([0.0, -0.0, TINY, -2 * TINY, 1.0, -1.0, 1.5, 2.0, -3.0, 1e30])
 
 
