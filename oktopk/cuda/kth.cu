@@ -10,8 +10,8 @@
 //          agree_on_digit: one block of THREADS, waits for the signals of all ranks. take_exact, trim_selection: ceil(most /
 //          COMPACT_TILE) blocks of COMPACT_THREADS; trim_selection's `finished` zeroed once.
 // Signals  DIGITS + level: the counts of all digits. trim_selection: SELECTED with the header.
-// Overflow sums that are not finite stop the step at the coarsest digit. A list shorter than k, longer than `most`, or with nonfinite[0] > 0 fails the search, and nothing is taken. NaN cannot come in
-//          otherwise.
+// Overflow sums that are not finite stop the step at the coarsest digit. A list shorter than k, longer than `most`, or with
+//          nonfinite[0] > 0 fails the search, and nothing is taken. NaN cannot come in otherwise.
 // Traffic  8 bytes an entry read a level, and once more with 8 written to take.
 
 #include "compact.cuh"
