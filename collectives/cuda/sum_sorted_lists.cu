@@ -3,8 +3,8 @@
 // Shapes   pool[...] COO; list j is pool[ranges[j], ranges[lists + j]), strictly ascending within [lower, upper);
 //          splits[lists][tiles + 1]: where each tile begins in each list; sums[entries of the lists] COO, ascending: the sums of a
 //          tile (or of a window of an overflowed tile) begin after as many places as the lists have entries before it; the rest of
-//          its places hold zeros; overflowed[tiles]; kept[capacity] COO. report[1 + NUM_COUNTERS] in host memory: sums kept, and counted at each
-//          candidate, and those that are not finite. p: structs of layouts.py.
+//          its places hold zeros; overflowed[tiles]; kept[capacity] COO. report[1 + NUM_COUNTERS] in host memory: sums kept, and
+//          counted at each candidate, and those that are not finite. p: structs of layouts.py.
 // Units    threshold: bits of a magnitude, >= 1, around which the candidates lie. Counter r holds the sums that reach threshold +
 //          candidates[r] and not threshold + candidates[r + 1], both clipped to finite nonzero magnitudes; candidates[NUM_CANDIDATES]
 //          ascend; null: no counters, and a sum below the threshold becomes zero. A tile is 2^shift elements, NARROWEST <= shift <=
@@ -13,8 +13,8 @@
 //          of THREADS; sum_overflowed_tiles: any blocks of THREADS; keep_sums: at least ceil(entries / COMPACT_TILE) blocks of
 //          COMPACT_THREADS. `state` zeroed once.
 // Signals  if a decision is given and stops the step, a launch does nothing. If windows are given, the last block signals COUNTED
-//          with the counters, or KEPT. If a step is given, region, threshold and epochs are the step's; keep_sums takes the threshold that the ranks
-//          decided on.
+//          with the counters, or KEPT. If a step is given, region, threshold and epochs are the step's; keep_sums takes the
+//          threshold that the ranks decided on.
 // Order    sums and kept ascend by index. Every sum is taken in list order: lists one after the other, an index at most once in each,
 //          so no atomics are needed and the result depends on the lists alone.
 // Overflow entries beyond `capacity` are counted, not written. A tile with more than MOST sums is left to sum_overflowed_tiles,
