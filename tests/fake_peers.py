@@ -19,8 +19,9 @@ from collectives.split_and_reduce import RegionLists
 from oktopk.cpu import kernels
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.results import StageTimer
+from oktopk.selection import TIED, most_equal
 from oktopk.settings import Settings, selection_cap
-from oktopk.thresholds import CANDIDATES, MISS, candidate_bits, choose_candidate, kth_magnitude
+from oktopk.thresholds import CANDIDATES, candidate_bits, choose_candidate, kth_magnitude
 
 _POOL, _SMALL_POOL = 3, 4096
 
@@ -180,7 +181,7 @@ class FakePeers:
             lambda level, prefix: kernels.magnitude_histogram(candidates, level, prefix), self._k
         )
         left = lists_kernels.take_at_least(candidates, bits, self._k - larger, candidates)
-        return left, bits, self._k if equal > MISS * self._k else nnz
+        return left, bits, TIED if equal > most_equal(self._k) else nnz
 
     def _cuts(self, nnz: int) -> list[int]:
         cuts = lists_kernels.equal_count_splits(self._packed[:nnz], self._length, self._transport.size)

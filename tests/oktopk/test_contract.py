@@ -209,9 +209,10 @@ def test_equal_entries_are_selected_up_to_k_and_none_is_lost(
             nonzeros = np.count_nonzero(put_in[comm.rank])
             local.append(abs(step.report.local_nnz - min(k, nonzeros)) / k)
             applied.append(step.report.global_nnz / k - 1)
-        assert np.mean(comm.allgather(local)) <= 0.05, (length, local)
+        most = max(0.05, 0.5 / k)  # of one entry a threshold that is reused may miss it
+        assert np.mean(comm.allgather(local)) <= most, (length, local)
         if method in ("oktopk", "gtopk"):  # the others apply all that any rank selected
-            assert np.mean(np.maximum(applied, 0)) <= 0.05, (length, applied)
+            assert np.mean(np.maximum(applied, 0)) <= most, (length, applied)
 
 
 @pytest.mark.parametrize("method", METHODS)
