@@ -73,6 +73,8 @@ class DenseAllreduce:
             exchange.run()
             if kept.size:
                 kernels.add_values(kept, incoming)
+        if not self._gather_steps and scale == 1.0:
+            return True
         nonfinite = kernels.scale_values(self._owned, scale)
         for exchange in self._gather_steps:
             exchange.run()  # the first one sends what was scaled, so it waits for the stream

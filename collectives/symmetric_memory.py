@@ -133,9 +133,10 @@ class SymmetricMemory:
 
         After an abort it does not wait, since ranks may be missing, and leaves the memory to the end of the process.
         """
-        if self._bases and self.aborted:
+        if not self._bases:
+            self._device.synchronize()
+        elif self.aborted:
             return
-        self._device.synchronize()
         self._transport.barrier()
         for pointer in self._opened:
             cupy.cuda.runtime.ipcCloseMemHandle(pointer)

@@ -164,9 +164,8 @@ class P2PStep:
             exact: compute the exact global threshold.
             timed: time the stages on the device, where the whole step runs there.
             cut_to_k: cut this rank's selection down to its top k wherever it holds as many, not only above the cap.
-            deferred: the host will not help. Where some rank's gradient or a sum is not finite the residual is
-                as before, to rounding; and the threshold follows `choose_candidate` for a step that may
-                not go exact. Equal on all ranks.
+            deferred: the host will not help. Where some rank's gradient or a sum is not finite the residual is as before, to
+                rounding; and the threshold follows `choose_candidate` for a step that may not go exact. Equal on all ranks.
 
         Traffic: 2 words a selected entry outside the own region, read by its owner; 2(P-1) words a kept sum, read by all.
             Control: signals of P + 3, 66 and no words to every rank, or 4096 for 66 where the exact threshold is computed.
@@ -328,9 +327,8 @@ class P2PStep:
         except BaseException:
             if self._launches is not None:
                 self._aborted = _ABORTED.format(f"rank {self._transport.rank} raised an error of its own")
-                with suppress(
-                    cupy.cuda.runtime.CUDARuntimeError
-                ):  # after a fault of the GPU, which is the error to be told
+                # after a fault of the GPU this fails too, and the fault is the error to report
+                with suppress(cupy.cuda.runtime.CUDARuntimeError):
                     self._launches.abort(epoch)
             raise
 
