@@ -190,12 +190,12 @@ class GlobalThreshold:
         expected = self.expected
         sums = lists.counted(expected, CANDIDATES)
         record("reduce")
-        row = np.append(sums.counts, sums.nonfinite)
-        counts, nonfinite = np.split(lists.transport.allgather_control(row), [len(CANDIDATES)], axis=1)
+        counts = lists.transport.allgather_control(sums.counts)
         record("threshold")
-        if nonfinite.any():
+        totals = counts.sum(axis=0)
+        if totals[-1]:
             raise FlaggedRanksError([])
-        choice = choose_candidate(counts.sum(axis=0), expected, k, self._tolerance, may_go_exact_now=True)
+        choice = choose_candidate(totals[:-1], expected, k, self._tolerance, may_go_exact_now=True)
         if choice.needs_exact:
             return self._keep_exact(lists, k, record)
         bits = candidate_bits(expected, choice.candidate)

@@ -216,7 +216,7 @@ class FakePeers:
         k, settings = self._k, self._settings
         self._one_sided = False
         sums = self._lists.counted(expected, CANDIDATES)
-        counts = np.array(self._transport.comm.allgather(sums.counts))
+        counts = np.array(self._transport.comm.allgather(sums.counts))[:, :-1]
         totals = counts.sum(axis=0)
         choice = choose_candidate(
             totals, expected, k, settings.drift_tolerance, may_go_exact_now=not deferred

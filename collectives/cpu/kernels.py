@@ -200,13 +200,12 @@ class CountedSums:
     """A region's sums, counted at candidate thresholds before one of these is chosen.
 
     Attributes:
-        counts: int64[m], descending: sums that reach each candidate, those that are not finite among them.
-        nonfinite: sums that are Inf or NaN.
+        counts: int64[m + 1], the sums that reach each candidate, descending, Inf and NaN among them; then how many are
+            Inf or NaN.
         take: gives ENTRY[nnz], the sums that reach the candidate with these bits; called once, before other lists are summed.
     """
 
     counts: NDArray[np.int64]
-    nonfinite: int
     take: Callable[[int], Any]
 
 
@@ -231,9 +230,9 @@ def counted_sums(
     lowest = max(1, expected_bits + int(offsets[0]))
     nnz, nonfinite = _sum(pool, begins, ends, lower, upper, lowest, out, expected_bits, histogram)
     reached = histogram[::-1].cumsum(dtype=np.int64)[::-1]
-    counts = reached[(offsets + CANDIDATE_REACH) // CANDIDATE_STEP]
+    counts = np.append(reached[(offsets + CANDIDATE_REACH) // CANDIDATE_STEP], nonfinite)
     sums = out[:nnz]
-    return CountedSums(counts, nonfinite, lambda bits: sums[: take_at_least(sums, bits, nnz, sums)])
+    return CountedSums(counts, lambda bits: sums[: take_at_least(sums, bits, nnz, sums)])
 
 
 @njit(cache=True)

@@ -107,8 +107,9 @@ class DeviceKernels:
         sums = self._launch_sums(pool, begins, ends, lower, upper, expected_bits, candidates)
         self.device.synchronize()
         counted = self.device.report("sums", _SUMS_WORDS)[1:]
-        counts = counted[-2::-1].cumsum(dtype=np.int64)[::-1].copy()  # MPI needs a positive stride
-        return CountedSums(counts, int(counted[-1]), lambda bits: out[: self._keep_sums(sums, out, bits)])
+        counts = counted.astype(np.int64)
+        counted[-2::-1].cumsum(out=counts[-2::-1])
+        return CountedSums(counts, lambda bits: out[: self._keep_sums(sums, out, bits)])
 
     def _launch_sums(
         self,
@@ -125,7 +126,7 @@ class DeviceKernels:
         entries = int(ends.sum() - begins.sum())
         shift = tile_shift(entries, upper - lower)
         tiles = max(1, -(-(upper - lower) >> shift))
-        region = Region(lower, tiles, shift, threshold_bits, 0)
+        region = bytes(Region(lower, tiles, shift, threshold_bits, 0))  # for three launches
         ranges = device.post("ranges", np.concatenate([begins, ends]))
         splits = device.scratch("tile splits", lists * (tiles + 1), np.uint32).data.ptr
         device.launch(
