@@ -36,16 +36,21 @@ class RegionLists:
 
         May be called again with another threshold: the lists stay.
         """
+        return self.checked_sums(threshold_bits)[0]
+
+    def checked_sums(self, threshold_bits: int = 1) -> tuple[NDArray[np.void], int]:
+        """As `sums`, and how many of the region's sums are Inf or NaN."""
         out = self._out()
-        return out[: self.sum_into(out, threshold_bits)]
+        nnz, nonfinite = self.sum_into(out, threshold_bits)
+        return out[:nnz], nonfinite
 
     def counted(self, expected_bits: int, offsets: NDArray[np.int64]) -> Any:
         """The sums, counted at candidate thresholds; see `counted_sums` of the kernels. Valid until the next call."""
         lists = self.pool, self.begins, self.ends, self.lower, self.upper
         return self.transport.kernels.counted_sums(*lists, expected_bits, offsets, self._out())
 
-    def sum_into(self, out: NDArray[np.void], threshold_bits: int) -> int:
-        """Write the sums to `out`, ENTRY[most_sums + 1], elsewhere in the pool perhaps; returns their number."""
+    def sum_into(self, out: NDArray[np.void], threshold_bits: int) -> tuple[int, int]:
+        """Write the sums to `out`, ENTRY[most_sums + 1], elsewhere in the pool perhaps; see `sum_sorted_lists` of the kernels."""
         lists = self.pool, self.begins, self.ends, self.lower, self.upper
         return self.transport.kernels.sum_sorted_lists(*lists, threshold_bits, out)
 
@@ -140,9 +145,8 @@ def split_and_reduce(
         if not rotate or bucket.stop == len(rounds):
             continue
         done = slice(first, bucket.stop + 1)
-        nnz = RegionLists(pool, begins[done], ends[done], lower, upper, transport).sum_into(
-            pool[spare : spare + partial], 1
-        )
+        summed = RegionLists(pool, begins[done], ends[done], lower, upper, transport)
+        nnz, _ = summed.sum_into(pool[spare : spare + partial], 1)
         first = bucket.stop
         begins[first], ends[first] = spare, spare + nnz
         spare = total + partial if spare == total else total

@@ -50,7 +50,7 @@ def sum_sorted_lists(
     upper: int,
     threshold_bits: int,
     out: NDArray[np.void],
-) -> int:
+) -> tuple[int, int]:
     """Sum sorted COO lists over [lower, upper), and keep the sums whose magnitude reaches a threshold.
 
     The region is walked in tiles of TILE sums, so that no buffer as long as a region exists; each entry is read once.
@@ -64,9 +64,10 @@ def sum_sorted_lists(
             apart from the lists.
 
     Returns:
-        Entries written to `out`, in ascending index order.
+        (nnz, nonfinite): entries written to `out`, in ascending index order, and how many sums are Inf or NaN.
     """
-    return _sum(pool, begins, ends, lower, upper, threshold_bits, out, 0, _NO_HISTOGRAM)[0]
+    nnz, nonfinite = _sum(pool, begins, ends, lower, upper, threshold_bits, out, 0, _NO_HISTOGRAM)
+    return int(nnz), int(nonfinite)
 
 
 @njit(cache=True)
@@ -78,7 +79,7 @@ def _sum(pool, begins, ends, lower, upper, threshold_bits, out, centre, histogra
     kept = np.zeros(TILE, np.uint8)
     kept_groups = kept.view(np.uint64)
     hits = np.empty(TILE // _GROUP, np.int32)
-    written = 0
+    written = nonfinite = 0
     start = lower
     while start < upper:
         # skip tiles that no list reaches: a region may be long and empty
@@ -107,16 +108,14 @@ def _sum(pool, begins, ends, lower, upper, threshold_bits, out, centre, histogra
                 if kept[i]:
                     out[written].index = start + i
                     out[written].value = sums[i]
+                    nonfinite += (bits[i] & _MAGNITUDE) >= _INFINITY
                     written += 1
         sums[:] = 0
         start = stop
-    nonfinite = 0
     if len(histogram):
         for at in range(written):
-            magnitude = magnitude_bits(out[at].value)
-            bits_above = magnitude - centre + CANDIDATE_REACH
+            bits_above = magnitude_bits(out[at].value) - centre + CANDIDATE_REACH
             histogram[min(bits_above >> _CANDIDATE_SHIFT, len(histogram) - 1)] += 1
-            nonfinite += magnitude >= _INFINITY
     return written, nonfinite
 
 

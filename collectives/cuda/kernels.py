@@ -88,9 +88,10 @@ class DeviceKernels:
         upper: int,
         threshold_bits: int,
         out: DeviceEntries,
-    ) -> int:
+    ) -> tuple[int, int]:
         sums = self._launch_sums(pool, begins, ends, lower, upper, threshold_bits)
-        return self._keep_sums(sums, out, threshold_bits)
+        nnz = self._keep_sums(sums, out, threshold_bits)
+        return nnz, int(self.device.report("sums", _SUMS_WORDS)[-1])
 
     def counted_sums(
         self,

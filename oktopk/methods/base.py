@@ -135,15 +135,6 @@ class SparseMethod(Method):
             raise FlaggedRanksError(np.flatnonzero(flags).tolist())
         return counts
 
-    def require_finite(self, sums: NDArray[np.void]) -> None:
-        """Check a list of sums that all ranks hold alike.
-
-        Raises:
-            FlaggedRanksError: a sum is not finite; it names no rank.
-        """
-        if self.kernels.count_nonfinite(sums):
-            raise FlaggedRanksError([])
-
     def result(self, selection: Selection, update: SparseVector | None, **more: Any) -> StepResult:
         """The result of a step that applied `update`. `more`: fields of `StepResult`."""
         nnz = 0 if update is None else update.nnz

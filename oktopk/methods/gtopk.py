@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.sparse import SparseVector
+from collectives.transport import FlaggedRanksError
 from collectives.tree import broadcast, parent_and_children
 from oktopk.methods.base import SparseMethod
 from oktopk.selection import Selection
@@ -54,7 +55,7 @@ class GTopk(SparseMethod):
             begins = np.array([0, largest], np.int64)
             ends = begins + np.array([len(held), arrived])
             merged = pool[2 * largest :]
-            nnz = transport.kernels.sum_sorted_lists(pool, begins, ends, 0, self.length, 1, merged)
+            nnz, _ = transport.kernels.sum_sorted_lists(pool, begins, ends, 0, self.length, 1, merged)
             rest = workspace.entries(f"pruned {number}", max(nnz, 1))
             kept, dropped = self._keep_k(merged[:nnz], plan.k, pool[:largest], rest)
             held = pool[:kept]
@@ -68,7 +69,9 @@ class GTopk(SparseMethod):
         if parent is None:
             gathered[: len(held)] = held
         nnz = broadcast(gathered, len(held), transport)
-        self.require_finite(gathered[:nnz])  # whatever is not finite is larger than what was pruned
+        # a sum that is not finite is larger than what was pruned, so that every rank has it
+        if transport.size > 1 and self.kernels.count_nonfinite(gathered[:nnz]):
+            raise FlaggedRanksError([])
         plan.timer.record("allgather")
         return self.result(selection, SparseVector(gathered[:nnz], self.length), returned=tuple(pruned))
 

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from collectives.allgatherv import allgatherv
 from collectives.sparse import SparseVector
+from collectives.transport import FlaggedRanksError
 from oktopk.methods.base import SparseMethod
 from oktopk.selection import Selection
 from oktopk.step import Plan, StepResult
@@ -35,7 +36,8 @@ class TopkA(SparseMethod):
         plan.timer.record("allgather")
         most = min(int(ends[-1]), self.length)
         sums = transport.workspace.entries("sums", most)
-        nnz = transport.kernels.sum_sorted_lists(gathered, begins, ends, 0, self.length, 1, sums)
-        self.require_finite(sums[:nnz])
+        nnz, nonfinite = transport.kernels.sum_sorted_lists(gathered, begins, ends, 0, self.length, 1, sums)
+        if nonfinite:  # on all ranks alike
+            raise FlaggedRanksError([])
         plan.timer.record("reduce")
         return self.result(selection, SparseVector(sums[:nnz], self.length))

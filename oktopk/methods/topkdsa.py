@@ -42,9 +42,8 @@ class TopkDSA(SparseMethod):
         flag = selection.nonfinite > 0
         lists = split_and_reduce(selection.packed, boundaries, transport, flag, bucket_rounds=bucket_rounds)
         plan.timer.record("exchange")
-        sums = lists.sums()
+        sums, nonfinite = lists.checked_sums()
         plan.timer.record("reduce")
-        nonfinite = self.kernels.count_nonfinite(sums)
         counts, nonfinite_sums = transport.allgather_control(np.array([len(sums), nonfinite], np.int64)).T
         if nonfinite_sums.any():
             raise FlaggedRanksError([])

@@ -62,7 +62,7 @@ def kernel_sums(lists: list[Pairs], lower: int, upper: int, threshold_bits: int 
         pool[begin:end] = pack(pairs)
     before = pool.copy()
     out = pool[stored + 1 : stored + 1 + most]
-    written = sum_sorted_lists(pool, begins, ends, lower, upper, threshold_bits, out)
+    written, _ = sum_sorted_lists(pool, begins, ends, lower, upper, threshold_bits, out)
     result = out[:written].tolist()
     pool[stored + 1 : stored + 1 + written] = SENTINEL
     assert np.array_equal(pool, before), "wrote outside its output, or into the lists"

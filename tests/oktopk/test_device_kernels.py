@@ -331,15 +331,17 @@ def check_sums(
     bits = magnitude_bits(1.2)
     room = min(len(pool), length) + 1
     out = np.empty(room, ENTRY)
-    expected = out[: host_kernels.sum_sorted_lists(pool, begins, ends, lower, upper, bits, out)]
+    nnz, nonfinite = host_kernels.sum_sorted_lists(pool, begins, ends, lower, upper, bits, out)
+    expected = out[:nnz]
 
     kernels = DeviceKernels(device)
     given = entries_of(device, pool) if len(pool) else entries_of(device, np.empty(1, ENTRY))
     whole = entries_of(device, np.full(room + GUARD, POISON, np.uint64).view(ENTRY))
     for _ in range(2):
         kept = kernels.sum_sorted_lists(given, begins, ends, lower, upper, bits, whole[:room])
+        assert kept == (nnz, nonfinite)
         got = whole.get()
-        assert got[:kept].tobytes() == expected.tobytes()
+        assert got[:nnz].tobytes() == expected.tobytes()
         assert np.all(got[room:].view(np.uint64) == POISON)
 
     moved = bits + int(CANDIDATES[40])
@@ -353,6 +355,11 @@ def check_sums(
         )
         assert counted.counts.tolist() == known.counts.tolist()
         assert (known.counts[-1] > 0) == overflows
+        assert (
+            kernels.sum_sorted_lists(given, begins, ends, lower, upper, bits, whole[:room])[1]
+            == known.counts[-1]
+        )
+        counted = kernels.counted_sums(given, begins, ends, lower, upper, bits, CANDIDATES, whole[:room])
         assert counted.take(moved).get().tobytes() == known.take(moved).tobytes()
 
 
