@@ -78,7 +78,8 @@ RANKS_SECONDS = 1800
 class Tally:
     """Passed, failed and skipped so far; what failed, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, exit_first: bool = False) -> None:
+        self.exit_first = exit_first  # run no group after a failure
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
         self.ran: set[str] = set()
@@ -187,6 +188,8 @@ def run_group(
     leaving: float = 10,
 ) -> None:
     """One pytest, on one or several ranks, and what became of each of its tests."""
+    if tally.exit_first and tally.failures:
+        return
     announce(title)
     status = run(command, seconds, environment, leaving)
     states = read_outcomes(outcomes)
@@ -323,6 +326,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="processes that share the single-process tests; default: one per core up to 4 for all tests, else one",
     )
     parser.add_argument("-k", dest="expression", metavar="EXPR", help="only tests that match, as for pytest")
+    parser.add_argument(
+        "-x", dest="exit_first", action="store_true", help="end with the first test that fails"
+    )
     parser.add_argument("--no-lint", action="store_true", help="without the checks of the sources")
     parser.add_argument("--no-single", action="store_true", help="without the single-process tests")
     parser.add_argument("--no-ranks", action="store_true", help="without the tests on several ranks")
@@ -346,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     end_on_sigterm()
     started = time.monotonic()
-    tally = Tally()
+    tally = Tally(options.exit_first)
     if options.tally is not None:
         tally.begin_with(options.tally)
     if options.slurm:
@@ -357,7 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     partial = bool(selection) or options.paths != ALL_TESTS
     # Open MPI gives its ranks a terminal of their own: pytest cannot see where its output ends up.
     colour = "--color=yes" if sys.stdout.isatty() else "--color=no"
-    plain = ["-m", "pytest", colour, "-p", "no:cacheprovider"]
+    plain = ["-m", "pytest", colour, "-p", "no:cacheprovider", *["-x"][: options.exit_first]]
     pytest = [*plain, *selection]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks are the parallelism
     with tempfile.TemporaryDirectory() as folder:
