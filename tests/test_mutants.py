@@ -37,7 +37,7 @@ def tree(tmp_path: Path) -> Path:
     (root / "tests" / "run.py").write_text(
         "import sys, kept\n"
         f"print(sys.argv[1:], file=open({str(tmp_path / 'runs')!r}, 'a'))\n"
-        "if kept.A != 1: sys.exit('FAILED group: test_a')\n"
+        "if kept.A != 1: sys.exit('FAILED group: tests/test_kept.py::test_a[1]')\n"
     )
     return root
 
@@ -45,9 +45,10 @@ def tree(tmp_path: Path) -> Path:
 def test_a_mutant_is_found_or_survives_all_tests_and_the_tree_stays(tree: Path, tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     found = check(tree, [FOUND, SURVIVES], results)
-    assert [found["a"]["found"], found["b"]["found"]] == ["group: test_a", ""]
-    expected = ["['--no-lint', '-x', 'a']", "['--no-lint', '-x', 'a']", "['--no-lint', '-x']"]
-    assert (tmp_path / "runs").read_text().splitlines() == expected
+    assert [found["a"]["found"], found["b"]["found"]] == ["group: tests/test_kept.py::test_a[1]", ""]
+    expected = [["a"], ["tests/test_kept.py", "-k", "test_a"], ["a"], []]
+    said = (tmp_path / "runs").read_text().splitlines()
+    assert said == [str(["--no-lint", "-x", *arguments]) for arguments in expected]
     assert (tree / "kept.py").read_text() == "A = 1\nB = 1\n"
     assert json.loads(results.read_text()) == found
     assert check(tree, [FOUND, SURVIVES], results) == found  # from the file
@@ -58,6 +59,12 @@ def test_a_mutant_is_found_or_survives_all_tests_and_the_tree_stays(tree: Path, 
 def test_a_mutant_whose_text_is_not_there_once_is_refused(tree: Path, old: str, times: int) -> None:
     with pytest.raises(MutantError, match=f"a: its text occurs {times} times in kept.py, not once"):
         check(tree, [replace(FOUND, old=old)], None)
+
+
+def test_a_test_that_fails_without_the_mutant_finds_nothing(tree: Path) -> None:
+    (tree / "kept.py").write_text("A = 3\nB = 1\n")
+    with pytest.raises(MutantError, match=r"b: group: tests/test_kept.py::test_a\[1\] fails without it too"):
+        check(tree, [SURVIVES], None)
 
 
 def test_a_run_that_fails_without_a_failed_test_is_an_error(tree: Path) -> None:

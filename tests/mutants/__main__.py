@@ -1,8 +1,9 @@
 """Whether `make test` finds mistakes: `python -m tests.mutants --results FILE [NAME ...]`.
 
 Each mutant is put into a copy of the checkout, never into the checkout. There the tests that are likely to find it run up to the
-first failure, and where they pass all of `make test` without the checks of the sources. FILE in JSON gets a result after each;
-mutants that it has are not run again, so a check that was stopped goes on. Prints a Markdown table; status 1 if one survived.
+first failure, and where they pass all of `make test` without the checks of the sources. A test that fails without the mutant too
+is an error. FILE in JSON gets a result after each; mutants that it has are not run again, so a check that was stopped goes on.
+Prints a Markdown table; status 1 if one survived.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -83,18 +85,32 @@ def first_failure(tree: Path, arguments: Sequence[str], cache: Path) -> str:
 
 
 def attempt(tree: Path, mutant: Mutant) -> dict[str, str | float]:
-    """Put a mutant into a tree, run the tests, and take it out: {"found": the test or "", "seconds": how long it took}."""
+    """Put a mutant into a tree, run the tests, and take it out.
+
+    Returns:
+        {"found": the test or "", "seconds": until then}.
+
+    Raises:
+        MutantError: see `first_failure`; or the test fails without the mutant too.
+    """
     file = tree / mutant.file
     text = file.read_text(encoding="utf-8")
     began = time.monotonic()
     file.write_text(mutated(mutant, text), encoding="utf-8")
     # Numba does not see that a function which a cached one calls has changed
     cache = tree / "build" / f"numba-{mutant.name if 'njit' in text else 'common'}"
+    likely, found = shlex.split(mutant.first), ""
     try:
-        found = first_failure(tree, shlex.split(mutant.first), cache) or first_failure(tree, [], cache)
+        for arguments in (likely, []):
+            found = found or first_failure(tree, arguments, cache)
     finally:
         file.write_text(text, encoding="utf-8")
-    return {"found": found, "seconds": round(time.monotonic() - began, 1)}
+    seconds = round(time.monotonic() - began, 1)
+    if test := re.search(r"(tests/\S+\.py)::(\w+)", found):
+        again = [*(likely if test[1] in likely else [test[1]]), "-k", test[2]]
+        if first_failure(tree, again, cache.with_name("numba-common")):
+            raise MutantError(f"{mutant.name}: {found} fails without it too")
+    return {"found": found, "seconds": seconds}
 
 
 def check(root: Path, mutants: Sequence[Mutant], results: Path | None) -> dict[str, dict[str, str | float]]:
