@@ -15,6 +15,7 @@ from the test's source.
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Iterator
@@ -100,6 +101,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     outcomes = config.pluginmanager.get_plugin("outcome file")
     for item in left_out if outcomes else ():
         outcomes.leave_out(item.nodeid)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is imported by now out of garbage collections: torch and the tests are a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def needs_missing_gpu(item: pytest.Item) -> bool:

@@ -78,7 +78,8 @@ RANKS_SECONDS = 1800
 class Tally:
     """Passed, failed and skipped so far; what failed, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, exit_first: bool = False) -> None:
+        self.exit_first = exit_first  # run no group after a failure
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
         self.ran: set[str] = set()
@@ -187,6 +188,8 @@ def run_group(
     leaving: float = 10,
 ) -> None:
     """One pytest, on one or several ranks, and what became of each of its tests."""
+    if tally.exit_first and tally.failures:
+        return
     announce(title)
     status = run(command, seconds, environment, leaving)
     states = read_outcomes(outcomes)
@@ -248,6 +251,7 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
             f"not mpi{length}",
             "--timeout-method=signal",
             f"--outcomes={outcomes}",
+            *workers(options, "load"),
             *alone,
         ]
         chosen = ["-k", options.expression] if options.expression else []
@@ -269,9 +273,29 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
             f"--outcomes={outcomes}",
             *among,
         ]
-        command, environment = mpiexec_command(ranks, [*pytest, *marked], mpiexec=options.mpiexec)
+        command, environment = rank_command(ranks, [*pytest, *marked], options)
         where = f"{title}, {ranks} rank{'s' if ranks > 1 else ''}"
         run_group(tally, where, command, RANKS_SECONDS, environment | asked, outcomes, may_be_empty)
+
+
+def workers(options: argparse.Namespace, share: str = "loadfile") -> list[str]:
+    """Arguments for pytest to share tests among processes, none for a few tests: starting the processes takes longer.
+
+    Args:
+        share: "loadfile": one process runs a file, whose tests share what they set up; "load": any process runs any test.
+    """
+    partial = options.expression is not None or options.paths != ALL_TESTS
+    count = options.workers if options.workers is not None else 0 if partial else WORKERS
+    return ["-n", str(count), "--dist", share] if count else []
+
+
+def rank_command(
+    ranks: int, module_args: Sequence[str], options: argparse.Namespace
+) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of a pytest on several ranks; one rank needs no launcher, so that processes share its tests."""
+    command, environment = mpiexec_command(ranks, module_args, mpiexec=options.mpiexec)
+    shared = workers(options) if ranks == 1 else []
+    return [sys.executable, *module_args, *shared] if shared else command, environment
 
 
 def files_with_rank_tests(paths: Sequence[str]) -> list[str]:
@@ -320,9 +344,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--workers",
         type=int,
         metavar="N",
-        help="processes that share the single-process tests; default: one per core up to 4 for all tests, else one",
+        help="processes that share the tests of one process or rank; default: one per core up to 4 for all tests, else one",
     )
     parser.add_argument("-k", dest="expression", metavar="EXPR", help="only tests that match, as for pytest")
+    parser.add_argument(
+        "-x", dest="exit_first", action="store_true", help="end with the first test that fails"
+    )
     parser.add_argument("--no-lint", action="store_true", help="without the checks of the sources")
     parser.add_argument("--no-single", action="store_true", help="without the single-process tests")
     parser.add_argument("--no-ranks", action="store_true", help="without the tests on several ranks")
@@ -346,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     end_on_sigterm()
     started = time.monotonic()
-    tally = Tally()
+    tally = Tally(options.exit_first)
     if options.tally is not None:
         tally.begin_with(options.tally)
     if options.slurm:
@@ -357,16 +384,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     partial = bool(selection) or options.paths != ALL_TESTS
     # Open MPI gives its ranks a terminal of their own: pytest cannot see where its output ends up.
     colour = "--color=yes" if sys.stdout.isatty() else "--color=no"
-    plain = ["-m", "pytest", colour, "-p", "no:cacheprovider"]
+    plain = ["-m", "pytest", colour, "-p", "no:cacheprovider", *["-x"][: options.exit_first]]
     pytest = [*plain, *selection]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks are the parallelism
     with tempfile.TemporaryDirectory() as folder:
         with nullcontext() if options.no_lint else checks_beside(tally):
             if not options.no_single:
                 outcomes = Path(folder) / "single"
-                # a file's tests share what they set up, so one worker runs them; for a few files starting workers takes longer
-                count = options.workers if options.workers is not None else 0 if partial else WORKERS
-                workers = ["-n", str(count), "--dist", "loadfile"] if count else []
                 length = "" if options.all else " and long" if options.long else " and not long"
                 # The signal method ends the late test alone. It works here, where no test blocks inside MPI.
                 single = [
@@ -374,7 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"not mpi and not slurm{length}",
                     "--timeout-method=signal",
                     f"--outcomes={outcomes}",
-                    *workers,
+                    *workers(options),
                     *options.paths,
                 ]
                 command = [sys.executable, *pytest, *single]
@@ -385,7 +409,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             outcomes = Path(folder) / f"ranks-{number}"
             marked = ["--with-mpi", "-m", mark, f"--outcomes={outcomes}", *files]
-            command, environment = mpiexec_command(ranks, [*pytest, *marked], mpiexec=options.mpiexec)
+            command, environment = rank_command(ranks, [*pytest, *marked], options)
             title = f"{ranks} rank{'s' if ranks > 1 else ''}"
             may_be_empty = partial or mark == "mpi and long"
             run_group(tally, title, command, RANKS_SECONDS, environment, outcomes, may_be_empty)

@@ -103,6 +103,17 @@ def test_all_ranks_get_all_blocks_in_order_with_and_without_balancing(
         gather(SKEWED[kind](transport.size), transport, trigger)
 
 
+@pytest.mark.mpi(min_size=6)
+def test_five_ranks_get_all_blocks_in_order(comm: MPI.Intracomm) -> None:
+    """On three ranks, or on a power of two, the order in which blocks are passed on does not show."""
+    part = comm.Split(comm.rank // 5)
+    transport = MpiTransport(part)
+    for kind in SKEWED.values():
+        gather(kind(part.size), transport, None)
+    transport.close()
+    part.Free()
+
+
 @pytest.mark.mpi
 @settings(max_examples=20)
 @given(counts=counts_of_ranks, trigger=st.sampled_from([1.0, 1.5, 4.0]))

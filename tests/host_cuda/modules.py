@@ -23,6 +23,7 @@ _COMPILER = (
     "-fPIC",
     "-shared",
     "-fno-strict-aliasing",
+    "-fno-ipa-ra",  # a coroutine that gives way comes back with other registers
     "-U_FORTIFY_SOURCE",  # which takes a coroutine's jump for a corrupted stack
     "-ffp-contract=off",
 )

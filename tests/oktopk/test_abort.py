@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.mpi(min_size=2),
 ]
 LENGTH = 20_000
-TIMEOUT = 3.0
+TIMEOUT = 6.0
 """Seconds: longer than ranks that share two cores are apart."""
 
 
@@ -130,12 +130,12 @@ def test_a_rank_that_does_not_come_in_time_is_named_by_all_others(comm: MPI.Intr
     comm.Barrier()
     begun = time.monotonic()
     if comm.rank:
-        with pytest.raises(RuntimeError, match="rank 0 did not come within 3 s"):
+        with pytest.raises(RuntimeError, match=f"rank 0 did not come within {TIMEOUT:g} s"):
             reducer.step(next(gradient))
         assert TIMEOUT <= time.monotonic() - begun < 60
     comm.Barrier()
     if comm.rank == 0:  # which comes too late
-        with pytest.raises(RuntimeError, match="rank 0 did not come within 3 s"):
+        with pytest.raises(RuntimeError, match=f"rank 0 did not come within {TIMEOUT:g} s"):
             reducer.step(next(gradient))
     reducer.close()
     comm.Barrier()

@@ -151,7 +151,7 @@ def test_tiles_that_are_crowded_give_the_cpus_bits(comm: MPI.Intracomm) -> None:
     on_cpu = GradientAllreduce(comm, length, "oktopk", **settings)
     on_gpu = GradientAllreduce(comm, length, "oktopk", device="cuda", peer_memory=True, **settings)
     rng = np.random.default_rng(comm.rank)
-    for _ in range(10):
+    for _ in range(6):  # exact, regular and exact again
         gradient = rng.standard_normal(length, np.float32)
         for hot in (length // 7, length - 50_000):
             gradient[hot : hot + 6_000] *= 100
@@ -226,8 +226,10 @@ def test_where_memory_of_peers_cannot_be_mapped_mpi_takes_over(
     reduced.close()
 
 
-@pytest.mark.parametrize("gradient_type", ["bfloat16", "float16"])
-@pytest.mark.parametrize("method", METHODS)
+# methods take what is widened already: the second type needs one of them
+@pytest.mark.parametrize(
+    ("method", "gradient_type"), [*((method, "bfloat16") for method in METHODS), ("oktopk", "float16")]
+)
 def test_narrow_gradients_are_widened_before_anything_is_added(
     comm: MPI.Intracomm, method: str, gradient_type: str
 ) -> None:
@@ -263,13 +265,13 @@ def test_a_nonfinite_gradient_raises_everywhere_and_is_undone(comm: MPI.Intracom
     assert get(reduced.update).any()
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "gaussiank"])
-def test_a_reloaded_reducer_continues_bit_for_bit(comm: MPI.Intracomm, method: str, momentum: float) -> None:
-    undisturbed = reducer(comm, method, momentum_correction=momentum, dense_warmup_steps=1)
+def test_a_reloaded_reducer_continues_bit_for_bit(comm: MPI.Intracomm, method: str) -> None:
+    """With residual and velocity."""
+    undisturbed = reducer(comm, method, momentum_correction=0.5, dense_warmup_steps=1)
     for step in range(5):
         undisturbed.step(put("cuda", normal(comm, step)))
-    resumed = reducer(comm, method, momentum_correction=momentum, dense_warmup_steps=1)
+    resumed = reducer(comm, method, momentum_correction=0.5, dense_warmup_steps=1)
     resumed.load_state_dict(undisturbed.state_dict())
     for step in range(5, 11):
         undisturbed.step(put("cuda", normal(comm, step)))

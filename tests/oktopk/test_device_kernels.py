@@ -163,21 +163,33 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize("shift", [0, 1, 2], ids=lambda shift: f"{shift} off")
-@pytest.mark.parametrize("sizes", PIECES.values(), ids=PIECES)
+CONVERSIONS = (
+    ("float32", "float32"),
+    ("float32", "bfloat16"),
+    ("float32", "float16"),
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float32"),
+    ("float16", "bfloat16"),
+)
+
+
+# each conversion with all pieces, at one of three offsets in turn; the others are left to `make test-all`
 @pytest.mark.parametrize(
-    ("element_type", "gradient_type"),
+    ("element_type", "gradient_type", "pieces", "shift"),
     [
-        ("float32", "float32"),
-        ("float32", "bfloat16"),
-        ("float32", "float16"),
-        ("bfloat16", "bfloat16"),
-        ("bfloat16", "float32"),
-        ("float16", "bfloat16"),
+        pytest.param(
+            *conversion,
+            pieces,
+            shift,
+            marks=[] if (number + at) % 3 == shift else pytest.mark.long,
+        )
+        for number, conversion in enumerate(CONVERSIONS)
+        for at, pieces in enumerate(PIECES)
+        for shift in range(3)
     ],
 )
 def test_pieces_are_selected_from_as_one_vector(
-    device: Any, element_type: str, gradient_type: str, sizes: list[int], shift: int
+    device: Any, element_type: str, gradient_type: str, pieces: str, shift: int
 ) -> None:
     """Bit for bit, wherever they begin and whichever are missing; and they leave the residual as one vector does."""
     import cupy
@@ -185,6 +197,7 @@ def test_pieces_are_selected_from_as_one_vector(
 
     from oktopk.cuda.kernels import DeviceKernels
 
+    sizes = PIECES[pieces]
     rng = np.random.default_rng((len(sizes), shift))
     kernels = DeviceKernels(device, gradient_type)
     scattered = kernels.gradient_tensors(sizes, element_type)
@@ -283,12 +296,23 @@ def lists_over(
 
 
 # 0.001: tiles as wide as they come; 9 lists: fetched in three goes
-@pytest.mark.parametrize("share", [1.0, 0.4, 0.02, 0.001, 0.0])
-@pytest.mark.parametrize("lists", [1, 4, 5, 9])
-@pytest.mark.parametrize("length", [1, 1000, 3 * TILE + 11, 100 * TILE])
+@pytest.mark.parametrize(
+    ("length", "lists", "share"),
+    [
+        pytest.param(
+            length,
+            lists,
+            share,
+            # of the longest, the sparse lists of four and nine ranks alone: others are slow on the host
+            marks=[] if length < 100 * TILE or (lists in (4, 9) and share < 0.4) else pytest.mark.long,
+        )
+        for length in (1, 1000, 3 * TILE + 11, 100 * TILE)
+        for lists in (1, 4, 5, 9)
+        for share in (1.0, 0.4, 0.02, 0.001, 0.0)
+        if length * lists * share <= 4e6
+    ],
+)
 def test_region_sums_are_the_hosts(device: Any, length: int, lists: int, share: float) -> None:
-    if length * lists * share > 4e6:
-        pytest.skip("slow on the host")
     rng = np.random.default_rng((length, lists))
     lower, upper = 12_345, 12_345 + length
     check_sums(device, *lists_over(lower, upper, lists, share, rng), lower, upper)

@@ -24,23 +24,25 @@ SLOW = ["run.flush_every=1"], ["seconds=0.02"]
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("kills", "steps"), [(3, 400), pytest.param(20, 1200, marks=pytest.mark.long)], ids=["3", "20"]
+    ("kills", "steps", "ranks"),
+    [(3, 400, 2), pytest.param(20, 1200, RANKS, marks=pytest.mark.long)],
+    ids=["3", "20"],
 )
 def test_after_kills_of_random_ranks_a_run_ends_as_if_there_had_been_none(
-    tmp_path: Path, kills: int, steps: int
+    tmp_path: Path, kills: int, steps: int, ranks: int
 ) -> None:
     """At the start, at any moment of a step, and while a checkpoint is written, in turn."""
     chance = random.Random(1)
     settings = [f"training.steps={steps}", "training.eval_every=100"]
     path, undisturbed = tmp_path / "run.h5", tmp_path / "undisturbed.h5"
-    job = Job(undisturbed, RANKS, settings)
+    job = Job(undisturbed, ranks, settings)
     assert job.wait() == 0, job.said
     resumed_at = 0
     for kill in range(kills):
-        job = Job(path, RANKS, [*settings, *SLOW[0]], SLOW[1])
+        job = Job(path, ranks, [*settings, *SLOW[0]], SLOW[1])
         moment = ("start", "step", "checkpoint", "step", "step")[kill % 5]
         if moment == "start":
-            while len(job.rank_processes()) < RANKS and job.running:
+            while len(job.rank_processes()) < ranks and job.running:
                 time.sleep(0.01)
             time.sleep(chance.uniform(0.0, 3.0))
         else:
@@ -63,7 +65,7 @@ def test_after_kills_of_random_ranks_a_run_ends_as_if_there_had_been_none(
         resumed_at = last_good_step(path)
         # readable, and never behind the checkpoint
         assert steps_done(path) >= resumed_at
-    job = Job(path, RANKS, settings)
+    job = Job(path, ranks, settings)
     assert job.wait() == 0, job.said
     assert f"resumed after step {resumed_at} from" in job.said
     assert 0 < resumed_at < steps
@@ -112,11 +114,12 @@ def test_a_rank_that_is_stopped_is_found_by_the_others_and_the_run_can_go_on(tmp
 
 @pytest.mark.timeout(400)
 def test_a_rank_that_hangs_makes_every_rank_print_its_stack(tmp_path: Path) -> None:
-    job = Job(tmp_path / "run.h5", RANKS, [f"run.watchdog={WATCHDOG}"], ["hang=1:25"])
+    ranks = 2
+    job = Job(tmp_path / "run.h5", ranks, [f"run.watchdog={WATCHDOG}"], ["hang=1:25"])
     assert job.wait() not in (0, 2, 75), job.said
-    for rank in range(RANKS):
-        assert f"rank {rank} of {RANKS}: no step for {WATCHDOG:g} s, 24 steps done" in job.said
-    stacks = job.said.split("rank 1 of 3: no step")[1]
+    for rank in range(ranks):
+        assert f"rank {rank} of {ranks}: no step for {WATCHDOG:g} s, 24 steps done" in job.said
+    stacks = job.said.split(f"rank 1 of {ranks}: no step")[1]
     assert "tiny_job.py" in stacks
     assert "in loss" in stacks
     assert_gone(job, time.monotonic() + DEADLINE)

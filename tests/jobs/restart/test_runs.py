@@ -174,10 +174,12 @@ def test_a_nan_on_one_rank_ends_all_alike_and_leaves_the_last_checkpoint(
     status, said = train(comm, path, faults=[f"nan={last}:25"])
     assert status == 1, said
     assert said.count(f"step 24: gradient + residual is NaN or Inf on rank(s) {last}") == 1
-    assert last_good_step(path) == 20
+    # of step 20; or of an earlier one, where the disk was still busy with that of step 10
+    good = comm.bcast(last_good_step(path))
+    assert 10 <= good <= 24
     status, said = train(comm, path)
     assert status == 0, said
-    assert "resumed after step 20 from" in said
+    assert f"resumed after step {good} from" in said
 
 
 @pytest.mark.mpi(min_size=2)

@@ -18,16 +18,16 @@ import os, sys, time
 from mpi4py import MPI
 from jobs.restart.watchdog import Phase, Watchdog
 {first}
-with Watchdog(MPI.COMM_WORLD, step=0.5, around=2.0) as watchdog:
+with Watchdog(MPI.COMM_WORLD, step={step}, around={around}) as watchdog:
     print("up", flush=True)
     {then}
 """
 
 
-def start(first: str, then: str, **environment: str) -> subprocess.Popen[str]:
+def start(first: str, then: str, step: float = 0.5, around: float = 2.0) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", HANG.format(first=first, then=then)],
-        env={**launch_environment(1, "unknown"), **environment},
+        [sys.executable, "-c", HANG.format(first=first, then=then, step=step, around=around)],
+        env=launch_environment(1, "unknown"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -56,9 +56,11 @@ def test_a_hang_is_ended_without_a_place_to_tell_of_it(first: str) -> None:
 
 
 def test_an_evaluation_may_take_longer_than_a_step() -> None:
-    process = start(
-        "", "watchdog.tick(1); watchdog.enter(Phase.EVALUATING); time.sleep(1.2); watchdog.tick(2)"
+    # it leaves by the longer limit: a process may be slow to end
+    beyond = (
+        "watchdog.enter(Phase.EVALUATING); time.sleep(1.2); watchdog.tick(2); watchdog.enter(Phase.ENDING)"
     )
+    process = start("", f"watchdog.tick(1); {beyond}", around=20.0)
     said = process.communicate(timeout=40)[1]
     assert (process.returncode, said) == (0, "")
     process = start("", "watchdog.tick(1); watchdog.enter(Phase.EVALUATING); time.sleep(60)")
@@ -69,11 +71,11 @@ def test_an_evaluation_may_take_longer_than_a_step() -> None:
 
 def test_a_process_that_was_suspended_goes_on() -> None:
     # at what has no steps that would show that it moves
-    process = start("", "time.sleep(0.5)")
+    process = start("", "time.sleep(0.5)", around=5.0)
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(3.0)
+    time.sleep(6.0)
     os.kill(process.pid, signal.SIGCONT)
     said = process.communicate(timeout=40)[1]
     assert (process.returncode, said) == (0, "")

