@@ -115,7 +115,6 @@ class ImageSet:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of an image."""
         channels, height, width = self.images.shape[1:]
         return channels, height, width
 

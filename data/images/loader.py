@@ -140,7 +140,6 @@ class EvaluationLoader:
 
     @property
     def count(self) -> int:
-        """Samples of this rank."""
         return len(evaluation_shard(len(self.images), rank=self.rank, size=self.size))
 
     def __len__(self) -> int:

@@ -63,7 +63,6 @@ class SpeechSet:
         return np.diff(self.label_offsets)
 
     def transcript(self, number: int) -> str:
-        """What is said in an utterance."""
         return decoded(self.labels[self.label_offsets[number] : self.label_offsets[number + 1]])
 
 

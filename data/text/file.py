@@ -51,11 +51,9 @@ class TextSet:
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence."""
         return int(self.sequences.tokens.shape[1])
 
     def number(self, word: str) -> int:
-        """The number of a word of the vocabulary."""
         return self.vocabulary.index(word)
 
 

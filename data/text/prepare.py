@@ -175,11 +175,9 @@ class Parts:
         return self.folder / f"{number:06d}.npz"
 
     def has(self, number: int) -> bool:
-        """Whether a part is there."""
         return self._path(number).exists()
 
     def write(self, number: int, sequences: dict[str, Sequences]) -> None:
-        """Keep a part."""
         arrays = {
             f"{split}_{name}": array for split in sequences for name, array in vars(sequences[split]).items()
         }
@@ -187,7 +185,6 @@ class Parts:
             np.savez(file, **arrays)
 
     def read(self, count: int) -> Iterator[dict[str, Sequences]]:
-        """The first parts, in order."""
         for number in range(count):
             with np.load(self._path(number), allow_pickle=False) as arrays:
                 yield {
@@ -197,7 +194,6 @@ class Parts:
 
     @property
     def vocabulary(self) -> Path:
-        """Where the vocabulary is kept."""
         return self.folder / "vocabulary.txt"
 
 

@@ -88,7 +88,6 @@ class CheckpointBench:
         self.done += 1
 
     def close(self) -> None:
-        """Free what MPI holds."""
         self.checkpointer.close()
         self.optimizer.close()
 

@@ -32,19 +32,15 @@ class Host:
         self.sharers = sharers
 
     def source(self, name: str, length: int, rank: int, seed: int) -> GradientSource:
-        """In host memory."""
         return DrawnGradients(name, length, rank, seed)
 
     def place(self, gradient: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Nothing to do."""
         return gradient
 
     def fetch(self, update: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Nothing to do."""
         return update
 
     def digest(self, update: NDArray[np.float32]) -> int:
-        """A checksum of the bytes."""
         return zlib.crc32(update.data)
 
     def finish(self) -> None:
@@ -70,7 +66,6 @@ class Host:
         return _kibibytes("/proc/meminfo", "MemAvailable")
 
     def measure_speeds(self, comm: MPI.Intracomm, length: int) -> Speeds:
-        """As jobs.bench.floors."""
         return measure_speeds(comm, length)
 
     def release(self) -> None:

@@ -78,7 +78,6 @@ class MpiAllreduce:
         )
 
     def close(self) -> None:
-        """Free the communicator. Collective."""
         self._comm.Free()
 
 

@@ -59,7 +59,6 @@ class ModelConfig(Section):
 
     @property
     def description(self) -> str:
-        """The network in words."""
         if self.name == "bert":
             return f"bert of {self.layers} layers of {self.hidden}"
         return f"{self.name} of width {self.width}"

@@ -27,7 +27,6 @@ class Pace:
     measured: list[tuple[str, str, int, float]] = field(default_factory=list)
 
     def add(self, trial: Trial, seconds: float) -> None:
-        """A run was done."""
         self.measured.append((trial.work, trial.method, trial.ranks, seconds))
 
     def seconds(self, trial: Trial) -> float:

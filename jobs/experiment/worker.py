@@ -53,7 +53,6 @@ class Outcome:
         self.stopped = ""
 
     def write(self) -> None:
-        """Replace the file."""
         content = {"current": self.current, "failed": self.failed, "stopped": self.stopped}
         with replaced(self._path) as draft:
             draft.write_text(json.dumps(content))

@@ -41,7 +41,6 @@ class Group:
 
     @property
     def ranks(self) -> int:
-        """Ranks of each run."""
         return self.runs[0].info.ranks
 
     def values(self, figure: str) -> list[float]:

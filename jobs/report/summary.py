@@ -65,7 +65,6 @@ class Run:
 
     @property
     def count(self) -> int:
-        """Steps on record."""
         return len(self.steps["step"])
 
     @property

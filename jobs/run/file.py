@@ -162,7 +162,6 @@ class RunFile:
 
     @property
     def done(self) -> int:
-        """Steps on record."""
         return int(self._steps["step"].shape[0])
 
     @property

@@ -96,12 +96,10 @@ class RunReader:
         self.close()
 
     def close(self) -> None:
-        """Close; again is allowed."""
         self._file.close()
 
     @property
     def info(self) -> RunInfo:
-        """The attributes."""
         attributes = self._file.attrs  # older files lack the newest, which have defaults
         values: dict[str, Any] = {}
         for name, field in RunInfo.__dataclass_fields__.items():

@@ -42,18 +42,15 @@ class EagerPasses:
         self._loss: Tensor | None = None
 
     def forward(self, batch: Any, *, last: bool = True) -> Tensor:
-        """As the protocol says."""
         self._loss = self._workload.loss(batch)
         return self._loss.detach()
 
     def backward(self) -> None:
-        """As the protocol says."""
         assert self._loss is not None
         self._loss.backward(self._share)
         self._loss = None
 
     def close(self) -> None:
-        """As the protocol says."""
         self._loss = None
 
 
@@ -81,7 +78,6 @@ class CapturedPasses:
         self._current: _Capture | None = None
 
     def forward(self, batch: Any, *, last: bool = True) -> Tensor:
-        """As the protocol says."""
         adds = any(parameter.grad is not None for parameter in self._parameters)
         settle = self._settle if last else None
         key = adds, settle is not None
@@ -94,7 +90,6 @@ class CapturedPasses:
         return self._current.forward(batch)
 
     def backward(self) -> None:
-        """As the protocol says."""
         assert self._current is not None
         self._current.backward()
         self._current = None

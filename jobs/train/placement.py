@@ -69,21 +69,17 @@ class HostPlacement:
         self.unit = socket.gethostname()
 
     def mark(self) -> float:
-        """As the protocol says."""
         return time.perf_counter()
 
     def read(self, marks: Sequence[float]) -> list[float]:
-        """As the protocol says."""
         return list(marks)
 
     def training_source(self, loader: TrainingLoader, memory_format: torch.memory_format) -> TrainingSource:
-        """As the protocol says."""
         return loader
 
     def evaluation_source(
         self, loader: EvaluationLoader, memory_format: torch.memory_format
     ) -> EvaluationSource:
-        """As the protocol says."""
         return loader
 
 
@@ -131,26 +127,22 @@ class CudaPlacement:
         torch.backends.cudnn.benchmark = not deterministic
 
     def mark(self) -> torch.cuda.Event:
-        """As the protocol says."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def read(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
-        """As the protocol says."""
         last = marks[-1]
         last.synchronize()
         now = time.perf_counter()
         return [now - mark.elapsed_time(last) / 1e3 for mark in marks]
 
     def training_source(self, loader: TrainingLoader, memory_format: torch.memory_format) -> TrainingSource:
-        """As the protocol says."""
         return ResidentTrainingLoader(loader, self.device, memory_format)
 
     def evaluation_source(
         self, loader: EvaluationLoader, memory_format: torch.memory_format
     ) -> EvaluationSource:
-        """As the protocol says."""
         return ResidentEvaluationLoader(loader, self.device, memory_format)
 
 

@@ -54,7 +54,6 @@ class Cuda:
         self._placed: Any = None
 
     def source(self, name: str, length: int, rank: int, seed: int) -> GradientSource:
-        """Drawn on the GPU."""
         return DeviceGradients(name, length, rank, seed)
 
     def place(self, gradient: Any) -> Any:
@@ -68,7 +67,6 @@ class Cuda:
         return self._placed
 
     def fetch(self, update: Any) -> NDArray[Any]:
-        """A copy; bfloat16 as its bits."""
         return np.asarray(cupy.asnumpy(update))
 
     def digest(self, update: Any) -> int:
@@ -123,15 +121,12 @@ class Cuda:
             growth.resident = max(0, before - self.free_bytes())
 
     def free_bytes(self) -> int:
-        """What the driver has left on this GPU."""
         return int(cupy.cuda.runtime.memGetInfo()[0])
 
     def measure_speeds(self, comm: MPI.Intracomm, length: int) -> Speeds:
-        """As jobs.bench.gpu.speeds."""
         return measure_device_speeds(comm, length)
 
     def release(self) -> None:
-        """Empty the pools of CuPy and torch."""
         gc.collect()
         cupy.get_default_memory_pool().free_all_blocks()
         if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
@@ -178,5 +173,4 @@ class IntoGradient:
         return replace(report, seconds={**report.seconds, "into g": seconds})
 
     def close(self) -> None:
-        """Free what MPI holds. Collective."""
         self._reducer.close()

@@ -28,7 +28,6 @@ class Errors:
 
     @property
     def word_error_rate(self) -> float:
-        """word_errors / words."""
         return self.word_errors / self.words
 
     @property

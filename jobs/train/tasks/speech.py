@@ -48,7 +48,6 @@ class Speech:
         self._config = config
 
     def place(self, placement: Placement) -> None:
-        """Move network and data to a device."""
         for loader in (self._training, self._held_out):
             loader.utterances.to(placement.device)
         self.model.to(placement.device)
