@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jobs.config.modes import is_replayed
-from jobs.report.style import colour_of, dashes_of, place_of, title_of
-from jobs.report.summary import Run, figures
+from jobs.report.style import STAGES, colour_of, dashes_of, place_of, title_of
+from jobs.report.summary import REST, Run, figures
 
 STAGED = "run.time_stages"  # which makes a run slower
 # what may differ between runs of one group, besides everything else in [run] and [checkpoint]
@@ -56,6 +56,16 @@ class Group:
         """Mean of a figure over the counted runs; None where none has it."""
         values = self.values(figure)
         return float(np.mean(values)) if values else None
+
+    def total(self, figure: str) -> float | None:
+        """As mean, but the largest over the runs for a figure that is the largest over a run."""
+        return max(self.values(figure), default=None) if figure.endswith("_largest") else self.mean(figure)
+
+    @property
+    def figure_names(self) -> list[str]:
+        """All figures that are numbers, where they are there."""
+        found = {name: value for run in self._figures for name, value in run.items()}
+        return [name for name, value in found.items() if not isinstance(value, str)]
 
     def spread(self, figure: str) -> float | None:
         """Sample standard deviation over the counted runs; None for fewer than two."""
@@ -122,6 +132,12 @@ def reads_text(groups: Sequence[Group]) -> bool:
     """Whether what is learnt is a language: then the held-out loss is what tells methods apart."""
     data = [run.config.get("data", {}).get("name") for group in groups for run in group.runs]
     return bool(data) and set(data) == {"text"}
+
+
+def ordered_stages(groups: Sequence[Group]) -> list[str]:
+    """The stages of all runs, in the order of STAGES, and the rest."""
+    stages = dict.fromkeys(stage for group in groups for run in group.runs for stage in run.stages)
+    return [stage for stage in STAGES if stage in stages] + [s for s in stages if s not in STAGES] + [REST]
 
 
 def settings_of(run: Run) -> dict[str, Any]:
