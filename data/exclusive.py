@@ -1,8 +1,9 @@
-"""One writer per output: two calls that prepare the same file would take each other's parts away."""
+"""One writer per output: two processes that wrote the same file would take each other's parts away."""
 
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,47 +25,56 @@ def exclusive(output: Path) -> Iterator[None]:
     if not output.parent.is_dir():
         raise DataError(f"{output.parent}: no such directory")
     path = output.with_name(f".{output.name}.lock")
-    descriptor = _taken(output, path)
+    try:
+        descriptor = take_lock(path)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EROFS):
+            raise
+        yield  # nobody can write: what is there can still be looked at
+        return
+    if descriptor is None:
+        raise DataError(f"{output}: another process is writing it")
     try:
         yield
     finally:
-        if descriptor is not None:
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def take_lock(path: Path, patience: float = 0.0) -> int | None:
+    """Create and lock a file.
+
+    Args:
+        path: of the file; its folder is made if need be.
+        patience: seconds to wait for another process that holds it.
+
+    Returns:
+        Its descriptor; None while another process holds it. Where the file system has no locks nobody does.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_open_at(descriptor, path):
+                return descriptor
+            os.close(descriptor)  # who held it has removed it: another process may have made a new one
+        except BlockingIOError:
             os.close(descriptor)
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.2)
+        except OSError:
+            return descriptor
 
 
-def is_open_at(descriptor: int, path: Path) -> bool:
+def _is_open_at(descriptor: int, path: Path) -> bool:
     """Whether the file that is open is the one that has this name now."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _taken(output: Path, path: Path) -> int | None:
-    """The lock, open; None where nobody can write: what is there can still be looked at."""
-    while True:
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EROFS):
-                return None
-            raise
-        held = _locks(descriptor)
-        if held and is_open_at(descriptor, path):
-            return descriptor
-        os.close(descriptor)
-        if not held:
-            raise DataError(f"{output}: another process is writing it")
-        # who held it has removed the file
-
-
-def _locks(descriptor: int) -> bool:
-    """Whether this process has the lock now."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # a file system without locks: nothing to be had
-    return True

@@ -156,7 +156,7 @@ def test_a_corpus_is_written_read_and_kept(tmp_path: Path, capsys: pytest.Captur
     assert main(words) == 0
     assert "kept" in capsys.readouterr().out
     assert main([*words, "--seed", "1"]) == 1
-    assert "of other text or settings; --force replaces it" in capsys.readouterr().err
+    assert "not what this text and these settings make; --force replaces it" in capsys.readouterr().err
     assert main([*words, "--seed", "1", "--force"]) == 0
     assert [path.name for path in tmp_path.glob(".*")] == []
 
