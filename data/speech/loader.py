@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from data.batches import EpochLoader
 from data.sharding import (
     ORDER,
     TEMPO,
@@ -133,8 +134,8 @@ class Utterances:
         return self._samples[start:stop]
 
 
-class SpeechTrainingLoader:
-    """One rank's training batches; one is a function of (seed, epoch, step, rank).
+class SpeechTrainingLoader(EpochLoader[SpeechBatch]):
+    """One rank's training batches.
 
     Args:
         speech: the training split.
@@ -142,20 +143,13 @@ class SpeechTrainingLoader:
     """
 
     def __init__(self, speech: SpeechSet, *, batch_size: int, rank: int, size: int, seed: int) -> None:
-        self.shards = LengthBuckets(speech.lengths, batch_size=batch_size, rank=rank, size=size, seed=seed)
+        shards = LengthBuckets(speech.lengths, batch_size=batch_size, rank=rank, size=size, seed=seed)
+        super().__init__(shards, TEMPO)
         self.utterances = Utterances(speech)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps of one epoch, equal on all ranks and at least 1."""
-        return self.shards.steps_per_epoch
-
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[SpeechBatch]:
-        """The batches of an epoch, from first_step on: 0 for all of it, another to resume in its middle."""
-        draws = epoch_draws(self.shards.count, self.shards.seed, epoch, TEMPO)
-        for step in range(first_step, self.steps_per_epoch):
-            indices = self.shards.indices(epoch, step)
-            yield self.utterances.batch(indices, draws[indices])
+    def batch(self, epoch: int, step: int) -> SpeechBatch:
+        indices = self.shards.indices(epoch, step)
+        return self.utterances.batch(indices, self.draws(epoch)[indices])
 
 
 class SpeechEvaluationLoader:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
 
 from data import DataError
+from data.batches import EpochLoader
 from data.images.cifar10 import open_cifar10
 from data.images.dataset import Augment, ImageSet
 from data.images.digits import load_digits
 from data.images.file import open_image_file
-from data.images.loader import Batch, EvaluationLoader, EvaluationSource, TrainingLoader, TrainingSource
+from data.images.loader import Batch, EvaluationLoader, TrainingLoader
+from data.images.resident import ResidentEvaluationLoader, ResidentTrainingLoader
 from jobs.config.config import Config
 from jobs.config.sections import DataConfig, TrainingConfig
 from jobs.train.placement import Placement
@@ -44,14 +46,15 @@ class Classification:
         self._format = torch.channels_last if config.channels_last else torch.contiguous_format
         self.steps_per_epoch = training.steps_per_epoch
         self._loaders = training, held_out
-        self._training: TrainingSource = training
-        self._held_out: EvaluationSource = held_out
+        self._training: EpochLoader[Batch] = training
+        self._held_out: Iterable[Batch] = held_out
 
     def place(self, placement: Placement) -> None:
         """Move network and data to a device. Raises DataError: they do not fit."""
-        training, held_out = self._loaders
-        self._training = placement.training_source(training, self._format)
-        self._held_out = placement.evaluation_source(held_out, self._format)
+        if placement.resident:
+            training, held_out = self._loaders
+            self._training = ResidentTrainingLoader(training, placement.device, self._format)
+            self._held_out = ResidentEvaluationLoader(held_out, placement.device, self._format)
         self.model.to(device=placement.device).to(memory_format=self._format)  # type: ignore[call-overload]
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:

@@ -15,7 +15,7 @@ from jobs.run.columns import PHASES
 from jobs.run.recorder import gather
 from jobs.train import placement as placements
 from jobs.train.agreement import Refused
-from jobs.train.placement import HostPlacement, find_placement
+from jobs.train.placement import Placement, find_placement
 from jobs.train.timing import Laps, TimedStep, measure
 from oktopk import StepReport
 from oktopk.results import Measures
@@ -25,7 +25,7 @@ def report(**seconds: float) -> StepReport:
     return StepReport(0, "dense", True, False, False, 1, 1, 1, 1, 0.0, 0.0, 0, 0, 0, 0, seconds)
 
 
-class Clock(HostPlacement):
+class Clock(Placement):
     """A clock that is told the time."""
 
     def __init__(self, times: Sequence[float]) -> None:
