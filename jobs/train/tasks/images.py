@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import nn
 
-from data import DataError
 from data.batches import EpochLoader
 from data.images.cifar10 import open_cifar10
 from data.images.dataset import Augment, ImageSet
@@ -18,7 +17,7 @@ from data.images.resident import ResidentEvaluationLoader, ResidentTrainingLoade
 from jobs.config.config import Config
 from jobs.config.sections import DataConfig, TrainingConfig
 from jobs.train.placement import Placement
-from jobs.train.tasks.task import Score, WorkloadError, autocast
+from jobs.train.tasks.task import Score, WorkloadError, autocast, evaluating, naming
 from models.vgg import REDUCTION, VGG16
 
 Load = Callable[[DataConfig], tuple[ImageSet, ImageSet]]
@@ -80,16 +79,12 @@ class Classification:
         # on the device, so that it is waited for once
         device = next(self.model.parameters()).device
         loss, correct = torch.zeros(2, dtype=torch.float64, device=device)
-        self.model.eval()
-        try:
-            with torch.inference_mode():
-                for batch in self._held_out:
-                    logits = self._logits(self.model, batch)
-                    loss += nn.functional.cross_entropy(logits.float(), batch[1], reduction="sum")
-                    correct += (logits.argmax(dim=1) == batch[1]).sum()
-                    samples += len(batch[1])
-        finally:
-            self.model.train()
+        with evaluating(self.model):
+            for batch in self._held_out:
+                logits = self._logits(self.model, batch)
+                loss += nn.functional.cross_entropy(logits.float(), batch[1], reduction="sum")
+                correct += (logits.argmax(dim=1) == batch[1]).sum()
+                samples += len(batch[1])
         return Score(float(loss), int(correct), samples)
 
 
@@ -107,7 +102,7 @@ def build_images(config: Config, *, rank: int, size: int, load: Load | None = No
     """
     training, held_out = (load or load_images)(config.data)
     augment = Augment(config.data.crop, config.data.flip) if config.data.crop or config.data.flip else None
-    try:
+    with naming("data"):
         loader = TrainingLoader(
             training,
             batch_size=config.training.batch_size,
@@ -116,10 +111,6 @@ def build_images(config: Config, *, rank: int, size: int, load: Load | None = No
             seed=config.training.seed,
             augment=augment,
         )
-    except DataError:
-        raise
-    except ValueError as error:
-        raise WorkloadError(f"data: {error}") from error
     held_out_loader = EvaluationLoader(
         held_out, batch_size=config.training.eval_batch_size, rank=rank, size=size
     )
@@ -148,7 +139,5 @@ def build_model(config: Config, images: ImageSet) -> nn.Module:
             f"multiples of {REDUCTION}"
         )
     torch.manual_seed(config.training.seed)
-    try:
+    with naming("model"):
         return VGG16(classes=len(images.classes), width=config.model.width, in_channels=channels)
-    except ValueError as error:
-        raise WorkloadError(f"model: {error}") from error

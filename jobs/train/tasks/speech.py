@@ -18,7 +18,7 @@ from jobs.config.config import Config
 from jobs.config.sections import DataConfig
 from jobs.train.placement import Placement
 from jobs.train.tasks.decoding import count_errors, decode
-from jobs.train.tasks.task import Score, WorkloadError, autocast
+from jobs.train.tasks.task import Score, WorkloadError, autocast, evaluating, naming
 from models.lstm import LSTM, output_lengths
 
 
@@ -66,17 +66,13 @@ class Speech:
         """Summed loss, words heard right less words that were inserted, words, wrong characters, and characters."""
         held_out = self._held_out.utterances.speech
         loss, references, hypotheses = 0.0, [], []
-        self.model.eval()
-        try:
-            with torch.inference_mode():
-                for batch in self._held_out:
-                    scores, frames = self._scores(self.model, batch)
-                    loss += float(self._ctc(scores, frames, batch))
-                    for row, count in zip(scores.transpose(0, 1).cpu().numpy(), frames.tolist(), strict=True):
-                        hypotheses.append(decode(row[:count]))
-                    references += [held_out.transcript(index) for index in batch.indices.tolist()]
-        finally:
-            self.model.train()
+        with evaluating(self.model):
+            for batch in self._held_out:
+                scores, frames = self._scores(self.model, batch)
+                loss += float(self._ctc(scores, frames, batch))
+                for row, count in zip(scores.transpose(0, 1).cpu().numpy(), frames.tolist(), strict=True):
+                    hypotheses.append(decode(row[:count]))
+                references += [held_out.transcript(index) for index in batch.indices.tolist()]
         errors = count_errors(references, hypotheses)
         return Score(
             loss,
@@ -135,10 +131,8 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
         held_out, batch_size=config.training.eval_batch_size, rank=rank, size=size
     )
     torch.manual_seed(config.training.seed)
-    try:
+    with naming("model"):
         model = LSTM(labels=len(ALPHABET), width=config.model.width)
-    except ValueError as error:
-        raise WorkloadError(f"model: {error}") from error
     return Speech(model, training, evaluation, config)
 
 
