@@ -14,9 +14,8 @@ from tabulate import tabulate
 
 from jobs.config.config import as_saved_now
 from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
-from jobs.experiment.budget import RUN_SECONDS, START_SECONDS, Pace, launches
 from jobs.experiment.model import Experiment
-from jobs.experiment.trials import KINDS, SHORT, Trial, trials
+from jobs.experiment.trials import KINDS, RUN_SECONDS, SHORT, START_SECONDS, Pace, Trial, launches, trials
 from jobs.restart.start import other_data
 from jobs.run.file import RunFileError
 from jobs.run.reader import DAMAGE, RunReader

@@ -25,8 +25,7 @@ from mpi4py import MPI
 
 from data.durable import replaced
 from jobs.config.file import ConfigError, validate
-from jobs.experiment.budget import Pace
-from jobs.experiment.trials import Trial
+from jobs.experiment.trials import Pace, Trial
 from jobs.restart.signals import EXIT_STATUS, Interrupted, heed_again
 from jobs.restart.start import checkpoint_folder
 from jobs.train.agreement import decide_on_root, decide_together
