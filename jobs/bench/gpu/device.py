@@ -16,11 +16,10 @@ from unittest import mock
 import cupy
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 import collectives.cuda.device
 from collectives.mpi_cuda import select_device
-from jobs.bench.device import Growth
+from jobs.bench.device import Device, Growth
 from jobs.bench.floors import Speeds
 from jobs.bench.gpu.gradients import STORED, DeviceGradients, convert
 from jobs.bench.gpu.speeds import measure_device_speeds
@@ -37,7 +36,7 @@ def open_cuda(gradient_type: str, comm: MPI.Intracomm) -> Cuda:
     return Cuda(gradient_type, sharers=comm.allgather(mine).count(mine))
 
 
-class Cuda:
+class Cuda(Device):
     """The current GPU, on the current stream.
 
     Args:
@@ -49,8 +48,8 @@ class Cuda:
     asynchronous = True
 
     def __init__(self, gradient_type: str = "float32", sharers: int = 1) -> None:
+        super().__init__(sharers)
         self.gradient_type = gradient_type
-        self.sharers = sharers
         self._placed: Any = None
 
     def source(self, name: str, length: int, rank: int, seed: int) -> GradientSource:
@@ -65,9 +64,6 @@ class Cuda:
             self._placed = cupy.empty(on_device.shape, STORED[self.gradient_type])
         convert(on_device, self._placed)
         return self._placed
-
-    def fetch(self, update: Any) -> NDArray[Any]:
-        return np.asarray(cupy.asnumpy(update))
 
     def digest(self, update: Any) -> int:
         """A checksum of sums along and across blocks, taken on the GPU: a copy of all of it would take longer than the steps."""

@@ -20,7 +20,7 @@ from jobs.bench.gpu.table import run_table
 from jobs.bench.gpu.targets import CELLS, Cell, chosen, target
 from jobs.bench.measure import in_turn
 from jobs.bench.options import Options, parse
-from jobs.bench.stages import device_stages
+from jobs.bench.summary import device_stages
 from jobs.bench.tables import insert, main
 from jobs.launch import launch_environment
 from oktopk import METHODS
