@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from data import DataError
 from data.download import download, md5_of
-from data.exclusive import exclusive
+from data.durable import exclusive
 from data.images import cifar10, digits
 from data.images.dataset import ImageSet
 from data.images.file import open_image_file, write_image_file

@@ -31,7 +31,7 @@ def written(kind: str, runs: list[dict[str, Any]], options: Options, comm: MPI.I
     if content["commit"] is None and options.commit:
         content |= {"commit": options.commit, "commit_as_told": True}
     if options.device == "cuda":
-        from jobs.bench.gpu.facts import gpu_facts
+        from jobs.bench.gpu.device import gpu_facts
 
         content["gpu"] = gpu_facts()
     return content

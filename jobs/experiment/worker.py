@@ -31,8 +31,7 @@ from jobs.restart.start import checkpoint_folder
 from jobs.train.agreement import decide_on_root, decide_together
 from jobs.train.job import FAULTS, train
 from jobs.train.reduce.background import stop_process_group
-from jobs.train.setup import Build
-from jobs.train.tasks.build import build_workload
+from jobs.train.setup import Build, build_workload
 from jobs.train.tasks.images import load_images
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.exclusive import take_lock
+from data.durable import take_lock
 from data.prepared_file import data_checksum
 from jobs.config.config import Config, as_saved_now
 from jobs.restart import files

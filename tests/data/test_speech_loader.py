@@ -11,8 +11,7 @@ import torch
 from data import DataError
 from data.speech.dataset import SpeechSet
 from data.speech.loader import LengthBuckets, SpeechEvaluationLoader, SpeechTrainingLoader
-from data.speech.spectrogram import BINS, HOP, WINDOW, frame_count, log_spectrograms
-from data.speech.tempo import change_tempo, played
+from data.speech.spectrogram import BINS, HOP, WINDOW, change_tempo, frame_count, log_spectrograms, played
 from tests.utterances import speech_set, spoken
 
 

@@ -12,8 +12,7 @@ from data import DataError
 from data.speech.an4 import open_an4
 from data.speech.dataset import ALPHABET, SpeechSet
 from data.speech.loader import SpeechBatch, SpeechEvaluationLoader, SpeechTrainingLoader
-from data.speech.spectrogram import frame_count, log_spectrograms
-from data.speech.tempo import change_tempo, played
+from data.speech.spectrogram import change_tempo, frame_count, log_spectrograms, played
 from jobs.config.config import Config
 from jobs.config.sections import DataConfig
 from jobs.train.placement import Placement

@@ -12,8 +12,7 @@ from mpi4py import MPI
 
 from jobs.bench.document import BenchError, Output, read
 from jobs.bench.gpu.markdown import gpu_tables
-from jobs.bench.gpu.table import run_table
-from jobs.bench.gpu.targets import Cell
+from jobs.bench.gpu.table import Cell, run_table
 from jobs.bench.gradients import DrawnGradients
 from jobs.bench.job import run
 from jobs.bench.nccl import leave, rendezvous, require_nccl, torch_problem

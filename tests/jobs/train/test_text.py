@@ -17,7 +17,7 @@ from jobs.train.__main__ import main
 from jobs.train.optimizers import build_optimizer
 from jobs.train.placement import find_placement
 from jobs.train.schedule import learning_rate_factor
-from jobs.train.tasks.build import build_workload
+from jobs.train.setup import build_workload
 from jobs.train.tasks.text import MaskedLanguage, build_language
 from tests.devices import gpus
 from tests.documents import write_documents
