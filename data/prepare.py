@@ -31,9 +31,7 @@ from data.speech.file import open_speech_file, write_speech_file
 from data.text.prepare import Recipe, prepare_text
 
 
-def prepare_cifar10(
-    source: Path, output: Path, *, partial: bool = False, force: bool = False, progress: bool = True
-) -> str:
+def prepare_cifar10(source: Path, output: Path, *, partial: bool = False, force: bool = False) -> str:
     """Write CIFAR-10 from its official binary layout.
 
     Args:
@@ -41,7 +39,6 @@ def prepare_cifar10(
         output: HDF5 file to write.
         partial: accept fewer images than 50,000 + 10,000.
         force: replace an output that exists.
-        progress: show a bar where the output is a terminal.
 
     Returns:
         What was done, in a line.
@@ -55,8 +52,7 @@ def prepare_cifar10(
     batches = cifar10.find_batches(source, partial=partial)
     counts = {split: sum(b.records for b in batches if b.split == split) for split in ("train", "test")}
     # disable=None: no bar where the output is not a terminal.
-    hidden = None if progress else True
-    with tqdm(total=sum(counts.values()), unit="image", desc="cifar10", disable=hidden) as bar:
+    with tqdm(total=sum(counts.values()), unit="image", desc="cifar10", disable=None) as bar:
 
         def parts() -> Iterator[tuple[str, int, NDArray[np.uint8], NDArray[np.uint8]]]:
             for batch, images, labels in cifar10.read_batches(source, batches):
@@ -103,7 +99,6 @@ def prepare_an4(
     byte_order: str | None = None,
     partial: bool = False,
     force: bool = False,
-    progress: bool = True,
 ) -> str:
     """Write AN4 from its published layout.
 
@@ -113,7 +108,7 @@ def prepare_an4(
         source: directory with etc/ and wav/.
         byte_order: "little" or "big", of raw files.
         partial: accept fewer utterances than 948 + 130.
-        output, force, progress: as prepare_cifar10; result and errors too.
+        output, force: as prepare_cifar10; result and errors too.
     """
     wanted = f"'an4' of {' + '.join(map(str, an4.COUNTS.values()))}"
 
@@ -134,7 +129,7 @@ def prepare_an4(
         raise DataError(f"{output.parent}: no such directory")
     parts = an4.parts_of(output, found, byte_order)
     try:
-        _write_an4(output, source, found, byte_order, parts, None if progress else True)
+        _write_an4(output, source, found, byte_order, parts)
     except DataError:
         parts.remove()  # a recording that cannot be used: the rest is read again with the one that replaces it
         raise
@@ -148,9 +143,8 @@ def _write_an4(
     found: dict[str, tuple[an4.Utterance, ...]],
     byte_order: str | None,
     parts: Parts,
-    hidden: bool | None,
 ) -> None:
-    with tqdm(total=sum(map(len, found.values())), unit="utterance", desc="an4", disable=hidden) as bar:
+    with tqdm(total=sum(map(len, found.values())), unit="utterance", desc="an4", disable=None) as bar:
 
         def samples(split: str) -> Iterator[NDArray[np.int16]]:
             for utterance in an4.read_by_parts(split, found[split], byte_order, parts):

@@ -19,6 +19,9 @@ from data.sharding import (
 )
 from data.speech.dataset import SpeechSet
 
+SPREAD = 0.2
+"""The random factor on lengths is uniform in [1, 1 + SPREAD), so that company changes from epoch to epoch."""
+
 
 @dataclass(frozen=True)
 class SpeechBatch:
@@ -49,11 +52,7 @@ class LengthBuckets(ShardedBatches):
 
     Args:
         lengths: of the utterances, at least 1.
-        spread: the factor is uniform in [1, 1 + spread), so that company changes from epoch to epoch.
         batch_size, rank, size, seed: as for ShardedBatches, with its errors.
-
-    Raises:
-        ValueError: spread < 0.
     """
 
     def __init__(
@@ -64,13 +63,9 @@ class LengthBuckets(ShardedBatches):
         rank: int,
         size: int,
         seed: int,
-        spread: float = 0.2,
     ) -> None:
         super().__init__(len(lengths), batch_size=batch_size, rank=rank, size=size, seed=seed)
-        if not spread >= 0:
-            raise ValueError(f"spread {spread} is not at least 0")
         self._lengths = lengths
-        self._spread = spread
         self._bucketed: tuple[int, NDArray[np.int64]] | None = None
 
     def order(self, epoch: int) -> NDArray[np.int64]:
@@ -82,7 +77,7 @@ class LengthBuckets(ShardedBatches):
             # the bits that shuffled are the high ones
             draws = epoch_draws(self.count, self.seed, epoch, ORDER)
             spreads, places = draws & np.uint64(0xFFFF), draws >> np.uint64(16) & np.uint64(0xFFFF)
-            factors = 1.0 + self._spread * spreads[used] / 2**16
+            factors = 1.0 + SPREAD * spreads[used] / 2**16
             by_length = used[np.argsort(self._lengths[used] * factors, kind="stable")].reshape(-1, per_step)
             by_length = by_length[np.argsort(places[by_length[:, 0]], kind="stable")]
             order = np.concatenate([by_length.reshape(-1), left])

@@ -81,14 +81,7 @@ class Recipe:
                 yield document, SPLITS[apart], nbytes
 
 
-def prepare_text(
-    source: Path,
-    output: Path,
-    recipe: Recipe = Recipe(),
-    *,
-    force: bool = False,
-    progress: bool = True,
-) -> str:
+def prepare_text(source: Path, output: Path, recipe: Recipe = Recipe(), *, force: bool = False) -> str:
     """Write a folder of plain text as packed sequences.
 
     What was done when it is interrupted stays in a folder beside the output, and the same call continues from there.
@@ -98,7 +91,6 @@ def prepare_text(
         output: HDF5 file to write.
         recipe: how.
         force: replace an output that exists.
-        progress: show bars where the output is a terminal.
 
     Returns:
         What was done, in a line.
@@ -118,9 +110,8 @@ def prepare_text(
     wanted = "what this text and these settings make"
     if line := kept(output, open_text_file, description, wanted, same, force=force):
         return line
-    hidden = None if progress else True  # None: no bar where the output is not a terminal
     try:
-        _write_text(source, output, recipe, files, parts, hidden)
+        _write_text(source, output, recipe, files, parts)
     except DataError:
         parts.remove()  # the text that can be used will be another one
         raise
@@ -128,16 +119,14 @@ def prepare_text(
     return f"{output}: wrote {description(*open_text_file(output))}"
 
 
-def _write_text(
-    source: Path, output: Path, recipe: Recipe, files: list[Path], parts: Parts, hidden: bool | None
-) -> None:
+def _write_text(source: Path, output: Path, recipe: Recipe, files: list[Path], parts: Parts) -> None:
     total = sum(path.stat().st_size for path in files)
-    vocabulary = _vocabulary(parts, files, recipe, total, hidden)
+    vocabulary = _vocabulary(parts, files, recipe, total)
     tokenizer = build_tokenizer(vocabulary)
     frame = Frame(recipe.length, *(vocabulary.index(word) for word in ("[PAD]", "[CLS]", "[SEP]")))
     counts = dict.fromkeys(SPLITS, 0)
     count = 0
-    with tqdm(total=total, unit="B", unit_scale=True, desc="packing", disable=hidden) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, desc="packing", disable=None) as bar:
         for count, (documents, nbytes) in enumerate(_blocks(recipe.splits(files)), start=1):
             if (packed := _part(parts, count)) is None:
                 packed = {
@@ -196,9 +185,7 @@ def _normalised(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-def _vocabulary(
-    parts: Parts, files: list[Path], recipe: Recipe, total: int, hidden: bool | None
-) -> list[str]:
+def _vocabulary(parts: Parts, files: list[Path], recipe: Recipe, total: int) -> list[str]:
     """The one given, the one that an interrupted call has trained, or one that is trained now."""
     if recipe.vocabulary is not None:
         return read_vocabulary(recipe.vocabulary)
@@ -207,7 +194,7 @@ def _vocabulary(
         return read_vocabulary(trained)
     from tokenizers import Tokenizer, models, trainers
 
-    with tqdm(total=total, unit="B", unit_scale=True, desc="vocabulary", disable=hidden) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, desc="vocabulary", disable=None) as bar:
 
         def training() -> Iterator[str]:
             for document, split, nbytes in recipe.splits(files):

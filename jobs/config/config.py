@@ -94,18 +94,6 @@ class Config(Section):
         """The whole configuration, defaults included."""
         return self.model_dump_json()
 
-    def to_toml(self) -> str:
-        """The whole configuration as a file that load() reads back to an equal one."""
-        lines: list[str] = []
-        for section, keys in self.model_dump(mode="json").items():
-            # A JSON string, number, boolean or flat list is also a TOML one.
-            lines += [
-                f"[{section}]",
-                *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()),
-                "",
-            ]
-        return "\n".join(lines)
-
 
 _GONE: dict[str, dict[str, object]] = {
     "model": {"recompute": False},

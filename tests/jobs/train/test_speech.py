@@ -47,7 +47,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random = np.random.default_rng(0)
     texts = [" ".join(random.choice(WORDS, 1 + number % 2)) for number in range(24)]
     write_an4(folder / "an4", texts[:18], texts[18:])
-    prepare_an4(folder, folder / "an4.h5", partial=True, progress=False)
+    prepare_an4(folder, folder / "an4.h5", partial=True)
     return folder / "an4.h5"
 
 
@@ -105,7 +105,7 @@ def test_the_network_learns_to_read_utterances_that_it_has_not_heard(tmp_path: P
     random = np.random.default_rng(0)
     texts = [" ".join(random.choice(WORDS, 1 + number % 2)) for number in range(124)]
     write_an4(tmp_path / "an4", texts[:100], texts[100:])
-    prepare_an4(tmp_path, tmp_path / "an4.h5", partial=True, progress=False)
+    prepare_an4(tmp_path, tmp_path / "an4.h5", partial=True)
     overrides = [
         "model.width=0.125",
         "training.steps=120",
