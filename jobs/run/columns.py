@@ -182,6 +182,15 @@ SEGMENT_COLUMNS: dict[str, Column] = {
 }
 
 
+GROUPS = {
+    "steps": STEP_COLUMNS,
+    "evaluations": EVALUATION_COLUMNS,
+    "measures": MEASURE_COLUMNS,
+    "segments": SEGMENT_COLUMNS,
+}
+"""Groups of a run file: a value per step, evaluation, measured step, and job that the run took."""
+
+
 def rows(columns: dict[str, Column], steps: Sequence[Step]) -> NDArray[np.float64]:
     """float64[steps, columns]: the steps of one rank."""
     sources = [column.source for column in columns.values()]
