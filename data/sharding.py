@@ -16,18 +16,10 @@ ORDER, AUGMENTATION, MASKING, TEMPO = 0, 1, 2, 4
 
 
 def epoch_draws(count: int, seed: int, epoch: int, stream: int) -> NDArray[np.uint64]:
-    """One random number for each sample of an epoch, the same on every rank and every machine.
+    """uint64[count]: a random number for each sample of an epoch, the same on every rank and every machine.
 
     Raw 64-bit output of Philox: NumPy promises that stream across its versions, and not that of its
-    distributions.
-
-    Args:
-        count: samples.
-        seed, epoch: at least 0.
-        stream: ORDER, AUGMENTATION, MASKING or TEMPO.
-
-    Returns:
-        uint64[count], uniform.
+    distributions. stream: ORDER, AUGMENTATION, MASKING or TEMPO.
 
     Raises:
         ValueError: seed or epoch < 0.
@@ -112,11 +104,7 @@ class ShardedBatches:
 
 
 def evaluation_shard(count: int, *, rank: int, size: int) -> range:
-    """This rank's part of a set that every sample of which is to be seen exactly once.
-
-    Args:
-        count: samples, 0 or more; fewer than ranks leaves some ranks with none.
-        rank, size: this rank and the number of ranks, 0 <= rank < size.
+    """This rank's part of a set of which every sample is to be seen exactly once; fewer samples than ranks leave some with none.
 
     Returns:
         A contiguous range; the ranges of all ranks tile [0, count) in order, and their lengths differ by at

@@ -72,8 +72,7 @@ def open_image_file(path: str | Path, *, verify: bool = False) -> tuple[ImageSet
         verify: read everything and compare checksums; else only what is small is checked.
 
     Raises:
-        DataError: no such file, truncated, not HDF5, of another layout, contents that do not fit it, or (with
-            verify) changed bytes.
+        DataError: no such file, truncated, of another layout, contents that do not fit it, or (with verify) changed bytes.
     """
     path = Path(path)
 

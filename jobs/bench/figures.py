@@ -36,14 +36,7 @@ MARKERS = {"oktopk": "o", "dense": "s", "topka": "D", "topkdsa": "^", "gtopk": "
 
 
 def draw(path: str | Path, folder: str | Path) -> list[Path]:
-    """Draw a document of the bench.
-
-    Args:
-        path: the JSON.
-        folder: where STEM.png, STEM-methods.csv and STEM-stages.csv go; made if need be.
-
-    Returns:
-        The files.
+    """Draw a document of the bench into STEM.png, STEM-methods.csv and STEM-stages.csv of a folder, made if need be.
 
     Raises:
         BenchError: the JSON cannot be read or is none of the bench's, or the folder cannot be written.

@@ -67,14 +67,11 @@ def two(
     extra: Mapping[str, str] | None = None,
     probe: Sequence[str] = PROBE,
 ) -> dict[str, Any]:
-    """What rank 0 of two found; `problem` says how they failed, if they did.
+    """What rank 0 of two found in an exchange of `jobs.doctor.probe`; `problem` says how they failed, if they did.
 
     Args:
-        launcher: from `find_launcher`.
-        what: an exchange of `jobs.doctor.probe`.
         timeout: seconds until both are ended.
         extra: environment variables on top of this process's.
-        probe: what follows `python -m mpi4py`.
     """
 
     def job(path: str) -> tuple[list[str], dict[str, str]]:

@@ -26,8 +26,6 @@ def build_workload(config: Config, *, rank: int, size: int, load: Load | None = 
     """The workload that a configuration describes, as one rank sees it; the weights are equal on all ranks.
 
     Args:
-        config: a run's.
-        rank, size: this rank's place.
         load: gives the training and the held-out images, where images are trained on; default: load_images.
 
     Raises:
