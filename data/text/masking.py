@@ -27,7 +27,7 @@ class TextBatch(NamedTuple):
         tokens: int64[batch, length], some of them masked.
         segments: int64[batch, length], 1 in the second segment.
         present: bool[batch, length], False where padded.
-        places: int64[batch, count], where words are to be told.
+        places: int64[batch, count], of the words that are to be predicted.
         labels: int64[batch, count], the words there; IGNORED at places beyond a short sequence's share.
         follows: int64[batch]: 0 the second segment follows, 1 it does not, IGNORED there is none.
     """
@@ -43,7 +43,7 @@ class TextBatch(NamedTuple):
 class MaskedText:
     """Packed text on a device, from which batches are cut.
 
-    15 % of a sequence's words (one at least) are to be told: 8 of 10 are replaced by [MASK], 1 by any word, 1 stays. Which
+    15 % of a sequence's words (one at least) are to be predicted: 8 of 10 are replaced by [MASK], 1 by any word, 1 stays. Which
     ones, is a function of a random number per sequence, and the same on every device.
 
     Args:
@@ -93,14 +93,14 @@ class MaskedText:
         ranked = order.masked_fill(~words, _POSITIVE).sort(dim=1, stable=True).indices
         places = ranked[:, : self.count]
         share = (words.sum(1, keepdim=True) * PART).round().clamp(1, self.count)
-        told = (self._columns[: self.count] < share) & words.gather(1, places)
+        predicted = (self._columns[: self.count] < share) & words.gather(1, places)
         original = tokens.gather(1, places)
-        labels = original.masked_fill(~told, IGNORED)
+        labels = original.masked_fill(~predicted, IGNORED)
 
         fate = mixed(order.gather(1, places)) & _POSITIVE
         any_word = (mixed(fate) & _POSITIVE) % self._words
         replaced = torch.where(fate % 10 < 8, self._mask, torch.where(fate % 10 == 8, any_word, original))
-        masked = tokens.scatter(1, places, torch.where(told, replaced, original))
+        masked = tokens.scatter(1, places, torch.where(predicted, replaced, original))
         follows = self._follows[samples]
         return TextBatch(masked, segments, present, places, labels, follows.masked_fill(follows < 0, IGNORED))
 

@@ -54,7 +54,7 @@ class Device:
         """Drawn gradients, where the reducers want them; arguments as `jobs.bench.gradients.Draws`."""
         return DrawnGradients(name, length, rank, seed)
 
-    def place(self, gradient: Any) -> Any:
+    def to_device(self, gradient: Any) -> Any:
         """A source's gradient where, and as what, the reducers want it; called outside the timed region."""
         return gradient
 

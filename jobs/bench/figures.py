@@ -105,12 +105,12 @@ def _draw_times(axes: Axes, run: dict[str, Any]) -> None:
     axes.set_title(f"Time of a step, {run['ranks']} ranks{cell}")
     axes.set_xlabel("ms; wide: regular steps, narrow: exact ones, by stage, mean over ranks")
     methods = run["methods"]
-    for place, method in enumerate(methods):
+    for row, method in enumerate(methods):
         for kind, offset, height in (("regular", -0.12, 0.46), ("exact", 0.26, 0.2)):
             left = 0.0
             for stage, seconds in _ordered(method["stages"][kind] or {}):
                 axes.barh(
-                    place + offset,
+                    row + offset,
                     seconds["mean"] * 1e3,
                     height,
                     left=left,
@@ -120,10 +120,10 @@ def _draw_times(axes: Axes, run: dict[str, Any]) -> None:
                 )
                 left += seconds["mean"] * 1e3
         mean = method["seconds"]["all"]["mean"] * 1e3
-        axes.plot([mean, mean], [place - 0.42, place + 0.4], color="black", linewidth=1.6)
+        axes.plot([mean, mean], [row - 0.42, row + 0.4], color="black", linewidth=1.6)
         axes.annotate(
             f"{mean:.0f}" if mean >= 1000 else f"{mean:.3g}",
-            (mean, place - 0.12),
+            (mean, row - 0.12),
             xytext=(4, 0),
             textcoords="offset points",
             va="center",
@@ -167,20 +167,20 @@ def _draw_volume(axes: Axes, run: dict[str, Any]) -> None:
     axes.set_title("Words that a rank sends in a step")
     axes.set_xlabel("words; dot: mean over ranks, triangle: busiest rank, grey: by formula")
     methods = run["methods"]
-    for place, method in enumerate(methods):
+    for row, method in enumerate(methods):
         formula, words = method["formulas"], method["words"]
         least, most = formula["least"], formula["most"]
-        axes.plot([least, most], [place, place], color="#cccccc", linewidth=9, solid_capstyle="butt")
+        axes.plot([least, most], [row, row], color="#cccccc", linewidth=9, solid_capstyle="butt")
         for end in {least, most}:
-            axes.plot([end, end], [place - 0.3, place + 0.3], color="#999999", linewidth=1.5)
+            axes.plot([end, end], [row - 0.3, row + 0.3], color="#999999", linewidth=1.5)
         if not method["counted"]:
             continue
-        axes.plot(words["mean"], place, "o", color="#0072B2", markersize=7)
+        axes.plot(words["mean"], row, "o", color="#0072B2", markersize=7)
         if words["busiest"] > BUSIER * words["mean"]:
-            axes.plot(words["busiest"], place, ">", color="#D55E00", markersize=7)
+            axes.plot(words["busiest"], row, ">", color="#D55E00", markersize=7)
         axes.annotate(
             EngFormatter(places=1, sep="")(words["mean"]),
-            (words["mean"], place),
+            (words["mean"], row),
             xytext=(0, 9),
             textcoords="offset points",
             ha="center",

@@ -227,14 +227,14 @@ def _run(
     block = _BLOCK if device.asynchronous else 1
     for first in range(-course.warmup, course.steps, block):
         steps = range(first, min(first + block, course.steps))
-        shared = device.place(source.next()) if block == 1 else None
+        shared = device.to_device(source.next()) if block == 1 else None
         for turn, (contestant, reducer) in enumerate(in_turn(contestants, first // block)):
             for step in steps:
                 if turn == 0:
                     progress()
                 if not course.runs(contestant, step):
                     continue
-                gradient = device.place(source.next()) if shared is None else shared
+                gradient = device.to_device(source.next()) if shared is None else shared
                 watched = -course.watched <= step < 0 and contestant.name in begun
                 begun.add(contestant.name)
                 _one_step(comm, reducer, gradient, device, logs[contestant.name], watched, step >= 0)
@@ -310,7 +310,7 @@ def held_bytes(reducer: Reducer) -> dict[str, int]:
     Returns:
         "update", "residual", and "scratch" for all others; memory that several arrays share counts once.
     """
-    held = {"update": 0, "residual": 0, "scratch": 0}
+    nbytes = {"update": 0, "residual": 0, "scratch": 0}
     seen: set[int] = set()
 
     def walk(thing: Any, kind: str) -> None:
@@ -320,7 +320,7 @@ def held_bytes(reducer: Reducer) -> dict[str, int]:
             return
         seen.add(id(thing))
         if hasattr(thing, "nbytes") and hasattr(thing, "dtype"):
-            held[kind] += int(thing.nbytes)
+            nbytes[kind] += int(thing.nbytes)
         elif isinstance(thing, dict):
             for value in thing.values():
                 walk(value, kind)
@@ -334,7 +334,7 @@ def held_bytes(reducer: Reducer) -> dict[str, int]:
     for name in ("update", "residual"):
         walk(getattr(reducer, name, None), name)
     walk(reducer, "scratch")
-    return held
+    return nbytes
 
 
 _STAGE_STEPS = (
@@ -350,7 +350,7 @@ def stages_on_device(reducer: GradientAllreduce, source: GradientSource, device:
     reducer.time_stages = True
     found: dict[str, list[float]] = {}
     for _ in range(_STAGE_STEPS):
-        report = reducer.step(device.place(source.next()))
+        report = reducer.step(device.to_device(source.next()))
         device.finish()
         if report.local_exact or report.global_exact or WHOLE_STEP not in report.seconds:
             continue

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jobs.config.modes import is_replayed
-from jobs.report.style import STAGES, colour_of, dashes_of, place_of, title_of
+from jobs.report.style import STAGES, colour_of, dashes_of, order_of, title_of
 from jobs.report.summary import REST, Run, figures
 
 STAGED = "run.time_stages"  # which makes a run slower
@@ -83,9 +83,9 @@ class Group:
     def _reached(self, accuracy: float, of: Callable[[Run], NDArray[Any]]) -> list[float]:
         found = []
         for run in self.counted:
-            place = run.reached(accuracy)
-            if place is not None:
-                found.append(float(run.at_steps(of(run), run.evaluations["step"][place : place + 1])[0]))
+            index = run.reached(accuracy)
+            if index is not None:
+                found.append(float(run.at_steps(of(run), run.evaluations["step"][index : index + 1])[0]))
         return found
 
 
@@ -95,7 +95,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     for run in runs:
         key = json.dumps([run.info.method, run.info.ranks, settings_of(run)], sort_keys=True, default=str)
         found.setdefault(key, []).append(run)
-    together = sorted(found.values(), key=lambda runs: (place_of(runs[0].info.method), runs[0].info.ranks))
+    together = sorted(found.values(), key=lambda runs: (order_of(runs[0].info.method), runs[0].info.ranks))
     groups: list[Group] = []
     for label, members in zip(_labels(together), together, strict=True):
         method = members[0].info.method

@@ -64,7 +64,7 @@ def report(
     groups, cut_groups, fast_groups = group_runs(runs), group_runs(cut), group_runs(fast)
     every = [*groups, *cut_groups, *fast_groups]
     shown = groups or fast_groups or cut_groups
-    said = [*notes(groups), *(f"left out: {problem}" for problem in problems)]
+    remarks = [*notes(groups), *(f"left out: {problem}" for problem in problems)]
     sections = _sections(groups, fast_groups, target)
     folder = Path(folder)
     try:
@@ -92,13 +92,13 @@ def report(
             besides=[*group_runs(others), *(group for group in every if group not in shown)],
             tables=tables({"train": runs, "sweep": others, "regions": cut, "speed": fast}, target),
             sections=sections,
-            notes=[*said, *notes_besides],
+            notes=[*remarks, *notes_besides],
             claims=claims,
         )
         (folder / PAGE).write_text(page, encoding="utf-8")
     except OSError as error:
         raise RunFileError(f"{folder} cannot be written: {error}") from error
-    return "\n".join([closing_table(shown), *said])
+    return "\n".join([closing_table(shown), *remarks])
 
 
 def tables(runs: Mapping[str, Sequence[Run]], target: float | None) -> list[Table]:
@@ -177,8 +177,8 @@ def notes(groups: Sequence[Group]) -> list[str]:
         if denser or (dense and words is not None):
             share = f"{dense} of {group.runs[0].count} steps were dense"
             share += f", {denser} of a higher density" if denser else ""
-            said = "none" if words is None else f"{words:,.0f}"
-            warmed.setdefault(share, []).append(f"{group.label} {said}")
+            sent = "none" if words is None else f"{words:,.0f}"
+            warmed.setdefault(share, []).append(f"{group.label} {sent}")
     return lines + [
         f"{share}; words per step in the others: {', '.join(each)}" for share, each in warmed.items()
     ]

@@ -164,14 +164,14 @@ class RunFile:
         )
 
     def _create_columns(self, group: str, columns: Mapping[str, Column]) -> dict[str, h5py.Dataset]:
-        made = {}
+        datasets = {}
         for name, column in columns.items():
-            made[name] = self._file.create_dataset(
+            datasets[name] = self._file.create_dataset(
                 f"{group}/{name}", shape=(0,), maxshape=(None,), dtype=column.dtype, chunks=(_CHUNK,)
             )
-            made[name].attrs["unit"] = column.unit
-            made[name].attrs["over_ranks"] = column.over
-        return made
+            datasets[name].attrs["unit"] = column.unit
+            datasets[name].attrs["over_ranks"] = column.over
+        return datasets
 
     def append_steps(
         self, columns: Mapping[str, NDArray[Any]], stages: Mapping[str, NDArray[np.float64]]

@@ -126,21 +126,21 @@ class _Capture:
             if settle is not None:
                 settle()
         self._loss = loss.detach()
-        self._made = [
+        self._created = [
             (parameter, parameter.grad)
-            for parameter, made in zip(parameters, missing, strict=True)
-            if made and parameter.grad is not None
+            for parameter, is_missing in zip(parameters, missing, strict=True)
+            if is_missing and parameter.grad is not None
         ]
 
     def forward(self, batch: Sequence[Tensor]) -> Tensor:
-        for held, tensor in zip(self._inputs, batch, strict=True):
-            held.copy_(tensor)
+        for buffer, tensor in zip(self._inputs, batch, strict=True):
+            buffer.copy_(tensor)
         self._forward.replay()
         return self._loss.clone()
 
     def backward(self) -> None:
         self._backward.replay()
-        for parameter, gradient in self._made:
+        for parameter, gradient in self._created:
             parameter.grad = gradient
 
 
@@ -153,7 +153,7 @@ def _warm_up(
     stream: torch.cuda.Stream,
 ) -> None:
     """Some passes that leave no trace: gradients, buffers and random numbers are afterwards what they were."""
-    held = [None if p.grad is None else p.grad.clone() for p in parameters]
+    gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
     buffers = [buffer.clone() for buffer in workload.model.buffers()]
     drawn = torch.cuda.get_rng_state()
     stream.wait_stream(torch.cuda.current_stream())
@@ -165,7 +165,7 @@ def _warm_up(
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.set_rng_state(drawn)
     _put_back(workload.model, buffers)
-    for parameter, gradient in zip(parameters, held, strict=True):
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:
             parameter.grad = None
         elif parameter.grad is not None:

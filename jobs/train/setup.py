@@ -92,7 +92,7 @@ def set_up(config: Config, comm: MPI.Intracomm, build: Build = build_workload) -
 def _build_workload(config: Config, comm: MPI.Intracomm, build: Build, placement: Placement) -> Workload:
     def build_here() -> Workload:
         workload = build(config, rank=comm.rank, size=comm.size)
-        workload.place(placement)
+        workload.move_to(placement)
         if workload.steps_per_epoch < config.training.accumulate:
             raise WorkloadError(
                 f"training.accumulate {config.training.accumulate} is more than the "

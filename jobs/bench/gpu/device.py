@@ -59,7 +59,7 @@ class Cuda(Device):
     def source(self, name: str, length: int, rank: int, seed: int) -> GradientSource:
         return DeviceGradients(name, length, rank, seed)
 
-    def place(self, gradient: Any) -> Any:
+    def to_device(self, gradient: Any) -> Any:
         """Float32 as it is, or a copy of it rounded to the gradient type; valid until the next call."""
         on_device = cupy.asarray(gradient)
         if self.gradient_type == "float32":

@@ -48,7 +48,7 @@ class Classification:
         self._training: EpochLoader[Batch] = training
         self._held_out: Iterable[Batch] = held_out
 
-    def place(self, placement: Placement) -> None:
+    def move_to(self, placement: Placement) -> None:
         """Move network and data to a device. Raises DataError: they do not fit."""
         if placement.resident:
             training, held_out = self._loaders

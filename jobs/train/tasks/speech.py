@@ -46,7 +46,7 @@ class Speech:
         self._training, self._held_out = training, held_out
         self._config = config
 
-    def place(self, placement: Placement) -> None:
+    def move_to(self, placement: Placement) -> None:
         for loader in (self._training, self._held_out):
             loader.utterances.to(placement.device)
         self.model.to(placement.device)

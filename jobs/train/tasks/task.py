@@ -45,7 +45,7 @@ class Workload(Protocol):
     network: nn.Module
     steps_per_epoch: int
 
-    def place(self, placement: Placement) -> None:
+    def move_to(self, placement: Placement) -> None:
         """Move network and data to a device. Raises DataError: they do not fit."""
         ...
 

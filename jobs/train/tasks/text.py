@@ -42,7 +42,7 @@ class MaskedLanguage:
         self.steps_per_epoch = training.steps_per_epoch
         self._training, self._held_out = training, held_out
 
-    def place(self, placement: Placement) -> None:
+    def move_to(self, placement: Placement) -> None:
         """Move network and text to a device. Raises DataError: they do not fit."""
         self._training.to(placement.device)
         self._held_out.to(placement.device)

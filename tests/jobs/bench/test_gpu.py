@@ -108,14 +108,14 @@ def test_gradients_on_a_gpu_are_those_of_the_host_to_rounding(comm: MPI.Intracom
 def test_a_gradient_is_placed_as_its_type(comm: MPI.Intracomm, kind: str) -> None:
     device = open_device("cuda", kind, comm)
     gradient = np.random.default_rng(comm.rank).standard_normal(5000).astype(np.float32)
-    found = _host(device.place(gradient))
+    found = _host(device.to_device(gradient))
     if kind == "bfloat16":
         bits = gradient.view(np.uint32)
         expected = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
     else:
         expected = gradient.astype(kind)
     assert found.tobytes() == expected.tobytes()
-    placed = device.place(gradient)
+    placed = device.to_device(gradient)
     same = device.digest(placed)
     assert device.digest(placed.copy()) == same
     placed[[0, 4999]] = placed[[4999, 0]]
@@ -156,7 +156,7 @@ def test_nccl_averages_what_was_loaded(comm: MPI.Intracomm, method: str, kind: s
     if comm.allreduce(device.sharers, MPI.MAX) > 1 or any(comm.allgather(torch_problem())):
         pytest.skip("NCCL takes one rank per GPU, and a torch with CUDA")
     reducer = NcclAllreduce(comm, 1000, method)
-    gradient = device.place(np.arange(1000, dtype=np.float32) % 64 + comm.rank)
+    gradient = device.to_device(np.arange(1000, dtype=np.float32) % 64 + comm.rank)
     given = reducer.load(gradient)
     report = reducer.step(given)
     device.finish()

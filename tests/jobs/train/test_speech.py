@@ -378,7 +378,7 @@ def test_a_gpu_computes_the_losses_and_gradients_of_the_host(prepared: Path, pre
         workload = build_speech(
             config(prepared, f"training.precision={kind}", "data.tempo=[0.9,1.1]"), rank=0, size=1
         )
-        workload.place(Placed(name))
+        workload.move_to(Placed(name))
         losses = []
         for batch in itertools.islice(workload.batches(0), 3):
             loss = workload.loss(batch)
