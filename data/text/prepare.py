@@ -125,16 +125,16 @@ def _write_text(source: Path, output: Path, recipe: Recipe, files: list[Path], p
     tokenizer = build_tokenizer(vocabulary)
     frame = Frame(recipe.length, *(vocabulary.index(word) for word in ("[PAD]", "[CLS]", "[SEP]")))
     counts = dict.fromkeys(SPLITS, 0)
-    count = 0
+    number = -1
     with tqdm(total=total, unit="B", unit_scale=True, desc="packing", disable=None) as bar:
-        for count, (documents, nbytes) in enumerate(_blocks(recipe.splits(files)), start=1):
-            if (packed := _part(parts, count)) is None:
+        for number, (documents, nbytes) in enumerate(_blocks(recipe.splits(files))):
+            if (packed := _part(parts, number)) is None:
                 packed = {
-                    split: _packed(tokenizer, documents[split], frame, f"{recipe.seed} {count - 1} {split}")
+                    split: _packed(tokenizer, documents[split], frame, f"{recipe.seed} {number} {split}")
                     for split in SPLITS
                 }
                 arrays = {f"{split}_{name}": a for split in SPLITS for name, a in vars(packed[split]).items()}
-                parts.save(f"{count:06d}", **arrays)
+                parts.save(f"{number:06d}", **arrays)
             for split in SPLITS:
                 counts[split] += len(packed[split])
             bar.update(nbytes)
@@ -143,8 +143,8 @@ def _write_text(source: Path, output: Path, recipe: Recipe, files: list[Path], p
         raise DataError(f"{source}: no text is held out by {how!r}: more documents, or another choice")
 
     def every_part() -> Iterator[dict[str, Sequences]]:
-        for number in range(1, count + 1):
-            part = _part(parts, number)
+        for each in range(number + 1):
+            part = _part(parts, each)
             assert part is not None
             yield part
 
