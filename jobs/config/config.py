@@ -39,27 +39,15 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @model_validator(mode="after")
-    def _the_network_takes_the_data(self) -> Self:
+    def _sections_go_together(self) -> Self:
         if (self.model.name == "bert") != (self.data.name == "text"):
             raise ValueError(f"model.name {self.model.name!r} does not take data.name {self.data.name!r}")
-        return self
-
-    @model_validator(mode="after")
-    def _labels_are_classes(self) -> Self:
         if self.training.label_smoothing and self.model.name != "vgg16":
             raise ValueError(f"training.label_smoothing is for images, not for {self.model.name!r}")
-        return self
-
-    @model_validator(mode="after")
-    def _graphs_hold_what_they_replay(self) -> Self:
         if self.training.cuda_graph and self.model.name == "lstm":
             raise ValueError(
                 "training.cuda_graph needs batches of one shape, and utterances differ: not for 'lstm'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_momentum(self) -> Self:
         correction = self.reduction.momentum_correction
         if correction and (self.optimizer.momentum or self.optimizer.name != "sgd"):
             raise ValueError(
