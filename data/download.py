@@ -13,7 +13,7 @@ from data import DataError
 CHUNK_BYTES = 1 << 18
 
 
-def download(url: str, path: Path, md5: str, *, timeout: float = 30.0, progress: bool = True) -> None:
+def download(url: str, path: Path, md5: str, *, timeout: float = 30.0) -> None:
     """Make path the file at url, with the given checksum.
 
     What has arrived is kept in `path.part`, and the next call asks the server for the rest only. A file that
@@ -24,7 +24,6 @@ def download(url: str, path: Path, md5: str, *, timeout: float = 30.0, progress:
         path: of the file; its directory must exist.
         md5: of the whole file, in hexadecimal.
         timeout: seconds without an answer before giving up.
-        progress: show a bar where the output is a terminal.
 
     Raises:
         DataError: another file at path; no such directory; the server refuses or stops (call again to
@@ -43,7 +42,7 @@ def download(url: str, path: Path, md5: str, *, timeout: float = 30.0, progress:
         return
     part = path.with_name(path.name + ".part")
     try:
-        fetch_rest(url, part, timeout, progress)
+        fetch_rest(url, part, timeout)
     except (OSError, http.client.HTTPException) as error:
         arrived = part.stat().st_size if part.exists() else 0
         resumes = f"; {arrived} bytes are in {part}, the same command resumes" if arrived else ""
@@ -55,7 +54,7 @@ def download(url: str, path: Path, md5: str, *, timeout: float = 30.0, progress:
     part.replace(path)
 
 
-def fetch_rest(url: str, part: Path, timeout: float, progress: bool) -> None:
+def fetch_rest(url: str, part: Path, timeout: float) -> None:
     """Append to part what it lacks of url, or write it anew where the server cannot resume."""
     arrived = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={arrived}-"} if arrived else {})
@@ -83,7 +82,7 @@ def fetch_rest(url: str, part: Path, timeout: float, progress: bool) -> None:
             unit="B",
             unit_scale=True,
             desc=part.stem,
-            disable=None if progress else True,
+            disable=None,
         )
         with open(part, "ab" if arrived else "wb") as file, bar:
             while chunk := response.read(CHUNK_BYTES):

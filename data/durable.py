@@ -1,11 +1,16 @@
-"""Files that outlive a machine that fails: what was written is brought to the disk before it counts."""
+"""Files that outlive a machine that fails, and have one writer: brought to the disk before they count, locked while written."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from data import DataError
 
 
 def sync(path: Path) -> None:
@@ -49,3 +54,72 @@ def replaced(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def exclusive(output: Path) -> Iterator[None]:
+    """Hold the right to write `output` within it, by a hidden file beside it that is gone afterwards.
+
+    Args:
+        output: about to be written; need not exist.
+
+    Raises:
+        DataError: another process holds the right, or the folder does not exist.
+        OSError: the file system is broken or full; a folder that cannot be written is no error yet.
+    """
+    if not output.parent.is_dir():
+        raise DataError(f"{output.parent}: no such directory")
+    path = output.with_name(f".{output.name}.lock")
+    try:
+        descriptor = take_lock(path)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EROFS):
+            raise
+        yield  # nobody can write: what is there can still be looked at
+        return
+    if descriptor is None:
+        raise DataError(f"{output}: another process is writing it")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def take_lock(path: Path, patience: float = 0.0) -> int | None:
+    """Create and lock a file.
+
+    Args:
+        path: of the file; its folder is made if need be.
+        patience: seconds to wait for another process that holds it.
+
+    Returns:
+        Its descriptor; None while another process holds it. Where the file system has no locks nobody does.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_open_at(descriptor, path):
+                return descriptor
+            os.close(descriptor)  # who held it has removed it: another process may have made a new one
+        except BlockingIOError:
+            os.close(descriptor)
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.2)
+        except OSError:
+            return descriptor
+
+
+def _is_open_at(descriptor: int, path: Path) -> bool:
+    """Whether the file that is open is the one that has this name now."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

@@ -10,7 +10,7 @@ python -m data.prepare text SOURCE -o text.h5             folder of plain text; 
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path, PurePosixPath
 
@@ -20,19 +20,18 @@ from tqdm import tqdm
 
 from data import DataError
 from data.download import download, md5_of
-from data.exclusive import exclusive
+from data.durable import exclusive
 from data.images import cifar10, digits
 from data.images.dataset import ImageSet
-from data.images.file import ImageFileWriter, open_image_file
+from data.images.file import open_image_file, write_image_file
+from data.prepared_file import Parts, kept
 from data.speech import an4
 from data.speech.dataset import RATE, SpeechSet
 from data.speech.file import open_speech_file, write_speech_file
 from data.text.prepare import Recipe, prepare_text
 
 
-def prepare_cifar10(
-    source: Path, output: Path, *, partial: bool = False, force: bool = False, progress: bool = True
-) -> str:
+def prepare_cifar10(source: Path, output: Path, *, partial: bool = False, force: bool = False) -> str:
     """Write CIFAR-10 from its official binary layout.
 
     Args:
@@ -40,7 +39,6 @@ def prepare_cifar10(
         output: HDF5 file to write.
         partial: accept fewer images than 50,000 + 10,000.
         force: replace an output that exists.
-        progress: show a bar where the output is a terminal.
 
     Returns:
         What was done, in a line.
@@ -49,59 +47,48 @@ def prepare_cifar10(
         DataError: a source that is missing, incomplete or damaged; an output that exists and is something
             else.
     """
-    if kept := kept_cifar10(output, partial=partial, force=force):
-        return kept
+    if line := kept_cifar10(output, partial=partial, force=force):
+        return line
     batches = cifar10.find_batches(source, partial=partial)
     counts = {split: sum(b.records for b in batches if b.split == split) for split in ("train", "test")}
-    writer = ImageFileWriter(
-        output,
-        name="cifar10",
-        classes=cifar10.CLASSES,
-        source=f"CIFAR-10 binary version, {provenance(source)}",
-        shape=cifar10.SHAPE,
-        counts=counts,
-    )
     # disable=None: no bar where the output is not a terminal.
-    hidden = None if progress else True
-    with writer, tqdm(total=sum(counts.values()), unit="image", desc="cifar10", disable=hidden) as bar:
-        for batch, images, labels in cifar10.read_batches(source, batches):
-            writer.put(batch.split, batch.start, images, labels)
-            bar.update(len(labels))
+    with tqdm(total=sum(counts.values()), unit="image", desc="cifar10", disable=None) as bar:
+
+        def parts() -> Iterator[tuple[str, int, NDArray[np.uint8], NDArray[np.uint8]]]:
+            for batch, images, labels in cifar10.read_batches(source, batches):
+                yield batch.split, batch.start, images, labels
+                bar.update(len(labels))
+
+        write_image_file(
+            output,
+            parts(),
+            name="cifar10",
+            classes=cifar10.CLASSES,
+            source=f"CIFAR-10 binary version, {provenance(source)}",
+            shape=cifar10.SHAPE,
+            counts=counts,
+        )
     return f"{output}: wrote {description(*cifar10.open_cifar10(output))}"
 
 
 def prepare_digits(output: Path, *, size: int, held_out: float, seed: int, force: bool = False) -> str:
-    """Write scikit-learn's digits, as data.images.digits.load_digits returns them.
-
-    Args:
-        output: HDF5 file to write.
-        size, held_out, seed: as in load_digits.
-        force: replace an output that exists.
-
-    Returns:
-        What was done, in a line.
-
-    Raises:
-        DataError: size or held_out out of bounds; an output that exists and is something else.
-        ValueError: seed < 0.
-    """
+    """Write scikit-learn's digits; size, held_out, seed: as in data.images.digits.load_digits, the rest as prepare_cifar10."""
     train, test = digits.load_digits(size, held_out, seed)
 
     def same(found: ImageSet, _: ImageSet) -> bool:
         return found.source == train.source
 
-    if kept := kept_output(output, train.source, same, force=force):
-        return kept
-    with ImageFileWriter(
+    if line := kept(output, open_image_file, description, train.source, same, force=force):
+        return line
+    write_image_file(
         output,
+        [("train", 0, train.images, train.labels), ("test", 0, test.images, test.labels)],
         name=train.name,
         classes=train.classes,
         source=train.source,
         shape=train.shape,
         counts={"train": len(train), "test": len(test)},
-    ) as writer:
-        writer.put("train", 0, train.images, train.labels)
-        writer.put("test", 0, test.images, test.labels)
+    )
     return f"{output}: wrote {description(*open_image_file(output))}"
 
 
@@ -112,7 +99,6 @@ def prepare_an4(
     byte_order: str | None = None,
     partial: bool = False,
     force: bool = False,
-    progress: bool = True,
 ) -> str:
     """Write AN4 from its published layout.
 
@@ -120,21 +106,18 @@ def prepare_an4(
 
     Args:
         source: directory with etc/ and wav/.
-        output: HDF5 file to write.
         byte_order: "little" or "big", of raw files.
         partial: accept fewer utterances than 948 + 130.
-        force: replace an output that exists.
-        progress: show a bar where the output is a terminal.
-
-    Returns:
-        What was done, in a line.
-
-    Raises:
-        DataError: a source that is missing, incomplete or damaged; an output that exists and is something
-            else.
+        output, force: as prepare_cifar10; result and errors too.
     """
-    if kept := kept_an4(output, partial=partial, force=force):
-        return kept
+    wanted = f"'an4' of {' + '.join(map(str, an4.COUNTS.values()))}"
+
+    def same(train: SpeechSet, test: SpeechSet) -> bool:
+        whole = {"train": len(train), "test": len(test)} == an4.COUNTS
+        return train.name == "an4" and (whole or partial)
+
+    if line := kept(output, open_speech_file, speech_description, wanted, same, force=force):
+        return line
     found = an4.find_utterances(source, byte_order)
     for split, count in an4.COUNTS.items():
         if len(found[split]) != count and not partial:
@@ -144,9 +127,9 @@ def prepare_an4(
             )
     if not output.parent.is_dir():
         raise DataError(f"{output.parent}: no such directory")
-    parts = an4.Parts(output, found, byte_order)
+    parts = an4.parts_of(output, found, byte_order)
     try:
-        _write_an4(output, source, found, parts, None if progress else True)
+        _write_an4(output, source, found, byte_order, parts)
     except DataError:
         parts.remove()  # a recording that cannot be used: the rest is read again with the one that replaces it
         raise
@@ -158,13 +141,13 @@ def _write_an4(
     output: Path,
     source: Path,
     found: dict[str, tuple[an4.Utterance, ...]],
-    parts: an4.Parts,
-    hidden: bool | None,
+    byte_order: str | None,
+    parts: Parts,
 ) -> None:
-    with tqdm(total=sum(map(len, found.values())), unit="utterance", desc="an4", disable=hidden) as bar:
+    with tqdm(total=sum(map(len, found.values())), unit="utterance", desc="an4", disable=None) as bar:
 
         def samples(split: str) -> Iterator[NDArray[np.int16]]:
-            for utterance in parts.read(split):
+            for utterance in an4.read_by_parts(split, found[split], byte_order, parts):
                 yield utterance
                 bar.update()
 
@@ -179,22 +162,6 @@ def _write_an4(
         )
 
 
-def kept_an4(output: Path, *, partial: bool, force: bool) -> str | None:
-    """As kept_output, for AN4: whole, or (partial) any part of it."""
-    if force or not output.exists():
-        return None
-    try:
-        train, test = open_speech_file(output, verify=True)
-    except DataError as error:
-        raise DataError(f"{error}; --force replaces it") from error
-    found = speech_description(train, test)
-    whole = {"train": len(train), "test": len(test)} == an4.COUNTS
-    if train.name != "an4" or not (whole or partial):
-        wanted = " + ".join(str(count) for count in an4.COUNTS.values())
-        raise DataError(f"{output}: exists and holds {found}, not 'an4' of {wanted}; --force replaces it")
-    return f"{output}: kept, it holds {found}; --force writes it anew"
-
-
 def speech_description(train: SpeechSet, test: SpeechSet) -> str:
     """A prepared speech set in words."""
     hours = " and ".join(f"{len(each.samples) / RATE / 3600:.2f}" for each in (train, test))
@@ -202,45 +169,14 @@ def speech_description(train: SpeechSet, test: SpeechSet) -> str:
 
 
 def kept_cifar10(output: Path, *, partial: bool, force: bool) -> str | None:
-    """As kept_output, for CIFAR-10: whole, or (partial) any part of it."""
-    train_count, test_count = len(cifar10.TRAIN_FILES) * cifar10.BATCH_RECORDS, cifar10.BATCH_RECORDS
+    """As data.prepared_file.kept, for CIFAR-10: whole, or (partial) any part of it."""
+    counts = len(cifar10.TRAIN_FILES) * cifar10.BATCH_RECORDS, cifar10.BATCH_RECORDS
 
     def same(train: ImageSet, test: ImageSet) -> bool:
-        whole = (len(train), len(test)) == (train_count, test_count)
-        return train.name == "cifar10" and (whole or partial)
+        return train.name == "cifar10" and ((len(train), len(test)) == counts or partial)
 
-    return kept_output(
-        output, f"'cifar10' of {train_count} training and {test_count} test images", same, force=force
-    )
-
-
-def kept_output(
-    output: Path, wanted: str, same: Callable[[ImageSet, ImageSet], bool], *, force: bool
-) -> str | None:
-    """Whether the output is there already.
-
-    Args:
-        output: HDF5 file to be written.
-        wanted: what is to be written, in words.
-        same: whether the splits that are there are what is wanted.
-        force: the output is to be replaced, whatever it is.
-
-    Returns:
-        A line that says that it is kept, after its checksums were verified; None when it is to be written.
-
-    Raises:
-        DataError: the output exists and is damaged, or something else than wanted.
-    """
-    if force or not output.exists():
-        return None
-    try:
-        train, test = open_image_file(output, verify=True)
-    except DataError as error:
-        raise DataError(f"{error}; --force replaces it") from error
-    if not same(train, test):
-        found = f"{description(train, test)} ({train.source})"
-        raise DataError(f"{output}: exists and holds {found}, not {wanted}; --force replaces it")
-    return f"{output}: kept, it holds {description(train, test)}; --force writes it anew"
+    wanted = f"'cifar10' of {counts[0]} training and {counts[1]} test images"
+    return kept(output, open_image_file, description, wanted, same, force=force)
 
 
 def description(train: ImageSet, test: ImageSet) -> str:
@@ -322,23 +258,18 @@ def _prepared(options: argparse.Namespace) -> str:
             seed=options.seed,
             force=options.force,
         )
-    if options.set == "an4":
-        return prepare_an4(
-            options.source,
-            options.output,
-            byte_order=options.byte_order,
-            partial=options.partial,
-            force=options.force,
-        )
     if options.set == "text":
         recipe = Recipe(**{key.name: getattr(options, key.name) for key in fields(Recipe)})
         return prepare_text(options.source, options.output, recipe, force=options.force)
+    how = {"partial": options.partial, "force": options.force}
+    if options.set == "an4":
+        return prepare_an4(options.source, options.output, byte_order=options.byte_order, **how)
     source = options.source
     if options.download:
         source = options.output.parent / PurePosixPath(cifar10.URL).name
-        if not kept_cifar10(options.output, partial=options.partial, force=options.force):
+        if not kept_cifar10(options.output, **how):
             download(options.url, source, cifar10.MD5)
-    return prepare_cifar10(source, options.output, partial=options.partial, force=options.force)
+    return prepare_cifar10(source, options.output, **how)
 
 
 def _add_text(

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import glob
+import hashlib
+import shutil
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import h5py
 import numpy as np
@@ -14,55 +20,106 @@ from numpy.typing import NDArray
 from data import DataError
 from data.durable import replaced
 
+Split = TypeVar("Split")
 SPLITS = ("train", "test")
+_BLOCK = 1 << 22  # bytes that a checksum reads at once
 
 
-@contextmanager
-def created(path: Path, **attributes: Any) -> Iterator[h5py.File]:
-    """A new file with these attributes, beside `path`; it replaces `path` when the block ends, and is removed on an error."""
-    with replaced(path) as draft, h5py.File(draft, "w") as file:
-        file.attrs.update(attributes)
-        yield file
+@dataclass(frozen=True)
+class Layout:
+    """How a kind of data set lies in its file: a group of columns for each split, with their checksum.
 
-
-@contextmanager
-def opened(path: Path, what: str, layout: str, version: int) -> Iterator[h5py.File]:
-    """The file, open for reading; whatever HDF5 finds wrong with it becomes a DataError that names it.
-
-    Args:
-        path: of the file.
+    Attributes:
         what: it holds, in a word.
-        layout, version: its attributes "format" and "version".
+        format, version: attributes of the file.
+        columns: name -> little-endian type, in the order of the checksum.
     """
-    if not path.is_file():
-        raise DataError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
-    try:
-        # A prepared file never changes in place, and some cluster file systems have no locks.
-        with h5py.File(path, "r", locking=False) as file:
-            found = file.attrs.get("format")
-            if not isinstance(found, str) or found != layout:
-                raise DataError(
-                    f"{path}: format {found!r} is not {layout!r}; write the file with python -m data.prepare"
-                )
-            if (found := file.attrs.get("version")) != version:
-                raise DataError(
-                    f"{path}: version {found} of the layout is not {version}; prepare the file again"
-                )
+
+    what: str
+    format: str
+    version: int
+    columns: Mapping[str, str]
+
+    @contextmanager
+    def created(self, path: Path, counts: Mapping[str, int], **attributes: Any) -> Iterator[h5py.File]:
+        """A new file, filled within the block; it replaces `path` when the block ends, and is removed on an error.
+
+        Args:
+            path: of the file.
+            counts: samples of each split.
+            attributes: of the file.
+
+        Raises:
+            DataError: no such directory; a split without samples.
+        """
+        if not path.parent.is_dir():
+            raise DataError(f"{path.parent}: no such directory")
+        for split in SPLITS:
+            if counts[split] < 1:
+                raise DataError(f"{path}: {counts[split]} samples in split {split!r}, not at least 1")
+        with replaced(path) as draft, h5py.File(draft, "w") as file:
+            file.attrs.update(format=self.format, version=self.version, **attributes)
             yield file
-    except DataError:
-        raise
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path}: not a whole HDF5 file of {what}: {error}") from error
+            for split in SPLITS:
+                file[split].attrs["crc32"] = self._checksum(file[split])
 
+    @contextmanager
+    def opened(self, path: Path) -> Iterator[h5py.File]:
+        """The file, open for reading; whatever HDF5 finds wrong with it becomes a DataError that names it."""
+        if not path.is_file():
+            raise DataError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
+        try:
+            # A prepared file never changes in place, and some cluster file systems have no locks.
+            with h5py.File(path, "r", locking=False) as file:
+                found = file.attrs.get("format")
+                if not isinstance(found, str) or found != self.format:
+                    raise DataError(
+                        f"{path}: format {found!r} is not {self.format!r}; write the file with python -m data.prepare"
+                    )
+                if (found := file.attrs.get("version")) != self.version:
+                    raise DataError(
+                        f"{path}: version {found} of the layout is not {self.version}; prepare the file again"
+                    )
+                yield file
+        except DataError:
+            raise
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"{path}: not a whole HDF5 file of {self.what}: {error}") from error
 
-def check_sum(group: h5py.Group, found: int) -> None:
-    """Raises DataError: a split's attribute "crc32" is not the checksum that was found."""
-    written = int(group.attrs["crc32"])
-    if written != found:
-        split = group.name.removeprefix("/")
-        raise DataError(
-            f"{group.file.filename}: checksum {found:08x} of split {split!r} is not {written:08x}: bytes were changed"
-        )
+    def read(
+        self, file: h5py.File, path: Path, read: Callable[[h5py.Group], Split], *, verify: bool
+    ) -> tuple[Split, Split]:
+        """The training and the test split.
+
+        Args:
+            file: as `opened` gives it.
+            path: of the file.
+            read: group -> split; its DataErrors need not name the file.
+            verify: compare checksums first.
+        """
+        splits = []
+        for split in SPLITS:
+            group = file[split]
+            if verify and (found := self._checksum(group)) != (written := int(group.attrs["crc32"])):
+                raise DataError(
+                    f"{path}: checksum {found:08x} of split {split!r} is not {written:08x}: bytes were changed"
+                )
+            try:
+                splits.append(read(group))
+            except DataError as error:
+                raise DataError(f"{path}, split {split!r}: {error}") from error
+        return splits[0], splits[1]
+
+    def _checksum(self, group: h5py.Group) -> int:
+        """CRC-32 of the bytes of all columns, one after the other."""
+        checksum = 0
+        for name, kind in self.columns.items():
+            column = group[name]
+            rows = max(1, _BLOCK * len(column) // max(1, column.nbytes))
+            for start in range(0, len(column), rows):
+                block = np.ascontiguousarray(column[start : start + rows].astype(kind))
+                checksum = zlib.crc32(block.data, checksum)
+        return checksum
 
 
 def mapped(column: h5py.Dataset, mode: Literal["r", "c"] = "r") -> NDArray[Any]:
@@ -84,3 +141,75 @@ def data_checksum(path: str | Path) -> str:
             return "-".join(f"{int(file[split].attrs['crc32']):08x}" for split in SPLITS)
     except (OSError, KeyError, TypeError, ValueError, RuntimeError):
         return ""
+
+
+def kept(
+    output: Path,
+    opened: Callable[..., tuple[Any, Any]],
+    description: Callable[[Any, Any], str],
+    wanted: str,
+    same: Callable[[Any, Any], bool],
+    *,
+    force: bool,
+) -> str | None:
+    """Whether the output is there already.
+
+    Args:
+        output: HDF5 file to be written.
+        opened: (path, verify=) -> its splits.
+        description: splits -> in words.
+        wanted: what is to be written, in words.
+        same: whether the splits that are there are what is wanted.
+        force: the output is to be replaced, whatever it is.
+
+    Returns:
+        A line that says that it is kept, after its checksums were verified; None when it is to be written.
+
+    Raises:
+        DataError: the output exists and is damaged, or something else than wanted.
+    """
+    if force or not output.exists():
+        return None
+    try:
+        splits = opened(output, verify=True)
+    except DataError as error:
+        raise DataError(f"{error}; --force replaces it") from error
+    found = description(*splits)
+    if not same(*splits):
+        raise DataError(
+            f"{output}: exists and holds {found} ({splits[0].source}), not {wanted}; --force replaces it"
+        )
+    return f"{output}: kept, it holds {found}; --force writes it anew"
+
+
+class Parts:
+    """What is done so far of a file, in a folder beside it, so that an interrupted call need not do it again.
+
+    Args:
+        output: the file that is to be written.
+        sources: what it is made from, in words; parts that were made from anything else are not found.
+    """
+
+    def __init__(self, output: Path, sources: Iterable[str]) -> None:
+        self.key = hashlib.sha256("\n".join(sources).encode()).hexdigest()[:16]
+        self.folder = output.with_name(f".{output.name}.{self.key}.parts")
+        self._output = output
+
+    def save(self, name: str, **arrays: NDArray[Any]) -> None:
+        """Keep a part."""
+        self.folder.mkdir(exist_ok=True)
+        with replaced(self.folder / f"{name}.npz") as draft, open(draft, "wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+
+    def load(self, name: str) -> dict[str, NDArray[Any]] | None:
+        """The arrays of a part; None where there is none, or it is damaged."""
+        try:
+            with np.load(self.folder / f"{name}.npz", allow_pickle=False) as arrays:
+                return dict(arrays)
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+            return None
+
+    def remove(self) -> None:
+        """Remove all parts, also those made from other sources for the same output."""
+        for folder in self._output.parent.glob(f".{glob.escape(self._output.name)}.*.parts"):
+            shutil.rmtree(folder)

@@ -16,18 +16,10 @@ ORDER, AUGMENTATION, MASKING, TEMPO = 0, 1, 2, 4
 
 
 def epoch_draws(count: int, seed: int, epoch: int, stream: int) -> NDArray[np.uint64]:
-    """One random number for each sample of an epoch, the same on every rank and every machine.
+    """uint64[count]: a random number for each sample of an epoch, the same on every rank and every machine.
 
     Raw 64-bit output of Philox: NumPy promises that stream across its versions, and not that of its
-    distributions.
-
-    Args:
-        count: samples.
-        seed, epoch: at least 0.
-        stream: ORDER, AUGMENTATION, MASKING or TEMPO.
-
-    Returns:
-        uint64[count], uniform.
+    distributions. stream: ORDER, AUGMENTATION, MASKING or TEMPO.
 
     Raises:
         ValueError: seed or epoch < 0.
@@ -85,17 +77,7 @@ class ShardedBatches:
         return self.count // (self.size * self.batch_size)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """The order of an epoch.
-
-        Args:
-            epoch: at least 0.
-
-        Returns:
-            int64[count], a permutation, equal on all ranks. Read-only.
-
-        Raises:
-            ValueError: epoch < 0.
-        """
+        """int64[count], read-only: the order of an epoch, equal on all ranks. Raises ValueError: epoch < 0."""
         if self._ordered is None or self._ordered[0] != epoch:
             draws = epoch_draws(self.count, self.seed, epoch, ORDER)
             permutation = np.argsort(draws, kind="stable").astype(np.int64, copy=False)
@@ -104,17 +86,10 @@ class ShardedBatches:
         return self._ordered[1]
 
     def indices(self, epoch: int, step: int) -> NDArray[np.int64]:
-        """What this rank trains on in one step.
-
-        Args:
-            epoch: at least 0.
-            step: within the epoch, 0 <= step < steps_per_epoch.
-
-        Returns:
-            int64[batch_size], positions in the training split. Read-only.
+        """int64[batch_size], read-only: the samples that this rank trains on in one step of an epoch.
 
         Raises:
-            ValueError: epoch or step out of bounds.
+            ValueError: epoch < 0, or step is not in [0, steps_per_epoch).
         """
         if not 0 <= step < self.steps_per_epoch:
             raise ValueError(f"step {step} is not in [0, {self.steps_per_epoch})")
@@ -129,11 +104,7 @@ class ShardedBatches:
 
 
 def evaluation_shard(count: int, *, rank: int, size: int) -> range:
-    """This rank's part of a set that every sample of which is to be seen exactly once.
-
-    Args:
-        count: samples, 0 or more; fewer than ranks leaves some ranks with none.
-        rank, size: this rank and the number of ranks, 0 <= rank < size.
+    """This rank's part of a set of which every sample is to be seen exactly once; fewer samples than ranks leave some with none.
 
     Returns:
         A contiguous range; the ranges of all ranks tile [0, count) in order, and their lengths differ by at
@@ -149,14 +120,7 @@ def evaluation_shard(count: int, *, rank: int, size: int) -> range:
 
 
 def evaluation_batches(count: int, *, batch_size: int, rank: int, size: int) -> Iterator[NDArray[np.int64]]:
-    """This rank's evaluation shard in batches; the last may be short, and ranks may differ in their number.
-
-    Args:
-        count, rank, size: as in evaluation_shard.
-        batch_size: samples per batch, at least 1.
-
-    Returns:
-        An iterator over int64[1 ... batch_size].
+    """This rank's evaluation shard as int64[1 ... batch_size] each; the last may be short, and ranks may differ in their number.
 
     Raises:
         ValueError: an argument out of bounds.
@@ -169,11 +133,7 @@ def evaluation_batches(count: int, *, batch_size: int, rank: int, size: int) -> 
 
 
 def check_rank(rank: int, size: int) -> None:
-    """Refuse a rank that is not one of size ranks.
-
-    Raises:
-        ValueError: size < 1 or rank not in [0, size).
-    """
+    """Raises ValueError: size < 1 or rank not in [0, size)."""
     if size < 1:
         raise ValueError(f"size {size} is not at least 1")
     if not 0 <= rank < size:

@@ -19,5 +19,5 @@ def write_documents(folder: Path, count: int = 400) -> Path:
         lines += [" ".join([word.capitalize(), *[word] * 6]) + "."] * drawn.randint(1, 6)
         lines.append("")
     (folder / "text" / "made.txt").write_text("\n".join(lines), encoding="utf-8")
-    prepare_text(folder / "text", folder / "text.h5", Recipe(length=32, held_out=0.1), progress=False)
+    prepare_text(folder / "text", folder / "text.h5", Recipe(length=32, held_out=0.1))
     return folder / "text.h5"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.images.file import ImageFileWriter
+from data.images.file import write_image_file
 from jobs.experiment.registry import EXPERIMENTS
 
 VGG = EXPERIMENTS["vgg"]
@@ -16,13 +16,20 @@ def write_images(path: Path) -> Path:
     """Two classes that a network tells apart at once: dark images and bright ones."""
     rng = np.random.default_rng(0)
     counts = {"train": 64, "test": 32}
-    with ImageFileWriter(
-        path, name="shades", classes=("dark", "bright"), source="a test", shape=(3, 32, 32), counts=counts
-    ) as file:
-        for split, count in counts.items():
-            labels = np.arange(count) % 2
-            noise = rng.integers(0, 100, (count, 3, 32, 32))
-            file.put(split, 0, (noise + 150 * labels[:, None, None, None]).astype(np.uint8), labels)
+    parts = []
+    for split, count in counts.items():
+        labels = np.arange(count) % 2
+        noise = rng.integers(0, 100, (count, 3, 32, 32))
+        parts.append((split, 0, (noise + 150 * labels[:, None, None, None]).astype(np.uint8), labels))
+    write_image_file(
+        path,
+        parts,
+        name="shades",
+        classes=("dark", "bright"),
+        source="a test",
+        shape=(3, 32, 32),
+        counts=counts,
+    )
     return path
 
 

@@ -61,7 +61,7 @@ class Tiny:
             stand_still()
         self._centres = np.random.default_rng(0).standard_normal((CLASSES, FEATURES), np.float32)
 
-    def place(self, placement: Placement) -> None:
+    def move_to(self, placement: Placement) -> None:
         pass
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:

@@ -50,13 +50,7 @@ class BatchFile:
 
 
 def open_cifar10(path: str | Path) -> tuple[ImageSet, ImageSet]:
-    """Open the file that `python -m data.prepare cifar10` wrote.
-
-    Args:
-        path: of the HDF5 file.
-
-    Returns:
-        The training and the test split, of 50,000 and 10,000 images unless prepared from a part.
+    """Open the file that `python -m data.prepare cifar10` wrote: the training and the test split.
 
     Raises:
         DataError: no such file, truncated, of another layout, or another data set.
@@ -70,15 +64,12 @@ def open_cifar10(path: str | Path) -> tuple[ImageSet, ImageSet]:
 
 
 def find_batches(source: Path, *, partial: bool = False) -> tuple[BatchFile, ...]:
-    """What a directory or archive holds, judged by names and sizes.
+    """The batch files of a directory or archive in official order, judged by names and sizes.
 
     Args:
         source: a directory with the six .bin files (or with a folder cifar-10-batches-bin of them), or an
             archive of them, such as the official .tar.gz.
         partial: also accept fewer records per file, and fewer training files (one at least).
-
-    Returns:
-        The batch files in official order.
 
     Raises:
         DataError: no such source, nothing in it, a file missing, of another size, or (in an archive) there
@@ -115,10 +106,6 @@ def read_batches(
     source: Path, batches: tuple[BatchFile, ...]
 ) -> Iterator[tuple[BatchFile, NDArray[np.uint8], NDArray[np.uint8]]]:
     """Read batch files, one in memory at a time, in the order in which they lie there.
-
-    Args:
-        source: as given to find_batches.
-        batches: what it returned.
 
     Returns:
         An iterator over (batch, images uint8[records, 3, 32, 32], labels uint8[records]).

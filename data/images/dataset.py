@@ -32,16 +32,7 @@ class Augment:
             raise ValueError(f"crop {self.crop} is not at least 0")
 
     def apply(self, images: NDArray[np.uint8], draws: NDArray[np.uint64]) -> NDArray[np.uint8]:
-        """Crop and flip each image as its random number says.
-
-        Args:
-            images: uint8[batch, channels, height, width].
-            draws: uint64[batch], uniform. Bits 0-30 place the window vertically, 31-61 horizontally; bit 63
-                flips.
-
-        Returns:
-            uint8 of the same shape, a new array unless nothing is to be done.
-        """
+        """Crop and flip uint8[batch, channels, height, width] as the random number of each image says; see `places`."""
         top, left, mirrored = self.places(draws)
         if self.crop:
             count, channels, height, width = images.shape
@@ -57,7 +48,7 @@ class Augment:
         """Where each random number puts the window, and whether it mirrors what is in it.
 
         Args:
-            draws: uint64[batch], as in apply.
+            draws: uint64[batch], uniform. Bits 0-30 place the window vertically, 31-61 horizontally; bit 63 flips.
 
         Returns:
             int64[3, batch]: top and left of the window, from the top left corner of the padding; 1 for mirrored.
@@ -115,7 +106,6 @@ class ImageSet:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of an image."""
         channels, height, width = self.images.shape[1:]
         return channels, height, width
 
@@ -129,15 +119,11 @@ class ImageSet:
 
         Args:
             indices: int64[batch], each in [0, len(self)).
-            augment: how to crop and flip; None leaves the images as they are.
-            draws: uint64[batch], the random numbers of augment; not needed without it.
+            augment: how to crop and flip, by draws: uint64[batch]; None leaves the images as they are.
 
         Returns:
             float32[batch, channels, height, width] of mean 0 and variance 1 per channel over the training
             split, and int64[batch]. New tensors, free to be changed.
-
-        Raises:
-            ValueError: augment without draws.
         """
         pixels = self.images[indices]
         if augment is not None:
@@ -156,16 +142,7 @@ class ImageSet:
 
 
 def check_labels(labels: NDArray[np.integer], classes: int, where: str) -> None:
-    """Refuse labels outside [0, classes).
-
-    Args:
-        labels: integers[count].
-        classes: how many there are, at least 1.
-        where: file or data set, for the message.
-
-    Raises:
-        DataError: a label out of range (the first is named), or classes < 1.
-    """
+    """Raises DataError, which begins with `where`: a label is not in [0, classes), or classes < 1."""
     if classes < 1:
         raise DataError(f"{where}: {classes} classes, not at least 1")
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
@@ -175,14 +152,9 @@ def check_labels(labels: NDArray[np.integer], classes: int, where: str) -> None:
 
 
 def channel_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation per channel.
+    """Mean and standard deviation of each channel of images, or of an HDF5 data set of them, with pixels scaled to [0, 1].
 
-    Args:
-        images: uint8[count, channels, height, width], at least one; also an HDF5 data set, read in blocks.
-
-    Returns:
-        mean and std of pixels scaled to [0, 1], one number per channel each. The std of a constant channel is
-        given as one grey level: it is a divisor.
+    The deviation of a constant channel is given as one grey level: it is a divisor.
     """
     total = np.zeros(images.shape[1], np.int64)
     squares = np.zeros(images.shape[1], np.int64)

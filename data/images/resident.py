@@ -10,15 +10,16 @@ import torch
 from numpy.typing import NDArray
 
 from data import DataError
+from data.batches import BlockLoader
 from data.images.dataset import ImageSet
 from data.images.loader import Batch, EvaluationLoader, TrainingLoader
-from data.sharding import evaluation_shard
+from data.sharding import AUGMENTATION, evaluation_shard
 
 BLOCK = 4096
 """Samples that are cut and augmented together: their launches are shared by all the batches among them."""
 
 
-class ResidentTrainingLoader:
+class ResidentTrainingLoader(BlockLoader[Batch]):
     """The batches of a TrainingLoader, out of a device's memory.
 
     The whole split is there as uint8, padded by the crop. A block of batches is gathered in one go, each pixel from where its
@@ -39,8 +40,8 @@ class ResidentTrainingLoader:
         device: torch.device,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> None:
-        self.shards = loader.shards
-        self._loader = loader
+        super().__init__(loader.shards, AUGMENTATION, BLOCK)
+        self._augment = loader.augment
         self._device = device
         self._format = memory_format
         crop = loader.augment.crop if loader.augment else 0
@@ -51,67 +52,41 @@ class ResidentTrainingLoader:
         self._channels = torch.arange(loader.images.shape[0], device=device)[:, None, None]
         self._rows = torch.arange(height, device=device)
         self._columns = torch.arange(width, device=device)
-        self._steps_per_block = max(1, BLOCK // self.shards.batch_size)
-        self._planned: tuple[int, torch.Tensor] | None = None
         self._drawing: tuple[int, Future[NDArray[np.int64]]] | None = None
         self._thread = ThreadPoolExecutor(1, "next epoch")
-        self._block: tuple[int, int] | None = None
-        self._batches: Batch
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps of one epoch, equal on all ranks and at least 1."""
-        return self.shards.steps_per_epoch
 
     def batch(self, epoch: int, step: int) -> Batch:
         """As TrainingLoader.batch, on the device; pieces of a larger block, not to be changed."""
-        if not 0 <= step < self.steps_per_epoch:
-            raise ValueError(f"step {step} is not in [0, {self.steps_per_epoch})")
-        first = step - step % self._steps_per_block
-        if self._block != (epoch, first):
-            self._batches = self._cut(epoch, first)
-            self._block = (epoch, first)
-        size = self.shards.batch_size
-        here = slice((step - first) * size, (step - first + 1) * size)
-        images, labels = self._batches
-        return images[here], labels[here]
-
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch, from first_step on: 0 for all of it, another to resume in its middle."""
-        return (self.batch(epoch, step) for step in range(first_step, self.steps_per_epoch))
+        images, labels = self._pieces(epoch, step)
+        return images, labels
 
     def _plan(self, epoch: int) -> torch.Tensor:
         """int64[4, samples] on the device: sample, top, left and mirrored of each, in this rank's order of the epoch."""
-        if self._planned is None or self._planned[0] != epoch:
-            host = torch.from_numpy(self._drawn(epoch))
-            if self._device.type == "cuda":  # from pageable memory the copy would wait for the device
-                host = host.pin_memory()
-            self._planned = (epoch, host.to(self._device, non_blocking=True))
-        return self._planned[1]
+        host = torch.from_numpy(self._next_plan(epoch))
+        if self._device.type == "cuda":  # from pageable memory the copy would wait for the device
+            host = host.pin_memory()
+        return host.to(self._device, non_blocking=True)
 
-    def _drawn(self, epoch: int) -> NDArray[np.int64]:
+    def _next_plan(self, epoch: int) -> NDArray[np.int64]:
         """The plan on the host; the one after it is begun."""
         drawing = self._drawing
-        plan = (
-            drawing[1].result() if drawing is not None else None
-        )  # one at a time: it uses the loader's caches
+        # one at a time: it uses the cache of draws
+        plan = drawing[1].result() if drawing is not None else None
         if plan is None or drawing is None or drawing[0] != epoch:
             plan = self._draw(epoch)
         self._drawing = (epoch + 1, self._thread.submit(self._draw, epoch + 1))
         return plan
 
     def _draw(self, epoch: int) -> NDArray[np.int64]:
-        samples, augment = self.shards.all_indices(epoch), self._loader.augment
+        samples, augment = self.shards.all_indices(epoch), self._augment
         plan = np.zeros((4, len(samples)), np.int64)
         plan[0] = samples
         if augment is not None:
-            plan[1:] = augment.places(self._loader.draws(epoch)[samples])
+            plan[1:] = augment.places(self.draws(epoch)[samples])
         return plan
 
-    def _cut(self, epoch: int, first: int) -> Batch:
-        size = self.shards.batch_size
-        stop = min(first + self._steps_per_block, self.steps_per_epoch)
-        samples, top, left, mirrored = self._plan(epoch)[:, first * size : stop * size]
+    def _cut(self, plan: torch.Tensor) -> Batch:
+        samples, top, left, mirrored = plan
         columns = torch.where(mirrored[:, None] > 0, self._columns.flip(0), self._columns)
         pixels = self._images[
             samples[:, None, None, None],

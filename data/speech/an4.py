@@ -8,11 +8,8 @@ The publisher has the raw ones in both byte orders, and nothing in a file says w
 Source: http://www.speech.cs.cmu.edu/databases/an4
 """
 
-import glob
-import hashlib
 import os
 import re
-import shutil
 import wave
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data import DataError
-from data.durable import replaced
+from data.prepared_file import Parts
 from data.speech.dataset import RATE, SpeechSet, encoded
 from data.speech.file import open_speech_file
 
@@ -137,64 +134,34 @@ def read_utterances(
             yield _raw(content, byte_order or "little", utterance.path)
 
 
-class Parts:
-    """Recordings that were read so far, in a folder, so that an interrupted call need not read them again.
-
-    They lie there in blocks, each whole or not there. The folder is named by what it was made from: the recordings' names,
-    sizes, times of change and transcripts, and the byte order.
-
-    Args:
-        output: of the file that is to be written; the folder is made beside it.
-        found: as find_utterances returned it.
-        byte_order: as given to that.
-    """
-
-    def __init__(
-        self, output: Path, found: Mapping[str, Sequence[Utterance]], byte_order: str | None
-    ) -> None:
-        self._found, self._byte_order = found, byte_order
-        given = [str(byte_order)]
-        for split, utterances in found.items():
-            for each in utterances:
-                facts = each.path.stat()
-                given.append(
-                    f"{split} {each.name} {facts.st_size} {facts.st_mtime_ns} {each.labels.tobytes().hex()}"
-                )
-        key = hashlib.sha256("\n".join(given).encode()).hexdigest()[:16]
-        self._output = output
-        self.folder = output.with_name(f".{output.name}.{key}.parts")
-        self.folder.mkdir(exist_ok=True)
-
-    def read(self, split: str) -> Iterator[NDArray[np.int16]]:
-        """As read_utterances, of all recordings of a split; those in the folder from there."""
-        utterances = self._found[split]
-        for start in range(0, len(utterances), BLOCK):
-            block = utterances[start : start + BLOCK]
-            path = self.folder / f"{split}-{start:06d}.npy"
-            samples = _kept(path, sum(each.length for each in block))
-            if samples is not None:
-                yield from np.split(samples, np.cumsum([each.length for each in block])[:-1])
-                continue
-            recordings = []
-            for recording in read_utterances(block, self._byte_order):
-                recordings.append(recording)
-                yield recording
-            with replaced(path) as draft, open(draft, "wb") as file:
-                np.save(file, np.concatenate(recordings))
-
-    def remove(self) -> None:
-        """Remove them, also those of other sources for the same output."""
-        for folder in self._output.parent.glob(f".{glob.escape(self._output.name)}.*.parts"):
-            shutil.rmtree(folder)
+def parts_of(output: Path, found: Mapping[str, Sequence[Utterance]], byte_order: str | None) -> Parts:
+    """What was read so far of these utterances; it belongs to their names, sizes, times of change and transcripts."""
+    sources = [str(byte_order)]
+    for split, utterances in found.items():
+        for each in utterances:
+            facts = each.path.stat()
+            sources.append(
+                f"{split} {each.name} {facts.st_size} {facts.st_mtime_ns} {each.labels.tobytes().hex()}"
+            )
+    return Parts(output, sources)
 
 
-def _kept(path: Path, length: int) -> NDArray[np.int16] | None:
-    """int16[length] of a part; None where there is none, or it is damaged."""
-    try:
-        samples: NDArray[np.int16] = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    return samples if samples.shape == (length,) and samples.dtype == np.int16 else None
+def read_by_parts(
+    split: str, utterances: Sequence[Utterance], byte_order: str | None, parts: Parts
+) -> Iterator[NDArray[np.int16]]:
+    """As read_utterances, of all recordings of a split; those that were read before from their parts."""
+    for start in range(0, len(utterances), BLOCK):
+        block = utterances[start : start + BLOCK]
+        name, lengths = f"{split}-{start:06d}", [each.length for each in block]
+        samples = (parts.load(name) or {}).get("samples", np.zeros(0))
+        if samples.shape == (sum(lengths),) and samples.dtype == np.int16:
+            yield from np.split(samples, np.cumsum(lengths)[:-1])
+            continue
+        recordings = []
+        for recording in read_utterances(block, byte_order):
+            recordings.append(recording)
+            yield recording
+        parts.save(name, samples=np.concatenate(recordings))
 
 
 def _raw(content: bytes, byte_order: str, path: Path) -> NDArray[np.int16]:

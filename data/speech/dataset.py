@@ -63,22 +63,14 @@ class SpeechSet:
         return np.diff(self.label_offsets)
 
     def transcript(self, number: int) -> str:
-        """What is said in an utterance."""
         return decoded(self.labels[self.label_offsets[number] : self.label_offsets[number + 1]])
 
 
 def encoded(transcript: str, where: str) -> NDArray[np.uint8]:
-    """A transcript as labels.
-
-    Args:
-        transcript: letters of either case, apostrophes and spaces; runs of white space count as one space.
-        where: names it in messages.
-
-    Returns:
-        uint8[characters], in [1, len(ALPHABET)).
+    """uint8[characters], in [1, len(ALPHABET)): a transcript as labels; runs of white space count as one space.
 
     Raises:
-        DataError: it is empty, or has another character.
+        DataError, which begins with `where`: it is empty, or has another character than letters, apostrophes and spaces.
     """
     text = " ".join(transcript.split())
     if not text:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from data.batches import EpochLoader
 from data.sharding import (
     ORDER,
     TEMPO,
@@ -17,6 +18,9 @@ from data.sharding import (
     evaluation_shard,
 )
 from data.speech.dataset import SpeechSet
+
+SPREAD = 0.2
+"""The random factor on lengths is uniform in [1, 1 + SPREAD), so that company changes from epoch to epoch."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,7 @@ class LengthBuckets(ShardedBatches):
 
     Args:
         lengths: of the utterances, at least 1.
-        spread: the factor is uniform in [1, 1 + spread), so that company changes from epoch to epoch.
         batch_size, rank, size, seed: as for ShardedBatches, with its errors.
-
-    Raises:
-        ValueError: spread < 0.
     """
 
     def __init__(
@@ -63,13 +63,9 @@ class LengthBuckets(ShardedBatches):
         rank: int,
         size: int,
         seed: int,
-        spread: float = 0.2,
     ) -> None:
         super().__init__(len(lengths), batch_size=batch_size, rank=rank, size=size, seed=seed)
-        if not spread >= 0:
-            raise ValueError(f"spread {spread} is not at least 0")
         self._lengths = lengths
-        self._spread = spread
         self._bucketed: tuple[int, NDArray[np.int64]] | None = None
 
     def order(self, epoch: int) -> NDArray[np.int64]:
@@ -81,7 +77,7 @@ class LengthBuckets(ShardedBatches):
             # the bits that shuffled are the high ones
             draws = epoch_draws(self.count, self.seed, epoch, ORDER)
             spreads, places = draws & np.uint64(0xFFFF), draws >> np.uint64(16) & np.uint64(0xFFFF)
-            factors = 1.0 + self._spread * spreads[used] / 2**16
+            factors = 1.0 + SPREAD * spreads[used] / 2**16
             by_length = used[np.argsort(self._lengths[used] * factors, kind="stable")].reshape(-1, per_step)
             by_length = by_length[np.argsort(places[by_length[:, 0]], kind="stable")]
             order = np.concatenate([by_length.reshape(-1), left])
@@ -133,8 +129,8 @@ class Utterances:
         return self._samples[start:stop]
 
 
-class SpeechTrainingLoader:
-    """One rank's training batches; one is a function of (seed, epoch, step, rank).
+class SpeechTrainingLoader(EpochLoader[SpeechBatch]):
+    """One rank's training batches.
 
     Args:
         speech: the training split.
@@ -142,20 +138,13 @@ class SpeechTrainingLoader:
     """
 
     def __init__(self, speech: SpeechSet, *, batch_size: int, rank: int, size: int, seed: int) -> None:
-        self.shards = LengthBuckets(speech.lengths, batch_size=batch_size, rank=rank, size=size, seed=seed)
+        shards = LengthBuckets(speech.lengths, batch_size=batch_size, rank=rank, size=size, seed=seed)
+        super().__init__(shards, TEMPO)
         self.utterances = Utterances(speech)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps of one epoch, equal on all ranks and at least 1."""
-        return self.shards.steps_per_epoch
-
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[SpeechBatch]:
-        """The batches of an epoch, from first_step on: 0 for all of it, another to resume in its middle."""
-        draws = epoch_draws(self.shards.count, self.shards.seed, epoch, TEMPO)
-        for step in range(first_step, self.steps_per_epoch):
-            indices = self.shards.indices(epoch, step)
-            yield self.utterances.batch(indices, draws[indices])
+    def batch(self, epoch: int, step: int) -> SpeechBatch:
+        indices = self.shards.indices(epoch, step)
+        return self.utterances.batch(indices, self.draws(epoch)[indices])
 
 
 class SpeechEvaluationLoader:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from data import DataError
+from data.batches import BlockLoader
 from data.sharding import MASKING, ShardedBatches, epoch_draws, evaluation_batches
 from data.text.file import TextSet
 
@@ -26,7 +27,7 @@ class TextBatch(NamedTuple):
         tokens: int64[batch, length], some of them masked.
         segments: int64[batch, length], 1 in the second segment.
         present: bool[batch, length], False where padded.
-        places: int64[batch, count], where words are to be told.
+        places: int64[batch, count], of the words that are to be predicted.
         labels: int64[batch, count], the words there; IGNORED at places beyond a short sequence's share.
         follows: int64[batch]: 0 the second segment follows, 1 it does not, IGNORED there is none.
     """
@@ -42,7 +43,7 @@ class TextBatch(NamedTuple):
 class MaskedText:
     """Packed text on a device, from which batches are cut.
 
-    15 % of a sequence's words (one at least) are to be told: 8 of 10 are replaced by [MASK], 1 by any word, 1 stays. Which
+    15 % of a sequence's words (one at least) are to be predicted: 8 of 10 are replaced by [MASK], 1 by any word, 1 stays. Which
     ones, is a function of a random number per sequence, and the same on every device.
 
     Args:
@@ -92,14 +93,14 @@ class MaskedText:
         ranked = order.masked_fill(~words, _POSITIVE).sort(dim=1, stable=True).indices
         places = ranked[:, : self.count]
         share = (words.sum(1, keepdim=True) * PART).round().clamp(1, self.count)
-        told = (self._columns[: self.count] < share) & words.gather(1, places)
+        predicted = (self._columns[: self.count] < share) & words.gather(1, places)
         original = tokens.gather(1, places)
-        labels = original.masked_fill(~told, IGNORED)
+        labels = original.masked_fill(~predicted, IGNORED)
 
         fate = mixed(order.gather(1, places)) & _POSITIVE
         any_word = (mixed(fate) & _POSITIVE) % self._words
         replaced = torch.where(fate % 10 < 8, self._mask, torch.where(fate % 10 == 8, any_word, original))
-        masked = tokens.scatter(1, places, torch.where(told, replaced, original))
+        masked = tokens.scatter(1, places, torch.where(predicted, replaced, original))
         follows = self._follows[samples]
         return TextBatch(masked, segments, present, places, labels, follows.masked_fill(follows < 0, IGNORED))
 
@@ -123,11 +124,8 @@ def mixed(bits: torch.Tensor) -> torch.Tensor:
     return bits
 
 
-class TextTrainingLoader:
+class TextTrainingLoader(BlockLoader[TextBatch]):
     """One rank's training batches, shuffled and masked anew in every epoch.
-
-    A batch is a function of (seed, epoch, step, rank), and how a sequence is masked of (seed, epoch, sequence) only: so a
-    run on another number of ranks with as many sequences per step in total sees the same.
 
     Memory: on the device, the split's tokens in 2 bytes each, and some 20 MB while a block of BLOCK tokens is cut.
 
@@ -144,54 +142,29 @@ class TextTrainingLoader:
 
     def __init__(self, texts: TextSet, *, batch_size: int, rank: int, size: int, seed: int) -> None:
         try:
-            self.shards = ShardedBatches(len(texts), batch_size=batch_size, rank=rank, size=size, seed=seed)
+            shards = ShardedBatches(len(texts), batch_size=batch_size, rank=rank, size=size, seed=seed)
         except DataError as error:
             raise DataError(f"{texts.path}: {error}") from error
+        super().__init__(shards, MASKING, BLOCK // texts.length)
         self.texts = texts
         self._text = MaskedText(texts, torch.device("cpu"))
-        self._planned: tuple[int, torch.Tensor] | None = None
-        self._steps_per_block = max(1, BLOCK // (batch_size * texts.length))
-        self._block: tuple[tuple[int, int], TextBatch] | None = None
 
     def to(self, device: torch.device) -> Self:
         """Hold the text on a device. Raises DataError: it does not fit."""
-        self._text, self._planned, self._block = MaskedText(self.texts, device), None, None
+        self._text = MaskedText(self.texts, device)
+        self._forget()
         return self
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps of one epoch, equal on all ranks and at least 1."""
-        return self.shards.steps_per_epoch
-
     def batch(self, epoch: int, step: int) -> TextBatch:
-        """The batch of one step, 0 <= step < steps_per_epoch: pieces of a larger block, not to be changed.
-
-        Raises:
-            ValueError: epoch or step out of bounds.
-        """
-        if not 0 <= step < self.steps_per_epoch:
-            raise ValueError(f"step {step} is not in [0, {self.steps_per_epoch})")
-        size = self.shards.batch_size
-        first = step - step % self._steps_per_block
-        if self._block is None or self._block[0] != (epoch, first):
-            self._block = None  # before the next one takes as much
-            stop = min(first + self._steps_per_block, self.steps_per_epoch)
-            samples, draws = self._plan(epoch)[:, first * size : stop * size]
-            self._block = (epoch, first), self._text.cut(samples, draws)
-        here = slice((step - first) * size, (step - first + 1) * size)
-        return TextBatch(*(tensor[here] for tensor in self._block[1]))
-
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[TextBatch]:
-        """The batches of an epoch, from first_step on: 0 for all of it, another to resume in its middle."""
-        return (self.batch(epoch, step) for step in range(first_step, self.steps_per_epoch))
+        return TextBatch(*self._pieces(epoch, step))
 
     def _plan(self, epoch: int) -> torch.Tensor:
         """int64[2, sequences] on the device: number and draw of each, in this rank's order of the epoch."""
-        if self._planned is None or self._planned[0] != epoch:
-            samples = self.shards.all_indices(epoch)
-            draws = epoch_draws(len(self.texts), self.shards.seed, epoch, MASKING)[samples]
-            self._planned = (epoch, _plan(samples, draws).to(self._text.device))
-        return self._planned[1]
+        samples = self.shards.all_indices(epoch)
+        return _plan(samples, self.draws(epoch)[samples]).to(self._text.device)
+
+    def _cut(self, plan: torch.Tensor) -> TextBatch:
+        return self._text.cut(*plan)
 
 
 class TextEvaluationLoader:
@@ -225,9 +198,6 @@ class TextEvaluationLoader:
         self._text = MaskedText(self.texts, device)
         self._plans = [plan.to(device) for plan in self._plans]
         return self
-
-    def __len__(self) -> int:
-        return len(self._plans)
 
     def __iter__(self) -> Iterator[TextBatch]:
         return (self._text.cut(samples, draws) for samples, draws in self._plans)

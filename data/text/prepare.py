@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import fnmatch
-import glob
-import hashlib
 import math
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from tqdm import tqdm
 
 from data import DataError
 from data.durable import replaced
-from data.prepared_file import SPLITS
+from data.prepared_file import SPLITS, Parts, kept
 from data.text.corpus import read_documents, split_sentences, text_files
 from data.text.file import (
     MOST_WORDS,
@@ -85,14 +81,7 @@ class Recipe:
                 yield document, SPLITS[apart], nbytes
 
 
-def prepare_text(
-    source: Path,
-    output: Path,
-    recipe: Recipe = Recipe(),
-    *,
-    force: bool = False,
-    progress: bool = True,
-) -> str:
+def prepare_text(source: Path, output: Path, recipe: Recipe = Recipe(), *, force: bool = False) -> str:
     """Write a folder of plain text as packed sequences.
 
     What was done when it is interrupted stays in a folder beside the output, and the same call continues from there.
@@ -102,7 +91,6 @@ def prepare_text(
         output: HDF5 file to write.
         recipe: how.
         force: replace an output that exists.
-        progress: show bars where the output is a terminal.
 
     Returns:
         What was done, in a line.
@@ -114,91 +102,71 @@ def prepare_text(
     if not output.parent.is_dir():
         raise DataError(f"{output.parent}: no such directory")
     files = text_files(source)
-    key = _key(source, files, recipe)
-    if output.exists() and not force:
-        return _kept(output, key)
-    parts = Parts(output.with_name(f".{output.name}.{key}.parts"))
-    hidden = None if progress else True  # None: no bar where the output is not a terminal
+    parts = Parts(output, _sources(source, files, recipe))
+
+    def same(train: TextSet, test: TextSet) -> bool:
+        return train.key == parts.key
+
+    wanted = "what this text and these settings make"
+    if line := kept(output, open_text_file, description, wanted, same, force=force):
+        return line
     try:
-        _write_text(source, output, recipe, files, key, parts, hidden)
+        _write_text(source, output, recipe, files, parts)
     except DataError:
-        # the text that can be used will be another one
-        shutil.rmtree(parts.folder, ignore_errors=True)
+        parts.remove()  # the text that can be used will be another one
         raise
-    for folder in output.parent.glob(f".{glob.escape(output.name)}.*.parts"):  # also of other settings
-        shutil.rmtree(folder)
+    parts.remove()
     return f"{output}: wrote {description(*open_text_file(output))}"
 
 
-def _write_text(
-    source: Path, output: Path, recipe: Recipe, files: list[Path], key: str, parts: Parts, hidden: bool | None
-) -> None:
+def _write_text(source: Path, output: Path, recipe: Recipe, files: list[Path], parts: Parts) -> None:
     total = sum(path.stat().st_size for path in files)
-    vocabulary = _vocabulary(parts, files, recipe, total, hidden)
+    vocabulary = _vocabulary(parts, files, recipe, total)
     tokenizer = build_tokenizer(vocabulary)
     frame = Frame(recipe.length, *(vocabulary.index(word) for word in ("[PAD]", "[CLS]", "[SEP]")))
-    with tqdm(total=total, unit="B", unit_scale=True, desc="packing", disable=hidden) as bar:
-        number = -1
+    counts = dict.fromkeys(SPLITS, 0)
+    number = -1
+    with tqdm(total=total, unit="B", unit_scale=True, desc="packing", disable=None) as bar:
         for number, (documents, nbytes) in enumerate(_blocks(recipe.splits(files))):
-            if not parts.has(number):
+            if (packed := _part(parts, number)) is None:
                 packed = {
                     split: _packed(tokenizer, documents[split], frame, f"{recipe.seed} {number} {split}")
                     for split in SPLITS
                 }
-                parts.write(number, packed)
+                arrays = {f"{split}_{name}": a for split in SPLITS for name, a in vars(packed[split]).items()}
+                parts.save(f"{number:06d}", **arrays)
+            for split in SPLITS:
+                counts[split] += len(packed[split])
             bar.update(nbytes)
-    count = number + 1
-    counts = {split: sum(len(part[split]) for part in parts.read(count)) for split in SPLITS}
     if not counts["test"]:
         how = recipe.held_out_files or f"a part of {recipe.held_out:g}"
         raise DataError(f"{source}: no text is held out by {how!r}: more documents, or another choice")
+
+    def every_part() -> Iterator[dict[str, Sequences]]:
+        for each in range(number + 1):
+            part = _part(parts, each)
+            assert part is not None
+            yield part
+
     write_text_file(
         output,
         name=source.resolve().name,
         source=f"{len(files)} files of {source.resolve().name}, {total} bytes",
-        key=key,
+        key=parts.key,
         vocabulary=vocabulary,
         counts=counts,
         length=recipe.length,
-        parts=parts.read(count),
+        parts=every_part(),
     )
 
 
-class Parts:
-    """What was packed so far, in a folder: each part whole or not there."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(exist_ok=True)
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"{number:06d}.npz"
-
-    def has(self, number: int) -> bool:
-        """Whether a part is there."""
-        return self._path(number).exists()
-
-    def write(self, number: int, sequences: dict[str, Sequences]) -> None:
-        """Keep a part."""
-        arrays = {
-            f"{split}_{name}": array for split in sequences for name, array in vars(sequences[split]).items()
-        }
-        with replaced(self._path(number)) as draft, open(draft, "wb") as file:
-            np.savez(file, **arrays)
-
-    def read(self, count: int) -> Iterator[dict[str, Sequences]]:
-        """The first parts, in order."""
-        for number in range(count):
-            with np.load(self._path(number), allow_pickle=False) as arrays:
-                yield {
-                    split: Sequences(*(arrays[f"{split}_{name}"] for name in ("tokens", "spans", "follows")))
-                    for split in SPLITS
-                }
-
-    @property
-    def vocabulary(self) -> Path:
-        """Where the vocabulary is kept."""
-        return self.folder / "vocabulary.txt"
+def _part(parts: Parts, number: int) -> dict[str, Sequences] | None:
+    """What was packed of a block; None where it was not."""
+    arrays = parts.load(f"{number:06d}")
+    if arrays is None:
+        return None
+    names = ("tokens", "spans", "follows")
+    return {split: Sequences(*(arrays[f"{split}_{name}"] for name in names)) for split in SPLITS}
 
 
 def build_tokenizer(vocabulary: list[str]) -> Tokenizer:
@@ -217,17 +185,16 @@ def _normalised(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-def _vocabulary(
-    parts: Parts, files: list[Path], recipe: Recipe, total: int, hidden: bool | None
-) -> list[str]:
+def _vocabulary(parts: Parts, files: list[Path], recipe: Recipe, total: int) -> list[str]:
     """The one given, the one that an interrupted call has trained, or one that is trained now."""
     if recipe.vocabulary is not None:
         return read_vocabulary(recipe.vocabulary)
-    if parts.vocabulary.exists():
-        return read_vocabulary(parts.vocabulary)
+    trained = parts.folder / "vocabulary.txt"
+    if trained.exists():
+        return read_vocabulary(trained)
     from tokenizers import Tokenizer, models, trainers
 
-    with tqdm(total=total, unit="B", unit_scale=True, desc="vocabulary", disable=hidden) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, desc="vocabulary", disable=None) as bar:
 
         def training() -> Iterator[str]:
             for document, split, nbytes in recipe.splits(files):
@@ -254,7 +221,8 @@ def _vocabulary(
     numbers = tokenizer.get_vocab()
     # the library numbers even the same words otherwise in every call
     words = [*SPECIAL, *sorted(numbers.keys() - set(SPECIAL))]
-    with replaced(parts.vocabulary) as draft:
+    parts.folder.mkdir(exist_ok=True)
+    with replaced(trained) as draft:
         draft.write_text("\n".join(words) + "\n", encoding="utf-8")
     return words
 
@@ -292,29 +260,16 @@ def _packed(tokenizer: Tokenizer, documents: list[str], frame: Frame, seed: str)
     return Packer(frame, seed).pack([document for document in numbered if document])
 
 
-def _key(source: Path, files: list[Path], recipe: Recipe) -> str:
-    """Names what comes out: equal for the same files, times of change, settings and vocabulary."""
-    given = [str((asdict(recipe) | {"vocabulary": ""}).items())]
+def _sources(source: Path, files: list[Path], recipe: Recipe) -> list[str]:
+    """What the output depends on: the files, their times of change, the settings and the vocabulary."""
+    sources = [str((asdict(recipe) | {"vocabulary": ""}).items())]
     if recipe.vocabulary is not None:
-        given.append("\n".join(read_vocabulary(recipe.vocabulary)))
+        sources.append("\n".join(read_vocabulary(recipe.vocabulary)))
     for path in files:
         facts = path.stat()
-        given.append(
-            f"{path.relative_to(source) if path != source else path.name} {facts.st_size} {facts.st_mtime_ns}"
-        )
-    return hashlib.sha256("\n".join(given).encode()).hexdigest()[:16]
-
-
-def _kept(output: Path, key: str) -> str:
-    try:
-        train, test = open_text_file(output, verify=True)
-    except DataError as error:
-        raise DataError(f"{error}; --force replaces it") from error
-    if train.key != key:
-        raise DataError(
-            f"{output}: exists and holds {description(train, test)} of other text or settings; --force replaces it"
-        )
-    return f"{output}: kept, it holds {description(train, test)}; --force writes it anew"
+        name = path.relative_to(source) if path != source else path.name
+        sources.append(f"{name} {facts.st_size} {facts.st_mtime_ns}")
+    return sources
 
 
 def description(train: TextSet, test: TextSet) -> str:

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jobs.bench.job import run
 
         return run(options)
-    from jobs.bench.drive import drive
+    from jobs.bench.job import drive
 
     if isinstance(options, Options):
         return drive(options)

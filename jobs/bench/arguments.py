@@ -43,12 +43,12 @@ def usage() -> str:
 
 def parser() -> argparse.ArgumentParser:
     """A parser that raises BenchError and prints nothing."""
-    made = _Parser(
+    parser = _Parser(
         prog="mpiexec -n RANKS python -m mpi4py -m jobs.bench",
         description="Measure gradient allreduces on the same gradients, in one run.",
         allow_abbrev=False,
     )
-    add = made.add_argument
+    add = parser.add_argument
     add(
         "--methods",
         nargs="+",
@@ -89,4 +89,4 @@ def parser() -> argparse.ArgumentParser:
     add("--no-memory", dest="memory", action="store_false", help="do not watch allocations in the warm-up")
     add("--network", default="", metavar="TEXT", help="what joins the ranks, for the record")
     add("--quiet", action="store_true", help="no tables and no progress")
-    return made
+    return parser

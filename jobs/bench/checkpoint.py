@@ -88,7 +88,6 @@ class CheckpointBench:
         self.done += 1
 
     def close(self) -> None:
-        """Free what MPI holds."""
         self.checkpointer.close()
         self.optimizer.close()
 
@@ -145,8 +144,8 @@ def main(argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WO
         parser.error(f"--every {options.every} is not in [2, {options.steps}], the steps")
     try:
         config = decide_on_root(comm, lambda: load(options.config, options.overrides), (ConfigError,))
-        made = tempfile.mkdtemp(dir=options.folder) if comm.rank == 0 else ""
-        folder = Path(comm.bcast(made))
+        created = tempfile.mkdtemp(dir=options.folder) if comm.rank == 0 else ""
+        folder = Path(comm.bcast(created))
         try:
             figures = bench(config, comm, folder, steps=options.steps, every=options.every)
         finally:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 from mpi4py import MPI
 
-from jobs.bench.ablate import variants
 from jobs.bench.arguments import OVER_MPI, OWN_ROWS
 from jobs.bench.device import Device
 from jobs.bench.document import NCCL_ROWS, BenchError
@@ -21,6 +21,23 @@ from oktopk import METHODS, GradientAllreduce
 def contestants(options: Options, ranks: int) -> list[Contestant]:
     """All that the options name; on the options' device or not."""
     return variants(ranks) if options.ablate else [_contestant(name) for name in options.methods]
+
+
+def variants(ranks: int) -> list[Contestant]:
+    """Ok-Topk as it is, and with one idea taken away at a time."""
+    settings: dict[str, dict[str, object]] = {
+        "full": {},
+        "uniform regions": {"balanced_regions": False},
+        "no rotation": {"rotate": False},
+        "bucket of 1": {"bucket_rounds": 1},
+        f"bucket of {max(1, ranks - 1)}, all": {"bucket_rounds": max(1, ranks - 1)},
+        "balance at 1.0": {"balance_trigger": 1.0},
+        "balance off": {"balance_trigger": math.inf},
+        "uniform, balance at 1.0": {"balanced_regions": False, "balance_trigger": 1.0},
+        "uniform, balance off": {"balanced_regions": False, "balance_trigger": math.inf},
+        "neither, no rotation": {"balanced_regions": False, "balance_trigger": math.inf, "rotate": False},
+    }
+    return [Contestant(name=name, method="oktopk", settings=changes) for name, changes in settings.items()]
 
 
 def _contestant(name: str) -> Contestant:

@@ -1,15 +1,20 @@
-"""Device interface of the bench, and what a device reports."""
+"""Where the bench runs: the CPU, and what another device must offer; and what a device reports."""
 
 from __future__ import annotations
 
+import re
+import tracemalloc
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 from mpi4py import MPI
-from numpy.typing import NDArray
 
-from jobs.bench.floors import Speeds
-from jobs.bench.gradients import GradientSource
+from jobs.bench.floors import Speeds, measure_speeds
+from jobs.bench.gradients import DrawnGradients, GradientSource
 
 DEVICES = ("cpu", "cuda")
 """What `--device` takes."""
@@ -30,8 +35,8 @@ class Growth:
     synchronizations: int | None = None
 
 
-class Device(Protocol):
-    """What a device must offer.
+class Device:
+    """The CPU and its memory.
 
     Attributes:
         name: as `oktopk.GradientAllreduce` takes it.
@@ -39,42 +44,70 @@ class Device(Protocol):
         sharers: ranks that share its memory, this one included.
     """
 
-    name: str
-    asynchronous: bool
-    sharers: int
+    name = "cpu"
+    asynchronous = False
+
+    def __init__(self, sharers: int = 1) -> None:
+        self.sharers = sharers
 
     def source(self, name: str, length: int, rank: int, seed: int) -> GradientSource:
-        """Drawn gradients, best where the reducers want them; arguments as `jobs.bench.gradients.Draws`."""
-        ...
+        """Drawn gradients, where the reducers want them; arguments as `jobs.bench.gradients.Draws`."""
+        return DrawnGradients(name, length, rank, seed)
 
-    def place(self, gradient: Any) -> Any:
+    def to_device(self, gradient: Any) -> Any:
         """A source's gradient where, and as what, the reducers want it; called outside the timed region."""
-        ...
-
-    def fetch(self, update: Any) -> NDArray[Any]:
-        """A reducer's update on the host."""
-        ...
+        return gradient
 
     def digest(self, update: Any) -> int:
         """Equal for updates that are bit-identical; called outside the timed region."""
-        ...
+        return zlib.crc32(update.data)
 
     def finish(self) -> None:
         """Return when all work that was asked for has completed; called inside the timed region."""
-        ...
 
-    def watch(self) -> Any:
-        """A context manager that gives a Growth, filled in when it ends."""
-        ...
+    @contextmanager
+    def watch(self) -> Iterator[Growth]:
+        """Within it a Growth is measured, filled in when it ends.
+
+        On the CPU NumPy's and Python's allocations are counted, and the resident set, which sees those of MPI and kernels.
+        """
+        growth = Growth()
+        before = _peak_resident_bytes(reset=True)
+        tracemalloc.start()
+        try:
+            yield growth
+            growth.allocated = tracemalloc.get_traced_memory()[1]
+            after = _peak_resident_bytes(reset=False)
+        finally:
+            tracemalloc.stop()
+        if before is not None and after is not None:
+            growth.resident = max(0, after - before)
 
     def free_bytes(self) -> int | None:
         """Memory that is still to be had, None if unknown."""
-        ...
+        return _kibibytes("/proc/meminfo", "MemAvailable")
 
     def measure_speeds(self, comm: MPI.Intracomm, length: int) -> Speeds:
         """What floors are reckoned by. Collective."""
-        ...
+        return measure_speeds(comm, length)
 
     def release(self) -> None:
         """Give back what nobody uses any more."""
-        ...
+
+
+def _peak_resident_bytes(*, reset: bool) -> int | None:
+    """The process's largest resident set since it was last reset, None where there is no such thing."""
+    if reset:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return None
+    return _kibibytes("/proc/self/status", "VmHWM")
+
+
+def _kibibytes(file: str, name: str) -> int | None:
+    try:
+        found = re.search(rf"^{name}:\s*(\d+) kB", Path(file).read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None

@@ -77,7 +77,6 @@ class Output:
             raise BenchError(f"{self.path} cannot be written: {error.strerror}") from error
 
     def write(self, content: dict[str, Any]) -> None:
-        """Fill the file."""
         text = json.dumps(_plain(content), indent=1, allow_nan=False)
         # a series on one line, so that the file can be read and compared
         text = _SERIES.sub(

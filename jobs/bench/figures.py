@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,10 @@ from matplotlib.ticker import EngFormatter, FixedLocator, NullFormatter, NullLoc
 from jobs.bench.document import BenchError, read
 from jobs.bench.format import cell_title
 from jobs.bench.tables import BUSIER, document_tables, reference
-from jobs.report.style import COLOURS, GREY, STAGES, STYLE
+from jobs.report.panels import write_rows
+from jobs.report.style import GREY, STAGES, STYLE, colour_of, title_of
 
 TITLES = {
-    "dense": "Dense",
-    "oktopk": "Ok-Topk",
-    "topka": "TopkA",
-    "topkdsa": "TopkDSA",
-    "gtopk": "gTopk",
-    "gaussiank": "Gaussiank",
     "mpi": "MPI's own",
     "mpi-ring": "MPI's ring",
     "mpi-rabenseifner": "MPI's Rabenseifner",
@@ -36,26 +30,13 @@ TITLES = {
     "oktopk-mpi": "Ok-Topk, MPI alone",
     "oktopk-into-g": "Ok-Topk into g",
 }
-LINES = {
-    "oktopk": (COLOURS[1], "o"),
-    "dense": (COLOURS[6], "s"),
-    "topka": (COLOURS[2], "D"),
-    "topkdsa": (COLOURS[3], "^"),
-    "gtopk": (COLOURS[4], "v"),
-    "gaussiank": (COLOURS[5], "X"),
-}
-"""Colour and marker of a method's line."""
+"""Of rows that are no method; those of methods are in jobs.report.style."""
+MARKERS = {"oktopk": "o", "dense": "s", "topka": "D", "topkdsa": "^", "gtopk": "v", "gaussiank": "X"}
+"""Of methods' lines."""
 
 
 def draw(path: str | Path, folder: str | Path) -> list[Path]:
-    """Draw a document of the bench.
-
-    Args:
-        path: the JSON.
-        folder: where STEM.png, STEM-methods.csv and STEM-stages.csv go; made if need be.
-
-    Returns:
-        The files.
+    """Draw a document of the bench into STEM.png, STEM-methods.csv and STEM-stages.csv of a folder, made if need be.
 
     Raises:
         BenchError: the JSON cannot be read or is none of the bench's, or the folder cannot be written.
@@ -67,8 +48,8 @@ def draw(path: str | Path, folder: str | Path) -> list[Path]:
         target.mkdir(parents=True, exist_ok=True)
         with mpl.rc_context(STYLE):
             _picture(content).savefig(files[0], dpi=120)
-        _write_csv(files[1], method_rows(content))
-        _write_csv(files[2], stage_rows(content))
+        write_rows(method_rows(content), files[1])
+        write_rows(stage_rows(content), files[2])
     except OSError as error:
         raise BenchError(f"{folder} cannot be written: {error.strerror}") from error
     return files
@@ -114,8 +95,8 @@ def _caption(content: dict[str, Any]) -> str:
     return " · ".join(parts)
 
 
-def _title(method: dict[str, Any]) -> str:
-    return TITLES.get(method["name"], method["name"])
+def _title(name: str) -> str:
+    return TITLES.get(name) or title_of(name)
 
 
 def _draw_times(axes: Axes, run: dict[str, Any]) -> None:
@@ -124,12 +105,12 @@ def _draw_times(axes: Axes, run: dict[str, Any]) -> None:
     axes.set_title(f"Time of a step, {run['ranks']} ranks{cell}")
     axes.set_xlabel("ms; wide: regular steps, narrow: exact ones, by stage, mean over ranks")
     methods = run["methods"]
-    for place, method in enumerate(methods):
+    for row, method in enumerate(methods):
         for kind, offset, height in (("regular", -0.12, 0.46), ("exact", 0.26, 0.2)):
             left = 0.0
             for stage, seconds in _ordered(method["stages"][kind] or {}):
                 axes.barh(
-                    place + offset,
+                    row + offset,
                     seconds["mean"] * 1e3,
                     height,
                     left=left,
@@ -139,17 +120,17 @@ def _draw_times(axes: Axes, run: dict[str, Any]) -> None:
                 )
                 left += seconds["mean"] * 1e3
         mean = method["seconds"]["all"]["mean"] * 1e3
-        axes.plot([mean, mean], [place - 0.42, place + 0.4], color="black", linewidth=1.6)
+        axes.plot([mean, mean], [row - 0.42, row + 0.4], color="black", linewidth=1.6)
         axes.annotate(
             f"{mean:.0f}" if mean >= 1000 else f"{mean:.3g}",
-            (mean, place - 0.12),
+            (mean, row - 0.12),
             xytext=(4, 0),
             textcoords="offset points",
             va="center",
             fontsize=9,
             bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "alpha": 0.75, "linewidth": 0},
         )
-    axes.set_yticks(range(len(methods)), [_title(method) for method in methods])
+    axes.set_yticks(range(len(methods)), [_title(method["name"]) for method in methods])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.12)
@@ -186,20 +167,20 @@ def _draw_volume(axes: Axes, run: dict[str, Any]) -> None:
     axes.set_title("Words that a rank sends in a step")
     axes.set_xlabel("words; dot: mean over ranks, triangle: busiest rank, grey: by formula")
     methods = run["methods"]
-    for place, method in enumerate(methods):
+    for row, method in enumerate(methods):
         formula, words = method["formulas"], method["words"]
         least, most = formula["least"], formula["most"]
-        axes.plot([least, most], [place, place], color="#cccccc", linewidth=9, solid_capstyle="butt")
+        axes.plot([least, most], [row, row], color="#cccccc", linewidth=9, solid_capstyle="butt")
         for end in {least, most}:
-            axes.plot([end, end], [place - 0.3, place + 0.3], color="#999999", linewidth=1.5)
+            axes.plot([end, end], [row - 0.3, row + 0.3], color="#999999", linewidth=1.5)
         if not method["counted"]:
             continue
-        axes.plot(words["mean"], place, "o", color="#0072B2", markersize=7)
+        axes.plot(words["mean"], row, "o", color="#0072B2", markersize=7)
         if words["busiest"] > BUSIER * words["mean"]:
-            axes.plot(words["busiest"], place, ">", color="#D55E00", markersize=7)
+            axes.plot(words["busiest"], row, ">", color="#D55E00", markersize=7)
         axes.annotate(
             EngFormatter(places=1, sep="")(words["mean"]),
-            (words["mean"], place),
+            (words["mean"], row),
             xytext=(0, 9),
             textcoords="offset points",
             ha="center",
@@ -211,7 +192,7 @@ def _draw_volume(axes: Axes, run: dict[str, Any]) -> None:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         low, high = axes.get_xlim()
         axes.xaxis.set_minor_formatter(EngFormatter(sep="") if high < 10 * low else NullFormatter())
-    axes.set_yticks(range(len(methods)), [_title(method) for method in methods])
+    axes.set_yticks(range(len(methods)), [_title(method["name"]) for method in methods])
     axes.set_ylim(len(methods) - 0.4, -0.7)
     axes.grid(axis="y", visible=False)
 
@@ -229,13 +210,16 @@ def _draw_sweep(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
         entries = [next((m for m in run["methods"] if m["name"] == name), None) for run in runs]
         mean = np.array([np.nan if entry is None else entry["words"]["mean"] for entry in entries])
         busiest = np.array([np.nan if entry is None else entry["words"]["busiest"] for entry in entries])
-        colour, marker = LINES.get(name, (GREY, "."))
         # Ok-Topk and gTopk's mean coincide: a wide line shows from under a narrow one
         width = 3.5 if name == "oktopk" else 1.6
-        look: dict[str, Any] = {"color": colour, "marker": marker, "zorder": 2 + 0.01 * i}
-        axes.plot(ranks, mean, label=TITLES.get(name, name), linewidth=width, **look)
+        look: dict[str, Any] = {
+            "color": colour_of(name),
+            "marker": MARKERS.get(name, "."),
+            "zorder": 2 + 0.01 * i,
+        }
+        axes.plot(ranks, mean, label=_title(name), linewidth=width, **look)
         if np.nanmax(busiest / np.maximum(mean, 1e-9)) > BUSIER:
-            label = f"{TITLES.get(name, name)}, busiest rank"
+            label = f"{_title(name)}, busiest rank"
             axes.plot(ranks, busiest, label=label, markerfacecolor="white", linestyle=":", **look)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -273,11 +257,3 @@ def stage_rows(content: dict[str, Any]) -> list[dict[str, Any]]:
         for kind, stages in method["stages"].items()
         for stage, seconds in (stages or {}).items()
     ]
-
-
-def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, restval="")
-        writer.writeheader()
-        writer.writerows(rows)

@@ -1,22 +1,57 @@
-"""Formatting that the bench's tables share."""
+"""How the bench's tables are made of a document: columns, and figures found by their path."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tabulate import tabulate
 
 MISSING = "–"
+Record = dict[str, Any]
+Cell = Callable[[Record], str]
+Column = tuple[str, Cell]
+"""Its head, and the cell of a record."""
 
 
-def table(rows: list[list[str]], headers: list[str], form: str = "simple") -> str:
-    """A table in a format of tabulate's; the first column is aligned to the left, the others to the right."""
-    align = ("left", *("right" for _ in headers[1:]))
-    return tabulate(rows, headers=headers, tablefmt=form, colalign=align, disable_numparse=True)
+def columns_table(
+    columns: Sequence[Column], records: Iterable[Record], form: str = "simple", align: str = "left"
+) -> str:
+    """A row for each record; form, align: as `table`."""
+    rows = [[cell(record) for _, cell in columns] for record in records]
+    return table(rows, [head for head, _ in columns], form, align)
 
 
-def cell_title(run: dict[str, Any]) -> str:
+def table(rows: list[list[str]], heads: list[str], form: str = "simple", align: str = "left") -> str:
+    """A table in a format of tabulate's; align: of the first column, the others are aligned to the right."""
+    aligned = (align, *("right" for _ in heads[1:]))
+    return tabulate(rows, headers=heads, tablefmt=form, colalign=aligned, disable_numparse=True)
+
+
+def at(record: Record | None, path: str) -> Any:
+    """What is at a path such as "seconds.all.mean"; None where a part of it is missing."""
+    found: Any = record
+    for name in path.split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def figure(path: str, form: str = "{:,.0f}", scale: float = 1.0) -> Callable[[Record], str]:
+    """Cells of a figure, in another unit if need be."""
+    return lambda record: shown(at(record, path), form, scale)
+
+
+def shown(value: Any, form: str = "{:,.0f}", scale: float = 1.0) -> str:
+    """A figure that may be missing."""
+    return MISSING if value is None else form.format(value if scale == 1.0 else scale * value)
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    """Their quotient, None where one is missing."""
+    return None if above is None or below is None else above / below
+
+
+def cell_title(run: Record) -> str:
     """Length, density and gradient type of a run, in a few words."""
     length = f"{run['length'] / 1e6:.1f} M" if run["length"] >= 1e6 else f"{run['length']:,}"
     return f"{length}, {100 * run['density']:g} %, {run['gradient_type']}"

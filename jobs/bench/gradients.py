@@ -108,7 +108,6 @@ class Draws:
         return self._common.integers(0, POOL, blocks), self._own.integers(0, POOL, (2, blocks))
 
     def describe(self) -> dict[str, Any]:
-        """See GradientSource."""
         return {"name": self._name, "seed": self._seed, **asdict(self._profile)}
 
 
@@ -127,7 +126,6 @@ class DrawnGradients:
         self._vector = np.zeros(length, np.float32)
 
     def next(self) -> NDArray[np.float32]:
-        """See GradientSource."""
         draws = self._draws
         common, own = draws.starts()
         memory = np.float32(draws.memory)
@@ -135,7 +133,6 @@ class DrawnGradients:
         return self._vector
 
     def describe(self) -> dict[str, Any]:
-        """See GradientSource."""
         return self._draws.describe()
 
 

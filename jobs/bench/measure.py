@@ -8,6 +8,7 @@ All contestants live in one process, so that a ratio is within one run.
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 
 from jobs.bench.device import Device, Growth
 from jobs.bench.gradients import GradientSource
-from jobs.bench.stages import stages_on_device
 from oktopk import GradientAllreduce, StepReport
 
 FIELDS = (
@@ -38,8 +38,33 @@ FIELDS = (
 HOUSE = ("oktopk", "collectives", "jobs")
 """Packages whose objects are walked through in search of arrays."""
 
+WHOLE_STEP = "gather and apply"
+"""A stage that only a step has that runs on a device as a whole."""
+
 DENSE_WARMUP = 2
 """Steps discarded of a contestant that leaves nothing behind; the first one sets up its requests."""
+
+
+def dense_report(step: int, method: str, length: int, words: float, seconds: float) -> StepReport:
+    """The report of a library's dense allreduce, whose messages are not seen."""
+    return StepReport(
+        step=step,
+        method=method,
+        local_exact=True,
+        global_exact=False,
+        skipped=False,
+        k=length,
+        length=length,
+        local_nnz=length,
+        global_nnz=length,
+        local_threshold=float("nan"),
+        global_threshold=float("nan"),
+        words=round(words),
+        messages=0,
+        control_words=0,
+        control_messages=0,
+        seconds={"allreduce": seconds},
+    )
 
 
 class Reducer(Protocol):
@@ -202,14 +227,14 @@ def _run(
     block = _BLOCK if device.asynchronous else 1
     for first in range(-course.warmup, course.steps, block):
         steps = range(first, min(first + block, course.steps))
-        shared = device.place(source.next()) if block == 1 else None
+        shared = device.to_device(source.next()) if block == 1 else None
         for turn, (contestant, reducer) in enumerate(in_turn(contestants, first // block)):
             for step in steps:
                 if turn == 0:
                     progress()
                 if not course.runs(contestant, step):
                     continue
-                gradient = device.place(source.next()) if shared is None else shared
+                gradient = device.to_device(source.next()) if shared is None else shared
                 watched = -course.watched <= step < 0 and contestant.name in begun
                 begun.add(contestant.name)
                 _one_step(comm, reducer, gradient, device, logs[contestant.name], watched, step >= 0)
@@ -285,7 +310,7 @@ def held_bytes(reducer: Reducer) -> dict[str, int]:
     Returns:
         "update", "residual", and "scratch" for all others; memory that several arrays share counts once.
     """
-    held = {"update": 0, "residual": 0, "scratch": 0}
+    nbytes = {"update": 0, "residual": 0, "scratch": 0}
     seen: set[int] = set()
 
     def walk(thing: Any, kind: str) -> None:
@@ -295,7 +320,7 @@ def held_bytes(reducer: Reducer) -> dict[str, int]:
             return
         seen.add(id(thing))
         if hasattr(thing, "nbytes") and hasattr(thing, "dtype"):
-            held[kind] += int(thing.nbytes)
+            nbytes[kind] += int(thing.nbytes)
         elif isinstance(thing, dict):
             for value in thing.values():
                 walk(value, kind)
@@ -309,4 +334,28 @@ def held_bytes(reducer: Reducer) -> dict[str, int]:
     for name in ("update", "residual"):
         walk(getattr(reducer, name, None), name)
     walk(reducer, "scratch")
-    return held
+    return nbytes
+
+
+_STAGE_STEPS = (
+    24  # after all others: an event between two kernels, and launches one by one, make a step slower
+)
+
+
+def stages_on_device(reducer: GradientAllreduce, source: GradientSource, device: Device) -> dict[str, float]:
+    """Seconds on this rank's device by stage, the median of some regular steps. Collective.
+
+    Empty where the reducer cannot tell.
+    """
+    reducer.time_stages = True
+    found: dict[str, list[float]] = {}
+    for _ in range(_STAGE_STEPS):
+        report = reducer.step(device.to_device(source.next()))
+        device.finish()
+        if report.local_exact or report.global_exact or WHOLE_STEP not in report.seconds:
+            continue
+        for stage, seconds in report.seconds.items():
+            if stage != "step":
+                found.setdefault(stage, []).append(seconds)
+    reducer.time_stages = False
+    return {stage: statistics.median(seconds) for stage, seconds in found.items()}

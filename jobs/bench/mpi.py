@@ -13,6 +13,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.dense_allreduce import dense_words
+from jobs.bench.measure import dense_report
 from oktopk import StepReport
 
 ALGORITHMS: dict[str, int | None] = {"mpi": None, "mpi-ring": 4, "mpi-rabenseifner": 6}
@@ -58,27 +59,10 @@ class MpiAllreduce:
         self._comm.Allreduce(gradient, self.update)
         seconds = time.perf_counter() - began
         self._steps += 1
-        return StepReport(
-            step=self._steps - 1,
-            method=self.method,
-            local_exact=True,
-            global_exact=False,
-            skipped=False,
-            k=self.length,
-            length=self.length,
-            local_nnz=self.length,
-            global_nnz=self.length,
-            local_threshold=float("nan"),
-            global_threshold=float("nan"),
-            words=round(dense_words(self.length, self._comm.size)),
-            messages=0,
-            control_words=0,
-            control_messages=0,
-            seconds={"allreduce": seconds},
-        )
+        words = dense_words(self.length, self._comm.size)
+        return dense_report(self._steps - 1, self.method, self.length, words, seconds)
 
     def close(self) -> None:
-        """Free the communicator. Collective."""
         self._comm.Free()
 
 

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from collectives.dense_allreduce import dense_words
 from jobs.bench.document import NCCL_ROWS, BenchError
+from jobs.bench.measure import dense_report
 from oktopk import StepReport
 
 
@@ -135,24 +136,8 @@ class NcclAllreduce:
         seconds = time.perf_counter() - began
         self._steps += 1
         width = self._gradient.element_size() / 4
-        return StepReport(
-            step=self._steps - 1,
-            method=self.method,
-            local_exact=True,
-            global_exact=False,
-            skipped=False,
-            k=self.length,
-            length=self.length,
-            local_nnz=self.length,
-            global_nnz=self.length,
-            local_threshold=float("nan"),
-            global_threshold=float("nan"),
-            words=round(dense_words(self.length, self._size) * width),
-            messages=0,
-            control_words=0,
-            control_messages=0,
-            seconds={"allreduce": seconds},
-        )
+        words = dense_words(self.length, self._size) * width
+        return dense_report(self._steps - 1, self.method, self.length, words, seconds)
 
     def close(self) -> None:
         """The process group outlives a reducer: `leave` ends it."""

@@ -30,6 +30,9 @@ from oktopk import METHODS, Settings
 from oktopk.devices import GRADIENT_TYPES
 from oktopk.settings import DENSE_ABOVE
 
+_RECORD = ("seed", "json", "network", "quiet", "commit")
+"""Options of every bench, taken as they are."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -159,18 +162,14 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
         dense_steps=steps if given.dense_steps is None else given.dense_steps,
         gradients=given.gradients or ("clustered" if given.ablate else "heavy"),
         replay=given.replay,
-        seed=given.seed,
         device=device,
         gradient_type=gradient_type,
         settings=_settings(given.settings, density),
         ablate=given.ablate,
         ranks=ranks or (ABLATION_RANKS if given.ablate and not launched else ()),
         sweep_ranks=sweep,
-        json=given.json,
         memory=given.memory and not sweep,
-        network=given.network,
-        quiet=given.quiet,
-        commit=given.commit,
+        **{name: getattr(given, name) for name in _RECORD},
     )
     _check_steps(options)
     return options
@@ -178,18 +177,7 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
 
 def _table(given: argparse.Namespace) -> Options:
     """Of a table, whose cells say all that matters."""
-    free = (
-        "table",
-        "rows",
-        "budget",
-        "gradient_type",
-        "json",
-        "seed",
-        "network",
-        "quiet",
-        "commit",
-        "device",
-    )
+    free = {"table", "rows", "budget", "gradient_type", "device", *_RECORD}
     silent = parser().parse_args([])
     for name, value in vars(given).items():
         if name not in free and value != getattr(silent, name):
@@ -211,16 +199,12 @@ def _table(given: argparse.Namespace) -> Options:
         dense_steps=STEPS,
         gradients="heavy",
         replay=None,
-        seed=given.seed,
         device="cuda",
         types=() if given.gradient_type is None else (given.gradient_type,),
-        json=given.json,
-        network=given.network,
-        quiet=given.quiet,
         table=given.table,
         rows=_numbers("--rows", given.rows, "numbers of rows such as 1,4", "row"),
         budget=budget,
-        commit=given.commit,
+        **{name: getattr(given, name) for name in _RECORD},
     )
 
 

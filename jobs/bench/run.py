@@ -16,7 +16,6 @@ from jobs.bench.device import Device
 from jobs.bench.document import BASELINES, BenchError, command_line, document
 from jobs.bench.floors import Speeds
 from jobs.bench.gradients import GradientSource
-from jobs.bench.host import Host
 from jobs.bench.measure import Contestant, Course, measure
 from jobs.bench.options import Options
 from jobs.bench.summary import summarize
@@ -32,7 +31,7 @@ def written(kind: str, runs: list[dict[str, Any]], options: Options, comm: MPI.I
     if content["commit"] is None and options.commit:
         content |= {"commit": options.commit, "commit_as_told": True}
     if options.device == "cuda":
-        from jobs.bench.gpu.facts import gpu_facts
+        from jobs.bench.gpu.device import gpu_facts
 
         content["gpu"] = gpu_facts()
     return content
@@ -169,7 +168,7 @@ def open_device(name: str, gradient_type: str, comm: MPI.Intracomm) -> Device:
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
         sharers = node.size
         node.Free()
-        return Host(sharers)
+        return Device(sharers)
     _agree_on(comm, no_gpu())
     from jobs.bench.gpu.device import open_cuda  # CuPy
 

@@ -6,6 +6,7 @@ most, both averaged over the steps. Control traffic is apart.
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,12 @@ from collectives.dense_allreduce import dense_words
 from collectives.traffic import lower_bound, upper_bound
 from jobs.bench.device import Growth
 from jobs.bench.floors import Speeds, Workload, stage_floors
-from jobs.bench.measure import Contestant, Samples
-from jobs.bench.stages import device_stages
+from jobs.bench.measure import WHOLE_STEP, Contestant, Samples
 from oktopk.methods.gtopk import gtopk_busiest_words, gtopk_words
 from oktopk.methods.topka import topka_words
 from oktopk.methods.topkdsa import topkdsa_words
 
+_CLEARED = 4 / 28  # of the bytes of `apply`: one element an entry
 N_SIZED = 1 << 20
 """An allocation is called n-sized from n bytes on, a mask over the gradient, but not below this many."""
 
@@ -70,6 +71,26 @@ def summarize(
             "global_nnz": fields["global_nnz"][0].tolist(),
             "stages": {name: values.mean(axis=0).tolist() for name, values in samples.stages.items()},
         },
+    }
+
+
+def device_stages(
+    on_device: dict[str, list[float]], floors: dict[str, dict[str, float]]
+) -> dict[str, dict[str, Any]]:
+    """stage -> seconds (the mean over the ranks), slowest (of any rank), floor.
+
+    Args:
+        on_device: stage -> seconds of each rank.
+        floors: of the stages as jobs.bench.floors has them, whose `apply` also clears; what is gathered is applied at once.
+    """
+    known = {stage: floor["seconds"] for stage, floor in floors.items()}
+    if WHOLE_STEP in on_device:
+        apply = known.get("apply", 0.0)
+        known["clear"] = _CLEARED * apply
+        known[WHOLE_STEP] = known.get("allgather", 0.0) + (1 - _CLEARED) * apply
+    return {
+        stage: {"seconds": statistics.fmean(ranks), "slowest": max(ranks), "floor": known.get(stage)}
+        for stage, ranks in on_device.items()
     }
 
 

@@ -9,25 +9,37 @@ The second puts them between the lines <!-- FILE.json --> and <!-- end of FILE.j
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from tabulate import tabulate
 
 from jobs.bench.document import BenchError, read
-from jobs.bench.format import MISSING, ordered, table
+from jobs.bench.format import (
+    MISSING,
+    Cell,
+    Column,
+    Record,
+    at,
+    columns_table,
+    figure,
+    ordered,
+    ratio,
+    shown,
+    table,
+)
 from jobs.bench.gpu.markdown import gpu_tables
 
 REFERENCES = ("mpi", "mpi-rabenseifner", "mpi-ring", "dense", "full")
 """What times are compared with: the first of these that takes part; "full" is an ablation's Ok-Topk as it is."""
 
+NAME = figure("name", "{}")
+HELD = ("update", "residual", "scratch")
 BUSIER = 1.1
 """The busiest rank is worth a word, or a line, when it sends this times the mean."""
 
 
-def run_tables(run: dict[str, Any]) -> str:
+def run_tables(run: Record) -> str:
     """All tables of one run of a document, with a heading."""
     gradients = run["gradients"]["name"]
     heading = (
@@ -46,139 +58,125 @@ def run_tables(run: dict[str, Any]) -> str:
     return "\n\n".join(tables)
 
 
-def reference(methods: list[dict[str, Any]], baseline: str | None = None) -> dict[str, Any] | None:
+def reference(methods: list[Record], baseline: str | None = None) -> Record | None:
     """The entry that times are compared with, None if there is none. `baseline` is a name that goes before all others."""
     by_name = {method["name"]: method for method in methods}
     names = (*([] if baseline is None else [baseline]), *REFERENCES)
     return next((by_name[name] for name in names if name in by_name), None)
 
 
-def times_table(methods: list[dict[str, Any]], baseline: str | None = None, digits: int = 2) -> str:
+def times_table(methods: list[Record], baseline: str | None = None, digits: int = 2) -> str:
     """Milliseconds of a step, slowest rank."""
     against = reference(methods, baseline)
-    rows = []
-    for method in methods:
-        seconds = method["seconds"]
-        regular, exact = seconds["regular"], seconds["exact"]
-        ratio = None
-        if against is not None:
-            ratio = seconds["all"]["mean"] / against["seconds"]["all"]["mean"]
-        rows.append(
-            [
-                method["name"],
-                _ms(seconds["all"], "mean", digits),
-                _ms(seconds["all"], "median", digits),
-                _ms(regular, "mean", digits),
-                _ms(regular, "median", digits),
-                _ms(exact, "mean", digits),
-                _ms(exact, "median", digits),
-                MISSING if not (regular and exact) else f"{exact['mean'] / regular['mean']:.2f}",
-                MISSING if ratio is None else f"{ratio:.2f}",
-            ]
-        )
-    headers = ["step, ms", "mean", "median", "regular: mean", "median", "exact: mean", "median"]
-    name = against["name"] if against else "dense"
-    return table(rows, [*headers, "exact / regular", f"mean / {name}'s"])
+
+    def ms(path: str) -> Cell:
+        return figure(f"seconds.{path}", f"{{:.{digits}f}}", 1e3)
+
+    def compared(above: str, below: str, other: Record | None = None) -> Cell:
+        path, to = f"seconds.{above}.mean", f"seconds.{below}.mean"
+        return lambda method: shown(ratio(at(method, path), at(other or method, to)), "{:.2f}")
+
+    columns: list[Column] = [
+        ("step, ms", NAME),
+        ("mean", ms("all.mean")),
+        ("median", ms("all.median")),
+        ("regular: mean", ms("regular.mean")),
+        ("median", ms("regular.median")),
+        ("exact: mean", ms("exact.mean")),
+        ("median", ms("exact.median")),
+        ("exact / regular", compared("exact", "regular")),
+    ]
+    nothing: Column = ("mean / dense's", lambda method: MISSING)
+    columns.append(
+        nothing if against is None else (f"mean / {against['name']}'s", compared("all", "all", against))
+    )
+    return columns_table(columns, methods)
 
 
-def traffic_table(methods: list[dict[str, Any]]) -> str:
+def traffic_table(methods: list[Record]) -> str:
     """Words and messages that a rank sends in a step, and entries."""
-    rows = []
-    for method in methods:
-        formula, words, nnz = method["formulas"], method["words"], method["nnz"]
-        least, most = f"{formula['least']:,.0f}", f"{formula['most']:,.0f}"
-        counted = method["counted"]
-        rows.append(
-            [
-                method["name"],
-                f"{words['mean']:,.0f}" if counted else "not counted",
-                f"{words['busiest']:,.0f}" if counted else MISSING,
-                least if least == most else f"{least} … {most}",
-                f"{method['control_words']['mean']:,.0f}" if counted else MISSING,
-                f"{method['messages']['mean']:.1f}" if counted else MISSING,
-                f"{method['control_messages']['mean']:.1f}" if counted else MISSING,
-                f"{nnz['local']:,.0f}",
-                f"{nnz['global']:,.0f}",
-                f"{nnz['local_deviation']:.2%}",
-                MISSING if nnz["global_deviation"] is None else f"{nnz['global_deviation']:.2%}",
-            ]
-        )
-    headers = ["words per rank", "mean", "busiest", "by formula", "control", "messages", "control"]
-    return table(rows, [*headers, "selected", "applied", "|selected/k − 1|", "|applied/k − 1|"])
+
+    def counted(path: str, form: str = "{:,.0f}", missing: str = MISSING) -> Cell:
+        return lambda method: figure(path, form)(method) if method["counted"] else missing
+
+    def by_formula(method: Record) -> str:
+        least, most = (figure(f"formulas.{end}")(method) for end in ("least", "most"))
+        return least if least == most else f"{least} … {most}"
+
+    columns: list[Column] = [
+        ("words per rank", NAME),
+        ("mean", counted("words.mean", missing="not counted")),
+        ("busiest", counted("words.busiest")),
+        ("by formula", by_formula),
+        ("control", counted("control_words.mean")),
+        ("messages", counted("messages.mean", "{:.1f}")),
+        ("control", counted("control_messages.mean", "{:.1f}")),
+        ("selected", figure("nnz.local")),
+        ("applied", figure("nnz.global")),
+        ("|selected/k − 1|", figure("nnz.local_deviation", "{:.2%}")),
+        ("|applied/k − 1|", figure("nnz.global_deviation", "{:.2%}")),
+    ]
+    return columns_table(columns, methods)
 
 
-def stages_table(methods: list[dict[str, Any]], digits: int = 2) -> str:
+def stages_table(methods: list[Record], digits: int = 2) -> str:
     """Milliseconds of each stage: mean over the ranks / the rank that took least, and in brackets the floor."""
+    form = f"{{:.{digits}f}}"
     blocks = []
     for kind in ("regular", "exact"):
         stages = dict.fromkeys(stage for method in methods for stage in method["stages"][kind] or {})
         if not stages:
             continue
-        rows = []
-        for stage in ordered(stages):
-            cells = []
-            for method in methods:
-                found = (method["stages"][kind] or {}).get(stage)
-                floor = method["floors"].get(stage)
-                cell = MISSING
-                if found is not None:
-                    cell = f"{found['mean'] * 1e3:.{digits}f} / {found['least'] * 1e3:.{digits}f}"
-                    cell += "" if floor is None else f" ({floor['seconds'] * 1e3:.{digits}f})"
-                cells.append(cell)
-            rows.append([stage, *cells])
+
+        def cell(method: Record, stage: str, kind: str = kind) -> str:
+            found, floor = at(method, f"stages.{kind}.{stage}"), at(method, f"floors.{stage}.seconds")
+            if found is None:
+                return MISSING
+            text = f"{shown(found['mean'], form, 1e3)} / {shown(found['least'], form, 1e3)}"
+            return text if floor is None else f"{text} ({shown(floor, form, 1e3)})"
+
+        rows = [[stage, *(cell(method, stage) for method in methods)] for stage in ordered(stages)]
         title = f"{kind} steps, ms: mean / least rank (floor)"
         blocks.append(table(rows, [title, *(method["name"] for method in methods)]))
     return "\n\n".join(blocks)
 
 
-def memory_table(methods: list[dict[str, Any]]) -> str:
+def memory_table(methods: list[Record]) -> str:
     """Megabytes kept between steps, and taken on top within one."""
-    rows = []
-    for method in methods:
-        memory = method["memory"]
-        held = memory["held"]
-        row = [method["name"], *(f"{held[kind] / 1e6:.2f}" for kind in ("update", "residual", "scratch"))]
-        for kind in ("regular", "exact"):
-            growth = memory[kind]
-            row.append(MISSING if growth is None else f"{growth['allocated'] / 1e6:.3f}")
-            resident = None if growth is None else growth["resident"]
-            row.append(MISSING if resident is None else f"{resident / 1e6:.2f}")
-        watched = [memory[kind] for kind in ("regular", "exact") if memory[kind] is not None]
-        row.append(
-            MISSING if not watched else "yes" if any(growth["n_sized"] for growth in watched) else "no"
-        )
-        rows.append(row)
-    headers = ["MB kept", "update", "residual", "scratch", "regular: allocated", "process grew"]
-    return table(rows, [*headers, "exact: allocated", "process grew", "n-sized"])
+
+    def n_sized(method: Record) -> str:
+        found = [at(method, f"memory.{kind}.n_sized") for kind in ("regular", "exact")]
+        return "yes" if any(found) else MISSING if found == [None, None] else "no"
+
+    columns: list[Column] = [("MB kept", NAME)]
+    columns += [(kind, figure(f"memory.held.{kind}", "{:.2f}", 1e-6)) for kind in HELD]
+    for kind in ("regular", "exact"):
+        columns.append((f"{kind}: allocated", figure(f"memory.{kind}.allocated", "{:.3f}", 1e-6)))
+        columns.append(("process grew", figure(f"memory.{kind}.resident", "{:.2f}", 1e-6)))
+    return columns_table([*columns, ("n-sized", n_sized)], methods)
 
 
-def sweep_table(runs: Sequence[dict[str, Any]]) -> str:
+def sweep_table(runs: Sequence[Record]) -> str:
     """Words per rank and step against the number of ranks; the busiest rank in brackets where it differs."""
     names = list(dict.fromkeys(method["name"] for run in runs for method in run["methods"]))
-    rows = []
-    for run in runs:
-        by_name = {method["name"]: method for method in run["methods"]}
-        bounds = run["bounds"]
-        row = [str(run["ranks"]), f"{bounds['lower']:,.0f}", f"{bounds['upper']:,.0f}"]
-        for name in names:
-            words = by_name[name]["words"]
-            cell = f"{words['mean']:,.0f}"
-            if words["busiest"] > BUSIER * words["mean"]:
-                cell += f" ({words['busiest']:,.0f})"
-            row.append(cell)
-        rows.append(row)
+
+    def words(run: Record, name: str) -> str:
+        sent = next(method["words"] for method in run["methods"] if method["name"] == name)
+        mean, busiest = shown(sent["mean"]), shown(sent["busiest"])
+        return f"{mean} ({busiest})" if sent["busiest"] > BUSIER * sent["mean"] else mean
+
+    columns: list[Column] = [
+        ("ranks", lambda run: str(run["ranks"])),
+        ("2k(P−1)/P", figure("bounds.lower")),
+        ("6k(P−1)/P", figure("bounds.upper")),
+        *((name, functools.partial(words, name=name)) for name in names),
+    ]
     first = runs[0]
     heading = f"words per rank and step (busiest rank), n = {first['length']:,}, density {first['density']:g}"
-    headers = ["ranks", "2k(P−1)/P", "6k(P−1)/P", *names]
-    align = ("right",) * len(headers)
-    return f"{heading}\n\n{tabulate(rows, headers=headers, colalign=align, disable_numparse=True)}"
+    return f"{heading}\n\n{columns_table(columns, runs, align='right')}"
 
 
-def _ms(times: dict[str, float] | None, name: str, digits: int) -> str:
-    return MISSING if times is None else f"{times[name] * 1e3:.{digits}f}"
-
-
-def document_tables(content: dict[str, Any]) -> str:
+def document_tables(content: Record) -> str:
     """All tables of a document."""
     if content["kind"] == "gpu table":
         return gpu_tables(content)

@@ -39,27 +39,15 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @model_validator(mode="after")
-    def _the_network_takes_the_data(self) -> Self:
+    def _sections_go_together(self) -> Self:
         if (self.model.name == "bert") != (self.data.name == "text"):
             raise ValueError(f"model.name {self.model.name!r} does not take data.name {self.data.name!r}")
-        return self
-
-    @model_validator(mode="after")
-    def _labels_are_classes(self) -> Self:
         if self.training.label_smoothing and self.model.name != "vgg16":
             raise ValueError(f"training.label_smoothing is for images, not for {self.model.name!r}")
-        return self
-
-    @model_validator(mode="after")
-    def _graphs_hold_what_they_replay(self) -> Self:
         if self.training.cuda_graph and self.model.name == "lstm":
             raise ValueError(
                 "training.cuda_graph needs batches of one shape, and utterances differ: not for 'lstm'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_momentum(self) -> Self:
         correction = self.reduction.momentum_correction
         if correction and (self.optimizer.momentum or self.optimizer.name != "sgd"):
             raise ValueError(
@@ -93,18 +81,6 @@ class Config(Section):
     def to_json(self) -> str:
         """The whole configuration, defaults included."""
         return self.model_dump_json()
-
-    def to_toml(self) -> str:
-        """The whole configuration as a file that load() reads back to an equal one."""
-        lines: list[str] = []
-        for section, keys in self.model_dump(mode="json").items():
-            # A JSON string, number, boolean or flat list is also a TOML one.
-            lines += [
-                f"[{section}]",
-                *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()),
-                "",
-            ]
-        return "\n".join(lines)
 
 
 _GONE: dict[str, dict[str, object]] = {

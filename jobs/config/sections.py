@@ -59,7 +59,6 @@ class ModelConfig(Section):
 
     @property
     def description(self) -> str:
-        """The network in words."""
         if self.name == "bert":
             return f"bert of {self.layers} layers of {self.hidden}"
         return f"{self.name} of width {self.width}"
@@ -101,7 +100,7 @@ class DataConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _has_its_file(self) -> Self:
+    def _has_what_it_needs(self) -> Self:
         if self.name != "digits" and not self.path:
             raise ValueError(
                 f"path is empty, but the data set {self.name!r} is read from a file: "
@@ -111,10 +110,6 @@ class DataConfig(Section):
             raise ValueError(
                 f"path is {self.path!r}, but digits are read from no file: set data.name to 'prepared'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _changes_what_it_has(self) -> Self:
         owned = {"crop": "images", "flip": "images", "eval_sequences": "text", "tempo": "an4"}
         kind = self.name if self.name in ("an4", "text") else "images"
         for key, owner in owned.items():

@@ -67,14 +67,11 @@ def two(
     extra: Mapping[str, str] | None = None,
     probe: Sequence[str] = PROBE,
 ) -> dict[str, Any]:
-    """What rank 0 of two found; `problem` says how they failed, if they did.
+    """What rank 0 of two found in an exchange of `jobs.doctor.probe`; `problem` says how they failed, if they did.
 
     Args:
-        launcher: from `find_launcher`.
-        what: an exchange of `jobs.doctor.probe`.
         timeout: seconds until both are ended.
         extra: environment variables on top of this process's.
-        probe: what follows `python -m mpi4py`.
     """
 
     def job(path: str) -> tuple[list[str], dict[str, str]]:
@@ -165,13 +162,15 @@ def how_it_ended(status: int, output: str) -> str:
     """
     if not status:
         return ""
-    said = re.search(r"\b(?:on|by|with|from)?\s*signal[: ]+(\d+)", output)
-    number = -status if status < 0 else status - 128 if status > 128 else int(said[1]) if said else 0
+    announced = re.search(r"\b(?:on|by|with|from)?\s*signal[: ]+(\d+)", output)
+    number = (
+        -status if status < 0 else status - 128 if status > 128 else int(announced[1]) if announced else 0
+    )
     if number in set(signal.Signals):
         name = signal.Signals(number).name
         meaning = " (a segmentation fault)" if number == signal.SIGSEGV else ""
         return f"a process died of {name}{meaning}"
     lines = [line.strip() for line in output.splitlines() if line.strip(" -=*\t")]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b.*:", line)]
-    said_last = (errors or lines or ["nothing"])[-1]
-    return f"ended with status {status}: {said_last[:200]}"
+    last_line = (errors or lines or ["nothing"])[-1]
+    return f"ended with status {status}: {last_line[:200]}"

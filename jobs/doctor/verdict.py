@@ -60,28 +60,28 @@ def verdict(found: dict[str, Any]) -> Verdict:
         return Verdict("cpu", BEST, (*advice, *_optional(found)))
     if gpu["problem"]:
         return Verdict("cpu", SLOWER, (gpu["problem"], *advice, *_optional(found)))
-    said, device, staged = (
+    unaware, device, staged = (
         exchanges["host"]["device_memory_problem"],
         exchanges["device"]["problem"],
         exchanges["staged"]["problem"],
     )
-    if not said and device:
+    if not unaware and device:
         advice.insert(
             0,
             f"MPI says that it moves device memory, and failed at it ({device}): set OKTOPK_CUDA_AWARE_MPI=0, which stages "
             "through the host, until that is mended",
         )
         return Verdict("device", CANNOT, (*advice, *_optional(found)))
-    if said and staged:
-        return Verdict("staged", CANNOT, (f"staging through the host failed: {staged}", said, *advice))
+    if unaware and staged:
+        return Verdict("staged", CANNOT, (f"staging through the host failed: {staged}", unaware, *advice))
     peers, peer_advice = _peers(exchanges["peer"])
-    if said:
+    if unaware:
         if not device:
-            said = f"MPI moved device memory, though it does not say that it can ({said}): set OKTOPK_CUDA_AWARE_MPI=1"
+            unaware = f"MPI moved device memory, though it does not say that it can ({unaware}): set OKTOPK_CUDA_AWARE_MPI=1"
         elif peers:
-            said = f"only Ok-Topk inside this host does without staging: {said}"
+            unaware = f"only Ok-Topk inside this host does without staging: {unaware}"
         path = "peer-staged" if peers else "staged"
-        return Verdict(path, SLOWER, (said, *advice, *peer_advice, *_optional(found)))
+        return Verdict(path, SLOWER, (unaware, *advice, *peer_advice, *_optional(found)))
     status, more = _device_memory(found)
     status = SLOWER if peer_advice else status
     return Verdict("peer" if peers else "device", status, (*advice, *more, *peer_advice, *_optional(found)))

@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from jobs.config.file import ConfigError
-from jobs.experiment.budget import START_SECONDS, Pace, launches
 from jobs.experiment.options import parse
 from jobs.experiment.plan import RUNS, Planned, describe, measured_pace, plan, planned_files
 from jobs.experiment.registry import EXPERIMENTS
 from jobs.experiment.report import write_report
+from jobs.experiment.trials import START_SECONDS, Pace, launches
 from jobs.launch import LaunchError, end_on_sigterm, run_job
 from jobs.run.file import RunFileError
 

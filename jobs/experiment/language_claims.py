@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,12 +11,12 @@ from data import DataError
 from data.text.file import open_text_file
 from data.text.frequencies import frequency_loss
 from data.text.masking import TextEvaluationLoader
-from jobs.experiment.claims import NotMeasured, claim, figure, only, step_claim, volume_claims
+from jobs.experiment.claims import claim, figure, on_ranks, only, step_claim, volume_claims
 from jobs.experiment.model import Experiment
 from jobs.report.groups import Group, by_batch, timed_by_stage
 from jobs.report.page import Claim
 from jobs.report.style import title_of
-from jobs.report.summary import ON_THE_DEVICE, Run
+from jobs.report.summary import ON_THE_DEVICE
 
 LOSS_MARGIN = 0.01  # of dense's loss, that a sparse method may lose
 LEARNT = 0.5  # nats below what word frequencies give
@@ -26,19 +27,24 @@ BEFORE_EXCHANGE = ("step", "select")  # stages, where they were timed on the dev
 def language_claims(experiment: Experiment, groups: Sequence[Group], fast: Sequence[Group]) -> list[Claim]:
     """The claims on loss, volume and time; those on time for each size of batches that speeds were compared at."""
     dense, oktopk = only(groups, "dense"), only(groups, "oktopk")
+    dense_loss, loss = figure(dense, "held_out_loss"), figure(oktopk, "held_out_loss")
+    by_frequency = _frequency_loss(dense)
     claims = [
-        _learnt(dense),
+        # before that, all methods look alike
+        claim(
+            f"dense's held-out loss is {LEARNT} nats or more below that of word frequencies alone",
+            dense_loss <= by_frequency - LEARNT,
+            "{:.4f} and {:.4f}",
+            dense_loss,
+            by_frequency,
+        ),
         claim(
             f"Ok-Topk's held-out loss is at most {LOSS_MARGIN:.0%} above dense's after as many steps, means over the seeds",
-            lambda: (
-                (
-                    figure(oktopk, "held_out_loss") / figure(dense, "held_out_loss") - 1,
-                    figure(oktopk, "held_out_loss"),
-                    figure(dense, "held_out_loss"),
-                ),
-                figure(oktopk, "held_out_loss") <= (1 + LOSS_MARGIN) * figure(dense, "held_out_loss"),
-            ),
+            loss <= (1 + LOSS_MARGIN) * dense_loss,
             "{:+.2%}: {:.4f} and {:.4f}",
+            loss / dense_loss - 1,
+            loss,
+            dense_loss,
         ),
         *(_sooner(oktopk, only(groups, method), method) for method in ("dense", "dense-ovlp")),
         *volume_claims(groups),
@@ -49,28 +55,13 @@ def language_claims(experiment: Experiment, groups: Sequence[Group], fast: Seque
     return claims
 
 
-def _learnt(dense: Group | None) -> Claim:
-    """Before that, all methods look alike."""
-
-    def measure() -> tuple[tuple[float, ...], bool]:
-        loss = figure(dense, "held_out_loss")
-        known = _frequency_loss(dense)
-        return (loss, known), loss <= known - LEARNT
-
-    return claim(
-        f"dense's held-out loss is {LEARNT} nats or more below that of word frequencies alone",
-        measure,
-        "{:.4f} and {:.4f}",
-    )
-
-
 def _frequency_loss(group: Group | None) -> float:
-    """Of the held-out words that the group was scored by. Raises NotMeasured: the text is no longer there."""
+    """Of the held-out words that the group was scored by; NaN: the text is no longer there."""
     data = {} if group is None else group.runs[0].config.get("data", {})
     try:
         training, held_out = open_text_file(data.get("path", ""))
-    except DataError as error:
-        raise NotMeasured from error
+    except DataError:
+        return math.nan
     loader = TextEvaluationLoader(
         held_out, batch_size=512, rank=0, size=1, most=data.get("eval_sequences", 0)
     )
@@ -78,75 +69,57 @@ def _frequency_loss(group: Group | None) -> float:
 
 
 def _sooner(oktopk: Group | None, dense: Group | None, method: str) -> Claim:
-    def measure() -> tuple[tuple[float, ...], bool]:
-        if oktopk is None or dense is None:
-            raise NotMeasured
-        seconds = min(_ended(oktopk), _ended(dense))
-        sparse_loss, dense_loss = _loss_after(oktopk, seconds), _loss_after(dense, seconds)
-        return (seconds, sparse_loss, dense_loss), sparse_loss < dense_loss
-
+    seconds = min(figure(group, "training_seconds") for group in (oktopk, dense))
+    losses = [_loss_after(group, seconds) for group in (oktopk, dense)]
     return claim(
         f"Ok-Topk's held-out loss is below {title_of(method)}'s in equal time: when the faster of the two has ended, the "
         "other one being as far in its schedule as it got",
-        measure,
+        losses[0] < losses[1],
         "after {:.1f} s of training {:.4f} and {:.4f}",
+        seconds,
+        *losses,
     )
 
 
-def _ended(group: Group) -> float:
-    return figure(group, "training_seconds")
-
-
-def _loss_after(group: Group, seconds: float) -> float:
+def _loss_after(group: Group | None, seconds: float) -> float:
     """The held-out loss after some training time, on a straight line between two evaluations; mean over the runs."""
-    return float(np.mean([np.interp(seconds, *_losses(run)) for run in group.counted]))
-
-
-def _losses(run: Run) -> tuple[np.ndarray, np.ndarray]:
-    if not len(run.evaluations["step"]):
-        raise NotMeasured
-    return run.at_steps(run.training_seconds, run.evaluations["step"]), run.evaluations["loss"]
+    runs = () if group is None else group.counted
+    if not runs or not all(len(run.evaluations["step"]) for run in runs):
+        return math.nan
+    losses = []
+    for run in runs:
+        times = run.at_steps(run.training_seconds, run.evaluations["step"])
+        losses.append(np.interp(seconds, times, run.evaluations["loss"]))
+    return float(np.mean(losses))
 
 
 def _reduction_claims(fast: Sequence[Group], where: str) -> list[Claim]:
     """Whole reductions, with what Ok-Topk selects and NCCL converts, against each other; and what follows a selection."""
-    size = max((group.ranks for group in fast), default=0)
-    widest = [group for group in fast if group.ranks == size]
+    widest = on_ranks(fast, max((group.ranks for group in fast), default=0))
     oktopk, nccl = only(widest, "oktopk"), only(widest, "nccl")
     kind = "" if nccl is None else nccl.runs[0].config["reduction"].get("gradient_type") or "float32"
     of_kind = f"NCCL's flat allreduce{f' of {kind}' if kind else ''}{where}"
+    flat = figure(nccl, "reduction_seconds")
 
-    def compared(taken: float) -> tuple[tuple[float, ...], bool]:
-        flat = figure(nccl, "reduction_seconds")
-        return (flat / taken, 1e3 * taken, 1e3 * flat), flat >= FASTER * taken
+    def faster(what: str, taken: float) -> Claim:
+        text = f"in training {what} at least {FASTER:.0f} times faster than {of_kind}"
+        holds, form = flat >= FASTER * taken, "{:.2f} times: {:.2f} and {:.2f} ms"
+        return claim(text, holds, form, flat / taken, 1e3 * taken, 1e3 * flat)
 
+    after = "what follows Ok-Topk's selection (exchange, sums, gathering, applying), timed stage by stage, is"
     return [
-        claim(
-            f"in training Ok-Topk's reduction, selection included, is at least {FASTER:.0f} times faster than {of_kind}",
-            lambda: compared(figure(oktopk, "reduction_seconds")),
-            "{:.2f} times: {:.2f} and {:.2f} ms",
-        ),
-        claim(
-            "in training what follows Ok-Topk's selection (exchange, sums, gathering, applying), timed stage by stage, "
-            f"is at least {FASTER:.0f} times faster than {of_kind}",
-            lambda: compared(_behind_selection(widest)),
-            "{:.2f} times: {:.2f} and {:.2f} ms",
-        ),
+        faster("Ok-Topk's reduction, selection included, is", figure(oktopk, "reduction_seconds")),
+        faster(after, _behind_selection(widest)),
     ]
 
 
 def _behind_selection(groups: Sequence[Group]) -> float:
-    """Seconds of the steps whose stages were timed on the device, mean over them. Raises NotMeasured."""
+    """Seconds of the steps whose stages were timed on the device, mean over them; NaN where there are none."""
     found: list[float] = []
-    for group in groups:
-        if group.method != "oktopk" or not timed_by_stage(group):
-            continue
-        for run in group.counted:
-            if run.complete and ON_THE_DEVICE in run.stages:
-                behind = np.sum(
-                    [run.stages[name] for name in run.stages if name not in BEFORE_EXCHANGE], axis=0
-                )
-                found += run.warm(behind)[run.warm(run.stages[ON_THE_DEVICE]) > 0].tolist()
-    if not found:
-        raise NotMeasured
-    return float(np.mean(found))
+    staged = [group for group in groups if group.method == "oktopk" and timed_by_stage(group)]
+    for run in (run for group in staged for run in group.counted):
+        if run.complete and ON_THE_DEVICE in run.stages:
+            after = [values for name, values in run.stages.items() if name not in BEFORE_EXCHANGE]
+            on_device = run.warm(run.stages[ON_THE_DEVICE]) > 0
+            found += run.warm(np.sum(after, axis=0))[on_device].tolist()
+    return float(np.mean(found)) if found else math.nan

@@ -15,71 +15,37 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m jobs.experiment", description="A whole table of results by one resumable command."
     )
-    parser.add_argument("experiment", choices=EXPERIMENTS)
-    parser.add_argument("--data", type=Path, metavar="FILE.h5", help="written by data.prepare")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
-    parser.add_argument(
-        "--budget",
-        type=float,
-        metavar="SECONDS",
-        help="start no run that would end later; default: no limit",
+    add = parser.add_argument
+    add("experiment", choices=EXPERIMENTS)
+    add("--data", type=Path, metavar="FILE.h5", help="written by data.prepare")
+    add("-o", "--output", type=Path, required=True, metavar="DIR")
+    add("--ranks", type=int, default=4, help="default: %(default)s")
+    add(
+        "--budget", type=float, metavar="SECONDS", help="start no run that would end later; default: no limit"
     )
     length = parser.add_mutually_exclusive_group()
     for unit, experiments in (("epochs", "vgg, lstm"), ("steps", "bert")):
-        length.add_argument(
-            f"--{unit}",
-            type=int,
-            help=f"{experiments}: train for so many {unit}; schedule and dense warm-up are shortened in proportion, "
-            "but for what --set gives" + ("; evaluations too" if unit == "steps" else ""),
-        )
-    parser.add_argument("--seeds", type=int, help="of dense and oktopk; default: 3, 2 for bert")
-    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="only these; default: all")
-    parser.add_argument(
-        "--speed-ranks",
-        type=int,
-        nargs="*",
-        metavar="RANKS",
-        help="numbers of ranks to compare speeds on; default: 1, 2, 4 … up to --ranks, for bert --ranks alone",
-    )
-    parser.add_argument("--speed-steps", type=int, help="0: none; default: 200, 148 for bert")
-    parser.add_argument(
-        "--region-steps",
-        type=int,
-        default=500,
-        help="of Ok-Topk with balanced and with equal regions, in experiments that compare them; 0: none; "
-        "default: %(default)s",
-    )
-    parser.add_argument(
-        "--speed-batches",
-        type=int,
-        nargs="+",
-        metavar="SAMPLES",
-        help="per rank, to compare speeds at; default: as in training, for bert 8 and 256",
-    )
-    parser.add_argument(
-        "--kinds",
-        nargs="+",
-        choices=KINDS,
-        help="only runs of these kinds, and in this order; default: all, the most telling ones first",
-    )
-    parser.add_argument(
-        "--runs",
-        nargs="+",
-        metavar="NAME",
-        help="only these runs, as --plan names them: to spread a table over jobs",
-    )
-    parser.add_argument(
-        "--no-gpu-methods", action="store_true", help="leave out NCCL and DistributedDataParallel"
-    )
-    for unit in ("epoch", "step"):
-        parser.add_argument(
-            f"--{unit}-seconds",
-            type=float,
-            metavar="SECONDS",
-            help=f"how long {'an epoch' if unit == 'epoch' else 'a step'} is expected to take, until a run was measured",
-        )
-    parser.add_argument(
+        text = f"{experiments}: train for so many {unit}; schedule and dense warm-up are shortened in proportion, but for what "
+        text += "--set gives" + ("; evaluations too" if unit == "steps" else "")
+        length.add_argument(f"--{unit}", type=int, help=text)
+    add("--seeds", type=int, help="of dense and oktopk; default: 3, 2 for bert")
+    add("--methods", nargs="+", metavar="METHOD", help="only these; default: all")
+    text = "numbers of ranks to compare speeds on; default: 1, 2, 4 … up to --ranks, for bert --ranks alone"
+    add("--speed-ranks", type=int, nargs="*", metavar="RANKS", help=text)
+    add("--speed-steps", type=int, help="0: none; default: 200, 148 for bert")
+    text = "of Ok-Topk with balanced and with equal regions, in experiments that compare them; 0: none; default: %(default)s"
+    add("--region-steps", type=int, default=500, help=text)
+    text = "per rank, to compare speeds at; default: as in training, for bert 8 and 256"
+    add("--speed-batches", type=int, nargs="+", metavar="SAMPLES", help=text)
+    text = "only runs of these kinds, and in this order; default: all, the most telling ones first"
+    add("--kinds", nargs="+", choices=KINDS, help=text)
+    text = "only these runs, as --plan names them: to spread a table over jobs"
+    add("--runs", nargs="+", metavar="NAME", help=text)
+    add("--no-gpu-methods", action="store_true", help="leave out NCCL and DistributedDataParallel")
+    for unit in ("an epoch", "a step"):
+        text = f"how long {unit} is expected to take, until a run was measured"
+        add(f"--{unit.split()[1]}-seconds", type=float, metavar="SECONDS", help=text)
+    add(
         "--set",
         dest="overrides",
         metavar="section.key=value",
@@ -88,14 +54,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         default=[],
         help="override keys of the configuration in all runs",
     )
-    parser.add_argument(
-        "--note",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="a sentence for the top of the report, on the data for instance",
-    )
-    parser.add_argument("--plan", action="store_true", help="print the plan and leave")
+    text = "a sentence for the top of the report, on the data for instance"
+    add("--note", action="append", default=[], metavar="TEXT", help=text)
+    add("--plan", action="store_true", help="print the plan and leave")
     options = parser.parse_args(words)
     experiment = EXPERIMENTS[options.experiment]
     for name in ("seeds", "speed_steps", "speed_batches"):

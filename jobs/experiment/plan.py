@@ -14,9 +14,8 @@ from tabulate import tabulate
 
 from jobs.config.config import as_saved_now
 from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
-from jobs.experiment.budget import RUN_SECONDS, START_SECONDS, Pace, launches
 from jobs.experiment.model import Experiment
-from jobs.experiment.trials import KINDS, SHORT, Trial, trials
+from jobs.experiment.trials import KINDS, RUN_SECONDS, SHORT, START_SECONDS, Pace, Trial, launches, trials
 from jobs.restart.start import other_data
 from jobs.run.file import RunFileError
 from jobs.run.reader import DAMAGE, RunReader
@@ -213,14 +212,14 @@ def describe(planned: Sequence[Planned], pace: Pace, budget: float | None) -> st
     for each in [each for each in planned if each.done] + [by_name[name] for name in order]:
         trial = each.trial
         seconds = pace.seconds(trial)
-        said = "complete"
+        expected = "complete"
         if not each.done:
             total += seconds + (0.0 if trial.ranks in launched else START_SECONDS)
             launched.add(trial.ranks)
-            said = f"{seconds:.0f} s" + ("" if pace.known(trial) else ", a guess")
+            expected = f"{seconds:.0f} s" + ("" if pace.known(trial) else ", a guess")
             if budget is None or total <= budget:
                 spent, fitting = total, fitting + 1
-        rows.append([trial.name, trial.method, trial.ranks, trial.seed, trial.kind, said])
+        rows.append([trial.name, trial.method, trial.ranks, trial.seed, trial.kind, expected])
     table = tabulate(rows, ["run", "method", "ranks", "seed", "kind", "expected"])
     closing = f"{len(todo)} of {len(planned)} runs to do, about {total:.0f} s"
     if budget is not None and todo:

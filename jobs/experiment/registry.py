@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jobs.experiment.claims import WORD_ERROR_RATE, sparse_claims, speech_claims
 from jobs.experiment.language_claims import language_claims
 from jobs.experiment.model import Experiment
@@ -14,37 +16,33 @@ MEASURE_EVERY = 50
 ONE_PERIOD = 20 + 128
 
 
+_COMMON: dict[str, Any] = {
+    "settings": {"run.measure_every": MEASURE_EVERY, "checkpoint.keep": 1},
+    "methods": EVERY_METHOD,
+    "repeated": ("dense", "oktopk"),
+    "fast": (*EVERY_METHOD, *SUMMED_ELSEWHERE),
+}
 EXPERIMENTS: dict[str, Experiment] = {
     "vgg": Experiment(
         title="VGG-16 with sparse and dense allreduce",
         config="vgg.toml",
-        settings={"run.measure_every": MEASURE_EVERY, "checkpoint.keep": 1},
-        methods=EVERY_METHOD,
-        repeated=("dense", "oktopk"),
-        fast=(*EVERY_METHOD, *SUMMED_ELSEWHERE),
         target=0.9,
         epoch_seconds=2.0,
         claims=sparse_claims,
+        **_COMMON,
     ),
     "lstm": Experiment(
         title="LSTM on speech with sparse and dense allreduce",
         config="lstm.toml",
-        settings={"run.measure_every": MEASURE_EVERY, "checkpoint.keep": 1},
-        methods=EVERY_METHOD,
-        repeated=("dense", "oktopk"),
-        fast=(*EVERY_METHOD, *SUMMED_ELSEWHERE),
         target=1 - WORD_ERROR_RATE,
         epoch_seconds=10.0,
         claims=speech_claims,
         compares_regions=True,
+        **_COMMON,
     ),
     "bert": Experiment(
         title="BERT pre-training with sparse and dense allreduce",
         config="bert.toml",
-        settings={"run.measure_every": MEASURE_EVERY, "checkpoint.keep": 1},
-        methods=EVERY_METHOD,
-        repeated=("dense", "oktopk"),
-        fast=(*EVERY_METHOD, *SUMMED_ELSEWHERE),
         claims=language_claims,
         step_seconds=0.1,
         seeds=2,
@@ -56,5 +54,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "reduction.threshold_interval": (32, 64, 128, 256),
             "reduction.density": (0.001, 0.01, 0.05),
         },
+        **_COMMON,
     ),
 }

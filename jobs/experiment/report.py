@@ -68,8 +68,8 @@ def write_report(
         (folder / TABLES).write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
     except OSError as error:
         raise RunFileError(f"{folder / TABLES} cannot be written: {error}") from error
-    said = [markdown(table) + "\n" for table in every]
-    return "\n".join([*said, f"page: {folder / PAGE}"])
+    texts = [markdown(table) + "\n" for table in every]
+    return "\n".join([*texts, f"page: {folder / PAGE}"])
 
 
 def claims_table(claims: Sequence[Claim]) -> Table:

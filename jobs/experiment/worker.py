@@ -25,15 +25,13 @@ from mpi4py import MPI
 
 from data.durable import replaced
 from jobs.config.file import ConfigError, validate
-from jobs.experiment.budget import Pace
-from jobs.experiment.trials import Trial
+from jobs.experiment.trials import Pace, Trial
 from jobs.restart.signals import EXIT_STATUS, Interrupted, heed_again
 from jobs.restart.start import checkpoint_folder
 from jobs.train.agreement import decide_on_root, decide_together
 from jobs.train.job import FAULTS, train
 from jobs.train.reduce.background import stop_process_group
-from jobs.train.setup import Build
-from jobs.train.tasks.build import build_workload
+from jobs.train.setup import Build, build_workload
 from jobs.train.tasks.images import load_images
 
 
@@ -53,7 +51,6 @@ class Outcome:
         self.stopped = ""
 
     def write(self) -> None:
-        """Replace the file."""
         content = {"current": self.current, "failed": self.failed, "stopped": self.stopped}
         with replaced(self._path) as draft:
             draft.write_text(json.dumps(content))

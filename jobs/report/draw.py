@@ -131,14 +131,14 @@ def _name_levels(axes: Axes, levels: Sequence[Level]) -> None:
     low, high = axes.get_ylim()
     transform = axes.transData
     bottom, top = (float(transform.transform((0, value))[1]) for value in (low, high))
-    place = -1.0
+    lowest = -1.0
     for level in sorted(levels, key=lambda level: level.value):
         # a label gives way to the one below it
         height = (float(transform.transform((axes.get_xlim()[0], level.value))[1]) - bottom) / (top - bottom)
-        place = max(height, place + LABEL_ROOM)
+        lowest = max(height, lowest + LABEL_ROOM)
         axes.annotate(
             level.label,
-            (1.01, place),
+            (1.01, lowest),
             xycoords="axes fraction",
             ha="left",
             va="center",
@@ -149,12 +149,12 @@ def _name_levels(axes: Axes, levels: Sequence[Level]) -> None:
 
 
 def _draw_bars(axes: Axes, panel: BarPanel) -> None:
-    places = np.arange(len(panel.groups))
+    rows = np.arange(len(panel.groups))
     begin = np.zeros(len(panel.groups))
     for part, seconds in panel.parts.items():
         width = np.array(seconds) * 1e3
         axes.barh(
-            places,
+            rows,
             width,
             0.72,
             left=begin,
@@ -164,17 +164,17 @@ def _draw_bars(axes: Axes, panel: BarPanel) -> None:
             linewidth=0.5,
         )
         begin += width
-    for place, total in zip(places, begin, strict=True):
+    for row, total in zip(rows, begin, strict=True):
         axes.annotate(
             f"{total:.3g}",
-            (total, place),
+            (total, row),
             xytext=(4, 0),
             textcoords="offset points",
             va="center",
             fontsize="small",
             color=GREY,
         )
-    axes.set_yticks(places, [group.label for group in panel.groups])
+    axes.set_yticks(rows, [group.label for group in panel.groups])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.12)
@@ -182,13 +182,13 @@ def _draw_bars(axes: Axes, panel: BarPanel) -> None:
 
 
 def _draw_dots(axes: Axes, panel: DotPanel) -> None:
-    for place, (group, values) in enumerate(zip(panel.groups, panel.values, strict=True)):
-        axes.scatter(values, [place] * len(values), s=44, color=group.colour, alpha=0.75, linewidth=0)
+    for row, (group, values) in enumerate(zip(panel.groups, panel.values, strict=True)):
+        axes.scatter(values, [row] * len(values), s=44, color=group.colour, alpha=0.75, linewidth=0)
         mean = float(np.mean(values))
-        axes.plot([mean, mean], [place - 0.3, place + 0.3], color=group.colour, linewidth=2.2)
+        axes.plot([mean, mean], [row - 0.3, row + 0.3], color=group.colour, linewidth=2.2)
         axes.annotate(
             f"{mean:.2%}",
-            (1.01, place),
+            (1.01, row),
             xycoords=("axes fraction", "data"),
             va="center",
             fontsize="small",

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jobs.config.modes import is_replayed
-from jobs.report.style import colour_of, dashes_of, place_of, title_of
-from jobs.report.summary import Run, figures
+from jobs.report.style import STAGES, colour_of, dashes_of, order_of, title_of
+from jobs.report.summary import REST, Run, figures
 
 STAGED = "run.time_stages"  # which makes a run slower
 # what may differ between runs of one group, besides everything else in [run] and [checkpoint]
@@ -41,7 +41,6 @@ class Group:
 
     @property
     def ranks(self) -> int:
-        """Ranks of each run."""
         return self.runs[0].info.ranks
 
     def values(self, figure: str) -> list[float]:
@@ -57,6 +56,16 @@ class Group:
         """Mean of a figure over the counted runs; None where none has it."""
         values = self.values(figure)
         return float(np.mean(values)) if values else None
+
+    def total(self, figure: str) -> float | None:
+        """As mean, but the largest over the runs for a figure that is the largest over a run."""
+        return max(self.values(figure), default=None) if figure.endswith("_largest") else self.mean(figure)
+
+    @property
+    def figure_names(self) -> list[str]:
+        """All figures that are numbers, where they are there."""
+        found = {name: value for run in self._figures for name, value in run.items()}
+        return [name for name, value in found.items() if not isinstance(value, str)]
 
     def spread(self, figure: str) -> float | None:
         """Sample standard deviation over the counted runs; None for fewer than two."""
@@ -74,9 +83,9 @@ class Group:
     def _reached(self, accuracy: float, of: Callable[[Run], NDArray[Any]]) -> list[float]:
         found = []
         for run in self.counted:
-            place = run.reached(accuracy)
-            if place is not None:
-                found.append(float(run.at_steps(of(run), run.evaluations["step"][place : place + 1])[0]))
+            index = run.reached(accuracy)
+            if index is not None:
+                found.append(float(run.at_steps(of(run), run.evaluations["step"][index : index + 1])[0]))
         return found
 
 
@@ -86,7 +95,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     for run in runs:
         key = json.dumps([run.info.method, run.info.ranks, settings_of(run)], sort_keys=True, default=str)
         found.setdefault(key, []).append(run)
-    together = sorted(found.values(), key=lambda runs: (place_of(runs[0].info.method), runs[0].info.ranks))
+    together = sorted(found.values(), key=lambda runs: (order_of(runs[0].info.method), runs[0].info.ranks))
     groups: list[Group] = []
     for label, members in zip(_labels(together), together, strict=True):
         method = members[0].info.method
@@ -123,6 +132,12 @@ def reads_text(groups: Sequence[Group]) -> bool:
     """Whether what is learnt is a language: then the held-out loss is what tells methods apart."""
     data = [run.config.get("data", {}).get("name") for group in groups for run in group.runs]
     return bool(data) and set(data) == {"text"}
+
+
+def ordered_stages(groups: Sequence[Group]) -> list[str]:
+    """The stages of all runs, in the order of STAGES, and the rest."""
+    stages = dict.fromkeys(stage for group in groups for run in group.runs for stage in run.stages)
+    return [stage for stage in STAGES if stage in stages] + [s for s in stages if s not in STAGES] + [REST]
 
 
 def settings_of(run: Run) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,9 +94,9 @@ class BarPanel:
         return [
             {
                 "series": group.label,
-                **{f"{part}_seconds": values[place] for part, values in self.parts.items()},
+                **{f"{part}_seconds": values[index] for part, values in self.parts.items()},
             }
-            for place, group in enumerate(self.groups)
+            for index, group in enumerate(self.groups)
         ]
 
 
@@ -119,6 +121,21 @@ class DotPanel:
 
 
 Panel = LinePanel | BarPanel | DotPanel
+
+
+def write_columns(path: Path, columns: Mapping[str, Sequence[Any] | NDArray[Any]]) -> None:
+    """Write a CSV file, as long as the shortest column: a run that was killed may have a step whose stages are missing."""
+    lists = [column.tolist() if isinstance(column, np.ndarray) else column for column in columns.values()]
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(zip(*lists, strict=False))
+
+
+def write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write a CSV file of rows that need not have the same columns."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    write_columns(path, {name: [row.get(name, "") for row in rows] for name in names})
 
 
 def stepwise(
@@ -157,15 +174,15 @@ def binned(
     edges = every[np.linspace(0, len(every), min(points, len(every)) + 1).astype(int)[:-1]]
     x, y = np.full((len(steps), len(edges)), np.nan), np.full((len(steps), len(edges)), np.nan)
     for row, (step, own_x, own_y) in enumerate(zip(steps, xs, ys, strict=True)):
-        place = np.searchsorted(edges, step, side="right") - 1
+        index = np.searchsorted(edges, step, side="right") - 1
         for values, out in ((own_x, x), (own_y, y)):
             good = np.isfinite(values)
             if first:
-                where, at = np.unique(place[good], return_index=True)
+                where, at = np.unique(index[good], return_index=True)
                 out[row, where] = values[good][at]
                 continue
-            count = np.bincount(place[good], minlength=len(edges))
-            total = np.bincount(place[good], values[good], minlength=len(edges))
+            count = np.bincount(index[good], minlength=len(edges))
+            total = np.bincount(index[good], values[good], minlength=len(edges))
             out[row] = np.where(count > 0, total / np.maximum(count, 1), np.nan)
     return line_of(group, x, y)
 

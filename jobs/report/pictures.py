@@ -3,114 +3,126 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import lower_bound, upper_bound
-from jobs.report.groups import Group
-from jobs.report.panels import FEW_POINTS, DotPanel, Level, Line, LinePanel, binned, line_of, stepwise
+from jobs.report.groups import Group, by_batch, on_most_ranks, ordered_stages, timed_by_stage
+from jobs.report.panels import (
+    FEW_POINTS,
+    BarPanel,
+    DotPanel,
+    Level,
+    Line,
+    LinePanel,
+    Panel,
+    binned,
+    line_of,
+    stepwise,
+)
+from jobs.report.style import PARTS, STAGES, title_of
 from jobs.report.summary import Run
+
+OTHER_STAGE = "#DDDDDD"
+Values = Callable[[Run], NDArray[Any]]
 
 
 def _step(run: Run) -> NDArray[Any]:
     return np.asarray(run.steps["step"])
 
 
-# over what a curve is drawn: (name, x_label, column, values of a run's steps)
-Over = tuple[str, str, str, Callable[[Run], NDArray[Any]]]
-STEPS: Over = ("steps", "step", "step", _step)
-TIME: Over = (
+class Over(NamedTuple):
+    """What a curve is drawn over: in the picture's name and title, on the axis, in the CSV file; and its value at each step."""
+
+    name: str
+    title: str
+    label: str
+    column: str
+    values: Values
+
+
+STEPS = Over("steps", "steps", "step", "step", _step)
+TIME = Over(
+    "time",
     "time",
     "training time, s (without evaluations)",
     "training_seconds",
     lambda run: run.training_seconds,
 )
-WORDS: Over = (
+WORDS = Over(
     "words",
+    "words sent",
     "payload words sent per rank (4 bytes each)",
     "words_sent",
     lambda run: run.words_sent,
 )
 
 
+def _curves(groups: Sequence[Group], over: Values, values: Values, **how: Any) -> tuple[Line, ...]:
+    """A line of one value per step for each group that has any; how: as `stepwise`."""
+    lines = (stepwise(group, over, values, **how) for group in groups)
+    return tuple(line for line in lines if line is not None)
+
+
+def _over(
+    over: Over, file: str, what: str, note: str, column: str, lines: Sequence[Line], **look: Any
+) -> LinePanel:
+    # words of a rank alone are zero: there is no such axis
+    drawn = tuple(line for line in lines if over is not WORDS or line.x[-1] > 0)
+    return LinePanel(
+        f"{file}-over-{over.name}",
+        f"{what.capitalize()} over {over.title}",
+        note,
+        over.label,
+        what,
+        (over.column, column),
+        drawn,
+        log_x=over is WORDS,
+        **look,
+    )
+
+
 def loss(groups: Sequence[Group], over: Over) -> LinePanel:
     """Training loss over steps, time or words."""
-    name, x_label, column, of = over
-    lines = tuple(
-        line for group in groups if (line := stepwise(group, of, lambda run: run.steps["loss"])) is not None
-    )
-    # words of a rank alone are zero: there is no such axis
+    lines = _curves(groups, over.values, lambda run: run.steps["loss"])
     lines = tuple(line for line in lines if over is not WORDS or line.x[-1] > 0)
     least = min((line.y[line.y > 0].min(initial=np.inf) for line in lines), default=1.0)
     largest = max((line.y.max(initial=0.0) for line in lines), default=1.0)
-    return LinePanel(
-        f"loss-over-{name}",
-        f"Training loss over {_short(name)}",
-        "mean over the ranks; a band spans the seeds",
-        x_label,
-        "training loss",
-        (column, "loss"),
-        lines,
-        # near its end a good run is a hair above zero: a linear axis would show nothing of it
-        log_y=bool(largest > 20 * least),
-        log_x=over is WORDS,
-    )
+    # near its end a good run is a hair above zero: a linear axis would show nothing of it
+    steep = bool(largest > 20 * least)
+    note = "mean over the ranks; a band spans the seeds"
+    return _over(over, "loss", "training loss", note, "loss", lines, log_y=steep)
 
 
 def accuracy(groups: Sequence[Group], over: Over, target: float | None = None) -> LinePanel:
     """Held-out accuracy over steps, time or words."""
-    name, x_label, column, _ = over
-    return LinePanel(
-        f"accuracy-over-{name}",
-        f"Held-out accuracy over {_short(name)}",
-        "a band spans the seeds",
-        x_label,
-        "held-out accuracy",
-        (column, "accuracy"),
-        _evaluated(groups, over, "accuracy"),
-        levels=() if target is None else (Level(target, f"target {100 * target:.4g}%"),),
-        log_x=over is WORDS,
-        percent=True,
-        marks=True,
-    )
+    levels = () if target is None else (Level(target, f"target {100 * target:.4g}%"),)
+    return _held_out(groups, over, "accuracy", "accuracy", levels=levels, percent=True)
 
 
 def held_out_loss(groups: Sequence[Group], over: Over) -> LinePanel:
     """Held-out loss over steps, time or words."""
-    name, x_label, column, _ = over
-    return LinePanel(
-        f"held-out-loss-over-{name}",
-        f"Held-out loss over {_short(name)}",
-        "a band spans the seeds",
-        x_label,
-        "held-out loss",
-        (column, "loss"),
-        _evaluated(groups, over, "loss"),
-        log_x=over is WORDS,
-        marks=True,
-    )
+    return _held_out(groups, over, "held-out-loss", "loss")
 
 
-def _evaluated(groups: Sequence[Group], over: Over, of: str) -> tuple[Line, ...]:
-    """A line of each group's evaluations, by their column `of`."""
+def _held_out(groups: Sequence[Group], over: Over, file: str, column: str, **look: Any) -> LinePanel:
+    """A line of each group's evaluations."""
     lines = []
     for group in groups:
         runs = [run for run in group.runs if len(run.evaluations["step"]) and run.count]
         count = max((len(run.evaluations["step"]) for run in runs), default=0)
-        if not count:
-            continue
         x, y = np.full((len(runs), count), np.nan), np.full((len(runs), count), np.nan)
         for row, run in enumerate(runs):
             steps = run.evaluations["step"]
-            x[row, : len(steps)] = run.at_steps(over[3](run), steps)
-            y[row, : len(steps)] = run.evaluations[of]
-        if (line := line_of(group, x, y)) is not None:
+            x[row, : len(steps)] = run.at_steps(over.values(run), steps)
+            y[row, : len(steps)] = run.evaluations[column]
+        if count and (line := line_of(group, x, y)) is not None:
             lines.append(line)
-    # words of a rank alone are zero: there is no such axis
-    return tuple(line for line in lines if over is not WORDS or line.x[-1] > 0)
+    note = "a band spans the seeds"
+    return _over(over, file, f"held-out {column}", note, column, lines, marks=True, **look)
 
 
 def final_accuracy(groups: Sequence[Group]) -> DotPanel:
@@ -132,7 +144,6 @@ def final_accuracy(groups: Sequence[Group]) -> DotPanel:
 
 def learning_rate(groups: Sequence[Group]) -> LinePanel:
     """The schedule."""
-    found = [stepwise(group, _step, lambda run: run.steps["learning_rate"], first=True) for group in groups]
     return LinePanel(
         "learning-rate",
         "Learning rate",
@@ -140,19 +151,18 @@ def learning_rate(groups: Sequence[Group]) -> LinePanel:
         "step",
         "learning rate",
         ("step", "learning_rate"),
-        tuple(line for line in found if line is not None),
+        _curves(groups, _step, lambda run: run.steps["learning_rate"], first=True),
     )
 
 
 def words(groups: Sequence[Group]) -> LinePanel:
     """Words of each step against the bounds."""
-    lines = [line for group in groups if (line := stepwise(group, _step, _sent)) is not None]
+    lines = _curves(groups, _step, lambda run: np.where(run.steps["words"] > 0, run.steps["words"], np.nan))
     levels: dict[float, str] = {}
-    for line in lines:
-        run = line.group.runs[0]
+    for run in (line.group.runs[0] for line in lines):
         size, k = run.info.ranks, run.info.k
         levels[dense_words(run.info.length, size)] = "2n(P−1)/P" if not size & (size - 1) else "dense"
-        if line.group.runs[0].sparse.any():
+        if run.sparse.any():
             levels[upper_bound(k, size)] = "6k(P−1)/P"
             levels[lower_bound(k, size)] = "2k(P−1)/P"
     return LinePanel(
@@ -162,7 +172,7 @@ def words(groups: Sequence[Group]) -> LinePanel:
         "step",
         "words per rank and step",
         ("step", "words"),
-        tuple(lines),
+        lines,
         tuple(Level(value, label) for value, label in levels.items()),
         log_y=True,
     )
@@ -170,7 +180,7 @@ def words(groups: Sequence[Group]) -> LinePanel:
 
 def threshold(groups: Sequence[Group], which: str) -> LinePanel:
     """The local or global threshold over the steps."""
-    found = [stepwise(group, _step, lambda run: _sparse(run, f"{which}_threshold")) for group in groups]
+    lines = _curves(groups, _step, lambda run: _sparse(run, f"{which}_threshold"))
     return LinePanel(
         f"{which}-threshold",
         f"{which.capitalize()} threshold",
@@ -179,17 +189,13 @@ def threshold(groups: Sequence[Group], which: str) -> LinePanel:
         "step",
         "magnitude",
         ("step", f"{which}_threshold"),
-        tuple(line for line in found if line is not None and line.y.max() > 0),
+        tuple(line for line in lines if line.y.max() > 0),
         log_y=True,
     )
 
 
 def entries(groups: Sequence[Group], which: str) -> LinePanel:
     """Entries selected locally or applied globally, over k."""
-    found = [
-        stepwise(group, _step, lambda run: _sparse(run, f"{which}_nnz") / run.steps["k"], FEW_POINTS)
-        for group in groups
-    ]
     return LinePanel(
         f"{which}-nnz",
         "Entries selected, over k" if which == "local" else "Entries applied, over k",
@@ -199,23 +205,23 @@ def entries(groups: Sequence[Group], which: str) -> LinePanel:
         "step",
         "nnz / k",
         ("step", f"{which}_nnz_over_k"),
-        tuple(line for line in found if line is not None),
+        _curves(groups, _step, lambda run: _sparse(run, f"{which}_nnz") / run.steps["k"], points=FEW_POINTS),
         levels=(Level(1.0, "k"),),
     )
+
+
+def _sparse(run: Run, column: str) -> NDArray[Any]:
+    """A column in the steps in which a sparse method did its work, NaN in the others."""
+    return np.where(run.sparse, run.steps[column], np.nan)
 
 
 def measure(groups: Sequence[Group], column: str) -> LinePanel:
     """xi or fill_in over the measured steps."""
     lines = []
     for group in groups:
-        line = binned(
-            group,
-            FEW_POINTS,
-            [run.measures["step"].astype(np.float64) for run in group.runs],
-            [run.measures["step"].astype(np.float64) for run in group.runs],
-            [run.measures[column].astype(np.float64) for run in group.runs],
-        )
-        if line is not None:
+        steps = [run.measures["step"].astype(np.float64) for run in group.runs]
+        values = [run.measures[column].astype(np.float64) for run in group.runs]
+        if (line := binned(group, FEW_POINTS, steps, steps, values)) is not None:
             lines.append(line)
     sizes = sorted({line.group.ranks for line in lines})
     is_xi = column == "xi"
@@ -233,14 +239,75 @@ def measure(groups: Sequence[Group], column: str) -> LinePanel:
     )
 
 
-def _short(name: str) -> str:
-    return {"steps": "steps", "time": "time", "words": "words sent"}[name]
+def speed(groups: Sequence[Group]) -> list[Panel]:
+    """Of runs that are compared by their speed: over the ranks where there are several numbers of them, and on the most."""
+    panels: list[Panel] = []
+    batches = by_batch(groups)
+    for batch, alike in batches.items():
+        place = f"-batch-{batch}" if len(batches) > 1 else ""
+        where = f", batches of {batch}" if len(batches) > 1 else ""
+        if len({group.ranks for group in alike}) > 1:
+            quick = [group for group in alike if not timed_by_stage(group)]
+            panels.append(scaling(quick, f"throughput{place}", where))
+        widest = on_most_ranks(alike)
+        panels.append(time_parts(widest, f"speed-by-part{place}", where))
+        panels.append(time_stages(widest, f"speed-by-stage{place}", where))
+    return panels
 
 
-def _sent(run: Run) -> NDArray[Any]:
-    return np.where(run.steps["words"] > 0, run.steps["words"], np.nan)
+def time_parts(groups: Sequence[Group], name: str = "time-by-part", where: str = "") -> BarPanel:
+    """What a step of each group spends its time on; where: in words, what the groups have in common."""
+    shown = [group for group in groups if group.mean("step_seconds")]
+    parts = {part: [group.mean(f"part_{part}_seconds") or 0.0 for group in shown] for part in PARTS}
+    return BarPanel(
+        name,
+        f"Time of a step{where}",
+        "compute: forward, backward, optimizer; selection: what the reduction does in a rank's own memory; "
+        "communication: the rest of it; combined: both in one stream of kernels; data: waiting for a batch",
+        "ms",
+        tuple(shown),
+        {part: values for part, values in parts.items() if any(values)},
+        PARTS,
+    )
 
 
-def _sparse(run: Run, column: str) -> NDArray[Any]:
-    """A column in the steps in which a sparse method did its work, NaN in the others."""
-    return np.where(run.sparse, run.steps[column], np.nan)
+def time_stages(groups: Sequence[Group], name: str = "time-by-stage", where: str = "") -> BarPanel:
+    """What the reduction of each group spends its time on; where: as time_parts."""
+    ordered = ordered_stages(groups)
+    shown = [group for group in groups if any(group.mean(f"stage_{stage}_seconds") for stage in ordered)]
+    return BarPanel(
+        name,
+        f"Time of the reduction, by stage{where}",
+        "mean over the steps and the ranks; rest: what no stage timed",
+        "ms",
+        tuple(shown),
+        {
+            stage: [max(group.mean(f"stage_{stage}_seconds") or 0.0, 0.0) for group in shown]
+            for stage in ordered
+        },
+        {stage: STAGES.get(stage, OTHER_STAGE) for stage in ordered},
+    )
+
+
+def scaling(groups: Sequence[Group], name: str = "throughput", where: str = "") -> LinePanel:
+    """Samples per second over the number of ranks, a line for each method; where: as time_parts."""
+    methods: dict[str, list[Group]] = {}
+    for group in groups:
+        if group.mean("samples_per_second"):
+            methods.setdefault(group.method, []).append(group)
+    lines = []
+    for members in methods.values():
+        x = np.array([float(group.ranks) for group in members])
+        rates = [group.values("samples_per_second") for group in members]
+        y, low, high = (np.array([of(values) for values in rates]) for of in (np.mean, np.min, np.max))
+        lines.append(Line(members[0], title_of(members[0].method), x, y, low, high))
+    return LinePanel(
+        name,
+        f"Throughput{where}",
+        "samples per second of all ranks together, by the mean step, exact steps included",
+        "ranks",
+        "samples / s",
+        ("ranks", "samples_per_second"),
+        tuple(lines),
+        marks=True,
+    )

@@ -78,12 +78,12 @@ def colour_of(method: str) -> str:
     return METHODS[method][1] if method in METHODS else GREY
 
 
-def dashes_of(method: str, place: int = 0) -> Any:
-    """How the method's line is broken; place: how many lines of that method there are before."""
+def dashes_of(method: str, before: int = 0) -> Any:
+    """How the method's line is broken; before: lines of that method that are drawn already."""
     first = METHODS[method][2] if method in METHODS else 0
-    return DASHES[(first + place) % len(DASHES)]
+    return DASHES[(first + before) % len(DASHES)]
 
 
-def place_of(method: str) -> int:
-    """Where the method stands in a list; unknown ones last."""
+def order_of(method: str) -> int:
+    """The method's number in a list; unknown ones last."""
     return list(METHODS).index(method) if method in METHODS else len(METHODS)

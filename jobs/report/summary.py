@@ -65,7 +65,6 @@ class Run:
 
     @property
     def count(self) -> int:
-        """Steps on record."""
         return len(self.steps["step"])
 
     @property
@@ -119,10 +118,10 @@ class Run:
 
     def at_steps(self, values: NDArray[Any], steps: NDArray[Any]) -> NDArray[np.float64]:
         """float[len(steps)]: `values`, which has one value per step, where so many steps are done; NaN where none is."""
-        places = np.searchsorted(self.steps["step"], steps, side="right") - 1
+        indices = np.searchsorted(self.steps["step"], steps, side="right") - 1
         if not self.count:
             return np.full(len(steps), np.nan)
-        return np.where(places >= 0, values[np.maximum(places, 0)], np.nan)
+        return np.where(indices >= 0, values[np.maximum(indices, 0)], np.nan)
 
     def warm(self, values: NDArray[Any]) -> NDArray[Any]:
         """`values` without those of the first steps."""
@@ -158,9 +157,9 @@ class Run:
         return np.pad(values, (0, self.count - len(values)))
 
     def reached(self, accuracy: float) -> int | None:
-        """Place of the first evaluation that reaches an accuracy; None if none does."""
-        places = np.flatnonzero(self.evaluations["accuracy"] >= accuracy)
-        return int(places[0]) if len(places) else None
+        """Index of the first evaluation that reaches an accuracy; None if none does."""
+        indices = np.flatnonzero(self.evaluations["accuracy"] >= accuracy)
+        return int(indices[0]) if len(indices) else None
 
 
 def read_readable(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:

@@ -1,78 +1,133 @@
-"""The tables of the report: methods against each other, for the terminal, the page and a Markdown file."""
+"""The tables of the report: methods, settings, regions and speeds; for the terminal, the page and a Markdown file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
-from jobs.report.groups import Group, reads_text
+from jobs.report.groups import Group, differences, group_runs, ordered_stages, reads_text
 from jobs.report.page import MISSING, Cell, Table
+from jobs.report.summary import Run
+from jobs.run.columns import PHASES
 
-Figures = dict[str, Any]
 ERROR_RATES = {"word_error_rate": "WER", "character_error_rate": "CER"}
 """Figures of speech -> their heads."""
+_INDENT = "\x01"  # tabulate would strip blanks
 
 
-Column = tuple[Cell, Callable[[Group, Figures], Cell]]
-"""Of a table: its head, and what it says of a group."""
+class Column(NamedTuple):
+    """A column of a table: its head, what stands small below that, and the cell of a group."""
+
+    head: str
+    small: str
+    cell: Callable[[Group], Cell]
 
 
-def method_figures(group: Group, target: float | None = None) -> Figures:
-    """A group in single figures, for methods.csv: means over its complete runs, None where it has none.
+def table(title: str, columns: Sequence[Column], groups: Sequence[Group], note: str = "") -> Table:
+    """A row for each group."""
+    heads = [Cell(column.head, column.small) for column in columns]
+    return Table(title, heads, [[column.cell(group) for column in columns] for group in groups], note)
+
+
+def milliseconds(seconds: float) -> str:
+    """A duration without its unit."""
+    return f"{seconds * 1e3:.2f}" if seconds < 0.1 else f"{seconds * 1e3:.1f}"
+
+
+def shown(value: float | None, form: Callable[[float], str], missing: str = MISSING) -> str:
+    """A value that may be missing."""
+    return missing if value is None else form(value)
+
+
+def pair(
+    first: str, form: Callable[[float], str], second: str, small: Callable[[float], str]
+) -> Callable[[Group], Cell]:
+    """Cells of two figures of a group: means over the runs, the largest of one that ends so; the second one stands small."""
+
+    def cell(group: Group) -> Cell:
+        return Cell(shown(group.mean(first), form), shown(group.total(second), small, missing=""))
+
+    return cell
+
+
+def mean(figure: str, form: Callable[[float], str] = milliseconds) -> Callable[[Group], Cell]:
+    """Cells of one figure of a group."""
+    return lambda group: Cell(shown(group.mean(figure), form))
+
+
+def _spread(figure: str, percent: bool, group: Group) -> Cell:
+    """A figure's mean, with its deviation and extremes over the seeds."""
+    mean, spread, values = group.mean(figure), group.spread(figure), group.values(figure)
+    form = "{:.2%}".format if percent else "{:.4f}".format
+    if spread is None:
+        return Cell(shown(mean, form), "" if mean is None or group.counted[0].complete else "so far")
+    deviation = f"{100 * spread:.2f}" if percent else form(spread)
+    return Cell(f"{shown(mean, form)} ± {deviation}", f"{form(min(values))} … {form(max(values))}")
+
+
+def runs_in_words(group: Group) -> str:
+    """How many seeds a group has, and how many of its runs are unfinished."""
+    unfinished = sum(not run.complete for run in group.runs)
+    seeds = len({run.info.seed for run in group.runs})
+    parts = [f"{seeds} seeds"] * (seeds > 1) + [f"{unfinished} of {len(group.runs)} unfinished"] * (
+        unfinished > 0
+    )
+    return ", ".join(parts)
+
+
+METHOD = Column("Method", "", lambda group: Cell(group.label, colour=group.colour))
+ACCURACY = Column("Accuracy", "held out, at the end", partial(_spread, "held_out_accuracy", True))
+LOSS = Column("Loss", "held out, at the end", partial(_spread, "held_out_loss", False))
+SPEECH = [
+    Column(head, "held out, at the end", partial(_spread, name, False)) for name, head in ERROR_RATES.items()
+]
+WORDS = Column(
+    "Words",
+    "per rank and step",
+    pair("words", "{:,.0f}".format, "share_of_dense", "{:.1%} of dense".format),
+)
+STEP = Column(
+    "Step, ms",
+    "mean; median",
+    pair("step_seconds", milliseconds, "step_seconds_median", milliseconds),
+)
+DEVIATION = Column(
+    "|nnz−k|/k",
+    "global; local",
+    pair("global_nnz_deviation", "{:.1%}".format, "local_nnz_deviation", "{:.1%}".format),
+)
+XI = Column("ξ", "mean; largest", pair("xi", "{:.2f}".format, "xi_largest", "{:.2f}".format))
+
+
+def method_figures(group: Group, target: float | None = None) -> dict[str, Any]:
+    """A group in single figures, for methods.csv: those of its complete runs, None where it has none.
+
+    Figures that end in "_largest" are the largest over the runs, all others means; those of held-out samples have their deviation
+    and extremes besides.
 
     Args:
         group: one or more runs.
         target: the accuracy that time and steps are taken to.
     """
-    result: Figures = {
+    result: dict[str, Any] = {
         "series": group.label,
         "method": group.method,
         "ranks": group.ranks,
         "runs": len(group.runs),
         "complete_runs": sum(run.complete for run in group.runs),
+        "batch_size": group.runs[0].info.batch_size,
     }
     for name in ("held_out_accuracy", *ERROR_RATES, "held_out_loss"):
         rates = group.values(name)
-        result[name], result[f"{name}_deviation"] = group.mean(name), group.spread(name)
-        result[f"{name}_least"] = min(rates, default=None)
-        result[f"{name}_largest"] = max(rates, default=None)
-    for name in (
-        "steps",
-        "words",
-        "words_sparse_steps",
-        "words_busiest",
-        "share_of_dense",
-        "lower_bound_words",
-        "upper_bound_words",
-        "dense_words",
-        "control_words",
-        "global_nnz_deviation",
-        "local_nnz_deviation",
-        "fill_in",
-        "xi",
-        "region_balance",
-        "words_balance",
-        "step_seconds",
-        "step_seconds_median",
-        "samples_per_second",
-        "part_compute_seconds",
-        "part_selection_seconds",
-        "part_communication_seconds",
-        "part_combined_seconds",
-        "part_data_seconds",
-        "training_seconds",
-    ):
-        result[name] = group.mean(name)
-    result["batch_size"] = group.runs[0].info.batch_size
-    for name in ("xi_largest", "region_balance_largest"):
-        result[name] = max(group.values(name), default=None)
+        result |= {name: group.mean(name), f"{name}_deviation": group.spread(name)}
+        result |= {f"{name}_least": min(rates, default=None), f"{name}_largest": max(rates, default=None)}
+    result |= {name: group.total(name) for name in group.figure_names if name not in result}
     if target is not None:
         seconds, steps = group.seconds_to(target), group.steps_to(target)
-        result["target"] = target
-        result["runs_that_reached_it"] = len(seconds)
+        result |= {"target": target, "runs_that_reached_it": len(seconds)}
         result["seconds_to_target"] = sum(seconds) / len(seconds) if seconds else None
         result["steps_to_target"] = sum(steps) / len(steps) if steps else None
     return result
@@ -81,73 +136,119 @@ def method_figures(group: Group, target: float | None = None) -> Figures:
 def methods_table(groups: Sequence[Group], target: float | None = None) -> Table:
     """Accuracy (of speech its error rates, of text its loss too), time to the target, words and times of each group."""
     speech = any(group.values("character_error_rate") for group in groups)
-    columns: list[Column] = [
-        (Cell("Method"), lambda group, row: Cell(group.label, runs_in_words(group), group.colour)),
-        *(SPEECH if speech else (*LOSS, *ACCURACY) if reads_text(groups) else ACCURACY),
+    columns = [
+        METHOD._replace(cell=lambda group: Cell(group.label, runs_in_words(group), group.colour)),
+        *(SPEECH if speech else [LOSS, ACCURACY] if reads_text(groups) else [ACCURACY]),
     ]
     if target is not None:
         head = f"To WER {1 - target:.4g}" if speech else f"To {100 * target:.4g}%"
-        columns.append((Cell(head, "training time"), lambda group, row: _to_target(row)))
+        columns.append(Column(head, "training time", partial(_to_target, target)))
     columns += [
-        (Cell("Words", "per rank and step"), lambda group, row: words_cell(row)),
-        (Cell("Step, ms", "mean; median"), lambda group, row: step_cell(row)),
-        (Cell("Compute", "ms"), lambda group, row: Cell(milliseconds(row["part_compute_seconds"]))),
-        (Cell("Selection", "ms"), lambda group, row: Cell(milliseconds(row["part_selection_seconds"]))),
-        (Cell("Exchange", "ms"), lambda group, row: _exchange(row)),
-        (Cell("Data", "of a step"), lambda group, row: _data(row)),
-        (Cell("|nnz−k|/k", "global; local"), lambda group, row: deviation_cell(row)),
-        (Cell("ξ", "mean; largest"), lambda group, row: xi_cell(row)),
+        WORDS,
+        STEP,
+        Column("Compute", "ms", mean("part_compute_seconds")),
+        Column("Selection", "ms", mean("part_selection_seconds")),
+        Column("Exchange", "ms", _exchange),
+        Column("Data", "of a step", _data),
+        DEVIATION,
+        XI,
     ]
-    rows = []
-    for group in groups:
-        figures = method_figures(group, target)
-        rows.append([cell(group, figures) for _, cell in columns])
-    words = {
-        int(run.evaluations["samples"][-1])
-        for group in groups
-        for run in group.runs
-        if run.evaluations["step"].size
-    }
-    heard = f" Error rates are of {max(words)} words: one of them is {1 / max(words):.4f}." if speech else ""
-    return Table(
+    evaluated = [run for group in groups for run in group.runs if run.evaluations["step"].size]
+    words = max((int(run.evaluations["samples"][-1]) for run in evaluated), default=1)
+    heard = f" Error rates are of {words} words: one of them is {1 / words:.4f}." if speech else ""
+    return table(
         "Methods",
-        [head for head, _ in columns],
-        rows,
-        note="Accuracy, error rates and loss: mean over the seeds ± sample standard deviation. Times leave out the first "
+        columns,
+        groups,
+        "Accuracy, error rates and loss: mean over the seeds ± sample standard deviation. Times leave out the first "
         "steps, evaluations and measurements. Both: selection and exchange in one stream of kernels. Words: "
         f"payload; a share is that of a dense allreduce, 2n(P−1)/P.{heard}",
     )
 
 
+def _to_target(target: float, group: Group) -> Cell:
+    seconds, steps, runs = group.seconds_to(target), group.steps_to(target), len(group.counted)
+    if not seconds:
+        return Cell("not reached")
+    share = "" if len(seconds) == runs else f"{len(seconds)} of {runs} runs; "
+    return Cell(f"{sum(seconds) / len(seconds):,.1f} s", f"{share}{sum(steps) / len(steps):,.0f} steps")
+
+
+def _exchange(group: Group) -> Cell:
+    combined = group.mean("part_combined_seconds")
+    exchange = shown(group.mean("part_communication_seconds"), milliseconds)
+    return Cell(exchange, f"+ {milliseconds(combined)} both" if combined else "")
+
+
+def _data(group: Group) -> Cell:
+    step = group.mean("step_seconds")
+    return Cell(f"{(group.mean('part_data_seconds') or 0.0) / step:.1%}" if step else MISSING)
+
+
 def regions_table(groups: Sequence[Group]) -> Table:
     """What the busiest rank has to do beside the mean, of Ok-Topk with balanced regions and with equal ones."""
-    rows = []
-    for group in groups:
-        figures = method_figures(group)
+
+    def kind(group: Group) -> Cell:
         balanced = group.runs[0].config.get("reduction", {}).get("balanced_regions", True)
-        largest = figures["region_balance_largest"]
-        rows.append(
-            [
-                Cell("balanced by nnz" if balanced else "of equal length", colour=group.colour),
-                Cell(_ratio(figures["region_balance"]), "" if largest is None else f"at most {largest:.2f}"),
-                Cell(_ratio(figures["words_balance"])),
-                words_cell(figures),
-                step_cell(figures),
-            ]
-        )
-    heads = [
-        Cell("Regions"),
-        Cell("Busiest region", "entries / mean"),
-        Cell("Busiest rank", "words sent / mean"),
-        Cell("Words", "per rank and step"),
-        Cell("Step, ms", "mean; median"),
+        return Cell("balanced by nnz" if balanced else "of equal length", colour=group.colour)
+
+    ratio = "{:.2f}".format
+    busiest = pair("region_balance", ratio, "region_balance_largest", "at most {:.2f}".format)
+    columns = [
+        Column("Regions", "", kind),
+        Column("Busiest region", "entries / mean", busiest),
+        Column("Busiest rank", "words sent / mean", mean("words_balance", ratio)),
+        WORDS,
+        STEP,
     ]
-    return Table(
+    return table(
         "Regions",
-        heads,
-        rows,
-        note="Entries: what all ranks selected in a region, which its rank receives and sums; in measured steps. Equal "
+        columns,
+        groups,
+        "Entries: what all ranks selected in a region, which its rank receives and sums; in measured steps. Equal "
         "regions always go through MPI, balanced ones through peer memory where there is any.",
+    )
+
+
+def swept(usual: Sequence[Run], others: Sequence[Run]) -> dict[Group, dict[str, Any]]:
+    """Groups of Ok-Topk with the settings in which they differ, in the order of these; empty while they differ in none.
+
+    Args:
+        usual: runs with the usual settings, of any method.
+        others: runs that differ from them.
+    """
+    groups = group_runs([*(run for run in usual if run.info.method == "oktopk"), *others]) if others else []
+    values = differences(groups)
+    found = {group: {name: values[name][i] for name in values} for i, group in enumerate(groups) if values}
+    return dict(sorted(found.items(), key=lambda item: [_key(value) for value in item[1].values()]))
+
+
+def _key(value: Any) -> tuple[bool, float, str]:
+    number = isinstance(value, int | float)
+    return (not number, float(value) if number else 0.0, str(value))
+
+
+def sweep_table(settings: dict[Group, dict[str, Any]], dense: Group | None) -> Table:
+    """Loss, deviation, xi, words and time of each of `swept`; dense: what losses are held against."""
+    reference = None if dense is None else dense.mean("held_out_loss")
+
+    def setting(name: str, note: Callable[[Group], str], group: Group) -> Cell:
+        return Cell(str(settings[group][name]), note(group))
+
+    def above(group: Group) -> Cell:
+        loss = group.mean("held_out_loss")
+        return Cell(MISSING if loss is None or not reference else f"{loss / reference - 1:+.2%}")
+
+    columns: list[Column] = []
+    for name in next(iter(settings.values())):
+        note = runs_in_words if not columns else lambda group: ""
+        columns.append(Column(name.split(".")[-1], "", partial(setting, name, note)))
+    columns += [LOSS, Column("Above dense's", "", above), DEVIATION, XI, WORDS, STEP]
+    return table(
+        "Sweep",
+        columns,
+        list(settings),
+        "Ok-Topk, all else as above; the same figures and more in sweep.csv.",
     )
 
 
@@ -164,99 +265,39 @@ def _one_line(cell: Cell) -> str:
     return f"{text} ({cell.small})" if cell.small else text
 
 
-def runs_in_words(group: Group) -> str:
-    """How many seeds a group has, and how many of its runs are unfinished."""
-    unfinished = sum(not run.complete for run in group.runs)
-    seeds = len({run.info.seed for run in group.runs})
-    words = f"{seeds} seeds" if seeds > 1 else ""
-    if unfinished:
-        words += (", " if words else "") + f"{unfinished} of {len(group.runs)} unfinished"
-    return words
-
-
-def _accuracy(row: Figures) -> Cell:
-    mean, spread = row["held_out_accuracy"], row["held_out_accuracy_deviation"]
-    if mean is None:
-        return Cell(MISSING)
-    if spread is None:
-        return Cell(f"{mean:.2%}", "" if row["complete_runs"] else "so far")
-    return Cell(
-        f"{mean:.2%} ± {spread * 100:.2f}",
-        f"{row['held_out_accuracy_least']:.2%} … {row['held_out_accuracy_largest']:.2%}",
-    )
-
-
-def spread_cell(name: str, group: Group, row: Figures) -> Cell:
-    """A figure of method_figures with its deviation and extremes over the seeds."""
-    mean, spread = row[name], row[f"{name}_deviation"]
-    if mean is None:
-        return Cell(MISSING)
-    if spread is None:
-        return Cell(f"{mean:.4f}", "" if row["complete_runs"] else "so far")
-    return Cell(f"{mean:.4f} ± {spread:.4f}", f"{row[f'{name}_least']:.4f} … {row[f'{name}_largest']:.4f}")
-
-
-def _to_target(row: Figures) -> Cell:
-    reached, runs = row["runs_that_reached_it"], row["complete_runs"] or row["runs"]
-    if not reached:
-        return Cell("not reached")
-    share = "" if reached == runs else f"{reached} of {runs} runs; "
-    return Cell(f"{row['seconds_to_target']:,.1f} s", f"{share}{row['steps_to_target']:,.0f} steps")
-
-
-def words_cell(row: Figures) -> Cell:
-    """Words of a step, and their share of dense ones."""
-    if row["words"] is None:
-        return Cell(MISSING)
-    share = row["share_of_dense"]
-    return Cell(f"{row['words']:,.0f}", "" if share is None else f"{share:.1%} of dense")
-
-
-def _ratio(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.2f}"
-
-
-def step_cell(row: Figures) -> Cell:
-    """Mean and median of a step."""
-    return Cell(milliseconds(row["step_seconds"]), milliseconds(row["step_seconds_median"]))
-
-
-def _exchange(row: Figures) -> Cell:
-    combined = row["part_combined_seconds"]
-    return Cell(
-        milliseconds(row["part_communication_seconds"]),
-        f"+ {milliseconds(combined)} both" if combined else "",
-    )
-
-
-def _data(row: Figures) -> Cell:
-    data, step = row["part_data_seconds"], row["step_seconds"]
-    return Cell(MISSING if not step else f"{(data or 0.0) / step:.1%}")
-
-
-def deviation_cell(row: Figures) -> Cell:
-    """How far nnz is from k, globally and locally."""
-    both = row["global_nnz_deviation"], row["local_nnz_deviation"]
-    texts = [MISSING if value is None else f"{value:.1%}" for value in both]
-    return Cell(texts[0], "" if both[1] is None else texts[1])
-
-
-def xi_cell(row: Figures) -> Cell:
-    """ξ, mean and largest."""
-    if row["xi"] is None:
-        return Cell(MISSING)
-    return Cell(f"{row['xi']:.2f}", f"{row['xi_largest']:.2f}")
-
-
-ACCURACY: tuple[Column, ...] = (
-    (Cell("Accuracy", "held out, at the end"), lambda group, row: _accuracy(row)),
-)
-LOSS: tuple[Column, ...] = ((Cell("Loss", "held out, at the end"), partial(spread_cell, "held_out_loss")),)
-SPEECH: tuple[Column, ...] = tuple(
-    (Cell(head, "held out, at the end"), partial(spread_cell, name)) for name, head in ERROR_RATES.items()
-)
-
-
-def milliseconds(seconds: float | None) -> str:
-    """A duration without its unit."""
-    return MISSING if seconds is None else f"{seconds * 1e3:.2f}" if seconds < 0.1 else f"{seconds * 1e3:.1f}"
+def closing_table(groups: Sequence[Group]) -> str:
+    """One column per group, one line per figure, means over the group's complete runs."""
+    lines: list[tuple[str, str, str]] = [
+        ("ranks", "ranks", "{:.0f}"),
+        ("steps", "steps", "{:.0f}"),
+        ("held-out accuracy", "held_out_accuracy", "{:.2%}"),
+        ("  word error rate", "word_error_rate", "{:.4f}"),
+        ("  character error rate", "character_error_rate", "{:.4f}"),
+        ("held-out loss", "held_out_loss", "{:.4f}"),
+        ("words per rank and step", "words", "{:,.0f}"),
+        ("  busiest rank", "words_busiest", "{:,.0f}"),
+        ("  share of dense, 2n(P−1)/P", "share_of_dense", "{:.2%}"),
+        ("  lower bound 2k(P−1)/P", "lower_bound_words", "{:,.0f}"),
+        ("  upper bound 6k(P−1)/P", "upper_bound_words", "{:,.0f}"),
+        ("  control, besides", "control_words", "{:,.0f}"),
+        ("mean |global nnz − k| / k", "global_nnz_deviation", "{:.2%}"),
+        ("busiest region / mean", "region_balance", "{:.2f}"),
+        ("ξ", "xi", "{:.2f}"),
+        ("fill-in", "fill_in", "{:.2f}"),
+        ("step, ms", "step_seconds", ""),
+    ]
+    for phase in PHASES:
+        lines.append((f"  {phase}", f"{phase}_seconds", ""))
+        if phase == "reduction":
+            lines += [(f"    {stage}", f"stage_{stage}_seconds", "") for stage in ordered_stages(groups)]
+    lines.append(("training, s", "total_seconds", "{:.1f}"))
+    runs = [str(len(group.runs)) for group in groups]
+    rows = [["runs", *runs]] if set(runs) != {"1"} else []
+    for title, name, form in lines:
+        write = form.format if form else lambda seconds: f"{seconds * 1e3:.1f}"
+        cells = [shown(group.mean(name), write) for group in groups]
+        if any(cell != MISSING for cell in cells):
+            rows.append([title.replace("  ", 2 * _INDENT), *cells])
+    align = ("left", *("right" for _ in groups))
+    heads = ["", *(group.label for group in groups)]
+    return tabulate(rows, heads, colalign=align, disable_numparse=True).replace(_INDENT, " ")

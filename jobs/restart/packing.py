@@ -66,7 +66,6 @@ class Snapshot:
             self._pending.pop()()
 
     def restore(self) -> dict[str, Any]:
-        """The state again."""
         return unpack(self.tree, self.tensors)
 
 

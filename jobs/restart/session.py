@@ -89,7 +89,6 @@ class Session:
 
     @property
     def complete(self) -> bool:
-        """Whether the run has nothing left to do."""
         return self._start.complete
 
     def resume(self, model: nn.Module, optimizer: ReducingOptimizer) -> Resumed:

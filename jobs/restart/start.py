@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from data.exclusive import is_open_at
+from data.durable import take_lock
 from data.prepared_file import data_checksum
 from jobs.config.config import Config, as_saved_now
 from jobs.restart import files
@@ -112,27 +109,11 @@ class FolderLock:
 
     def __init__(self, folder: Path, patience: float = 15.0) -> None:
         self._folder, self._path = folder, folder / "lock"
-        self._file: IO[str] = self._opened()
-        deadline = time.monotonic() + patience
-        while True:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if is_open_at(self._file.fileno(), self._path):
-                    break
-                # who held it has removed it: another job may have made a new one
-                self._file.close()
-                self._file = self._opened()
-                continue
-            except BlockingIOError:
-                if time.monotonic() < deadline:
-                    time.sleep(0.2)
-                    continue
-                self._file.seek(0)
-                holder = self._file.read().strip()
-                self._file.close()
-                raise RunFileError(f"{folder} is in use by {holder or 'another process'}") from None
-            except OSError:
-                return  # a file system without locks: nothing to be had
+        descriptor = take_lock(self._path, patience)
+        if descriptor is None:
+            holder = self._path.read_text(encoding="utf-8").strip() if self._path.exists() else ""
+            raise RunFileError(f"{folder} is in use by {holder or 'another process'}")
+        self._file = os.fdopen(descriptor, "r+", encoding="utf-8")
         job = provenance.job()
         with contextlib.suppress(OSError):  # on a full disk the holder has no name
             self._file.truncate(0)
@@ -140,10 +121,6 @@ class FolderLock:
                 f"process {os.getpid()} on {provenance.host()}{f', Slurm job {job}' if job else ''}\n"
             )
             self._file.flush()
-
-    def _opened(self) -> IO[str]:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        return open(self._path, "a+", encoding="utf-8")
 
     def release(self) -> None:
         """Let go of it, and leave no folder where nothing was written; again is allowed."""

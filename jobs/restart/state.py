@@ -63,7 +63,6 @@ class BatchStream:
 
     @property
     def position(self) -> Position:
-        """Where the next batch begins."""
         return Position(self._epoch, self._taken * self._samples)
 
     @property

@@ -124,12 +124,12 @@ class Watchdog:
     def _tell(self, seconds: float) -> None:
         if sys.__stderr__ is None:
             return
-        told = (
+        text = (
             f"rank {self._comm.rank} of {self._comm.size}: {self._phase.value} for {seconds:g} s, {self._done} steps "
             f"done; the job is ended unless it goes on within {GRACE:g} s. Its threads, the innermost call first:\n{stacks()}"
         )
         with contextlib.suppress(OSError, ValueError):  # closed
-            os.write(sys.__stderr__.fileno(), told.encode())
+            os.write(sys.__stderr__.fileno(), text.encode())
 
 
 def stacks() -> str:
@@ -142,5 +142,5 @@ def stacks() -> str:
     finally:
         os.close(writer)
         with os.fdopen(reader, encoding="utf-8", errors="replace") as file:
-            told = file.read()
-    return told
+            text = file.read()
+    return text

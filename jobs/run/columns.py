@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 from collectives.traffic import lower_bound, upper_bound
 
 if TYPE_CHECKING:  # a reader needs no MPI
+    from mpi4py import MPI
+
     from oktopk import StepReport
+
 
 PHASES = ("data", "forward", "backward", "reduction", "optimizer")
 """The phases of a step, in order."""
@@ -179,6 +182,15 @@ SEGMENT_COLUMNS: dict[str, Column] = {
 }
 
 
+GROUPS = {
+    "steps": STEP_COLUMNS,
+    "evaluations": EVALUATION_COLUMNS,
+    "measures": MEASURE_COLUMNS,
+    "segments": SEGMENT_COLUMNS,
+}
+"""Groups of a run file: a value per step, evaluation, measured step, and job that the run took."""
+
+
 def rows(columns: dict[str, Column], steps: Sequence[Step]) -> NDArray[np.float64]:
     """float64[steps, columns]: the steps of one rank."""
     sources = [column.source for column in columns.values()]
@@ -195,3 +207,47 @@ def reduced(columns: dict[str, Column], ranks: Sequence[NDArray[np.float64]]) ->
         "rank 0": lambda values, axis: values[0],
     }
     return {name: over[column.over](every[name], axis=0) for name, column in columns.items()}
+
+
+class Gathered(NamedTuple):
+    """Some steps, reduced over the ranks.
+
+    Attributes:
+        steps: every name of STEP_COLUMNS, each [steps].
+        stages: stage -> seconds[steps], mean over the ranks; 0 in a step without it.
+        measures: every name of MEASURE_COLUMNS, each [measured steps].
+    """
+
+    steps: Columns
+    stages: dict[str, NDArray[np.float64]]
+    measures: Columns
+
+
+def gather(comm: MPI.Intracomm, steps: Sequence[Step]) -> Gathered | None:
+    """Reduce the steps over the ranks. Collective.
+
+    Args:
+        comm: every rank calls with the same steps, as it measured them.
+        steps: at least one.
+
+    Returns:
+        On rank 0; None elsewhere.
+
+    Traffic: one gather of float64[steps, columns + stages].
+    """
+    measured = [step for step in steps if step.report.measures is not None]
+    names = dict.fromkeys(name for step in steps for name in step.report.seconds)
+    stages = {name: np.array([step.report.seconds.get(name, 0.0) for step in steps]) for name in names}
+    gathered = comm.gather((rows(STEP_COLUMNS, steps), stages, rows(MEASURE_COLUMNS, measured)))
+    if gathered is None:
+        return None
+    of_steps, of_stages, of_measures = zip(*gathered, strict=True)
+    nothing = np.zeros(len(steps))
+    return Gathered(
+        reduced(STEP_COLUMNS, of_steps),
+        {
+            name: np.mean([mine.get(name, nothing) for mine in of_stages], axis=0)
+            for name in dict.fromkeys(name for mine in of_stages for name in mine)
+        },
+        reduced(MEASURE_COLUMNS, of_measures),
+    )

@@ -36,14 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.durable import is_special, replaced
-from jobs.run.columns import (
-    EVALUATION_COLUMNS,
-    MEASURE_COLUMNS,
-    SEGMENT_COLUMNS,
-    STEP_COLUMNS,
-    Column,
-    Columns,
-)
+from jobs.run.columns import GROUPS, SEGMENT_COLUMNS, Column, Columns
 
 FORMAT = "oktopk run 1"
 STATUSES = ("running", "complete", "failed", "interrupted")
@@ -128,10 +121,7 @@ class RunFile:
         for name, value in asdict(info).items():
             file.attrs[name] = value
         self._status = file.create_dataset("status", data=np.array([b"running"], "S16"), chunks=(1,))
-        self._steps = self._create_columns("steps", STEP_COLUMNS)
-        self._evaluations = self._create_columns("evaluations", EVALUATION_COLUMNS)
-        self._measures = self._create_columns("measures", MEASURE_COLUMNS)
-        self._segments = self._create_columns("segments", SEGMENT_COLUMNS)
+        self._groups = {group: self._create_columns(group, known) for group, known in GROUPS.items()}
         stages = file.create_group("stages")
         self._stage_names = stages.create_dataset(
             "names", shape=(STAGE_SLOTS,), dtype=_STAGE_NAME, chunks=(STAGE_SLOTS,)
@@ -149,39 +139,39 @@ class RunFile:
 
     def _begin(self, info: RunInfo, earlier: RunRecord | None) -> None:
         if earlier is not None:
-            _append(self._segments, earlier.segments)
-            _append(self._evaluations, earlier.evaluations)
-            _append(self._measures, earlier.measures)
+            for group in ("segments", "evaluations", "measures"):
+                _append(self._groups[group], getattr(earlier, group))
             self.append_steps(earlier.steps, earlier.stages)
         job = {"step": self.done, "ranks": info.ranks, "host": info.host, "started": info.started}
         _append(
-            self._segments,
+            self._groups["segments"],
             {name: np.array([job[name]], dtype) for name, (dtype, *_) in SEGMENT_COLUMNS.items()},
         )
         self._file.flush()
 
     @property
     def done(self) -> int:
-        """Steps on record."""
-        return int(self._steps["step"].shape[0])
+        return int(self._groups["steps"]["step"].shape[0])
 
     @property
     def elapsed(self) -> float:
         """Seconds on record, the last evaluation included."""
         if not self.done:
             return 0.0
-        after_last = self._evaluations["step"][...] == self.done
-        return float(self._steps["elapsed"][-1]) + float(self._evaluations["seconds"][...][after_last].sum())
+        after_last = self._groups["evaluations"]["step"][...] == self.done
+        return float(self._groups["steps"]["elapsed"][-1]) + float(
+            self._groups["evaluations"]["seconds"][...][after_last].sum()
+        )
 
     def _create_columns(self, group: str, columns: Mapping[str, Column]) -> dict[str, h5py.Dataset]:
-        made = {}
+        datasets = {}
         for name, column in columns.items():
-            made[name] = self._file.create_dataset(
+            datasets[name] = self._file.create_dataset(
                 f"{group}/{name}", shape=(0,), maxshape=(None,), dtype=column.dtype, chunks=(_CHUNK,)
             )
-            made[name].attrs["unit"] = column.unit
-            made[name].attrs["over_ranks"] = column.over
-        return made
+            datasets[name].attrs["unit"] = column.unit
+            datasets[name].attrs["over_ranks"] = column.over
+        return datasets
 
     def append_steps(
         self, columns: Mapping[str, NDArray[Any]], stages: Mapping[str, NDArray[np.float64]]
@@ -197,7 +187,7 @@ class RunFile:
             RunFileError: the disk is full or broken.
         """
         with self._writing():
-            count = _append(self._steps, columns)
+            count = _append(self._groups["steps"], columns)
             seconds = np.zeros((count, STAGE_SLOTS))
             for name, values in stages.items():
                 seconds[:, self._slot(name)] += values
@@ -209,13 +199,13 @@ class RunFile:
     def append_evaluation(self, **values: float) -> None:
         """Append one evaluation, every name of EVALUATION_COLUMNS, and flush. Raises as append_steps."""
         with self._writing():
-            _append(self._evaluations, {name: np.array([value]) for name, value in values.items()})
+            _append(self._groups["evaluations"], {name: np.array([value]) for name, value in values.items()})
             self._file.flush()
 
     def append_measures(self, columns: Mapping[str, NDArray[Any]]) -> None:
         """Append some measured steps, every name of MEASURE_COLUMNS, and flush. Raises as append_steps."""
         with self._writing():
-            _append(self._measures, columns)
+            _append(self._groups["measures"], columns)
             self._file.flush()
 
     @contextmanager

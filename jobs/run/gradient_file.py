@@ -127,7 +127,6 @@ class GradientRecorder:
         self._left -= 1
 
     def close(self) -> None:
-        """End the recording; again is allowed."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -192,5 +191,4 @@ class RecordedGradients:
         }
 
     def close(self) -> None:
-        """Let go of the file."""
         self._file.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,14 +13,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.run.columns import (
-    EVALUATION_COLUMNS,
-    MEASURE_COLUMNS,
-    SEGMENT_COLUMNS,
-    STEP_COLUMNS,
-    Column,
-    Columns,
-)
+from jobs.run.columns import GROUPS, Columns
 from jobs.run.file import FORMAT, STATUSES, RunFileError, RunInfo, RunRecord
 
 LATER_GROUPS = ("measures", "segments")
@@ -96,12 +88,10 @@ class RunReader:
         self.close()
 
     def close(self) -> None:
-        """Close; again is allowed."""
         self._file.close()
 
     @property
     def info(self) -> RunInfo:
-        """The attributes."""
         attributes = self._file.attrs  # older files lack the newest, which have defaults
         values: dict[str, Any] = {}
         for name, field in RunInfo.__dataclass_fields__.items():
@@ -128,19 +118,19 @@ class RunReader:
 
     def steps(self) -> Columns:
         """Every column of STEP_COLUMNS as of now, all of one length. Raises RunFileError: one is missing."""
-        return self._columns("steps", STEP_COLUMNS)
+        return self.columns("steps")
 
     def evaluations(self) -> Columns:
         """Every column of EVALUATION_COLUMNS, as steps()."""
-        return self._columns("evaluations", EVALUATION_COLUMNS)
+        return self.columns("evaluations")
 
     def measures(self) -> Columns:
         """Every column of MEASURE_COLUMNS, as steps(); empty in an older file."""
-        return self._columns("measures", MEASURE_COLUMNS)
+        return self.columns("measures")
 
     def segments(self) -> Columns:
-        """Every column of SEGMENT_COLUMNS: one value per job that the run took; empty in an older file."""
-        return self._columns("segments", SEGMENT_COLUMNS)
+        """Every column of SEGMENT_COLUMNS, as steps(); empty in an older file."""
+        return self.columns("segments")
 
     def stages(self) -> dict[str, NDArray[np.float64]]:
         """Stage of the reduction -> seconds[steps], mean over the ranks."""
@@ -150,7 +140,9 @@ class RunReader:
         slots = self._values("stages/seconds", 2).T
         return {name: seconds for name, seconds in zip(names, slots, strict=False) if name}
 
-    def _columns(self, group: str, known: Mapping[str, Column]) -> Columns:
+    def columns(self, group: str) -> Columns:
+        """Every column of a group of GROUPS, as steps()."""
+        known = GROUPS[group]
         if group in LATER_GROUPS and group not in self._file:
             return {name: np.zeros(0, column.dtype) for name, column in known.items()}
         columns = {}
@@ -185,28 +177,24 @@ def read_record(path: str | Path, done: int) -> RunRecord:
         ValueError: a column is of another type, or the steps do not ascend.
     """
     with RunReader(path) as reader:
-        steps, evaluations, stages = reader.steps(), reader.evaluations(), reader.stages()
-        measures, segments, started = reader.measures(), reader.segments(), reader.info.started
-    _check_columns("steps", steps, STEP_COLUMNS)
-    _check_columns("evaluations", evaluations, EVALUATION_COLUMNS)
-    _check_columns("measures", measures, MEASURE_COLUMNS)
-    _check_columns("segments", segments, SEGMENT_COLUMNS)
+        groups = {group: reader.columns(group) for group in GROUPS}
+        stages, started = reader.stages(), reader.info.started
+    for group, known in GROUPS.items():
+        for name, column in known.items():
+            found = groups[group][name].dtype
+            if (found.kind == "S") != (np.dtype(column.dtype).kind == "S"):
+                raise ValueError(f"its {group}/{name} is {found}, not {column.dtype}")
+    steps = groups["steps"]
     if np.any(steps["step"][1:] <= steps["step"][:-1]):
         raise ValueError("its steps do not ascend")
     count = int(np.searchsorted(steps["step"], done, side="right"))
     # read after the steps, hence longer where the writer is at work, and shorter where it was killed in between
     count = min(count, *map(len, stages.values())) if stages else count
+    kept = {
+        group: {name: values[columns["step"] <= done] for name, values in columns.items()}
+        for group, columns in groups.items()
+    }
+    kept["steps"] = {name: values[:count] for name, values in steps.items()}
     return RunRecord(
-        started=started,
-        steps={name: values[:count] for name, values in steps.items()},
-        stages={name: seconds[:count] for name, seconds in stages.items()},
-        evaluations={name: values[evaluations["step"] <= done] for name, values in evaluations.items()},
-        measures={name: values[measures["step"] <= done] for name, values in measures.items()},
-        segments={name: values[segments["step"] <= done] for name, values in segments.items()},
+        started=started, stages={name: seconds[:count] for name, seconds in stages.items()}, **kept
     )
-
-
-def _check_columns(group: str, columns: Columns, known: Mapping[str, Column]) -> None:
-    for name, column in known.items():
-        if (columns[name].dtype.kind == "S") != (np.dtype(column.dtype).kind == "S"):
-            raise ValueError(f"its {group}/{name} is {columns[name].dtype}, not {column.dtype}")

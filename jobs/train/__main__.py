@@ -29,8 +29,7 @@ from jobs.restart.signals import EXIT_STATUS, Interrupted, leave, show_when_aske
 from jobs.run.file import RunFileError
 from jobs.train.agreement import NonFiniteLossError, RanksDiverged, Refused, decide_on_root
 from jobs.train.job import say, train
-from jobs.train.setup import Build
-from jobs.train.tasks.build import build_workload
+from jobs.train.setup import Build, build_workload
 from oktopk import NonFiniteGradientError
 
 

@@ -20,16 +20,15 @@ from jobs.config.config import Config
 from jobs.restart.safeguard import Safeguard
 from jobs.restart.state import BatchStream, Progress, capture
 from jobs.run import provenance
-from jobs.run.columns import Step
+from jobs.run.columns import Gathered, Step, gather
 from jobs.run.file import RunFile, RunFileError
 from jobs.run.gradient_file import GradientRecorder
-from jobs.run.recorder import Gathered, gather
 from jobs.train.agreement import NonFiniteLossError, check_same_parameters, decide_on_root
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.reduction import settling
 from jobs.train.schedule import learning_rate_factor
 from jobs.train.setup import Setup
-from jobs.train.timing import Laps, TimedStep, measure
+from jobs.train.timing import PhaseTimer, TimedStep, measure
 from oktopk import average_buffers
 
 
@@ -160,31 +159,31 @@ class TrainingLoop:
         )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        laps = Laps(self.placement)
-        losses = [self._accumulate(laps, number) for number in range(self.config.training.accumulate)]
+        timer = PhaseTimer(self.placement)
+        losses = [self._accumulate(timer, number) for number in range(self.config.training.accumulate)]
         every = self.config.run.measure_every
         report = self.optimizer.reduce(measure=bool(every) and (step + 1) % every == 0)
-        laps.end("reduction")
+        timer.record("reduction")
         self.optimizer.apply()
-        laps.end("optimizer")
+        timer.record("optimizer")
         if self.gradients is not None and not self.gradients.full:
             self.gradients.add(self.optimizer.gradient)
         # read when the run file is written: until then a GPU need not be waited for
-        self.timed.append(TimedStep(report, losses, laps, rate))
+        self.timed.append(TimedStep(report, losses, timer, rate))
         self.bar.update()
 
-    def _accumulate(self, laps: Laps, number: int) -> torch.Tensor:
+    def _accumulate(self, timer: PhaseTimer, number: int) -> torch.Tensor:
         """One backward pass of a step, on top of those before; returns the loss."""
         batch = next(self.batches)
-        laps.end("data")
+        timer.record("data")
         if not number:
             self.optimizer.zero_grad()
         last = number + 1 == self.config.training.accumulate
         with nullcontext() if last else self.optimizer.no_sync():
             loss = self.passes.forward(batch, last=last)
-            laps.end("forward")
+            timer.record("forward")
             self.passes.backward()
-            laps.end("backward")
+            timer.record("backward")
         return loss
 
     def _evaluates_after(self, step: int) -> bool:

@@ -42,18 +42,15 @@ class EagerPasses:
         self._loss: Tensor | None = None
 
     def forward(self, batch: Any, *, last: bool = True) -> Tensor:
-        """As the protocol says."""
         self._loss = self._workload.loss(batch)
         return self._loss.detach()
 
     def backward(self) -> None:
-        """As the protocol says."""
         assert self._loss is not None
         self._loss.backward(self._share)
         self._loss = None
 
     def close(self) -> None:
-        """As the protocol says."""
         self._loss = None
 
 
@@ -81,7 +78,6 @@ class CapturedPasses:
         self._current: _Capture | None = None
 
     def forward(self, batch: Any, *, last: bool = True) -> Tensor:
-        """As the protocol says."""
         adds = any(parameter.grad is not None for parameter in self._parameters)
         settle = self._settle if last else None
         key = adds, settle is not None
@@ -94,7 +90,6 @@ class CapturedPasses:
         return self._current.forward(batch)
 
     def backward(self) -> None:
-        """As the protocol says."""
         assert self._current is not None
         self._current.backward()
         self._current = None
@@ -131,21 +126,21 @@ class _Capture:
             if settle is not None:
                 settle()
         self._loss = loss.detach()
-        self._made = [
+        self._created = [
             (parameter, parameter.grad)
-            for parameter, made in zip(parameters, missing, strict=True)
-            if made and parameter.grad is not None
+            for parameter, is_missing in zip(parameters, missing, strict=True)
+            if is_missing and parameter.grad is not None
         ]
 
     def forward(self, batch: Sequence[Tensor]) -> Tensor:
-        for held, tensor in zip(self._inputs, batch, strict=True):
-            held.copy_(tensor)
+        for buffer, tensor in zip(self._inputs, batch, strict=True):
+            buffer.copy_(tensor)
         self._forward.replay()
         return self._loss.clone()
 
     def backward(self) -> None:
         self._backward.replay()
-        for parameter, gradient in self._made:
+        for parameter, gradient in self._created:
             parameter.grad = gradient
 
 
@@ -158,7 +153,7 @@ def _warm_up(
     stream: torch.cuda.Stream,
 ) -> None:
     """Some passes that leave no trace: gradients, buffers and random numbers are afterwards what they were."""
-    held = [None if p.grad is None else p.grad.clone() for p in parameters]
+    gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
     buffers = [buffer.clone() for buffer in workload.model.buffers()]
     drawn = torch.cuda.get_rng_state()
     stream.wait_stream(torch.cuda.current_stream())
@@ -170,7 +165,7 @@ def _warm_up(
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.set_rng_state(drawn)
     _put_back(workload.model, buffers)
-    for parameter, gradient in zip(parameters, held, strict=True):
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:
             parameter.grad = None
         elif parameter.grad is not None:

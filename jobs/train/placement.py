@@ -7,14 +7,12 @@ import platform
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from mpi4py import MPI
 
 from collectives.cuda.environment import gpu_problem
-from data.images.loader import EvaluationLoader, EvaluationSource, TrainingLoader, TrainingSource
-from data.images.resident import ResidentEvaluationLoader, ResidentTrainingLoader
 from jobs.train.agreement import Refused, decide_together
 
 
@@ -22,8 +20,8 @@ class PlacementError(RuntimeError):
     """A device that was asked for and cannot be used."""
 
 
-class Placement(Protocol):
-    """One rank's device.
+class Placement:
+    """One rank's device: the CPU.
 
     Attributes:
         device: torch's name of it.
@@ -31,66 +29,31 @@ class Placement(Protocol):
         fused: whether torch's fused optimizers are the fast ones.
         process_group: torch.distributed's backend for it.
         captures: whether it has CUDA graphs.
+        resident: whether images are to stay in its memory as uint8, and be cropped, mirrored and standardised there.
         unit: a name that no other device in the world has.
     """
-
-    device: torch.device
-    description: str
-    fused: bool
-    process_group: str
-    captures: bool
-    unit: str
-
-    def mark(self) -> Any:
-        """Now, after all work that was asked for before; for `read`. Waits for nothing."""
-
-    def read(self, marks: Sequence[Any]) -> list[float]:
-        """When the marks were passed, as time.perf_counter() counts; the last one is waited for."""
-
-    def training_source(self, loader: TrainingLoader, memory_format: torch.memory_format) -> TrainingSource:
-        """The same batches, on the device; there in that format, where that costs nothing."""
-
-    def evaluation_source(
-        self, loader: EvaluationLoader, memory_format: torch.memory_format
-    ) -> EvaluationSource:
-        """The same batches, on the device; there in that format, where that costs nothing."""
-
-
-class HostPlacement:
-    """The CPU."""
 
     device = torch.device("cpu")
     fused = False
     process_group = "gloo"
     captures = False
+    resident = False
 
     def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:
         self.description = platform.processor() or platform.machine()
         self.unit = socket.gethostname()
 
-    def mark(self) -> float:
-        """As the protocol says."""
+    def mark(self) -> Any:
+        """Now, after all work that was asked for before; for `read`. Waits for nothing."""
         return time.perf_counter()
 
-    def read(self, marks: Sequence[float]) -> list[float]:
-        """As the protocol says."""
+    def read(self, marks: Sequence[Any]) -> list[float]:
+        """When the marks were passed, as time.perf_counter() counts; the last one is waited for."""
         return list(marks)
 
-    def training_source(self, loader: TrainingLoader, memory_format: torch.memory_format) -> TrainingSource:
-        """As the protocol says."""
-        return loader
 
-    def evaluation_source(
-        self, loader: EvaluationLoader, memory_format: torch.memory_format
-    ) -> EvaluationSource:
-        """As the protocol says."""
-        return loader
-
-
-class CudaPlacement:
+class CudaPlacement(Placement):
     """The GPU of this rank's place on its host, round robin: several ranks may share one.
-
-    The images stay in its memory as uint8, and are cropped, mirrored and standardised there.
 
     Args:
         comm: collective.
@@ -103,6 +66,7 @@ class CudaPlacement:
     fused = True
     process_group = "nccl"
     captures = True
+    resident = True
 
     def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:
         if deterministic:
@@ -131,30 +95,18 @@ class CudaPlacement:
         torch.backends.cudnn.benchmark = not deterministic
 
     def mark(self) -> torch.cuda.Event:
-        """As the protocol says."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def read(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
-        """As the protocol says."""
         last = marks[-1]
         last.synchronize()
         now = time.perf_counter()
         return [now - mark.elapsed_time(last) / 1e3 for mark in marks]
 
-    def training_source(self, loader: TrainingLoader, memory_format: torch.memory_format) -> TrainingSource:
-        """As the protocol says."""
-        return ResidentTrainingLoader(loader, self.device, memory_format)
 
-    def evaluation_source(
-        self, loader: EvaluationLoader, memory_format: torch.memory_format
-    ) -> EvaluationSource:
-        """As the protocol says."""
-        return ResidentEvaluationLoader(loader, self.device, memory_format)
-
-
-_PLACEMENTS: dict[str, type[HostPlacement | CudaPlacement]] = {"cpu": HostPlacement, "cuda": CudaPlacement}
+_PLACEMENTS = {"cpu": Placement, "cuda": CudaPlacement}
 
 
 def find_placement(wanted: str, comm: MPI.Intracomm, *, deterministic: bool = False) -> Placement:

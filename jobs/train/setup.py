@@ -15,13 +15,32 @@ from jobs.train.optimizers import build_optimizer
 from jobs.train.placement import Placement, find_placement
 from jobs.train.reduce.baselines import DdpTraining
 from jobs.train.reduce.reduction import ReducingOptimizer, build_reduction
-from jobs.train.tasks.build import build_workload
+from jobs.train.tasks.images import Load, build_images
+from jobs.train.tasks.speech import build_speech
 from jobs.train.tasks.task import Workload, WorkloadError
+from jobs.train.tasks.text import build_language
 from oktopk import broadcast_parameters
 
 
+def build_workload(config: Config, *, rank: int, size: int, load: Load | None = None) -> Workload:
+    """The workload that a configuration describes, as one rank sees it; the weights are equal on all ranks.
+
+    Args:
+        load: gives the training and the held-out images, where images are trained on; default: load_images.
+
+    Raises:
+        DataError: data that is missing, broken, or too little for the ranks.
+        WorkloadError: settings and data that do not go together.
+    """
+    if config.model.name == "lstm":
+        return build_speech(config, rank=rank, size=size)
+    if config.model.name == "bert":
+        return build_language(config, rank=rank, size=size)
+    return build_images(config, rank=rank, size=size, load=load)
+
+
 class Build(Protocol):
-    """What makes the workload of a rank; jobs.train.tasks.build.build_workload unless the caller gives another."""
+    """What makes the workload of a rank; build_workload unless the caller gives another."""
 
     def __call__(self, config: Config, *, rank: int, size: int) -> Workload:
         """See build_workload."""
@@ -73,7 +92,7 @@ def set_up(config: Config, comm: MPI.Intracomm, build: Build = build_workload) -
 def _build_workload(config: Config, comm: MPI.Intracomm, build: Build, placement: Placement) -> Workload:
     def build_here() -> Workload:
         workload = build(config, rank=comm.rank, size=comm.size)
-        workload.place(placement)
+        workload.move_to(placement)
         if workload.steps_per_epoch < config.training.accumulate:
             raise WorkloadError(
                 f"training.accumulate {config.training.accumulate} is more than the "

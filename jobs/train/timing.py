@@ -14,7 +14,7 @@ from oktopk import StepReport
 
 
 @dataclass
-class Laps:
+class PhaseTimer:
     """When the phases of one step ended.
 
     Args:
@@ -28,7 +28,7 @@ class Laps:
     def __post_init__(self) -> None:
         self.marks.append(self.placement.mark())
 
-    def end(self, phase: str) -> None:
+    def record(self, phase: str) -> None:
         """A phase ends here; what it did since the last end is added to it."""
         self.phases.append(phase)
         self.marks.append(self.placement.mark())
@@ -41,13 +41,13 @@ class TimedStep:
     Attributes:
         report: of the reduction.
         losses: of its batches, on the device; their mean is the step's.
-        laps: of PHASES.
+        timer: of PHASES.
         learning_rate: it was done with.
     """
 
     report: StepReport
     losses: list[torch.Tensor]
-    laps: Laps
+    timer: PhaseTimer
     learning_rate: float
 
 
@@ -61,14 +61,14 @@ def measure(steps: Sequence[TimedStep], began: float, ranks: int) -> list[Step]:
     """
     if not steps:
         return []
-    placement = steps[0].laps.placement
-    times = iter(placement.read([mark for step in steps for mark in step.laps.marks]))
+    placement = steps[0].timer.placement
+    times = iter(placement.read([mark for step in steps for mark in step.timer.marks]))
     losses = iter(torch.stack([loss for step in steps for loss in step.losses]).tolist())
     measured = []
     for step in steps:
         last = next(times)
         seconds = dict.fromkeys(PHASES, 0.0)
-        for phase in step.laps.phases:
+        for phase in step.timer.phases:
             now = next(times)
             seconds[phase] += now - last
             last = now

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from data import DataError
 from data.prepare import main
+from data.prepared_file import Parts
 from data.speech import an4
 from data.speech.an4 import open_an4
 from data.speech.dataset import ALPHABET, encoded
@@ -116,7 +117,7 @@ def test_an_interrupted_call_continues_and_gives_the_same_file(
         with pytest.raises(KeyboardInterrupt):
             prepare(source, output)
     (parts,) = tmp_path.glob(".a.h5.*.parts")
-    assert [path.name for path in parts.iterdir()] == ["train-000000.npy"]
+    assert [path.name for path in parts.iterdir()] == ["train-000000.npz"]
     assert not output.exists()
 
     read[:] = ["four", "that", "were", "begun"]
@@ -133,17 +134,21 @@ def test_parts_of_other_recordings_or_damaged_ones_are_read_again(
 ) -> None:
     source, output = tmp_path / "an4", tmp_path / "a.h5"
     written = write_an4(source, ["NO", "GO ON", "C'EST A"], TEST)
-    found = an4.find_utterances(source)
-    list(an4.Parts(output, found, None).read("train"))
+    read_by_parts(source, output)
     write_wave(written["train"][0], spoken("YES", 0))
     edit(transcription(source), "NO", "YES")
-    kept = an4.Parts(output, an4.find_utterances(source), None)
-    list(kept.read("train"))
-    (part,) = kept.folder.iterdir()
+    (part,) = read_by_parts(source, output).folder.iterdir()
     cut(part, 100)
     assert prepare(source, output) == 0
     assert_holds_the_texts(output)
     assert not list(tmp_path.glob(".*"))
+
+
+def read_by_parts(source: Path, output: Path) -> Parts:
+    found = an4.find_utterances(source)
+    parts = an4.parts_of(output, found, None)
+    list(an4.read_by_parts("train", found["train"], None, parts))
+    return parts
 
 
 def transcription(source: Path) -> Path:

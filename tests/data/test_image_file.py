@@ -1,14 +1,15 @@
 """The image file: what was written is read, and nothing that is damaged or foreign is taken for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 
 from data import DataError
-from data.images.file import ImageFileWriter, open_image_file
+from data.images.file import open_image_file, write_image_file
 from data.prepared_file import data_checksum
 
 CLASSES = ("left", "right", "middle")
@@ -19,19 +20,19 @@ def pixels(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, 2, 4, 6), dtype=np.uint8)
 
 
-def writer(path: Path) -> ImageFileWriter:
-    return ImageFileWriter(
-        path, name="sides", classes=CLASSES, source="a test", shape=(2, 4, 6), counts=COUNTS
-    )
+def write(path: Path, *parts: tuple[str, int, np.ndarray, np.ndarray], **changed: Any) -> None:
+    described = {"classes": CLASSES, "source": "a test", "shape": (2, 4, 6), "counts": COUNTS} | changed
+    write_image_file(path, parts, name="sides", **described)
+
+
+TEST = ("test", 0, pixels(5, 1), np.arange(5) % 3)
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "sides.h5"
-    with writer(path) as file:
-        file.put("test", 0, pixels(5, 1), np.arange(5) % 3)
-        file.put("train", 8, pixels(12, 0)[8:], np.ones(4, np.uint8))
-        file.put("train", 0, pixels(12, 0)[:8], np.zeros(8, np.int64))
+    first = ("train", 0, pixels(12, 0)[:8], np.zeros(8, np.int64))
+    write(path, TEST, ("train", 8, pixels(12, 0)[8:], np.ones(4, np.uint8)), first)
     return path
 
 
@@ -54,9 +55,7 @@ def test_the_checksum_of_a_prepared_file_tells_its_contents_and_other_files_have
     assert data_checksum(path) == f"{said[0]:08x}-{said[1]:08x}"
     again, other = path.with_name("again.h5"), path.with_name("other.h5")
     for copied, seed in ((again, 0), (other, 2)):
-        with writer(copied) as file:
-            file.put("test", 0, pixels(5, 1), np.arange(5) % 3)
-            file.put("train", 0, pixels(12, seed), np.arange(12) >= 8)
+        write(copied, TEST, ("train", 0, pixels(12, seed), np.arange(12) >= 8))
     assert data_checksum(again) == data_checksum(path) != data_checksum(other)
     with h5py.File(other, "r+") as file:
         del file["test"].attrs["crc32"]
@@ -85,39 +84,38 @@ def test_compressed_images_are_read_as_well(path: Path) -> None:
 def test_an_interrupted_writer_leaves_nothing_and_keeps_what_was_there(path: Path) -> None:
     before = path.read_bytes()
     for error in (RuntimeError, KeyboardInterrupt):
-        with pytest.raises(error), writer(path) as file:
-            file.put("test", 0, pixels(5, 7), np.zeros(5, np.int64))
+
+        def interrupted(error: type[BaseException] = error) -> Iterator[Any]:
+            yield TEST
             raise error
-    with (
-        pytest.raises(DataError, match="12 samples of split 'train' were never written"),
-        writer(path) as file,
-    ):
-        file.put("test", 0, pixels(5, 7), np.zeros(5, np.int64))
+
+        with pytest.raises(error):
+            write_image_file(
+                path,
+                interrupted(),
+                name="",
+                classes=CLASSES,
+                source="",
+                shape=(2, 4, 6),
+                counts=COUNTS,
+            )
+    with pytest.raises(DataError, match="12 samples of split 'train' were never written"):
+        write(path, TEST)
     assert path.read_bytes() == before
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
 def test_labels_out_of_range_are_not_written(tmp_path: Path) -> None:
-    with (
-        pytest.raises(DataError, match=r"label 3 of record 1 is not in \[0, 2\]"),
-        writer(tmp_path / "x.h5") as file,
-    ):
-        file.put("test", 0, pixels(5, 1), np.array([0, 3, 0, 0, 0]))
+    with pytest.raises(DataError, match=r"label 3 of record 1 is not in \[0, 2\]"):
+        write(tmp_path / "x.h5", ("test", 0, pixels(5, 1), np.array([0, 3, 0, 0, 0])))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_missing_directory_or_an_empty_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere: no such directory"):
-        writer(tmp_path / "nowhere" / "x.h5")
+        write(tmp_path / "nowhere" / "x.h5")
     with pytest.raises(DataError, match="0 samples in split 'test', not at least 1"):
-        ImageFileWriter(
-            tmp_path / "x.h5",
-            name="",
-            classes=CLASSES,
-            source="",
-            shape=(1, 1, 1),
-            counts={"train": 1, "test": 0},
-        )
+        write(tmp_path / "x.h5", counts={"train": 1, "test": 0})
 
 
 def test_a_path_without_a_file_is_refused_with_its_name(tmp_path: Path) -> None:

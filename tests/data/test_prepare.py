@@ -13,7 +13,7 @@ import pytest
 
 from data import DataError
 from data.download import md5_of
-from data.exclusive import exclusive
+from data.durable import exclusive
 from data.images import cifar10
 from data.images.cifar10 import CLASSES, FILES, RECORD_BYTES, open_cifar10
 from data.images.digits import load_digits

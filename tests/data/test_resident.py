@@ -68,7 +68,7 @@ def test_evaluation_batches_are_those_of_the_loader(count: int, place: str) -> N
         loader = EvaluationLoader(image_set(count), batch_size=7, rank=rank, size=3)
         resident = ResidentEvaluationLoader(loader, torch.device(place))
         pairs = list(zip(resident, loader, strict=True))
-        assert len(pairs) == len(loader)
+        assert len(pairs) == len(list(loader))
         assert all(same(mine, theirs) for mine, theirs in pairs)
 
 

@@ -74,14 +74,14 @@ def test_empty_and_binary_files_are_refused_by_name(tmp_path: Path, content: byt
     folder = corpus(tmp_path / "text")
     (folder / "bad.txt").write_bytes(content)
     with pytest.raises(DataError, match=message):
-        prepare_text(folder, tmp_path / "out.h5", progress=False)
+        prepare_text(folder, tmp_path / "out.h5")
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
 def test_text_that_cannot_be_used_leaves_no_parts(tmp_path: Path) -> None:
     recipe = Recipe(length=32, vocabulary_size=60, held_out_files="no such name")
     with pytest.raises(DataError, match="no text is held out by 'no such name'"):
-        prepare_text(corpus(tmp_path / "text"), tmp_path / "out.h5", recipe, progress=False)
+        prepare_text(corpus(tmp_path / "text"), tmp_path / "out.h5", recipe)
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
@@ -156,18 +156,18 @@ def test_a_corpus_is_written_read_and_kept(tmp_path: Path, capsys: pytest.Captur
     assert main(words) == 0
     assert "kept" in capsys.readouterr().out
     assert main([*words, "--seed", "1"]) == 1
-    assert "of other text or settings; --force replaces it" in capsys.readouterr().err
+    assert "not what this text and these settings make; --force replaces it" in capsys.readouterr().err
     assert main([*words, "--seed", "1", "--force"]) == 0
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
 def test_files_can_be_held_out_by_name(tmp_path: Path) -> None:
     folder, output = corpus(tmp_path / "text"), tmp_path / "out.h5"
-    prepare_text(folder, output, Recipe(length=32, held_out_files="second*"), progress=False)
+    prepare_text(folder, output, Recipe(length=32, held_out_files="second*"))
     train, test = open_text_file(output)
     assert 0.5 < len(train) / len(test) < 2
     with pytest.raises(DataError, match="no text is held out by 'third"):
-        prepare_text(folder, tmp_path / "b.h5", Recipe(length=32, held_out_files="third*"), progress=False)
+        prepare_text(folder, tmp_path / "b.h5", Recipe(length=32, held_out_files="third*"))
 
 
 def test_an_interrupted_call_continues_and_gives_the_same_file(
@@ -186,18 +186,18 @@ def test_an_interrupted_call_continues_and_gives_the_same_file(
 
     monkeypatch.setattr(text, "_packed", stops)
     with pytest.raises(KeyboardInterrupt):
-        prepare_text(folder, tmp_path / "again.h5", recipe, progress=False)
+        prepare_text(folder, tmp_path / "again.h5", recipe)
     assert not (tmp_path / "again.h5").exists()
     (trained,) = tmp_path.glob(".again.h5.*.parts/vocabulary.txt")
     words = tmp_path / "words.txt"
     words.write_bytes(trained.read_bytes())
-    prepare_text(folder, tmp_path / "again.h5", recipe, progress=False)
+    prepare_text(folder, tmp_path / "again.h5", recipe)
     assert packed[:4] == [f"0 {part} {split}" for part in (0, 1) for split in ("train", "test")]
     assert packed[6:8] == ["0 2 train", "0 2 test"], "two parts were there"
     assert len(packed) > 12
     # two trainings may break ties between words in different ways, so that one alone is compared
     recipe = Recipe(length=32, vocabulary=words)
-    prepare_text(folder, tmp_path / "whole.h5", recipe, progress=False)
+    prepare_text(folder, tmp_path / "whole.h5", recipe)
     for left, right in zip(
         open_text_file(tmp_path / "whole.h5"), open_text_file(tmp_path / "again.h5"), strict=True
     ):
@@ -207,7 +207,7 @@ def test_an_interrupted_call_continues_and_gives_the_same_file(
 
 
 def test_the_words_of_a_trained_vocabulary_are_in_order(tmp_path: Path) -> None:
-    prepare_text(corpus(tmp_path / "text"), tmp_path / "a.h5", Recipe(length=32), progress=False)
+    prepare_text(corpus(tmp_path / "text"), tmp_path / "a.h5", Recipe(length=32))
     vocabulary = open_text_file(tmp_path / "a.h5")[0].vocabulary
     assert vocabulary[: len(SPECIAL)] == SPECIAL
     assert list(vocabulary[len(SPECIAL) :]) == sorted(set(vocabulary[len(SPECIAL) :]))
@@ -217,7 +217,7 @@ def test_the_words_of_a_trained_vocabulary_are_in_order(tmp_path: Path) -> None:
 def test_text_without_spaces_is_no_word_to_learn(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "text")
     (folder / "endless.txt").write_text("a" * 3_000_000 + " dog.\n")
-    prepare_text(folder, tmp_path / "a.h5", Recipe(length=32), progress=False)
+    prepare_text(folder, tmp_path / "a.h5", Recipe(length=32))
     train, _ = open_text_file(tmp_path / "a.h5")
     assert max(map(len, train.vocabulary)) < 10
 
@@ -225,7 +225,7 @@ def test_text_without_spaces_is_no_word_to_learn(tmp_path: Path) -> None:
 def test_a_vocabulary_is_taken_as_it_is(tmp_path: Path) -> None:
     folder, output, file = corpus(tmp_path / "text"), tmp_path / "out.h5", tmp_path / "words.txt"
     file.write_text("\n".join([*SPECIAL, "the", "cat"]) + "\n", encoding="utf-8")
-    prepare_text(folder, output, Recipe(length=32, vocabulary=file), progress=False)
+    prepare_text(folder, output, Recipe(length=32, vocabulary=file))
     assert open_text_file(output)[0].vocabulary == (*SPECIAL, "the", "cat")
 
 
@@ -244,7 +244,7 @@ def test_a_vocabulary_of_no_use_is_refused(tmp_path: Path, words: list[str], mes
     file = tmp_path / "words.txt"
     file.write_text("\n".join(words), encoding="utf-8")
     with pytest.raises(DataError, match=message):
-        prepare_text(corpus(tmp_path / "text"), tmp_path / "o.h5", Recipe(vocabulary=file), progress=False)
+        prepare_text(corpus(tmp_path / "text"), tmp_path / "o.h5", Recipe(vocabulary=file))
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_impossible_recipes_are_refused(arguments: dict[str, float], message: st
 
 def test_damage_to_a_file_is_found(tmp_path: Path) -> None:
     folder, output = corpus(tmp_path / "text"), tmp_path / "out.h5"
-    prepare_text(folder, output, Recipe(length=32), progress=False)
+    prepare_text(folder, output, Recipe(length=32))
     whole = output.read_bytes()
     with h5py.File(output, "r+") as file:
         file["train/tokens"][0, 1] += 1

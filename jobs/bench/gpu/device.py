@@ -1,8 +1,11 @@
-"""A GPU to bench on."""
+"""A GPU to bench on, and what a measurement there depends on besides the machine."""
 
 from __future__ import annotations
 
 import gc
+import importlib.metadata
+import os
+import re
 import socket
 import sys
 import time
@@ -10,17 +13,17 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import cupy
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 import collectives.cuda.device
 from collectives.mpi_cuda import select_device
-from jobs.bench.device import Growth
+from jobs.bench.device import Device, Growth
 from jobs.bench.floors import Speeds
 from jobs.bench.gpu.gradients import STORED, DeviceGradients, convert
 from jobs.bench.gpu.speeds import measure_device_speeds
@@ -37,7 +40,7 @@ def open_cuda(gradient_type: str, comm: MPI.Intracomm) -> Cuda:
     return Cuda(gradient_type, sharers=comm.allgather(mine).count(mine))
 
 
-class Cuda:
+class Cuda(Device):
     """The current GPU, on the current stream.
 
     Args:
@@ -49,15 +52,14 @@ class Cuda:
     asynchronous = True
 
     def __init__(self, gradient_type: str = "float32", sharers: int = 1) -> None:
+        super().__init__(sharers)
         self.gradient_type = gradient_type
-        self.sharers = sharers
         self._placed: Any = None
 
     def source(self, name: str, length: int, rank: int, seed: int) -> GradientSource:
-        """Drawn on the GPU."""
         return DeviceGradients(name, length, rank, seed)
 
-    def place(self, gradient: Any) -> Any:
+    def to_device(self, gradient: Any) -> Any:
         """Float32 as it is, or a copy of it rounded to the gradient type; valid until the next call."""
         on_device = cupy.asarray(gradient)
         if self.gradient_type == "float32":
@@ -66,10 +68,6 @@ class Cuda:
             self._placed = cupy.empty(on_device.shape, STORED[self.gradient_type])
         convert(on_device, self._placed)
         return self._placed
-
-    def fetch(self, update: Any) -> NDArray[Any]:
-        """A copy; bfloat16 as its bits."""
-        return np.asarray(cupy.asnumpy(update))
 
     def digest(self, update: Any) -> int:
         """A checksum of sums along and across blocks, taken on the GPU: a copy of all of it would take longer than the steps."""
@@ -123,15 +121,12 @@ class Cuda:
             growth.resident = max(0, before - self.free_bytes())
 
     def free_bytes(self) -> int:
-        """What the driver has left on this GPU."""
         return int(cupy.cuda.runtime.memGetInfo()[0])
 
     def measure_speeds(self, comm: MPI.Intracomm, length: int) -> Speeds:
-        """As jobs.bench.gpu.speeds."""
         return measure_device_speeds(comm, length)
 
     def release(self) -> None:
-        """Empty the pools of CuPy and torch."""
         gc.collect()
         cupy.get_default_memory_pool().free_all_blocks()
         if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
@@ -178,5 +173,56 @@ class IntoGradient:
         return replace(report, seconds={**report.seconds, "into g": seconds})
 
     def close(self) -> None:
-        """Free what MPI holds. Collective."""
         self._reducer.close()
+
+
+_TUNING = ("CUDA_", "OKTOPK_", "CUPY_", "TORCH_NCCL_")
+
+
+def gpu_facts() -> dict[str, Any]:
+    """Plain values about the current GPU, which stands for all of its host; None where something does not tell."""
+    runtime = cupy.cuda.runtime
+    current = cupy.cuda.Device()
+    properties = runtime.getDeviceProperties(current.id)
+    count = runtime.getDeviceCount()
+    peers = [number for number in range(count) if number != current.id]
+    return {
+        "name": properties["name"].decode(),
+        "count": count,
+        "memory_bytes": int(properties["totalGlobalMem"]),
+        "multiprocessors": int(properties["multiProcessorCount"]),
+        "compute_capability": current.compute_capability,
+        "peers": sum(bool(runtime.deviceCanAccessPeer(current.id, peer)) for peer in peers),
+        "driver": _driver(),
+        "driver_cuda": runtime.driverGetVersion(),
+        "runtime_cuda": runtime.runtimeGetVersion(),
+        "cupy": cupy.__version__,
+        "ucx": next((found for name in ("libucx-cu13", "libucx-cu12") if (found := _version(name))), None),
+        **_torch_facts(),
+        "environment": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_TUNING)
+        },
+    }
+
+
+def _driver() -> str | None:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text)
+    return found[1] if found else None
+
+
+def _torch_facts() -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {"torch_cuda": None, "nccl": None}
+    return {"torch_cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

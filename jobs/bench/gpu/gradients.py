@@ -45,7 +45,6 @@ class DeviceGradients:
         return self._vector
 
     def describe(self) -> dict[str, Any]:
-        """See GradientSource."""
         return self._draws.describe()
 
 

@@ -1,14 +1,26 @@
-"""The table of GPUs in Markdown, as the document says it and nothing else: what was met, and what it was made of."""
+"""Renders a GPU-table document as Markdown: targets, contract, select kernel, stage times."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from jobs.bench.document import NCCL_ROWS, BenchError
-from jobs.bench.format import MISSING, cell_title, ordered, table
+from jobs.bench.format import (
+    MISSING,
+    Cell,
+    Column,
+    Record,
+    at,
+    cell_title,
+    columns_table,
+    figure,
+    ordered,
+    ratio,
+    shown,
+    table,
+)
 
 OURS = "oktopk"
 SHARE = 0.85
@@ -20,7 +32,7 @@ WAITS = 2
 """Most host synchronizations of a regular step."""
 
 
-def verdict(run: dict[str, Any], name: str = OURS) -> tuple[float | None, bool | None]:
+def verdict(run: Record, name: str = OURS) -> tuple[float | None, bool | None]:
     """How many times a row's mean step goes into the baseline's, and whether that is the target; None where unknown."""
     times = {method["name"]: method["seconds"]["all"]["mean"] for method in run["methods"]}
     if name not in times or run["baseline"] not in times:
@@ -29,16 +41,15 @@ def verdict(run: dict[str, Any], name: str = OURS) -> tuple[float | None, bool |
     return ratio, None if run["target"] is None else ratio >= run["target"]["at_least"]
 
 
-def cell_line(run: dict[str, Any]) -> str:
+def cell_line(run: Record) -> str:
     """One cell in a line, for whoever waits."""
     ratio, met = verdict(run)
-    ours = _method(run, OURS)
-    mean = MISSING if ours is None else _us(ours["seconds"]["all"]["mean"])
+    mean = _us(at(_method(run, OURS), "seconds.all.mean"))
     wanted = "" if run["target"] is None else f", target {run['target']['at_least']:.1f}x: {_met(met)}"
     return f"{cell_title(run)}: {mean} us, {_times(ratio)} of {run['baseline']}{wanted}; took {run['seconds_taken']:.0f} s"
 
 
-def gpu_tables(content: dict[str, Any]) -> str:
+def gpu_tables(content: Record) -> str:
     """All tables of a document of kind "gpu table", in Markdown.
 
     Raises:
@@ -58,7 +69,7 @@ def gpu_tables(content: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _heading(content: dict[str, Any]) -> str:
+def _heading(content: Record) -> str:
     runs, versions, gpu = content["runs"], content["versions"], content.get("gpu")
     commit = (content["commit"] or "unknown")[:12]
     state = {True: " with changes", False: "", None: " (as told)" if content["commit"] else ""}[
@@ -86,114 +97,109 @@ def _heading(content: dict[str, Any]) -> str:
     )
 
 
-def _targets(runs: Sequence[dict[str, Any]]) -> str:
+def _targets(runs: Sequence[Record]) -> str:
     """Microseconds, slowest rank; all ratios are to NCCL's mean in the same run, of the gradients' own type."""
-    rows = []
-    for run in runs:
-        ours = _method(run, OURS)
-        seconds = None if ours is None else ours["seconds"]
-        ratio, met = verdict(run)
-        rows.append(
-            [
-                cell_title(run),
-                *(MISSING if found is None else _us(found["seconds"]["all"]["mean"]) for found in _nccl(run)),
-                *(_of(seconds, kind, which) for kind, which in _SHOWN),
-                _times(ratio),
-                MISSING if run["target"] is None else f"≥ {run['target']['at_least']:.1f}x",
-                _met(met),
-                _times(verdict(run, "oktopk-into-g")[0]),
-                _times(verdict(run, "oktopk-mpi")[0]),
-            ]
+
+    def step(name: str, kind: str, which: str) -> Cell:
+        return lambda run: _us(at(_method(run, name), f"seconds.{kind}.{which}"))
+
+    def times(name: str) -> Cell:
+        return lambda run: _times(verdict(run, name)[0])
+
+    columns: list[Column] = [("step, us", cell_title)]
+    for name, kind in NCCL_ROWS.items():
+        title = "NCCL fp32: mean" if kind == "float32" else "NCCL bf16: mean"
+        columns.append((title, step(name, "all", "mean")))
+    for kind, which in (("all", "mean"), ("regular", "median"), ("exact", "median")):
+        columns.append(
+            (f"Ok-Topk, {'every step' if kind == 'all' else kind}: {which}", step(OURS, kind, which))
         )
-    kinds = [f"{kind if kind != 'all' else 'every step'}: {which}" for kind, which in _SHOWN]
-    headers = ["step, us", "NCCL fp32: mean", "NCCL bf16: mean", *(f"Ok-Topk, {kind}" for kind in kinds)]
-    return table(rows, [*headers, "times NCCL's", "target", "", "into g", "MPI alone"], "pipe")
-
-
-_SHOWN = (("all", "mean"), ("regular", "median"), ("exact", "median"))
-
-
-def _contract(runs: Sequence[dict[str, Any]]) -> str:
-    """What the contract asks of every step besides its time."""
-    rows = []
-    for run in runs:
-        ours = _method(run, OURS)
-        if ours is None:
-            continue
-        nnz, growth, bounds = ours["nnz"], ours["memory"]["regular"], run["bounds"]
-        waits = None if growth is None else growth.get("synchronizations")
-        rows.append(
-            [
-                cell_title(run),
-                f"{ours['words']['mean']:,.0f}",
-                f"{bounds['lower']:,.0f} … {bounds['upper']:,.0f}",
-                _met(ours["words"]["mean"] <= bounds["upper"]),
-                f"{nnz['local_deviation']:.2%}",
-                f"{nnz['global_deviation']:.2%}",
-                MISSING if waits is None else f"{waits} ({_met(waits <= WAITS)})",
-                MISSING if growth is None else f"{growth['allocated']:,} B",
-                MISSING if growth is None or growth["resident"] is None else f"{growth['resident']:,} B",
-                "yes" if ours["agreed"] else "NO",
-            ]
-        )
-    headers = ["Ok-Topk", "words", "2k(P−1)/P … 6k(P−1)/P", "", "selected/k − 1", "applied/k − 1"]
-    headers += ["waits, regular step", "allocated, regular step", "GPU grew", "ranks agree"]
-    return table(rows, headers, "pipe")
-
-
-def _select(runs: Sequence[dict[str, Any]]) -> str:
-    """The select kernel alone, beside the copy's bandwidth and torch.topk."""
-    rows = []
-    for run in runs:
-        select = run["select"]
-        if select is None:
-            continue
-        topk = select["topk_seconds"]
-        times = None if topk is None else topk / select["seconds"]
-        asked = run["length"] >= TOPK_LENGTH and times is not None
-        rows.append(
-            [
-                cell_title(run),
-                _us(select["seconds"]),
-                f"{select['bytes'] / 1e6:,.0f}",
-                f"{select['bytes'] / select['seconds'] / 1e12:.2f}",
-                f"{run['speeds']['memory'] / 1e12:.2f}",
-                f"{_down(100 * select['share'], 1):.1f} %",
-                f"{_met(select['share'] >= SHARE)}",
-                MISSING if topk is None else _us(topk),
-                _times(times),
-                _met(times >= TOPK_TIMES) if asked and times is not None else MISSING,
-            ]
-        )
-    if not rows:
-        return ""
-    headers = [
-        "select kernel alone",
-        "us",
-        "MB to move",
-        "TB/s",
-        "copy, TB/s",
-        "share",
-        f"≥ {100 * SHARE:.0f} %",
+    columns += [
+        ("times NCCL's", times(OURS)),
+        ("target", figure("target.at_least", "≥ {:.1f}x")),
+        ("", lambda run: _met(verdict(run)[1])),
+        ("into g", times("oktopk-into-g")),
+        ("MPI alone", times("oktopk-mpi")),
     ]
-    return table(rows, [*headers, "torch.topk, us", "times", f"≥ {TOPK_TIMES:.0f}x"], "pipe")
+    return columns_table(columns, runs, "pipe")
 
 
-def _on_device(runs: Sequence[dict[str, Any]]) -> str:
+def _contract(runs: Sequence[Record]) -> str:
+    """What the contract asks of every step besides its time."""
+
+    def ours(path: str, form: str) -> Cell:
+        return lambda run: shown(at(_method(run, OURS), path), form)
+
+    def waits(run: Record) -> str:
+        found = at(_method(run, OURS), "memory.regular.synchronizations")
+        return MISSING if found is None else f"{found} ({_met(found <= WAITS)})"
+
+    columns: list[Column] = [
+        ("Ok-Topk", cell_title),
+        ("words", ours("words.mean", "{:,.0f}")),
+        ("2k(P−1)/P … 6k(P−1)/P", lambda run: "{lower:,.0f} … {upper:,.0f}".format(**run["bounds"])),
+        ("", lambda run: _met(at(_method(run, OURS), "words.mean") <= run["bounds"]["upper"])),
+        ("selected/k − 1", ours("nnz.local_deviation", "{:.2%}")),
+        ("applied/k − 1", ours("nnz.global_deviation", "{:.2%}")),
+        ("waits, regular step", waits),
+        ("allocated, regular step", ours("memory.regular.allocated", "{:,} B")),
+        ("GPU grew", ours("memory.regular.resident", "{:,} B")),
+        ("ranks agree", lambda run: "yes" if at(_method(run, OURS), "agreed") else "NO"),
+    ]
+    return columns_table(columns, [run for run in runs if _method(run, OURS)], "pipe")
+
+
+def _select(runs: Sequence[Record]) -> str:
+    """The select kernel alone, beside the copy's bandwidth and torch.topk."""
+
+    def times(run: Record) -> float | None:
+        return ratio(at(run, "select.topk_seconds"), at(run, "select.seconds"))
+
+    def speed(run: Record) -> str:
+        return shown(run["select"]["bytes"] / run["select"]["seconds"], "{:.2f}", 1e-12)
+
+    def fast(run: Record) -> str:
+        asked = times(run) if run["length"] >= TOPK_LENGTH else None
+        return _met(None if asked is None else asked >= TOPK_TIMES)
+
+    columns: list[Column] = [
+        ("select kernel alone", cell_title),
+        ("us", lambda run: _us(run["select"]["seconds"])),
+        ("MB to move", figure("select.bytes", scale=1e-6)),
+        ("TB/s", speed),
+        ("copy, TB/s", figure("speeds.memory", "{:.2f}", 1e-12)),
+        ("share", lambda run: f"{_down(100 * run['select']['share'], 1):.1f} %"),
+        (f"≥ {100 * SHARE:.0f} %", lambda run: _met(run["select"]["share"] >= SHARE)),
+        ("torch.topk, us", lambda run: _us(run["select"]["topk_seconds"])),
+        ("times", lambda run: _times(times(run))),
+        (f"≥ {TOPK_TIMES:.0f}x", fast),
+    ]
+    selected = [run for run in runs if run["select"] is not None]
+    return columns_table(columns, selected, "pipe") if selected else ""
+
+
+def _stage_rows(
+    found: Sequence[tuple[Record, Record]], names: Sequence[str], seconds: str
+) -> list[list[str]]:
+    """Microseconds by stage with the floor in brackets, of (run, stage -> seconds and floor)."""
+
+    def cell(stage: Record | None) -> str:
+        text, floor = _us(at(stage, seconds)), at(stage, "floor")
+        return text if floor is None else f"{text} ({_us(floor)})"
+
+    return [[cell_title(run), *(cell(stages.get(name)) for name in names)] for run, stages in found]
+
+
+def _on_device(runs: Sequence[Record]) -> str:
     """Microseconds by stage on the device with the floor in brackets, where a step runs there as a whole."""
-    ours = [(run, _method(run, OURS)) for run in runs]
-    found = [(run, stages) for run, method in ours if method and (stages := method.get("device_stages"))]
+    found = [(run, stages) for run in runs if (stages := at(_method(run, OURS), "device_stages"))]
     if not found:
         return ""
     names = list(dict.fromkeys(name for _, stages in found for name in stages))
     rows = []
-    for run, stages in found:
-        cells = [
-            f"{_us(stage['seconds'])} ({MISSING if stage['floor'] is None else _us(stage['floor'])})"
-            for stage in (stages[name] for name in names)
-        ]
-        whole = sum(stage["seconds"] for stage in stages.values())
-        rows.append([cell_title(run), *cells, _us(whole)])
+    for (_, stages), row in zip(found, _stage_rows(found, names, "seconds"), strict=True):
+        row[1:] = [text if "(" in text else f"{text} ({MISSING})" for text in row[1:]]
+        rows.append([*row, _us(sum(stage["seconds"] for stage in stages.values()))])
     note = (
         "Regular steps on the device, by events between the kernels of some further steps, us: median over the steps, "
         "mean over the ranks (floor). `clear` zeroes the last update; `exchange` waits for the latest rank, `reduce` for all "
@@ -202,20 +208,17 @@ def _on_device(runs: Sequence[dict[str, Any]]) -> str:
     return f"{note}\n\n{table(rows, ['stage', *names, 'all'], 'pipe')}"
 
 
-def _stages(runs: Sequence[dict[str, Any]], kind: str) -> str:
+def _stages(runs: Sequence[Record], kind: str) -> str:
     """Microseconds by stage with the floor in brackets; one row a cell."""
-    found = [(run, method) for run in runs if (method := _method(run, OURS)) and method["stages"][kind]]
+    found = []
+    for run in runs:
+        method = _method(run, OURS)
+        if stages := at(method, f"stages.{kind}"):
+            floors = {name: at(method, f"floors.{name}.seconds") for name in stages}
+            found.append((run, {name: stages[name] | {"floor": floors[name]} for name in stages}))
     if not found:
         return ""
-    names = ordered(dict.fromkeys(name for _, method in found for name in method["stages"][kind]))
-    rows = []
-    for run, method in found:
-        cells = []
-        for name in names:
-            stage, floor = method["stages"][kind].get(name), method["floors"].get(name)
-            cell = MISSING if stage is None else _us(stage["median"])
-            cells.append(cell if floor is None or stage is None else f"{cell} ({_us(floor['seconds'])})")
-        rows.append([cell_title(run), *cells])
+    names = ordered(dict.fromkeys(name for _, stages in found for name in stages))
     speeds = [run["speeds"] for run, _ in found]
     note = (
         f"{kind.capitalize()} steps by stage, us: median over the steps of the mean over the ranks (floor). Floors are bytes at "
@@ -223,32 +226,24 @@ def _stages(runs: Sequence[dict[str, Any]], kind: str) -> str:
         f"{_median(speeds, 'wire') / 1e9:.0f} GB/s, a message {_median(speeds, 'message') * 1e6:.1f} us. What `apply` leaves on "
         "the device ends in `finish`."
     )
-    return f"{note}\n\n{table(rows, ['stage', *names], 'pipe')}"
+    return f"{note}\n\n{table(_stage_rows(found, names, 'median'), ['stage', *names], 'pipe')}"
 
 
-def _left_out(runs: Iterable[dict[str, Any]]) -> list[str]:
+def _left_out(runs: Iterable[Record]) -> list[str]:
     reasons = {name: reason for run in runs for name, reason in run["left_out"].items()}
     return [f"Without `{name}`: {reason}." for name, reason in reasons.items()]
 
 
-def _method(run: dict[str, Any], name: str) -> dict[str, Any] | None:
+def _method(run: Record, name: str) -> Record | None:
     return next((method for method in run["methods"] if method["name"] == name), None)
 
 
-def _nccl(run: dict[str, Any]) -> list[dict[str, Any] | None]:
-    return [_method(run, name) for name in NCCL_ROWS]
-
-
-def _median(speeds: Sequence[dict[str, Any]], name: str) -> float:
+def _median(speeds: Sequence[Record], name: str) -> float:
     return statistics.median(float(one[name]) for one in speeds)  # "inf" for one rank
 
 
-def _of(seconds: dict[str, Any] | None, kind: str, which: str) -> str:
-    return MISSING if seconds is None or seconds[kind] is None else _us(seconds[kind][which])
-
-
-def _us(seconds: float) -> str:
-    return f"{seconds * 1e6:,.1f}"
+def _us(seconds: float | None) -> str:
+    return shown(seconds, "{:,.1f}", 1e6)
 
 
 def _down(value: float, digits: int) -> float:

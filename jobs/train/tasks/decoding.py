@@ -26,16 +26,6 @@ class Errors:
     character_errors: int
     characters: int
 
-    @property
-    def word_error_rate(self) -> float:
-        """word_errors / words."""
-        return self.word_errors / self.words
-
-    @property
-    def character_error_rate(self) -> float:
-        """character_errors / characters, spaces among them."""
-        return self.character_errors / self.characters
-
 
 def count_errors(references: Sequence[str], hypotheses: Sequence[str]) -> Errors:
     """Compare texts, by the library jiwer.
@@ -53,14 +43,12 @@ def count_errors(references: Sequence[str], hypotheses: Sequence[str]) -> Errors
         return Errors(0, 0, 0, 0)
     if not all(references):
         raise ValueError(f"reference {list(references).index('')} is empty")
-    words = jiwer.process_words(list(references), list(hypotheses))
-    characters = jiwer.process_characters(list(references), list(hypotheses))
-    return Errors(
-        words.substitutions + words.deletions + words.insertions,
-        words.substitutions + words.deletions + words.hits,
-        characters.substitutions + characters.deletions + characters.insertions,
-        characters.substitutions + characters.deletions + characters.hits,
-    )
+    counts = []
+    for compare in (jiwer.process_words, jiwer.process_characters):
+        found = compare(list(references), list(hypotheses))
+        missed = found.substitutions + found.deletions
+        counts += [missed + found.insertions, missed + found.hits]
+    return Errors(*counts)
 
 
 def decode(log_probabilities: NDArray[np.float32]) -> str:

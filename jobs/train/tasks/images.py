@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
 
-from data import DataError
+from data.batches import EpochLoader
 from data.images.cifar10 import open_cifar10
 from data.images.dataset import Augment, ImageSet
 from data.images.digits import load_digits
 from data.images.file import open_image_file
-from data.images.loader import Batch, EvaluationLoader, EvaluationSource, TrainingLoader, TrainingSource
+from data.images.loader import Batch, EvaluationLoader, TrainingLoader
+from data.images.resident import ResidentEvaluationLoader, ResidentTrainingLoader
 from jobs.config.config import Config
 from jobs.config.sections import DataConfig, TrainingConfig
 from jobs.train.placement import Placement
-from jobs.train.tasks.task import Score, WorkloadError, autocast
+from jobs.train.tasks.task import Score, WorkloadError, autocast, evaluating, naming
 from models.vgg import REDUCTION, VGG16
 
 Load = Callable[[DataConfig], tuple[ImageSet, ImageSet]]
@@ -44,14 +45,15 @@ class Classification:
         self._format = torch.channels_last if config.channels_last else torch.contiguous_format
         self.steps_per_epoch = training.steps_per_epoch
         self._loaders = training, held_out
-        self._training: TrainingSource = training
-        self._held_out: EvaluationSource = held_out
+        self._training: EpochLoader[Batch] = training
+        self._held_out: Iterable[Batch] = held_out
 
-    def place(self, placement: Placement) -> None:
+    def move_to(self, placement: Placement) -> None:
         """Move network and data to a device. Raises DataError: they do not fit."""
-        training, held_out = self._loaders
-        self._training = placement.training_source(training, self._format)
-        self._held_out = placement.evaluation_source(held_out, self._format)
+        if placement.resident:
+            training, held_out = self._loaders
+            self._training = ResidentTrainingLoader(training, placement.device, self._format)
+            self._held_out = ResidentEvaluationLoader(held_out, placement.device, self._format)
         self.model.to(device=placement.device).to(memory_format=self._format)  # type: ignore[call-overload]
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
@@ -77,16 +79,12 @@ class Classification:
         # on the device, so that it is waited for once
         device = next(self.model.parameters()).device
         loss, correct = torch.zeros(2, dtype=torch.float64, device=device)
-        self.model.eval()
-        try:
-            with torch.inference_mode():
-                for batch in self._held_out:
-                    logits = self._logits(self.model, batch)
-                    loss += nn.functional.cross_entropy(logits.float(), batch[1], reduction="sum")
-                    correct += (logits.argmax(dim=1) == batch[1]).sum()
-                    samples += len(batch[1])
-        finally:
-            self.model.train()
+        with evaluating(self.model):
+            for batch in self._held_out:
+                logits = self._logits(self.model, batch)
+                loss += nn.functional.cross_entropy(logits.float(), batch[1], reduction="sum")
+                correct += (logits.argmax(dim=1) == batch[1]).sum()
+                samples += len(batch[1])
         return Score(float(loss), int(correct), samples)
 
 
@@ -104,7 +102,7 @@ def build_images(config: Config, *, rank: int, size: int, load: Load | None = No
     """
     training, held_out = (load or load_images)(config.data)
     augment = Augment(config.data.crop, config.data.flip) if config.data.crop or config.data.flip else None
-    try:
+    with naming("data"):
         loader = TrainingLoader(
             training,
             batch_size=config.training.batch_size,
@@ -113,10 +111,6 @@ def build_images(config: Config, *, rank: int, size: int, load: Load | None = No
             seed=config.training.seed,
             augment=augment,
         )
-    except DataError:
-        raise
-    except ValueError as error:
-        raise WorkloadError(f"data: {error}") from error
     held_out_loader = EvaluationLoader(
         held_out, batch_size=config.training.eval_batch_size, rank=rank, size=size
     )
@@ -145,7 +139,5 @@ def build_model(config: Config, images: ImageSet) -> nn.Module:
             f"multiples of {REDUCTION}"
         )
     torch.manual_seed(config.training.seed)
-    try:
+    with naming("model"):
         return VGG16(classes=len(images.classes), width=config.model.width, in_channels=channels)
-    except ValueError as error:
-        raise WorkloadError(f"model: {error}") from error

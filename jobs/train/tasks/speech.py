@@ -12,13 +12,12 @@ from data import DataError
 from data.speech.an4 import open_an4
 from data.speech.dataset import ALPHABET, SpeechSet
 from data.speech.loader import SpeechBatch, SpeechEvaluationLoader, SpeechTrainingLoader
-from data.speech.spectrogram import frame_count, log_spectrograms
-from data.speech.tempo import change_tempo, played
+from data.speech.spectrogram import change_tempo, frame_count, log_spectrograms, played
 from jobs.config.config import Config
 from jobs.config.sections import DataConfig
 from jobs.train.placement import Placement
 from jobs.train.tasks.decoding import count_errors, decode
-from jobs.train.tasks.task import Score, WorkloadError, autocast
+from jobs.train.tasks.task import Score, WorkloadError, autocast, evaluating, naming
 from models.lstm import LSTM, output_lengths
 
 
@@ -47,8 +46,7 @@ class Speech:
         self._training, self._held_out = training, held_out
         self._config = config
 
-    def place(self, placement: Placement) -> None:
-        """Move network and data to a device."""
+    def move_to(self, placement: Placement) -> None:
         for loader in (self._training, self._held_out):
             loader.utterances.to(placement.device)
         self.model.to(placement.device)
@@ -67,17 +65,13 @@ class Speech:
         """Summed loss, words heard right less words that were inserted, words, wrong characters, and characters."""
         held_out = self._held_out.utterances.speech
         loss, references, hypotheses = 0.0, [], []
-        self.model.eval()
-        try:
-            with torch.inference_mode():
-                for batch in self._held_out:
-                    scores, frames = self._scores(self.model, batch)
-                    loss += float(self._ctc(scores, frames, batch))
-                    for row, count in zip(scores.transpose(0, 1).cpu().numpy(), frames.tolist(), strict=True):
-                        hypotheses.append(decode(row[:count]))
-                    references += [held_out.transcript(index) for index in batch.indices.tolist()]
-        finally:
-            self.model.train()
+        with evaluating(self.model):
+            for batch in self._held_out:
+                scores, frames = self._scores(self.model, batch)
+                loss += float(self._ctc(scores, frames, batch))
+                for row, count in zip(scores.transpose(0, 1).cpu().numpy(), frames.tolist(), strict=True):
+                    hypotheses.append(decode(row[:count]))
+                references += [held_out.transcript(index) for index in batch.indices.tolist()]
         errors = count_errors(references, hypotheses)
         return Score(
             loss,
@@ -136,10 +130,8 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
         held_out, batch_size=config.training.eval_batch_size, rank=rank, size=size
     )
     torch.manual_seed(config.training.seed)
-    try:
+    with naming("model"):
         model = LSTM(labels=len(ALPHABET), width=config.model.width)
-    except ValueError as error:
-        raise WorkloadError(f"model: {error}") from error
     return Speech(model, training, evaluation, config)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from data import DataError
 from jobs.train.placement import Placement
 
 
@@ -44,7 +45,7 @@ class Workload(Protocol):
     network: nn.Module
     steps_per_epoch: int
 
-    def place(self, placement: Placement) -> None:
+    def move_to(self, placement: Placement) -> None:
         """Move network and data to a device. Raises DataError: they do not fit."""
         ...
 
@@ -59,6 +60,28 @@ class Workload(Protocol):
     def score(self) -> Score:
         """This rank's share of the held-out samples, measured without training on them."""
         ...
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it the model is measured, not trained."""
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.train()
+
+
+@contextmanager
+def naming(section: str) -> Iterator[None]:
+    """Within it a ValueError that is no DataError becomes a WorkloadError that names the section of the configuration."""
+    try:
+        yield
+    except DataError:
+        raise
+    except ValueError as error:
+        raise WorkloadError(f"{section}: {error}") from error
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:

@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from data import DataError
 from data.text.file import TextSet, open_text_file
 from data.text.masking import IGNORED, TextBatch, TextEvaluationLoader, TextTrainingLoader
 from jobs.config.config import Config
 from jobs.config.sections import TrainingConfig
 from jobs.train.placement import Placement
-from jobs.train.tasks.task import Score, WorkloadError, autocast
+from jobs.train.tasks.task import Score, WorkloadError, autocast, evaluating, naming
 from models.bert import BERT
 
 
@@ -43,7 +42,7 @@ class MaskedLanguage:
         self.steps_per_epoch = training.steps_per_epoch
         self._training, self._held_out = training, held_out
 
-    def place(self, placement: Placement) -> None:
+    def move_to(self, placement: Placement) -> None:
         """Move network and text to a device. Raises DataError: they do not fit."""
         self._training.to(placement.device)
         self._held_out.to(placement.device)
@@ -77,18 +76,14 @@ class MaskedLanguage:
         device = next(self.model.parameters()).device
         # on the device, so that it is waited for once
         loss, correct, count = torch.zeros(3, dtype=torch.float64, device=device)
-        self.model.eval()
-        try:
-            with torch.inference_mode():
-                for text in self._held_out:
-                    words, labels = self._scores(self.model, text)[0].flatten(0, 1), text.labels.flatten()
-                    loss += nn.functional.cross_entropy(
-                        words.float(), labels, ignore_index=IGNORED, reduction="sum"
-                    )
-                    correct += (words.argmax(dim=1) == labels).sum()
-                    count += (labels != IGNORED).sum()
-        finally:
-            self.model.train()
+        with evaluating(self.model):
+            for text in self._held_out:
+                words, labels = self._scores(self.model, text)[0].flatten(0, 1), text.labels.flatten()
+                loss += nn.functional.cross_entropy(
+                    words.float(), labels, ignore_index=IGNORED, reduction="sum"
+                )
+                correct += (words.argmax(dim=1) == labels).sum()
+                count += (labels != IGNORED).sum()
         return Score(float(loss), int(correct), int(count))
 
 
@@ -101,7 +96,7 @@ def build_language(config: Config, *, rank: int, size: int) -> MaskedLanguage:
     """
     training, held_out = open_text_file(config.data.path)
     model = build_bert(config, training)
-    try:
+    with naming("data"):
         loader = TextTrainingLoader(
             training,
             batch_size=config.training.batch_size,
@@ -109,10 +104,6 @@ def build_language(config: Config, *, rank: int, size: int) -> MaskedLanguage:
             size=size,
             seed=config.training.seed,
         )
-    except DataError:
-        raise
-    except ValueError as error:
-        raise WorkloadError(f"data: {error}") from error
     held_out_loader = TextEvaluationLoader(
         held_out,
         batch_size=config.training.eval_batch_size,
@@ -138,15 +129,8 @@ def build_bert(config: Config, texts: TextSet) -> BERT:
             "0 takes that of the file"
         )
     torch.manual_seed(config.training.seed)
-    try:
-        model = BERT(
-            words,
-            layers=settings.layers,
-            hidden=settings.hidden,
-            dropout=settings.dropout,
-        )
-    except ValueError as error:
-        raise WorkloadError(f"model: {error}") from error
+    with naming("model"):
+        model = BERT(words, layers=settings.layers, hidden=settings.hidden, dropout=settings.dropout)
     if texts.length > model.positions:
         raise WorkloadError(
             f"{texts.path}: sequences of {texts.length} tokens are longer than the model's {model.positions}"

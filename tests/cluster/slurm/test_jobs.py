@@ -60,7 +60,7 @@ def test_each_workload_ends_with_its_result(slurm: Slurm) -> None:
     bench = slurm.folder / "bench.json"
     spoken = [" ".join(("NO", "GO", "UP")[: 1 + number % 3]) for number in range(16)]
     write_an4(slurm.folder / "an4", spoken[:12], spoken[12:])
-    prepare_an4(slurm.folder, slurm.folder / "an4.h5", partial=True, progress=False)
+    prepare_an4(slurm.folder, slurm.folder / "an4.h5", partial=True)
     toys = {
         # the paper's settings, on data that is always there
         "vgg": [*TOY, "data.name=digits", "data.flip=false"],

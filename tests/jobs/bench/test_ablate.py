@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from jobs.bench.ablate import variants
+from jobs.bench.contestants import variants
 from jobs.bench.document import read
 from jobs.launch import mpiexec_command
 from oktopk import GradientAllreduce, Settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,7 @@ from mpi4py import MPI
 
 from jobs.bench.document import BenchError, Output, read
 from jobs.bench.gpu.markdown import gpu_tables
-from jobs.bench.gpu.table import run_table
-from jobs.bench.gpu.targets import Cell
+from jobs.bench.gpu.table import Cell, run_table
 from jobs.bench.gradients import DrawnGradients
 from jobs.bench.job import run
 from jobs.bench.nccl import leave, rendezvous, require_nccl, torch_problem
@@ -86,6 +86,10 @@ def test_a_tiny_table_on_gpus(comm: MPI.Intracomm, tmp_path: Path) -> None:
     assert found["gpu"]["name"] in gpu_tables(found)
 
 
+def _host(array: Any) -> np.ndarray:
+    return np.asarray(array.get())
+
+
 @on_a_gpu
 @pytest.mark.mpi
 def test_gradients_on_a_gpu_are_those_of_the_host_to_rounding(comm: MPI.Intracomm) -> None:
@@ -95,7 +99,7 @@ def test_gradients_on_a_gpu_are_those_of_the_host_to_rounding(comm: MPI.Intracom
         drawn = device.source(name, 10_001, comm.rank, 5)
         for _ in range(3):
             expected = host.next()
-            np.testing.assert_allclose(device.fetch(drawn.next()), expected, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(_host(drawn.next()), expected, rtol=1e-5, atol=1e-5)
 
 
 @on_a_gpu
@@ -104,14 +108,14 @@ def test_gradients_on_a_gpu_are_those_of_the_host_to_rounding(comm: MPI.Intracom
 def test_a_gradient_is_placed_as_its_type(comm: MPI.Intracomm, kind: str) -> None:
     device = open_device("cuda", kind, comm)
     gradient = np.random.default_rng(comm.rank).standard_normal(5000).astype(np.float32)
-    found = device.fetch(device.place(gradient))
+    found = _host(device.to_device(gradient))
     if kind == "bfloat16":
         bits = gradient.view(np.uint32)
         expected = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
     else:
         expected = gradient.astype(kind)
     assert found.tobytes() == expected.tobytes()
-    placed = device.place(gradient)
+    placed = device.to_device(gradient)
     same = device.digest(placed)
     assert device.digest(placed.copy()) == same
     placed[[0, 4999]] = placed[[4999, 0]]
@@ -152,11 +156,11 @@ def test_nccl_averages_what_was_loaded(comm: MPI.Intracomm, method: str, kind: s
     if comm.allreduce(device.sharers, MPI.MAX) > 1 or any(comm.allgather(torch_problem())):
         pytest.skip("NCCL takes one rank per GPU, and a torch with CUDA")
     reducer = NcclAllreduce(comm, 1000, method)
-    gradient = device.place(np.arange(1000, dtype=np.float32) % 64 + comm.rank)
+    gradient = device.to_device(np.arange(1000, dtype=np.float32) % 64 + comm.rank)
     given = reducer.load(gradient)
     report = reducer.step(given)
     device.finish()
-    found = device.fetch(reducer.update)
+    found = _host(reducer.update)
     if method == "nccl-bf16":
         found = (found.astype(np.uint32) << 16).view(np.float32)
     np.testing.assert_allclose(found, np.arange(1000) % 64 + (comm.size - 1) / 2, rtol=2**-8)

@@ -16,11 +16,10 @@ from jobs.bench.arguments import BUDGET
 from jobs.bench.document import BenchError, Output, read
 from jobs.bench.floors import Speeds, Workload, stage_floors
 from jobs.bench.gpu.markdown import gpu_tables, verdict
-from jobs.bench.gpu.table import run_table
-from jobs.bench.gpu.targets import CELLS, Cell, chosen, target
+from jobs.bench.gpu.table import CELLS, Cell, chosen, run_table, target
 from jobs.bench.measure import in_turn
 from jobs.bench.options import Options, parse
-from jobs.bench.stages import device_stages
+from jobs.bench.summary import device_stages
 from jobs.bench.tables import insert, main
 from jobs.launch import launch_environment
 from oktopk import METHODS

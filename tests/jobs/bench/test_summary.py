@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs.bench.device import Growth
+from jobs.bench.device import Device, Growth
 from jobs.bench.document import BenchError, Output, document, read
 from jobs.bench.floors import Speeds, Workload, stage_floors
-from jobs.bench.host import Host
 from jobs.bench.measure import FIELDS, Contestant, Course, Samples, held_bytes
 from jobs.bench.summary import formulas, summarize
 from jobs.bench.tables import run_tables
@@ -142,12 +141,12 @@ def test_arrays_that_are_kept_are_found_once() -> None:
 
 
 def test_watching_counts_what_was_allocated_at_the_peak() -> None:
-    with Host().watch() as growth:
+    with Device().watch() as growth:
         np.ones(1 << 26, np.uint8)  # too long for malloc to serve from what it holds
         np.ones(1 << 25, np.uint8)
     assert 1 << 26 <= growth.allocated < 1.1 * (1 << 26)
     assert growth.resident is None or growth.resident > 0.9 * (1 << 26)
-    with Host().watch() as growth:
+    with Device().watch() as growth:
         pass
     assert growth.allocated < 10_000
 

@@ -24,7 +24,7 @@ from jobs.experiment.options import parse
 from jobs.experiment.plan import plan
 from jobs.experiment.worker import main as work
 from jobs.run.reader import RunReader
-from jobs.train.tasks.build import build_workload
+from jobs.train.setup import build_workload
 from jobs.train.tasks.task import Workload
 from tests.small_experiment import VGG, small
 

@@ -10,13 +10,12 @@ import pytest
 
 from data.prepared_file import data_checksum
 from jobs.config.file import ConfigError, validate
-from jobs.experiment.budget import RUN_SECONDS, START_SECONDS, Pace
 from jobs.experiment.claims import region_claim
 from jobs.experiment.options import parse
 from jobs.experiment.plan import describe, measured_pace, plan, planned_files, shortened
 from jobs.experiment.registry import EXPERIMENTS
 from jobs.experiment.report import write_report
-from jobs.experiment.trials import KINDS, Trial, trials
+from jobs.experiment.trials import KINDS, RUN_SECONDS, START_SECONDS, Pace, Trial, trials
 from jobs.report.groups import group_runs
 from jobs.report.summary import read_runs
 from jobs.run.file import RunFile, RunFileError, RunInfo

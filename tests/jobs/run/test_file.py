@@ -114,7 +114,7 @@ file = RunFile(sys.argv[1], INFO)
 file.append_steps(columns(1, 20), {{"select": np.ones(20)}})
 file.append_evaluation(**evaluation(20))
 # Extended but never flushed: none of it may spoil what was.
-file._steps["loss"].resize(25, axis=0)
+file._groups['steps']["loss"].resize(25, axis=0)
 print("flushed", flush=True)
 time.sleep(60)
 """

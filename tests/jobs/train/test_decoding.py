@@ -24,7 +24,6 @@ def test_clear_scores_are_read_as_the_text_they_spell() -> None:
 def test_errors_are_substitutions_deletions_and_insertions() -> None:
     errors = count_errors(["A B C", "YES"], ["A X C D", ""])
     assert errors == Errors(word_errors=3, words=4, character_errors=6, characters=8)
-    assert errors.word_error_rate == 0.75
     assert count_errors([], []) == Errors(0, 0, 0, 0)
     with pytest.raises(ValueError, match="reference 1 is empty"):
         count_errors(["A", ""], ["A", "A"])

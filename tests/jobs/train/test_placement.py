@@ -11,12 +11,11 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from jobs.run.columns import PHASES
-from jobs.run.recorder import gather
+from jobs.run.columns import PHASES, gather
 from jobs.train import placement as placements
 from jobs.train.agreement import Refused
-from jobs.train.placement import HostPlacement, find_placement
-from jobs.train.timing import Laps, TimedStep, measure
+from jobs.train.placement import Placement, find_placement
+from jobs.train.timing import PhaseTimer, TimedStep, measure
 from oktopk import StepReport
 from oktopk.results import Measures
 
@@ -25,7 +24,7 @@ def report(**seconds: float) -> StepReport:
     return StepReport(0, "dense", True, False, False, 1, 1, 1, 1, 0.0, 0.0, 0, 0, 0, 0, seconds)
 
 
-class Clock(HostPlacement):
+class Clock(Placement):
     """A clock that is told the time."""
 
     def __init__(self, times: Sequence[float]) -> None:
@@ -36,10 +35,10 @@ class Clock(HostPlacement):
 
 
 def timed(times: Sequence[float], stages: dict[str, float], losses: Sequence[float]) -> TimedStep:
-    laps = Laps(Clock(times))
+    timer = PhaseTimer(Clock(times))
     for phase in PHASES:
-        laps.end(phase)
-    return TimedStep(report(**stages), [torch.tensor(loss) for loss in losses], laps, 0.5)
+        timer.record(phase)
+    return TimedStep(report(**stages), [torch.tensor(loss) for loss in losses], timer, 0.5)
 
 
 def test_phases_and_stages_are_recorded_as_measured_and_the_rest_beside_them() -> None:
@@ -99,10 +98,10 @@ def test_columns_are_reduced_over_the_ranks_as_their_table_says(comm: MPI.Intrac
 
 
 def test_a_phase_that_comes_twice_counts_twice() -> None:
-    laps = Laps(Clock([0, 1, 3, 6, 10, 15]))
+    timer = PhaseTimer(Clock([0, 1, 3, 6, 10, 15]))
     for phase in ("data", "forward", "data", "forward", "reduction"):
-        laps.end(phase)
-    (step,) = measure([TimedStep(report(), [torch.tensor(1.0)], laps, 0.1)], 0.0, 1)
+        timer.record(phase)
+    (step,) = measure([TimedStep(report(), [torch.tensor(1.0)], timer, 0.1)], 0.0, 1)
     assert step.seconds == {"data": 4, "forward": 6, "backward": 0, "reduction": 5, "optimizer": 0}
 
 

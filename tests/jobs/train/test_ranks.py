@@ -180,7 +180,7 @@ def test_methods_and_modes_train_alike_on_gpus(tmp_path: Path) -> None:
 FAILING = """
     import sys, time
     from jobs.train.__main__ import check_launch, main
-    from jobs.train.tasks.build import build_workload
+    from jobs.train.setup import build_workload
 
     config, file, when, method = sys.argv[1:5]
 

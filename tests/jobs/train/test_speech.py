@@ -29,8 +29,7 @@ from jobs.report.summary import read_runs
 from jobs.run.reader import RunReader
 from jobs.train.__main__ import main
 from jobs.train.schedule import learning_rate_factor
-from jobs.train.setup import Build
-from jobs.train.tasks.build import build_workload
+from jobs.train.setup import Build, build_workload
 from jobs.train.tasks.speech import build_speech, check_lengths, spectrograms_of
 from jobs.train.tasks.task import Score, Workload, WorkloadError
 from tests.devices import gpus
@@ -48,7 +47,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random = np.random.default_rng(0)
     texts = [" ".join(random.choice(WORDS, 1 + number % 2)) for number in range(24)]
     write_an4(folder / "an4", texts[:18], texts[18:])
-    prepare_an4(folder, folder / "an4.h5", partial=True, progress=False)
+    prepare_an4(folder, folder / "an4.h5", partial=True)
     return folder / "an4.h5"
 
 
@@ -106,7 +105,7 @@ def test_the_network_learns_to_read_utterances_that_it_has_not_heard(tmp_path: P
     random = np.random.default_rng(0)
     texts = [" ".join(random.choice(WORDS, 1 + number % 2)) for number in range(124)]
     write_an4(tmp_path / "an4", texts[:100], texts[100:])
-    prepare_an4(tmp_path, tmp_path / "an4.h5", partial=True, progress=False)
+    prepare_an4(tmp_path, tmp_path / "an4.h5", partial=True)
     overrides = [
         "model.width=0.125",
         "training.steps=120",
@@ -379,7 +378,7 @@ def test_a_gpu_computes_the_losses_and_gradients_of_the_host(prepared: Path, pre
         workload = build_speech(
             config(prepared, f"training.precision={kind}", "data.tempo=[0.9,1.1]"), rank=0, size=1
         )
-        workload.place(Placed(name))
+        workload.move_to(Placed(name))
         losses = []
         for batch in itertools.islice(workload.batches(0), 3):
             loss = workload.loss(batch)

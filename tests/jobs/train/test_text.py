@@ -17,7 +17,7 @@ from jobs.train.__main__ import main
 from jobs.train.optimizers import build_optimizer
 from jobs.train.placement import find_placement
 from jobs.train.schedule import learning_rate_factor
-from jobs.train.tasks.build import build_workload
+from jobs.train.setup import build_workload
 from jobs.train.tasks.text import MaskedLanguage, build_language
 from tests.devices import gpus
 from tests.documents import write_documents
@@ -143,7 +143,7 @@ def test_the_score_is_the_mean_over_masked_words_however_they_are_shared(prepare
 def test_a_gpu_sees_the_same_batches_and_the_same_loss(prepared: Path) -> None:
     config = load(CONFIG, overrides(prepared))
     host, device = (build_language(config, rank=1, size=2) for _ in range(2))
-    device.place(find_placement("cuda", MPI.COMM_SELF))
+    device.move_to(find_placement("cuda", MPI.COMM_SELF))
     for step, (left, right) in enumerate(zip(host.batches(2), device.batches(2), strict=True)):
         for name, one, other in zip(left._fields, left, right, strict=True):
             assert torch.equal(one, other.cpu()), f"{name} of step {step}"

@@ -16,7 +16,7 @@ from jobs.report.summary import read_runs
 from jobs.run.reader import RunReader
 from jobs.train.__main__ import check_launch, main
 from jobs.train.agreement import Refused
-from jobs.train.tasks.build import build_workload
+from jobs.train.setup import build_workload
 from jobs.train.tasks.task import Workload
 
 ROOT = Path(__file__).parents[3]

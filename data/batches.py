@@ -1,0 +1,91 @@
+"""One rank's training batches of an epoch, one by one, or cut in blocks on a device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data.sharding import ShardedBatches, epoch_draws
+
+Batch = TypeVar("Batch")
+
+
+class EpochLoader(ABC, Generic[Batch]):
+    """Training batches, shuffled anew in every epoch; each is a function of (seed, epoch, step, rank).
+
+    So asking for a batch again, in another order, or after a restart gives the same bytes. What is drawn for a sample depends on
+    (seed, epoch, sample) only: a run on another number of ranks with as many samples per step in total sees the same.
+
+    Args:
+        shards: which samples a batch has.
+        stream: of the random numbers that samples get, see data.sharding.
+    """
+
+    def __init__(self, shards: ShardedBatches, stream: int) -> None:
+        self.shards, self._stream = shards, stream
+        self._drawn: tuple[int, NDArray[np.uint64]] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of one epoch, equal on all ranks and at least 1."""
+        return self.shards.steps_per_epoch
+
+    def draws(self, epoch: int) -> NDArray[np.uint64]:
+        """uint64[samples]: a random number for each of them in an epoch."""
+        if self._drawn is None or self._drawn[0] != epoch:
+            self._drawn = (epoch, epoch_draws(self.shards.count, self.shards.seed, epoch, self._stream))
+        return self._drawn[1]
+
+    @abstractmethod
+    def batch(self, epoch: int, step: int) -> Batch:
+        """The batch of one step, 0 <= step < steps_per_epoch. Raises ValueError: epoch or step out of bounds."""
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch, from first_step on: 0 for all of it, another to resume in its middle."""
+        return (self.batch(epoch, step) for step in range(first_step, self.steps_per_epoch))
+
+
+class BlockLoader(EpochLoader[Batch]):
+    """Batches that are cut many at a time, so that all of a block share the launches of small kernels.
+
+    Batches are pieces of the block, not to be changed.
+
+    Args:
+        shards, stream: as EpochLoader.
+        samples: of a block, where a batch has fewer.
+    """
+
+    def __init__(self, shards: ShardedBatches, stream: int, samples: int) -> None:
+        super().__init__(shards, stream)
+        self._steps_per_block = max(1, samples // shards.batch_size)
+        self._planned: tuple[int, torch.Tensor] | None = None
+        self._block: tuple[tuple[int, int], tuple[torch.Tensor, ...]] | None = None
+
+    @abstractmethod
+    def _plan(self, epoch: int) -> torch.Tensor:
+        """int64[rows, samples] on the device: what `_cut` needs of each sample, in this rank's order of the epoch."""
+
+    @abstractmethod
+    def _cut(self, plan: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The samples of some columns of the plan."""
+
+    def _forget(self) -> None:
+        self._planned = self._block = None
+
+    def _pieces(self, epoch: int, step: int) -> tuple[torch.Tensor, ...]:
+        if not 0 <= step < self.steps_per_epoch:
+            raise ValueError(f"step {step} is not in [0, {self.steps_per_epoch})")
+        size, first = self.shards.batch_size, step - step % self._steps_per_block
+        if self._block is None or self._block[0] != (epoch, first):
+            self._block = None  # before the next one takes as much
+            if self._planned is None or self._planned[0] != epoch:
+                self._planned = (epoch, self._plan(epoch))
+            stop = min(first + self._steps_per_block, self.steps_per_epoch)
+            self._block = (epoch, first), self._cut(self._planned[1][:, first * size : stop * size])
+        here = slice((step - first) * size, (step - first + 1) * size)
+        return tuple(tensor[here] for tensor in self._block[1])
