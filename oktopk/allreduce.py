@@ -401,6 +401,13 @@ class GradientAllreduce:
         with self.backend.stream_scope():
             self._load(state)
 
+    def reset(self) -> None:
+        """Forget residual, thresholds, regions and the number of steps, as if newly constructed. Collective."""
+        none: dict[str, Any] = {"steps": 0, "sparse_steps": 0, "methods": {}}
+        none |= dict.fromkeys(("last_k", "residual", "velocity"))
+        with self.backend.stream_scope():
+            self._load(none)
+
     def _load(self, state: dict[str, Any]) -> None:
         for executor in self._executors.values():
             executor.close()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import inspect
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,39 +21,10 @@ from oktopk.allreduce import GradientAllreduce
 from oktopk.results import StepReport
 from oktopk.torch.gradients import FlatGradients, GradientsInPlace, dense_views, is_dense
 from oktopk.torch.interop import TensorMemory, memory_of
+from oktopk.torch.wrapped import WrappedOptimizer
 
 GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What `GradientAllreduce` calls a type of torch's."""
-
-
-class WrappedOptimizer(torch.optim.Optimizer):
-    """Has the groups, the state and the defaults of the optimizer that it wraps, and none of its own.
-
-    Args:
-        inner: owns the parameters.
-
-    Attributes:
-        inner: as given.
-    """
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        # the base class is not initialised: it would make groups, state and defaults
-        self.inner = inner
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's."""
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's."""
-        return self.inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's."""
-        return self.inner.defaults
 
 
 class DistributedOptimizer(WrappedOptimizer):
@@ -90,8 +64,12 @@ class DistributedOptimizer(WrappedOptimizer):
         >>> optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), MPI.COMM_WORLD, density=0.01)
         >>> optimizer.zero_grad()
         >>> loss(model(x), y).backward()
-        >>> report = optimizer.step()
+        >>> optimizer.step()
+        >>> words = optimizer.report.words
     """
+
+    report: StepReport | None = None
+    """The last step: what was selected, sent and timed; None before the first one."""
 
     def __init__(
         self,
@@ -126,6 +104,13 @@ class DistributedOptimizer(WrappedOptimizer):
             problem=problem or disagreement,
             **settings,
         )
+        self._arguments: dict[str, Any] = {
+            "comm": comm,
+            "method": method,
+            "gradient_type": gradient_type,
+            "clip_norm": clip_norm,
+        }
+        self._arguments |= settings
         self._memory = memory
         self._gradients = self._make_gradients(GRADIENT_TYPES[gradient_type])
         self._array: Any = None  # of the vector, once a step takes it
@@ -164,30 +149,31 @@ class DistributedOptimizer(WrappedOptimizer):
         """For loops written for DistributedDataParallel: backward passes add up locally until `step`, with it or without."""
         return nullcontext()
 
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], Any] | None = None, *, measure: bool = False
-    ) -> StepReport:
-        """Reduce the gradients and step. Collective: every rank must call.
+    def step(self, closure: Callable[[], Any] | None = None, *, measure: bool = False) -> Any:
+        """Reduce the gradients and step; `report` tells how it went. Collective: every rank must call.
+
+        A skipped step leaves parameters and optimizer state untouched, unless it was deferred: the report of such a step
+        (`Settings.deferred`) is incomplete until the next one begins, or `complete`, and where it stopped or is skipped the
+        optimizer has stepped on an update of zero.
 
         Args:
-            closure: computes the gradients first, if given.
+            closure: computes the gradients first, if given. It is called once.
             measure: take the paper's measures of this step, see `GradientAllreduce.step`.
 
         Returns:
-            What was selected, sent and timed. A skipped step leaves parameters and optimizer state untouched, unless it was
-            deferred: the report of such a step (`Settings.deferred`) is incomplete until the next one begins, or `complete`, and
-            where it stopped or is skipped the optimizer has stepped on an update of zero.
+            What the closure returned; None without one.
 
         Raises:
             NonFiniteGradientError: on every rank alike, if settings say so; nothing was stepped, or where the last step was
                 deferred and it is that one's, it was stepped on an update of zero.
         """
+        loss = None
         if closure is not None:
             with torch.enable_grad():
-                closure()
-        report = self.reduce(measure=measure)
+                loss = closure()
+        self.reduce(measure=measure)
         self.apply()
-        return report
+        return loss
 
     def reduce(self, *, measure: bool = False) -> StepReport:
         """The first half of a step: from here to `apply`, each `p.grad` is its piece of the update. Collective.
@@ -199,7 +185,7 @@ class DistributedOptimizer(WrappedOptimizer):
             measure: as `step`.
 
         Returns:
-            As `step`.
+            The step's `report`.
 
         Raises:
             NonFiniteGradientError: as `step`.
@@ -211,7 +197,7 @@ class DistributedOptimizer(WrappedOptimizer):
             )
         gradient = self._given(measure)
         with self._memory.stream_scope():
-            report = self.reducer.step(gradient, measure=measure)
+            report = self.report = self.reducer.step(gradient, measure=measure)
         if report.skipped:
             return report
         if self.clip_norm:
@@ -265,19 +251,54 @@ class DistributedOptimizer(WrappedOptimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the wrapped optimizer and of this rank's reducer: tensors and plain values only."""
-        # torch.load reads tensors with weights_only, arrays not
-        reducer = _converted(self.reducer.state_dict(), np.ndarray, torch.from_numpy)
-        return {"optimizer": self.inner.state_dict(), "reducer": reducer}
+        """State of the wrapped optimizer, and under "reducer" this rank's own: tensors and plain values only.
+
+        Every rank saves its own. What takes the optimizer's part alone, as `torch.distributed.checkpoint` does, drops the
+        residuals; a state without "reducer" is loaded as that of an optimizer that was not wrapped.
+        """
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where this rank's `state_dict` was taken, bit for bit.
+        """Continue where this rank's `state_dict` was taken, bit for bit. Collective: every rank must call.
+
+        A state without "reducer", as of an optimizer that was not wrapped, starts with empty residuals; rank 0 warns.
 
         Raises:
-            ValueError: the state is of another length or method.
+            ValueError: the state is of another length or method, or only some ranks' have "reducer"; on every rank alike.
         """
-        self.reducer.load_state_dict(_converted(state_dict["reducer"], Tensor, Tensor.numpy))
-        load_state(self.inner, state_dict["optimizer"])
+        super().load_state_dict(state_dict)
+
+    def _state(self) -> dict[str, Any]:
+        # torch.load reads tensors with weights_only, arrays not
+        reducer = _converted(self.reducer.state_dict(), np.ndarray, torch.from_numpy)
+        return {**self.inner.state_dict(), "reducer": reducer}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        if "optimizer" in state:  # the layout of earlier versions
+            state = {**state["optimizer"], "reducer": state["reducer"]}
+        reducer = state.pop("reducer", None)
+        self.reducer.transport.agree({"whether the state has residuals": reducer is not None})
+        if reducer is None:
+            self.reducer.reset()
+            if self.reducer.transport.rank == 0:
+                warnings.warn(
+                    "the state is that of an optimizer that was not wrapped: residuals start empty, thresholds anew",
+                    stacklevel=4,
+                )
+        else:
+            self.reducer.load_state_dict(_converted(reducer, Tensor, Tensor.numpy))
+        load_state(self.inner, state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
+        """A copy of the optimizer, its parameters and this rank's reducer; without hooks, as torch's. Collective.
+
+        The communicator must not have been freed.
+        """
+        self.reducer.transport.barrier()
+        copied = type(self)(copy.deepcopy(self.inner, memo), **self._arguments)
+        copied.reducer.load_state_dict(self.reducer.state_dict())
+        copied.report = self.report
+        return copied
 
     def close(self) -> None:
         """Free what MPI holds. Collective."""
@@ -312,6 +333,11 @@ def _problem(
     optimizer: torch.optim.Optimizer, parameters: list[Tensor], clip_norm: float, settings: dict[str, Any]
 ) -> str:
     """What keeps this optimizer from being wrapped, in a sentence; "" if nothing does."""
+    if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+        return (
+            f"{type(optimizer).__name__} computes gradients several times a step, by a closure, and each would have to be "
+            "reduced: take an optimizer whose step needs none"
+        )
     if not parameters:
         return "no parameter of the optimizer needs a gradient"
     first = parameters[0]
