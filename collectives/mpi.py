@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,49 @@ from collectives.traffic import WORD_BYTES, Traffic
 from collectives.transport import PersistentRound, Round, Transport
 from collectives.workspace import Workspace
 
+_LAUNCHERS = {
+    "WORLD_SIZE": "torchrun",
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpiexec",
+    "PMI_SIZE": "MPICH's mpiexec",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
+"""Environment variable -> the launcher that puts the number of processes into it."""
 
-def connect(comm: MPI.Intracomm) -> MpiTransport:
-    """The transport for host arrays among the ranks of a communicator. Collective: every rank must call."""
-    return MpiTransport(comm)
+
+class LauncherError(RuntimeError):
+    """A launcher started several processes, but each is an MPI job of its own."""
+
+
+def connect(comm: MPI.Intracomm | None) -> MpiTransport:
+    """The transport for host arrays among the ranks of a communicator, as `communicator`. Collective: every rank must call."""
+    return MpiTransport(communicator(comm))
+
+
+def communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
+    """The communicator to use: the one given, or for None that of all ranks of the job.
+
+    Raises:
+        TypeError: it is something else.
+        LauncherError: a launcher started several processes, and MPI knows only this one. `MPI.COMM_SELF` is not checked.
+    """
+    if comm is None:
+        comm = MPI.COMM_WORLD
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"comm is a {type(comm).__name__}, not an mpi4py.MPI.Intracomm")
+    if MPI.COMM_WORLD.Get_size() == 1 and MPI.Comm.Compare(comm, MPI.COMM_SELF) != MPI.IDENT:
+        _check_launcher(os.environ)
+    return comm
+
+
+def _check_launcher(environment: Mapping[str, str]) -> None:
+    for name, launcher in _LAUNCHERS.items():
+        number = environment.get(name, "")
+        if number.isdigit() and int(number) > 1:
+            raise LauncherError(
+                f"{name}={number}: {launcher} started {number} processes, but the MPI that mpi4py uses has size 1, so each would "
+                f"train alone. Start them by that MPI's own launcher: mpiexec -n {number} python -m mpi4py my.py (under Slurm "
+                "srun --mpi=pmix, or what the site's MPI needs). If each is to be alone, pass MPI.COMM_SELF"
+            )
 
 
 def on_this_host(comm: MPI.Intracomm) -> tuple[int, int]:

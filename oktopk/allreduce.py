@@ -28,7 +28,7 @@ from oktopk.methods import METHODS, Method
 from oktopk.methods.oktopk import OkTopk
 from oktopk.metrics import Sampler
 from oktopk.results import StageTimer, StepReport
-from oktopk.settings import DENSE_ABOVE, Settings, entries_kept
+from oktopk.settings import DENSE_ABOVE, Settings, entries_kept, unknown_setting
 from oktopk.state import state_problem
 from oktopk.step import Executor, Plan, StepHandle, StepResult
 
@@ -82,7 +82,8 @@ class GradientAllreduce:
     Several instances may live side by side, one per bucket, parameter group or communicator: they share nothing.
 
     Args:
-        comm: intracommunicator; duplicated. Collective: every rank must construct, with the same arguments.
+        comm: intracommunicator; duplicated; None: all ranks of the job. Collective: every rank must construct, with the same
+            arguments.
         length: elements of the gradient (n).
         method: a name in `oktopk.METHODS`.
         device: "cpu" for NumPy arrays, "cuda" for CuPy arrays on the current GPU.
@@ -94,6 +95,7 @@ class GradientAllreduce:
         settings: keywords of `oktopk.Settings`.
 
     Raises:
+        RuntimeError: a launcher started several processes, and MPI has only this one; the message says how to start them.
         ValueError: an argument is out of range, the device cannot be used, or ranks disagree; on every rank alike.
 
     Memory: n words of update; n of residual where the method is sparse; n of velocity with momentum correction; as many
@@ -110,7 +112,7 @@ class GradientAllreduce:
 
     def __init__(
         self,
-        comm: MPI.Intracomm,
+        comm: MPI.Intracomm | None,
         length: int,
         method: str = "oktopk",
         *,
@@ -127,6 +129,8 @@ class GradientAllreduce:
             backend: Backend | None = None
             vectors: ErrorFeedback | None = None
             try:
+                if unknown := unknown_setting(settings, GradientAllreduce):
+                    raise TypeError(unknown)
                 self.settings = Settings(**settings)
                 check_length(length)
                 if method not in METHODS:

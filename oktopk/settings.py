@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any, Literal
@@ -100,6 +103,20 @@ class Settings:
             return self.density
         stage = into * DENSITY_STAGES // self.density_warmup_steps
         return float(DENSE_ABOVE * (self.density / DENSE_ABOVE) ** (stage / DENSITY_STAGES))
+
+
+def unknown_setting(given: Iterable[str], *takers: Callable[..., Any]) -> str:
+    """The first keyword that neither the takers nor `Settings` have, in a sentence that names the nearest one; "" for none."""
+    own = [name for taker in takers for name in inspect.signature(taker).parameters]
+    known = dict.fromkeys([*own, *(field.name for field in fields(Settings))])
+    for name in ("settings", "problem"):
+        known.pop(name, None)
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            return f"{name}: unknown setting{hint}; valid: {', '.join(known)}"
+    return ""
 
 
 def entries_kept(density: float, length: int) -> int:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import inspect
-import math
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,14 +14,15 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import Tensor
 
+from collectives.mpi import communicator
 from oktopk.allreduce import GradientAllreduce
 from oktopk.results import StepReport
-from oktopk.torch.gradients import FlatGradients, GradientsInPlace, dense_views, is_dense
+from oktopk.settings import unknown_setting
+from oktopk.torch.agreement import GRADIENT_TYPES, disagreement, replaced_warning, wrapping_problem
+from oktopk.torch.gradients import FlatGradients, GradientsInPlace, dense_views
 from oktopk.torch.interop import TensorMemory, memory_of
+from oktopk.torch.modules import broadcast_tensors
 from oktopk.torch.wrapped import WrappedOptimizer
-
-GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What `GradientAllreduce` calls a type of torch's."""
 
 
 class DistributedOptimizer(WrappedOptimizer):
@@ -42,17 +40,22 @@ class DistributedOptimizer(WrappedOptimizer):
     Args:
         optimizer: the torch optimizer that owns the parameters: all on one device (the CPU, or the current GPU), all float32,
             bfloat16 or float16, each dense in memory.
-        comm: intracommunicator. Collective: every rank must construct, with the same model and settings.
+        comm: intracommunicator; None: all ranks of the job. Collective: every rank must construct, with the same model and
+            settings.
         method: a name in `oktopk.METHODS`.
         gradient_type: of what is selected and reduced, "float32", "bfloat16" or "float16"; "" is that of the parameters. The
             CPU takes float32 only. bfloat16 gradients of float32 parameters halve what selection reads, and their rounding
             is not fed back.
         clip_norm: scale what the wrapped optimizer sees down to this Euclidean norm; 0 for never. It is the norm of the reduced
             gradient, equal on all ranks, not of what one rank computed.
+        broadcast: where parameters have other values than on rank 0, replace them by rank 0's, and warn there; False: refuse.
+            Frozen parameters and buffers are neither compared nor replaced: see `broadcast_parameters`.
         settings: keywords of `oktopk.Settings`.
 
     Raises:
-        ValueError: parameters that are not as said, a setting out of range, ranks that disagree, a GPU or an MPI that cannot be
+        RuntimeError: a launcher started several processes, and MPI has only this one; the message says how to start them.
+        ValueError: parameters that are not as said, a setting out of range, ranks that disagree (on the
+            optimizer's state too), a GPU or an MPI that cannot be
             used, or momentum correction with an optimizer that has momentum of its own; on every rank alike.
 
     Memory: that of `GradientAllreduce`; n elements of gradients (where kernels read them in place: autograd's own, and the buffer
@@ -74,26 +77,33 @@ class DistributedOptimizer(WrappedOptimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        comm: MPI.Intracomm,
+        comm: MPI.Intracomm | None = None,
         method: str = "oktopk",
         *,
         gradient_type: str = "",
         clip_norm: float = 0.0,
+        broadcast: bool = True,
         **settings: Any,
     ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}, not a torch optimizer")
+        comm = communicator(comm)
         super().__init__(optimizer)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self.length = sum(p.numel() for p in self._parameters)
         self.clip_norm = clip_norm
         memory = TensorMemory()
-        problem = _problem(optimizer, self._parameters, clip_norm, settings)
+        problem = unknown_setting(settings, DistributedOptimizer, GradientAllreduce)
+        if isinstance(optimizer, DistributedOptimizer):
+            problem = "the optimizer is a DistributedOptimizer already: wrap it once"
+        problem = problem or wrapping_problem(optimizer, self._parameters, clip_norm, settings)
         if not problem:
             gradient_type = gradient_type or _type_name(self._parameters[0].dtype)
             try:
                 memory = memory_of(self._parameters[0].device)
             except ValueError as error:
                 problem = str(error)
-        disagreement = _disagreement(comm, self._parameters, clip_norm, problem)
+        differs, strangers = disagreement(comm, optimizer, self._parameters, clip_norm, broadcast, problem)
         self.reducer = GradientAllreduce(
             comm,
             self.length,
@@ -101,16 +111,15 @@ class DistributedOptimizer(WrappedOptimizer):
             device=memory.device,
             gradient_type=gradient_type,
             stream=memory.stream,
-            problem=problem or disagreement,
+            problem=problem or differs,
             **settings,
         )
-        self._arguments: dict[str, Any] = {
-            "comm": comm,
-            "method": method,
-            "gradient_type": gradient_type,
-            "clip_norm": clip_norm,
-        }
-        self._arguments |= settings
+        if strangers:
+            broadcast_tensors(self._parameters, comm)
+            if comm.rank == 0:
+                warnings.warn(replaced_warning(strangers), stacklevel=2)
+        self._arguments: dict[str, Any] = {"comm": comm, "method": method, "gradient_type": gradient_type}
+        self._arguments |= {"clip_norm": clip_norm, "broadcast": broadcast, **settings}
         self._memory = memory
         self._gradients = self._make_gradients(GRADIENT_TYPES[gradient_type])
         self._array: Any = None  # of the vector, once a step takes it
@@ -327,58 +336,6 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
             if shaped and value.stride() != parameter.stride():
                 like = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
                 held[name] = like.copy_(value)
-
-
-def _problem(
-    optimizer: torch.optim.Optimizer, parameters: list[Tensor], clip_norm: float, settings: dict[str, Any]
-) -> str:
-    """What keeps this optimizer from being wrapped, in a sentence; "" if nothing does."""
-    if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
-        return (
-            f"{type(optimizer).__name__} computes gradients several times a step, by a closure, and each would have to be "
-            "reduced: take an optimizer whose step needs none"
-        )
-    if not parameters:
-        return "no parameter of the optimizer needs a gradient"
-    first = parameters[0]
-    for parameter in parameters:
-        if parameter.dtype not in GRADIENT_TYPES.values():
-            return (
-                f"a parameter is {parameter.dtype} on {parameter.device}, "
-                "not torch.float32, torch.bfloat16 or torch.float16"
-            )
-        if parameter.dtype != first.dtype:
-            return f"parameters are {first.dtype} and {parameter.dtype}: all must be of one type"
-        if parameter.device != first.device:
-            return f"parameters are on {first.device} and {parameter.device}: all must be on one device"
-        if not is_dense(parameter):
-            return (
-                f"a parameter of shape {tuple(parameter.shape)} with strides {parameter.stride()} is not contiguous in any "
-                "order of its dimensions: make it a tensor of its own, by clone()"
-            )
-    if not (math.isfinite(clip_norm) and clip_norm >= 0):
-        return f"clip_norm {clip_norm} is not in [0, inf)"
-    correction = settings.get("momentum_correction")
-    if correction and any(group.get("momentum") or group.get("betas") for group in optimizer.param_groups):
-        return f"momentum_correction {correction} needs an optimizer without momentum of its own"
-    return ""
-
-
-def _disagreement(comm: MPI.Intracomm, parameters: list[Tensor], clip_norm: float, problem: str) -> str:
-    """What differs between the ranks and the reducer cannot see, in a sentence; "" if nothing does. Collective."""
-    layout = repr([(tuple(p.shape), p.stride()) for p in parameters]).encode()
-    mine = (
-        sum(p.numel() for p in parameters),
-        hashlib.blake2b(layout, digest_size=8).digest(),
-        clip_norm,
-        problem,
-    )
-    lengths, layouts, norms, problems = (set(values) for values in zip(*comm.allgather(mine), strict=True))
-    if any(problems) or len(lengths) > 1:  # of these the reducer says more
-        return ""
-    if len(layouts) > 1:
-        return "the parameters' shapes, order or memory layouts differ between ranks"
-    return f"ranks disagree on clip_norm: {sorted(norms)}" if len(norms) > 1 else ""
 
 
 def _type_name(dtype: torch.dtype) -> str:

@@ -1,0 +1,151 @@
+"""What goes wrong in a training loop of one's own is a sentence on every rank, not a training that is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+from collectives.mpi import LauncherError
+from oktopk import DistributedOptimizer, GradientAllreduce, average_buffers, broadcast_parameters
+
+pytestmark = pytest.mark.mpi
+
+
+def network(seed: int = 5) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 7))
+
+
+def sgd(model: nn.Module, **keywords: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.05, "momentum": 0.9} | keywords)
+
+
+def backward(model: nn.Module, comm: MPI.Intracomm, step: int = 0) -> None:
+    drawn = torch.Generator().manual_seed(1000 * step + comm.rank)
+    model(torch.randn(8, 20, generator=drawn)).square().sum().backward()
+
+
+def flat(model: nn.Module) -> np.ndarray:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
+
+
+@pytest.mark.parametrize(
+    "variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]
+)
+def test_processes_that_mpi_does_not_see_are_refused(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "6")
+    if comm.size > 1:  # MPI sees the others: what the launcher of something else says does not count
+        GradientAllreduce(comm, 10).close()
+        return
+    message = (
+        rf"{variable}=6: .* started 6 processes, but the MPI .* size 1.* mpiexec -n 6 python -m mpi4py my\.py"
+    )
+    with pytest.raises(LauncherError, match=message):
+        GradientAllreduce(comm, 10)
+    with pytest.raises(LauncherError, match=message):
+        DistributedOptimizer(sgd(network()))
+    with pytest.raises(LauncherError, match=message):
+        broadcast_parameters(network())
+    GradientAllreduce(MPI.COMM_SELF, 10).close()
+    monkeypatch.setenv(variable, "1")
+    GradientAllreduce(comm, 10).close()
+
+
+def test_no_communicator_is_all_ranks_of_the_job(comm: MPI.Intracomm) -> None:
+    reducer = GradientAllreduce(None, 10)
+    assert reducer.transport.size == comm.size
+    reducer.close()
+    model = network()
+    optimizer = DistributedOptimizer(sgd(model))
+    assert optimizer.reducer.transport.size == comm.size
+    optimizer.close()
+    average_buffers(model)
+    with pytest.raises(TypeError, match=r"comm is a str, not an mpi4py\.MPI\.Intracomm"):
+        GradientAllreduce("world", 10)  # type: ignore[arg-type]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_parameters_that_differ_become_rank_0s_with_one_warning(
+    comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
+) -> None:
+    strange = range(1, comm.size, 2)
+    model = network(seed=int(comm.rank in strange))
+    for parameter in model[3].parameters():
+        parameter.requires_grad_(False)
+    frozen, mean = model[3].weight.clone(), model[1].running_mean.fill_(comm.rank).clone()
+    optimizer = DistributedOptimizer(sgd(model), comm)
+    trained = [p.detach().numpy().tobytes() for p in model.parameters() if p.requires_grad]
+    assert len(set(map(tuple, comm.allgather(trained)))) == 1
+    assert torch.equal(model[0].weight, network(seed=0)[0].weight)
+    assert torch.equal(model[3].weight, frozen) and torch.equal(model[1].running_mean, mean)
+    named = f"parameters on rank(s) {', '.join(map(str, strange))} differed from rank 0's"
+    messages = [str(warning.message) for warning in recwarn]
+    assert [named in message for message in messages] == [True] * (comm.rank == 0)
+    optimizer.close()
+
+
+def test_equal_parameters_are_left_as_they_are_in_silence(
+    comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = network()
+    before = flat(model)
+    DistributedOptimizer(sgd(model), comm).close()
+    assert np.array_equal(flat(model), before) and not len(recwarn)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_parameters_that_differ_are_refused_where_they_must_not_be_replaced(comm: MPI.Intracomm) -> None:
+    model = network(seed=comm.rank)
+    before = flat(model)
+    others = ", ".join(map(str, range(1, comm.size)))
+    with pytest.raises(ValueError, match=rf"parameters on rank\(s\) {others} differ .* broadcast is False"):
+        DistributedOptimizer(sgd(model), comm, broadcast=False)
+    assert np.array_equal(flat(model), before)
+    with pytest.raises(ValueError, match=r"ranks disagree on broadcast: \[False, True\]"):
+        DistributedOptimizer(sgd(model), comm, broadcast=comm.rank > 0)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["state", "learning rate"])
+def test_optimizers_that_differ_are_refused(comm: MPI.Intracomm, kind: str) -> None:
+    odd = comm.rank == comm.size - 1
+    model = network()
+    inner = sgd(model, lr=0.1 if odd and kind == "learning rate" else 0.2)
+    if odd and kind == "state":
+        inner.state[model[0].weight]["momentum_buffer"] = torch.ones(30, 20)
+    with pytest.raises(
+        ValueError, match=rf"state or a setting .* on rank\(s\) {comm.size - 1} differs from rank 0's"
+    ):
+        DistributedOptimizer(inner, comm)
+
+
+def test_an_optimizer_that_is_wrapped_already_is_refused(comm: MPI.Intracomm) -> None:
+    optimizer = DistributedOptimizer(sgd(network()), comm)
+    with pytest.raises(ValueError, match="is a DistributedOptimizer already: wrap it once"):
+        DistributedOptimizer(optimizer, comm)
+    optimizer.close()
+    with pytest.raises(TypeError, match="optimizer is a generator, not a torch optimizer"):
+        DistributedOptimizer(network().parameters(), comm)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("densty", "density"), ("clipnorm", "clip_norm"), ("peer_memry", "peer_memory"), ("zzz", "")],
+)
+def test_a_setting_that_does_not_exist_names_the_nearest_one(
+    comm: MPI.Intracomm, wrong: str, right: str
+) -> None:
+    hint = rf" \(did you mean {right}\?\)" if right else ""
+    message = rf"{wrong}: unknown setting{hint}; valid: .*density"
+    with pytest.raises(ValueError, match=message):
+        DistributedOptimizer(sgd(network()), comm, **{wrong: 0.1})
+    if wrong != "clipnorm":
+        with pytest.raises(ValueError, match=message):
+            GradientAllreduce(comm, 10, **{wrong: 0.1})
