@@ -238,7 +238,9 @@ class GradientAllreduce:
         with self.backend.stream_scope():
             return self._together(partial(self.backend.gradient_tensors, sizes, element_type), problem)
 
-    def step(self, gradient: NDArray[np.float32] | GradientTensors, *, measure: bool = False) -> StepReport:
+    def step(
+        self, gradient: NDArray[np.float32] | GradientTensors, *, measure: bool = False, problem: str = ""
+    ) -> StepReport:
         """Reduce one gradient; the result is in `update`. Collective: every rank must call.
 
         With `Settings.deferred` a step of Ok-Topk through peer memory is still running when this returns. Work that is put on
@@ -258,13 +260,15 @@ class GradientAllreduce:
                 list, where `reads_tensors` allows it.
             measure: take the paper's measures of a sparse step, see `oktopk.metrics`. They cost two dense allreduces, which the
                 report's traffic and seconds leave out. Equal on all ranks. The update does not depend on it.
+            problem: an error that the caller found on this rank alone; every rank then raises it, and nothing is applied.
 
         Raises:
             NonFiniteGradientError: gradient + residual is NaN or Inf on some rank, or the sum over the ranks is, and the settings
                 ask to raise; on every rank alike. For a deferred step, when the next one begins.
             TypeError, ValueError: the gradient has another type or length, is not contiguous, or is this reducer's update; on
                 this rank alone. Start jobs so that they end when a rank raises (`python -m mpi4py`).
-            ValueError: a rank has no memory for the first step of a method, or for the first measured one; on every rank alike.
+            ValueError: a rank has a problem, or no memory for the first step of a method or the first measured one; on every rank
+                alike. (Through peer memory the others raise a RuntimeError that names the rank, a deferred step's in the next.)
             RuntimeError: there is no peer memory for a new k, on every rank alike; or a kernel failed, on this rank alone.
         """
         if isinstance(gradient, GradientTensors) and not self.reads_tensors(measure):
@@ -276,7 +280,9 @@ class GradientAllreduce:
             )
         with self.backend.stream_scope():
             self._complete()
-            return self._measured_step(accepted) if measure else self._step(accepted, may_defer=True)
+            if measure:
+                return self._measured_step(accepted, problem)
+            return self._step(accepted, problem, may_defer=True)
 
     def complete(self) -> None:
         """Complete the report of the last step, if that was deferred.
@@ -298,14 +304,14 @@ class GradientAllreduce:
         for field in fields(known):
             setattr(begun.report, field.name, getattr(known, field.name))
 
-    def _measured_step(self, gradient: NDArray[np.float32]) -> StepReport:
+    def _measured_step(self, gradient: NDArray[np.float32], problem: str) -> StepReport:
         method, k = self._method_at(self.steps)
         if not method.sparse:
-            return self._step(gradient)
+            return self._step(gradient, problem)
         if self._sampler is None:
             self._sampler = self._together(partial(Sampler, self.length, self.backend, self.transport))
         self._sampler.before(gradient, self.residual, self.velocity, self.settings.momentum_correction)
-        report = self._step(gradient)
+        report = self._step(gradient, problem)
         if report.skipped:
             return report
         selected = self._vectors.selected
@@ -314,7 +320,7 @@ class GradientAllreduce:
         measures = self._sampler.after(self.update, selected, k, to_sum, method.boundaries)
         return replace(report, measures=measures)
 
-    def _step(self, gradient: NDArray[np.float32], may_defer: bool = False) -> StepReport:
+    def _step(self, gradient: NDArray[np.float32], problem: str, may_defer: bool = False) -> StepReport:
         settings, step = self.settings, self.steps
         timer = StageTimer(self.time_stages)
         method, k = self._method_at(step)
@@ -332,6 +338,7 @@ class GradientAllreduce:
             and settings.deferred
             and not settings.momentum_correction
             and self._trust == _TRUSTED,
+            problem=problem,
         )
         self.steps += 1
         self._last_k = None  # where the step fails, the next one computes exact thresholds

@@ -89,7 +89,9 @@ class DistributedOptimizer(WrappedOptimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}, not a torch optimizer")
         comm = communicator(comm)
         super().__init__(optimizer)
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        self._parameters = [p for p in every if p.requires_grad]
+        self._wrapped, self._frozen = len(every), [p for p in every if not p.requires_grad]
         self.length = sum(p.numel() for p in self._parameters)
         self.clip_norm = clip_norm
         memory = TensorMemory()
@@ -175,6 +177,7 @@ class DistributedOptimizer(WrappedOptimizer):
         Raises:
             NonFiniteGradientError: on every rank alike, if settings say so; nothing was stepped, or where the last step was
                 deferred and it is that one's, it was stepped on an update of zero.
+            ValueError: on some rank a parameter needs a gradient that did not when the optimizer was wrapped; on every rank.
         """
         loss = None
         if closure is not None:
@@ -206,7 +209,8 @@ class DistributedOptimizer(WrappedOptimizer):
             )
         gradient = self._given(measure)
         with self._memory.stream_scope():
-            report = self.report = self.reducer.step(gradient, measure=measure)
+            report = self.reducer.step(gradient, measure=measure, problem=self._unwrapped_parameters())
+        self.report = report
         if report.skipped:
             return report
         if self.clip_norm:
@@ -240,6 +244,25 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._array is None:
             self._array = self._memory.array(vector)
         return self._array
+
+    def _unwrapped_parameters(self) -> str:
+        """What of the wrapped optimizer needs a gradient now and did not at construction, in a sentence; "" if nothing does."""
+        groups = self.inner.param_groups
+        if sum(len(group["params"]) for group in groups) == self._wrapped:
+            unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
+        else:
+            wrapped = set(self._parameters)
+            unfrozen = [
+                p for group in groups for p in group["params"] if p.requires_grad and p not in wrapped
+            ]
+        if not unfrozen:
+            return ""
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in unfrozen[:3])
+        return (
+            f"{len(unfrozen)} parameter(s) of the optimizer, of shape {shapes}{', ...' if len(unfrozen) > 3 else ''}, need a "
+            "gradient that is not reduced: they were frozen or missing when the optimizer was wrapped. Unfreeze and add "
+            "parameters first, then wrap"
+        )
 
     def complete(self) -> None:
         """Complete the report of the last step, see `GradientAllreduce.complete`.

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from torch import nn
 
 from collectives.mpi import LauncherError
-from oktopk import DistributedOptimizer, GradientAllreduce, average_buffers, broadcast_parameters
+from oktopk import METHODS, DistributedOptimizer, GradientAllreduce, average_buffers, broadcast_parameters
 
 pytestmark = pytest.mark.mpi
 
@@ -149,3 +149,63 @@ def test_a_setting_that_does_not_exist_names_the_nearest_one(
     if wrong != "clipnorm":
         with pytest.raises(ValueError, match=message):
             GradientAllreduce(comm, 10, **{wrong: 0.1})
+
+
+@pytest.mark.parametrize("kind", ["unfrozen", "added", "replaced"])
+@pytest.mark.parametrize("method", ["oktopk", "dense", "gtopk"])
+def test_a_parameter_that_needs_a_gradient_after_wrapping_is_an_error_on_all_ranks(
+    comm: MPI.Intracomm, method: str, kind: str
+) -> None:
+    model = network()
+    model[3].bias.requires_grad_(False)
+    optimizer = DistributedOptimizer(sgd(model), comm, method, density=0.05)
+    odd = comm.size - 1
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        backward(model, comm, number)
+        optimizer.step()
+
+    step(0)
+    before, residual = flat(model), optimizer.reducer.residual
+    kept = None if residual is None else residual.copy()
+    if comm.rank == odd:
+        group = optimizer.inner.param_groups[0]["params"]
+        if kind == "unfrozen":
+            model[3].bias.requires_grad_(True)
+        elif kind == "added":
+            optimizer.inner.add_param_group({"params": [nn.Parameter(torch.zeros(7))]})
+        else:
+            group[:] = [nn.Parameter(torch.zeros(7)), *group]
+    with pytest.raises(
+        ValueError, match=rf"rank {odd}: 1 parameter\(s\) .*\(7,\), need a gradient .* then wrap"
+    ):
+        step(1)
+    assert np.array_equal(flat(model), before)
+    assert kept is None or np.allclose(residual, kept, atol=1e-4)
+    optimizer.close()
+
+
+def test_a_parameter_that_is_frozen_after_wrapping_counts_as_zero(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = DistributedOptimizer(sgd(model, momentum=0.0), comm, "dense")
+    model[3].bias.requires_grad_(False)
+    before = model[3].bias.clone()
+    backward(model, comm)
+    optimizer.step()
+    assert torch.equal(model[3].bias, before)
+    optimizer.close()
+
+
+def test_an_error_of_one_rank_in_a_step_is_raised_by_all(comm: MPI.Intracomm) -> None:
+    """The flag that travels is that of a gradient that is not finite: the two must not be mistaken for each other."""
+    for method in METHODS:
+        reducer = GradientAllreduce(comm, 100, method, density=0.1, nonfinite="skip")
+        gradient = np.arange(100, dtype=np.float32)
+        with pytest.raises(ValueError, match="rank 0: no data"):
+            reducer.step(gradient, problem="no data" if comm.rank == 0 else "")
+        poisoned = gradient.copy()
+        poisoned[comm.rank] = np.nan
+        assert reducer.step(poisoned).skipped
+        assert not reducer.step(gradient).skipped
+        reducer.close()
