@@ -284,6 +284,27 @@ class GradientAllreduce:
                 return self._measured_step(accepted, problem)
             return self._step(accepted, problem, may_defer=True)
 
+    def skip_together(self, wanted: bool) -> StepReport | None:
+        """Skip a step on all ranks if any of them wants to. Collective: every rank must call, in place of `step` or before it.
+
+        Args:
+            wanted: by this rank, whose gradient overflowed by its loss scale, for instance.
+
+        Returns:
+            The report of the step that is skipped, which counts as one; residual, velocity and thresholds stay as they are, bit
+            for bit. None where no rank wants to: go on with `step`.
+
+        Traffic: one control allreduce of a flag.
+        """
+        with self.backend.stream_scope():
+            self._complete()
+            if not self.transport.allreduce_control(np.array([wanted], np.int64))[0]:
+                return None
+            method, k = self._method_at(self.steps)
+        plan = Plan(k, exact=False, new_boundaries=False, scale=1.0, timer=StageTimer())
+        self.steps += 1
+        return self._report(_BegunStep(self.steps - 1, method, plan), skipped=True)
+
     def complete(self) -> None:
         """Complete the report of the last step, if that was deferred.
 

@@ -13,6 +13,7 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
 
 from collectives.mpi import communicator
 from oktopk.allreduce import GradientAllreduce
@@ -24,6 +25,10 @@ from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.modules import broadcast_tensors
 from oktopk.torch.wrapped import WrappedOptimizer
 
+# It is announced where a scaler passes itself. What it would set instead, found_inf and grad_scale, are copies, and the scaler
+# of a rank could not be told of another rank's Inf.
+warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
+
 
 class DistributedOptimizer(WrappedOptimizer):
     """Reduces the gradients of all ranks, then lets the wrapped optimizer step on the average.
@@ -33,7 +38,7 @@ class DistributedOptimizer(WrappedOptimizer):
     kernels read each other's memory, they read each `p.grad` too where autograd left it, and round on the way: `zero_grad` makes
     it None, and only a step that is dense or measured fills the buffer. Residual and update are float32; the wrapped optimizer
     sees the update, in the parameters' type. A parameter without a gradient in a step counts as zero. Learning-rate schedulers
-    take either this optimizer or the wrapped one.
+    take either this optimizer or the wrapped one, and `torch.amp.GradScaler` this one.
 
     Parameters on a GPU share their memory and torch's current stream with the reducer: nothing is copied to the host.
 
@@ -70,6 +75,8 @@ class DistributedOptimizer(WrappedOptimizer):
         >>> optimizer.step()
         >>> words = optimizer.report.words
     """
+
+    _step_supports_amp_scaling = True  # so that GradScaler.step calls `step` where it found an Inf, too
 
     report: StepReport | None = None
     """The last step: what was selected, sent and timed; None before the first one."""
@@ -160,7 +167,13 @@ class DistributedOptimizer(WrappedOptimizer):
         """For loops written for DistributedDataParallel: backward passes add up locally until `step`, with it or without."""
         return nullcontext()
 
-    def step(self, closure: Callable[[], Any] | None = None, *, measure: bool = False) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        measure: bool = False,
+        grad_scaler: GradScaler | None = None,
+    ) -> Any:
         """Reduce the gradients and step; `report` tells how it went. Collective: every rank must call.
 
         A skipped step leaves parameters and optimizer state untouched, unless it was deferred: the report of such a step
@@ -170,6 +183,9 @@ class DistributedOptimizer(WrappedOptimizer):
         Args:
             closure: computes the gradients first, if given. It is called once.
             measure: take the paper's measures of this step, see `GradientAllreduce.step`.
+            grad_scaler: passed by `GradScaler.step(optimizer)`: gradients are unscaled before they are accumulated. An Inf on one
+                rank skips the step on all, whatever `nonfinite` is, and every rank's scaler backs off. It takes one control
+                allreduce more, and on a GPU the wait for the flag, as in any `GradScaler.step`.
 
         Returns:
             What the closure returned; None without one.
@@ -183,18 +199,18 @@ class DistributedOptimizer(WrappedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.reduce(measure=measure)
+        self.reduce(measure=measure, grad_scaler=grad_scaler)
         self.apply()
         return loss
 
-    def reduce(self, *, measure: bool = False) -> StepReport:
+    def reduce(self, *, measure: bool = False, grad_scaler: GradScaler | None = None) -> StepReport:
         """The first half of a step: from here to `apply`, each `p.grad` is its piece of the update. Collective.
 
         In between the update may be looked at or changed, as long as all ranks change it alike; a skipped step has none, and a
         deferred one that is skipped or stopped has zeros.
 
         Args:
-            measure: as `step`.
+            measure, grad_scaler: as `step`.
 
         Returns:
             The step's `report`.
@@ -206,6 +222,14 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._version >= 0:
             raise RuntimeError(
                 "reduce() again before apply(): each p.grad still is its piece of the last update"
+            )
+        if grad_scaler is not None and (skipped := self._unscale(grad_scaler)) is not None:
+            self.report = skipped
+            return skipped
+        if hasattr(self, "found_inf"):
+            raise RuntimeError(
+                f"the GradScaler of torch {torch.__version__} does not pass itself to the optimizer: in place of its step() call "
+                "reduce(grad_scaler=...) and apply()"
             )
         gradient = self._given(measure)
         with self._memory.stream_scope():
@@ -235,6 +259,23 @@ class DistributedOptimizer(WrappedOptimizer):
             if self._update._version != self._version:  # some optimizers work in place on p.grad
                 self.reducer.forget_support()
             self._version = -1
+
+    def _unscale(self, scaler: GradScaler) -> StepReport | None:
+        """Divide the gradients by the scale, where the user has not. Collective.
+
+        Returns:
+            The report of the step, where an Inf on some rank skips it: every rank's scaler then has it too. Else None.
+        """
+        if scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
+            scaler.unscale_(self)
+        found: dict[Any, Tensor] = scaler._found_inf_per_device(self)
+        if not found:  # no parameter has a gradient here
+            found[self._applied.device] = torch.zeros((), device=self._applied.device)
+        skipped = self.reducer.skip_together(any(flag.item() for flag in found.values()))
+        if skipped is not None:
+            for flag in found.values():
+                flag.fill_(1.0)
+        return skipped
 
     def _given(self, measure: bool) -> Any:
         """The gradients as the next step of the reducer takes them."""

@@ -11,21 +11,9 @@ from mpi4py import MPI
 from torch import nn
 
 from oktopk import METHODS, DistributedOptimizer, average_buffers, broadcast_parameters
-from tests.devices import DEVICES, get, gpus, use
+from tests.devices import DEVICES, get, gpus, torch_device
 
 pytestmark = pytest.mark.mpi
-
-
-def torch_device(device: str, comm: MPI.Intracomm) -> torch.device:
-    """This rank's device, made the current one."""
-    use(device, comm)
-    if device == "cpu":
-        return torch.device("cpu")
-    import cupy
-
-    number = cupy.cuda.Device().id
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
 
 
 def network() -> nn.Module:
