@@ -409,6 +409,8 @@ class GradientAllreduce:
         return {
             "length": self.length,
             "method": self.method,
+            "rank": self.transport.rank,
+            "ranks": self.transport.size,
             "steps": self.steps,
             "sparse_steps": self._sparse_steps,
             "last_k": self._last_k,
@@ -421,10 +423,11 @@ class GradientAllreduce:
         """Continue where the `state_dict` of this rank was taken, bit for bit. Collective.
 
         Raises:
-            ValueError: the state is damaged, or of another length or method, or the ranks' states are not of one moment; on
-                every rank alike, before anything is changed.
+            ValueError: the state is damaged, or of another length, method, rank or number of ranks (see `oktopk.elastic`), or the
+                ranks' states are not of one moment; on every rank alike, before anything is changed.
         """
-        problem = state_problem(state, self.length, self.method, self.settings.momentum_correction)
+        transport, momentum = self.transport, self.settings.momentum_correction
+        problem = state_problem(state, self.length, self.method, momentum, transport.rank, transport.size)
         common: dict[str, Any] = {}
         if not problem:
             common = {name: state.get(name) for name in ("steps", "sparse_steps", "last_k", "unaided")}

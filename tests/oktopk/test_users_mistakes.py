@@ -12,6 +12,7 @@ from torch import nn
 
 from collectives.mpi import LauncherError
 from oktopk import METHODS, DistributedOptimizer, GradientAllreduce, average_buffers, broadcast_parameters
+from oktopk.elastic import redistribute
 
 pytestmark = pytest.mark.mpi
 
@@ -209,3 +210,35 @@ def test_an_error_of_one_rank_in_a_step_is_raised_by_all(comm: MPI.Intracomm) ->
         assert reducer.step(poisoned).skipped
         assert not reducer.step(gradient).skipped
         reducer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_state_of_another_rank_or_of_other_ranks_is_refused_on_all(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = DistributedOptimizer(sgd(model), comm, density=0.05)
+    backward(model, comm)
+    optimizer.step()
+    own = optimizer.state_dict()
+    before = optimizer.reducer.residual.copy()
+    first = comm.bcast(own)
+    refused = rf"the state is of rank 0 of {comm.size}, and this is rank {comm.size - 1} of {comm.size}: .*elastic\.redistribute"
+    with pytest.raises(ValueError, match=refused):
+        optimizer.load_state_dict(first)
+    group = comm.Split(comm.rank // 2, comm.rank)
+    small = DistributedOptimizer(sgd(network()), group, density=0.05)
+    if comm.size > 2:
+        with pytest.raises(
+            ValueError, match=rf"of {comm.size}, and this is rank {group.rank} of {group.size}"
+        ):
+            small.load_state_dict(own)
+    assert np.array_equal(optimizer.reducer.residual, before)
+    saved = comm.allgather(own)
+    small.load_state_dict(redistribute(saved.__getitem__, comm.size, group.rank, group.size))
+    total = group.allreduce(small.reducer.residual)
+    assert np.allclose(total, sum(state["reducer"]["residual"].numpy() for state in saved), atol=1e-5)
+    for state in (own, own["reducer"]):
+        state.pop("rank", None), state.pop("ranks", None)
+    optimizer.load_state_dict(own)  # as an earlier version wrote it
+    for each in (optimizer, small):
+        each.close()
+    group.Free()
