@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,19 @@ from numpy.typing import NDArray
 from collectives.cpu import kernels as host_kernels
 from collectives.sparse import ENTRY
 from collectives.traffic import WORD_BYTES, Traffic
-from collectives.transport import PersistentRound, Round, Transport
+from collectives.transport import MissingRanksError, PersistentRound, Round, Transport
 from collectives.workspace import Workspace
+
+_PAYLOAD, _GAVE_UP = 0, 1  # tags
+
+_EARLY = 1.0
+"""Seconds after which a rank that waits for others sleeps in between, and looks whether one has given up."""
+
+_PAUSE = 1e-3
+"""Seconds."""
+
+_ANSWER = 5.0
+"""Seconds in which every rank that is waiting has looked."""
 
 _LAUNCHERS = {
     "WORLD_SIZE": "torchrun",
@@ -70,6 +83,11 @@ def on_this_host(comm: MPI.Intracomm) -> tuple[int, int]:
         host.Free()
 
 
+def _debugged() -> bool:
+    """Whether a debugger may have stopped this process."""
+    return sys.gettrace() is not None or "pydevd" in sys.modules or "debugpy" in sys.modules
+
+
 class MpiTransport(Transport):
     """Host arrays over MPI.
 
@@ -84,6 +102,10 @@ class MpiTransport(Transport):
         self.kernels: Any = host_kernels
         self.workspace = Workspace()
         self.traffic = Traffic()
+        self._expected: tuple[str, float] | None = (
+            None  # what the next control operation begins, and its limit
+        )
+        self._abandoned: list[Any] = []  # operations that MPI may still complete, with their arrays
 
     def close(self) -> None:
         if self.comm != MPI.COMM_NULL:
@@ -96,14 +118,14 @@ class MpiTransport(Transport):
         if not array.size and not even_if_empty:
             return []
         self.traffic.count(array.nbytes)
-        return [self.comm.Isend(self._mpi_buffer(array), dest)]
+        return [self.comm.Isend(self._mpi_buffer(array), dest, _PAYLOAD)]
 
     def receive(self, array: NDArray[Any], source: int) -> list[Any]:
-        return [self.comm.Irecv(self._mpi_buffer(array), source)] if array.size else []
+        return [self.comm.Irecv(self._mpi_buffer(array), source, _PAYLOAD)] if array.size else []
 
     def receive_counted(self, array: NDArray[Any], source: int) -> int:
         status = MPI.Status()
-        self.comm.Recv(self._mpi_buffer(array), source, status=status)
+        self.comm.Recv(self._mpi_buffer(array), source, _PAYLOAD, status)
         return status.Get_count(MPI.BYTE) // array.itemsize
 
     def wait(self, requests: list[Any]) -> None:
@@ -114,27 +136,72 @@ class MpiTransport(Transport):
 
     def alltoall_control(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         received = np.empty_like(rows)
-        self.comm.Alltoall(rows, received)
+        self._collect(self.comm.Alltoall, self.comm.Ialltoall, rows, received)
         self.traffic.count_control((self.size - 1) * rows[0].nbytes)
         return received
 
     def allgather_control(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
         received = np.empty((self.size, *row.shape), row.dtype)
-        self.comm.Allgather(row, received)
+        self._collect(self.comm.Allgather, self.comm.Iallgather, row, received)
         self.traffic.count_control((self.size - 1) * row.nbytes)
         return received
 
     def allreduce_control(self, array: NDArray[np.int64]) -> NDArray[np.int64]:
         total = np.empty_like(array)
-        self.comm.Allreduce(array, total)
+        self._collect(self.comm.Allreduce, self.comm.Iallreduce, array, total)
         words = 2 * array.nbytes // WORD_BYTES * (self.size - 1)
         self.traffic.count_control(WORD_BYTES * -(-words // self.size))
         return total
 
+    def expect_all(self, what: str, seconds: float) -> None:
+        if self.size > 1:
+            self._expected = what, seconds
+
+    def _collect(
+        self, blocking: Callable[..., Any], nonblocking: Callable[..., MPI.Request], *arrays: NDArray[Any]
+    ) -> None:
+        """Run a collective operation, with a limit on the time that ranks may come late where one is expected."""
+        if self._expected is None:
+            blocking(*arrays)
+            return
+        (what, seconds), self._expected = self._expected, None
+        request = nonblocking(*arrays)
+        began, early = time.monotonic(), min(seconds, _EARLY)
+        while not request.Test():
+            waited = time.monotonic() - began
+            if waited > early:
+                if self._others_gave_up() or (waited > seconds and not _debugged()):
+                    self._abandoned += [request, arrays]
+                    raise self._missing_ranks(what, seconds, waited=True)
+                time.sleep(_PAUSE)
+        if self._others_gave_up():
+            raise self._missing_ranks(what, seconds, waited=False)
+
+    def _others_gave_up(self) -> bool:
+        return self.comm.Iprobe(MPI.ANY_SOURCE, _GAVE_UP)
+
+    def _missing_ranks(self, what: str, seconds: float, waited: bool) -> MissingRanksError:
+        """Tell all ranks that this one gives up, and hear from those that are here which of them waited."""
+        note = np.array([waited], np.int64)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self._abandoned += [note, *(self.comm.Isend(note, other, _GAVE_UP) for other in others)]
+        came = {self.rank: waited}
+        give_up = time.monotonic() + _ANSWER
+        while len(came) < self.size and time.monotonic() < give_up:
+            if not self._others_gave_up():
+                time.sleep(_PAUSE)
+                continue
+            status, theirs = MPI.Status(), np.empty(1, np.int64)
+            self.comm.Recv(theirs, MPI.ANY_SOURCE, _GAVE_UP, status)
+            came[status.Get_source()] = bool(theirs[0])
+        return MissingRanksError(what, [rank for rank in range(self.size) if not came.get(rank)], seconds)
+
     def barrier(self) -> None:
-        self.comm.Barrier()
+        self._collect(self.comm.Barrier, self.comm.Ibarrier)
 
     def allgather_objects(self, value: Any) -> list[Any]:
+        if self._expected is not None:
+            self.barrier()
         return self.comm.allgather(value)
 
     def allreduce_or(self, bits: NDArray[np.uint8]) -> None:
@@ -164,10 +231,10 @@ class _PersistentRound:
         self._nbytes = exchange.outgoing.nbytes
         if exchange.incoming.size:
             buffer = transport._mpi_buffer(exchange.incoming)
-            self._requests.append(transport.comm.Recv_init(buffer, exchange.source))
+            self._requests.append(transport.comm.Recv_init(buffer, exchange.source, _PAYLOAD))
         if exchange.outgoing.size:
             buffer = transport._mpi_buffer(exchange.outgoing)
-            self._requests.append(transport.comm.Send_init(buffer, exchange.dest))
+            self._requests.append(transport.comm.Send_init(buffer, exchange.dest, _PAYLOAD))
 
     def run(self) -> None:
         if self._requests:

@@ -269,6 +269,7 @@ class GradientAllreduce:
                 this rank alone. Start jobs so that they end when a rank raises (`python -m mpi4py`).
             ValueError: a rank has a problem, or no memory for the first step of a method or the first measured one; on every rank
                 alike. (Through peer memory the others raise a RuntimeError that names the rank, a deferred step's in the next.)
+            MissingRanksError: ranks did not come within `Settings.timeout`; on the others, and on theirs if they come.
             RuntimeError: there is no peer memory for a new k, on every rank alike; or a kernel failed, on this rank alone.
         """
         if isinstance(gradient, GradientTensors) and not self.reads_tensors(measure):
@@ -280,6 +281,7 @@ class GradientAllreduce:
             )
         with self.backend.stream_scope():
             self._complete()
+            self._expect_all(f"step {self.steps}")
             if measure:
                 return self._measured_step(accepted, problem)
             return self._step(accepted, problem, may_defer=True)
@@ -298,6 +300,7 @@ class GradientAllreduce:
         """
         with self.backend.stream_scope():
             self._complete()
+            self._expect_all(f"step {self.steps}")
             if not self.transport.allreduce_control(np.array([wanted], np.int64))[0]:
                 return None
             method, k = self._method_at(self.steps)
@@ -316,6 +319,10 @@ class GradientAllreduce:
         """
         with self.backend.stream_scope():
             self._complete()
+
+    def _expect_all(self, what: str) -> None:
+        """Limit the time that ranks may come late to what begins now."""
+        self.transport.expect_all(what, self.settings.timeout)
 
     def _complete(self) -> None:
         if self._open is None:
@@ -432,6 +439,7 @@ class GradientAllreduce:
         if not problem:
             common = {name: state.get(name) for name in ("steps", "sparse_steps", "last_k", "unaided")}
             common |= {name: METHODS[name].agreed_state(theirs) for name, theirs in state["methods"].items()}
+        self._expect_all("load_state_dict")
         self.transport.agree(common, problem)
         with self.backend.stream_scope():
             self._load(state)

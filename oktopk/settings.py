@@ -49,7 +49,8 @@ class Settings:
         average: return the mean over the ranks, else the sum.
         deferred: return from a step of Ok-Topk through peer memory before the host knows its outcome, so that the GPU does
             not wait for the host; see `GradientAllreduce.step`. No effect on other steps.
-        timeout: seconds that a rank may come late to a step through peer memory; then the other ranks raise, > 0.
+        timeout: seconds that a rank may come late to a step, > 0; then the other ranks raise and name it. Over messages a rank
+            under a debugger does not raise; give 1e9 where another rank is stopped in one.
         balanced_regions: regions of equal counts of selected entries, else of equal lengths; for comparison.
         rotate: in each round of split-and-reduce every rank sends to another one, else all send to the same; for comparison.
     """

@@ -40,6 +40,11 @@ class DistributedOptimizer(WrappedOptimizer):
     sees the update, in the parameters' type. A parameter without a gradient in a step counts as zero. Learning-rate schedulers
     take either this optimizer or the wrapped one, and `torch.amp.GradScaler` this one.
 
+    Every rank must take the same number of steps. Where batches are unevenly many, take the fewest of any rank
+    (`comm.allreduce(len(loader), MPI.MIN)`), or step with a gradient of zero where none is left: `zero_grad()`, then `step()`.
+    `torch.distributed.algorithms.Join` is not supported. After `timeout` seconds the others raise and name the missing ranks.
+    The buffers of the model, such as batch-norm statistics, are not reduced: see `average_buffers`.
+
     Parameters on a GPU share their memory and torch's current stream with the reducer: nothing is copied to the host.
 
     Args:
@@ -350,6 +355,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if "optimizer" in state:  # the layout of earlier versions
             state = {**state["optimizer"], "reducer": state["reducer"]}
         reducer = state.pop("reducer", None)
+        self.reducer.transport.expect_all("load_state_dict", self.reducer.settings.timeout)
         self.reducer.transport.agree({"whether the state has residuals": reducer is not None})
         if reducer is None:
             self.reducer.reset()
@@ -367,6 +373,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
         The communicator must not have been freed.
         """
+        self.reducer.transport.expect_all("deepcopy", self.reducer.settings.timeout)
         self.reducer.transport.barrier()
         copied = type(self)(copy.deepcopy(self.inner, memo), **self._arguments)
         copied.reducer.load_state_dict(self.reducer.state_dict())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import time
+import types
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ from mpi4py import MPI
 from torch import nn
 
 from collectives.mpi import LauncherError
+from collectives.transport import MissingRanksError
 from oktopk import METHODS, DistributedOptimizer, GradientAllreduce, average_buffers, broadcast_parameters
 from oktopk.elastic import redistribute
 
@@ -242,3 +246,55 @@ def test_a_state_of_another_rank_or_of_other_ranks_is_refused_on_all(comm: MPI.I
     for each in (optimizer, small):
         each.close()
     group.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("steps", [0, 3], ids=["first step", "later step"])
+@pytest.mark.parametrize("method", ["oktopk", "dense", "gtopk"])
+def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
+    comm: MPI.Intracomm, method: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collectives.mpi._ANSWER", 1.5)
+    reducer = GradientAllreduce(comm, 100, method, density=0.1, timeout=0.5, threshold_interval=2)
+    gradient = np.arange(100, dtype=np.float32)
+    for _ in range(steps):
+        reducer.step(gradient)
+    comm.Barrier()
+    if comm.rank == 0:
+        time.sleep(2.5)  # it has no batch left, and comes to something else
+    began = time.monotonic()
+    with pytest.raises(
+        MissingRanksError, match=rf"step {steps}: rank\(s\) 0 did not come within 0\.5 s"
+    ) as caught:
+        reducer.step(gradient)
+    assert caught.value.ranks == [0]
+    assert time.monotonic() - began < 15
+    reducer.close()
+    comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_state_that_one_rank_does_not_load_names_it(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collectives.mpi._ANSWER", 1.5)
+    optimizer = DistributedOptimizer(sgd(network()), comm, timeout=0.5)
+    state = optimizer.state_dict()
+    comm.Barrier()
+    if comm.rank == comm.size - 1:
+        time.sleep(2.5)
+    with pytest.raises(MissingRanksError, match=rf"load_state_dict: rank\(s\) {comm.size - 1} did not come"):
+        optimizer.load_state_dict(state)
+    optimizer.close()
+    comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_under_a_debugger_a_rank_waits_on(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydevd", types.ModuleType("pydevd"))
+    reducer = GradientAllreduce(comm, 100, timeout=0.1)
+    for late in range(comm.size):
+        if comm.rank == late:
+            time.sleep(0.5)
+        assert reducer.step(np.arange(100, dtype=np.float32)).global_nnz
+    reducer.close()
