@@ -29,6 +29,9 @@ _PAUSE = 1e-3
 _ANSWER = 5.0
 """Seconds in which every rank that is waiting has looked."""
 
+_ABANDONED: list[Any] = []
+"""Requests that were given up, with their arrays: MPI may still write to them."""
+
 _LAUNCHERS = {
     "WORLD_SIZE": "torchrun",
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpiexec",
@@ -105,10 +108,11 @@ class MpiTransport(Transport):
         self._expected: tuple[str, float] | None = (
             None  # what the next control operation begins, and its limit
         )
-        self._abandoned: list[Any] = []  # operations that MPI may still complete, with their arrays
+        self._missing: MissingRanksError | None = None
 
     def close(self) -> None:
-        if self.comm != MPI.COMM_NULL:
+        # where an operation was given up, MPI may still be working on it
+        if self.comm != MPI.COMM_NULL and self._missing is None:
             self.comm.Free()
 
     def allocate(self, length: int) -> NDArray[np.float32]:
@@ -154,6 +158,8 @@ class MpiTransport(Transport):
         return total
 
     def expect_all(self, what: str, seconds: float) -> None:
+        if self._missing is not None:
+            raise self._missing
         if self.size > 1:
             self._expected = what, seconds
 
@@ -171,7 +177,7 @@ class MpiTransport(Transport):
             waited = time.monotonic() - began
             if waited > early:
                 if self._others_gave_up() or (waited > seconds and not _debugged()):
-                    self._abandoned += [request, arrays]
+                    _ABANDONED.append((request, arrays))
                     raise self._missing_ranks(what, seconds, waited=True)
                 time.sleep(_PAUSE)
         if self._others_gave_up():
@@ -184,7 +190,7 @@ class MpiTransport(Transport):
         """Tell all ranks that this one gives up, and hear from those that are here which of them waited."""
         note = np.array([waited], np.int64)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        self._abandoned += [note, *(self.comm.Isend(note, other, _GAVE_UP) for other in others)]
+        _ABANDONED.append((note, [self.comm.Isend(note, other, _GAVE_UP) for other in others]))
         came = {self.rank: waited}
         give_up = time.monotonic() + _ANSWER
         while len(came) < self.size and time.monotonic() < give_up:
@@ -194,7 +200,10 @@ class MpiTransport(Transport):
             status, theirs = MPI.Status(), np.empty(1, np.int64)
             self.comm.Recv(theirs, MPI.ANY_SOURCE, _GAVE_UP, status)
             came[status.Get_source()] = bool(theirs[0])
-        return MissingRanksError(what, [rank for rank in range(self.size) if not came.get(rank)], seconds)
+        self._missing = MissingRanksError(
+            what, [rank for rank in range(self.size) if not came.get(rank)], seconds
+        )
+        return self._missing
 
     def barrier(self) -> None:
         self._collect(self.comm.Barrier, self.comm.Ibarrier)

@@ -268,6 +268,8 @@ def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
     ) as caught:
         reducer.step(gradient)
     assert caught.value.ranks == [0]
+    with pytest.raises(MissingRanksError):  # nothing goes on after that
+        reducer.step(gradient)
     assert time.monotonic() - began < 15
     reducer.close()
     comm.Barrier()
