@@ -109,6 +109,7 @@ class MpiTransport(Transport):
             None  # what the next control operation begins, and its limit
         )
         self._missing: MissingRanksError | None = None
+        self._last_collected = time.monotonic()  # when an expected operation ended
 
     def close(self) -> None:
         # where an operation was given up, MPI may still be working on it
@@ -173,6 +174,8 @@ class MpiTransport(Transport):
         (what, seconds), self._expected = self._expected, None
         request = nonblocking(*arrays)
         began, early = time.monotonic(), min(seconds, _EARLY)
+        # the others can have given up only where this rank was away for about as long; looking costs a round of MPI's progress
+        away = began - self._last_collected > seconds / 2
         while not request.Test():
             waited = time.monotonic() - began
             if waited > early:
@@ -180,8 +183,9 @@ class MpiTransport(Transport):
                     _ABANDONED.append((request, arrays))
                     raise self._missing_ranks(what, seconds, waited=True)
                 time.sleep(_PAUSE)
-        if self._others_gave_up():
+        if away and self._others_gave_up():
             raise self._missing_ranks(what, seconds, waited=False)
+        self._last_collected = time.monotonic()
 
     def _others_gave_up(self) -> bool:
         return self.comm.Iprobe(MPI.ANY_SOURCE, _GAVE_UP)
