@@ -113,4 +113,8 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 		$(PIP) install --quiet $(PIP_ARGS) -e '.[cuda-compile]' || \
 		echo "no nvcc on PATH and no NVRTC from the registry: the tests that compile the kernels will fail"; \
 	fi
+	@if [ -n "$(CI)" ]; then \
+		$(PIP) install --quiet $(PIP_ARGS) -c constraints.txt -e '.[examples]' || \
+		echo "the libraries of examples/ are not to be had from the registry: their examples will be skipped"; \
+	fi
 	@touch $(READY)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,13 +15,66 @@ from numpy.typing import NDArray
 from collectives.cpu import kernels as host_kernels
 from collectives.sparse import ENTRY
 from collectives.traffic import WORD_BYTES, Traffic
-from collectives.transport import PersistentRound, Round, Transport
+from collectives.transport import MissingRanksError, PersistentRound, Round, Transport
 from collectives.workspace import Workspace
 
+_PAYLOAD, _GAVE_UP = 0, 1  # tags
 
-def connect(comm: MPI.Intracomm) -> MpiTransport:
-    """The transport for host arrays among the ranks of a communicator. Collective: every rank must call."""
-    return MpiTransport(comm)
+_EARLY = 1.0
+"""Seconds after which a rank that waits for others sleeps in between, and looks whether one has given up."""
+
+_PAUSE = 1e-3
+"""Seconds."""
+
+_ANSWER = 5.0
+"""Seconds in which every rank that is waiting has looked."""
+
+_ABANDONED: list[Any] = []
+"""Requests that were given up, with their arrays: MPI may still write to them."""
+
+_LAUNCHERS = {
+    "WORLD_SIZE": "torchrun",
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpiexec",
+    "PMI_SIZE": "MPICH's mpiexec",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
+"""Environment variable -> the launcher that puts the number of processes into it."""
+
+
+class LauncherError(RuntimeError):
+    """A launcher started several processes, but each is an MPI job of its own."""
+
+
+def connect(comm: MPI.Intracomm | None) -> MpiTransport:
+    """The transport for host arrays among the ranks of a communicator, as `communicator`. Collective: every rank must call."""
+    return MpiTransport(communicator(comm))
+
+
+def communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
+    """The communicator to use: the one given, or for None that of all ranks of the job.
+
+    Raises:
+        TypeError: it is something else.
+        LauncherError: a launcher started several processes, and MPI knows only this one. `MPI.COMM_SELF` is not checked.
+    """
+    if comm is None:
+        comm = MPI.COMM_WORLD
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"comm is a {type(comm).__name__}, not an mpi4py.MPI.Intracomm")
+    if MPI.COMM_WORLD.Get_size() == 1 and MPI.Comm.Compare(comm, MPI.COMM_SELF) != MPI.IDENT:
+        _check_launcher(os.environ)
+    return comm
+
+
+def _check_launcher(environment: Mapping[str, str]) -> None:
+    for name, launcher in _LAUNCHERS.items():
+        number = environment.get(name, "")
+        if number.isdigit() and int(number) > 1:
+            raise LauncherError(
+                f"{name}={number}: {launcher} started {number} processes, but the MPI that mpi4py uses has size 1, so each would "
+                f"train alone. Start them by that MPI's own launcher: mpiexec -n {number} python -m mpi4py my.py (under Slurm "
+                "srun --mpi=pmix, or what the site's MPI needs). If each is to be alone, pass MPI.COMM_SELF"
+            )
 
 
 def on_this_host(comm: MPI.Intracomm) -> tuple[int, int]:
@@ -27,6 +84,11 @@ def on_this_host(comm: MPI.Intracomm) -> tuple[int, int]:
         return host.Get_rank(), host.Get_size()
     finally:
         host.Free()
+
+
+def _debugged() -> bool:
+    """Whether a debugger may have stopped this process."""
+    return sys.gettrace() is not None or "pydevd" in sys.modules or "debugpy" in sys.modules
 
 
 class MpiTransport(Transport):
@@ -43,9 +105,15 @@ class MpiTransport(Transport):
         self.kernels: Any = host_kernels
         self.workspace = Workspace()
         self.traffic = Traffic()
+        self._expected: tuple[str, float] | None = (
+            None  # what the next control operation begins, and its limit
+        )
+        self._missing: MissingRanksError | None = None
+        self._last_collected = time.monotonic()  # when an expected operation ended
 
     def close(self) -> None:
-        if self.comm != MPI.COMM_NULL:
+        # where an operation was given up, MPI may still be working on it
+        if self.comm != MPI.COMM_NULL and self._missing is None:
             self.comm.Free()
 
     def allocate(self, length: int) -> NDArray[np.float32]:
@@ -55,14 +123,14 @@ class MpiTransport(Transport):
         if not array.size and not even_if_empty:
             return []
         self.traffic.count(array.nbytes)
-        return [self.comm.Isend(self._mpi_buffer(array), dest)]
+        return [self.comm.Isend(self._mpi_buffer(array), dest, _PAYLOAD)]
 
     def receive(self, array: NDArray[Any], source: int) -> list[Any]:
-        return [self.comm.Irecv(self._mpi_buffer(array), source)] if array.size else []
+        return [self.comm.Irecv(self._mpi_buffer(array), source, _PAYLOAD)] if array.size else []
 
     def receive_counted(self, array: NDArray[Any], source: int) -> int:
         status = MPI.Status()
-        self.comm.Recv(self._mpi_buffer(array), source, status=status)
+        self.comm.Recv(self._mpi_buffer(array), source, _PAYLOAD, status)
         return status.Get_count(MPI.BYTE) // array.itemsize
 
     def wait(self, requests: list[Any]) -> None:
@@ -73,27 +141,80 @@ class MpiTransport(Transport):
 
     def alltoall_control(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         received = np.empty_like(rows)
-        self.comm.Alltoall(rows, received)
+        self._collect(self.comm.Alltoall, self.comm.Ialltoall, rows, received)
         self.traffic.count_control((self.size - 1) * rows[0].nbytes)
         return received
 
     def allgather_control(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
         received = np.empty((self.size, *row.shape), row.dtype)
-        self.comm.Allgather(row, received)
+        self._collect(self.comm.Allgather, self.comm.Iallgather, row, received)
         self.traffic.count_control((self.size - 1) * row.nbytes)
         return received
 
     def allreduce_control(self, array: NDArray[np.int64]) -> NDArray[np.int64]:
         total = np.empty_like(array)
-        self.comm.Allreduce(array, total)
+        self._collect(self.comm.Allreduce, self.comm.Iallreduce, array, total)
         words = 2 * array.nbytes // WORD_BYTES * (self.size - 1)
         self.traffic.count_control(WORD_BYTES * -(-words // self.size))
         return total
 
+    def expect_all(self, what: str, seconds: float) -> None:
+        if self._missing is not None:
+            raise self._missing
+        if self.size > 1:
+            self._expected = what, seconds
+
+    def _collect(
+        self, blocking: Callable[..., Any], nonblocking: Callable[..., MPI.Request], *arrays: NDArray[Any]
+    ) -> None:
+        """Run a collective operation, with a limit on the time that ranks may come late where one is expected."""
+        if self._expected is None:
+            blocking(*arrays)
+            return
+        (what, seconds), self._expected = self._expected, None
+        request = nonblocking(*arrays)
+        began, early = time.monotonic(), min(seconds, _EARLY)
+        # the others can have given up only where this rank was away for about as long; looking costs a round of MPI's progress
+        away = began - self._last_collected > seconds / 2
+        while not request.Test():
+            waited = time.monotonic() - began
+            if waited > early:
+                if self._others_gave_up() or (waited > seconds and not _debugged()):
+                    _ABANDONED.append((request, arrays))
+                    raise self._missing_ranks(what, seconds, waited=True)
+                time.sleep(_PAUSE)
+        if away and self._others_gave_up():
+            raise self._missing_ranks(what, seconds, waited=False)
+        self._last_collected = time.monotonic()
+
+    def _others_gave_up(self) -> bool:
+        return self.comm.Iprobe(MPI.ANY_SOURCE, _GAVE_UP)
+
+    def _missing_ranks(self, what: str, seconds: float, waited: bool) -> MissingRanksError:
+        """Tell all ranks that this one gives up, and hear from those that are here which of them waited."""
+        note = np.array([waited], np.int64)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        _ABANDONED.append((note, [self.comm.Isend(note, other, _GAVE_UP) for other in others]))
+        came = {self.rank: waited}
+        give_up = time.monotonic() + _ANSWER
+        while len(came) < self.size and time.monotonic() < give_up:
+            if not self._others_gave_up():
+                time.sleep(_PAUSE)
+                continue
+            status, theirs = MPI.Status(), np.empty(1, np.int64)
+            self.comm.Recv(theirs, MPI.ANY_SOURCE, _GAVE_UP, status)
+            came[status.Get_source()] = bool(theirs[0])
+        self._missing = MissingRanksError(
+            what, [rank for rank in range(self.size) if not came.get(rank)], seconds
+        )
+        return self._missing
+
     def barrier(self) -> None:
-        self.comm.Barrier()
+        self._collect(self.comm.Barrier, self.comm.Ibarrier)
 
     def allgather_objects(self, value: Any) -> list[Any]:
+        if self._expected is not None:
+            self.barrier()
         return self.comm.allgather(value)
 
     def allreduce_or(self, bits: NDArray[np.uint8]) -> None:
@@ -123,10 +244,10 @@ class _PersistentRound:
         self._nbytes = exchange.outgoing.nbytes
         if exchange.incoming.size:
             buffer = transport._mpi_buffer(exchange.incoming)
-            self._requests.append(transport.comm.Recv_init(buffer, exchange.source))
+            self._requests.append(transport.comm.Recv_init(buffer, exchange.source, _PAYLOAD))
         if exchange.outgoing.size:
             buffer = transport._mpi_buffer(exchange.outgoing)
-            self._requests.append(transport.comm.Send_init(buffer, exchange.dest))
+            self._requests.append(transport.comm.Send_init(buffer, exchange.dest, _PAYLOAD))
 
     def run(self) -> None:
         if self._requests:

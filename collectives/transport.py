@@ -53,6 +53,21 @@ class FlaggedRanksError(Exception):
         self.ranks = ranks
 
 
+class MissingRanksError(RuntimeError):
+    """Ranks did not come to a collective operation within the time allowed; raised on every rank, on a missing one when it comes.
+
+    Attributes:
+        ranks: those that did not come in time.
+    """
+
+    def __init__(self, what: str, ranks: list[int], seconds: float) -> None:
+        super().__init__(
+            f"{what}: rank(s) {', '.join(map(str, ranks))} did not come within {seconds:g} s (the setting timeout). Every rank "
+            "must take the same number of steps, with a gradient of zero where it has no batch left"
+        )
+        self.ranks = ranks
+
+
 class Transport(ABC):
     """One rank's connection to the others: counted messages, control collectives, scratch and kernels.
 
@@ -155,6 +170,14 @@ class Transport(ABC):
         """Set up a round whose arrays stay where they are."""
 
     # control, counted
+
+    def expect_all(self, what: str, seconds: float) -> None:  # noqa: B027 - a transport may leave it to its library
+        """Let the next control operation, or agreement, raise MissingRanksError where ranks come later than that.
+
+        Args:
+            what: begins, for the message.
+            seconds: that the first rank to come waits. A rank under a debugger waits for ever.
+        """
 
     @abstractmethod
     def alltoall_control(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -28,7 +28,7 @@ from oktopk.methods import METHODS, Method
 from oktopk.methods.oktopk import OkTopk
 from oktopk.metrics import Sampler
 from oktopk.results import StageTimer, StepReport
-from oktopk.settings import DENSE_ABOVE, Settings, entries_kept
+from oktopk.settings import DENSE_ABOVE, Settings, entries_kept, unknown_setting
 from oktopk.state import state_problem
 from oktopk.step import Executor, Plan, StepHandle, StepResult
 
@@ -82,7 +82,8 @@ class GradientAllreduce:
     Several instances may live side by side, one per bucket, parameter group or communicator: they share nothing.
 
     Args:
-        comm: intracommunicator; duplicated. Collective: every rank must construct, with the same arguments.
+        comm: intracommunicator; duplicated; None: all ranks of the job. Collective: every rank must construct, with the same
+            arguments.
         length: elements of the gradient (n).
         method: a name in `oktopk.METHODS`.
         device: "cpu" for NumPy arrays, "cuda" for CuPy arrays on the current GPU.
@@ -94,6 +95,7 @@ class GradientAllreduce:
         settings: keywords of `oktopk.Settings`.
 
     Raises:
+        RuntimeError: a launcher started several processes, and MPI has only this one; the message says how to start them.
         ValueError: an argument is out of range, the device cannot be used, or ranks disagree; on every rank alike.
 
     Memory: n words of update; n of residual where the method is sparse; n of velocity with momentum correction; as many
@@ -110,7 +112,7 @@ class GradientAllreduce:
 
     def __init__(
         self,
-        comm: MPI.Intracomm,
+        comm: MPI.Intracomm | None,
         length: int,
         method: str = "oktopk",
         *,
@@ -127,6 +129,8 @@ class GradientAllreduce:
             backend: Backend | None = None
             vectors: ErrorFeedback | None = None
             try:
+                if unknown := unknown_setting(settings, GradientAllreduce):
+                    raise TypeError(unknown)
                 self.settings = Settings(**settings)
                 check_length(length)
                 if method not in METHODS:
@@ -234,7 +238,9 @@ class GradientAllreduce:
         with self.backend.stream_scope():
             return self._together(partial(self.backend.gradient_tensors, sizes, element_type), problem)
 
-    def step(self, gradient: NDArray[np.float32] | GradientTensors, *, measure: bool = False) -> StepReport:
+    def step(
+        self, gradient: NDArray[np.float32] | GradientTensors, *, measure: bool = False, problem: str = ""
+    ) -> StepReport:
         """Reduce one gradient; the result is in `update`. Collective: every rank must call.
 
         With `Settings.deferred` a step of Ok-Topk through peer memory is still running when this returns. Work that is put on
@@ -254,13 +260,16 @@ class GradientAllreduce:
                 list, where `reads_tensors` allows it.
             measure: take the paper's measures of a sparse step, see `oktopk.metrics`. They cost two dense allreduces, which the
                 report's traffic and seconds leave out. Equal on all ranks. The update does not depend on it.
+            problem: an error that the caller found on this rank alone; every rank then raises it, and nothing is applied.
 
         Raises:
             NonFiniteGradientError: gradient + residual is NaN or Inf on some rank, or the sum over the ranks is, and the settings
                 ask to raise; on every rank alike. For a deferred step, when the next one begins.
             TypeError, ValueError: the gradient has another type or length, is not contiguous, or is this reducer's update; on
                 this rank alone. Start jobs so that they end when a rank raises (`python -m mpi4py`).
-            ValueError: a rank has no memory for the first step of a method, or for the first measured one; on every rank alike.
+            ValueError: a rank has a problem, or no memory for the first step of a method or the first measured one; on every rank
+                alike. (Through peer memory the others raise a RuntimeError that names the rank, a deferred step's in the next.)
+            MissingRanksError: ranks did not come within `Settings.timeout`; on the others, and on theirs if they come.
             RuntimeError: there is no peer memory for a new k, on every rank alike; or a kernel failed, on this rank alone.
         """
         if isinstance(gradient, GradientTensors) and not self.reads_tensors(measure):
@@ -272,7 +281,32 @@ class GradientAllreduce:
             )
         with self.backend.stream_scope():
             self._complete()
-            return self._measured_step(accepted) if measure else self._step(accepted, may_defer=True)
+            self._expect_all(f"step {self.steps}")
+            if measure:
+                return self._measured_step(accepted, problem)
+            return self._step(accepted, problem, may_defer=True)
+
+    def skip_together(self, wanted: bool) -> StepReport | None:
+        """Skip a step on all ranks if any of them wants to. Collective: every rank must call, in place of `step` or before it.
+
+        Args:
+            wanted: by this rank, whose gradient overflowed by its loss scale, for instance.
+
+        Returns:
+            The report of the step that is skipped, which counts as one; residual, velocity and thresholds stay as they are, bit
+            for bit. None where no rank wants to: go on with `step`.
+
+        Traffic: one control allreduce of a flag.
+        """
+        with self.backend.stream_scope():
+            self._complete()
+            self._expect_all(f"step {self.steps}")
+            if not self.transport.allreduce_control(np.array([wanted], np.int64))[0]:
+                return None
+            method, k = self._method_at(self.steps)
+        plan = Plan(k, exact=False, new_boundaries=False, scale=1.0, timer=StageTimer())
+        self.steps += 1
+        return self._report(_BegunStep(self.steps - 1, method, plan), skipped=True)
 
     def complete(self) -> None:
         """Complete the report of the last step, if that was deferred.
@@ -286,6 +320,10 @@ class GradientAllreduce:
         with self.backend.stream_scope():
             self._complete()
 
+    def _expect_all(self, what: str) -> None:
+        """Limit the time that ranks may come late to what begins now."""
+        self.transport.expect_all(what, self.settings.timeout)
+
     def _complete(self) -> None:
         if self._open is None:
             return
@@ -294,14 +332,14 @@ class GradientAllreduce:
         for field in fields(known):
             setattr(begun.report, field.name, getattr(known, field.name))
 
-    def _measured_step(self, gradient: NDArray[np.float32]) -> StepReport:
+    def _measured_step(self, gradient: NDArray[np.float32], problem: str) -> StepReport:
         method, k = self._method_at(self.steps)
         if not method.sparse:
-            return self._step(gradient)
+            return self._step(gradient, problem)
         if self._sampler is None:
             self._sampler = self._together(partial(Sampler, self.length, self.backend, self.transport))
         self._sampler.before(gradient, self.residual, self.velocity, self.settings.momentum_correction)
-        report = self._step(gradient)
+        report = self._step(gradient, problem)
         if report.skipped:
             return report
         selected = self._vectors.selected
@@ -310,7 +348,7 @@ class GradientAllreduce:
         measures = self._sampler.after(self.update, selected, k, to_sum, method.boundaries)
         return replace(report, measures=measures)
 
-    def _step(self, gradient: NDArray[np.float32], may_defer: bool = False) -> StepReport:
+    def _step(self, gradient: NDArray[np.float32], problem: str, may_defer: bool = False) -> StepReport:
         settings, step = self.settings, self.steps
         timer = StageTimer(self.time_stages)
         method, k = self._method_at(step)
@@ -328,6 +366,7 @@ class GradientAllreduce:
             and settings.deferred
             and not settings.momentum_correction
             and self._trust == _TRUSTED,
+            problem=problem,
         )
         self.steps += 1
         self._last_k = None  # where the step fails, the next one computes exact thresholds
@@ -377,6 +416,8 @@ class GradientAllreduce:
         return {
             "length": self.length,
             "method": self.method,
+            "rank": self.transport.rank,
+            "ranks": self.transport.size,
             "steps": self.steps,
             "sparse_steps": self._sparse_steps,
             "last_k": self._last_k,
@@ -389,17 +430,26 @@ class GradientAllreduce:
         """Continue where the `state_dict` of this rank was taken, bit for bit. Collective.
 
         Raises:
-            ValueError: the state is damaged, or of another length or method, or the ranks' states are not of one moment; on
-                every rank alike, before anything is changed.
+            ValueError: the state is damaged, or of another length, method, rank or number of ranks (see `oktopk.elastic`), or the
+                ranks' states are not of one moment; on every rank alike, before anything is changed.
         """
-        problem = state_problem(state, self.length, self.method, self.settings.momentum_correction)
+        transport, momentum = self.transport, self.settings.momentum_correction
+        problem = state_problem(state, self.length, self.method, momentum, transport.rank, transport.size)
         common: dict[str, Any] = {}
         if not problem:
             common = {name: state.get(name) for name in ("steps", "sparse_steps", "last_k", "unaided")}
             common |= {name: METHODS[name].agreed_state(theirs) for name, theirs in state["methods"].items()}
+        self._expect_all("load_state_dict")
         self.transport.agree(common, problem)
         with self.backend.stream_scope():
             self._load(state)
+
+    def reset(self) -> None:
+        """Forget residual, thresholds, regions and the number of steps, as if newly constructed. Collective."""
+        none: dict[str, Any] = {"steps": 0, "sparse_steps": 0, "methods": {}}
+        none |= dict.fromkeys(("last_k", "residual", "velocity"))
+        with self.backend.stream_scope():
+            self._load(none)
 
     def _load(self, state: dict[str, Any]) -> None:
         for executor in self._executors.values():

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 VECTORS = ("residual", "velocity")
 
@@ -26,26 +23,47 @@ def inherited_ranks(rank: int, ranks: int, saved_ranks: int) -> range:
     return range(rank, saved_ranks, ranks)
 
 
-def redistributed_state(template: dict[str, Any], inherited: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The state of one reducer among another number of ranks, for `GradientAllreduce.load_state_dict`.
+def redistribute(
+    read: Callable[[int], dict[str, Any]], saved_ranks: int, rank: int, ranks: int
+) -> dict[str, Any]:
+    """The state of one rank among another number of ranks, for `load_state_dict`. Talks to no other rank.
 
     The sums of the residuals and of the velocities over the ranks are kept: exactly on more ranks than before, to float32
-    rounding on fewer. The next step computes exact thresholds and new region boundaries.
+    rounding on fewer. The next step computes exact thresholds and new region boundaries. On as many ranks as before it is the
+    rank's own state, which continues bit for bit.
 
     Args:
-        template: `GradientAllreduce.state_dict()` of saved rank `rank % saved_ranks`, for all that is not redistributed.
-        inherited: the states of `inherited_ranks`, read one at a time.
+        read: saved rank -> its `state_dict()`, of a `GradientAllreduce` or of a `DistributedOptimizer`. Called for the ranks of
+            `inherited_ranks`, one at a time, and for `rank % saved_ranks`.
+        saved_ranks: how many ranks saved their states.
+        rank, ranks: this rank, and how many there are now.
 
     Returns:
-        A new state; the vectors may be those of an inherited one.
+        A new state; its vectors may be those of one that was read.
+
+    Raises:
+        ValueError: as `inherited_ranks`.
 
     Memory: one saved state beside the sum.
+
+    Example:
+        >>> state = redistribute(lambda r: torch.load(f"optimizer-{r}.pt"), 4, comm.rank, comm.size)
+        >>> optimizer.load_state_dict(state)
     """
-    sums: dict[str, NDArray[np.float32] | None] = dict.fromkeys(VECTORS)
-    for state in inherited:
+    inherited = inherited_ranks(rank, ranks, saved_ranks)
+    template = read(rank % saved_ranks)
+    if ranks == saved_ranks:
+        return template
+    sums: dict[str, Any] = dict.fromkeys(VECTORS)
+    for saved in inherited:
+        state = read(saved)
+        state = state.get("reducer", state)
         for name in VECTORS:
             vector, total = state[name], sums[name]
             if vector is not None:
                 sums[name] = vector if total is None else total + vector
     # As after a change of k: thresholds and boundaries of the old ranks are not reused.
-    return {**template, **sums, "last_k": None}
+    changed = {**sums, "last_k": None, "rank": rank, "ranks": ranks}
+    if "reducer" in template:
+        return {**template, "reducer": {**template["reducer"], **changed}}
+    return {**template, **changed}

@@ -33,9 +33,13 @@ class MessageExecutor:
             plan.timer.record("apply")
         residual = vectors.residual if method.sparse or vectors.pending else None
         try:
-            result = method.reduce(corrected, residual, vectors.update, plan, overflowed)
-        except FlaggedRanksError:
+            # a problem travels as the flag of a gradient that is not finite; its text follows only where a flag is up
+            flag = overflowed or bool(plan.problem)
+            result = method.reduce(corrected, residual, vectors.update, plan, flag)
+        except FlaggedRanksError as flagged:
             vectors.undo(gradient)
+            if flagged.ranks:
+                method.transport.agree({}, plan.problem)
             raise
         vectors.apply(result, plan.scale)
         plan.timer.record("apply")

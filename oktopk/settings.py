@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any, Literal
@@ -46,7 +49,8 @@ class Settings:
         average: return the mean over the ranks, else the sum.
         deferred: return from a step of Ok-Topk through peer memory before the host knows its outcome, so that the GPU does
             not wait for the host; see `GradientAllreduce.step`. No effect on other steps.
-        timeout: seconds that a rank may come late to a step through peer memory; then the other ranks raise, > 0.
+        timeout: seconds that a rank may come late to a step, > 0; then the other ranks raise and name it. Over messages a rank
+            under a debugger does not raise; give 1e9 where another rank is stopped in one.
         balanced_regions: regions of equal counts of selected entries, else of equal lengths; for comparison.
         rotate: in each round of split-and-reduce every rank sends to another one, else all send to the same; for comparison.
     """
@@ -100,6 +104,20 @@ class Settings:
             return self.density
         stage = into * DENSITY_STAGES // self.density_warmup_steps
         return float(DENSE_ABOVE * (self.density / DENSE_ABOVE) ** (stage / DENSITY_STAGES))
+
+
+def unknown_setting(given: Iterable[str], *takers: Callable[..., Any]) -> str:
+    """The first keyword that neither the takers nor `Settings` have, in a sentence that names the nearest one; "" for none."""
+    own = [name for taker in takers for name in inspect.signature(taker).parameters]
+    known = dict.fromkeys([*own, *(field.name for field in fields(Settings))])
+    for name in ("settings", "problem"):
+        known.pop(name, None)
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            return f"{name}: unknown setting{hint}; valid: {', '.join(known)}"
+    return ""
 
 
 def entries_kept(density: float, length: int) -> int:

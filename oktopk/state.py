@@ -11,7 +11,7 @@ from oktopk.methods import METHODS
 _COUNTS = ("steps", "sparse_steps")
 
 
-def state_problem(state: Any, length: int, method: str, momentum: float) -> str:
+def state_problem(state: Any, length: int, method: str, momentum: float, rank: int, ranks: int) -> str:
     """Why a state cannot be loaded, in a sentence; "" if it can. Talks to no other rank.
 
     Args:
@@ -19,9 +19,10 @@ def state_problem(state: Any, length: int, method: str, momentum: float) -> str:
         length: elements of the gradient (n).
         method: of the reducer that loads it.
         momentum: its momentum correction, 0 for none.
+        rank, ranks: of the reducer. A state without, of an earlier version, is taken as this rank's.
     """
     try:
-        return _problem(state, length, method, momentum)
+        return _problem(state, length, method, momentum) or _place_problem(state, rank, ranks)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         return f"the state is damaged: {type(error).__name__} {error}"
 
@@ -45,6 +46,16 @@ def _problem(state: Any, length: int, method: str, momentum: float) -> str:
     else:
         problems += [METHODS[name].state_problem(held, length) for name, held in state["methods"].items()]
     return next((problem for problem in problems if problem), "")
+
+
+def _place_problem(state: dict[str, Any], rank: int, ranks: int) -> str:
+    taken = state.get("rank", rank), state.get("ranks", ranks)
+    if taken == (rank, ranks):
+        return ""
+    return (
+        f"the state is of rank {taken[0]} of {taken[1]}, and this is rank {rank} of {ranks}: every rank saves and loads its own, "
+        "as residuals differ; oktopk.elastic.redistribute makes one for another number of ranks"
+    )
 
 
 def _number_problem(name: str, value: Any, least: int, optional: bool = False) -> str:

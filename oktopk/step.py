@@ -25,6 +25,7 @@ class Plan:
         scale: factor on the sum over the ranks.
         timer: times the stages.
         may_defer: the step may return before the host knows how it went.
+        problem: an error that the caller found on this rank alone, not equal on all ranks: every rank then raises it.
     """
 
     k: int
@@ -33,6 +34,7 @@ class Plan:
     scale: float
     timer: StageTimer
     may_defer: bool = False
+    problem: str = ""
 
 
 @dataclass(slots=True)
@@ -105,6 +107,7 @@ class Executor(Protocol):
 
         Raises:
             FlaggedRanksError: as `StepHandle.result`.
+            ValueError, RuntimeError: the plan has a problem on some rank; on every rank, in this step or in the next one.
         """
 
     def check(self) -> None:

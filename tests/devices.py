@@ -92,3 +92,17 @@ def narrowed(gradient: NDArray[np.float32], gradient_type: str) -> NDArray[Any]:
     if gradient_type == "float32":
         return gradient
     return (gradient.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def torch_device(device: str, comm: MPI.Intracomm) -> Any:
+    """This rank's torch.device, made the current one."""
+    import torch
+
+    use(device, comm)
+    if device == "cpu":
+        return torch.device("cpu")
+    import cupy
+
+    number = cupy.cuda.Device().id
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)

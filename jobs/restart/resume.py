@@ -13,7 +13,7 @@ from mpi4py import MPI
 from jobs.restart import files
 from jobs.restart.files import BadCheckpointError, Identity
 from jobs.train.agreement import Refused, decide_on_root
-from oktopk.elastic import inherited_ranks, redistributed_state
+from oktopk.elastic import inherited_ranks, redistribute
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,7 @@ class Found:
 
     def reducer(self, rank: int, ranks: int) -> dict[str, Any]:
         """The reducer's state for `rank` of `ranks`, redistributed if there were not as many. Raises KeyError."""
-        template: dict[str, Any] = self.own(rank % self.ranks)["reducer"]
-        if ranks == self.ranks:
-            return template
-        inherited = (self.own(saved)["reducer"] for saved in inherited_ranks(rank, ranks, self.ranks))
-        return redistributed_state(template, inherited)
+        return redistribute(lambda saved: self.own(saved)["reducer"], self.ranks, rank, ranks)
 
 
 def find(

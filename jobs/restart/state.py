@@ -91,11 +91,12 @@ def capture(
         (common, own): what is equal on all ranks, and what is this rank's: residual, thresholds and boundaries, the buffers
         (batch norm), random-number generators, and the place in the data. Tensors are not copied.
     """
-    state = optimizer.state_dict()
-    common = {"model": dict(model.named_parameters()), "optimizer": state["optimizer"]}
+    state = dict(optimizer.state_dict())
+    reducer = state.pop("reducer")
+    common = {"model": dict(model.named_parameters()), "optimizer": state}
     own = {
         "buffers": dict(model.named_buffers()),
-        "reducer": state["reducer"],
+        "reducer": reducer,
         "position": asdict(position),
         "random": _random_state(),
     }
@@ -122,7 +123,7 @@ def restore(
             saved = common["model"] if kind == "model" else own["buffers"]
             for name, tensor in tensors:
                 tensor.copy_(saved[name])
-    optimizer.load_state_dict({"optimizer": common["optimizer"], "reducer": found.reducer(rank, ranks)})
+    optimizer.load_state_dict({**common["optimizer"], "reducer": found.reducer(rank, ranks)})
     if rank < found.ranks:
         _set_random_state(own["random"])
     else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from jobs.config.sections import OptimizerConfig
-from oktopk.torch.optimizer import WrappedOptimizer
+from oktopk.torch.wrapped import WrappedOptimizer
 
 LONG_AGO = 2.0**60
 """A step count at which torch's bias corrections are 1, and which counting on leaves as it is."""
@@ -165,13 +165,9 @@ class CapturedOptimizer(WrappedOptimizer):
                 group["lr"] = rate
         self._graph = graph
 
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The wrapped optimizer's; the next step is its own, and the one after it captured anew."""
-        self.inner.load_state_dict(state_dict)
+    def _load(self, state: dict[str, Any]) -> None:
+        """As the wrapped optimizer; the next step is its own, and the one after it captured anew."""
+        super()._load(state)
         self._graph, self._warm = None, False
 
     def __repr__(self) -> str:

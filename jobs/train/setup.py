@@ -76,6 +76,7 @@ def set_up(config: Config, comm: MPI.Intracomm, build: Build = build_workload) -
     if config.training.cuda_graph and not placement.captures:
         raise Refused(f"training.cuda_graph needs GPUs, and this run is on {placement.device}")
     workload = _build_workload(config, comm, build, placement)
+    broadcast_parameters(workload.model, comm)
     inner = build_optimizer(
         config.optimizer,
         workload.model.parameters(),
@@ -85,7 +86,6 @@ def set_up(config: Config, comm: MPI.Intracomm, build: Build = build_workload) -
     optimizer = build_reduction(config, workload.network, inner, placement, comm)
     if isinstance(optimizer, DdpTraining):
         workload.network = optimizer.network  # its forward pass prepares the reduction
-    broadcast_parameters(workload.model, comm)
     return Setup(config, comm, placement, workload, optimizer)
 
 

@@ -78,6 +78,8 @@ class P2PExecutor:
         regions, local, threshold = method.regions, method.selection, method.threshold
         if not self.p2p_step.fits(plan.k):
             self.p2p_step.prepare(plan.k)
+        if plan.problem:
+            raise ValueError(plan.problem)
         corrected, overflowed = vectors.correct(gradient)
         if self._barrier_due:
             # a signal of this step would overwrite the one that another rank's kernels have yet to read

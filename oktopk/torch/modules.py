@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import closing
 
 import torch
 from mpi4py import MPI
-from torch import nn
+from torch import Tensor, nn
 
 from collectives.dense_allreduce import DenseAllreduce
 from collectives.mpi import connect
 
 
-def broadcast_parameters(module: nn.Module, comm: MPI.Intracomm, root: int = 0) -> None:
+def broadcast_parameters(module: nn.Module, comm: MPI.Intracomm | None = None, root: int = 0) -> None:
     """Copy the parameters and buffers of rank `root` to all ranks, in place. Collective.
 
     Those on a GPU pass through host memory: it is done once.
 
+    Args:
+        module: with the same parameters and buffers on all ranks.
+        comm: intracommunicator; None: all ranks of the job.
+        root: whose values are taken.
+
     Traffic: one broadcast of each.
     """
+    broadcast_tensors((*module.parameters(), *module.buffers()), comm, root)
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], comm: MPI.Intracomm | None, root: int = 0) -> None:
+    """As `broadcast_parameters`, for tensors."""
     with closing(connect(comm)) as transport:
-        for tensor in (*module.parameters(), *module.buffers()):
+        for tensor in tensors:
             host = tensor.detach().cpu().contiguous()
             transport.broadcast(host.reshape(-1).view(torch.uint8).numpy(), root)
             tensor.detach().copy_(host)
 
 
-def average_buffers(module: nn.Module, comm: MPI.Intracomm) -> None:
+def average_buffers(module: nn.Module, comm: MPI.Intracomm | None = None) -> None:
     """Average the floating-point buffers (batch-norm statistics) over the ranks, in place. Collective.
+
+    Each rank's batch norm sees its own batches only, so that these statistics differ between ranks: average them before an
+    evaluation and before a model is saved.
 
     Bit-identical on all ranks. Those on a GPU pass through host memory: they are few.
 

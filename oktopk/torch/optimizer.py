@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
+import copy
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,44 +13,21 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
 
+from collectives.mpi import communicator
 from oktopk.allreduce import GradientAllreduce
 from oktopk.results import StepReport
-from oktopk.torch.gradients import FlatGradients, GradientsInPlace, dense_views, is_dense
+from oktopk.settings import unknown_setting
+from oktopk.torch.agreement import GRADIENT_TYPES, disagreement, replaced_warning, wrapping_problem
+from oktopk.torch.gradients import FlatGradients, GradientsInPlace, dense_views
 from oktopk.torch.interop import TensorMemory, memory_of
+from oktopk.torch.modules import broadcast_tensors
+from oktopk.torch.wrapped import WrappedOptimizer
 
-GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What `GradientAllreduce` calls a type of torch's."""
-
-
-class WrappedOptimizer(torch.optim.Optimizer):
-    """Has the groups, the state and the defaults of the optimizer that it wraps, and none of its own.
-
-    Args:
-        inner: owns the parameters.
-
-    Attributes:
-        inner: as given.
-    """
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        # the base class is not initialised: it would make groups, state and defaults
-        self.inner = inner
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's."""
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's."""
-        return self.inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's."""
-        return self.inner.defaults
+# It is announced where a scaler passes itself. What it would set instead, found_inf and grad_scale, are copies, and the scaler
+# of a rank could not be told of another rank's Inf.
+warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
 
 class DistributedOptimizer(WrappedOptimizer):
@@ -61,24 +38,34 @@ class DistributedOptimizer(WrappedOptimizer):
     kernels read each other's memory, they read each `p.grad` too where autograd left it, and round on the way: `zero_grad` makes
     it None, and only a step that is dense or measured fills the buffer. Residual and update are float32; the wrapped optimizer
     sees the update, in the parameters' type. A parameter without a gradient in a step counts as zero. Learning-rate schedulers
-    take either this optimizer or the wrapped one.
+    take either this optimizer or the wrapped one, and `torch.amp.GradScaler` this one.
+
+    Every rank must take the same number of steps. Where batches are unevenly many, take the fewest of any rank
+    (`comm.allreduce(len(loader), MPI.MIN)`), or step with a gradient of zero where none is left: `zero_grad()`, then `step()`.
+    `torch.distributed.algorithms.Join` is not supported. After `timeout` seconds the others raise and name the missing ranks.
+    The buffers of the model, such as batch-norm statistics, are not reduced: see `average_buffers`.
 
     Parameters on a GPU share their memory and torch's current stream with the reducer: nothing is copied to the host.
 
     Args:
         optimizer: the torch optimizer that owns the parameters: all on one device (the CPU, or the current GPU), all float32,
             bfloat16 or float16, each dense in memory.
-        comm: intracommunicator. Collective: every rank must construct, with the same model and settings.
+        comm: intracommunicator; None: all ranks of the job. Collective: every rank must construct, with the same model and
+            settings.
         method: a name in `oktopk.METHODS`.
         gradient_type: of what is selected and reduced, "float32", "bfloat16" or "float16"; "" is that of the parameters. The
             CPU takes float32 only. bfloat16 gradients of float32 parameters halve what selection reads, and their rounding
             is not fed back.
         clip_norm: scale what the wrapped optimizer sees down to this Euclidean norm; 0 for never. It is the norm of the reduced
             gradient, equal on all ranks, not of what one rank computed.
+        broadcast: where parameters have other values than on rank 0, replace them by rank 0's, and warn there; False: refuse.
+            Frozen parameters and buffers are neither compared nor replaced: see `broadcast_parameters`.
         settings: keywords of `oktopk.Settings`.
 
     Raises:
-        ValueError: parameters that are not as said, a setting out of range, ranks that disagree, a GPU or an MPI that cannot be
+        RuntimeError: a launcher started several processes, and MPI has only this one; the message says how to start them.
+        ValueError: parameters that are not as said, a setting out of range, ranks that disagree (on the
+            optimizer's state too), a GPU or an MPI that cannot be
             used, or momentum correction with an optimizer that has momentum of its own; on every rank alike.
 
     Memory: that of `GradientAllreduce`; n elements of gradients (where kernels read them in place: autograd's own, and the buffer
@@ -90,32 +77,47 @@ class DistributedOptimizer(WrappedOptimizer):
         >>> optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), MPI.COMM_WORLD, density=0.01)
         >>> optimizer.zero_grad()
         >>> loss(model(x), y).backward()
-        >>> report = optimizer.step()
+        >>> optimizer.step()
+        >>> words = optimizer.report.words
     """
+
+    _step_supports_amp_scaling = True  # so that GradScaler.step calls `step` where it found an Inf, too
+
+    report: StepReport | None = None
+    """The last step: what was selected, sent and timed; None before the first one."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        comm: MPI.Intracomm,
+        comm: MPI.Intracomm | None = None,
         method: str = "oktopk",
         *,
         gradient_type: str = "",
         clip_norm: float = 0.0,
+        broadcast: bool = True,
         **settings: Any,
     ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}, not a torch optimizer")
+        comm = communicator(comm)
         super().__init__(optimizer)
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        self._parameters = [p for p in every if p.requires_grad]
+        self._wrapped, self._frozen = len(every), [p for p in every if not p.requires_grad]
         self.length = sum(p.numel() for p in self._parameters)
         self.clip_norm = clip_norm
         memory = TensorMemory()
-        problem = _problem(optimizer, self._parameters, clip_norm, settings)
+        problem = unknown_setting(settings, DistributedOptimizer, GradientAllreduce)
+        if isinstance(optimizer, DistributedOptimizer):
+            problem = "the optimizer is a DistributedOptimizer already: wrap it once"
+        problem = problem or wrapping_problem(optimizer, self._parameters, clip_norm, settings)
         if not problem:
             gradient_type = gradient_type or _type_name(self._parameters[0].dtype)
             try:
                 memory = memory_of(self._parameters[0].device)
             except ValueError as error:
                 problem = str(error)
-        disagreement = _disagreement(comm, self._parameters, clip_norm, problem)
+        differs, strangers = disagreement(comm, optimizer, self._parameters, clip_norm, broadcast, problem)
         self.reducer = GradientAllreduce(
             comm,
             self.length,
@@ -123,9 +125,15 @@ class DistributedOptimizer(WrappedOptimizer):
             device=memory.device,
             gradient_type=gradient_type,
             stream=memory.stream,
-            problem=problem or disagreement,
+            problem=problem or differs,
             **settings,
         )
+        if strangers:
+            broadcast_tensors(self._parameters, comm)
+            if comm.rank == 0:
+                warnings.warn(replaced_warning(strangers), stacklevel=2)
+        self._arguments: dict[str, Any] = {"comm": comm, "method": method, "gradient_type": gradient_type}
+        self._arguments |= {"clip_norm": clip_norm, "broadcast": broadcast, **settings}
         self._memory = memory
         self._gradients = self._make_gradients(GRADIENT_TYPES[gradient_type])
         self._array: Any = None  # of the vector, once a step takes it
@@ -164,42 +172,53 @@ class DistributedOptimizer(WrappedOptimizer):
         """For loops written for DistributedDataParallel: backward passes add up locally until `step`, with it or without."""
         return nullcontext()
 
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], Any] | None = None, *, measure: bool = False
-    ) -> StepReport:
-        """Reduce the gradients and step. Collective: every rank must call.
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        measure: bool = False,
+        grad_scaler: GradScaler | None = None,
+    ) -> Any:
+        """Reduce the gradients and step; `report` tells how it went. Collective: every rank must call.
+
+        A skipped step leaves parameters and optimizer state untouched, unless it was deferred: the report of such a step
+        (`Settings.deferred`) is incomplete until the next one begins, or `complete`, and where it stopped or is skipped the
+        optimizer has stepped on an update of zero.
 
         Args:
-            closure: computes the gradients first, if given.
+            closure: computes the gradients first, if given. It is called once.
             measure: take the paper's measures of this step, see `GradientAllreduce.step`.
+            grad_scaler: passed by `GradScaler.step(optimizer)`: gradients are unscaled before they are accumulated. An Inf on one
+                rank skips the step on all, whatever `nonfinite` is, and every rank's scaler backs off. It takes one control
+                allreduce more, and on a GPU the wait for the flag, as in any `GradScaler.step`.
 
         Returns:
-            What was selected, sent and timed. A skipped step leaves parameters and optimizer state untouched, unless it was
-            deferred: the report of such a step (`Settings.deferred`) is incomplete until the next one begins, or `complete`, and
-            where it stopped or is skipped the optimizer has stepped on an update of zero.
+            What the closure returned; None without one.
 
         Raises:
             NonFiniteGradientError: on every rank alike, if settings say so; nothing was stepped, or where the last step was
                 deferred and it is that one's, it was stepped on an update of zero.
+            ValueError: on some rank a parameter needs a gradient that did not when the optimizer was wrapped; on every rank.
         """
+        loss = None
         if closure is not None:
             with torch.enable_grad():
-                closure()
-        report = self.reduce(measure=measure)
+                loss = closure()
+        self.reduce(measure=measure, grad_scaler=grad_scaler)
         self.apply()
-        return report
+        return loss
 
-    def reduce(self, *, measure: bool = False) -> StepReport:
+    def reduce(self, *, measure: bool = False, grad_scaler: GradScaler | None = None) -> StepReport:
         """The first half of a step: from here to `apply`, each `p.grad` is its piece of the update. Collective.
 
         In between the update may be looked at or changed, as long as all ranks change it alike; a skipped step has none, and a
         deferred one that is skipped or stopped has zeros.
 
         Args:
-            measure: as `step`.
+            measure, grad_scaler: as `step`.
 
         Returns:
-            As `step`.
+            The step's `report`.
 
         Raises:
             NonFiniteGradientError: as `step`.
@@ -209,9 +228,18 @@ class DistributedOptimizer(WrappedOptimizer):
             raise RuntimeError(
                 "reduce() again before apply(): each p.grad still is its piece of the last update"
             )
+        if grad_scaler is not None and (skipped := self._unscale(grad_scaler)) is not None:
+            self.report = skipped
+            return skipped
+        if hasattr(self, "found_inf"):
+            raise RuntimeError(
+                f"the GradScaler of torch {torch.__version__} does not pass itself to the optimizer: in place of its step() call "
+                "reduce(grad_scaler=...) and apply()"
+            )
         gradient = self._given(measure)
         with self._memory.stream_scope():
-            report = self.reducer.step(gradient, measure=measure)
+            report = self.reducer.step(gradient, measure=measure, problem=self._unwrapped_parameters())
+        self.report = report
         if report.skipped:
             return report
         if self.clip_norm:
@@ -237,6 +265,23 @@ class DistributedOptimizer(WrappedOptimizer):
                 self.reducer.forget_support()
             self._version = -1
 
+    def _unscale(self, scaler: GradScaler) -> StepReport | None:
+        """Divide the gradients by the scale, where the user has not. Collective.
+
+        Returns:
+            The report of the step, where an Inf on some rank skips it: every rank's scaler then has it too. Else None.
+        """
+        if scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
+            scaler.unscale_(self)
+        found: dict[Any, Tensor] = scaler._found_inf_per_device(self)
+        if not found:  # no parameter has a gradient here
+            found[self._applied.device] = torch.zeros((), device=self._applied.device)
+        skipped = self.reducer.skip_together(any(flag.item() for flag in found.values()))
+        if skipped is not None:
+            for flag in found.values():
+                flag.fill_(1.0)
+        return skipped
+
     def _given(self, measure: bool) -> Any:
         """The gradients as the next step of the reducer takes them."""
         if isinstance(self._gradients, GradientsInPlace) and self.reducer.reads_tensors(measure):
@@ -245,6 +290,25 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._array is None:
             self._array = self._memory.array(vector)
         return self._array
+
+    def _unwrapped_parameters(self) -> str:
+        """What of the wrapped optimizer needs a gradient now and did not at construction, in a sentence; "" if nothing does."""
+        groups = self.inner.param_groups
+        if sum(len(group["params"]) for group in groups) == self._wrapped:
+            unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
+        else:
+            wrapped = set(self._parameters)
+            unfrozen = [
+                p for group in groups for p in group["params"] if p.requires_grad and p not in wrapped
+            ]
+        if not unfrozen:
+            return ""
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in unfrozen[:3])
+        return (
+            f"{len(unfrozen)} parameter(s) of the optimizer, of shape {shapes}{', ...' if len(unfrozen) > 3 else ''}, need a "
+            "gradient that is not reduced: they were frozen or missing when the optimizer was wrapped. Unfreeze and add "
+            "parameters first, then wrap"
+        )
 
     def complete(self) -> None:
         """Complete the report of the last step, see `GradientAllreduce.complete`.
@@ -265,19 +329,56 @@ class DistributedOptimizer(WrappedOptimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the wrapped optimizer and of this rank's reducer: tensors and plain values only."""
-        # torch.load reads tensors with weights_only, arrays not
-        reducer = _converted(self.reducer.state_dict(), np.ndarray, torch.from_numpy)
-        return {"optimizer": self.inner.state_dict(), "reducer": reducer}
+        """State of the wrapped optimizer, and under "reducer" this rank's own: tensors and plain values only.
+
+        Every rank saves its own. What takes the optimizer's part alone, as `torch.distributed.checkpoint` does, drops the
+        residuals; a state without "reducer" is loaded as that of an optimizer that was not wrapped.
+        """
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where this rank's `state_dict` was taken, bit for bit.
+        """Continue where this rank's `state_dict` was taken, bit for bit. Collective: every rank must call.
+
+        A state without "reducer", as of an optimizer that was not wrapped, starts with empty residuals; rank 0 warns.
 
         Raises:
-            ValueError: the state is of another length or method.
+            ValueError: the state is of another length or method, or only some ranks' have "reducer"; on every rank alike.
         """
-        self.reducer.load_state_dict(_converted(state_dict["reducer"], Tensor, Tensor.numpy))
-        load_state(self.inner, state_dict["optimizer"])
+        super().load_state_dict(state_dict)
+
+    def _state(self) -> dict[str, Any]:
+        # torch.load reads tensors with weights_only, arrays not
+        reducer = _converted(self.reducer.state_dict(), np.ndarray, torch.from_numpy)
+        return {**self.inner.state_dict(), "reducer": reducer}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        if "optimizer" in state:  # the layout of earlier versions
+            state = {**state["optimizer"], "reducer": state["reducer"]}
+        reducer = state.pop("reducer", None)
+        self.reducer.transport.expect_all("load_state_dict", self.reducer.settings.timeout)
+        self.reducer.transport.agree({"whether the state has residuals": reducer is not None})
+        if reducer is None:
+            self.reducer.reset()
+            if self.reducer.transport.rank == 0:
+                warnings.warn(
+                    "the state is that of an optimizer that was not wrapped: residuals start empty, thresholds anew",
+                    stacklevel=4,
+                )
+        else:
+            self.reducer.load_state_dict(_converted(reducer, Tensor, Tensor.numpy))
+        load_state(self.inner, state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
+        """A copy of the optimizer, its parameters and this rank's reducer; without hooks, as torch's. Collective.
+
+        The communicator must not have been freed.
+        """
+        self.reducer.transport.expect_all("deepcopy", self.reducer.settings.timeout)
+        self.reducer.transport.barrier()
+        copied = type(self)(copy.deepcopy(self.inner, memo), **self._arguments)
+        copied.reducer.load_state_dict(self.reducer.state_dict())
+        copied.report = self.report
+        return copied
 
     def close(self) -> None:
         """Free what MPI holds. Collective."""
@@ -306,53 +407,6 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
             if shaped and value.stride() != parameter.stride():
                 like = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
                 held[name] = like.copy_(value)
-
-
-def _problem(
-    optimizer: torch.optim.Optimizer, parameters: list[Tensor], clip_norm: float, settings: dict[str, Any]
-) -> str:
-    """What keeps this optimizer from being wrapped, in a sentence; "" if nothing does."""
-    if not parameters:
-        return "no parameter of the optimizer needs a gradient"
-    first = parameters[0]
-    for parameter in parameters:
-        if parameter.dtype not in GRADIENT_TYPES.values():
-            return (
-                f"a parameter is {parameter.dtype} on {parameter.device}, "
-                "not torch.float32, torch.bfloat16 or torch.float16"
-            )
-        if parameter.dtype != first.dtype:
-            return f"parameters are {first.dtype} and {parameter.dtype}: all must be of one type"
-        if parameter.device != first.device:
-            return f"parameters are on {first.device} and {parameter.device}: all must be on one device"
-        if not is_dense(parameter):
-            return (
-                f"a parameter of shape {tuple(parameter.shape)} with strides {parameter.stride()} is not contiguous in any "
-                "order of its dimensions: make it a tensor of its own, by clone()"
-            )
-    if not (math.isfinite(clip_norm) and clip_norm >= 0):
-        return f"clip_norm {clip_norm} is not in [0, inf)"
-    correction = settings.get("momentum_correction")
-    if correction and any(group.get("momentum") or group.get("betas") for group in optimizer.param_groups):
-        return f"momentum_correction {correction} needs an optimizer without momentum of its own"
-    return ""
-
-
-def _disagreement(comm: MPI.Intracomm, parameters: list[Tensor], clip_norm: float, problem: str) -> str:
-    """What differs between the ranks and the reducer cannot see, in a sentence; "" if nothing does. Collective."""
-    layout = repr([(tuple(p.shape), p.stride()) for p in parameters]).encode()
-    mine = (
-        sum(p.numel() for p in parameters),
-        hashlib.blake2b(layout, digest_size=8).digest(),
-        clip_norm,
-        problem,
-    )
-    lengths, layouts, norms, problems = (set(values) for values in zip(*comm.allgather(mine), strict=True))
-    if any(problems) or len(lengths) > 1:  # of these the reducer says more
-        return ""
-    if len(layouts) > 1:
-        return "the parameters' shapes, order or memory layouts differ between ranks"
-    return f"ranks disagree on clip_norm: {sorted(norms)}" if len(norms) > 1 else ""
 
 
 def _type_name(dtype: torch.dtype) -> str:

@@ -88,6 +88,23 @@ def test_where_a_rank_raises_before_its_launch_all_ranks_raise_at_once_and_name_
     comm.Barrier()
 
 
+def test_an_error_that_the_caller_found_on_one_rank_ends_the_step_on_all(comm: MPI.Intracomm) -> None:
+    reducer = reducer_of(comm, deferred=True)
+    gradient = gradients(comm)
+    for _ in range(12):
+        reducer.step(next(gradient))
+    culprit = comm.size - 1
+    if comm.rank == culprit:
+        with pytest.raises(ValueError, match="^unfrozen$"):
+            reducer.step(next(gradient), problem="unfrozen")
+    else:
+        with pytest.raises(RuntimeError, match=f"rank {culprit} raised an error of its own"):
+            reducer.step(next(gradient))
+            reducer.complete()
+    reducer.close()
+    comm.Barrier()
+
+
 def test_a_change_of_k_does_not_forget_that_a_rank_ended_a_step(comm: MPI.Intracomm) -> None:
     reducer = reducer_of(comm, density_warmup_steps=8)
     gradient = gradients(comm)

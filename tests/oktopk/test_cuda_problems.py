@@ -5,6 +5,7 @@ CuPy is a double here: these tests need no GPU, and a host with one is none of w
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import re
@@ -12,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -382,7 +384,7 @@ def test_staging_is_chosen_where_it_must_be_and_said_once(
         ({}, cuda_mpi._NO_WHEEL, True, ""),
         (
             {},
-            cuda_mpi._TOO_EARLY,
+            cuda_mpi._TOO_EARLY.format(""),
             False,
             r"^mpi4py\.MPI was imported before oktopk.*: import oktopk \(or collectives\) first$",
         ),
@@ -413,3 +415,14 @@ def test_whether_mpi_moves_device_memory_is_asked_and_can_be_said(
         assert re.search(sentence, problem), problem
     else:
         assert problem == ""
+
+
+def test_the_line_that_imported_mpi_first_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(
+        "import os\nif os.sep == '':\n    from mpi4py import MPI\nfound = look()\nfrom mpi4py import MPI\n"
+    )
+    names: dict[str, Any] = {"look": cuda_mpi._earlier_import}
+    with contextlib.suppress(ImportError):
+        exec(compile(file.read_text(), str(file), "exec"), names)
+    assert names["found"] == f" ({file}:3)"

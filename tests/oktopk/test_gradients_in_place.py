@@ -315,7 +315,8 @@ def trained(
                 laid_out_otherwise(model.out.weight)
             if in_pieces and settings.get("deferred"):
                 held = hold_up()
-            reports.append(optimizer.step(measure=step == 20))
+            optimizer.step(measure=step == 20)
+            reports.append(optimizer.report)
             deferred += not reports[-1].complete
             if not in_pieces:
                 optimizer.complete()
@@ -399,7 +400,8 @@ class Loop:
         self.overlapping += self._held()
         self.before[number].copy_(self.residual)
         self._held = hold_up()
-        self.reports.append(self.optimizer.step())
+        self.optimizer.step()
+        self.reports.append(self.optimizer.report)
         self.deferred.append(not self.reports[-1].complete)
         self.optimizer.zero_grad()
         assert self.parameters[0].grad is None

@@ -116,12 +116,13 @@ class DenseTraining(ABC):
     def state_dict(self) -> dict[str, Any]:
         """As DistributedOptimizer's, of a reducer that leaves nothing behind."""
         nothing = dict.fromkeys(("last_k", "residual", "velocity"))
-        return {"optimizer": self.inner.state_dict(), "reducer": {"steps": self._steps, **nothing}}
+        return {**self.inner.state_dict(), "reducer": {"steps": self._steps, **nothing}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where the `state_dict` was taken."""
-        self._steps = state_dict["reducer"]["steps"]
-        load_state(self.inner, state_dict["optimizer"])
+        state = dict(state_dict)
+        self._steps = state.pop("reducer")["steps"]
+        load_state(self.inner, state)
 
     @abstractmethod
     def close(self) -> None:

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import nn
 
+from collectives.mpi import LauncherError
 from jobs.config.config import Config
 from jobs.train.agreement import Refused
 from jobs.train.passes import Settle
@@ -102,7 +103,7 @@ def build_reduction(
             optimizer.reducer.time_stages = config.run.time_stages
             return optimizer
         return _BUILDERS[settings.method](config, network, inner, placement, comm)
-    except (ValueError, WireError) as error:  # the same on every rank
+    except (ValueError, WireError, LauncherError) as error:  # the same on every rank
         raise Refused(str(error)) from error
 
 

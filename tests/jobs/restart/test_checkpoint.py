@@ -22,7 +22,7 @@ from jobs.restart.files import Identity
 from jobs.restart.resume import Found, find
 from jobs.train.agreement import Refused
 from oktopk import GradientAllreduce
-from oktopk.elastic import inherited_ranks, redistributed_state
+from oktopk.elastic import inherited_ranks, redistribute
 
 IDENTITY = Identity(model="abc", method="oktopk", length=1000)
 
@@ -283,8 +283,7 @@ def test_another_number_of_ranks_keeps_the_sum_of_the_residuals(
 
 
 def moved(saved: list[dict[str, Any]], comm: MPI.Intracomm) -> dict[str, Any]:
-    inherited = (saved[rank] for rank in inherited_ranks(comm.rank, comm.size, len(saved)))
-    return redistributed_state(saved[comm.rank % len(saved)], inherited)
+    return redistribute(saved.__getitem__, len(saved), comm.rank, comm.size)
 
 
 @pytest.mark.mpi

@@ -1,0 +1,175 @@
+"""What the ranks check about an optimizer before they wrap it together."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from oktopk.torch.gradients import is_dense
+
+GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What `GradientAllreduce` calls a type of torch's."""
+
+
+class _Mine(NamedTuple):
+    """What one rank tells the others."""
+
+    problem: str
+    length: int
+    layout: bytes
+    clip_norm: float
+    broadcast: bool
+    state: bytes
+    values: bytes
+
+
+def wrapping_problem(
+    optimizer: torch.optim.Optimizer, parameters: list[Tensor], clip_norm: float, settings: dict[str, Any]
+) -> str:
+    """What keeps an optimizer from being wrapped on this rank, in a sentence; "" if nothing does.
+
+    Args:
+        optimizer: to be wrapped.
+        parameters: those that need a gradient.
+        clip_norm, settings: as `DistributedOptimizer`.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return (
+            f"{type(optimizer).__name__} computes gradients several times a step, by a closure, and each would have to be "
+            "reduced: take an optimizer whose step needs none"
+        )
+    if not parameters:
+        return "no parameter of the optimizer needs a gradient"
+    first = parameters[0]
+    for parameter in parameters:
+        if parameter.dtype not in GRADIENT_TYPES.values():
+            return (
+                f"a parameter is {parameter.dtype} on {parameter.device}, "
+                "not torch.float32, torch.bfloat16 or torch.float16"
+            )
+        if parameter.dtype != first.dtype:
+            return f"parameters are {first.dtype} and {parameter.dtype}: all must be of one type"
+        if parameter.device != first.device:
+            return f"parameters are on {first.device} and {parameter.device}: all must be on one device"
+        if not is_dense(parameter):
+            return (
+                f"a parameter of shape {tuple(parameter.shape)} with strides {parameter.stride()} is not contiguous in any "
+                "order of its dimensions: make it a tensor of its own, by clone()"
+            )
+    if not (math.isfinite(clip_norm) and clip_norm >= 0):
+        return f"clip_norm {clip_norm} is not in [0, inf)"
+    correction = settings.get("momentum_correction")
+    if correction and any(group.get("momentum") or group.get("betas") for group in optimizer.param_groups):
+        return f"momentum_correction {correction} needs an optimizer without momentum of its own"
+    return ""
+
+
+def disagreement(
+    comm: MPI.Intracomm,
+    optimizer: torch.optim.Optimizer,
+    parameters: list[Tensor],
+    clip_norm: float,
+    broadcast: bool,
+    problem: str,
+) -> tuple[str, list[int]]:
+    """What differs between the ranks and the reducer cannot see. Collective.
+
+    Args:
+        optimizer, parameters, clip_norm: as `wrapping_problem`.
+        broadcast: whether parameters may have other values than on rank 0.
+        problem: what is wrong on this rank; the reducer tells it.
+
+    Returns:
+        (what keeps the ranks from going on, in a sentence, or ""; the ranks whose parameters have other values than rank 0's).
+
+    Traffic: one allgather of some 100 bytes. Parameters and optimizer state are hashed on the host, once.
+    """
+    layout = repr([(tuple(p.shape), p.stride()) for p in parameters]).encode()
+    mine = _Mine(
+        problem,
+        sum(p.numel() for p in parameters),
+        hashlib.blake2b(layout, digest_size=8).digest(),
+        clip_norm,
+        broadcast,
+        b"" if problem else _digest(_plain_state(optimizer)),
+        b"" if problem else _digest(parameters),
+    )
+    everyone = comm.allgather(mine)
+    if any(theirs.problem for theirs in everyone) or len({theirs.length for theirs in everyone}) > 1:
+        return "", []  # of these the reducer tells more
+    if len({theirs.layout for theirs in everyone}) > 1:
+        return "the parameters' shapes, order or memory layouts differ between ranks", []
+    for name in ("clip_norm", "broadcast"):
+        given = {getattr(theirs, name) for theirs in everyone}
+        if len(given) > 1:
+            return f"ranks disagree on {name}: {sorted(given)}", []
+    if others := _unlike_first([theirs.state for theirs in everyone]):
+        return (
+            f"the optimizer's state or a setting of its groups (the learning rate, ...) on rank(s) {_listed(others)} differs "
+            "from rank 0's: build it alike on all ranks, or load one state on all of them before wrapping",
+            [],
+        )
+    others = _unlike_first([theirs.values for theirs in everyone])
+    if others and not broadcast:
+        return (
+            f"parameters on rank(s) {_listed(others)} differ from rank 0's, and broadcast is False: "
+            "seed the ranks alike, load one checkpoint on all of them, or call oktopk.broadcast_parameters",
+            [],
+        )
+    return "", others
+
+
+def replaced_warning(ranks: list[int]) -> str:
+    """What rank 0 says where parameters had other values on some ranks."""
+    return (
+        f"parameters on rank(s) {_listed(ranks)} differed from rank 0's, and were replaced by them. Frozen parameters and "
+        "buffers were not compared: oktopk.broadcast_parameters(model) makes all of them equal"
+    )
+
+
+def _unlike_first(digests: Sequence[bytes]) -> list[int]:
+    return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _plain_state(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """State and settings of all groups, in the order of the parameters."""
+    state: list[Any] = []
+    for group in optimizer.param_groups:
+        state.append({name: value for name, value in group.items() if name != "params"})
+        state += [optimizer.state[p] for p in group["params"] if p in optimizer.state]
+    return state
+
+
+def _digest(value: Any) -> bytes:
+    """Of tensors and plain values in lists and dictionaries; what is neither is left out, as its text may name an address."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            host = value.detach().cpu().contiguous()
+            digest.update(f"{tuple(host.shape)} {host.dtype}".encode())
+            digest.update(host.reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(value, dict):
+            for name, held in value.items():
+                digest.update(f"{name}:".encode())
+                add(held)
+        elif isinstance(value, str | int | float | None):
+            digest.update(f"{value!r},".encode())
+        elif isinstance(value, Iterable):
+            for held in value:
+                add(held)
+
+    add(value)
+    return digest.digest()

@@ -1,0 +1,111 @@
+"""torch.amp.GradScaler around a wrapped optimizer: ranks keep one scale, and residuals hold gradients that are not scaled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.amp import GradScaler
+
+from oktopk import METHODS, DistributedOptimizer
+from tests.devices import DEVICES, get, torch_device
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself"),
+]
+LENGTH = 200
+
+
+def reduced(
+    comm: MPI.Intracomm, place: torch.device, **keywords: Any
+) -> tuple[nn.Parameter, DistributedOptimizer]:
+    parameter = nn.Parameter(torch.zeros(LENGTH, device=place))
+    settings = {"density": 0.05, "threshold_interval": 3} | keywords
+    return parameter, DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), comm, **settings)
+
+
+def gradient(comm: MPI.Intracomm, step: int, place: torch.device) -> torch.Tensor:
+    drawn = torch.Generator().manual_seed(1000 * step + comm.rank)
+    return torch.randint(-50, 51, (LENGTH,), generator=drawn).float().to(place)
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("unscaled_by_user", [False, True])
+@pytest.mark.parametrize("method", ["oktopk", "gtopk", "dense"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_inf_on_one_rank_halves_every_scale_and_leaves_the_residual_bit_for_bit(
+    comm: MPI.Intracomm, device: str, method: str, unscaled_by_user: bool, nonfinite: str
+) -> None:
+    place = torch_device(device, comm)
+    parameter, optimizer = reduced(comm, place, method=method, nonfinite=nonfinite)
+    plain, reference = reduced(comm, place, method=method, nonfinite=nonfinite)
+    scaler = GradScaler(place.type, init_scale=1024.0, growth_interval=2)
+    scales = []
+    for step in range(7):
+        overflows = step in (2, 5)
+        wanted = gradient(comm, step, place)
+        optimizer.zero_grad()
+        scaler.scale((parameter * wanted).sum()).backward()
+        if overflows and comm.rank == comm.size - 1:
+            parameter.grad[step] = torch.inf if step == 2 else torch.nan
+        if unscaled_by_user:
+            scaler.unscale_(optimizer)
+            assert overflows or torch.equal(parameter.grad, wanted)
+        residual = None if optimizer.reducer.residual is None else get(optimizer.reducer.residual).copy()
+        assert scaler.step(optimizer) is None
+        scaler.update()
+        scales.append(scaler.get_scale())
+        assert optimizer.report.skipped == overflows and optimizer.report.step == step
+        if overflows:
+            assert residual is None or np.array_equal(get(optimizer.reducer.residual), residual)
+        else:
+            reference.zero_grad()
+            plain.grad = wanted.clone()
+            reference.step()
+            # scales are powers of two: a gradient that was scaled and unscaled has the same bits
+            assert torch.equal(parameter, plain)
+    assert scales == [1024, 2048, 1024, 1024, 2048, 1024, 1024]
+    assert len(set(comm.allgather(tuple(scales)))) == 1
+    if optimizer.reducer.residual is not None:
+        assert np.array_equal(get(optimizer.reducer.residual), get(reference.reducer.residual))
+    optimizer.close()
+    reference.close()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_float16_autocast_trains_with_one_scale_from_one_that_overflows(
+    comm: MPI.Intracomm, device: str, method: str
+) -> None:
+    place = torch_device(device, comm)
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 1)).to(place)
+    inner = torch.optim.SGD(model.parameters(), lr=0.02)
+    optimizer = DistributedOptimizer(inner, comm, method, density=0.1, threshold_interval=3)
+    scaler = GradScaler(place.type, init_scale=2.0**24, growth_interval=8)
+    drawn = torch.Generator().manual_seed(comm.rank)
+    x = torch.randn(16, 20, generator=drawn).to(place) * (
+        1 + 3 * comm.rank
+    )  # some overflow where others do not
+    losses, skipped = [], 0
+    for _ in range(60):
+        optimizer.zero_grad()
+        with torch.autocast(place.type, torch.float16):
+            loss = (model(x) - x[:, :1]).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped += optimizer.report.skipped
+        assert len(set(comm.allgather(scaler.get_scale()))) == 1
+        losses.append(comm.allreduce(float(loss.detach())))
+    assert 0 < skipped < 30
+    assert losses[-1] < losses[0]
+    trained = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu()
+    assert torch.isfinite(trained).all()
+    assert len(set(comm.allgather(trained.numpy().tobytes()))) == 1
+    optimizer.close()

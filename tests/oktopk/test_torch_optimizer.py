@@ -1,0 +1,177 @@
+"""What others do with any torch optimizer works with a wrapped one: copies, hooks, states, schedulers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from oktopk import DistributedOptimizer
+from oktopk.torch.wrapped import WrappedOptimizer
+
+pytestmark = pytest.mark.mpi
+SETTINGS = {"density": 0.05, "threshold_interval": 3}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 7))
+
+
+def wrapped(model: nn.Module, comm: MPI.Intracomm, **keywords: Any) -> DistributedOptimizer:
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return DistributedOptimizer(inner, comm, **SETTINGS | keywords)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, comm: MPI.Intracomm, steps: range) -> None:
+    for step in steps:
+        drawn = torch.Generator().manual_seed(1000 * step + comm.rank)
+        optimizer.zero_grad()
+        model(torch.randn(8, 20, generator=drawn)).square().sum().backward()
+        optimizer.step()
+
+
+def flat(model: nn.Module) -> np.ndarray:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
+
+
+def test_a_deep_copy_goes_on_as_the_original_and_leaves_it_alone(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrapped(model, comm)
+    train(model, optimizer, comm, range(4))
+    other, copied = copy.deepcopy((model, optimizer))
+    assert copied.inner.param_groups[0]["params"][0] is next(other.parameters())
+    train(other, copied, comm, range(4, 7))
+    moved, before = flat(other), flat(model)
+    train(model, optimizer, comm, range(4, 7))
+    assert not np.array_equal(before, moved)
+    assert np.array_equal(flat(model), moved)
+    copied.close()
+    optimizer.close()
+
+
+def test_it_cannot_be_pickled_and_still_works_after_an_attempt(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrapped(model, comm)
+    for attempt in (pickle.dumps, copy.copy):
+        with pytest.raises(TypeError, match=r"a DistributedOptimizer cannot be pickled.*state_dict\(\)"):
+            attempt(optimizer)
+    train(model, optimizer, comm, range(1))
+    optimizer.close()
+
+
+def test_hooks_are_called_once_around_what_they_belong_to(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrapped(model, comm)
+    called: list[str] = []
+
+    def hook(name: str) -> Any:
+        return lambda *arguments: called.append(name)
+
+    optimizer.register_step_pre_hook(hook("before step"))
+    optimizer.register_step_post_hook(hook("after step"))
+    optimizer.register_state_dict_pre_hook(hook("before state"))
+    optimizer.register_state_dict_post_hook(lambda optimizer, state: {**state, "mine": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: called.append(state.pop("mine")))
+    optimizer.register_load_state_dict_post_hook(hook("after load"))
+    train(model, optimizer, comm, range(1))
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert called == ["before step", "after step", "before state", 1, "after load"]
+    assert state["mine"] == 1  # the caller's dictionary is not changed
+    optimizer.close()
+
+
+def test_a_plain_state_is_loaded_with_empty_residuals_and_a_warning(
+    comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = network()
+    plain = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    train(model, plain, comm, range(2))
+    optimizer = wrapped(network(), comm)
+    train(model, optimizer, comm, range(2))
+    optimizer.load_state_dict(plain.state_dict())
+    messages = [str(warning.message) for warning in recwarn]
+    assert [("residuals start empty" in message) for message in messages] == [True] * (comm.rank == 0)
+    assert optimizer.reducer.steps == 0
+    assert optimizer.reducer.state_dict()["residual"] is None
+    assert not optimizer.reducer.residual.any()
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_plain_state_on_one_rank_only_is_refused_on_all(comm: MPI.Intracomm) -> None:
+    optimizer = wrapped(network(), comm)
+    state = optimizer.state_dict()
+    if comm.rank == 0:
+        del state["reducer"]
+    with pytest.raises(ValueError, match="ranks disagree on whether the state has residuals: rank 0: False"):
+        optimizer.load_state_dict(state)
+    optimizer.close()
+
+
+def test_a_state_of_the_layout_before_this_one_is_loaded(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrapped(model, comm)
+    train(model, optimizer, comm, range(2))
+    state = optimizer.state_dict()
+    reducer = state.pop("reducer")
+    other = wrapped(network(), comm)
+    other.load_state_dict({"optimizer": state, "reducer": reducer})
+    assert np.array_equal(other.reducer.residual, optimizer.reducer.residual)
+    optimizer.close()
+    other.close()
+
+
+def test_torchs_distributed_checkpoint_takes_and_gives_the_optimizers_part(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrapped(model, comm)
+    train(model, optimizer, comm, range(2))
+    state = get_optimizer_state_dict(model, optimizer)
+    assert set(state["state"]) == {name for name, _ in model.named_parameters()}
+    other = network()
+    loaded = wrapped(other, comm)
+    train(other, loaded, comm, range(1))
+    with pytest.warns(UserWarning) if comm.rank == 0 else pytest.MonkeyPatch.context():
+        set_optimizer_state_dict(other, loaded, state)
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        momenta = loaded.state[mine]["momentum_buffer"], optimizer.state[theirs]["momentum_buffer"]
+        assert torch.equal(*momenta)
+    optimizer.close()
+    loaded.close()
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused(comm: MPI.Intracomm) -> None:
+    with pytest.raises(ValueError, match="LBFGS computes gradients several times a step"):
+        DistributedOptimizer(torch.optim.LBFGS(network().parameters()), comm)
+
+
+def test_schedulers_count_the_steps_of_a_wrapped_optimizer(
+    comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = network()
+    optimizer = wrapped(model, comm)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    train(model, optimizer, comm, range(1))
+    scheduler.step()
+    before = optimizer.inner.param_groups[0]["lr"]
+    for _ in range(2):
+        plateau.step(1.0)
+    assert optimizer.inner.param_groups[0]["lr"] == pytest.approx(before / 10)
+    assert not [str(warning.message) for warning in recwarn]  # that the scheduler stepped first
+    optimizer.close()
+
+
+def test_a_wrapper_alone_can_be_copied() -> None:
+    inner = torch.optim.SGD(network().parameters(), lr=0.1)
+    copied = copy.deepcopy(WrappedOptimizer(inner))
+    assert copied.inner is not inner and copied.param_groups[0]["lr"] == 0.1

@@ -1,0 +1,302 @@
+"""What goes wrong in a training loop of one's own is a sentence on every rank, not a training that is wrong."""
+
+from __future__ import annotations
+
+import sys
+import time
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+from collectives.mpi import LauncherError
+from collectives.transport import MissingRanksError
+from oktopk import METHODS, DistributedOptimizer, GradientAllreduce, average_buffers, broadcast_parameters
+from oktopk.elastic import redistribute
+
+pytestmark = pytest.mark.mpi
+
+
+def network(seed: int = 5) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 7))
+
+
+def sgd(model: nn.Module, **keywords: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.05, "momentum": 0.9} | keywords)
+
+
+def backward(model: nn.Module, comm: MPI.Intracomm, step: int = 0) -> None:
+    drawn = torch.Generator().manual_seed(1000 * step + comm.rank)
+    model(torch.randn(8, 20, generator=drawn)).square().sum().backward()
+
+
+def flat(model: nn.Module) -> np.ndarray:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
+
+
+@pytest.mark.parametrize(
+    "variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]
+)
+def test_processes_that_mpi_does_not_see_are_refused(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "6")
+    if comm.size > 1:  # MPI sees the others: what the launcher of something else says does not count
+        GradientAllreduce(comm, 10).close()
+        return
+    message = (
+        rf"{variable}=6: .* started 6 processes, but the MPI .* size 1.* mpiexec -n 6 python -m mpi4py my\.py"
+    )
+    with pytest.raises(LauncherError, match=message):
+        GradientAllreduce(comm, 10)
+    with pytest.raises(LauncherError, match=message):
+        DistributedOptimizer(sgd(network()))
+    with pytest.raises(LauncherError, match=message):
+        broadcast_parameters(network())
+    GradientAllreduce(MPI.COMM_SELF, 10).close()
+    monkeypatch.setenv(variable, "1")
+    GradientAllreduce(comm, 10).close()
+
+
+def test_no_communicator_is_all_ranks_of_the_job(comm: MPI.Intracomm) -> None:
+    reducer = GradientAllreduce(None, 10)
+    assert reducer.transport.size == comm.size
+    reducer.close()
+    model = network()
+    optimizer = DistributedOptimizer(sgd(model))
+    assert optimizer.reducer.transport.size == comm.size
+    optimizer.close()
+    average_buffers(model)
+    with pytest.raises(TypeError, match=r"comm is a str, not an mpi4py\.MPI\.Intracomm"):
+        GradientAllreduce("world", 10)  # type: ignore[arg-type]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_parameters_that_differ_become_rank_0s_with_one_warning(
+    comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
+) -> None:
+    strange = range(1, comm.size, 2)
+    model = network(seed=int(comm.rank in strange))
+    for parameter in model[3].parameters():
+        parameter.requires_grad_(False)
+    frozen, mean = model[3].weight.clone(), model[1].running_mean.fill_(comm.rank).clone()
+    optimizer = DistributedOptimizer(sgd(model), comm)
+    trained = [p.detach().numpy().tobytes() for p in model.parameters() if p.requires_grad]
+    assert len(set(map(tuple, comm.allgather(trained)))) == 1
+    assert torch.equal(model[0].weight, network(seed=0)[0].weight)
+    assert torch.equal(model[3].weight, frozen) and torch.equal(model[1].running_mean, mean)
+    named = f"parameters on rank(s) {', '.join(map(str, strange))} differed from rank 0's"
+    messages = [str(warning.message) for warning in recwarn]
+    assert [named in message for message in messages] == [True] * (comm.rank == 0)
+    optimizer.close()
+
+
+def test_equal_parameters_are_left_as_they_are_in_silence(
+    comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = network()
+    before = flat(model)
+    DistributedOptimizer(sgd(model), comm).close()
+    assert np.array_equal(flat(model), before) and not len(recwarn)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_parameters_that_differ_are_refused_where_they_must_not_be_replaced(comm: MPI.Intracomm) -> None:
+    model = network(seed=comm.rank)
+    before = flat(model)
+    others = ", ".join(map(str, range(1, comm.size)))
+    with pytest.raises(ValueError, match=rf"parameters on rank\(s\) {others} differ .* broadcast is False"):
+        DistributedOptimizer(sgd(model), comm, broadcast=False)
+    assert np.array_equal(flat(model), before)
+    with pytest.raises(ValueError, match=r"ranks disagree on broadcast: \[False, True\]"):
+        DistributedOptimizer(sgd(model), comm, broadcast=comm.rank > 0)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["state", "learning rate"])
+def test_optimizers_that_differ_are_refused(comm: MPI.Intracomm, kind: str) -> None:
+    odd = comm.rank == comm.size - 1
+    model = network()
+    inner = sgd(model, lr=0.1 if odd and kind == "learning rate" else 0.2)
+    if odd and kind == "state":
+        inner.state[model[0].weight]["momentum_buffer"] = torch.ones(30, 20)
+    with pytest.raises(
+        ValueError, match=rf"state or a setting .* on rank\(s\) {comm.size - 1} differs from rank 0's"
+    ):
+        DistributedOptimizer(inner, comm)
+
+
+def test_an_optimizer_that_is_wrapped_already_is_refused(comm: MPI.Intracomm) -> None:
+    optimizer = DistributedOptimizer(sgd(network()), comm)
+    with pytest.raises(ValueError, match="is a DistributedOptimizer already: wrap it once"):
+        DistributedOptimizer(optimizer, comm)
+    optimizer.close()
+    with pytest.raises(TypeError, match="optimizer is a generator, not a torch optimizer"):
+        DistributedOptimizer(network().parameters(), comm)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("densty", "density"), ("clipnorm", "clip_norm"), ("peer_memry", "peer_memory"), ("zzz", "")],
+)
+def test_a_setting_that_does_not_exist_names_the_nearest_one(
+    comm: MPI.Intracomm, wrong: str, right: str
+) -> None:
+    hint = rf" \(did you mean {right}\?\)" if right else ""
+    message = rf"{wrong}: unknown setting{hint}; valid: .*density"
+    with pytest.raises(ValueError, match=message):
+        DistributedOptimizer(sgd(network()), comm, **{wrong: 0.1})
+    if wrong != "clipnorm":
+        with pytest.raises(ValueError, match=message):
+            GradientAllreduce(comm, 10, **{wrong: 0.1})
+
+
+@pytest.mark.parametrize("kind", ["unfrozen", "added", "replaced"])
+@pytest.mark.parametrize("method", ["oktopk", "dense", "gtopk"])
+def test_a_parameter_that_needs_a_gradient_after_wrapping_is_an_error_on_all_ranks(
+    comm: MPI.Intracomm, method: str, kind: str
+) -> None:
+    model = network()
+    model[3].bias.requires_grad_(False)
+    optimizer = DistributedOptimizer(sgd(model), comm, method, density=0.05)
+    odd = comm.size - 1
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        backward(model, comm, number)
+        optimizer.step()
+
+    step(0)
+    before, residual = flat(model), optimizer.reducer.residual
+    kept = None if residual is None else residual.copy()
+    if comm.rank == odd:
+        group = optimizer.inner.param_groups[0]["params"]
+        if kind == "unfrozen":
+            model[3].bias.requires_grad_(True)
+        elif kind == "added":
+            optimizer.inner.add_param_group({"params": [nn.Parameter(torch.zeros(7))]})
+        else:
+            group[:] = [nn.Parameter(torch.zeros(7)), *group]
+    with pytest.raises(
+        ValueError, match=rf"rank {odd}: 1 parameter\(s\) .*\(7,\), need a gradient .* then wrap"
+    ):
+        step(1)
+    assert np.array_equal(flat(model), before)
+    assert kept is None or np.allclose(residual, kept, atol=1e-4)
+    optimizer.close()
+
+
+def test_a_parameter_that_is_frozen_after_wrapping_counts_as_zero(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = DistributedOptimizer(sgd(model, momentum=0.0), comm, "dense")
+    model[3].bias.requires_grad_(False)
+    before = model[3].bias.clone()
+    backward(model, comm)
+    optimizer.step()
+    assert torch.equal(model[3].bias, before)
+    optimizer.close()
+
+
+def test_an_error_of_one_rank_in_a_step_is_raised_by_all(comm: MPI.Intracomm) -> None:
+    """The flag that travels is that of a gradient that is not finite: the two must not be mistaken for each other."""
+    for method in METHODS:
+        reducer = GradientAllreduce(comm, 100, method, density=0.1, nonfinite="skip")
+        gradient = np.arange(100, dtype=np.float32)
+        with pytest.raises(ValueError, match="rank 0: no data"):
+            reducer.step(gradient, problem="no data" if comm.rank == 0 else "")
+        poisoned = gradient.copy()
+        poisoned[comm.rank] = np.nan
+        assert reducer.step(poisoned).skipped
+        assert not reducer.step(gradient).skipped
+        reducer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_state_of_another_rank_or_of_other_ranks_is_refused_on_all(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = DistributedOptimizer(sgd(model), comm, density=0.05)
+    backward(model, comm)
+    optimizer.step()
+    own = optimizer.state_dict()
+    before = optimizer.reducer.residual.copy()
+    first = comm.bcast(own)
+    refused = rf"the state is of rank 0 of {comm.size}, and this is rank {comm.size - 1} of {comm.size}: .*elastic\.redistribute"
+    with pytest.raises(ValueError, match=refused):
+        optimizer.load_state_dict(first)
+    group = comm.Split(comm.rank // 2, comm.rank)
+    small = DistributedOptimizer(sgd(network()), group, density=0.05)
+    if comm.size > 2:
+        with pytest.raises(
+            ValueError, match=rf"of {comm.size}, and this is rank {group.rank} of {group.size}"
+        ):
+            small.load_state_dict(own)
+    assert np.array_equal(optimizer.reducer.residual, before)
+    saved = comm.allgather(own)
+    small.load_state_dict(redistribute(saved.__getitem__, comm.size, group.rank, group.size))
+    total = group.allreduce(small.reducer.residual)
+    assert np.allclose(total, sum(state["reducer"]["residual"].numpy() for state in saved), atol=1e-5)
+    for state in (own, own["reducer"]):
+        state.pop("rank", None), state.pop("ranks", None)
+    optimizer.load_state_dict(own)  # as an earlier version wrote it
+    for each in (optimizer, small):
+        each.close()
+    group.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("steps", [0, 3], ids=["first step", "later step"])
+@pytest.mark.parametrize("method", ["oktopk", "dense", "gtopk"])
+def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
+    comm: MPI.Intracomm, method: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collectives.mpi._ANSWER", 1.5)
+    reducer = GradientAllreduce(comm, 100, method, density=0.1, timeout=0.5, threshold_interval=2)
+    gradient = np.arange(100, dtype=np.float32)
+    for _ in range(steps):
+        reducer.step(gradient)
+    comm.Barrier()
+    if comm.rank == 0:
+        time.sleep(2.5)  # it has no batch left, and comes to something else
+    began = time.monotonic()
+    with pytest.raises(
+        MissingRanksError, match=rf"step {steps}: rank\(s\) 0 did not come within 0\.5 s"
+    ) as caught:
+        reducer.step(gradient)
+    assert caught.value.ranks == [0]
+    with pytest.raises(MissingRanksError):  # nothing goes on after that
+        reducer.step(gradient)
+    assert time.monotonic() - began < 15
+    reducer.close()
+    comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_state_that_one_rank_does_not_load_names_it(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collectives.mpi._ANSWER", 1.5)
+    optimizer = DistributedOptimizer(sgd(network()), comm, timeout=0.5)
+    state = optimizer.state_dict()
+    comm.Barrier()
+    if comm.rank == comm.size - 1:
+        time.sleep(2.5)
+    with pytest.raises(MissingRanksError, match=rf"load_state_dict: rank\(s\) {comm.size - 1} did not come"):
+        optimizer.load_state_dict(state)
+    optimizer.close()
+    comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_under_a_debugger_a_rank_waits_on(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydevd", types.ModuleType("pydevd"))
+    reducer = GradientAllreduce(comm, 100, timeout=0.1)
+    for late in range(comm.size):
+        if comm.rank == late:
+            time.sleep(0.5)
+        assert reducer.step(np.arange(100, dtype=np.float32)).global_nnz
+    reducer.close()
