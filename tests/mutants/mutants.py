@@ -174,8 +174,8 @@ MUTANTS = (
     Mutant(
         "prepared-checksum",
         "data/prepared_file.py",
-        "    if written != found:",
-        "    if not written:",
+        "            if verify and (found",
+        "            if not verify and (found",
         "the checksum of prepared data is not checked",
         f"{_ALONE} tests/data",
     ),
