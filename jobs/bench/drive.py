@@ -11,7 +11,8 @@ from typing import Any
 from jobs.bench.document import BenchError, Output, command_line, document, read
 from jobs.bench.options import Options
 from jobs.bench.tables import sweep_table
-from jobs.launch import LaunchError, end_on_sigterm, run_job
+from jobs.launch import run_job
+from oktopk.launch import LaunchError, end_on_sigterm
 
 
 def drive(options: Options) -> int:
