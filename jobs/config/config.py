@@ -6,7 +6,7 @@ jobs.config.file reads it from a file and a command line.
 from __future__ import annotations
 
 import json
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 from pydantic_core import to_jsonable_python
@@ -40,21 +40,21 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _the_network_takes_the_data(self) -> Self:
-        if (self.model.name == "bert") != (self.data.name == "text"):
+        if self.model.name != "own" and (self.model.name == "bert") != (self.data.name == "text"):
             raise ValueError(f"model.name {self.model.name!r} does not take data.name {self.data.name!r}")
         return self
 
     @model_validator(mode="after")
     def _labels_are_classes(self) -> Self:
-        if self.training.label_smoothing and self.model.name != "vgg16":
-            raise ValueError(f"training.label_smoothing is for images, not for {self.model.name!r}")
+        if self.training.label_smoothing and self.task != "images":
+            raise ValueError(f"training.label_smoothing is for images, not for {self.task}")
         return self
 
     @model_validator(mode="after")
     def _graphs_hold_what_they_replay(self) -> Self:
-        if self.training.cuda_graph and self.model.name == "lstm":
+        if self.training.cuda_graph and self.task == "speech":
             raise ValueError(
-                "training.cuda_graph needs batches of one shape, and utterances differ: not for 'lstm'"
+                "training.cuda_graph needs batches of one shape, and utterances differ: not for speech"
             )
         return self
 
@@ -86,6 +86,15 @@ class Config(Section):
         return self
 
     @property
+    def task(self) -> Literal["images", "speech", "text"]:
+        """What is trained: what the network is for; with one's own network what the data set is."""
+        if self.model.name in ("lstm", "bert"):
+            return "speech" if self.model.name == "lstm" else "text"
+        if self.model.name == "own" and self.data.name in ("an4", "text"):
+            return "speech" if self.data.name == "an4" else "text"
+        return "images"
+
+    @property
     def captured(self) -> bool:
         """Whether steps are replayed as CUDA graphs."""
         return is_replayed(self.training.model_dump(), self.reduction.method)
@@ -93,18 +102,6 @@ class Config(Section):
     def to_json(self) -> str:
         """The whole configuration, defaults included."""
         return self.model_dump_json()
-
-    def to_toml(self) -> str:
-        """The whole configuration as a file that load() reads back to an equal one."""
-        lines: list[str] = []
-        for section, keys in self.model_dump(mode="json").items():
-            # A JSON string, number, boolean or flat list is also a TOML one.
-            lines += [
-                f"[{section}]",
-                *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()),
-                "",
-            ]
-        return "\n".join(lines)
 
 
 _GONE: dict[str, dict[str, object]] = {

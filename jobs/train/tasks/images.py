@@ -16,6 +16,7 @@ from data.images.loader import Batch, EvaluationLoader, EvaluationSource, Traini
 from jobs.config.config import Config
 from jobs.config.sections import DataConfig, TrainingConfig
 from jobs.train.placement import Placement
+from jobs.train.tasks.factory import call_factory
 from jobs.train.tasks.task import Score, WorkloadError, autocast
 from models.vgg import REDUCTION, VGG16
 
@@ -138,6 +139,8 @@ def build_model(config: Config, images: ImageSet) -> nn.Module:
     Raises:
         WorkloadError: it does not take such images.
     """
+    if config.model.factory:
+        return call_factory(config)
     channels, height, width = images.shape
     if height % REDUCTION or width % REDUCTION:
         raise WorkloadError(
