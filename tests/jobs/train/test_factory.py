@@ -61,7 +61,7 @@ def test_the_factory_gets_its_arguments_and_weights_that_are_equal_on_all_ranks(
             [],
             "do not fit 'tests.networks:digits': missing a required argument: 'hidden'",
         ),
-        ("tests.networks:digits", ["model.arguments.hiden=3"], "missing a required argument: 'hidden'"),
+        ("tests.networks:digits", ["model.arguments.colour=3"], "missing a required argument: 'hidden'"),
         ("tests.networks:speech", ["model.arguments.width=3"], "got an unexpected keyword argument 'width'"),
         ("tests.networks:digits", ["model.arguments.hidden=0"], "hidden 0 is not at least 1"),
         ("tests.networks:not_a_network", [], "returned a list, not a torch.nn.Module"),
