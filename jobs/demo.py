@@ -14,9 +14,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jobs.launch import LaunchError, available_cores, end_on_sigterm, run_job
+from jobs.launch import run_job
 from jobs.report.write import PAGE, report
 from jobs.run.file import RunFileError
+from oktopk.launch import LaunchError, available_cores, end_on_sigterm
 
 CONFIG = Path(__file__).parent / "configs" / "digits.toml"
 METHODS = ("dense", "oktopk")

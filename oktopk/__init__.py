@@ -1,14 +1,18 @@
-"""Near-optimal sparse allreduce for data-parallel training: thresholds, regions, error feedback, optimizer wrapper."""
+"""Near-optimal sparse allreduce for data-parallel training: thresholds, regions, error feedback, optimizer wrapper.
 
+Importing it starts neither MPI nor torch: the names below are imported on first use.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import collectives  # noqa: F401 - before mpi4py.MPI: it loads the UCX that knows CUDA
-from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
-from oktopk.methods import METHODS
-from oktopk.results import StepReport
-from oktopk.settings import Settings
 
 if TYPE_CHECKING:
+    from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
+    from oktopk.methods import METHODS
+    from oktopk.results import StepReport
+    from oktopk.settings import Settings
     from oktopk.torch.modules import average_buffers, broadcast_parameters
     from oktopk.torch.optimizer import DistributedOptimizer
 
@@ -24,13 +28,32 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_NEEDS_TORCH = ("DistributedOptimizer", "average_buffers", "broadcast_parameters")
+_MODULES = {
+    "METHODS": "methods",
+    "DistributedOptimizer": "torch.optimizer",
+    "GradientAllreduce": "allreduce",
+    "NonFiniteGradientError": "allreduce",
+    "Settings": "settings",
+    "StepReport": "results",
+    "average_buffers": "torch.modules",
+    "broadcast_parameters": "torch.modules",
+}
+_NEED_MPI = ("allreduce", "torch.modules", "torch.optimizer")
 
 
 def __getattr__(name: str) -> Any:
-    """Import the torch wrapper on first use: those who bring flat NumPy vectors need no torch."""
-    if name in _NEEDS_TORCH:
-        from oktopk.torch import modules, optimizer
+    """Import a public name on first use.
 
-        return getattr(optimizer if name == "DistributedOptimizer" else modules, name)
-    raise AttributeError(f"module 'oktopk' has no attribute {name!r}")
+    Raises:
+        ImportError: it needs MPI, and mpi4py finds no MPI library; the message says what to install.
+    """
+    if name not in _MODULES:
+        raise AttributeError(f"module 'oktopk' has no attribute {name!r}")
+    module = _MODULES[name]
+    if module in _NEED_MPI:
+        from oktopk.launch import mpi_problem
+
+        if problem := mpi_problem():
+            raise ImportError(problem)
+    value = globals()[name] = getattr(import_module(f"oktopk.{module}"), name)
+    return value

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.launch import mpiexec_command
+from oktopk.launch import mpiexec_command
 
 if TYPE_CHECKING:  # a process that started MPI must not start an mpiexec
     from mpi4py import MPI

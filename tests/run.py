@@ -32,7 +32,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO
 
-from jobs.launch import end_on_sigterm, mpiexec_command
+from oktopk.launch import end_on_sigterm, mpiexec_command
 from tests import host_cuda
 from tests.cluster.slurm.install import slurm_problem
 from tests.outcomes import WITHOUT_GPU, read_outcomes

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.launch import mpiexec_command
+from oktopk.launch import mpiexec_command
 from tests.outcomes import read_outcomes
 
 ROOT = Path(__file__).resolve().parent.parent

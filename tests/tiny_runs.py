@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 from safetensors.torch import load_file
 
-from jobs.launch import mpiexec_command
 from jobs.restart import files
 from jobs.restart.files import Identity
 from jobs.run.reader import RunReader
+from oktopk.launch import mpiexec_command
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "jobs" / "configs" / "digits.toml"

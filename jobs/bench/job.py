@@ -18,8 +18,9 @@ from jobs.bench.options import Options
 from jobs.bench.run import measure_run, say, together, written
 from jobs.bench.tables import run_tables, sweep_table
 from jobs.cluster.rank_check import launch_problem
-from jobs.launch import LaunchError, end_on_sigterm, run_job
+from jobs.launch import run_job
 from oktopk import NonFiniteGradientError
+from oktopk.launch import LaunchError, end_on_sigterm
 
 
 def run(options: Options | str, comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:

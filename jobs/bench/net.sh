@@ -113,9 +113,9 @@ bench() {
     cd "$here" || exit 1
     export TMPDIR=/run/tmp OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-    [ -n "$mpiexec" ] || mpiexec=$("$python" -c 'from jobs.launch import find_mpiexec; print(find_mpiexec())') || exit 2
+    [ -n "$mpiexec" ] || mpiexec=$("$python" -c 'from oktopk.launch import find_mpiexec; print(find_mpiexec())') || exit 2
     local flavour
-    flavour=$("$python" -c 'import sys; from jobs.launch import mpiexec_flavour; print(mpiexec_flavour(sys.argv[1]))' "$mpiexec") || exit 2
+    flavour=$("$python" -c 'import sys; from oktopk.launch import mpiexec_flavour; print(mpiexec_flavour(sys.argv[1]))' "$mpiexec") || exit 2
     local names=() methods=(dense oktopk topka topkdsa gtopk gaussiank mpi) i
     for ((i = 1; i <= hosts; i++)); do names+=("10.77.0.$i"); done
     local list

@@ -6,7 +6,7 @@ jobs.config.file reads it from a file and a command line.
 from __future__ import annotations
 
 import json
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 from pydantic_core import to_jsonable_python
@@ -40,13 +40,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_go_together(self) -> Self:
-        if (self.model.name == "bert") != (self.data.name == "text"):
+        if self.model.name != "own" and (self.model.name == "bert") != (self.data.name == "text"):
             raise ValueError(f"model.name {self.model.name!r} does not take data.name {self.data.name!r}")
-        if self.training.label_smoothing and self.model.name != "vgg16":
-            raise ValueError(f"training.label_smoothing is for images, not for {self.model.name!r}")
-        if self.training.cuda_graph and self.model.name == "lstm":
+        if self.training.label_smoothing and self.task != "images":
+            raise ValueError(f"training.label_smoothing is for images, not for {self.task}")
+        if self.training.cuda_graph and self.task == "speech":
             raise ValueError(
-                "training.cuda_graph needs batches of one shape, and utterances differ: not for 'lstm'"
+                "training.cuda_graph needs batches of one shape, and utterances differ: not for speech"
             )
         correction = self.reduction.momentum_correction
         if correction and (self.optimizer.momentum or self.optimizer.name != "sgd"):
@@ -72,6 +72,15 @@ class Config(Section):
             if value != needed:
                 raise ValueError(f"{key} {value!r} is not for reduction.method {self.reduction.method!r}")
         return self
+
+    @property
+    def task(self) -> Literal["images", "speech", "text"]:
+        """What is trained: what the network is for; with one's own network what the data set is."""
+        if self.model.name in ("lstm", "bert"):
+            return "speech" if self.model.name == "lstm" else "text"
+        if self.model.name == "own" and self.data.name in ("an4", "text"):
+            return "speech" if self.data.name == "an4" else "text"
+        return "images"
 
     @property
     def captured(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import tomllib
@@ -34,6 +35,17 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path} is nested too deeply") from None
 
 
+def shown(path: str | None, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Section -> key -> value of a configuration; without a file that of the overrides alone. Raises ConfigError."""
+    if path is not None:
+        return load(path, overrides).model_dump()
+    # the defaults alone are no run: it would never end
+    steps = apply_overrides({}, overrides).get("training", {}).get("steps", 0)
+    sections = validate(apply_overrides({}, [*overrides, f"training.steps={steps or 1}"])).model_dump()
+    sections["training"]["steps"] = steps
+    return sections
+
+
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The file as nested dictionaries, not validated. Raises ConfigError."""
     try:
@@ -46,17 +58,18 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 def apply_overrides(document: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A copy of the document with each "section.key=value" set, later ones winning. Raises ConfigError."""
-    merged: dict[str, Any] = {
-        name: dict(part) if isinstance(part, dict) else part for name, part in document.items()
-    }
+    merged = copy.deepcopy(dict(document))
     for override in overrides:
         name, equals, text = override.partition("=")
-        section, dot, key = name.strip().partition(".")
-        if not (equals and dot and section and key):
+        *tables, key = name.strip().split(".")
+        if not (equals and tables and all(tables) and key):
             raise ConfigError(f"--set {override}: expected section.key=value")
-        part = merged.setdefault(section, {})
-        if not isinstance(part, dict):
-            raise ConfigError(f"--set {override}: {section} is not a section")
+        part = merged
+        for table in tables:
+            part = part.setdefault(table, {})
+            if not isinstance(part, dict):
+                kind = "section" if table is tables[0] else "table"
+                raise ConfigError(f"--set {override}: {table} is not a {kind}")
         part[key] = _override_value(text.strip())
     return merged
 

@@ -6,7 +6,10 @@ Those of the reduction have their defaults in oktopk.Settings.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, Self
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -32,36 +35,94 @@ class Section(BaseModel):
         return value
 
 
-class ModelConfig(Section):
-    """The network. A key that says which one it is for is refused beside another."""
+_FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
-    name: Literal["vgg16", "lstm", "bert"] = "vgg16"
+
+class ModelConfig(Section):
+    """The network. Keys of another network than `name` are refused.
+
+    With `factory` the network is one's own. It trains on what the data set needs: images, speech (`an4`) or text.
+    """
+
+    name: Literal["vgg16", "lstm", "bert", "own"] = Field(
+        default="vgg16", description="the network; own: the one that factory makes"
+    )
     width: float = Field(
         default=1.0,
         gt=0.0,
         le=8.0,
         description="vgg16 and lstm: what every layer's channels are multiplied with",
     )
-    layers: int = Field(default=12, ge=1, description="bert")
+    layers: int = Field(default=12, ge=1, description="bert: layers of the encoder")
     hidden: int = Field(default=768, ge=64, multiple_of=64, description="bert: channels, 64 to a head")
-    dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="bert")
+    dropout: float = Field(
+        default=0.1, ge=0.0, lt=1.0, description="bert: probability of the dropout in every layer"
+    )
     vocabulary: int = Field(
         default=0, ge=0, description="bert: words that the text file must have; 0: as many as it has"
     )
+    factory: str = Field(
+        default="",
+        description='own: "my_package.my_module:build", a callable that returns a torch.nn.Module; name is then "own"',
+    )
+    arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="own: keywords that factory is called with, a table [model.arguments]",
+    )
+
+    _OWNERS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "width": ("vgg16", "lstm"),
+        **dict.fromkeys(("layers", "hidden", "dropout", "vocabulary"), ("bert",)),
+        **dict.fromkeys(("factory", "arguments"), ("own",)),
+    }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_factory_makes_ones_own(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("factory"):
+            return {"name": "own", **values}
+        return values
+
+    @field_validator("factory")
+    @classmethod
+    def _names_a_callable(cls, value: str) -> str:
+        if value and not _FACTORY.fullmatch(value):
+            raise ValueError('it is not of the form "my_package.my_module:build"')
+        return value
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_on_record_as_json(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key, argument in value.items():
+            if not _is_json(argument):
+                raise ValueError(f"{key} is not made of strings, finite numbers, booleans, lists and tables")
+        return value
 
     @model_validator(mode="after")
     def _keys_are_its_own(self) -> Self:
-        for key, field in type(self).model_fields.items():
-            owners = (field.description or "").partition(":")[0]
-            if owners and self.name not in owners and getattr(self, key) != field.default:
-                raise ValueError(f"{key} is for {owners}, not for {self.name}")
+        if self.factory and self.name != "own":
+            raise ValueError(
+                f"name {self.name!r} and a factory are two networks: leave one out, or set name to 'own'"
+            )
+        for key, owners in self._OWNERS.items():
+            default = type(self).model_fields[key].get_default(call_default_factory=True)
+            if self.name not in owners and getattr(self, key) != default:
+                raise ValueError(f"{key} is for {' and '.join(owners)}, not for {self.name}")
+        if self.name == "own" and not self.factory:
+            raise ValueError("name 'own' needs a factory")
         return self
 
     @property
     def description(self) -> str:
         if self.name == "bert":
             return f"bert of {self.layers} layers of {self.hidden}"
-        return f"{self.name} of width {self.width}"
+        return self.factory or f"{self.name} of width {self.width}"
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return all(map(_is_json, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
 
 
 class DataConfig(Section):
@@ -70,8 +131,10 @@ class DataConfig(Section):
     `an4` is for lstm and `text` for bert, all others are images.
     """
 
-    name: Literal["digits", "cifar10", "prepared", "an4", "text"] = "digits"
-    path: str = ""
+    name: Literal["digits", "cifar10", "prepared", "an4", "text"] = Field(
+        default="digits", description="the data set; prepared: images of any other"
+    )
+    path: str = Field(default="", description="file that data.prepare wrote; none for the digits")
     size: int = Field(default=32, ge=32, le=512, description="pixels per side of the digits")
     held_out: float = Field(
         default=0.5, gt=0.0, lt=1.0, description="fraction of the digits that is never trained on"
@@ -121,14 +184,26 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """The torch optimizer that sees the reduced, averaged gradient."""
 
-    name: Literal["sgd", "adam", "adamw"] = "sgd"
-    lr: float = Field(default=0.1, gt=0.0)
-    momentum: float = Field(default=0.0, ge=0.0, lt=1.0, description="sgd only")
-    nesterov: bool = Field(default=False, description="sgd only")
-    weight_decay: float = Field(default=0.0, ge=0.0)
-    beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="adam and adamw only")
-    beta2: float = Field(default=0.999, ge=0.0, lt=1.0, description="adam and adamw only")
-    eps: float = Field(default=1e-8, gt=0.0, description="adam and adamw only")
+    name: Literal["sgd", "adam", "adamw"] = Field(default="sgd", description="torch's optimizer of that name")
+    lr: float = Field(default=0.1, gt=0.0, description="learning rate, which the schedule multiplies")
+    momentum: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="sgd only: momentum of the reduced gradient"
+    )
+    nesterov: bool = Field(default=False, description="sgd only: Nesterov's momentum")
+    weight_decay: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="factor of the parameters; part of the gradient, for adamw apart from it",
+    )
+    beta1: float = Field(
+        default=0.9, ge=0.0, lt=1.0, description="adam and adamw only: decay of the gradient's running mean"
+    )
+    beta2: float = Field(
+        default=0.999, ge=0.0, lt=1.0, description="adam and adamw only: decay of its square's running mean"
+    )
+    eps: float = Field(
+        default=1e-8, gt=0.0, description="adam and adamw only: added to the root of that mean"
+    )
     bias_correction: bool = Field(
         default=True, description="adamw only; false: the running means keep their start from zero"
     )
@@ -161,13 +236,25 @@ class ScheduleConfig(Section):
     `cosine` with a warm-up along a cosine.
     """
 
-    name: Literal["constant", "step", "exponential", "cosine", "linear", "one-cycle"] = "constant"
-    unit: Literal["steps", "epochs", "run"] = "steps"
-    warmup: float = Field(default=0.0, ge=0.0)
-    warmup_start: float | Literal["1/ranks"] = 0.0
-    milestones: tuple[float, ...] = Field(default=(), strict=False)
-    gamma: float = Field(default=0.1, gt=0.0, le=1.0)
-    final: float = Field(default=0.0, ge=0.0, le=1.0)
+    name: Literal["constant", "step", "exponential", "cosine", "linear", "one-cycle"] = Field(
+        default="constant", description="the learning rate's course after the warm-up"
+    )
+    unit: Literal["steps", "epochs", "run"] = Field(
+        default="steps", description="what warmup and milestones count in; run: shares of the whole run"
+    )
+    warmup: float = Field(default=0.0, ge=0.0, description="length of the linear rise at the start")
+    warmup_start: float | Literal["1/ranks"] = Field(
+        default=0.0, description="factor that the rise starts from, in [0, 1]"
+    )
+    milestones: tuple[float, ...] = Field(
+        default=(), strict=False, description="step only: where the rate is multiplied by gamma, ascending"
+    )
+    gamma: float = Field(
+        default=0.1, gt=0.0, le=1.0, description="step and exponential only: what the rate is multiplied by"
+    )
+    final: float = Field(
+        default=0.0, ge=0.0, le=1.0, description="cosine, linear and one-cycle only: factor at the last step"
+    )
 
     @field_validator("warmup_start")
     @classmethod
@@ -191,28 +278,45 @@ class ScheduleConfig(Section):
         return self
 
 
+def _described(docstring: str) -> dict[str, str]:
+    """The first sentence of each attribute in a docstring of Google's form."""
+    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", docstring, re.MULTILINE)
+    return {name: " ".join(text.split()).split(". ")[0].rstrip(".") for name, text in entries}
+
+
+_SETTINGS = _described(Settings.__doc__ or "")
+
+
+def _setting(name: str) -> Any:
+    """A key with the default and the description that it has in oktopk.Settings."""
+    return Field(default=getattr(Settings, name), description=_SETTINGS.get(name))
+
+
 class ReductionConfig(Section):
     """How gradients are summed over the ranks: `method` is one of oktopk.METHODS or of TRAINING_MODES.
 
     The keys besides `method`, `gradient_type` and `bucket_mb` are those of oktopk.Settings, and for oktopk.METHODS.
     """
 
-    method: str = "oktopk"
-    density: float = Settings.density
-    threshold_interval: int = Settings.threshold_interval
-    boundary_interval: int = Settings.boundary_interval
-    dense_warmup_steps: int = Settings.dense_warmup_steps
-    density_warmup_steps: int = Settings.density_warmup_steps
-    momentum_correction: float = Settings.momentum_correction
-    nonfinite: Literal["raise", "skip"] = Settings.nonfinite
-    balance_trigger: float = Settings.balance_trigger
-    bucket_rounds: int = Settings.bucket_rounds
-    drift_tolerance: float = Settings.drift_tolerance
-    average: bool = Settings.average
-    deferred: bool = Settings.deferred
-    timeout: float = Settings.timeout
-    balanced_regions: bool = Settings.balanced_regions
-    rotate: bool = Settings.rotate
+    method: str = Field(
+        default="oktopk",
+        description=f"how gradients are summed: {', '.join([*sorted(METHODS), *TRAINING_MODES])}",
+    )
+    density: float = _setting("density")
+    threshold_interval: int = _setting("threshold_interval")
+    boundary_interval: int = _setting("boundary_interval")
+    dense_warmup_steps: int = _setting("dense_warmup_steps")
+    density_warmup_steps: int = _setting("density_warmup_steps")
+    momentum_correction: float = _setting("momentum_correction")
+    nonfinite: Literal["raise", "skip"] = _setting("nonfinite")
+    balance_trigger: float = _setting("balance_trigger")
+    bucket_rounds: int = _setting("bucket_rounds")
+    drift_tolerance: float = _setting("drift_tolerance")
+    average: bool = _setting("average")
+    deferred: bool = _setting("deferred")
+    timeout: float = _setting("timeout")
+    balanced_regions: bool = _setting("balanced_regions")
+    rotate: bool = _setting("rotate")
     gradient_type: Literal["", "float32", "bfloat16", "float16"] = Field(
         default="",
         description="of what is reduced; empty: float32, that of the parameters. Others on GPUs only",
@@ -268,9 +372,14 @@ class TrainingConfig(Section):
     deterministic: bool = Field(
         default=False, description="the same bits from run to run on a GPU too, at the price of speed"
     )
-    steps: int = Field(default=0, ge=0, description="0: no limit")
-    epochs: int = Field(default=0, ge=0, description="0: no limit")
-    seed: int = Field(default=0, ge=0, lt=2**31)
+    steps: int = Field(default=0, ge=0, description="steps of the run; 0: no limit")
+    epochs: int = Field(default=0, ge=0, description="epochs of the run; 0: no limit")
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**31,
+        description="of the weights, the order of samples, dropout and augmentation",
+    )
     eval_every: int = Field(
         default=0, ge=0, description="steps between evaluations; 0: at the end of each epoch"
     )
@@ -292,8 +401,13 @@ class TrainingConfig(Section):
 class RunConfig(Section):
     """The run file."""
 
-    file: str = "runs/run.h5"
-    overwrite: bool = False
+    file: str = Field(
+        default="runs/run.h5", description="where the run file is written; its folder is made if need be"
+    )
+    overwrite: bool = Field(
+        default=False,
+        description="replace the run file of another run; else a run that was interrupted continues",
+    )
     flush_every: int = Field(default=20, ge=1, description="steps between writes to the run file")
     measure_every: int = Field(
         default=0,
@@ -339,11 +453,13 @@ class RunConfig(Section):
 class CheckpointConfig(Section):
     """What a run that is started again continues from; also taken at the end, and on SIGUSR1 and SIGTERM."""
 
-    enabled: bool = True
+    enabled: bool = Field(default=True, description="whether checkpoints are taken")
     folder: str = Field(
         default="",
         description="of this run alone, on a file system that all ranks share; default: beside the run file",
     )
-    every_steps: int = Field(default=0, ge=0, description="0: not by steps")
-    every_minutes: float = Field(default=10.0, ge=0.0, description="0: not by time")
-    keep: int = Field(default=2, ge=1, description="older ones are removed")
+    every_steps: int = Field(default=0, ge=0, description="steps between checkpoints; 0: not by steps")
+    every_minutes: float = Field(
+        default=10.0, ge=0.0, description="minutes between checkpoints; 0: not by time"
+    )
+    keep: int = Field(default=2, ge=1, description="newest checkpoints that are kept; older ones are removed")

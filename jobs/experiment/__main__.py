@@ -34,8 +34,9 @@ from jobs.experiment.plan import RUNS, Planned, describe, measured_pace, plan, p
 from jobs.experiment.registry import EXPERIMENTS
 from jobs.experiment.report import write_report
 from jobs.experiment.trials import START_SECONDS, Pace, launches
-from jobs.launch import LaunchError, end_on_sigterm, run_job
+from jobs.launch import run_job
 from jobs.run.file import RunFileError
+from oktopk.launch import LaunchError, end_on_sigterm
 
 LEFT = 3
 PATIENCE = 20.0  # seconds to stop with a checkpoint in

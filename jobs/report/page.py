@@ -161,9 +161,10 @@ def task(run: Run) -> str:
     size = f"width {model.get('width')}"
     if model.get("name") == "bert":
         size = f"{model.get('layers')} layers of {model.get('hidden')}"
+    network = model.get("factory") or f"{model.get('name')} of {size}"
     accumulated = f" x {training['accumulate']}" if training.get("accumulate", 1) > 1 else ""
     return (
-        f"{model.get('name')} of {size} on {data.get('name')} "
+        f"{network} on {data.get('name')} "
         f"({Path(data.get('path') or '-').name}); {length}, batches of {run.info.batch_size}{accumulated} a rank, "
         f"{optimizer.get('name')} at {optimizer.get('lr')} with the schedule {schedule.get('name')}; "
         f"{training.get('precision', 'float32')}{', CUDA graphs' if is_replayed(training, run.info.method) else ''}"

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpi4py import MPI
 
 from jobs.cluster.rank_check import launch_problem
-from jobs.config.file import ConfigError, load
+from jobs.config.file import ConfigError, load, shown
+from jobs.config.show import commented_toml
 from jobs.restart.checkpoint import CheckpointError
 from jobs.restart.signals import EXIT_STATUS, Interrupted, leave, show_when_asked
 from jobs.run.file import RunFileError
@@ -80,8 +82,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace | int:
     parser = argparse.ArgumentParser(
         prog="mpiexec -n RANKS python -m mpi4py -m jobs.train",
         description="Train a network on many ranks, gradients reduced by oktopk.",
+        epilog="A network of one's own takes the place of model.name in CONFIG.toml: [model] "
+        "factory = 'my_package.my_module:build', and [model.arguments] hidden = 256 if it takes such a keyword. The callable "
+        "returns a torch.nn.Module. Images, speech or text are trained as data.name says: images need logits[batch, classes]; "
+        "speech (an4) and text need what LSTM.forward and BERT.forward in models/ take and return.",
     )
-    parser.add_argument("config", metavar="CONFIG.toml")
+    parser.add_argument(
+        "config",
+        metavar="CONFIG.toml",
+        nargs="?",
+        help="the run's configuration, for instance jobs/configs/digits.toml",
+    )
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -89,10 +100,26 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace | int:
         nargs="+",
         action="extend",
         default=[],
-        help="override keys of the configuration",
+        help="override keys of the configuration, for instance --set reduction.method=dense training.steps=100",
+    )
+    parser.add_argument(
+        "--show-config",
+        action="store_true",
+        help="print every key of the configuration with its meaning, type and default, as TOML, and leave. The values are those "
+        "of CONFIG.toml and --set where given",
     )
     try:
-        return parser.parse_args(argv)
+        options = parser.parse_args(argv)
+        if options.config is None and not options.show_config:
+            parser.error("CONFIG.toml is missing")
+        if not options.show_config:
+            return options
+        try:
+            print(commented_toml(shown(options.config, options.overrides)))
+        except ConfigError as error:
+            print(f"jobs.train: {error}", file=sys.stderr)
+            return 2
+        return 0
     except SystemExit as leaving:
         # Printed already. The other ranks must hear of it, so it must not leave from here.
         return leaving.code if isinstance(leaving.code, int) else 0

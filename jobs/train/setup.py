@@ -32,9 +32,9 @@ def build_workload(config: Config, *, rank: int, size: int, load: Load | None = 
         DataError: data that is missing, broken, or too little for the ranks.
         WorkloadError: settings and data that do not go together.
     """
-    if config.model.name == "lstm":
+    if config.task == "speech":
         return build_speech(config, rank=rank, size=size)
-    if config.model.name == "bert":
+    if config.task == "text":
         return build_language(config, rank=rank, size=size)
     return build_images(config, rank=rank, size=size, load=load)
 

@@ -56,7 +56,7 @@ class DeviceBackend(Backend):
             where = "" if len(staged) == host.size else f" on rank(s) {', '.join(map(str, staged))}"
             warnings.warn(
                 f"MPI does not move device memory{where}, so messages are staged through pinned host memory, which is slower: "
-                f"{next(iter(staged.values()))}. `python -m jobs.doctor` says what this host can do",
+                f"{next(iter(staged.values()))}. `oktopk-doctor` says what this host can do",
                 stacklevel=3,
             )
         return connect_device(host, self.device, staged=bool(problem))

@@ -17,6 +17,7 @@ from data.images.resident import ResidentEvaluationLoader, ResidentTrainingLoade
 from jobs.config.config import Config
 from jobs.config.sections import DataConfig, TrainingConfig
 from jobs.train.placement import Placement
+from jobs.train.tasks.factory import call_factory
 from jobs.train.tasks.task import Score, WorkloadError, autocast, evaluating, naming
 from models.vgg import REDUCTION, VGG16
 
@@ -132,6 +133,8 @@ def build_model(config: Config, images: ImageSet) -> nn.Module:
     Raises:
         WorkloadError: it does not take such images.
     """
+    if config.model.factory:
+        return call_factory(config)
     channels, height, width = images.shape
     if height % REDUCTION or width % REDUCTION:
         raise WorkloadError(

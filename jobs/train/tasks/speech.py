@@ -17,6 +17,7 @@ from jobs.config.config import Config
 from jobs.config.sections import DataConfig
 from jobs.train.placement import Placement
 from jobs.train.tasks.decoding import count_errors, decode
+from jobs.train.tasks.factory import call_factory
 from jobs.train.tasks.task import Score, WorkloadError, autocast, evaluating, naming
 from models.lstm import LSTM, output_lengths
 
@@ -114,7 +115,7 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
     if config.training.channels_last:
         raise WorkloadError(f"training.channels_last True is not for model.name {config.model.name!r}")
     train, held_out = open_an4(config.data.path)
-    for split, speech in (("train", train), ("test", held_out)):
+    for split, speech in (("train", train), ("test", held_out)) if not config.model.factory else ():
         fastest = config.data.tempo[1] if config.data.tempo and split == "train" else 1.0
         # batch normalization takes no single frame
         least = 2 if split == "train" else 1
@@ -129,10 +130,16 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
     evaluation = SpeechEvaluationLoader(
         held_out, batch_size=config.training.eval_batch_size, rank=rank, size=size
     )
+    return Speech(build_model(config), training, evaluation, config)
+
+
+def build_model(config: Config) -> nn.Module:
+    """The network, seeded by training.seed. Raises WorkloadError: it cannot be made."""
+    if config.model.factory:
+        return call_factory(config)
     torch.manual_seed(config.training.seed)
     with naming("model"):
-        model = LSTM(labels=len(ALPHABET), width=config.model.width)
-    return Speech(model, training, evaluation, config)
+        return LSTM(labels=len(ALPHABET), width=config.model.width)
 
 
 def check_lengths(speech: SpeechSet, where: str, tempo: float = 1.0, least: int = 1) -> None:

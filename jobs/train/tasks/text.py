@@ -14,6 +14,7 @@ from data.text.masking import IGNORED, TextBatch, TextEvaluationLoader, TextTrai
 from jobs.config.config import Config
 from jobs.config.sections import TrainingConfig
 from jobs.train.placement import Placement
+from jobs.train.tasks.factory import call_factory
 from jobs.train.tasks.task import Score, WorkloadError, autocast, evaluating, naming
 from models.bert import BERT
 
@@ -95,7 +96,7 @@ def build_language(config: Config, *, rank: int, size: int) -> MaskedLanguage:
         WorkloadError: a vocabulary or a length that does not go with the model.
     """
     training, held_out = open_text_file(config.data.path)
-    model = build_bert(config, training)
+    model = call_factory(config) if config.model.factory else build_bert(config, training)
     with naming("data"):
         loader = TextTrainingLoader(
             training,

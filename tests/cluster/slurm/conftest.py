@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import pytest
 
-from jobs.launch import launch_environment, mpiexec_flavour
+from oktopk.launch import launch_environment, mpiexec_flavour
 
 ROOT = Path(__file__).parents[3]
 LAB = Path(__file__).parent / "lab.sh"

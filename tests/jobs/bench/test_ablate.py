@@ -13,8 +13,8 @@ from mpi4py import MPI
 
 from jobs.bench.contestants import variants
 from jobs.bench.document import read
-from jobs.launch import mpiexec_command
 from oktopk import GradientAllreduce, Settings
+from oktopk.launch import mpiexec_command
 
 ROOT = Path(__file__).parents[3]
 PATIENCE = 100

@@ -20,9 +20,9 @@ from jobs.bench.figures import draw
 from jobs.bench.job import run
 from jobs.bench.mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
 from jobs.bench.options import Options, parse
-from jobs.launch import launch_environment, mpiexec_command
 from jobs.run.gradient_file import GradientRecorder
 from oktopk import METHODS
+from oktopk.launch import launch_environment, mpiexec_command
 from oktopk.methods.topka import topka_words
 
 ROOT = Path(__file__).parents[3]

@@ -21,8 +21,8 @@ from jobs.bench.measure import in_turn
 from jobs.bench.options import Options, parse
 from jobs.bench.summary import device_stages
 from jobs.bench.tables import insert, main
-from jobs.launch import launch_environment
 from oktopk import METHODS
+from oktopk.launch import launch_environment
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"

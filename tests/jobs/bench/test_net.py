@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jobs.bench.document import read
-from jobs.launch import launch_environment
+from oktopk.launch import launch_environment
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "jobs" / "bench" / "net.sh"

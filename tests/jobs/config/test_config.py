@@ -5,13 +5,15 @@ import itertools
 import json
 import math
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from jobs.config.config import Config, as_saved_now
-from jobs.config.file import ConfigError, apply_overrides, load, read_toml, validate
+from jobs.config.file import ConfigError, apply_overrides, load, read_toml, shown, validate
 from jobs.config.sections import ReductionConfig, ScheduleConfig
+from jobs.config.show import commented_toml, key_comment
 from jobs.train.schedule import learning_rate_factor
 from oktopk import Settings
 
@@ -60,15 +62,86 @@ def test_shipped_vgg_file_has_the_settings_of_the_paper() -> None:
     assert (config.reduction.boundary_interval, config.reduction.dense_warmup_steps) == (64, 512)
 
 
-def test_a_config_written_as_json_reads_back_equal() -> None:
+def test_a_config_shown_as_toml_reads_back_equal() -> None:
     config = with_overrides(
         "run.file='runs/gr\u00fc\u00df \U0001f40d \"quoted\".h5'",
         "schedule.name=step",
         "schedule.milestones=[2, 3.5]",
         "optimizer.eps=1e-12",
         "schedule.warmup_start='1/ranks'",
+        "model.factory=my.nets:build",
+        "model.arguments={sizes = [3, 4], 'a b' = {deep = true}}",
+        "model.arguments.rate=1e-3",
     )
+    assert config.model.arguments == {"sizes": [3, 4], "a b": {"deep": True}, "rate": 1e-3}
+    assert validate(tomllib.loads(commented_toml(config.model_dump()))) == config
     assert Config.model_validate_json(config.to_json()) == config
+
+
+def test_every_key_is_shown_with_its_meaning_type_and_default() -> None:
+    text = commented_toml(shown(None, []))
+    lines = text.splitlines()
+    sections = tomllib.loads(text)
+    for name, section in Config.model_fields.items():
+        keys = section.annotation.model_fields
+        assert set(sections[name]) == set(keys)
+        start = lines.index(f"[{name}]")
+        for key, field in keys.items():
+            assert (field.description or "").strip(), f"{name}.{key} has no description"
+            at = next(at for at in range(start, len(lines)) if lines[at].startswith(f"{key} = "))
+            assert lines[at - 1] == f"# {key_comment(field)}"
+    density = lines[lines.index("density = 0.01") - 1]
+    assert density.startswith("# share of the entries that is applied per step, in (0, 1]; k = ")
+    assert density.endswith(" (number; default 0.01)")
+    steps = lines[lines.index("batch_size = 16") - 1]
+    assert steps == "# samples per rank and backward pass (integer, >= 1; default 16)"
+    warmup_start = lines[lines.index("warmup_start = 0.0") - 1]
+    assert warmup_start.endswith('in [0, 1] (number or "1/ranks"; default 0.0)')
+
+
+def test_what_is_shown_without_a_file_is_the_defaults_with_the_overrides() -> None:
+    assert shown(None, ["optimizer.lr=0.5"])["training"]["steps"] == 0
+    assert shown(None, ["training.steps=7"])["training"]["steps"] == 7
+    assert shown(None, ["model.factory=a:b"])["model"]["name"] == "own"
+    assert shown(str(CONFIGS / "digits.toml"), ["optimizer.lr=0.5"])["optimizer"]["lr"] == 0.5
+    with pytest.raises(ConfigError, match=r"did you mean lr\?"):
+        shown(None, ["optimizer.lrr=0.5"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model.factory=build"],
+            'model.factory = "build": it is not of the form "my_package.my_module:build"',
+        ),
+        (["model.factory=my nets:build"], "it is not of the form"),
+        (["model.factory=my.nets:build", "model.name=bert"], "name 'bert' and a factory are two networks"),
+        (["model.factory=my.nets:build", "model.width=0.5"], "width is for vgg16 and lstm, not for own"),
+        (["model.name=own"], "name 'own' needs a factory"),
+        (["model.arguments.width=3"], "arguments is for own, not for vgg16"),
+        (
+            ["model.factory=my.nets:build", "model.arguments.day=2026-01-01"],
+            "day is not made of strings, finite",
+        ),
+        (
+            ["model.factory=my.nets:build", "model.arguments.x=nan"],
+            "x is not made of strings, finite numbers",
+        ),
+        (["training.steps.more=3"], "--set training.steps.more=3: steps is not a table"),
+    ],
+)
+def test_a_factory_that_cannot_be_is_named(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        with_overrides(*overrides)
+
+
+def test_ones_own_network_trains_on_what_the_data_set_is() -> None:
+    own = "model.factory=my.nets:build"
+    assert with_overrides(own).task == "images"
+    assert with_overrides(own, "data.name=an4", "data.path=x.h5").task == "speech"
+    assert with_overrides(own, "data.name=text", "data.path=x.h5").task == "text"
+    assert with_overrides(own).model.description == "my.nets:build"
 
 
 def test_overrides_are_toml_and_fall_back_to_strings() -> None:

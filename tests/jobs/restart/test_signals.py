@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from jobs.launch import launch_environment
 from jobs.restart.signals import EXIT_STATUS, SignalNote, heed_again
+from oktopk.launch import launch_environment
 
 STOP_TWICE = """
 import os, signal

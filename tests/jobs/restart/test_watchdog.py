@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from jobs.launch import launch_environment
 from jobs.restart.watchdog import EXIT_STATUS
+from oktopk.launch import launch_environment
 
 HANG = """
 import os, sys, time

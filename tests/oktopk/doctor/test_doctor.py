@@ -19,14 +19,14 @@ import pytest
 import collectives
 import oktopk.cuda.layouts  # noqa: F401 - declares structs that source_with_layouts puts before a source
 from collectives.cuda.layouts import source_with_layouts
-from jobs.doctor import __main__ as doctor
-from jobs.doctor import children
-from jobs.doctor import probe as doctor_probe
-from jobs.doctor.children import as_given, find_launcher, how_it_ended, one, two
-from jobs.doctor.verdict import BEST, CANNOT, SLOWER
-from jobs.launch import LaunchError, find_mpiexec
+from oktopk.doctor import __main__ as doctor
+from oktopk.doctor import children
+from oktopk.doctor import probe as doctor_probe
+from oktopk.doctor.children import as_given, find_launcher, how_it_ended, one, two
+from oktopk.doctor.verdict import BEST, CANNOT, SLOWER
+from oktopk.launch import LaunchError, find_mpiexec
 from tests.fake_cupy import on_fake
-from tests.jobs.doctor.test_verdict import gpu_host
+from tests.oktopk.doctor.test_verdict import gpu_host
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -141,7 +141,7 @@ def test_the_doctor_starts_where_nothing_is_installed() -> None:
             sys.executable,
             "-S",
             "-c",
-            "import sys; from jobs.doctor import __main__; print('numpy' in sys.modules)",
+            "import sys; from oktopk.doctor import __main__; print('numpy' in sys.modules)",
         ],
         cwd=ROOT,
         capture_output=True,
@@ -175,7 +175,7 @@ def test_srun_takes_the_place_of_an_mpiexec_that_is_missing(
         find_launcher()
     # --overlap -n 2 PYTHON -m mpi4py ...
     fake_srun(tmp_path, f'shift 6\nexec {sys.executable} -m jobs.launch -n 2 "$@"')
-    with pytest.raises(LaunchError, match="needs an allocation: salloc -n 2 python -m jobs.doctor"):
+    with pytest.raises(LaunchError, match="needs an allocation: salloc -n 2 oktopk-doctor"):
         find_launcher()
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert find_launcher() == str(tmp_path / "srun")
@@ -302,7 +302,7 @@ def test_a_gpu_host_is_examined_try_by_try(
 
     monkeypatch.setattr(doctor, "has_driver", lambda: True)
     monkeypatch.setattr(doctor, "ask_nvidia_smi", lambda: {"driver_name": "580.65.06"})
-    monkeypatch.setattr(children, "one", lambda what, timeout: found["gpu"])
+    monkeypatch.setattr(children, "one", lambda what, _: found["gpu"] if what == "gpus" else {"problem": ""})
     monkeypatch.setattr(children, "two", two_ranks)
     assert doctor.main(["--json", str(tmp_path / "found.json")]) == BEST
     assert tried == [("host", {}), ("device", {}), ("staged", {"OKTOPK_CUDA_AWARE_MPI": "0"}), ("peer", {})]
@@ -323,7 +323,7 @@ def test_a_gpu_host_is_examined_try_by_try(
 @pytest.mark.skipif(doctor.has_driver(), reason="has a GPU")
 def test_a_machine_without_gpu_is_told_that_its_cpu_works(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "jobs.doctor", "--json", str(tmp_path / "found.json")],
+        [sys.executable, "-m", "oktopk.doctor", "--json", str(tmp_path / "found.json")],
         cwd=ROOT,
         capture_output=True,
         text=True,

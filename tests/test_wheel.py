@@ -1,0 +1,136 @@
+"""What is published: the sdist and the wheel that is built from it, which works outside the checkout. Downloads nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("collectives", "oktopk")
+# what building takes from the checkout
+SOURCES = (
+    "setup.cfg",
+    "pyproject.toml",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "CITATION.cff",
+)
+LOOP = re.compile(r"```diff\n(.*?)```", re.DOTALL)
+BEFORE_LOOP = """
+import torch
+from torch.nn.functional import cross_entropy as loss
+def Net():
+    network = torch.nn.Linear(1000, 10)
+    network.initial = network.weight.detach().clone()
+    return network
+my_ranks_batches = [(torch.randn(8, 1000), torch.randint(10, (8,))) for _ in range(5)]
+"""
+AFTER_LOOP = """
+import collectives, oktopk
+from mpi4py import MPI
+weights = MPI.COMM_WORLD.allgather(model.weight.detach().numpy().tobytes())
+if MPI.COMM_WORLD.rank == 0:
+    moved = bool((model.weight != model.initial).any())
+    print(len(weights), len(set(weights)), moved, oktopk.__file__, collectives.__file__)
+"""
+
+
+def run(
+    *command: str | Path, cwd: Path, seconds: int = 55, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, built from a copy of the sources, and the wheel, built from the sdist."""
+    folder = tmp_path_factory.mktemp("build")
+    for name in SOURCES:
+        shutil.copy(ROOT / name, folder)
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    run(
+        sys.executable,
+        "-c",
+        "from setuptools import build_meta; build_meta.build_sdist('dist')",
+        cwd=folder,
+    )
+    (sdist,) = (folder / "dist").iterdir()
+    offline = ("--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check")
+    run(sys.executable, "-m", "pip", "wheel", *offline, "-w", folder / "dist", sdist, cwd=folder / "dist")
+    return folder / "dist"
+
+
+def test_the_wheel_is_built_from_the_sdist_and_holds_every_file_of_the_packages(dist: Path) -> None:
+    kinds = (".py", ".cu", ".cuh", ".typed")
+    expected = {
+        str(path.relative_to(ROOT))
+        for name in PACKAGES
+        for path in (ROOT / name).rglob("*")
+        if path.suffix in kinds
+    }
+    assert {
+        "oktopk/py.typed",
+        "collectives/py.typed",
+        "oktopk/cuda/kth.cu",
+        "collectives/cuda/coo.cuh",
+    } <= expected
+    (wheel,) = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = set(archive.namelist())
+        (metadata,) = (name for name in packed if name.endswith(".dist-info/METADATA"))
+        text = archive.read(metadata).decode()
+    assert {name for name in packed if ".dist-info/" not in name} == expected
+    assert "Typing :: Typed" in text
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert packed >= expected | set(SOURCES)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_the_installed_wheel_trains_by_the_readmes_loop_outside_the_checkout(
+    dist: Path, tmp_path: Path
+) -> None:
+    (wheel,) = dist.glob("*.whl")
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    empty.mkdir()
+    install = ("install", "--no-deps", "--no-index", "--disable-pip-version-check", "--target")
+    run(sys.executable, "-m", "pip", *install, site, wheel, cwd=empty)
+    # before the environment's own packages, among which the checkout may be installed
+    found = {"PYTHONPATH": str(site)}
+    lines = LOOP.search((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert lines, "README.md has no loop"
+    loop = "".join(f"{line[1:]}\n" for line in lines[1].splitlines())
+    assert "optimizer.step()" in loop
+    (empty / "train.py").write_text(BEFORE_LOOP + loop + AFTER_LOOP)
+    done = run(site / "bin" / "oktopk-run", "-n", "2", "train.py", cwd=empty, seconds=110, **found)
+    ranks, distinct, moved, *files = done.stdout.split()
+    # two ranks that hold the same weights, and not those of the start
+    assert (ranks, distinct, moved) == ("2", "1", "True")
+    assert [Path(file).parent for file in files] == [site / "oktopk", site / "collectives"]
+    for name in ("oktopk-run", "oktopk-doctor"):
+        assert f"usage: {name}" in run(site / "bin" / name, "--help", cwd=empty, **found).stdout
+    screen = run(site / "bin" / "oktopk-doctor", cwd=empty, seconds=110, **found).stdout
+    assert "host memory, MPI" in screen and "oktopk[" not in screen
