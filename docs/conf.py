@@ -63,7 +63,7 @@ def labelled(entry: re.Match[str]) -> str:
 
 def plain_lines(app: object, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
     """Undo napoleon's work on a value: it takes "float32[n]: the update" for a type and its description."""
-    if what in ("property", "data"):
+    if what in ("attribute", "data", "property"):
         lines[:] = BEFORE[name]
 
 

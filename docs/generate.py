@@ -42,7 +42,12 @@ def configuration() -> str:
                 if getattr(rule, name, None) is not None
             ]
             meaning = value.description or (settings.get(key, "") if section == "reduction" else "")
-            cells = [f"`{key}`", type_name(value.annotation), toml(value.get_default()), ", ".join(bounds)]
+            cells = [
+                f"`{key}`",
+                type_name(value.annotation),
+                toml(value.get_default(call_default_factory=True)),
+                ", ".join(bounds),
+            ]
             rows.append("| " + " | ".join([*cells, meaning.replace("|", "\\|")]) + " |")
         pages.append("\n".join([f"## [{section}]", "", inspect.getdoc(model) or "", "", *rows]))
     return "\n\n".join(pages)
@@ -61,6 +66,8 @@ def type_name(kind: Any) -> str:
         return ", ".join(f"`{toml(value, quoted=False)}`" for value in get_args(kind))
     if get_origin(kind) is tuple:
         return f"list of {type_name(get_args(kind)[0])}"
+    if get_origin(kind) is dict:
+        return "table"
     if args := get_args(kind):
         return " or ".join(type_name(arg) for arg in args)
     return str(getattr(kind, "__name__", kind))
