@@ -20,14 +20,14 @@ BENCH_ARGS ?=
 
 VENV ?= .venv
 # What is installed: mpi brings Open MPI, mpich MPICH; both in one environment would shadow each other.
-EXTRAS ?= mpi,jobs,dev
+EXTRAS ?= mpi,jobs,dev,docs
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-slurm test-all test-mpich bench-net lint format clean
+.PHONY: help setup demo test test-long test-slurm test-all test-mpich bench-net docs lint format clean
 
 help:
 	@echo "make demo     train VGG on digits with 4 ranks, dense and Ok-Topk, and compare them on a page (demo/)"
@@ -38,6 +38,7 @@ help:
 	@echo "make test-slurm  the batch scripts of jobs/ on a real Slurm, as root; installed by apt-get if need be"
 	@echo "make test-mpich  the same tests on MPICH instead of Open MPI, in .venv-mpich"
 	@echo "make bench-net  every method over TCP between four hosts on links of RATE=1gbit, as root; JSON=FILE BENCH_ARGS='...'"
+	@echo "make docs     the pages and the reference as HTML, in docs/_build; a broken link or name is an error"
 	@echo "make lint     the four checks alone"
 	@echo "make format   rewrite the sources as the formatter wants them"
 	@echo "make setup    only the virtual environment in .venv; PYTHON=python3.12 picks its interpreter"
@@ -66,17 +67,22 @@ bench-net: $(READY)
 	@jobs/bench/net.sh --python $(BIN)/python --rate $(RATE) $(if $(JSON),--json $(JSON)) $(BENCH_ARGS)
 
 test-mpich:
-	@$(MAKE) --no-print-directory VENV=.venv-mpich EXTRAS=mpich,jobs,dev test TEST_ARGS="--no-lint $(TEST_ARGS)"
+	@$(MAKE) --no-print-directory VENV=.venv-mpich EXTRAS=mpich,jobs,dev,docs test TEST_ARGS="--no-lint $(TEST_ARGS)"
 
 lint: $(READY)
 	@$(BIN)/python -m tests.run --no-single --no-ranks --no-host-cuda
+
+# External links are not fetched.
+docs: $(READY)
+	@$(BIN)/python -m sphinx -W --keep-going -n -q docs docs/_build
+	@echo "docs/_build/index.html"
 
 format: $(READY)
 	@$(BIN)/ruff check --select I --fix --quiet .
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist demo docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A .venv that no longer works (the checkout was moved, the system's Python was replaced) is made anew.

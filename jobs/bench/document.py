@@ -6,7 +6,7 @@
      "runs": [{"ranks", "length", "density", "k", "gradients": {...}, "settings": {...}, "course": {...},
                "speeds": {...}, "bounds": {...}, "methods": [...]}, ...]}
 
-A run is one mpiexec; the entries of "methods" are described in jobs.bench.summary and docs/results/README.md.
+A run is one mpiexec; the entries of "methods" are described in jobs.bench.summary and docs/results/method.md.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Profile:
 HOT_SCALE = 8.0
 PROFILES = {
     "iid": Profile(),
-    # as measured on VGG-16 in training: see docs/results/README.md
+    # as measured on VGG-16 in training: see docs/results/method.md
     "heavy": Profile(tail=4.0, memory=0.3, shared=0.3, spread=0.5),
     "clustered": Profile(tail=4.0, memory=0.3, hot=16),
 }

@@ -33,7 +33,7 @@ UNIONS = ("topka", "topkdsa", "gaussiank")
 def summarize(
     contestant: Contestant, samples: Samples, length: int, speeds: Speeds, gradient_bytes: int = 4
 ) -> dict[str, Any]:
-    """Everything about one contestant in one run; see docs/results/README.md for the keys."""
+    """Everything about one contestant in one run; see docs/results/method.md for the keys."""
     fields = samples.fields
     ranks, steps = fields["seconds"].shape
     slowest = fields["seconds"].max(axis=0)

@@ -49,7 +49,7 @@ def commented_toml(sections: Mapping[str, Any]) -> str:
 def key_comment(field: FieldInfo) -> str:
     """Description, type, bounds and default of a key, on one line."""
     default = to_toml(field.get_default(call_default_factory=True))
-    kind = ", ".join([type_name(field.annotation), *_bounds(field)])
+    kind = ", ".join([type_name(field.annotation), *bounds(field)])
     return f"{' '.join((field.description or '').split())} ({kind}; default {default})"
 
 
@@ -76,7 +76,8 @@ def to_toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _bounds(field: FieldInfo) -> Iterator[str]:
+def bounds(field: FieldInfo) -> Iterator[str]:
+    """What a value must keep to, each bound in words."""
     for bound, words in _BOUNDS:
         for constraint in field.metadata:
             if (limit := getattr(constraint, bound, None)) is not None:

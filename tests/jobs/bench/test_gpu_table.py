@@ -389,11 +389,11 @@ def test_tables_are_put_between_their_marks(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_the_results_page_shows_what_the_bench_wrote() -> None:
-    page = (RESULTS / "README.md").read_text(encoding="utf-8")
+    page = (RESULTS / "gpu.md").read_text(encoding="utf-8")
     tables = [path for path in RESULTS.glob("*.json") if read(path)["kind"] == "gpu table"]
     for path in tables:
         assert insert(page, path.name, gpu_tables(read(path))) == page, (
-            f"run jobs.bench.tables {path} --into README.md"
+            f"run jobs.bench.tables {path} --into docs/results/gpu.md"
         )
     shown = re.findall(r"<!-- end of (\S+\.json) -->", page)
     assert shown
