@@ -8,6 +8,7 @@ root, more ranks than cores, waiting ranks that give the core away.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
@@ -196,12 +197,25 @@ def run_job(ranks: int, module_args: Sequence[str], *, patience: float = 0.0) ->
 def main(argv: Sequence[str] | None = None) -> None:
     """`python -m jobs.launch -n RANKS MODULE_ARGS...`: becomes the mpiexec it describes."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # Read by hand: argparse would take the `-m` of the launched program for an option of its own.
-    if len(words) < 3 or words[0] not in ("-n", "--ranks") or not words[1].isdigit():
-        print("usage: python -m jobs.launch -n RANKS (-m MODULE | SCRIPT) [ARGUMENT ...]", file=sys.stderr)
-        raise SystemExit(2)
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.launch",
+        usage="python -m jobs.launch [-h] -n RANKS (SCRIPT | -m MODULE) [ARGUMENT ...]",
+        description="Start a Python program on several ranks of this machine, as `mpiexec python -m mpi4py` does.",
+        epilog="examples:\n"
+        "  python -m jobs.launch -n 4 -m jobs.train jobs/configs/digits.toml\n"
+        "  python -m jobs.launch -n 2 examples/flat_numpy.py",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-n", "--ranks", type=int, required=True, help="Number of ranks to start, at least 1")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    # argparse would take the -m of the program for an option of its own
+    own = next((at for at, word in enumerate(words) if word == "-m"), len(words))
+    options = parser.parse_args(words[:own])
+    program = [*options.program, *words[own:]]
+    if not program or program == ["-m"]:
+        parser.error("no program: give a script, or -m and a module")
     try:
-        command, environment = mpiexec_command(int(words[1]), words[2:])
+        command, environment = mpiexec_command(options.ranks, program)
     except LaunchError as error:
         print(f"jobs.launch: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -140,11 +140,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m jobs.doctor",
-        description="What this host offers, and what to do about what is missing.",
+        description="Try what this host offers to several ranks, and advise on what is missing.",
+        epilog="example:\n  python -m jobs.doctor --json doctor.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there as well")
     parser.add_argument(
-        "--timeout", type=float, default=120, metavar="SECONDS", help="for each try; default: %(default)s"
+        "--json", type=Path, metavar="FILE", help="File to write the findings to; default: none"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=120,
+        metavar="SECONDS",
+        help="Seconds after which a try is ended; default: %(default)s",
     )
     return parser.parse_args(argv)
 

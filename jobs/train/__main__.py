@@ -80,8 +80,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace | int:
     parser = argparse.ArgumentParser(
         prog="mpiexec -n RANKS python -m mpi4py -m jobs.train",
         description="Train a network on many ranks, gradients reduced by oktopk.",
+        epilog="example:\n"
+        "  mpiexec -n 4 python -m mpi4py -m jobs.train jobs/configs/digits.toml --set reduction.method=dense training.steps=100",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", metavar="CONFIG.toml")
+    parser.add_argument("config", metavar="CONFIG.toml", help="Configuration of the run, as in jobs/configs")
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -89,7 +92,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace | int:
         nargs="+",
         action="extend",
         default=[],
-        help="override keys of the configuration",
+        help="Values of keys that replace those of the configuration; the keys are in jobs/config/sections.py",
     )
     try:
         return parser.parse_args(argv)
