@@ -1,4 +1,4 @@
-"""Every command explains itself: a description, an example that parses, and a sentence or a phrase for every option."""
+"""Every command explains itself: a description, an example that parses, and a sentence or a phrase for every option and key."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 import mpi4py
 import pytest
+
+from jobs.config.sections import Section
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
@@ -103,6 +105,18 @@ def test_every_option_is_explained_and_every_example_parses(command: str) -> Non
         for words in found:
             parser_of(command, words)
         assert parser.format_help()
+
+
+def test_every_key_of_a_configuration_is_explained() -> None:
+    keys = {
+        f"{part.__name__}.{key}": field
+        for part in Section.__subclasses__()
+        for key, field in part.model_fields.items()
+    }
+    assert keys
+    assert not {
+        name: field.description for name, field in keys.items() if not is_explained(field.description)
+    }
 
 
 @pytest.mark.parametrize(
