@@ -28,6 +28,7 @@ from data.prepared_file import Parts, kept
 from data.speech import an4
 from data.speech.dataset import RATE, SpeechSet
 from data.speech.file import open_speech_file, write_speech_file
+from data.text.file import MOST_WORDS, SPECIAL
 from data.text.prepare import Recipe, prepare_text
 
 
@@ -197,43 +198,72 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m data.prepare",
         description="Write a data set into the HDF5 layout that training reads.",
+        epilog="examples:\n"
+        "  python -m data.prepare digits -o digits.h5\n"
+        "  python -m data.prepare cifar10 --download -o cifar10.h5",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     sets = parser.add_subparsers(dest="set", required=True)
 
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("-o", "--output", type=Path, required=True, help="HDF5 file to write")
-    common.add_argument("--force", action="store_true", help="replace the output if it exists")
-
-    cifar = sets.add_parser("cifar10", parents=[common], help="CIFAR-10, from its official binary version")
-    origin = cifar.add_mutually_exclusive_group(required=True)
-    origin.add_argument(
-        "source", nargs="?", type=Path, help="directory of the binary version, or its .tar.gz"
+    common.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE.h5", help="HDF5 file to write"
     )
+    common.add_argument("--force", action="store_true", help="Replace the output file if it exists")
+
+    cifar = _add_set(
+        sets,
+        "cifar10",
+        common,
+        "CIFAR-10, from its official binary version.",
+        "cifar10 cifar-10-binary.tar.gz -o cifar10.h5",
+        "cifar10 --download -o cifar10.h5",
+    )
+    origin = cifar.add_mutually_exclusive_group(required=True)
+    origin.add_argument("source", nargs="?", type=Path, help="Folder of the binary version, or its .tar.gz")
     origin.add_argument(
-        "--download", action="store_true", help="fetch the archive (170 MB) beside the output"
+        "--download", action="store_true", help="Fetch the archive of 170 MB into the folder of the output"
     )
     cifar.add_argument(
-        "--url", default=cifar10.URL, help="another address of the same archive (default: %(default)s)"
+        "--url", default=cifar10.URL, help="Address of the archive for --download; default: %(default)s"
     )
-    cifar.add_argument("--partial", action="store_true", help="accept fewer than 50,000 + 10,000 images")
+    cifar.add_argument(
+        "--partial", action="store_true", help="Accept fewer than 50,000 training and 10,000 test images"
+    )
 
-    digit = sets.add_parser(
-        "digits", parents=[common], help="scikit-learn's handwritten digits; no network needed"
+    digit = _add_set(
+        sets,
+        "digits",
+        common,
+        "The handwritten digits of scikit-learn; no network needed.",
+        "digits -o digits.h5",
     )
-    digit.add_argument("--size", type=int, default=32, help="pixels on a side (default: %(default)s)")
     digit.add_argument(
-        "--held-out", type=float, default=0.5, help="part of the test split (default: %(default)s)"
+        "--size", type=int, default=32, help="Pixels per side, at least 8; default: %(default)s"
     )
-    digit.add_argument("--seed", type=int, default=0, help="of the split (default: %(default)s)")
+    digit.add_argument(
+        "--held-out", type=float, default=0.5, help="Share of the test split, in (0, 1); default: %(default)s"
+    )
+    digit.add_argument("--seed", type=int, default=0, help="Seed of the random split; default: %(default)s")
 
-    speech = sets.add_parser(
+    speech = _add_set(
+        sets,
         "an4",
-        parents=[common],
-        help="CMU AN4, from its published layout; an interrupted call continues when repeated",
+        common,
+        "CMU AN4, from its published layout. An interrupted call continues when repeated.",
+        "an4 an4 -o an4.h5",
     )
-    speech.add_argument("source", type=Path, help="directory with etc/ and wav/")
-    speech.add_argument("--byte-order", choices=an4.ORDERS, help="of raw files, which do not say it")
-    speech.add_argument("--partial", action="store_true", help="accept fewer than 948 + 130 utterances")
+    speech.add_argument(
+        "source", type=Path, help="Folder with etc/ and wav/, the recordings as WAV or raw files"
+    )
+    speech.add_argument(
+        "--byte-order",
+        choices=an4.ORDERS,
+        help="Byte order of raw files, which do not state it; required for them",
+    )
+    speech.add_argument(
+        "--partial", action="store_true", help="Accept fewer than 948 training and 130 test utterances"
+    )
 
     _add_text(sets, common)
 
@@ -272,34 +302,71 @@ def _prepared(options: argparse.Namespace) -> str:
     return prepare_cifar10(source, options.output, **how)
 
 
+def _add_set(
+    sets: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    common: argparse.ArgumentParser,
+    description: str,
+    *examples: str,
+) -> argparse.ArgumentParser:
+    """The parser of one data set. `examples`: what follows `python -m data.prepare`."""
+    return sets.add_parser(
+        name,
+        parents=[common],
+        help=description,
+        description=description,
+        epilog="\n  ".join(["examples:", *(f"python -m data.prepare {each}" for each in examples)]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def _add_text(
     sets: "argparse._SubParsersAction[argparse.ArgumentParser]", common: argparse.ArgumentParser
 ) -> None:
-    text = sets.add_parser(
+    text = _add_set(
+        sets,
         "text",
-        parents=[common],
-        help="plain text, packed for BERT; an interrupted call continues when repeated",
+        common,
+        "Plain text, packed for BERT. An interrupted call continues when repeated.",
+        "text articles -o text.h5 --vocabulary-size 30522",
     )
-    text.add_argument("source", type=Path, help="folder or file of UTF-8 text; a blank line ends a document")
+    text.add_argument("source", type=Path, help="Folder or file of UTF-8 text; a blank line ends a document")
     text.add_argument(
-        "--length", type=int, default=Recipe.length, help="tokens of a sequence (default: %(default)s)"
+        "--length",
+        type=int,
+        default=Recipe.length,
+        help="Tokens per sequence, at least 8; default: %(default)s",
     )
     text.add_argument(
-        "--vocabulary", type=Path, metavar="FILE", help="one word per line (default: trained on the text)"
+        "--vocabulary",
+        type=Path,
+        metavar="FILE",
+        help="File with one word per line; default: a vocabulary trained on the text",
     )
     text.add_argument(
         "--vocabulary-size",
         type=int,
         default=Recipe.vocabulary_size,
-        help="words of a trained vocabulary at most (default: %(default)s)",
+        help=f"Most words of a trained vocabulary, from {len(SPECIAL) + 1} to {MOST_WORDS}; default: %(default)s",
     )
     text.add_argument(
-        "--held-out", type=float, default=Recipe.held_out, help="part of the documents (default: %(default)s)"
+        "--held-out",
+        type=float,
+        default=Recipe.held_out,
+        help="Share of the documents that is held out, in (0, 1); default: %(default)s",
     )
     text.add_argument(
-        "--held-out-files", metavar="PATTERN", default="", help="instead of it: files with such names"
+        "--held-out-files",
+        metavar="PATTERN",
+        default="",
+        help="Pattern of the names of files to hold out, instead of a share; default: none",
     )
-    text.add_argument("--seed", type=int, default=Recipe.seed, help="of the pairs (default: %(default)s)")
+    text.add_argument(
+        "--seed",
+        type=int,
+        default=Recipe.seed,
+        help="Seed of the random sentence pairs; default: %(default)s",
+    )
 
 
 if __name__ == "__main__":

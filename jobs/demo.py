@@ -45,19 +45,39 @@ def training_arguments(options: argparse.Namespace, method: str) -> list[str]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; paths made absolute, because jobs run in the checkout's root."""
     parser = argparse.ArgumentParser(
-        prog="python -m jobs.demo", description="Train VGG-16 with each method on several ranks, and compare."
+        prog="python -m jobs.demo",
+        description="Train VGG-16 with each method on several ranks of this machine, and compare the methods on one page.",
+        epilog="example:\n  python -m jobs.demo --ranks 4 --output demo",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
     parser.add_argument(
-        "--width", type=float, default=0.25, help="1.0 is the full VGG-16; default: %(default)s"
+        "--ranks", type=int, default=4, help="Number of ranks, at least 1; default: %(default)s"
     )
-    parser.add_argument("--density", type=float, default=0.02, help="default: %(default)s")
     parser.add_argument(
-        "--data", type=Path, metavar="FILE.h5", help="written by data.prepare; default: the digits"
+        "--width",
+        type=float,
+        default=0.25,
+        help="Factor on the channels of VGG-16, in (0, 8]; default: %(default)s",
     )
-    parser.add_argument("--steps", type=int, help=f"default: that of {CONFIG.name}")
     parser.add_argument(
-        "--output", type=Path, default=Path("demo"), metavar="DIR", help="default: %(default)s"
+        "--density",
+        type=float,
+        default=0.02,
+        help="Share of the gradient's entries applied per step, in (0, 1]; default: %(default)s",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE.h5",
+        help="Images written by data.prepare; default: the digits, which need no file",
+    )
+    parser.add_argument("--steps", type=int, help=f"Steps of each run; default: those of {CONFIG.name}")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("demo"),
+        metavar="DIR",
+        help="Folder of the run files and the page; default: %(default)s",
     )
     options = parser.parse_args(argv)
     options.output = options.output.absolute()

@@ -88,17 +88,34 @@ def write_wandb(export: Export, folder: Path, name: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m jobs.export", description=__doc__, formatter_class=form)
-    parser.add_argument("run", type=Path, metavar="RUN.h5", help="run file, finished or still being written")
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.export",
+        description="Write the series of a run for another tool: CSV, TensorBoard or Weights & Biases.",
+        epilog="examples:\n"
+        "  python -m jobs.export runs/vgg.h5 --csv vgg.csv\n"
+        "  python -m jobs.export runs/vgg.h5 --tensorboard events",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN.h5", help="Run file, finished or still being written")
     to = parser.add_mutually_exclusive_group(required=True)
     to.add_argument(
-        "--csv", type=Path, metavar="FILE", help="one row for each step, a column for each series"
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="CSV file to write, with a row for each step and a column for each series",
     )
     to.add_argument(
-        "--tensorboard", type=Path, metavar="DIR", help="event files for tensorboard --logdir DIR"
+        "--tensorboard",
+        type=Path,
+        metavar="DIR",
+        help="Folder for event files, which tensorboard --logdir DIR shows",
     )
-    to.add_argument("--wandb-offline", type=Path, metavar="DIR", help="an offline run, for wandb sync")
+    to.add_argument(
+        "--wandb-offline",
+        type=Path,
+        metavar="DIR",
+        help="Folder for an offline run, which wandb sync uploads",
+    )
     options = parser.parse_args(argv)
     try:
         export = read_export(options.run)

@@ -187,10 +187,25 @@ def follow(paths: Sequence[Path], console: Console, *, every: float, once: bool)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m jobs.watch", description="Watch runs in the terminal.")
-    parser.add_argument("runs", metavar="RUN.h5", nargs="+", type=Path)
-    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="default: %(default)s")
-    parser.add_argument("--once", action="store_true", help="print the view and leave")
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.watch",
+        description="Show the progress of runs in the terminal until all of them have ended.",
+        epilog="examples:\n  python -m jobs.watch runs/oktopk.h5\n  python -m jobs.watch --once runs/dense.h5 runs/oktopk.h5",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "runs", metavar="RUN.h5", nargs="+", type=Path, help="Run files that jobs.train writes"
+    )
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="Seconds between updates; default: %(default)s",
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="Print the view once and exit, as where the output is no terminal"
+    )
     options = parser.parse_args(argv)
     # a batch job's output is no terminal
     console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "100")))

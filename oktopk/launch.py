@@ -193,12 +193,18 @@ def main(argv: Sequence[str] | None = None, prog: str = "oktopk-run") -> None:
         usage=f"{prog} [-h] -n RANKS (SCRIPT | -m MODULE) [ARGUMENT ...]",
         description="Start a Python program on several ranks of this machine. It runs under `python -m mpi4py`, so that all "
         "ranks end when one raises, and with what this machine's mpiexec needs for root, and for more ranks than cores.",
-        epilog=f"example: {prog} -n 4 train.py --epochs 3. On several hosts, or under Slurm, use the site's launcher: "
-        "srun python -m mpi4py train.py. Variables that are set (OMP_NUM_THREADS, OMPI_MCA_..., PRTE_MCA_...) are kept; "
-        "OMP_NUM_THREADS is 1 where it is not set.",
+        epilog=f"examples:\n  {prog} -n 4 train.py --epochs 3\n  {prog} -n 2 -m my_package.train\n\n"
+        "On several hosts, or under Slurm, use the site's launcher: srun python -m mpi4py train.py. Variables that are set\n"
+        "(OMP_NUM_THREADS, OMPI_MCA_..., PRTE_MCA_...) are kept; OMP_NUM_THREADS is 1 where it is not set.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "-n", "--ranks", type=int, required=True, metavar="RANKS", help="number of ranks (processes) to start"
+        "-n",
+        "--ranks",
+        type=int,
+        required=True,
+        metavar="RANKS",
+        help="Number of ranks (processes) to start, at least 1",
     )
     ranks = parser.parse_args(words[:own]).ranks
     program = words[own:]

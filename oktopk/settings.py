@@ -37,11 +37,11 @@ class Settings:
         density_warmup_steps: steps after those in which the density falls to `density` by stages, >= 0.
         momentum_correction: momentum applied locally before selection, in [0, 1); 0 is off. The optimizer on top must then
             have none of its own. Source: Lin et al., Deep Gradient Compression, ICLR 2018.
-        nonfinite: "raise" an error on all ranks when a gradient is NaN or Inf, or "skip" the step on all of them. A raise leaves
-            residual and velocity as before to rounding. A skip leaves them bit for bit, as every step copies both before it
-            changes them: n words more memory and 8n bytes more memory traffic for each. A deferred step that is skipped has an
-            update of zero; the optimizer has stepped on it before the ranks know, so its momentum moved. Its residual is exact
-            again when the next step begins, or after `complete`.
+        nonfinite: what a NaN or Inf in a gradient leads to: "raise" an error on all ranks, or "skip" the step on all of them. A
+            raise leaves residual and velocity as before to rounding. A skip leaves them bit for bit, as every step copies both
+            before it changes them: n words more memory and 8n bytes more memory traffic for each. A deferred step that is
+            skipped has an update of zero; the optimizer has stepped on it before the ranks know, so its momentum moved. Its
+            residual is exact again when the next step begins, or after `complete`.
         balance_trigger: even out the kept entries when one rank holds more than this times the mean, >= 1.
         bucket_rounds: rounds of split-and-reduce in flight at once, >= 1.
         drift_tolerance: between exact steps the global threshold moves when its count is off k by more than this share of k,

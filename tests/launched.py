@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oktopk.launch import mpiexec_command
+from oktopk.launch import launch_environment, mpiexec_command
 
 if TYPE_CHECKING:  # a process that started MPI must not start an mpiexec
     from mpi4py import MPI
@@ -21,9 +22,24 @@ PATIENCE = 120
 
 def run_ranks(ranks: int, *module_args: str) -> subprocess.CompletedProcess[str]:
     """`mpiexec -n ranks python -m mpi4py module_args` to its end, in the checkout's root."""
-    argv, environment = mpiexec_command(ranks, module_args)
+    return _finished(*mpiexec_command(ranks, module_args))
+
+
+def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python arguments` to its end, in the checkout's root."""
+    return _finished([sys.executable, *arguments], launch_environment(1, "unknown"))
+
+
+def _finished(argv: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        argv, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE - 5, check=False
+        argv,
+        env=environment,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE - 5,
+        check=False,
     )
 
 

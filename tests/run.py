@@ -329,43 +329,64 @@ def rank_groups(options: argparse.Namespace, files: Sequence[str]) -> list[tuple
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.run", description="All checks and tests.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.run",
+        description="Run the checks of the sources and the tests on one and on several ranks, with one closing line.",
+        epilog="examples:\n"
+        "  python -m tests.run\n"
+        "  python -m tests.run --ranks 2,4 -k regions --no-lint --no-single\n"
+        "  python -m tests.run --mpiexec /opt/mpich/bin/mpiexec",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "--ranks",
         type=lambda text: tuple(int(word) for word in text.split(",")),
         metavar="P,P,...",
-        help="numbers of ranks for all tests marked mpi; default: 1,3, and 8 for some",
+        help="Numbers of ranks for all tests marked mpi, each at least 1; default: 1,3, and 8 for some",
     )
     parser.add_argument(
-        "--long", action="store_true", help="only what is left out by default: tests marked long, other ranks"
+        "--long",
+        action="store_true",
+        help="Run only what is left out by default: tests marked long, and 2, 4, 5 and 8 ranks for all",
     )
-    parser.add_argument("--all", action="store_true", help="also what --long and --slurm run")
+    parser.add_argument(
+        "--all", action="store_true", help="Run everything, also the tests of --long and --slurm"
+    )
     parser.add_argument(
         "--workers",
         type=int,
         metavar="N",
-        help="processes that share the tests of one process or rank; default: one per core up to 4 for all tests, else one",
+        help="Processes that share the tests of one process or rank; default: one per core up to 4 for all tests, else one",
     )
-    parser.add_argument("-k", dest="expression", metavar="EXPR", help="only tests that match, as for pytest")
     parser.add_argument(
-        "-x", dest="exit_first", action="store_true", help="end with the first test that fails"
+        "-k", dest="expression", metavar="EXPR", help="Expression that selects tests by name, as for pytest"
     )
-    parser.add_argument("--no-lint", action="store_true", help="without the checks of the sources")
-    parser.add_argument("--no-single", action="store_true", help="without the single-process tests")
-    parser.add_argument("--no-ranks", action="store_true", help="without the tests on several ranks")
+    parser.add_argument(
+        "-x", dest="exit_first", action="store_true", help="End with the first test that fails"
+    )
+    parser.add_argument("--no-lint", action="store_true", help="Skip the checks of the sources")
+    parser.add_argument("--no-single", action="store_true", help="Skip the tests of a single process")
+    parser.add_argument("--no-ranks", action="store_true", help="Skip the tests on several ranks")
     parser.add_argument(
         "--no-host-cuda",
         action="store_true",
-        help="without the tests of GPUs on a host that stands in for them",
+        help="Skip the tests of GPUs on a host that stands in for them",
     )
     parser.add_argument(
-        "--mpiexec", metavar="PATH", help="the launcher; default: this environment's, else PATH's"
+        "--mpiexec",
+        metavar="PATH",
+        help="Launcher of the ranks; default: this environment's, else the first on PATH",
     )
-    parser.add_argument("--slurm", action="store_true", help="the tests on a real Slurm, and no others")
+    parser.add_argument("--slurm", action="store_true", help="Run only the tests on a real Slurm")
     parser.add_argument(
-        "--tally", type=Path, metavar="FILE", help="begin with the counts that are there, and leave the sum"
+        "--tally",
+        type=Path,
+        metavar="FILE",
+        help="File of counts that those of this run are added to; default: none",
     )
-    parser.add_argument("paths", nargs="*", default=ALL_TESTS, help="files or folders; default: tests")
+    parser.add_argument(
+        "paths", nargs="*", default=ALL_TESTS, help="Files or folders of tests; default: tests"
+    )
     return parser.parse_args(arguments)
 
 

@@ -12,6 +12,7 @@ from jobs.bench.gradients import PROFILES
 from jobs.bench.mpi import ALGORITHMS
 from oktopk import METHODS
 from oktopk.devices import GRADIENT_TYPES
+from oktopk.settings import DENSE_ABOVE
 
 VGG_LENGTH = 14_728_266
 DENSITY = 0.01
@@ -45,7 +46,13 @@ def parser() -> argparse.ArgumentParser:
     """A parser that raises BenchError and prints nothing."""
     parser = _Parser(
         prog="mpiexec -n RANKS python -m mpi4py -m jobs.bench",
-        description="Measure gradient allreduces on the same gradients, in one run.",
+        description="Time gradient allreduces on the same gradients in one run, and count their words, messages and memory.",
+        epilog="examples:\n"
+        "  mpiexec -n 4 python -m mpi4py -m jobs.bench --methods oktopk,mpi --length 14728266 --density 0.01 --json bench.json\n"
+        "  python -m jobs.bench --ablate --json ablation.json\n"
+        "  python -m jobs.bench --sweep-ranks 2,4,8,16,32,64 --json sweep.json\n"
+        "  mpiexec -n 4 python -m mpi4py -m jobs.bench --table gpu --json gpu.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -53,40 +60,55 @@ def parser() -> argparse.ArgumentParser:
         "--methods",
         nargs="+",
         metavar="NAME",
-        help=f"of {', '.join(KNOWN['cpu'])}, default: all but the last two; "
-        f"on --device cuda of {', '.join(KNOWN['cuda'])}, default: all but those that begin with oktopk-",
+        help=f"Methods to measure, of {', '.join(KNOWN['cpu'])}; default: all but the last two. "
+        f"On --device cuda of {', '.join(KNOWN['cuda'])}; default: all but those that begin with oktopk-",
     )
-    add("--length", type=int, metavar="N", help=f"elements of the gradient; default {VGG_LENGTH}, VGG-16's")
-    add("--density", type=float, help=f"share of them that is applied; default {DENSITY}, or {SWEEP_DENSITY}")
-    add("--steps", type=int, help=f"steps to measure; default {STEPS}")
-    add("--warmup", type=int, metavar="STEPS", help="steps discarded first; default 2/density")
-    add("--dense-steps", type=int, metavar="STEPS", help="steps to measure of dense methods; default: all")
-    add("--gradients", choices=tuple(PROFILES), help="default heavy; clustered with --ablate")
-    add("--replay", type=Path, metavar="DIR", help="gradients that jobs.train recorded, instead")
-    add("--seed", type=int, default=1, help="of the gradients; default %(default)s")
-    add("--device", choices=DEVICES, help="default cpu")
-    add(
-        "--gradient-type", choices=GRADIENT_TYPES["cuda"], help="what gradients are on a GPU; default float32"
+    text = f"Number of elements of the gradient; default: {VGG_LENGTH}, those of VGG-16; {SWEEP_LENGTH} with --sweep-ranks"
+    add("--length", type=int, metavar="N", help=text)
+    text = f"Share of the entries applied per step, in (0, {DENSE_ABOVE}]; default: {DENSITY}, {SWEEP_DENSITY} with --sweep-ranks"
+    add("--density", type=float, help=text)
+    text = f"Number of steps to measure, at least the threshold interval; default: {STEPS}"
+    add("--steps", type=int, metavar="STEPS", help=text)
+    text = "Number of steps discarded before those, at least 0; default: 2/density, rounded up"
+    add("--warmup", type=int, metavar="STEPS", help=text)
+    text = "Number of steps to measure of dense methods, from 1 to --steps; default: --steps"
+    add("--dense-steps", type=int, metavar="STEPS", help=text)
+    text = "Kind of the random gradients; default: heavy, with --ablate clustered"
+    add("--gradients", choices=tuple(PROFILES), help=text)
+    text = (
+        "Folder of gradients that jobs.train recorded (run.record_gradients), to use instead of random ones"
     )
+    add("--replay", type=Path, metavar="DIR", help=text)
+    add("--seed", type=int, default=1, help="Seed of the random gradients; default: %(default)s")
+    add("--device", choices=DEVICES, help="Device that gradients lie on; default: cpu, with --table cuda")
+    text = "Type of the gradients, on a CPU float32 alone; default: float32, with --table both of its types"
+    add("--gradient-type", choices=GRADIENT_TYPES["cuda"], help=text)
     add(
         "--set",
         dest="settings",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a setting of the reduction, such as threshold_interval=32; may be repeated",
+        help="Setting of the reduction for all methods, such as threshold_interval=32; may be repeated",
     )
-    add("--ablate", action="store_true", help="Ok-Topk with one idea taken away at a time")
-    add("--ranks", metavar="P,P", help="numbers of ranks for --ablate; default 4,8, or mpiexec's")
-    add(
-        "--sweep-ranks", metavar="P,P,...", help="volume against the number of ranks; starts mpiexec for each"
+    add("--ablate", action="store_true", help="Measure Ok-Topk with each of its ideas taken away in turn")
+    text = (
+        "Numbers of ranks to start --ablate on, each at least 1; default: 4,8, under mpiexec its own number"
     )
-    add("--table", choices=TABLES, default="", help="every cell of a table with targets, one after another")
-    add("--rows", metavar="I,I", help="of the table, from 1; default: all")
-    add("--budget", type=float, metavar="SECONDS", help=f"begin no cell after; default {BUDGET:g}")
-    add("--commit", default="", metavar="TEXT", help="what is measured, where this is no git checkout")
-    add("--json", type=Path, metavar="FILE", help="where everything is written")
-    add("--no-memory", dest="memory", action="store_false", help="do not watch allocations in the warm-up")
-    add("--network", default="", metavar="TEXT", help="what joins the ranks, for the record")
-    add("--quiet", action="store_true", help="no tables and no progress")
+    add("--ranks", metavar="P,P", help=text)
+    text = "Numbers of ranks to count words on, each at least 1; starts an mpiexec for each of them"
+    add("--sweep-ranks", metavar="P,P,...", help=text)
+    text = "Table with target times, measured cell by cell; default: none"
+    add("--table", choices=TABLES, default="", help=text)
+    add("--rows", metavar="I,I", help="Numbers of the rows of --table to measure, from 1; default: all")
+    text = f"Start no further cell of --table after so many seconds, above 0; default: {BUDGET:g}"
+    add("--budget", type=float, metavar="SECONDS", help=text)
+    text = "Commit that is measured, for the record; default: the one that git names"
+    add("--commit", default="", metavar="TEXT", help=text)
+    add("--json", type=Path, metavar="FILE", help="File to write all results to; default: none")
+    text = "Skip the measurement of memory, which slows the last steps of the warm-up"
+    add("--no-memory", dest="memory", action="store_false", help=text)
+    text = "Network that joins the ranks, in words for the record"
+    add("--network", default="", metavar="TEXT", help=text)
+    add("--quiet", action="store_true", help="Print neither tables nor progress on the terminal")
     return parser

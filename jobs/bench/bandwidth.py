@@ -88,10 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m jobs.bench.bandwidth",
         description="Draw the time of a step over the bandwidth of the links, from documents of make bench-net.",
-        epilog="example: python -m jobs.bench.bandwidth 100mbit.json 1gbit.json --output bandwidth.svg",
+        epilog="example:\n  python -m jobs.bench.bandwidth 100mbit.json 1gbit.json --output bandwidth.svg",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "documents", nargs="+", type=Path, metavar="JSON", help="Documents of make bench-net."
+        "documents",
+        nargs="+",
+        type=Path,
+        metavar="JSON",
+        help="Documents that make bench-net wrote, one for each rate.",
     )
     parser.add_argument(
         "--methods",

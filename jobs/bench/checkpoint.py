@@ -133,12 +133,37 @@ def bench(config: Config, comm: MPI.Intracomm, folder: Path, *, steps: int, ever
 
 def main(argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:
     """Bench as the command line says; collective. Returns the exit status, the same on all ranks."""
-    parser = argparse.ArgumentParser(prog="python -m jobs.launch -n RANKS -m jobs.bench.checkpoint")
-    parser.add_argument("config", metavar="CONFIG.toml")
-    parser.add_argument("--set", dest="overrides", metavar="section.key=value", nargs="+", default=[])
-    parser.add_argument("--steps", type=int, default=200, help="of each kind; default: %(default)s")
-    parser.add_argument("--every", type=int, default=50, help="steps per checkpoint; default: %(default)s")
-    parser.add_argument("--folder", type=Path, help="where the sets go; default: a temporary one")
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.launch -n RANKS -m jobs.bench.checkpoint",
+        description="Time steps of a training run with and without checkpoints, in alternating blocks of one run.",
+        epilog="example:\n"
+        "  python -m jobs.launch -n 4 -m jobs.bench.checkpoint jobs/configs/digits.toml --set model.width=1.0",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", help="Configuration of the training run")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="section.key=value",
+        nargs="+",
+        default=[],
+        help="Values of keys that replace those of the configuration",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=200,
+        help="Steps with checkpoints, and as many without, at least --every; default: %(default)s",
+    )
+    parser.add_argument(
+        "--every", type=int, default=50, help="Steps per checkpoint, at least 2; default: %(default)s"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="Folder that checkpoints are written in and removed from; default: that of temporary files",
+    )
     options = parser.parse_args(argv)
     if not 2 <= options.every <= options.steps:
         parser.error(f"--every {options.every} is not in [2, {options.steps}], the steps")

@@ -45,29 +45,31 @@ class ModelConfig(Section):
     """
 
     name: Literal["vgg16", "lstm", "bert", "own"] = Field(
-        default="vgg16", description="the network; own: the one that factory makes"
+        default="vgg16", description="The network to train; `own` is the one that `factory` makes"
     )
     width: float = Field(
         default=1.0,
         gt=0.0,
         le=8.0,
-        description="vgg16 and lstm: what every layer's channels are multiplied with",
+        description="For vgg16 and lstm: factor on the channels of every layer",
     )
-    layers: int = Field(default=12, ge=1, description="bert: layers of the encoder")
-    hidden: int = Field(default=768, ge=64, multiple_of=64, description="bert: channels, 64 to a head")
+    layers: int = Field(default=12, ge=1, description="For bert: number of layers of the encoder")
+    hidden: int = Field(
+        default=768, ge=64, multiple_of=64, description="For bert: number of channels, 64 to a head"
+    )
     dropout: float = Field(
-        default=0.1, ge=0.0, lt=1.0, description="bert: probability of the dropout in every layer"
+        default=0.1, ge=0.0, lt=1.0, description="For bert: probability of dropout in every layer"
     )
     vocabulary: int = Field(
-        default=0, ge=0, description="bert: words that the text file must have; 0: as many as it has"
+        default=0, ge=0, description="For bert: words that the text file must have; 0: as many as it has"
     )
     factory: str = Field(
         default="",
-        description='own: "my_package.my_module:build", a callable that returns a torch.nn.Module; name is then "own"',
+        description='Your own network, "my_package.my_module:build": a callable that returns a torch.nn.Module',
     )
     arguments: dict[str, Any] = Field(
         default_factory=dict,
-        description="own: keywords that factory is called with, a table [model.arguments]",
+        description="Keywords that `factory` is called with, a table [model.arguments]",
     )
 
     _OWNERS: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -132,27 +134,32 @@ class DataConfig(Section):
     """
 
     name: Literal["digits", "cifar10", "prepared", "an4", "text"] = Field(
-        default="digits", description="the data set; prepared: images of any other"
+        default="digits",
+        description="The data set to train on; `prepared` is any file of images that data.prepare wrote",
     )
-    path: str = Field(default="", description="file that data.prepare wrote; none for the digits")
-    size: int = Field(default=32, ge=32, le=512, description="pixels per side of the digits")
+    path: str = Field(default="", description="File that data.prepare wrote; empty for the digits alone")
+    size: int = Field(default=32, ge=32, le=512, description="Pixels per side of the digits")
     held_out: float = Field(
-        default=0.5, gt=0.0, lt=1.0, description="fraction of the digits that is never trained on"
+        default=0.5, gt=0.0, lt=1.0, description="Share of the digits that is never trained on"
     )
     crop: int = Field(
-        default=0, ge=0, description="pixels of padding that training images are cropped from at random"
+        default=0,
+        ge=0,
+        description="For images: pixels of padding that training images are cropped from at random",
     )
-    flip: bool = Field(default=False, description="mirror training images at random; not for digits")
+    flip: bool = Field(
+        default=False, description="For images: mirror training images at random; not for digits"
+    )
     tempo: tuple[float, ...] = Field(
         default=(),
         strict=False,
-        description="[least, most] factor on the tempo of a training utterance, its spectrogram resampled along time; "
-        "empty: as it was said",
+        description="For an4: [least, most] factor on the tempo of a training utterance, drawn at random, within [0.5, 2]; "
+        "empty: tempo as recorded",
     )
     eval_sequences: int = Field(
         default=0,
         ge=0,
-        description="text: held-out sequences that an evaluation takes, spread evenly over all of them; 0: all",
+        description="For text: held-out sequences per evaluation, spread evenly over all of them; 0: all",
     )
 
     @field_validator("tempo")
@@ -184,36 +191,41 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """The torch optimizer that sees the reduced, averaged gradient."""
 
-    name: Literal["sgd", "adam", "adamw"] = Field(default="sgd", description="torch's optimizer of that name")
-    lr: float = Field(default=0.1, gt=0.0, description="learning rate, which the schedule multiplies")
-    momentum: float = Field(
-        default=0.0, ge=0.0, lt=1.0, description="sgd only: momentum of the reduced gradient"
+    name: Literal["sgd", "adam", "adamw"] = Field(
+        default="sgd", description="The torch optimizer of that name"
     )
-    nesterov: bool = Field(default=False, description="sgd only: Nesterov's momentum")
+    lr: float = Field(default=0.1, gt=0.0, description="Learning rate, which the schedule multiplies")
+    momentum: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="For sgd: momentum of the reduced gradient"
+    )
+    nesterov: bool = Field(default=False, description="For sgd: use Nesterov's form of momentum")
     weight_decay: float = Field(
         default=0.0,
         ge=0.0,
-        description="factor of the parameters; part of the gradient, for adamw apart from it",
+        description="Factor of the weight decay, which adamw applies to the parameters and the others add to the gradient",
     )
     beta1: float = Field(
-        default=0.9, ge=0.0, lt=1.0, description="adam and adamw only: decay of the gradient's running mean"
+        default=0.9, ge=0.0, lt=1.0, description="For adam and adamw: decay of the gradient's running mean"
     )
     beta2: float = Field(
-        default=0.999, ge=0.0, lt=1.0, description="adam and adamw only: decay of its square's running mean"
+        default=0.999,
+        ge=0.0,
+        lt=1.0,
+        description="For adam and adamw: decay of the running mean of its square",
     )
     eps: float = Field(
-        default=1e-8, gt=0.0, description="adam and adamw only: added to the root of that mean"
+        default=1e-8, gt=0.0, description="For adam and adamw: term added to the root of that mean"
     )
     bias_correction: bool = Field(
-        default=True, description="adamw only; false: the running means keep their start from zero"
+        default=True, description="For adamw: correct the running means for their start from zero"
     )
     decay_vectors: bool = Field(
-        default=True, description="whether weight_decay is for biases and the weights of norms as well"
+        default=True, description="Whether biases and the weights of norms decay as well"
     )
     clip_norm: float = Field(
         default=0.0,
         ge=0.0,
-        description="Euclidean norm that the reduced gradient is scaled down to, equal on all ranks; 0: never",
+        description="Largest Euclidean norm of the reduced gradient, equal on all ranks; 0: no clipping",
     )
 
     @model_validator(mode="after")
@@ -237,23 +249,28 @@ class ScheduleConfig(Section):
     """
 
     name: Literal["constant", "step", "exponential", "cosine", "linear", "one-cycle"] = Field(
-        default="constant", description="the learning rate's course after the warm-up"
+        default="constant", description="Course of the learning rate after the warm-up"
     )
     unit: Literal["steps", "epochs", "run"] = Field(
-        default="steps", description="what warmup and milestones count in; run: shares of the whole run"
+        default="steps", description="Unit of warmup and milestones; `run` counts in shares of the whole run"
     )
-    warmup: float = Field(default=0.0, ge=0.0, description="length of the linear rise at the start")
+    warmup: float = Field(default=0.0, ge=0.0, description="Length of the rise at the start, in `unit`")
     warmup_start: float | Literal["1/ranks"] = Field(
-        default=0.0, description="factor that the rise starts from, in [0, 1]"
+        default=0.0, description="Factor that the rise starts from, in [0, 1]"
     )
     milestones: tuple[float, ...] = Field(
-        default=(), strict=False, description="step only: where the rate is multiplied by gamma, ascending"
+        default=(),
+        strict=False,
+        description="For step: where the rate is multiplied by gamma, ascending, in `unit`",
     )
     gamma: float = Field(
-        default=0.1, gt=0.0, le=1.0, description="step and exponential only: what the rate is multiplied by"
+        default=0.1,
+        gt=0.0,
+        le=1.0,
+        description="For step and exponential: factor that the rate is multiplied by",
     )
     final: float = Field(
-        default=0.0, ge=0.0, le=1.0, description="cosine, linear and one-cycle only: factor at the last step"
+        default=0.0, ge=0.0, le=1.0, description="For cosine, linear and one-cycle: factor at the last step"
     )
 
     @field_validator("warmup_start")
@@ -281,7 +298,8 @@ class ScheduleConfig(Section):
 def _described(docstring: str) -> dict[str, str]:
     """The first sentence of each attribute in a docstring of Google's form."""
     entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", docstring, re.MULTILINE)
-    return {name: " ".join(text.split()).split(". ")[0].rstrip(".") for name, text in entries}
+    first = {name: " ".join(text.split()).split(". ")[0].rstrip(".") for name, text in entries}
+    return {name: text[:1].upper() + text[1:] for name, text in first.items()}
 
 
 _SETTINGS = _described(Settings.__doc__ or "")
@@ -300,7 +318,7 @@ class ReductionConfig(Section):
 
     method: str = Field(
         default="oktopk",
-        description=f"how gradients are summed: {', '.join([*sorted(METHODS), *TRAINING_MODES])}",
+        description=f"How gradients are summed: {', '.join([*sorted(METHODS), *TRAINING_MODES])}",
     )
     density: float = _setting("density")
     threshold_interval: int = _setting("threshold_interval")
@@ -319,12 +337,13 @@ class ReductionConfig(Section):
     rotate: bool = _setting("rotate")
     gradient_type: Literal["", "float32", "bfloat16", "float16"] = Field(
         default="",
-        description="of what is reduced; empty: float32, that of the parameters. Others on GPUs only",
+        description="Type of the gradients that are reduced, others than float32 on GPUs only; empty: float32, that of the "
+        "parameters",
     )
     bucket_mb: float = Field(
         default=25.0,
         gt=0.0,
-        description="size of a bucket of gradients, in 1e6 bytes; dense-ovlp and ddp only",
+        description="For dense-ovlp and ddp: size of a bucket of gradients, in 1e6 bytes",
     )
 
     @field_validator("method")
@@ -347,49 +366,53 @@ class ReductionConfig(Section):
 class TrainingConfig(Section):
     """How long and on what: the run ends after `steps` or `epochs`, whichever comes first."""
 
-    batch_size: int = Field(default=16, ge=1, description="samples per rank and backward pass")
+    batch_size: int = Field(default=16, ge=1, description="Samples per rank and backward pass")
     accumulate: int = Field(
         default=1,
         ge=1,
-        description="backward passes per step, each on batch_size samples; nothing is communicated in between",
+        description="Backward passes per step, each on batch_size samples; nothing is communicated in between",
     )
     precision: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="bfloat16: where torch's autocast deems it safe; parameters stay float32",
+        description="Type of the network's arithmetic; bfloat16 where torch's autocast deems it safe, with parameters in "
+        "float32",
     )
     label_smoothing: float = Field(
         default=0.0,
         ge=0.0,
         lt=1.0,
-        description="share of a training label that all classes get alike; images only, and not where they are held out",
+        description="For images: share of a training label that is spread evenly over all classes; not in evaluations",
     )
-    channels_last: bool = Field(default=False, description="memory layout of images and convolutions")
+    channels_last: bool = Field(
+        default=False, description="Store images and convolutions with their channels last"
+    )
     cuda_graph: bool = Field(
         default=False,
-        description="replay the passes and the optimizer's step as CUDA graphs, which spares a network of many small kernels the "
-        "wait for Python; ddp does without",
+        description="Replay the passes and the optimizer's step as CUDA graphs, which helps where Python launches many small "
+        "kernels; no effect with ddp",
     )
     deterministic: bool = Field(
-        default=False, description="the same bits from run to run on a GPU too, at the price of speed"
+        default=False, description="Compute the same bits from run to run on a GPU too, at the price of speed"
     )
-    steps: int = Field(default=0, ge=0, description="steps of the run; 0: no limit")
-    epochs: int = Field(default=0, ge=0, description="epochs of the run; 0: no limit")
+    steps: int = Field(default=0, ge=0, description="Number of steps of the run; 0: no limit")
+    epochs: int = Field(default=0, ge=0, description="Number of epochs of the run; 0: no limit")
     seed: int = Field(
         default=0,
         ge=0,
         lt=2**31,
-        description="of the weights, the order of samples, dropout and augmentation",
+        description="Seed of the weights, the order of samples, dropout and augmentation",
     )
     eval_every: int = Field(
-        default=0, ge=0, description="steps between evaluations; 0: at the end of each epoch"
+        default=0, ge=0, description="Number of steps between evaluations; 0: at the end of each epoch"
     )
     eval_batch_size: int = Field(
-        default=128, ge=1, description="samples per rank and forward pass of an evaluation"
+        default=128, ge=1, description="Samples per rank and forward pass of an evaluation"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto: the GPU of the rank's place on its host, where there is one"
+        default="auto",
+        description="Device of each rank; `auto` is the GPU of the rank's place on its host, or the CPU where there is none",
     )
-    threads: int = Field(default=1, ge=1, le=4096, description="torch threads per rank")
+    threads: int = Field(default=1, ge=1, le=4096, description="Number of torch threads per rank")
 
     @model_validator(mode="after")
     def _ends(self) -> Self:
@@ -401,45 +424,43 @@ class TrainingConfig(Section):
 class RunConfig(Section):
     """The run file."""
 
-    file: str = Field(
-        default="runs/run.h5", description="where the run file is written; its folder is made if need be"
-    )
+    file: str = Field(default="runs/run.h5", description="Run file to write; its folder is made if need be")
     overwrite: bool = Field(
-        default=False,
-        description="replace the run file of another run; else a run that was interrupted continues",
+        default=False, description="Replace the run file of another run; else an interrupted run continues"
     )
-    flush_every: int = Field(default=20, ge=1, description="steps between writes to the run file")
+    flush_every: int = Field(default=20, ge=1, description="Number of steps between writes to the run file")
     measure_every: int = Field(
         default=0,
         ge=0,
-        description="steps between measurements of xi and fill-in, two dense allreduces each; 0: none. "
-        "A multiple of reduction.threshold_interval would meet only exact steps, or none",
+        description="Number of steps between measurements of xi and fill-in, at two dense allreduces each; 0: none. A multiple "
+        "of reduction.threshold_interval would meet only exact steps, or none",
     )
     time_stages: bool = Field(
         default=False,
-        description="time the stages of Ok-Topk's steps where they run as one on the GPUs, which makes them a little slower",
+        description="Time the stages of Ok-Topk's steps where they run as one on the GPUs, which slows them a little",
     )
     commit: str = Field(
         default="",
-        description="of the sources, for the record; empty: git is asked, where they are a checkout",
+        description="Commit of the sources, for the record; empty: the one that git names",
     )
     record_gradients: str = Field(
-        default="", description="folder to record gradients in, for jobs.bench --replay"
+        default="", description="Folder to record gradients in, for jobs.bench --replay; empty: none"
     )
     record_steps: int = Field(
-        default=16, ge=1, description="gradients to record, 4n bytes each, on every rank"
+        default=16, ge=1, description="Number of gradients to record on every rank, 4n bytes each"
     )
 
     watchdog: float = Field(
         default=600.0,
         ge=0.0,
-        description="seconds without a step after which every rank's stack is printed and the job ended; 0: never. "
-        "A checkpoint that takes longer to be written is an error",
+        description="Seconds without a step after which every rank's stack is printed and the job ended; 0: never. A checkpoint"
+        " that takes longer to write is an error",
     )
     watchdog_around: float = Field(
         default=1800.0,
         ge=0.0,
-        description="the same for the start of a job, up to its first step, for an evaluation, and for its end; 0: never",
+        description="Seconds of the same limit for the start of a job up to its first step, for an evaluation, and for its end;"
+        " 0: never",
     )
 
     @field_validator("file")
@@ -453,13 +474,19 @@ class RunConfig(Section):
 class CheckpointConfig(Section):
     """What a run that is started again continues from; also taken at the end, and on SIGUSR1 and SIGTERM."""
 
-    enabled: bool = Field(default=True, description="whether checkpoints are taken")
+    enabled: bool = Field(
+        default=True, description="Whether checkpoints are taken and a run resumes from them"
+    )
     folder: str = Field(
         default="",
-        description="of this run alone, on a file system that all ranks share; default: beside the run file",
+        description="Folder of this run's checkpoints alone, on a file system that all ranks share; empty: beside the run file",
     )
-    every_steps: int = Field(default=0, ge=0, description="steps between checkpoints; 0: not by steps")
+    every_steps: int = Field(
+        default=0, ge=0, description="Number of steps between checkpoints; 0: not by steps"
+    )
     every_minutes: float = Field(
-        default=10.0, ge=0.0, description="minutes between checkpoints; 0: not by time"
+        default=10.0, ge=0.0, description="Number of minutes between checkpoints; 0: not by time"
     )
-    keep: int = Field(default=2, ge=1, description="newest checkpoints that are kept; older ones are removed")
+    keep: int = Field(
+        default=2, ge=1, description="Number of newest checkpoints to keep; older ones are removed"
+    )

@@ -13,37 +13,59 @@ from jobs.experiment.trials import KINDS
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m jobs.experiment", description="A whole table of results by one resumable command."
+        prog="python -m jobs.experiment",
+        description="Train and time every method for one table of results. The same command continues an interrupted table.",
+        epilog="examples:\n"
+        "  python -m jobs.experiment vgg --data cifar10.h5 -o vgg --budget 540\n"
+        "  python -m jobs.experiment bert --data text.h5 -o bert --steps 2000",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("experiment", choices=EXPERIMENTS)
-    add("--data", type=Path, metavar="FILE.h5", help="written by data.prepare")
-    add("-o", "--output", type=Path, required=True, metavar="DIR")
-    add("--ranks", type=int, default=4, help="default: %(default)s")
+    add("experiment", choices=EXPERIMENTS, help="Network that the table is about, with the paper's settings")
+    text = "Data set that data.prepare wrote; required unless --set data.path names it"
+    add("--data", type=Path, metavar="FILE.h5", help=text)
     add(
-        "--budget", type=float, metavar="SECONDS", help="start no run that would end later; default: no limit"
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="Folder of the runs and of their report",
     )
+    add("--ranks", type=int, default=4, help="Number of ranks to train on, at least 1; default: %(default)s")
+    text = "Start no run that would end later than so many seconds from now; default: no limit"
+    add("--budget", type=float, metavar="SECONDS", help=text)
     length = parser.add_mutually_exclusive_group()
     for unit, experiments in (("epochs", "vgg, lstm"), ("steps", "bert")):
-        text = f"{experiments}: train for so many {unit}; schedule and dense warm-up are shortened in proportion, but for what "
-        text += "--set gives" + ("; evaluations too" if unit == "steps" else "")
+        shortened = (
+            "schedule, dense warm-up and evaluations" if unit == "steps" else "schedule and dense warm-up"
+        )
+        text = f"Length of the training in {unit}, at least 1, for {experiments}; shortens the {shortened} in proportion, except "
+        text += "for keys given with --set; default: that of the configuration"
         length.add_argument(f"--{unit}", type=int, help=text)
-    add("--seeds", type=int, help="of dense and oktopk; default: 3, 2 for bert")
-    add("--methods", nargs="+", metavar="METHOD", help="only these; default: all")
-    text = "numbers of ranks to compare speeds on; default: 1, 2, 4 … up to --ranks, for bert --ranks alone"
+    add("--seeds", type=int, help="Number of seeds of dense and oktopk, at least 1; default: 3, for bert 2")
+    add("--methods", nargs="+", metavar="METHOD", help="Methods to train and time; default: all")
+    text = "Numbers of ranks to compare speeds on; default: 1, 2, 4 … up to --ranks, for bert --ranks alone"
     add("--speed-ranks", type=int, nargs="*", metavar="RANKS", help=text)
-    add("--speed-steps", type=int, help="0: none; default: 200, 148 for bert")
-    text = "of Ok-Topk with balanced and with equal regions, in experiments that compare them; 0: none; default: %(default)s"
-    add("--region-steps", type=int, default=500, help=text)
-    text = "per rank, to compare speeds at; default: as in training, for bert 8 and 256"
+    text = "Steps of each run that compares speeds; 0: no such runs; default: 200, for bert 148"
+    add("--speed-steps", type=int, metavar="STEPS", help=text)
+    text = "Steps of the runs that compare balanced with equal regions, for lstm; 0: no such runs; default: %(default)s"
+    add("--region-steps", type=int, default=500, metavar="STEPS", help=text)
+    text = "Samples per rank and step to compare speeds at, at least 1; default: as in training, for bert 8 and 256"
     add("--speed-batches", type=int, nargs="+", metavar="SAMPLES", help=text)
-    text = "only runs of these kinds, and in this order; default: all, the most telling ones first"
+    text = "Kinds of runs to do, in this order; default: all kinds, the most informative runs first"
     add("--kinds", nargs="+", choices=KINDS, help=text)
-    text = "only these runs, as --plan names them: to spread a table over jobs"
+    text = (
+        "Names of the runs to do, as --plan prints them, so that several jobs can share a table; default: all"
+    )
     add("--runs", nargs="+", metavar="NAME", help=text)
-    add("--no-gpu-methods", action="store_true", help="leave out NCCL and DistributedDataParallel")
+    add(
+        "--no-gpu-methods",
+        action="store_true",
+        help="Leave out NCCL and DistributedDataParallel, which need GPUs",
+    )
     for unit in ("an epoch", "a step"):
-        text = f"how long {unit} is expected to take, until a run was measured"
+        text = f"Seconds that {unit} is expected to take, for the plan until a run has been measured"
         add(f"--{unit.split()[1]}-seconds", type=float, metavar="SECONDS", help=text)
     add(
         "--set",
@@ -52,11 +74,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         nargs="+",
         action="extend",
         default=[],
-        help="override keys of the configuration in all runs",
+        help="Values of keys of the configuration, for all runs; the keys are in jobs/config/sections.py",
     )
-    text = "a sentence for the top of the report, on the data for instance"
+    text = "Sentence for the top of the report, on the data for instance; may be repeated"
     add("--note", action="append", default=[], metavar="TEXT", help=text)
-    add("--plan", action="store_true", help="print the plan and leave")
+    add("--plan", action="store_true", help="Print the plan and exit without a run")
     options = parser.parse_args(words)
     experiment = EXPERIMENTS[options.experiment]
     for name in ("seeds", "speed_steps", "speed_batches"):

@@ -27,22 +27,42 @@ from jobs.run.file import RunFileError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m jobs.report RUN... -o DIR`. Returns the exit status, 2 for input that cannot be used."""
-    parser = argparse.ArgumentParser(prog="python -m jobs.report", description="Compare runs of jobs.train.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run file, or a JSON of jobs.bench")
-    parser.add_argument("-o", "--output", default="report", metavar="DIR", help="default: %(default)s")
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.report",
+        description="Compare runs of jobs.train on one HTML page, with the same figures as CSV files.",
+        epilog="example:\n  python -m jobs.report runs/dense.h5 runs/oktopk.h5 -o report --target 0.9",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
-        "--target", type=float, metavar="ACCURACY", help="state the time to this held-out accuracy, in (0, 1]"
+        "runs", nargs="+", metavar="RUN", help="Run files of jobs.train, or JSON files of jobs.bench"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        default="report",
+        metavar="DIR",
+        help="Folder of the page and its CSV files; default: %(default)s",
+    )
+    parser.add_argument(
+        "--target",
+        type=float,
+        metavar="ACCURACY",
+        help="Held-out accuracy, in (0, 1], that the page gives the time to; default: none",
     )
     parser.add_argument(
         "--throughput",
         nargs="+",
         default=[],
         metavar="RUN",
-        help="run files that are compared by their speed alone, over the number of ranks",
+        help="Run files compared by their speed alone, over the number of ranks; default: none",
     )
-    parser.add_argument("--title", default="", help="the page's heading")
+    parser.add_argument("--title", default="", help="Heading of the page; default: Runs compared")
     parser.add_argument(
-        "--note", action="append", default=[], metavar="TEXT", help="a sentence for the top of the page"
+        "--note",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="Sentence for the top of the page; may be repeated",
     )
     options = parser.parse_args(argv)
     if options.target is not None and not 0.0 < options.target <= 1.0:

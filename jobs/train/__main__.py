@@ -82,16 +82,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace | int:
     parser = argparse.ArgumentParser(
         prog="mpiexec -n RANKS python -m mpi4py -m jobs.train",
         description="Train a network on many ranks, gradients reduced by oktopk.",
-        epilog="A network of one's own takes the place of model.name in CONFIG.toml: [model] "
-        "factory = 'my_package.my_module:build', and [model.arguments] hidden = 256 if it takes such a keyword. The callable "
-        "returns a torch.nn.Module. Images, speech or text are trained as data.name says: images need logits[batch, classes]; "
-        "speech (an4) and text need what LSTM.forward and BERT.forward in models/ take and return.",
+        epilog="A network of your own takes the place of model.name in CONFIG.toml: [model] factory =\n"
+        "'my_package.my_module:build', and [model.arguments] hidden = 256 if it takes such a keyword. The callable returns a\n"
+        "torch.nn.Module. data.name decides what is trained: images need logits[batch, classes];\n"
+        "speech (an4) and text need what LSTM.forward and BERT.forward in models/ take and return.\n\n"
+        "examples:\n"
+        "  mpiexec -n 4 python -m mpi4py -m jobs.train jobs/configs/digits.toml --set reduction.method=dense training.steps=100\n"
+        "  python -m jobs.train --show-config",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "config",
-        metavar="CONFIG.toml",
-        nargs="?",
-        help="the run's configuration, for instance jobs/configs/digits.toml",
+        "config", metavar="CONFIG.toml", nargs="?", help="Configuration of the run, as in jobs/configs"
     )
     parser.add_argument(
         "--set",
@@ -100,12 +101,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace | int:
         nargs="+",
         action="extend",
         default=[],
-        help="override keys of the configuration, for instance --set reduction.method=dense training.steps=100",
+        help="Values of keys that replace those of the configuration; --show-config lists the keys",
     )
     parser.add_argument(
         "--show-config",
         action="store_true",
-        help="print every key of the configuration with its meaning, type and default, as TOML, and leave. The values are those "
+        help="Print every key of the configuration with its meaning, type and default, as TOML, and leave. The values are those "
         "of CONFIG.toml and --set where given",
     )
     try:

@@ -142,16 +142,20 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
         description="Try what this host offers to several ranks: MPI between two processes in host memory and, where there are "
         "GPUs, in device memory, staged through the host, and by peer memory. Prints one screen: versions, GPUs, what works "
         "and how fast, the path that oktopk takes, and what to do about what is missing.",
-        epilog="exit status: 0 where the best works that the hardware allows, 1 where something slower does, 2 where several "
-        "ranks cannot run",
+        epilog="exit status: 0 where the best works that the hardware allows, 1 where something slower does,\n"
+        "2 where several ranks cannot run\n\nexample:\n"
+        f"  {prog} --json doctor.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings to FILE, as JSON")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="File to write the findings to, as JSON; default: none"
+    )
     parser.add_argument(
         "--timeout",
         type=float,
         default=120,
         metavar="SECONDS",
-        help="end a try that takes longer than this; default: %(default)s",
+        help="Seconds after which a try is ended; default: %(default)s",
     )
     return parser.parse_args(argv)
 

@@ -69,12 +69,6 @@ def test_every_offset_and_both_directions_occur() -> None:
     assert 900 < mirrored < 1100
 
 
-def test_digits_stay_unmirrored_when_flip_is_off() -> None:
-    images = image_set(50)
-    plain = Augment(crop=0, flip=False).apply(images.images, np.full(50, 2**64 - 1, np.uint64))
-    assert np.array_equal(plain, images.images)
-
-
 def loaders(images: ImageSet, size: int, batch_size: int, seed: int = 3) -> list[TrainingLoader]:
     augment = Augment(crop=2, flip=True)
     return [
@@ -131,13 +125,6 @@ def test_without_augmentation_the_pixels_are_the_images() -> None:
     expected, expected_labels = images.batch(loader.shards.indices(0, 1))
     assert torch.equal(pixels, expected)
     assert torch.equal(labels, expected_labels)
-
-
-def test_too_few_samples_are_refused_before_training() -> None:
-    with pytest.raises(DataError, match="3 samples are fewer than 4 ranks"):
-        TrainingLoader(image_set(3), batch_size=1, rank=0, size=4, seed=0)
-    with pytest.raises(DataError, match="31 samples are fewer than the 32 of one step, 4 ranks x 8"):
-        TrainingLoader(image_set(31), batch_size=8, rank=0, size=4, seed=0)
 
 
 def test_a_crop_wider_than_half_the_image_is_refused() -> None:

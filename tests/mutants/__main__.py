@@ -139,12 +139,18 @@ def check(root: Path, mutants: Sequence[Mutant], results: Path | None) -> dict[s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.mutants", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m tests.mutants",
+        description="Put mistakes into a copy of the checkout, one after another, and list the test that finds each.",
+        epilog="examples:\n  python -m tests.mutants --results mutants.json\n  python -m tests.mutants kth-ties",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--results", type=Path, metavar="FILE", help="in JSON; what is there is not run again"
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="JSON file of the results; mutants that have one there are not run again; default: none",
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of mutants; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="Names of mutants to run; default: all")
     options = parser.parse_args(arguments)
     unknown = {*options.names} - {mutant.name for mutant in MUTANTS}
     if unknown:

@@ -33,6 +33,10 @@ from oktopk.settings import DENSE_ABOVE, DENSITY_STAGES, Settings, entries_kept,
             for value in (-1, 0.0, None, False)
         ],
         *[("nonfinite", value, "is not 'raise' or 'skip'") for value in ("ignore", "", None)],
+        *[
+            (name, 1, "is not True or False")
+            for name in ("average", "deferred", "balanced_regions", "rotate")
+        ],
     ],
 )
 def test_a_bad_value_is_refused_with_its_name_and_bound(name: str, value: Any, bound: str) -> None:

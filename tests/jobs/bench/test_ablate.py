@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +12,7 @@ from mpi4py import MPI
 from jobs.bench.contestants import variants
 from jobs.bench.document import read
 from oktopk import GradientAllreduce, Settings
-from oktopk.launch import mpiexec_command
-
-ROOT = Path(__file__).parents[3]
-PATIENCE = 100
-
-
-@pytest.mark.parametrize("name", ["balanced_regions", "rotate"])
-def test_a_switch_is_on_and_is_true_or_false(name: str) -> None:
-    assert getattr(Settings(), name) is True
-    values: dict[str, Any] = {name: False}
-    assert getattr(Settings(**values), name) is False
-    with pytest.raises(ValueError, match=re.escape(f"{name} 1 is not True or False")):
-        Settings(**{name: 1})
+from tests.launched import PATIENCE, run_ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -62,28 +48,8 @@ def test_regions_and_balancing_spare_the_busiest_rank(tmp_path: Path) -> None:
     from jobs.bench.figures import draw  # not for every rank of the tests above
 
     path = tmp_path / "ablation.json"
-    words = [
-        "--ablate",
-        "--length",
-        "300000",
-        "--steps",
-        "8",
-        "--warmup",
-        "20",
-        "--set",
-        "threshold_interval=8",
-    ]
-    command, environment = mpiexec_command(4, ["-m", "jobs.bench", *words, "--json", str(path)])
-    done = subprocess.run(
-        command,
-        env=environment,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE - 5,
-        check=False,
-    )
+    words = ["--ablate", "--length", "300000", "--steps", "8", "--warmup", "20"]
+    done = run_ranks(4, "-m", "jobs.bench", *words, "--set", "threshold_interval=8", "--json", str(path))
     assert done.returncode == 0, done.stderr
     content = read(path)
     assert content["kind"] == "ablation"

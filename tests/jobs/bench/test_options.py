@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.bench.arguments import SWEEP_DENSITY, SWEEP_LENGTH, VGG_LENGTH, usage
+from jobs.bench.arguments import SWEEP_DENSITY, SWEEP_LENGTH, VGG_LENGTH
 from jobs.bench.document import BenchError
 from jobs.bench.options import parse
 from oktopk import METHODS
@@ -101,18 +101,3 @@ def test_what_cannot_be_done_is_refused_with_the_value_and_the_bound(words: list
 def test_a_rank_starts_no_ranks(words: list[str]) -> None:
     with pytest.raises(BenchError, match="starts mpiexec itself: run it without one"):
         parse(words, launched=True)
-
-
-def test_usage_names_every_option() -> None:
-    text = usage()
-    for word in (
-        "--methods",
-        "--length",
-        "--density",
-        "--steps",
-        "--device",
-        "--json",
-        "--ablate",
-        "--sweep-ranks",
-    ):
-        assert word in text

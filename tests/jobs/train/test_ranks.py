@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -16,15 +13,12 @@ import pytest
 import torch
 
 from jobs.report.summary import Run, read_runs
-from jobs.restart.signals import EXIT_STATUS
 from jobs.run.reader import RunReader
-from oktopk.launch import find_mpiexec, launch_environment, mpiexec_flavour
 from tests.devices import gpus
 from tests.launched import PATIENCE, run_ranks
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "jobs" / "configs" / "digits.toml"
-TINY = ["model.width=0.0625", "training.batch_size=4", "training.eval_every=100"]
 
 
 @pytest.mark.timeout(PATIENCE)
@@ -220,25 +214,3 @@ def test_a_rank_that_raises_ends_the_job_within_ten_seconds_with_its_traceback(
     with RunReader(path) as reader:
         assert reader.status != "complete"
         assert reader.steps()["step"].tolist() == [1, 2]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(PATIENCE)
-def test_a_terminated_run_leaves_its_file_readable_and_a_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "run.h5"
-    overrides = [*TINY, f"run.file={path}", "training.steps=100000", "run.flush_every=1"]
-    command = [sys.executable, "-m", "mpi4py", "-m", "jobs.train", str(CONFIG), "--set", *overrides]
-    environment = launch_environment(1, mpiexec_flavour(find_mpiexec()))
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL) as job:
-        for _ in range(400):
-            if path.exists():
-                with RunReader(path) as reader:
-                    if len(reader.steps()["step"]):
-                        break
-            time.sleep(0.1)
-        job.send_signal(signal.SIGTERM)
-        assert job.wait(10) == EXIT_STATUS
-    with RunReader(path) as reader:
-        assert reader.status == "interrupted"
-        done = len(reader.steps()["loss"])
-    assert [step.name for step in (tmp_path / "run.checkpoints").glob("step-*")] == [f"step-{done:08d}"]
