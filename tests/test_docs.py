@@ -33,9 +33,9 @@ def test_the_reference_has_every_key_and_every_command(monkeypatch: pytest.Monke
         assert f"## [{section}]" in page
         for key in field.annotation.model_fields:
             assert f"| `{key}` |" in page
-    assert "| `width` | number | `1.0` | > 0.0, <= 8.0 | vgg16 and lstm:" in page
+    assert "| `width` | number | `1.0` | > 0.0, <= 8.0 | For vgg16 and lstm:" in page
     assert (
-        "| `density` | number | `0.01` |  | share of the entries that is applied per step, in (0, 1];" in page
+        "| `density` | number | `0.01` |  | Share of the entries that is applied per step, in (0, 1];" in page
     )
     assert '| `nonfinite` | "raise" or "skip" | `"raise"` |' in page
     commands = generate.modules_with_options()

@@ -74,7 +74,7 @@ def test_oktopk_run_becomes_the_mpiexec_it_describes(
 @pytest.mark.parametrize(
     ("words", "status", "sentence"),
     [
-        (["--help"], 0, "example: oktopk-run -n 4 train.py"),
+        (["--help"], 0, "oktopk-run -n 4 train.py"),
         ([], 2, "required: -n/--ranks"),
         (["train.py"], 2, "required: -n/--ranks"),
         (["-n", "2"], 2, "no program: give a script, or -m and a module"),

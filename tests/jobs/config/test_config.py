@@ -91,10 +91,10 @@ def test_every_key_is_shown_with_its_meaning_type_and_default() -> None:
             at = next(at for at in range(start, len(lines)) if lines[at].startswith(f"{key} = "))
             assert lines[at - 1] == f"# {key_comment(field)}"
     density = lines[lines.index("density = 0.01") - 1]
-    assert density.startswith("# share of the entries that is applied per step, in (0, 1]; k = ")
+    assert density.startswith("# Share of the entries that is applied per step, in (0, 1]; k = ")
     assert density.endswith(" (number; default 0.01)")
     steps = lines[lines.index("batch_size = 16") - 1]
-    assert steps == "# samples per rank and backward pass (integer, >= 1; default 16)"
+    assert steps == "# Samples per rank and backward pass (integer, >= 1; default 16)"
     warmup_start = lines[lines.index("warmup_start = 0.0") - 1]
     assert warmup_start.endswith('in [0, 1] (number or "1/ranks"; default 0.0)')
 
