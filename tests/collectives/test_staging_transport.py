@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from collectives.dense_allreduce import DenseAllreduce
 from collectives.mpi import MpiTransport
 from collectives.mpi_staged import StagingBuffers, size_class
-from collectives.sparse import ENTRY
 from collectives.traffic import Traffic
 from collectives.transport import Round
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
 from oktopk import allreduce as gradient_allreduce
 from oktopk.backend import Backend
 from oktopk.cpu import kernels as host_kernels
+from tests.collectives.test_transport import ring
 from tests.fake_cupy import fake_cupy, on_fake
 from tests.fake_device import POISON, FakeDeviceTransport, InOrder, LateStream
 
@@ -36,62 +36,6 @@ def transport(comm: MPI.Intracomm) -> Iterator[FakeDeviceTransport]:
     made = FakeDeviceTransport(comm)
     yield made
     made.close()
-
-
-def ring(transport: MpiTransport, step: int = 1) -> tuple[int, int]:
-    return (transport.rank + step) % transport.size, (transport.rank - step) % transport.size
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize(("dtype", "words"), [(np.float32, 1), (ENTRY, 2), (np.int64, 2)])
-def test_what_is_sent_arrives_and_is_counted_word_by_word(
-    transport: FakeDeviceTransport, dtype: Any, words: int
-) -> None:
-    dest, source = ring(transport)
-    outgoing, incoming = np.zeros(5, dtype), np.ones(5, dtype)
-    outgoing.view(np.int32)[:] = 100 * transport.rank + np.arange(5 * words)
-    transport.wait(transport.receive(incoming, source) + transport.send(outgoing, dest))
-    transport.stream.run()
-    assert incoming.view(np.int32).tolist() == (100 * source + np.arange(5 * words)).tolist()
-    assert transport.traffic == Traffic(20 * words, 1)
-
-
-@pytest.mark.mpi
-def test_a_slice_arrives_where_it_was_asked_for_and_nowhere_else(transport: FakeDeviceTransport) -> None:
-    dest, source = ring(transport)
-    outgoing, incoming = np.zeros(9, ENTRY), np.zeros(9, ENTRY)
-    outgoing["index"], outgoing["value"] = np.arange(9), transport.rank + np.arange(9) / 8
-    transport.wait(transport.receive(incoming[3:5], source) + transport.send(outgoing[6:8], dest))
-    transport.stream.run()
-    assert incoming[3:5].tolist() == [(6, source + 0.75), (7, source + 0.875)]
-    assert not incoming[[0, 1, 2, 5, 6, 7, 8]]["value"].any()
-
-
-@pytest.mark.mpi
-def test_nothing_is_sent_nor_waited_for_for_an_empty_array(transport: FakeDeviceTransport) -> None:
-    dest, source = ring(transport)
-    empty = np.empty(0, ENTRY)
-    assert transport.send(empty, dest) == []
-    assert transport.receive(empty, source) == []
-    transport.persistent(Round(dest, empty, source, empty)).run()
-    assert list(transport.exchange([], 3)) == []
-    assert transport.traffic == Traffic()
-    assert (transport.stream.waits, transport.buffers.nbytes) == (0, 0)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("count", [0, 1, 6])
-def test_a_list_of_unknown_length_says_how_long_it_is(transport: FakeDeviceTransport, count: int) -> None:
-    dest, source = ring(transport)
-    outgoing = np.full(count, np.array((3, 0.5), ENTRY))
-    incoming = np.full(6, np.array((9, 9.0), ENTRY))
-    sends = transport.send(outgoing, dest, even_if_empty=True)
-    received = transport.receive_counted(incoming, source)
-    transport.wait(sends)
-    transport.stream.run()
-    assert received == count
-    assert incoming.tolist() == [(3, 0.5)] * count + [(9, 9.0)] * (6 - count)
-    assert transport.traffic == Traffic(8 * count, 1)
 
 
 @pytest.mark.mpi
