@@ -9,7 +9,7 @@ from markupsafe import Markup, escape
 
 TERMS: dict[str, str] = {
     "n": "number of gradient entries, one per parameter of the network",
-    "k": "number of entries that a sparse method is asked to keep in a step: density x n",
+    "k": "number of entries that a sparse method is asked to keep in a step: density × n",
     "P": "number of ranks",
     "rank": "one of the processes that train together, each on batches of its own",
     "word": "4 bytes: one value, or one index",

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from jobs.report.groups import Group
 from jobs.report.style import OURS
 
@@ -67,13 +69,32 @@ def sentence(figures: Sequence[Figure]) -> str:
     return "; ".join(figure.short + (" (projection)" if figure.projected else "") for figure in figures)
 
 
-def notes(figures: Sequence[Figure], links: SlowLinks) -> list[str]:
-    """Why a figure was projected."""
-    if not any(figure.projected for figure in figures):
+def notes(figures: Sequence[Figure], links: SlowLinks, groups: Sequence[Group]) -> list[str]:
+    """Why a figure was projected, and what ξ is divided by where it is not below the number of ranks."""
+    lines = []
+    if any(figure.projected for figure in figures):
+        why = links.problem or "no run over such links"
+        lines.append(f"The step at {links.rate} is a projection. It was not measured: {why}.")
+    ours = _method(groups, OURS)
+    return [*lines, *([] if ours is None else _xi(ours))]
+
+
+def _xi(group: Group) -> list[str]:
+    xi, norms = (
+        np.concatenate([run.measures[name] for run in group.counted]) for name in ("xi", "gradient_norm")
+    )
+    finite = np.isfinite(xi)
+    above = finite & (xi >= group.ranks)
+    if not above.any():
         return []
-    return [
-        f"The step at {links.rate} is a projection. It was not measured: {links.problem or 'no run over such links'}."
-    ]
+    line = f"ξ is not below P = {group.ranks} in {above.sum()} of {finite.sum()} measured steps."
+    below = finite & ~above
+    if below.any() and norms[above].mean() < norms[below].mean():
+        line += (
+            f" ξ divides by the norm of the mean gradient, which is {norms[above].mean():.2g} in these steps on average "
+            f"and {norms[below].mean():.2g} in the others."
+        )
+    return [line]
 
 
 def _method(groups: Sequence[Group], method: str) -> Group | None:

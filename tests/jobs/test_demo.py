@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.launched import PATIENCE
 def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "demo"
     options = ["--ranks", "2", "--width", "0.0625", "--steps", "22", "--output", str(folder), "--no-links"]
+    options += ["--time-limit", "1000"]
     assert demo(options) == 0
     said = capfd.readouterr().out
     assert "dense on 2 ranks" in said
@@ -66,9 +68,19 @@ def test_one_rank_has_no_links(tmp_path: Path) -> None:
 def test_no_further_seed_is_started_that_would_end_too_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained, reported = [], []
-    monkeypatch.setattr("jobs.demo.train", lambda options, seed: trained.append(seed) or 0)
-    monkeypatch.setattr("jobs.demo.report", lambda paths, *_, **__: reported.append(len(paths)) or "")
+    trained: list[int] = []
+    reported: list[int] = []
+
+    def train(options: argparse.Namespace, seed: int) -> int:
+        trained.append(seed)
+        return 0
+
+    def report(paths: list[Path], *_: object, **__: object) -> str:
+        reported.append(len(paths))
+        return ""
+
+    monkeypatch.setattr("jobs.demo.train", train)
+    monkeypatch.setattr("jobs.demo.report", report)
     for limit in ("1000", "-1"):
         assert demo(["--seeds", "3", "--time-limit", limit, "--no-links", "--output", str(tmp_path)]) == 0
     assert trained == [0, 1, 2, 0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
@@ -101,10 +103,22 @@ def test_a_step_that_was_not_measured_is_called_a_projection(tmp_path: Path, sta
     assert found[-1].short == f"a step {dense / oktopk:.1f} times shorter at 0.001 Gb/s"
     assert f"{1e3 * oktopk:.2g} ms, with the dense allreduce {1e3 * dense:.0f} ms" in found[-1].text
     assert sentence(found).endswith("at 0.001 Gb/s (projection)")
-    assert notes(found, links) == [
+    assert notes(found, links, group_runs(read_runs(here))) == [
         "The step at 0.001 Gb/s is a projection. It was not measured: no namespaces today."
     ]
     assert not any(figure.projected for figure in found[:-1])
+
+
+def test_a_large_xi_is_named_with_what_it_is_divided_by(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a.h5", xi=(1.0, 8.0, math.nan, 4.0))
+    with h5py.File(path, "r+") as file:
+        file["measures/gradient_norm"][:] = [3.0, 0.5, 9.0, 1.5]
+    assert notes([], SlowLinks(), group_runs(read_runs([path]))) == [
+        "ξ is not below P = 4 in 2 of 3 measured steps. ξ divides by the norm of the mean gradient, which is 1 in these "
+        "steps on average and 3 in the others."
+    ]
+    small = write_run(tmp_path / "b.h5", xi=(1.0, 3.9))
+    assert notes([], SlowLinks(), group_runs(read_runs([small]))) == []
 
 
 def test_there_is_no_headline_without_both_methods(tmp_path: Path) -> None:
