@@ -15,7 +15,7 @@ from tests.launched import PATIENCE
 
 
 @pytest.mark.pictures
-@pytest.mark.timeout(PATIENCE)
+@pytest.mark.timeout(3 * PATIENCE)  # four jobs, and the page
 def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "demo"
     options = ["--ranks", "2", "--width", "0.0625", "--steps", "22", "--output", str(folder), "--no-links"]
