@@ -37,7 +37,7 @@ help:
 	@echo "make test-long  of that only the long tests and the other numbers of ranks"
 	@echo "make test-slurm  the batch scripts of jobs/ on a real Slurm, as root; installed by apt-get if need be"
 	@echo "make test-mpich  the same tests on MPICH instead of Open MPI, in .venv-mpich"
-	@echo "make bench-net  every method over TCP between four hosts on links of RATE=1gbit, as root; JSON=FILE BENCH_ARGS='...'"
+	@echo "make bench-net  every method over TCP between four hosts on links of RATE=1gbit; JSON=FILE BENCH_ARGS='...'"
 	@echo "make docs     the pages and the reference as HTML, in docs/_build; a broken link or name is an error"
 	@echo "make lint     the four checks alone"
 	@echo "make format   rewrite the sources as the formatter wants them"

@@ -2,44 +2,151 @@
 
     python -m jobs.demo
 
-Writes a run file of each method, the page that compares them and the CSV files into demo/, which it may replace.
+Trains with each method on this host, shortly over links of 1 Gb/s where this system can shape some, and from a second seed
+where that ends within the time limit. Writes run files, the page that compares them and the CSV files into demo/, which it may
+replace.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from jobs.launch import run_job
+from jobs.report.headline import SlowLinks
+from jobs.report.summary import read_runs
 from jobs.report.write import PAGE, report
 from jobs.run.file import RunFileError
-from oktopk.launch import LaunchError, available_cores, end_on_sigterm
+from oktopk.launch import LaunchError, available_cores, end_on_sigterm, find_mpiexec
 
 CONFIG = Path(__file__).parent / "configs" / "digits.toml"
 METHODS = ("dense", "oktopk")
+STEPS = 300
+EVALUATE_EVERY = 50
+MEASURE_EVERY = 20  # steps between measurements of xi
+LINK_SCRIPT = Path(__file__).parent / "bench" / "net.sh"
+LINK_STEPS = (
+    40  # the step with exact thresholds after the first, and none of new regions, is among those that count
+)
+LINK_PATIENCE = 60.0  # seconds for one method, or LINK_SHARE of the time that the methods took on this host
+LINK_SHARE = 0.5
 
 
-def training_arguments(options: argparse.Namespace, method: str) -> list[str]:
-    """What follows `python -m mpi4py` to train with one method."""
-    settings: dict[str, object] = {
+def training_arguments(
+    options: argparse.Namespace, method: str, path: Path, settings: Mapping[str, object]
+) -> list[str]:
+    """What follows `jobs.train` to train with one method; settings: "section.key" -> value."""
+    every: dict[str, object] = {
         "reduction.method": method,
         "reduction.density": options.density,
         "model.width": options.width,
-        "run.file": str(options.output / f"{method}.h5"),
+        "run.file": str(path),
         "run.overwrite": True,
         "checkpoint.enabled": False,
+        **settings,
     }
     if options.data is not None:
-        settings.update({"data.name": "prepared", "data.path": str(options.data)})
-    if options.steps is not None:
-        settings["training.steps"] = options.steps
+        every.update({"data.name": "prepared", "data.path": str(options.data)})
     # A JSON string or number is a TOML one, whatever characters a path has.
-    overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
-    return ["-m", "jobs.train", str(CONFIG), "--set", *overrides]
+    overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in every.items()]
+    return [str(CONFIG), "--set", *overrides]
+
+
+def run_path(options: argparse.Namespace, method: str, seed: int) -> Path:
+    """The run file of a method and a seed."""
+    return Path(options.output, f"{method}.h5" if seed == 0 else f"{method}-seed{seed}.h5")
+
+
+def train(options: argparse.Namespace, seed: int) -> int:
+    """Train with each method on this host; returns the status of the first job that failed."""
+    for method in METHODS:
+        print(
+            f"{method} on {options.ranks} ranks and {available_cores()} cores"
+            + (f", seed {seed}" if options.seeds > 1 else ""),
+            flush=True,
+        )
+        settings = {
+            "training.steps": options.steps,
+            "training.eval_every": EVALUATE_EVERY,
+            "training.seed": seed,
+            "run.measure_every": 0 if method == "dense" else MEASURE_EVERY,
+        }
+        arguments = training_arguments(options, method, run_path(options, method, seed), settings)
+        status = run_job(options.ranks, ["-m", "jobs.train", *arguments])
+        if status:
+            print(f"jobs.demo: training with {method} ended with status {status}", file=sys.stderr)
+            return status
+    return 0
+
+
+def train_over_links(options: argparse.Namespace, patience: float) -> SlowLinks:
+    """Train shortly with each method, every rank on a host of its own, between links of 1 Gb/s.
+
+    Args:
+        patience: seconds for one method.
+
+    Returns:
+        The runs, or why there are none: nothing raises.
+    """
+    if not options.links:
+        return SlowLinks(problem="the demo was started with --no-links")
+    if options.ranks < 2:
+        return SlowLinks(problem="one rank sends nothing")
+    paths = []
+    for method in METHODS:
+        print(f"{method} over links of 1 Gb/s", flush=True)
+        paths.append(options.output / f"{method}-1gbit.h5")
+        settings = {"training.steps": LINK_STEPS, "training.eval_every": LINK_STEPS, "training.device": "cpu"}
+        try:
+            problem = _over_links(
+                options.ranks, training_arguments(options, method, paths[-1], settings), patience
+            )
+            if not problem:
+                read_runs(paths[-1:])
+        except (OSError, LaunchError, RunFileError) as error:
+            problem = str(error)
+        if problem:
+            problem = f"training with {method}: {problem}"
+            print(f"  not possible here: {problem}", flush=True)
+            return SlowLinks(problem=problem)
+    return SlowLinks(paths)
+
+
+def _over_links(ranks: int, arguments: Sequence[str], patience: float) -> str:
+    """One job over shaped links; returns what went wrong, "" for nothing."""
+    count = str(ranks)
+    command = ["bash", str(LINK_SCRIPT), "--hosts", count, "--ranks", count, "--rate", "1gbit"]
+    command += ["--python", sys.executable, "--mpiexec", os.path.abspath(find_mpiexec())]
+    with subprocess.Popen(
+        [*command, "--module", "jobs.train", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    ) as job:
+        try:
+            _, said = job.communicate(timeout=patience)
+        except subprocess.TimeoutExpired:
+            return f"more than {patience:.0f} s"
+        finally:
+            # the script ends everything that it started
+            job.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                job.wait(timeout=10)
+            job.kill()
+    lines = [line.strip() for line in said.replace("\r", "\n").splitlines() if line.strip()]
+    # a launcher adds lines of its own below
+    own = [line for line in lines if line.startswith(("bench-net:", "jobs.train:"))] or lines
+    return f"status {job.returncode}: {(own or ['no message'])[-1][:300]}" if job.returncode else ""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -60,6 +167,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="Factor on the channels of VGG-16, in (0, 8]; default: %(default)s",
     )
     parser.add_argument(
+        "--seeds",
+        type=int,
+        default=2,
+        help="Number of seeds to train from, as far as the time limit allows; default: %(default)s",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=170.0,
+        metavar="SECONDS",
+        help="Start no further seed that would end later; the first one always runs; default: %(default)s",
+    )
+    parser.add_argument(
+        "--no-links",
+        dest="links",
+        action="store_false",
+        help="Do not train over links of 1 Gb/s; project that time from the words counted",
+    )
+    parser.add_argument(
         "--density",
         type=float,
         default=0.02,
@@ -71,7 +197,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE.h5",
         help="Images written by data.prepare; default: the digits, which need no file",
     )
-    parser.add_argument("--steps", type=int, help=f"Steps of each run; default: those of {CONFIG.name}")
+    parser.add_argument("--steps", type=int, default=STEPS, help="Steps of each run; default: %(default)s")
     parser.add_argument(
         "--output",
         type=Path,
@@ -90,18 +216,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     end_on_sigterm()
     began = time.monotonic()
-    paths = [options.output / f"{method}.h5" for method in METHODS]
+    trained: list[int] = []
     try:
-        for number, method in enumerate(METHODS, start=1):
-            print(
-                f"[{number}/{len(METHODS)}] {method} on {options.ranks} ranks and {available_cores()} cores",
-                flush=True,
-            )
-            status = run_job(options.ranks, training_arguments(options, method))
-            if status:
-                print(f"jobs.demo: training with {method} ended with status {status}", file=sys.stderr)
+        if status := train(options, 0):
+            return status
+        trained.append(0)
+        took = time.monotonic() - began
+        links = train_over_links(options, max(LINK_PATIENCE, LINK_SHARE * took))
+        for seed in range(1, options.seeds):
+            if time.monotonic() - began + took > options.time_limit:
+                print(f"no time for seed {seed}: --time-limit {options.time_limit:g}", flush=True)
+                break
+            if status := train(options, seed):
                 return status
-        table = report(paths, options.output)
+            trained.append(seed)
+        table = report(
+            [run_path(options, method, seed) for method in METHODS for seed in trained],
+            options.output,
+            title="Ok-Topk beside a dense allreduce",
+            links=links,
+        )
     except (LaunchError, RunFileError) as error:
         print(f"jobs.demo: {error}", file=sys.stderr)
         return 2

@@ -3,8 +3,9 @@
 # that a token bucket shapes in both directions.
 #
 #     jobs/bench/net.sh [--hosts 4] [--ranks 4] [--rate 1gbit] [--mpiexec PATH] [--python PATH] [BENCH ARGUMENT ...]
+#     jobs/bench/net.sh [...] --module jobs.train CONFIG.toml [ARGUMENT ...]     another module in place of jobs.bench
 #
-# Needs root. Everything is made inside mount, network and process namespaces of its own, of which nothing is visible outside:
+# Needs root, or a kernel that lets users make namespaces. Everything is made inside mount, network and process namespaces of its own, of which nothing is visible outside:
 # when the first process in them ends, by whatever means, the kernel takes links, hosts and processes down. So there is nothing
 # to clean up after a kill, and two runs cannot collide.
 set -uo pipefail
@@ -12,14 +13,14 @@ set -uo pipefail
 say() { echo "bench-net: $*" >&2; }
 refuse() { say "$@"; exit 2; }
 
-hosts=4 ranks='' rate=1gbit mpiexec='' inside=''
+hosts=4 ranks='' rate=1gbit mpiexec='' inside='' module=jobs.bench
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=$here/.venv/bin/python
 while [ $# -gt 0 ]; do
     case $1 in
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;;
     --inside) inside=yes; shift; continue ;;
-    --hosts | --ranks | --rate | --mpiexec | --python) [ $# -ge 2 ] || refuse "$1 needs a value" ;;
+    --hosts | --ranks | --rate | --mpiexec | --python | --module) [ $# -ge 2 ] || refuse "$1 needs a value" ;;
     *) break ;;
     esac
     case $1 in
@@ -28,6 +29,7 @@ while [ $# -gt 0 ]; do
     --rate) rate=$2 ;;
     --mpiexec) mpiexec=$2 ;;
     --python) python=$2 ;;
+    --module) module=$2 ;;
     esac
     shift 2
 done
@@ -40,12 +42,12 @@ for word in "$@"; do
     before=$word
 done
 
+user=() # what unshare needs besides where this is not root
 check() {
     [[ $hosts =~ ^[1-9][0-9]?$ ]] || refuse "--hosts $hosts is not a number in [1, 99]"
     [[ $ranks =~ ^[1-9][0-9]*$ ]] || refuse "--ranks $ranks is not a number of at least 1"
     [[ $rate =~ ^[0-9.]+[kmg]bit$ ]] || refuse "--rate $rate is not a rate such as 1gbit or 100mbit"
     [ "$(uname -s)" = Linux ] || refuse "network namespaces are Linux's; this is $(uname -s)"
-    [ "$(id -u)" = 0 ] || refuse "needs root, to make network namespaces and shape their links; this is user $(id -un)"
     local missing=''
     command -v ip >/dev/null && command -v tc >/dev/null || missing+=' iproute2 (ip, tc)'
     command -v unshare >/dev/null && command -v setpriv >/dev/null || missing+=' util-linux (unshare, setpriv)'
@@ -53,8 +55,10 @@ check() {
     [ -z "$missing" ] || refuse "not installed:$missing. On Debian and Ubuntu: apt-get install iproute2 util-linux mount"
     [ -x "$python" ] || refuse "$python is no interpreter: \`make setup\` makes .venv, and --python names another one"
     local why
-    why=$(unshare --mount --net --pid --fork --mount-proc true 2>&1) ||
-        refuse "this system lets not even root make namespaces (a container without CAP_SYS_ADMIN?): $why"
+    [ "$(id -u)" = 0 ] || user=(--user --map-root-user)
+    why=$(unshare "${user[@]}" --mount --net --pid --fork --mount-proc true 2>&1) && return
+    [ "$(id -u)" = 0 ] || refuse "needs root, or a system that lets users make namespaces; for user $(id -un): $why"
+    refuse "this system does not let root make namespaces (a container without CAP_SYS_ADMIN?): $why"
 }
 
 outside() {
@@ -64,9 +68,9 @@ outside() {
     trap '[ -z "$child" ] || kill -KILL "$child" 2>/dev/null' EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM HUP
-    setpriv --pdeathsig KILL -- unshare --mount --net --uts --pid --fork --kill-child=KILL --mount-proc \
+    setpriv --pdeathsig KILL -- unshare "${user[@]}" --mount --net --uts --pid --fork --kill-child=KILL --mount-proc \
         "$BASH" "${BASH_SOURCE[0]}" --inside --hosts "$hosts" --ranks "$ranks" --rate "$rate" \
-        --mpiexec "$mpiexec" --python "$(realpath -s "$python")" "${arguments[@]}" &
+        --mpiexec "$mpiexec" --python "$(realpath -s "$python")" --module "$module" "${arguments[@]}" &
     child=$!
     wait "$child"
     local status=$?
@@ -136,6 +140,10 @@ bench() {
     *) refuse "$mpiexec is neither Open MPI 5's nor MPICH's" ;;
     esac
     say "$hosts hosts at $rate, $ranks ranks, $flavour"
+    if [ "$module" != jobs.bench ]; then
+        "${launch[@]}" -n "$ranks" "$python" -m mpi4py -m "$module" "$@" </dev/null
+        return
+    fi
     # dense steps take a second each at 1 Gb/s: ten of them say as much as sixty
     local defaults=(--methods "${methods[@]}" --dense-steps 10)
     [[ " $* " != *" --ablate "* ]] || defaults=()

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from jobs.report.groups import Group, stands_out
 from jobs.report.panels import BarPanel, DotPanel, Level, LinePanel, Panel
 from jobs.report.style import GREY, STYLE
 
@@ -76,17 +77,18 @@ def _draw_lines(axes: Axes, panel: LinePanel) -> None:
         return
     for line in panel.lines:
         group = line.group
+        ours = stands_out(group, [each.group for each in panel.lines])
         mark = "o" if panel.marks and len(line.x) <= 12 else None
         axes.plot(
             line.x,
             line.y,
             color=group.colour,
             linestyle=group.dashes,
-            linewidth=1.8,
+            linewidth=2.6 if ours else 1.6,
             marker=mark,
             markersize=4,
             label=line.label,
-            zorder=3 if group.method == "oktopk" else 2,
+            zorder=3 if ours else 2,
         )
         if np.any(line.high > line.low):
             axes.fill_between(line.x, line.low, line.high, color=group.colour, alpha=0.18, linewidth=0)
@@ -174,7 +176,7 @@ def _draw_bars(axes: Axes, panel: BarPanel) -> None:
             fontsize="small",
             color=GREY,
         )
-    axes.set_yticks(rows, [group.label for group in panel.groups])
+    _name_rows(axes, panel.groups)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.12)
@@ -194,12 +196,19 @@ def _draw_dots(axes: Axes, panel: DotPanel) -> None:
             fontsize="small",
             color=GREY,
         )
-    axes.set_yticks(range(len(panel.groups)), [group.label for group in panel.groups])
+    _name_rows(axes, panel.groups)
     axes.set_ylim(len(panel.groups) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.08)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(PERCENT)
+
+
+def _name_rows(axes: Axes, groups: Sequence[Group]) -> None:
+    axes.set_yticks(range(len(groups)), [group.label for group in groups])
+    for name, group in zip(axes.get_yticklabels(), groups, strict=True):
+        if stands_out(group, groups):
+            name.set_fontweight("bold")
 
 
 def _legend(figure: Figure, axes: Axes, characters: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jobs.config.modes import is_replayed
-from jobs.report.style import STAGES, colour_of, dashes_of, order_of, title_of
+from jobs.report.style import OURS, STAGES, colour_of, dashes_of, order_of, title_of
 from jobs.report.summary import REST, Run, figures
 
 STAGED = "run.time_stages"  # which makes a run slower
@@ -110,6 +110,11 @@ def by_batch(groups: Sequence[Group]) -> dict[int, list[Group]]:
     for group in groups:
         found.setdefault(group.runs[0].info.batch_size, []).extend(group.runs)
     return {batch: group_runs(runs) for batch, runs in sorted(found.items())}
+
+
+def stands_out(group: Group, among: Sequence[Group]) -> bool:
+    """Whether it is of the method that the others are held against; where all are of that method, none stands out."""
+    return group.method == OURS and any(other.method != OURS for other in among)
 
 
 def on_most_ranks(groups: Sequence[Group]) -> list[Group]:

@@ -13,7 +13,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from jobs.config.modes import is_replayed
 from jobs.report.draw import svg
+from jobs.report.glossary import explained, terms_in
 from jobs.report.groups import Group, differences, settings_of
+from jobs.report.headline import Figure
 from jobs.report.panels import Panel
 from jobs.report.summary import Run
 
@@ -23,12 +25,13 @@ COMMIT = 10  # characters of it that are shown
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table: a text, a smaller one below, and perhaps a swatch of colour."""
+    """One cell of a table: a text, a smaller one below, and perhaps a swatch of colour; strong: its row is bold."""
 
     text: str
     small: str = ""
     colour: str = ""
     wrap: bool = False
+    strong: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,16 +70,18 @@ def render(
     sections: Sequence[Section],
     notes: Sequence[str] = (),
     claims: Sequence[Claim] = (),
+    headline: Sequence[Figure] = (),
 ) -> str:
     """The page.
 
     Args:
         title: its heading.
         groups: what it compares, one or more; besides: further ones whose provenance it states.
-        tables: above the pictures.
+        tables: above the pictures, or below them where there is a headline.
         sections: of pictures; one without panels is left out.
         notes: what a reader must know first.
         claims: what the runs were to show.
+        headline: what they come to, above everything else.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -84,11 +89,14 @@ def render(
         undefined=StrictUndefined,
         trim_blocks=True,
     )
+    environment.filters["explained"] = explained
     everything = [*groups, *besides]
     runs = [run for group in everything for run in group.runs]
     return environment.get_template("template.html").render(
         title=title,
         subtitle=_subtitle(everything),
+        headline=headline,
+        terms=terms_in(_texts(title, tables, sections, headline)),
         notes=notes,
         claims=claims,
         tables=tables,
@@ -103,6 +111,17 @@ def render(
         commands="\n".join(f"{run.stem}: {_command(run)}" for run in runs),
         shared=_shared(groups),
     )
+
+
+def _texts(
+    title: str, tables: Sequence[Table], sections: Sequence[Section], headline: Sequence[Figure]
+) -> list[str]:
+    """What may have terms in it."""
+    texts = [title, *(text for figure in headline for text in (figure.short, figure.text))]
+    for table in tables:
+        texts += [table.note, *(text for head in table.heads for text in (head.text, head.small))]
+    panels = [panel for section in sections for panel in section.panels]
+    return [*texts, *(text for panel in panels for text in (panel.title, panel.note))]
 
 
 def _picture(panel: Panel) -> dict[str, str]:

@@ -26,6 +26,13 @@ from jobs.report.panels import (
 from jobs.report.style import PARTS, STAGES, title_of
 from jobs.report.summary import Run
 
+_PART_MEANINGS = {
+    "compute": "forward, backward, optimizer",
+    "selection": "what the reduction does in a rank's own memory",
+    "communication": "the rest of it",
+    "combined": "both in one stream of kernels",
+    "data": "waiting for a batch",
+}
 OTHER_STAGE = "#DDDDDD"
 Values = Callable[[Run], NDArray[Any]]
 
@@ -93,8 +100,13 @@ def loss(groups: Sequence[Group], over: Over) -> LinePanel:
     largest = max((line.y.max(initial=0.0) for line in lines), default=1.0)
     # near its end a good run is a hair above zero: a linear axis would show nothing of it
     steep = bool(largest > 20 * least)
-    note = "mean over the ranks; a band spans the seeds"
+    note = "; ".join(["mean over the ranks", *_band(groups)])
     return _over(over, "loss", "training loss", note, "loss", lines, log_y=steep)
+
+
+def _band(groups: Sequence[Group]) -> list[str]:
+    """The note on bands, where there are any."""
+    return ["a band spans the seeds"] * any(len(group.runs) > 1 for group in groups)
 
 
 def accuracy(groups: Sequence[Group], over: Over, target: float | None = None) -> LinePanel:
@@ -121,7 +133,7 @@ def _held_out(groups: Sequence[Group], over: Over, file: str, column: str, **loo
             y[row, : len(steps)] = run.evaluations[column]
         if count and (line := line_of(group, x, y)) is not None:
             lines.append(line)
-    note = "a band spans the seeds"
+    note = "; ".join(["of samples that no rank trains on", *_band(groups)])
     return _over(over, file, f"held-out {column}", note, column, lines, marks=True, **look)
 
 
@@ -135,7 +147,9 @@ def final_accuracy(groups: Sequence[Group]) -> DotPanel:
     return DotPanel(
         "accuracy-at-the-end",
         "Held-out accuracy at the end",
-        "a dot for each seed, a line at their mean",
+        "a dot for each seed, a line at their mean"
+        if any(len(group.counted) > 1 for group in shown)
+        else "one seed",
         "held-out accuracy",
         tuple(shown),
         tuple(tuple(group.values("held_out_accuracy")) for group in shown),
@@ -259,14 +273,14 @@ def time_parts(groups: Sequence[Group], name: str = "time-by-part", where: str =
     """What a step of each group spends its time on; where: in words, what the groups have in common."""
     shown = [group for group in groups if group.mean("step_seconds")]
     parts = {part: [group.mean(f"part_{part}_seconds") or 0.0 for group in shown] for part in PARTS}
+    parts = {part: values for part, values in parts.items() if any(values)}
     return BarPanel(
         name,
         f"Time of a step{where}",
-        "compute: forward, backward, optimizer; selection: what the reduction does in a rank's own memory; "
-        "communication: the rest of it; combined: both in one stream of kernels; data: waiting for a batch",
+        "; ".join(f"{part}: {meaning}" for part, meaning in _PART_MEANINGS.items() if part in parts),
         "ms",
         tuple(shown),
-        {part: values for part, values in parts.items() if any(values)},
+        parts,
         PARTS,
     )
 

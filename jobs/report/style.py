@@ -9,6 +9,9 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 DASHES: tuple[Any, ...] = ("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)))
 GREY = "#555555"
 
+OURS = "oktopk"
+"""The method that stands out beside others."""
+
 METHODS: dict[str, tuple[str, str, int]] = {
     "dense": ("Dense", COLOURS[6], 0),
     "dense-ovlp": ("DenseOvlp", COLOURS[0], 1),

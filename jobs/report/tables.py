@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
-from jobs.report.groups import Group, differences, group_runs, ordered_stages, reads_text
+from jobs.report.groups import Group, differences, group_runs, ordered_stages, reads_text, stands_out
 from jobs.report.page import MISSING, Cell, Table
 from jobs.report.summary import Run
 from jobs.run.columns import PHASES
@@ -29,7 +30,11 @@ class Column(NamedTuple):
 def table(title: str, columns: Sequence[Column], groups: Sequence[Group], note: str = "") -> Table:
     """A row for each group."""
     heads = [Cell(column.head, column.small) for column in columns]
-    return Table(title, heads, [[column.cell(group) for column in columns] for group in groups], note)
+    rows = []
+    for group in groups:
+        first, *rest = (column.cell(group) for column in columns)
+        rows.append([replace(first, strong=stands_out(group, groups)), *rest])
+    return Table(title, heads, rows, note)
 
 
 def milliseconds(seconds: float) -> str:
@@ -156,12 +161,17 @@ def methods_table(groups: Sequence[Group], target: float | None = None) -> Table
     evaluated = [run for group in groups for run in group.runs if run.evaluations["step"].size]
     words = max((int(run.evaluations["samples"][-1]) for run in evaluated), default=1)
     heard = f" Error rates are of {words} words: one of them is {1 / words:.4f}." if speech else ""
+    seeds = any(len(group.counted) > 1 for group in groups)
+    spread = (
+        "Accuracy, error rates and loss: mean over the seeds ± sample standard deviation. " if seeds else ""
+    )
+    combined = any(group.mean("part_combined_seconds") for group in groups)
+    both = "Both: selection and exchange in one stream of kernels. " if combined else ""
     return table(
         "Methods",
         columns,
         groups,
-        "Accuracy, error rates and loss: mean over the seeds ± sample standard deviation. Times leave out the first "
-        "steps, evaluations and measurements. Both: selection and exchange in one stream of kernels. Words: "
+        f"{spread}Times leave out the first steps, evaluations and measurements. {both}Words: "
         f"payload; a share is that of a dense allreduce, 2n(P−1)/P.{heard}",
     )
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from jobs.report import pictures
 from jobs.report.draw import draw_overview
 from jobs.report.groups import Group, group_runs, reads_text
+from jobs.report.headline import SlowLinks, headline, sentence
+from jobs.report.headline import notes as headline_notes
 from jobs.report.page import Claim, Section, Table, render
 from jobs.report.panels import write_columns, write_rows
 from jobs.report.speed_tables import speed_tables
@@ -37,6 +39,7 @@ def report(
     title: str = "",
     claims: Sequence[Claim] = (),
     notes_besides: Sequence[str] = (),
+    links: SlowLinks | None = None,
 ) -> str:
     """Write the page, the picture and the CSV files into folder, which is made if need be.
 
@@ -47,9 +50,10 @@ def report(
         target: an accuracy to which times are taken.
         title: the page's heading.
         claims: what the runs were to show; notes_besides: what the files do not say. For the page.
+        links: adds a headline that compares Ok-Topk with Dense, also over these links.
 
     Returns:
-        The closing table, with a note below it on every run that is not what it seems.
+        The headline if there is one, and the closing table, with a note below it on every run that is not what it seems.
 
     Raises:
         RunFileError: none of the files is a run; or the folder cannot be written.
@@ -58,7 +62,8 @@ def report(
     cut, cut_problems = read_readable(regions)
     fast, slow_problems = read_readable(throughput)
     others, other_problems = read_readable(sweep)
-    problems += other_problems + cut_problems + slow_problems
+    slow, link_problems = read_readable(links.paths) if links else ([], [])
+    problems += link_problems + other_problems + cut_problems + slow_problems
     if not runs and not cut and not fast:
         raise RunFileError("; ".join(problems) or "no run file was named")
     groups, cut_groups, fast_groups = group_runs(runs), group_runs(cut), group_runs(fast)
@@ -66,12 +71,16 @@ def report(
     shown = groups or fast_groups or cut_groups
     remarks = [*notes(groups), *(f"left out: {problem}" for problem in problems)]
     sections = _sections(groups, fast_groups, target)
+    slow_groups = group_runs(slow)
+    figures_on_top = headline(groups, slow_groups, links) if links else []
+    if links:
+        remarks += headline_notes(figures_on_top, links, groups)
     folder = Path(folder)
     try:
         (folder / SERIES).mkdir(parents=True, exist_ok=True)
-        for run in runs + others + cut + fast:
+        for run in runs + others + cut + fast + slow:
             _write_series(run, folder / SERIES)
-        write_rows([figures(run) for run in runs + others + cut + fast], folder / "summary.csv")
+        write_rows([figures(run) for run in runs + others + cut + fast + slow], folder / "summary.csv")
         write_rows([method_figures(group, target) for group in every], folder / "methods.csv")
         if rows := swept(runs, others):
             write_rows(
@@ -89,16 +98,18 @@ def report(
         page = render(
             title or "Runs compared",
             groups=shown,
-            besides=[*group_runs(others), *(group for group in every if group not in shown)],
+            besides=[*group_runs(others), *(group for group in every if group not in shown), *slow_groups],
             tables=tables({"train": runs, "sweep": others, "regions": cut, "speed": fast}, target),
             sections=sections,
             notes=[*remarks, *notes_besides],
             claims=claims,
+            headline=figures_on_top,
         )
         (folder / PAGE).write_text(page, encoding="utf-8")
     except OSError as error:
         raise RunFileError(f"{folder} cannot be written: {error}") from error
-    return "\n".join([closing_table(shown), *remarks])
+    top = [f"Ok-Topk: {sentence(figures_on_top)}", ""] if figures_on_top else []
+    return "\n".join([*top, closing_table(shown), *remarks])
 
 
 def tables(runs: Mapping[str, Sequence[Run]], target: float | None) -> list[Table]:

@@ -22,6 +22,7 @@ from jobs.run.file import RunFile, RunFileError, RunInfo
 from jobs.run.gradient_file import GradientFileError, GradientRecorder, check_recordable, steps_recorded
 from jobs.train.agreement import NonFiniteLossError, RanksDiverged, Refused, decide_on_root, decide_together
 from jobs.train.loop import TrainingLoop
+from jobs.train.reduce.reduction import compile_kernels
 from jobs.train.setup import Build, Setup, set_up
 from oktopk import NonFiniteGradientError
 from oktopk.settings import entries_kept
@@ -52,6 +53,7 @@ def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
         setup = set_up(config, comm, build)
         resumed = session.resume(setup.workload.model, setup.optimizer)
         check_gradient_file(config, comm, resumed.continues)
+        compile_kernels(config, setup.placement, comm)
         with (
             open_run_file(setup, session, resumed) as file,
             open_gradient_file(config, comm, setup.optimizer.length, resumed.progress.done) as gradients,

@@ -2,26 +2,89 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
 import pytest
 
 from jobs.demo import main as demo
+from jobs.demo import parse, train_over_links
+from jobs.report.summary import read_runs
 from tests.launched import PATIENCE
 
 
 @pytest.mark.pictures
-@pytest.mark.timeout(PATIENCE)
+@pytest.mark.timeout(3 * PATIENCE)  # four jobs, and the page
 def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "demo"
-    options = ["--ranks", "2", "--width", "0.0625", "--steps", "12", "--output", str(folder)]
+    options = ["--ranks", "2", "--width", "0.0625", "--steps", "22", "--output", str(folder), "--no-links"]
+    options += ["--time-limit", "1000"]
     assert demo(options) == 0
     said = capfd.readouterr().out
-    assert "[1/2] dense on 2 ranks" in said
+    assert "dense on 2 ranks" in said
+    assert "oktopk on 2 ranks and" in said and ", seed 1" in said
     assert re.search(r"^ +Dense +Ok-Topk$", said, re.MULTILINE)
     made = {path.name for path in folder.iterdir()}
-    assert {"dense.h5", "oktopk.h5", "index.html", "report.png", "summary.csv"} <= made
+    assert {"dense.h5", "oktopk.h5", "oktopk-seed1.h5", "index.html", "report.png", "summary.csv"} <= made
+    assert re.search(r"^Ok-Topk: .* times fewer words; .*at 1 Gb/s \(projection\)$", said, re.MULTILINE)
+    assert "It was not measured: the demo was started with --no-links." in said
+    assert [run.info.seed for run in read_runs([folder / "dense.h5", folder / "dense-seed1.h5"])] == [0, 1]
+    (first,) = read_runs([folder / "oktopk.h5"])
+    assert first.measures["step"].tolist() == [20]
+    # kernels that are compiled in the first step make it take seconds
+    assert first.steps["seconds_reduction"][0] < 1.0 + 5.0 * first.steps["seconds_reduction"].mean()
+
+
+@pytest.mark.parametrize(
+    ("script", "patience", "problem"),
+    [
+        (
+            "echo 'bench-net: needs root' >&2; echo prterun: lost >&2; exit 2",
+            60,
+            "status 2: bench-net: needs root",
+        ),
+        ("exit 1", 60, "status 1: no message"),
+        ("trap 'exit 143' TERM; sleep 60 & wait", 1, "more than 1 s"),
+        ("exit 0", 60, "no such file"),
+    ],
+)
+def test_whatever_keeps_links_from_being_shaped_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, patience: float, problem: str
+) -> None:
+    (tmp_path / "net.sh").write_text(script)
+    monkeypatch.setattr("jobs.demo.LINK_SCRIPT", tmp_path / "net.sh")
+    options = parse(["--output", str(tmp_path / "demo")])
+    links = train_over_links(options, patience)
+    assert links.paths == ()
+    assert links.problem.startswith("training with dense: ")
+    assert problem in links.problem
+
+
+def test_one_rank_has_no_links(tmp_path: Path) -> None:
+    assert train_over_links(parse(["--ranks", "1"]), 60).problem == "one rank sends nothing"
+
+
+def test_no_further_seed_is_started_that_would_end_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[int] = []
+    reported: list[int] = []
+
+    def train(options: argparse.Namespace, seed: int) -> int:
+        trained.append(seed)
+        return 0
+
+    def report(paths: list[Path], *_: object, **__: object) -> str:
+        reported.append(len(paths))
+        return ""
+
+    monkeypatch.setattr("jobs.demo.train", train)
+    monkeypatch.setattr("jobs.demo.report", report)
+    for limit in ("1000", "-1"):
+        assert demo(["--seeds", "3", "--time-limit", limit, "--no-links", "--output", str(tmp_path)]) == 0
+    assert trained == [0, 1, 2, 0]
+    assert reported == [6, 2]
 
 
 @pytest.mark.timeout(PATIENCE)

@@ -1,0 +1,173 @@
+"""The headline of the demo's page: figures worked out from the run files, and what was projected is called so."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from jobs.report.glossary import TERMS, explained, terms_in
+from jobs.report.groups import group_runs
+from jobs.report.headline import SlowLinks, headline, notes, sentence
+from jobs.report.summary import read_runs
+from jobs.report.write import report
+from tests.jobs.report.test_page import Page
+from tests.jobs.report.test_report import DENSE_WORDS, SPARSE_WORDS, write_run
+
+STEPS = 50
+
+
+def seconds(value: float) -> np.ndarray:
+    return np.full(STEPS, value)
+
+
+def pair(
+    folder: Path, name: str, dense: float, oktopk: float, *, seed: int = 0, status: str = "complete"
+) -> list[Path]:
+    """Runs of both methods whose reductions take so many seconds, beside 4 ms of computing."""
+    return [
+        write_run(
+            folder / f"{method}{name}.h5",
+            method=method,
+            seed=seed,
+            accuracy=accuracy + 0.01 * seed,
+            status=status,
+            seconds_forward=seconds(0.004),
+            seconds_reduction=seconds(reduction),
+        )
+        for method, accuracy, reduction in (("dense", 0.9, dense), ("oktopk", 0.9 - 4 / 773, oktopk))
+    ]
+
+
+def figures(here: list[Path], links: SlowLinks) -> list[str]:
+    groups = group_runs(read_runs(here))
+    return [figure.short for figure in headline(groups, group_runs(read_runs(links.paths)), links)]
+
+
+def test_the_headline_is_computed_from_the_runs(tmp_path: Path) -> None:
+    here, slow = pair(tmp_path, "", 0.001, 0.002), pair(tmp_path, "-slow", 0.02, 0.004)
+    assert figures(here, SlowLinks(slow)) == [
+        f"{DENSE_WORDS / SPARSE_WORDS:.0f} times fewer words",
+        f"accuracy {400 / 773:.2g} points lower",
+        "a step 20 % longer here",
+        "a step 3.0 times shorter at 1 Gb/s",
+    ]
+    words, accuracy, step, links = headline(
+        group_runs(read_runs(here)), group_runs(read_runs(slow)), SlowLinks(slow)
+    )
+    assert "sends 60 words in a step, with the dense allreduce 1,500" in words.text
+    assert (
+        "89.5% of the held-out images at the end, with the dense allreduce 90.0%: 4 of 773 images"
+        in accuracy.text
+    )
+    assert "One seed" in accuracy.text
+    assert "6 ms, with the dense allreduce 5 ms" in step.text
+    assert links.text.startswith(
+        "Measured: 8 ms, with the dense allreduce 24 ms; the reduction alone 4 ms and 20 ms."
+    )
+    assert "40 steps" in links.text
+    assert not links.projected
+
+
+def test_a_method_that_is_better_or_equal_is_called_so(tmp_path: Path) -> None:
+    alike = [write_run(tmp_path / f"{method}.h5", method=method) for method in ("dense", "oktopk")]
+    assert figures(alike, SlowLinks())[1:3] == ["the same accuracy", "a step equally long here"]
+    better = write_run(tmp_path / "b.h5", accuracy=0.95, words=seconds(2 * DENSE_WORDS))
+    assert figures([alike[0], better], SlowLinks())[:2] == [
+        "2.0 times more words",
+        "accuracy 5 points higher",
+    ]
+
+
+def test_two_seeds_are_compared_by_their_means_and_their_distance(tmp_path: Path) -> None:
+    here = pair(tmp_path, "", 0.001, 0.002) + pair(tmp_path, "-1", 0.001, 0.002, seed=1)
+    accuracy = headline(group_runs(read_runs(here)), [], SlowLinks())[1]
+    assert "90.0% of the held-out" in accuracy.text
+    assert "4 of 773 images, means of 2 seeds. Seeds of one method are up to 1 points apart." in accuracy.text
+
+
+@pytest.mark.parametrize("status", ["none", "failed"])
+def test_a_step_that_was_not_measured_is_called_a_projection(tmp_path: Path, status: str) -> None:
+    here = pair(tmp_path, "", 0.001, 0.002)
+    slow = pair(tmp_path, "-slow", 0.02, 0.004, status=status) if status != "none" else []
+    links = SlowLinks(slow, "no namespaces today", bits_per_second=1e6)
+    found = headline(group_runs(read_runs(here)), group_runs(read_runs(slow)), links)
+    # the busiest rank sends 1.1 times the mean
+    dense, oktopk = (
+        step + 1.1 * words * 32 / 1e6 for step, words in ((0.005, DENSE_WORDS), (0.006, SPARSE_WORDS))
+    )
+    assert found[-1].projected
+    assert found[-1].short == f"a step {dense / oktopk:.1f} times shorter at 0.001 Gb/s"
+    assert f"{1e3 * oktopk:.2g} ms, with the dense allreduce {1e3 * dense:.0f} ms" in found[-1].text
+    assert sentence(found).endswith("at 0.001 Gb/s (projection)")
+    assert notes(found, links, group_runs(read_runs(here))) == [
+        "The step at 0.001 Gb/s is a projection. It was not measured: no namespaces today."
+    ]
+    assert not any(figure.projected for figure in found[:-1])
+
+
+def test_a_large_xi_is_named_with_what_it_is_divided_by(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a.h5", xi=(1.0, 8.0, math.nan, 4.0))
+    with h5py.File(path, "r+") as file:
+        file["measures/gradient_norm"][:] = [3.0, 0.5, 9.0, 1.5]
+    assert notes([], SlowLinks(), group_runs(read_runs([path]))) == [
+        "ξ is not below P = 4 in 2 of 3 measured steps. ξ divides by the norm of the mean gradient, which is 1 in these "
+        "steps on average and 3 in the others."
+    ]
+    small = write_run(tmp_path / "b.h5", xi=(1.0, 3.9))
+    assert notes([], SlowLinks(), group_runs(read_runs([small]))) == []
+
+
+def test_there_is_no_headline_without_both_methods(tmp_path: Path) -> None:
+    (alone,) = read_runs([write_run(tmp_path / "a.h5")])
+    assert headline(group_runs([alone]), [], SlowLinks()) == []
+    empty = [write_run(tmp_path / f"{method}-0.h5", method=method, steps=0) for method in ("dense", "oktopk")]
+    assert figures(empty, SlowLinks()) == []
+
+
+@pytest.mark.pictures
+def test_the_page_of_the_demo_begins_with_its_headline(tmp_path: Path) -> None:
+    here = pair(tmp_path, "", 0.001, 0.002) + pair(tmp_path, "-1", 0.001, 0.002, seed=1)
+    slow = pair(tmp_path, "-slow", 0.02, 0.004)
+    for name, links in (("measured", SlowLinks(slow)), ("projected", SlowLinks(problem="no <namespaces>"))):
+        table = report(here, tmp_path / name, links=links)
+        assert table.startswith("Ok-Topk: 25 times fewer words; accuracy ")
+        text = (tmp_path / name / "index.html").read_text(encoding="utf-8")
+        page = Page(text)
+        assert text.index("25 times fewer words") < text.index("<img") < text.index(">Methods<")
+        projected = name == "projected"
+        assert ('<span class="tag">projection</span>' in text) == projected
+        assert ("no &lt;namespaces&gt;" in text) == projected
+        assert ("It was not measured: no <namespaces>." in table) == projected
+        assert ("oktopk-slow" in page.cells) == (not projected)
+        assert text.count('<tr class="ours">') == 1
+    other = tmp_path / "other"
+    report(here, other)
+    assert 'class="headline"' not in (other / "index.html").read_text()
+    assert (tmp_path / "measured" / "runs" / "oktopk-slow-steps.csv").is_file()
+
+
+def test_seeds_of_one_method_are_drawn_as_one_line(tmp_path: Path) -> None:
+    here = pair(tmp_path, "", 0.001, 0.002) + pair(tmp_path, "-1", 0.001, 0.002, seed=1)
+    report(here, tmp_path / "out", links=SlowLinks())
+    drawn = (tmp_path / "out" / "accuracy-over-steps.csv").read_text().splitlines()[1:]
+    assert [line.split(",")[0] for line in drawn] == [
+        "Dense",
+        "Dense",
+        "Ok-Topk",
+        "Ok-Topk",
+    ]  # two evaluations each
+    ends = [float(value) for value in drawn[1].split(",")[1:]]
+    assert ends == pytest.approx([STEPS, 0.905, 0.9, 0.91])
+
+
+def test_terms_are_explained_once_in_a_text_and_whole() -> None:
+    assert str(explained("Words < k, 2k(P−1)/P words")) == (
+        f'<abbr title="{TERMS["word"]}">Words</abbr> &lt; <abbr title="{TERMS["k"]}">k</abbr>, '
+        f'2k(<abbr title="{TERMS["P"]}">P</abbr>−1)/P words'
+    )
+    assert str(explained("kilowords, TopkA, exactly")) == "kilowords, TopkA, exactly"
+    assert [term for term, _ in terms_in(["|nnz−k|/k", "held out, ξ"])] == ["k", "nnz", "ξ", "held-out"]
