@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "oktopk-run") -> None:
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=f"{prog} [-h] -n RANKS (SCRIPT | -m MODULE) [ARGUMENT ...]",
-        description="Start a Python program on several ranks of this machine. It runs under `python -m mpi4py`, so that all "
+        description="Start a Python program on several ranks of this machine. It runs under `python -m mpi4py`, so that all\n"
         "ranks end when one raises, and with what this machine's mpiexec needs for root, and for more ranks than cores.",
         epilog=f"examples:\n  {prog} -n 4 train.py --epochs 3\n  {prog} -n 2 -m my_package.train\n\n"
         "On several hosts, or under Slurm, use the site's launcher: srun python -m mpi4py train.py. Variables that are set\n"

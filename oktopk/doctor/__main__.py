@@ -139,8 +139,8 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Try what this host offers to several ranks: MPI between two processes in host memory and, where there are "
-        "GPUs, in device memory, staged through the host, and by peer memory. Prints one screen: versions, GPUs, what works "
+        description="Try what this host offers to several ranks: MPI between two processes in host memory and, where there are\n"
+        "GPUs, in device memory, staged through the host, and by peer memory. Prints one screen: versions, GPUs, what works\n"
         "and how fast, the path that oktopk takes, and what to do about what is missing.",
         epilog="exit status: 0 where the best works that the hardware allows, 1 where something slower does,\n"
         "2 where several ranks cannot run\n\nexample:\n"
