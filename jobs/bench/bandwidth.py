@@ -59,14 +59,17 @@ def draw(documents: Sequence[dict[str, Any]], methods: Sequence[str], output: Pa
             colour = colour_of("dense" if name.startswith("mpi") else name)
             title = TITLES.get(name) or title_of(name)
             axes.plot(rates, seconds, "o-", color=colour, linewidth=3 if ours else 1.5, label=title)
-            axes.annotate(
-                f"{title}, {seconds[0]:.2g} s",
-                (rates[0], seconds[0]),
-                (6, 8),
-                textcoords="offset points",
-                color=colour,
-            )
+            for rate, mean in measured[name]:
+                axes.annotate(
+                    f"{1e3 * mean:,.0f}",
+                    (rate, mean),
+                    (5, 7),
+                    textcoords="offset points",
+                    color=colour,
+                    fontsize=9,
+                )
         every = sorted({rate for found in measured.values() for rate, _ in found})
+        axes.legend(frameon=False)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.xaxis.set_major_locator(FixedLocator(every))
