@@ -164,6 +164,13 @@ class MpiTransport(Transport):
         if self.size > 1:
             self._expected = what, seconds
 
+    def expect_none(self) -> None:
+        self._expected = None
+
+    @property
+    def gave_up(self) -> bool:
+        return self._missing is not None
+
     def _collect(
         self, blocking: Callable[..., Any], nonblocking: Callable[..., MPI.Request], *arrays: NDArray[Any]
     ) -> None:
@@ -174,8 +181,6 @@ class MpiTransport(Transport):
         (what, seconds), self._expected = self._expected, None
         request = nonblocking(*arrays)
         began, early = time.monotonic(), min(seconds, _EARLY)
-        # the others can have given up only where this rank was away for about as long; looking costs a round of MPI's progress
-        away = began - self._last_collected > seconds / 2
         while not request.Test():
             waited = time.monotonic() - began
             if waited > early:
@@ -183,9 +188,10 @@ class MpiTransport(Transport):
                     _ABANDONED.append((request, arrays))
                     raise self._missing_ranks(what, seconds, waited=True)
                 time.sleep(_PAUSE)
-        if away and self._others_gave_up():
+        # the others can have given up only about as long after the last operation; looking costs a round of MPI's progress
+        since, self._last_collected = time.monotonic() - self._last_collected, time.monotonic()
+        if since > seconds / 2 and self._others_gave_up():
             raise self._missing_ranks(what, seconds, waited=False)
-        self._last_collected = time.monotonic()
 
     def _others_gave_up(self) -> bool:
         return self.comm.Iprobe(MPI.ANY_SOURCE, _GAVE_UP)

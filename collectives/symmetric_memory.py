@@ -133,6 +133,8 @@ class SymmetricMemory:
 
         After an abort it does not wait, since ranks may be missing, and leaves the memory to the end of the process.
         """
+        if self._transport.gave_up:
+            return
         if not self._bases:
             self._device.synchronize()
         elif self.aborted:

@@ -179,6 +179,14 @@ class Transport(ABC):
             seconds: that the first rank to come waits. A rank under a debugger waits for ever.
         """
 
+    def expect_none(self) -> None:  # noqa: B027 - as above
+        """What `expect_all` announced is over: later operations have no limit."""
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether this rank has raised MissingRanksError. The ranks are apart then, and a collective operation would hang."""
+        return False
+
     @abstractmethod
     def alltoall_control(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Row q of int64[P, m] goes to rank q; returns int64[P, m], row q from rank q."""

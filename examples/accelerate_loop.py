@@ -11,7 +11,8 @@ from oktopk import DistributedOptimizer
 comm = MPI.COMM_WORLD
 # MPI runs already. Accelerate would take its launcher's variables for its own, and look for MASTER_ADDR
 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
-    os.environ.pop(name, None)
+    if comm.size > 1:  # else they tell oktopk that MPI does not see the other ranks
+        os.environ.pop(name, None)
 from accelerate import Accelerator  # noqa: E402
 
 accelerator = Accelerator(cpu=True)

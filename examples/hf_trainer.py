@@ -12,7 +12,8 @@ comm = MPI.COMM_WORLD
 # MPI runs already. The Trainer would take its launcher's variables for its own, and look for MASTER_ADDR. Without them each
 # rank is alone to it, so that checkpoints need a folder of their own on each. Clip by the optimizer's clip_norm.
 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
-    os.environ.pop(name, None)
+    if comm.size > 1:  # else they tell oktopk that MPI does not see the other ranks
+        os.environ.pop(name, None)
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
 

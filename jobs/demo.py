@@ -33,9 +33,8 @@ STEPS = 300
 EVALUATE_EVERY = 50
 MEASURE_EVERY = 20  # steps between measurements of xi
 LINK_SCRIPT = Path(__file__).parent / "bench" / "net.sh"
-LINK_STEPS = (
-    40  # the step with exact thresholds after the first, and none of new regions, is among those that count
-)
+# exact thresholds are computed once in the steps that count, regions not at all
+LINK_STEPS = 40
 LINK_PATIENCE = 60.0  # seconds for one method, or LINK_SHARE of the time that the methods took on this host
 LINK_SHARE = 0.5
 

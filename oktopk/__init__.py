@@ -4,11 +4,14 @@ Importing it starts neither MPI nor torch: the names below are imported on first
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import collectives  # noqa: F401 - before mpi4py.MPI: it loads the UCX that knows CUDA
 
 if TYPE_CHECKING:
+    from collectives.mpi import LauncherError
+    from collectives.transport import MissingRanksError
     from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
     from oktopk.methods import METHODS
     from oktopk.results import StepReport
@@ -20,6 +23,8 @@ __all__ = [
     "METHODS",
     "DistributedOptimizer",
     "GradientAllreduce",
+    "LauncherError",
+    "MissingRanksError",
     "NonFiniteGradientError",
     "Settings",
     "StepReport",
@@ -29,23 +34,25 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
-    "METHODS": "methods",
-    "DistributedOptimizer": "torch.optimizer",
-    "GradientAllreduce": "allreduce",
-    "NonFiniteGradientError": "allreduce",
-    "Settings": "settings",
-    "StepReport": "results",
-    "average_buffers": "torch.modules",
-    "broadcast_parameters": "torch.modules",
+    "METHODS": "oktopk.methods",
+    "DistributedOptimizer": "oktopk.torch.optimizer",
+    "GradientAllreduce": "oktopk.allreduce",
+    "LauncherError": "collectives.mpi",
+    "MissingRanksError": "collectives.transport",
+    "NonFiniteGradientError": "oktopk.allreduce",
+    "Settings": "oktopk.settings",
+    "StepReport": "oktopk.results",
+    "average_buffers": "oktopk.torch.modules",
+    "broadcast_parameters": "oktopk.torch.modules",
 }
-_NEED_MPI = ("allreduce", "torch.modules", "torch.optimizer")
+_NEED_MPI = ("collectives.mpi", "oktopk.allreduce", "oktopk.torch.modules", "oktopk.torch.optimizer")
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use.
 
     Raises:
-        ImportError: it needs MPI, and mpi4py finds no MPI library; the message says what to install.
+        ImportError: it needs MPI, and mpi4py finds no MPI library, or it needs torch; the message says what to install.
     """
     if name not in _MODULES:
         raise AttributeError(f"module 'oktopk' has no attribute {name!r}")
@@ -55,5 +62,7 @@ def __getattr__(name: str) -> Any:
 
         if problem := mpi_problem():
             raise ImportError(problem)
-    value = globals()[name] = getattr(import_module(f"oktopk.{module}"), name)
+    if module.startswith("oktopk.torch") and find_spec("torch") is None:
+        raise ImportError(f"oktopk.{name} needs torch: pip install 'oktopk[torch]'")
+    value = globals()[name] = getattr(import_module(module), name)
     return value

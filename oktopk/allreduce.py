@@ -269,7 +269,7 @@ class GradientAllreduce:
                 this rank alone. Start jobs so that they end when a rank raises (`python -m mpi4py`).
             ValueError: a rank has a problem, or no memory for the first step of a method or the first measured one; on every rank
                 alike. (Through peer memory the others raise a RuntimeError that names the rank, a deferred step's in the next.)
-            MissingRanksError: ranks did not come within `Settings.timeout`; on the others, and on theirs if they come.
+            MissingRanksError: ranks did not come within `Settings.timeout`; on the others, and on a missing rank when it comes.
             RuntimeError: there is no peer memory for a new k, on every rank alike; or a kernel failed, on this rank alone.
         """
         if isinstance(gradient, GradientTensors) and not self.reads_tensors(measure):
@@ -282,9 +282,10 @@ class GradientAllreduce:
         with self.backend.stream_scope():
             self._complete()
             self._expect_all(f"step {self.steps}")
-            if measure:
-                return self._measured_step(accepted, problem)
-            return self._step(accepted, problem, may_defer=True)
+            take = self._measured_step if measure else partial(self._step, may_defer=True)
+            report = take(accepted, problem)
+            self.transport.expect_none()  # through peer memory there was no control operation
+            return report
 
     def skip_together(self, wanted: bool) -> StepReport | None:
         """Skip a step on all ranks if any of them wants to. Collective: every rank must call, in place of `step` or before it.
@@ -336,6 +337,7 @@ class GradientAllreduce:
         method, k = self._method_at(self.steps)
         if not method.sparse:
             return self._step(gradient, problem)
+        self.transport.barrier()  # the sampler's payload has no limit on the time that ranks come late
         if self._sampler is None:
             self._sampler = self._together(partial(Sampler, self.length, self.backend, self.transport))
         self._sampler.before(gradient, self.residual, self.velocity, self.settings.momentum_correction)

@@ -106,12 +106,16 @@ class Settings:
         return float(DENSE_ABOVE * (self.density / DENSE_ABOVE) ** (stage / DENSITY_STAGES))
 
 
-def unknown_setting(given: Iterable[str], *takers: Callable[..., Any]) -> str:
-    """The first keyword that neither the takers nor `Settings` have, in a sentence that names the nearest one; "" for none."""
-    own = [name for taker in takers for name in inspect.signature(taker).parameters]
-    known = dict.fromkeys([*own, *(field.name for field in fields(Settings))])
-    for name in ("settings", "problem"):
-        known.pop(name, None)
+def unknown_setting(given: Iterable[str], taker: Callable[..., Any], *more: str) -> str:
+    """The first keyword that neither the taker nor `Settings` has, in a sentence that names the nearest one; "" for none.
+
+    Args:
+        given: keywords.
+        taker: whose own parameters are known.
+        more: keywords that are known too.
+    """
+    own = [name for name in inspect.signature(taker).parameters if name not in ("settings", "problem")]
+    known = dict.fromkeys([*own, *more, *(field.name for field in fields(Settings))])
     for name in given:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -165,7 +166,7 @@ def _digest(value: Any) -> bytes:
             for name, held in value.items():
                 digest.update(f"{name}:".encode())
                 add(held)
-        elif isinstance(value, str | int | float | None):
+        elif isinstance(value, str | int | float | np.generic | None):
             digest.update(f"{value!r},".encode())
         elif isinstance(value, Iterable):
             for held in value:

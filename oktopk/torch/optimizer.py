@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import operator
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,7 @@ from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.modules import broadcast_tensors
 from oktopk.torch.wrapped import WrappedOptimizer
 
-# It is announced where a scaler passes itself. What it would set instead, found_inf and grad_scale, are copies, and the scaler
-# of a rank could not be told of another rank's Inf.
+# Without itself passed, torch gives copies of found_inf, and this rank's scaler could not learn of another rank's Inf.
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
 
@@ -64,9 +65,9 @@ class DistributedOptimizer(WrappedOptimizer):
 
     Raises:
         RuntimeError: a launcher started several processes, and MPI has only this one; the message says how to start them.
-        ValueError: parameters that are not as said, a setting out of range, ranks that disagree (on the
-            optimizer's state too), a GPU or an MPI that cannot be
-            used, or momentum correction with an optimizer that has momentum of its own; on every rank alike.
+        ValueError: parameters that are not as said, a setting out of range, ranks that disagree (on the optimizer's state too), a
+            GPU or an MPI that cannot be used, or momentum correction with an optimizer that has momentum of its own; on every
+            rank alike.
 
     Memory: that of `GradientAllreduce`; n elements of gradients (where kernels read them in place: autograd's own, and the buffer
         once a step uses it); n more of updates where parameters are not float32.
@@ -103,11 +104,11 @@ class DistributedOptimizer(WrappedOptimizer):
         super().__init__(optimizer)
         every = [p for group in optimizer.param_groups for p in group["params"]]
         self._parameters = [p for p in every if p.requires_grad]
-        self._wrapped, self._frozen = len(every), [p for p in every if not p.requires_grad]
+        self._every, self._frozen = every, [p for p in every if not p.requires_grad]
         self.length = sum(p.numel() for p in self._parameters)
         self.clip_norm = clip_norm
         memory = TensorMemory()
-        problem = unknown_setting(settings, DistributedOptimizer, GradientAllreduce)
+        problem = unknown_setting(settings, DistributedOptimizer, "peer_memory")
         if isinstance(optimizer, DistributedOptimizer):
             problem = "the optimizer is a DistributedOptimizer already: wrap it once"
         problem = problem or wrapping_problem(optimizer, self._parameters, clip_norm, settings)
@@ -126,7 +127,7 @@ class DistributedOptimizer(WrappedOptimizer):
             gradient_type=gradient_type,
             stream=memory.stream,
             problem=problem or differs,
-            **settings,
+            **({} if problem else settings),  # a keyword that is refused may be one of these
         )
         if strangers:
             broadcast_tensors(self._parameters, comm)
@@ -233,7 +234,8 @@ class DistributedOptimizer(WrappedOptimizer):
             return skipped
         if hasattr(self, "found_inf"):
             raise RuntimeError(
-                f"the GradScaler of torch {torch.__version__} does not pass itself to the optimizer: in place of its step() call "
+                f"no GradScaler was passed to step(): torch {torch.__version__} does not pass it, or something has replaced the "
+                "optimizer's step(), as Accelerate does for float16: take bfloat16 there, or in place of GradScaler.step() call "
                 "reduce(grad_scaler=...) and apply()"
             )
         gradient = self._given(measure)
@@ -293,13 +295,13 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _unwrapped_parameters(self) -> str:
         """What of the wrapped optimizer needs a gradient now and did not at construction, in a sentence; "" if nothing does."""
-        groups = self.inner.param_groups
-        if sum(len(group["params"]) for group in groups) == self._wrapped:
+        now = list(chain.from_iterable(group["params"] for group in self.inner.param_groups))
+        if len(now) == len(self._every) and all(map(operator.is_, now, self._every)):
             unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
         else:
             wrapped = set(self._parameters)
             unfrozen = [
-                p for group in groups for p in group["params"] if p.requires_grad and p not in wrapped
+                parameter for parameter in now if parameter.requires_grad and parameter not in wrapped
             ]
         if not unfrozen:
             return ""
@@ -353,10 +355,11 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _load(self, state: dict[str, Any]) -> None:
         if "optimizer" in state:  # the layout of earlier versions
-            state = {**state["optimizer"], "reducer": state["reducer"]}
+            state = {**state["optimizer"], "reducer": state.get("reducer")}
         reducer = state.pop("reducer", None)
         self.reducer.transport.expect_all("load_state_dict", self.reducer.settings.timeout)
-        self.reducer.transport.agree({"whether the state has residuals": reducer is not None})
+        problem = groups_problem(self.inner, state)
+        self.reducer.transport.agree({"whether the state has residuals": reducer is not None}, problem)
         if reducer is None:
             self.reducer.reset()
             if self.reducer.transport.rank == 0:
@@ -365,7 +368,7 @@ class DistributedOptimizer(WrappedOptimizer):
                     stacklevel=4,
                 )
         else:
-            self.reducer.load_state_dict(_converted(reducer, Tensor, Tensor.numpy))
+            self.reducer.load_state_dict(_converted(reducer, Tensor, lambda tensor: tensor.cpu().numpy()))
         load_state(self.inner, state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
@@ -392,6 +395,16 @@ def clip_(vector: Tensor, norm: float) -> None:
     """Scale a vector in place so that its Euclidean norm is at most `norm`; without waiting for a GPU."""
     scale = norm / (torch.linalg.vector_norm(vector) + 1e-6)
     vector.mul_(scale.clamp(max=1.0))
+
+
+def groups_problem(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> str:
+    """Why a state's groups are not those of the optimizer, in a sentence; "" if they are."""
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    try:
+        given = [len(group["params"]) for group in state["param_groups"]]
+    except (KeyError, TypeError) as error:
+        return f"the state is not that of an optimizer: {type(error).__name__} {error}"
+    return "" if given == own else f"the state has groups of {given} parameters, the optimizer of {own}"
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -156,6 +156,37 @@ def test_a_setting_that_does_not_exist_names_the_nearest_one(
             GradientAllreduce(comm, 10, **{wrong: 0.1})
 
 
+@pytest.mark.parametrize("name", ["device", "stream", "length", "problem"])
+def test_what_the_optimizer_decides_itself_is_no_setting(comm: MPI.Intracomm, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: unknown setting"):
+        DistributedOptimizer(sgd(network()), comm, **{name: "cuda"})
+
+
+def test_a_rank_that_was_away_between_steps_is_not_missed_by_what_follows(comm: MPI.Intracomm) -> None:
+    reducer = GradientAllreduce(comm, 100, timeout=0.5)
+    reducer.step(np.arange(100, dtype=np.float32))
+    if comm.rank == 0:
+        time.sleep(1.5)  # an evaluation, before what has no limit
+    reducer.transport.barrier()
+    reducer.close()
+
+
+def test_groups_of_another_optimizer_are_refused_by_all_before_anything_changes(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = DistributedOptimizer(sgd(model), comm)
+    backward(model, comm)
+    optimizer.step()
+    before, state = optimizer.reducer.residual.copy(), optimizer.state_dict()
+    if comm.rank == 0:
+        state["param_groups"][0]["params"] = [0, 1]
+    with pytest.raises(
+        ValueError, match=r"rank 0: the state has groups of \[2\] parameters, the optimizer of \[6\]"
+    ):
+        optimizer.load_state_dict(state)
+    assert np.array_equal(optimizer.reducer.residual, before)
+    optimizer.close()
+
+
 @pytest.mark.parametrize("kind", ["unfrozen", "added", "replaced"])
 @pytest.mark.parametrize("method", ["oktopk", "dense", "gtopk"])
 def test_a_parameter_that_needs_a_gradient_after_wrapping_is_an_error_on_all_ranks(
@@ -181,7 +212,7 @@ def test_a_parameter_that_needs_a_gradient_after_wrapping_is_an_error_on_all_ran
         elif kind == "added":
             optimizer.inner.add_param_group({"params": [nn.Parameter(torch.zeros(7))]})
         else:
-            group[:] = [nn.Parameter(torch.zeros(7)), *group]
+            group[0] = nn.Parameter(torch.zeros(7))  # as many as before
     with pytest.raises(
         ValueError, match=rf"rank {odd}: 1 parameter\(s\) .*\(7,\), need a gradient .* then wrap"
     ):
@@ -249,16 +280,20 @@ def test_a_state_of_another_rank_or_of_other_ranks_is_refused_on_all(comm: MPI.I
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("steps", [0, 3], ids=["first step", "later step"])
+@pytest.mark.parametrize(
+    ("steps", "measure"),
+    [(0, False), (3, False), (3, True)],
+    ids=["first step", "later step", "measured step"],
+)
 @pytest.mark.parametrize("method", ["oktopk", "dense", "gtopk"])
 def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
-    comm: MPI.Intracomm, method: str, steps: int, monkeypatch: pytest.MonkeyPatch
+    comm: MPI.Intracomm, method: str, steps: int, measure: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("collectives.mpi._ANSWER", 1.5)
     reducer = GradientAllreduce(comm, 100, method, density=0.1, timeout=0.5, threshold_interval=2)
     gradient = np.arange(100, dtype=np.float32)
     for _ in range(steps):
-        reducer.step(gradient)
+        reducer.step(gradient, measure=measure)
     comm.Barrier()
     if comm.rank == 0:
         time.sleep(2.5)  # it has no batch left, and comes to something else
@@ -266,7 +301,7 @@ def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
     with pytest.raises(
         MissingRanksError, match=rf"step {steps}: rank\(s\) 0 did not come within 0\.5 s"
     ) as caught:
-        reducer.step(gradient)
+        reducer.step(gradient, measure=measure)
     assert caught.value.ranks == [0]
     with pytest.raises(MissingRanksError):  # nothing goes on after that
         reducer.step(gradient)

@@ -30,9 +30,12 @@ def call_factory(config: Config) -> nn.Module:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # of what the module imports
+        package = module_name.partition(".")[0]
         raise WorkloadError(
-            f"model.factory {name!r}: {error}: start in the folder that holds {module_name.partition('.')[0]}, or install it"
+            f"model.factory {name!r}: {error}: put the folder that holds {package} on PYTHONPATH, or install it"
         ) from error
     try:
         factory = attrgetter(attribute)(module)

@@ -52,7 +52,7 @@ def test_the_factory_gets_its_arguments_and_weights_that_are_equal_on_all_ranks(
         (
             "tests.no_networks:digits",
             [],
-            "No module named 'tests.no_networks': start in the folder that holds tests, or",
+            "No module named 'tests.no_networks': put the folder that holds tests on PYTHONPATH, or",
         ),
         ("tests.networks:letters", [], "module 'tests.networks' has no attribute 'letters'"),
         ("tests.networks:SETTINGS", [], "is a dict, which cannot be called"),
