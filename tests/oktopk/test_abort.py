@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from oktopk import GradientAllreduce
+from oktopk import GradientAllreduce, MissingRanksError
 from tests.devices import get, gpus, put, use
 
 pytestmark = [
@@ -167,3 +167,19 @@ def test_a_step_after_a_pause_shorter_than_the_limit_is_as_ever(comm: MPI.Intrac
         report = reducer.step(next(gradient))
         assert report.global_nnz >= report.k * 0.9
     reducer.close()
+
+
+def test_a_rank_that_was_missed_over_messages_does_not_hold_the_others_in_close(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collectives.mpi._ANSWER", 1.5)
+    reducer = reducer_of(comm, timeout=0.5)
+    comm.Barrier()
+    if comm.rank == 0:
+        time.sleep(3.0)
+    with pytest.raises(MissingRanksError, match=r"rank\(s\) 0 did not come within 0\.5 s"):
+        reducer.skip_together(False)
+    begun = time.monotonic()
+    reducer.close()  # rank 0 has yet to come to it
+    assert time.monotonic() - begun < 2.0
+    comm.Barrier()
