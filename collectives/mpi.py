@@ -105,9 +105,8 @@ class MpiTransport(Transport):
         self.kernels: Any = host_kernels
         self.workspace = Workspace()
         self.traffic = Traffic()
-        self._expected: tuple[str, float] | None = (
-            None  # what the next control operation begins, and its limit
-        )
+        # what the next control operation begins, and the seconds that ranks may come late to it
+        self._expected: tuple[str, float] | None = None
         self._missing: MissingRanksError | None = None
         self._last_collected = time.monotonic()  # when an expected operation ended
 

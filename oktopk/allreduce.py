@@ -283,9 +283,10 @@ class GradientAllreduce:
             self._complete()
             self._expect_all(f"step {self.steps}")
             take = self._measured_step if measure else partial(self._step, may_defer=True)
-            report = take(accepted, problem)
-            self.transport.expect_none()  # through peer memory there was no control operation
-            return report
+            try:
+                return take(accepted, problem)
+            finally:
+                self.transport.expect_none()  # through peer memory there was no control operation
 
     def skip_together(self, wanted: bool) -> StepReport | None:
         """Skip a step on all ranks if any of them wants to. Collective: every rank must call, in place of `step` or before it.

@@ -14,20 +14,10 @@ import pytest
 from jobs.export import main
 from jobs.run.columns import EVALUATION_COLUMNS, MEASURE_COLUMNS, STEP_COLUMNS
 from jobs.run.file import RunFile, RunInfo
+from tests.jobs.run.test_file import INFO as RUN_INFO
 
-INFO = RunInfo(
-    config='{"training": {"steps": 3}, "model": {"name": "vgg16"}}',
-    versions="{}",
-    method="oktopk",
-    ranks=4,
-    length=1000,
-    k=20,
-    batch_size=16,
-    seed=0,
-    host="here",
-    commit="",
-    started="2026-01-01T00:00:00+00:00",
-)
+CONFIG = '{"training": {"steps": 3}, "model": {"name": "vgg16"}}'
+INFO = RunInfo(**{**vars(RUN_INFO), "config": CONFIG, "versions": "{}"})
 BEGAN = 1767225600.0  # 2026-01-01T00:00:00 UTC
 LOSSES = [2.5, 1.25, 0.625]
 
