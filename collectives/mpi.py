@@ -105,6 +105,8 @@ class MpiTransport(Transport):
         self.kernels: Any = host_kernels
         self.workspace = Workspace()
         self.traffic = Traffic()
+        self.hosts = [0] * self.size
+        self.ranks = list(range(self.size))
         # what the next control operation begins, and the seconds that ranks may come late to it
         self._expected: tuple[str, float] | None = None
         self._missing: MissingRanksError | None = None
@@ -121,7 +123,7 @@ class MpiTransport(Transport):
     def send(self, array: NDArray[Any], dest: int, even_if_empty: bool = False) -> list[Any]:
         if not array.size and not even_if_empty:
             return []
-        self.traffic.count(array.nbytes)
+        self.traffic.count(array.nbytes, between=self.hosts[dest] != self.hosts[self.rank])
         return [self.comm.Isend(self._mpi_buffer(array), dest, _PAYLOAD)]
 
     def receive(self, array: NDArray[Any], source: int) -> list[Any]:
@@ -209,9 +211,8 @@ class MpiTransport(Transport):
             status, theirs = MPI.Status(), np.empty(1, np.int64)
             self.comm.Recv(theirs, MPI.ANY_SOURCE, _GAVE_UP, status)
             came[status.Get_source()] = bool(theirs[0])
-        self._missing = MissingRanksError(
-            what, [rank for rank in range(self.size) if not came.get(rank)], seconds
-        )
+        missing = [name for rank, name in enumerate(self.ranks) if not came.get(rank)]
+        self._missing = MissingRanksError(what, missing, seconds)
         return self._missing
 
     def barrier(self) -> None:
@@ -232,6 +233,40 @@ class MpiTransport(Transport):
     def ranks_on_this_host(self) -> int:
         return on_this_host(self.comm)[1]
 
+    def group_by_host(self, ranks_per_host: int | None) -> None:
+        # a host is known by its first rank; hosts are numbered in the order of these
+        host = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
+        first = host.bcast(self.rank)
+        host.Free()
+        firsts = self.comm.allgather(first)
+        if ranks_per_host is None:
+            numbers = {first: number for number, first in enumerate(sorted(set(firsts)))}
+            self.hosts = [numbers[first] for first in firsts]
+            return
+        hosts = [rank // ranks_per_host for rank in range(self.size)]
+        for host_number in range(hosts[-1] + 1):
+            members = [rank for rank in range(self.size) if hosts[rank] == host_number]
+            if len({firsts[rank] for rank in members}) > 1:
+                raise ValueError(
+                    f"ranks_per_host {ranks_per_host}: ranks {members[0]} to {members[-1]} are to be one host, and do not share memory"
+                )
+        self.hosts = hosts
+
+    def split(self, color: int | None) -> MpiTransport | None:
+        comm = self.comm.Split(MPI.UNDEFINED if color is None else color, self.rank)
+        if comm == MPI.COMM_NULL:
+            return None
+        part = self._like_this(comm)
+        members = comm.allgather(self.rank)
+        comm.Free()
+        part.hosts = [self.hosts[rank] for rank in members]
+        part.ranks = [self.ranks[rank] for rank in members]
+        return part
+
+    def _like_this(self, comm: MPI.Intracomm) -> MpiTransport:
+        """A transport of this kind on another communicator, which is duplicated."""
+        return MpiTransport(comm)
+
     def _mpi_buffer(self, array: NDArray[Any]) -> Any:
         """The array as MPI takes it. MPI has no type for a COO entry, which travels as one 64-bit integer."""
         return array.view(np.int64) if array.dtype == ENTRY else array
@@ -247,6 +282,7 @@ class _PersistentRound:
         self._transport = transport
         self._requests: list[MPI.Prequest] = []
         self._nbytes = exchange.outgoing.nbytes
+        self._between = transport.hosts[exchange.dest] != transport.hosts[transport.rank]
         if exchange.incoming.size:
             buffer = transport._mpi_buffer(exchange.incoming)
             self._requests.append(transport.comm.Recv_init(buffer, exchange.source, _PAYLOAD))
@@ -257,7 +293,7 @@ class _PersistentRound:
     def run(self) -> None:
         if self._requests:
             self._transport._synchronize()
-            self._transport.traffic.count(self._nbytes, messages=self._nbytes > 0)
+            self._transport.traffic.count(self._nbytes, self._nbytes > 0, self._between)
             MPI.Prequest.Startall(self._requests)
             MPI.Request.Waitall(self._requests)
 

@@ -34,6 +34,9 @@ class _OnDevice(MpiTransport):
     def allocate(self, length: int) -> Any:
         return self.device.allocate(length, np.float32)
 
+    def _like_this(self, comm: MPI.Intracomm) -> MpiTransport:
+        return type(self)(comm, self.device)
+
     def open_p2p(self, wanted: bool | None) -> str:
         if wanted is False:
             return "peer memory is not wanted"

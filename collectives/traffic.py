@@ -6,7 +6,7 @@ reports use them where mpi4py is not installed, and `import oktopk` needs it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 WORD_BYTES = 4
 
@@ -17,6 +17,7 @@ class Traffic:
 
     Attributes:
         bytes: payload bytes sent point to point.
+        bytes_between: those of them that went to another host.
         messages: payload messages sent; an empty message is not sent and not counted.
         control_bytes: bytes of sizes, splits, histograms and flags. The library's own collectives carry them, whose messages
             cannot be seen; counted is the least that a rank must send or forward: (P-1)·m for an allgather or an alltoall
@@ -28,16 +29,22 @@ class Traffic:
     messages: int = 0
     control_bytes: int = 0
     control_messages: int = 0
+    bytes_between: int = 0
 
-    def count(self, nbytes: int, messages: int = 1) -> None:
-        """Add payload that this rank sends."""
+    def count(self, nbytes: int, messages: int = 1, between: bool = False) -> None:
+        """Add payload that this rank sends, to another host if `between`."""
         self.bytes += nbytes
         self.messages += messages
+        if between:
+            self.bytes_between += nbytes
 
     def count_control(self, nbytes: int, messages: int = 1) -> None:
         """Add control traffic."""
         self.control_bytes += nbytes
         self.control_messages += messages
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     @property
     def words(self) -> int:

@@ -81,6 +81,9 @@ class Transport(ABC):
         workspace: scratch for whoever communicates through this transport.
         traffic: what this rank has sent since `take_traffic`.
         p2p: whether kernels of the ranks may read each other's memory; see `open_p2p`.
+        hosts: int[P], the number of each rank's host, as `group_by_host` found; all 0 before.
+        ranks: int[P], each rank's number where this transport was split off, for messages to users.
+        shards: among the ranks that hold the shards of the vector that is reduced here; None where this rank holds all of it.
     """
 
     rank: int
@@ -89,6 +92,9 @@ class Transport(ABC):
     workspace: Workspace
     traffic: Traffic
     p2p: bool = False
+    hosts: list[int]
+    ranks: list[int]
+    shards: Transport | None = None
 
     @abstractmethod
     def close(self) -> None:
@@ -216,6 +222,34 @@ class Transport(ABC):
     @abstractmethod
     def ranks_on_this_host(self) -> int:
         """How many of the ranks share this rank's host. Collective."""
+
+    @abstractmethod
+    def group_by_host(self, ranks_per_host: int | None) -> None:
+        """Set `hosts`. Collective.
+
+        Args:
+            ranks_per_host: ranks 0 to ranks_per_host - 1 count as one host, and so on; None: those that share memory.
+
+        Raises:
+            ValueError: ranks that are to count as one host do not share memory; on every rank alike.
+        """
+
+    @abstractmethod
+    def split(self, color: int | None) -> Transport | None:
+        """A transport of the same kind among the ranks of one color, in the order of their ranks; None for None. Collective."""
+
+    # a vector in shards: what counts for the whole of it
+
+    def sum_over_shards(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Elementwise sum of int64[m] over the shards of the vector."""
+        return counts if self.shards is None else self.shards.allreduce_control(counts)
+
+    def in_lower_shards(self, count: int) -> int:
+        """The sum of `count` over the shards below this rank's."""
+        if self.shards is None:
+            return 0
+        counts = self.shards.allgather_control(np.array([count], np.int64))
+        return int(counts[: self.shards.rank].sum())
 
     def agree(self, mine: dict[str, Any], problem: str = "") -> None:
         """Check at construction that all ranks pass the same arguments. Collective.

@@ -23,6 +23,9 @@ from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_executor import P2PExecutor
 from oktopk.devices import GRADIENT_TYPES, make_backend
 from oktopk.error_feedback import ErrorFeedback
+from oktopk.host_executor import HostExecutor
+from oktopk.host_group import HostGroup
+from oktopk.levels import Layout, levels_taken
 from oktopk.message_executor import MessageExecutor
 from oktopk.methods import METHODS, Method
 from oktopk.methods.oktopk import OkTopk
@@ -127,7 +130,6 @@ class GradientAllreduce:
             host = connect(comm)
             opened.callback(host.close)
             backend: Backend | None = None
-            vectors: ErrorFeedback | None = None
             try:
                 if unknown := unknown_setting(settings, GradientAllreduce):
                     raise TypeError(unknown)
@@ -136,20 +138,27 @@ class GradientAllreduce:
                 if method not in METHODS:
                     raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
                 backend = make_backend(device, gradient_type, stream)
-                sparse = METHODS[method].sparse and self.settings.density <= DENSE_ABOVE
-                # now, when a rank without room for them can still tell the others
-                vectors = ErrorFeedback(backend, length, self.settings, sparse)
             except (TypeError, ValueError, RuntimeError, MemoryError) as error:
                 problem = problem or str(error) or type(error).__name__
             resolved = settings if problem else asdict(self.settings)
             means = {"length": length, "method": method, "device": device, "gradient_type": gradient_type}
             host.agree(means | {"peer_memory": peer_memory} | resolved, problem)
-            assert backend is not None and vectors is not None
-            self.backend, self._vectors = backend, vectors
+            assert backend is not None
+            self.backend = backend
             self.transport: Transport = host
             self.transport = self._together(partial(backend.connect, host))
             opened.callback(self.transport.close)
+            self._group = self._host_group(length, method)
+            if self._group is not None:
+                opened.callback(self._group.close)
+            # now, when a rank without room for them can still tell the others
+            sparse = METHODS[method].sparse and self.settings.density <= DENSE_ABOVE
+            carried = None if self._group is None else self._group.shard_length
+            vectors = partial(ErrorFeedback, backend, length, self.settings, sparse, carried)
+            self._vectors = self._together(vectors)
             unavailable = METHODS[method].p2p_unavailable_reason(self.settings)
+            if self._group is not None:
+                unavailable = unavailable or "steps in two levels exchange messages between hosts"
             self.p2p_unavailable_reason = unavailable or self.transport.open_p2p(peer_memory)
             """Why this instance does not use peer memory, in a sentence; "" if it does."""
             if self.transport is not host:
@@ -186,13 +195,48 @@ class GradientAllreduce:
 
     @property
     def residual(self) -> NDArray[np.float32] | None:
-        """float32[n], what was not applied; None where no step leaves anything behind."""
+        """float32[n], what was not applied; None where no step leaves anything behind.
+
+        In two levels float32[shard], of the host's sum; `gathered_residual` puts the shards together.
+        """
         return self._vectors.residual
 
     @property
     def velocity(self) -> NDArray[np.float32] | None:
-        """float32[n] with momentum correction, else None."""
+        """float32[n], in two levels float32[shard], with momentum correction, else None."""
         return self._vectors.velocity
+
+    @property
+    def levels(self) -> str:
+        """"flat": every rank exchanges with all others; or "hosts": ranks sum inside their host, and shards travel between hosts."""
+        return "flat" if self._group is None else "hosts"
+
+    @property
+    def shards(self) -> int:
+        """Shards that a host holds its residual in; 1 in flat steps."""
+        return 1 if self._group is None else self._group.layout.shards
+
+    @property
+    def gradient_buffer(self) -> NDArray[np.float32] | None:
+        """float32[n] of the gradient type, to be filled and given to `step`, which then copies nothing; None in flat steps."""
+        return None if self._group is None else self._group.gradient
+
+    def gathered_residual(self) -> NDArray[np.float32]:
+        """float32[n] on the host's memory, whose sum over the ranks is all that was not applied. Collective.
+
+        In flat steps this rank's residual. In two levels the residual of the whole host on its first rank, and zero on the others.
+        """
+        with self.backend.stream_scope():
+            residual = self._vectors.residual
+            if residual is None:
+                return np.zeros(self.length, np.float32)
+            if self._group is None:
+                return self.backend.to_host(residual)
+            whole = self.backend.zeros(self.length)
+            self._group.share_values(residual, whole)
+            if self._group.host.rank:
+                whole.fill(0)
+            return self.backend.to_host(whole)
 
     @property
     def can_read_tensors(self) -> bool:
@@ -286,7 +330,7 @@ class GradientAllreduce:
             try:
                 return take(accepted, problem)
             finally:
-                self.transport.expect_none()  # through peer memory there was no control operation
+                self._expect_none()  # through peer memory there was no control operation
 
     def skip_together(self, wanted: bool) -> StepReport | None:
         """Skip a step on all ranks if any of them wants to. Collective: every rank must call, in place of `step` or before it.
@@ -324,7 +368,14 @@ class GradientAllreduce:
 
     def _expect_all(self, what: str) -> None:
         """Limit the time that ranks may come late to what begins now."""
-        self.transport.expect_all(what, self.settings.timeout)
+        for each in (self.transport, self._group):
+            if each is not None:
+                each.expect_all(what, self.settings.timeout)
+
+    def _expect_none(self) -> None:
+        for each in (self.transport, self._group):
+            if each is not None:
+                each.expect_none()
 
     def _complete(self) -> None:
         if self._open is None:
@@ -341,14 +392,20 @@ class GradientAllreduce:
         self.transport.barrier()  # the sampler's payload has no limit on the time that ranks come late
         if self._sampler is None:
             self._sampler = self._together(partial(Sampler, self.length, self.backend, self.transport))
-        self._sampler.before(gradient, self.residual, self.velocity, self.settings.momentum_correction)
+        residual, velocity = self.residual, self.velocity
+        if self._group is not None:
+            residual, velocity = self._group.in_whole(residual), self._group.in_whole(velocity)
+        self._sampler.before(gradient, residual, velocity, self.settings.momentum_correction)
         report = self._step(gradient, problem)
         if report.skipped:
             return report
         selected = self._vectors.selected
         assert selected is not None
         to_sum = float(self.transport.size) if self.settings.average else 1.0
-        measures = self._sampler.after(self.update, selected, k, to_sum, method.boundaries)
+        boundaries = method.boundaries
+        if self._group is not None:
+            selected, boundaries = self._group.in_whole_indices(selected), None
+        measures = self._sampler.after(self.update, selected, k, to_sum, boundaries)
         return replace(report, measures=measures)
 
     def _step(self, gradient: NDArray[np.float32], problem: str, may_defer: bool = False) -> StepReport:
@@ -463,7 +520,7 @@ class GradientAllreduce:
         self._last_k = state["last_k"]
         self._trust = state.get("unaided", 0)
         self._open = None
-        self.transport.take_traffic()
+        self._take_traffic()
         self._together(partial(self._vectors.load_state_dict, state))
         for name, method_state in state["methods"].items():
             self._instance(name).load_state_dict(method_state)
@@ -482,6 +539,8 @@ class GradientAllreduce:
         with self.backend.stream_scope():
             for executor in self._executors.values():
                 executor.close()
+            if self._group is not None:
+                self._group.close()
         self.transport.close()
 
     def _method_at(self, step: int) -> tuple[Method, int]:
@@ -508,8 +567,10 @@ class GradientAllreduce:
 
     def _instance(self, name: str) -> Method:
         if name not in self._methods:
-            make = METHODS[name]
-            method = make(self.length, self.transport, self.backend.kernels, self.settings)
+            length, transport = self.length, self.transport
+            if self._group is not None:
+                length, transport = self._group.shard_length, self._group.between or self._group.host
+            method = METHODS[name](length, transport, self.backend.kernels, self.settings)
             self._executors[name] = self._together(partial(self._executor, method))
             self._methods[name] = method
         return self._methods[name]
@@ -541,20 +602,36 @@ class GradientAllreduce:
         return made  # type: ignore[return-value]
 
     def _executor(self, method: Method) -> Executor:
+        if self._group is not None:
+            return HostExecutor(method, self._vectors, self._group, self.transport)
         if isinstance(method, OkTopk) and not method.p2p_unavailable_reason(self.settings):
             p2p_step = self.backend.p2p_step(self.transport, self.length, self.settings)
             if p2p_step is not None:
                 return P2PExecutor(method, self._vectors, p2p_step)
         return MessageExecutor(method, self._vectors)
 
+    def _host_group(self, length: int, method: str) -> HostGroup | None:
+        """The ranks of this host, where steps are in two levels. Collective."""
+        settings = self.settings
+        self.transport.group_by_host(settings.ranks_per_host)
+        layout = Layout(tuple(self.transport.hosts), length)
+        reason = METHODS[method].flat_reason()
+        levels, self.flat_reason = levels_taken(settings.levels, layout, reason)
+        """Why steps are flat though levels is "auto", in a sentence; "" if they are not, or are meant to be."""
+        return HostGroup(self.transport, layout, self.backend) if levels == "hosts" else None
+
     def _skipped_report(self, begun: _BegunStep, ranks: list[int]) -> StepReport:
         """The report of a step that no rank applied: these ranks' gradients, or the sum of all, are not finite. Or the error."""
         self._last_k = None  # what this step was to renew, the next one renews
         if self.settings.nonfinite == "raise":
-            self.transport.take_traffic()
+            self._take_traffic()
             raise NonFiniteGradientError(ranks, begun.number) from None
         self._vectors.restore()
         return self._report(begun, skipped=True)
+
+    def _take_traffic(self) -> Traffic:
+        traffic = self.transport.take_traffic()
+        return traffic if self._group is None else traffic + self._group.take_traffic()
 
     def _report(
         self,
@@ -564,7 +641,7 @@ class GradientAllreduce:
         traffic: Traffic | None = None,
     ) -> StepReport:
         if traffic is None:
-            traffic = self.transport.take_traffic()
+            traffic = self._take_traffic()
         return StepReport(
             step=begun.number,
             method=begun.method.name,
@@ -579,6 +656,9 @@ class GradientAllreduce:
             global_threshold=result.global_threshold,
             words=traffic.words,
             bytes=traffic.bytes,
+            bytes_between=traffic.bytes_between,
+            levels=self.levels,
+            shards=self.shards,
             messages=traffic.messages,
             control_words=traffic.control_words,
             control_messages=traffic.control_messages,

@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.mpi import MpiTransport
+from collectives.shared_vectors import SharedVectors
 from collectives.transport import Transport
 from oktopk.cpu import kernels
 from oktopk.cuda.multi_tensor import GradientTensors
+from oktopk.levels import Layout
 from oktopk.settings import Settings
 
 
@@ -83,5 +85,42 @@ class Backend:
         """The kernels of a step that read other ranks' memory, as `oktopk.cuda.p2p_step.P2PStep`; None without such memory."""
         return None
 
+    def shared_gradients(self, transport: Transport, length: int) -> SharedGradients:
+        """Gradients that the ranks of a host read. Collective.
+
+        Raises:
+            RuntimeError, MemoryError: there is no such memory.
+        """
+        return SharedGradients(transport, length)
+
     def wait(self) -> None:
         """Wait until all work on arrays is done, so that MPI may read them."""
+
+
+class SharedGradients:
+    """A gradient of every rank of a host, which all of them read.
+
+    Args:
+        transport: among the ranks of the host. Collective: every rank must construct.
+        length: elements of the gradient (n).
+
+    Attributes:
+        mine: float32[n], this rank's.
+    """
+
+    def __init__(self, transport: Transport, length: int) -> None:
+        self._rows = SharedVectors(transport, length).rows
+        self.mine: NDArray[np.float32] = self._rows[transport.rank]
+
+    def publish(self, gradient: NDArray[np.float32]) -> None:
+        """Make this rank's gradient what the others read; nothing to copy where it is `mine`."""
+        if not np.may_share_memory(gradient, self.mine):
+            self.mine[:] = gradient
+
+    def sum_shard(self, layout: Layout, shard: int, out: NDArray[np.float32]) -> None:
+        """Sum a shard of all ranks' gradients in rank order; a barrier separates it from `publish`."""
+        kernels.sum_shard(self._rows, layout.block, layout.shards, shard, out)
+
+    def close(self) -> None:
+        """Let go of the memory, which is freed with the last array that reads it. Collective."""
+        self._rows = self._rows[:0]

@@ -21,32 +21,36 @@ class ErrorFeedback:
         length: elements of the gradient (n).
         settings: equal on all ranks.
         sparse: some steps leave entries in the residual.
+        carried: elements of residual and velocity, those of this rank's shard; None: n.
 
     Raises:
         MemoryError: the device's memory does not suffice.
 
     Attributes:
         update: float32[n], the last step's result.
-        residual: float32[n]; None where no step leaves anything behind.
-        velocity: float32[n] with momentum correction, else None.
+        residual: float32[carried]; None where no step leaves anything behind.
+        velocity: float32[carried] with momentum correction, else None.
         support: the entries where `update` may not be zero; None: all of it.
         selected: the entries that this rank sent in the last step, valid until the next one; None: all, or not known.
         pending: whether the residual may not be zero.
     """
 
-    def __init__(self, backend: Backend, length: int, settings: Settings, sparse: bool) -> None:
+    def __init__(
+        self, backend: Backend, length: int, settings: Settings, sparse: bool, carried: int | None = None
+    ) -> None:
         self._backend, self._kernels = backend, backend.kernels
         self._length = length
+        self._carried = carried = length if carried is None else carried
         self._momentum = settings.momentum_correction
         self.update: NDArray[np.float32] = backend.zeros(length)
-        self.residual: NDArray[np.float32] | None = backend.zeros(length) if sparse else None
-        self.velocity: NDArray[np.float32] | None = backend.zeros(length) if self._momentum else None
+        self.residual: NDArray[np.float32] | None = backend.zeros(carried) if sparse else None
+        self.velocity: NDArray[np.float32] | None = backend.zeros(carried) if self._momentum else None
         self.support: SparseVector | None = None
         self.selected: SparseVector | None = None
         self.pending = False
         self._all_moved = True  # by the last `correct`
-        carried = ("residual", "velocity") if settings.nonfinite == "skip" else ()
-        self._saved = {name: backend.zeros(length) for name in carried if getattr(self, name) is not None}
+        kept = ("residual", "velocity") if settings.nonfinite == "skip" else ()
+        self._saved = {name: backend.zeros(carried) for name in kept if getattr(self, name) is not None}
 
     def save(self) -> None:
         """Copy residual and velocity, where the settings skip steps that are not finite, so that `restore` is exact."""
@@ -77,9 +81,9 @@ class ErrorFeedback:
         """Note that the update is zero."""
         self.support = SparseVector.empty(self._length)
 
-    def undo(self, gradient: NDArray[np.float32]) -> None:
-        """Undo `correct` for a step that no rank applies; the update becomes zero."""
-        if self.velocity is not None:
+    def undo(self, gradient: NDArray[np.float32] | None) -> None:
+        """Undo `correct` for a step that no rank applies, where it was called; the update becomes zero."""
+        if self.velocity is not None and gradient is not None:
             self._kernels.undo_momentum(gradient, self.velocity, self._momentum, self._all_moved)
         self.update.fill(0)
         self.nothing_applied()
@@ -90,10 +94,17 @@ class ErrorFeedback:
 
     def apply(self, result: StepResult, scale: float) -> None:
         """Write the update, times `scale`, and clear what it holds of this rank's out of residual and velocity."""
-        kernels = self._kernels
-        if result.update is not None:
-            kernels.write_scaled(self.update, result.update.entries, scale)
-        self.support = result.update
+        self.write(result.update, scale)
+        self.clear_sent(result)
+
+    def write(self, update: SparseVector | None, scale: float) -> None:
+        """Write the entries of an update, times `scale`, over zeros; None: the whole vector was written."""
+        if update is not None:
+            self._kernels.write_scaled(self.update, update.entries, scale)
+        self.support = update
+
+    def clear_sent(self, result: StepResult) -> None:
+        """Clear what the update holds of this rank's out of residual and velocity, and add what was pruned."""
         self.selected = result.selected
         if result.selected is None:
             if self.pending and self.residual is not None:
@@ -104,7 +115,7 @@ class ErrorFeedback:
         self.pending = True
         self._clear_applied(self.residual, result)
         for pruned in result.returned:
-            kernels.add_entries(self.residual, pruned.entries)
+            self._kernels.add_entries(self.residual, pruned.entries)
         if self.velocity is not None:
             self._clear_applied(self.velocity, result)
 
@@ -131,7 +142,7 @@ class ErrorFeedback:
                 vector.fill(0)
             return vector
         if vector is None:
-            vector = self._backend.zeros(self._length)
+            vector = self._backend.zeros(self._carried)
         self._backend.copy_from_host(vector, loaded)
         return vector
 

@@ -53,10 +53,12 @@ class StepReport:
         global_nnz: entries applied; n for dense; 0 of a deferred step that stopped, whose gradient is in the residual.
         local_threshold, global_threshold: magnitudes selected by; NaN where the method has none.
         words, messages: payload this rank sent.
-        bytes: payload bytes this rank sent.
+        bytes: payload bytes this rank sent; bytes_between: those of them that went to other hosts.
         control_words, control_messages: sizes, splits, histograms, flags; see `collectives.Traffic`.
         seconds: time by stage, in the order in which the stages ran; of a deferred step what the host took to launch it,
             and where stages are timed (`GradientAllreduce.time_stages`) theirs beside it.
+        levels: "flat" or "hosts", see `Settings.levels`.
+        shards: that a host holds its residual in; 1 in flat steps. `local_nnz` is that of this rank's shard.
         measures: the paper's measures, where they were asked for and the step was sparse and applied; else None.
     """
 
@@ -79,6 +81,9 @@ class StepReport:
     measures: Measures | None = None
     complete: bool = True
     bytes: int = 0
+    bytes_between: int = 0
+    levels: str = "flat"
+    shards: int = 1
 
     @property
     def exact(self) -> bool:

@@ -51,6 +51,7 @@ class Selection:
         exact: the threshold was the k-th largest magnitude of this very step.
         threshold: the least magnitude that was selected.
         offsets: P + 1 integers, where each region begins in `packed`, if the pass computed them.
+        flag: nothing of this step may be applied for another reason; with shards also where another shard has such elements.
     """
 
     packed: SparseVector
@@ -58,6 +59,12 @@ class Selection:
     exact: bool
     threshold: float
     offsets: Any = None
+    flag: bool = False
+
+    @property
+    def flagged(self) -> bool:
+        """Whether this rank has a reason that nothing of the step may be applied."""
+        return self.flag or self.nonfinite > 0
 
 
 class LocalSelection:
@@ -69,10 +76,15 @@ class LocalSelection:
     trend: residuals grow for many steps, and without it every step would select too much. No threshold selects about k where many
     entries equal the k-th magnitude: then the next step is exact again.
 
+    Where the vector is held in shards (`Transport.shards`) the ranks that hold them select together: k, the caps and the threshold
+    are those of the whole vector. Of equal magnitudes the lowest indices are selected, shard by shard.
+
     Args:
         length: elements of the gradient (n).
         kernels: the module of kernels that fits the arrays.
         transport: whose workspace holds the packed list: 2k entries and one block.
+
+    Traffic: none; with shards one control allreduce of 2 int64 over them, and in exact steps three of a histogram.
 
     Attributes:
         bits: the threshold of the next step, None before the first.
@@ -98,6 +110,7 @@ class LocalSelection:
         k: int,
         exact: bool,
         boundaries: NDArray[np.int64] | None = None,
+        flag: bool = False,
     ) -> Selection:
         """Accumulate `gradient` into `residual`, both float32[n], and pack the largest of it.
 
@@ -105,6 +118,7 @@ class LocalSelection:
             k: entries wanted.
             exact: pack the exact top k; else reuse the threshold.
             boundaries: int64[P + 1], the regions that the list will be split by, where they are known already.
+            flag: nothing of this step may be applied.
 
         Returns:
             The selection; its entries lie in the workspace until the next call.
@@ -112,14 +126,20 @@ class LocalSelection:
         exact = exact or self.needs_exact or self.bits is None
         bits = self.lower_threshold() if exact or self.bits is None else self.bits
         packing = self._kernels.accumulate_select(gradient, residual, bits, self.buffer(k), boundaries)
-        return self.finish(packing, residual, k, bits, exact)
+        return self.finish(packing, residual, k, bits, exact, flag)
 
     def buffer(self, k: int) -> NDArray[np.void]:
         """ENTRY[2k + a block], where what is selected is packed."""
         return self._transport.workspace.entries("packed", 2 * k + self._kernels.BLOCK)
 
     def finish(
-        self, packing: Packing, residual: NDArray[np.float32], k: int, bits: int, exact: bool
+        self,
+        packing: Packing,
+        residual: NDArray[np.float32],
+        k: int,
+        bits: int,
+        exact: bool,
+        flag: bool = False,
     ) -> Selection:
         """Repack or tighten what the pass packed where the count asks for it, and learn the next threshold.
 
@@ -128,20 +148,22 @@ class LocalSelection:
             residual: float32[n], accumulated.
             bits: the threshold that was packed by.
             exact: cut the list down to the exact top k.
+            flag: nothing of this step may be applied.
         """
-        nnz, nonfinite, offsets = packing.nnz, packing.nonfinite, packing.offsets
-        buffer = self.buffer(k)
-        if nonfinite:  # nobody applies this step: learn nothing from it, but start afresh
+        mine, offsets, buffer = packing.nnz, packing.offsets, self.buffer(k)
+        nnz, flag = self._over_shards(mine, flag or packing.nonfinite > 0)
+        if flag:  # nobody applies this step: learn nothing from it, but start afresh
             self.force_exact()
-            return Selection(SparseVector(buffer[:0], self._length), nonfinite, False, bits_magnitude(bits))
+            nothing = SparseVector(buffer[:0], self._length)
+            return Selection(nothing, packing.nonfinite, False, bits_magnitude(bits), flag=True)
         if nnz > 2 * k or (exact and nnz < k):
-            nnz, bits = self._repack(residual, k, buffer)
-            exact = True
+            mine, bits = self._repack(residual, k, buffer)
+            nnz, exact = self._over_shards(mine, False)[0], True
         if exact or nnz > selection_cap(k):
-            packed, threshold_bits = self._tighten(buffer[:nnz], k, bits)
+            packed, threshold_bits = self._tighten(buffer[:mine], nnz, k, bits)
             exact, offsets = True, None
         else:
-            packed, threshold_bits = buffer[:nnz], bits
+            packed, threshold_bits = buffer[:mine], bits
             self._follow(nnz, k, bits)
         return Selection(
             SparseVector(packed, self._length), 0, exact, bits_magnitude(threshold_bits), offsets
@@ -195,13 +217,36 @@ class LocalSelection:
             self.trend = learned_trend(self.trend, bits - self.bits)
         self.bits = max(1, min(bits + self.trend, NOTHING - 1))
 
+    def _over_shards(self, nnz: int, flag: bool) -> tuple[int, bool]:
+        """A count of all shards, and whether any of them has its flag up."""
+        if self._transport.shards is None:
+            return nnz, flag
+        count, flags = self._transport.sum_over_shards(np.array([nnz, flag], np.int64)).tolist()
+        return count, flags > 0
+
+    def _kth(self, values: NDArray[Any], k: int) -> tuple[int, int, int, int]:
+        """As `kth_magnitude` over all shards, and how many of this rank's own equal the k-th magnitude."""
+        own = np.zeros(1, np.int64)
+
+        def histogram(level: int, prefix: int) -> NDArray[np.int64]:
+            nonlocal own
+            own = self._kernels.magnitude_histogram(values, level, prefix)
+            return self._transport.sum_over_shards(own)
+
+        bits, larger, equal = kth_magnitude(histogram, k)
+        return bits, larger, equal, int(own[bits & (len(own) - 1)]) if equal else 0
+
+    def _ties(self, wanted: int, equal: int) -> int:
+        """How many of this rank's `equal` ties to take so that all shards take `wanted`, the lowest shards first."""
+        return max(0, wanted - self._transport.in_lower_shards(equal))
+
     def _repack(self, residual: NDArray[np.float32], k: int, buffer: NDArray[np.void]) -> tuple[int, int]:
         """Pack a superset of the top k that fits the buffer, by a histogram of the whole vector.
 
-        Returns (nnz, bits): entries packed, and the threshold they reach.
+        Returns (nnz, bits): entries packed here, and the threshold they reach.
         """
         kernels = self._kernels
-        coarse = kernels.magnitude_histogram(residual, 0, 0)
+        coarse = self._transport.sum_over_shards(kernels.magnitude_histogram(residual, 0, 0))
         reached = np.cumsum(coarse[::-1])
         if reached[-1] <= 2 * k:
             return kernels.select_at_least(residual, 1, _ALL, buffer), 1
@@ -210,14 +255,21 @@ class LocalSelection:
             shift, _ = kernels.LEVELS[0]
             edge = max(1, (len(coarse) - 1 - place) << shift)
             return kernels.select_at_least(residual, edge, _ALL, buffer), edge
-        bits, larger, _ = kth_magnitude(partial(kernels.magnitude_histogram, residual), k)
-        return kernels.select_at_least(residual, bits, 2 * k - larger, buffer), bits
+        bits, larger, _, mine = self._kth(residual, k)
+        return kernels.select_at_least(residual, bits, self._ties(2 * k - larger, mine), buffer), bits
 
-    def _tighten(self, candidates: NDArray[np.void], k: int, lowest: int) -> tuple[NDArray[np.void], int]:
-        """Cut a list that holds the top k down to it, in O(nnz); of equal magnitudes the lowest indices stay."""
-        bits, larger, equal = kth_magnitude(partial(self._kernels.magnitude_histogram, candidates), k)
-        self.learn_exact(TIED if equal > most_equal(k) else len(candidates), k, lowest, bits)
-        taken = self._transport.kernels.take_at_least(candidates, bits, k - larger, candidates)
+    def _tighten(
+        self, candidates: NDArray[np.void], nnz: int, k: int, lowest: int
+    ) -> tuple[NDArray[np.void], int]:
+        """Cut a list that holds the top k down to it, in O(nnz); of equal magnitudes the lowest indices stay.
+
+        Args:
+            nnz: candidates in all shards.
+        """
+        bits, larger, equal, mine = self._kth(candidates, k)
+        self.learn_exact(TIED if equal > most_equal(k) else nnz, k, lowest, bits)
+        ties = self._ties(k - larger, mine)
+        taken = self._transport.kernels.take_at_least(candidates, bits, ties, candidates)
         return candidates[:taken], bits
 
     def _follow(self, nnz: int, k: int, bits: int) -> None:

@@ -177,13 +177,14 @@ class GlobalThreshold:
 
         Returns:
             (ENTRY[counts[r]], int64[P]): this rank's kept sums, ascending, and how many each rank keeps. The counts add up to
-            at most 5k/4. An exact threshold keeps k, or every nonzero where those are fewer; of equal sums the lowest indices.
+            at most 5k/4, over all shards where there are several. An exact threshold keeps k, or every nonzero where those are
+            fewer; of equal sums the lowest indices, shard by shard.
 
         Raises:
             FlaggedRanksError: a sum is not finite; on every rank alike. It names no rank, and nothing was learnt.
 
         Traffic: control only: one allgather of 66 int64, or for an exact threshold three allreduces of a histogram and one
-            allgather of 2 int64.
+            allgather of 2 int64. With shards each of these takes a control operation over them, too.
         """
         if exact or self.bits is None:
             return self._keep_exact(lists, k, record)
@@ -192,7 +193,7 @@ class GlobalThreshold:
         record("reduce")
         counts = lists.transport.allgather_control(sums.counts)
         record("threshold")
-        totals = counts.sum(axis=0)
+        totals = lists.transport.sum_over_shards(counts.sum(axis=0))
         if totals[-1]:
             raise FlaggedRanksError([])
         choice = choose_candidate(totals[:-1], expected, k, self._tolerance, may_go_exact_now=True)
@@ -241,7 +242,8 @@ class GlobalThreshold:
             record("reduce")
 
             def histogram(level: int, prefix: int, sums: NDArray[np.void] = sums) -> NDArray[np.int64]:
-                counts = transport.allreduce_control(self._kernels.magnitude_histogram(sums, level, prefix))
+                mine = self._kernels.magnitude_histogram(sums, level, prefix)
+                counts = transport.sum_over_shards(transport.allreduce_control(mine))
                 if level == 0 and counts[INFINITE_DIGIT:].any():
                     raise FlaggedRanksError([])
                 return counts
@@ -257,6 +259,6 @@ class GlobalThreshold:
         at_least, above = transport.allgather_control(mine).T
         record("threshold")
         ties = at_least - above
-        before = np.cumsum(ties) - ties
+        before = np.cumsum(ties) - ties + transport.in_lower_shards(int(ties.sum()))
         ties = np.clip(k - larger - before, 0, ties)
         return sums[: kernels.take_at_least(sums, bits, int(ties[transport.rank]), sums)], above + ties

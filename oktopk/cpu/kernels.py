@@ -352,3 +352,37 @@ def add_entries(vector: NDArray[np.float32], entries: NDArray[np.void]) -> None:
 def write_block_scaled(block: NDArray[np.void], scale: float, out: NDArray[np.float32]) -> None:
     """out = values * scale, where ENTRY[ceil(m / 2)] holds float32[m] values, and out is float32[m]."""
     np.multiply(block.view(np.float32)[: len(out)], np.float32(scale), out=out)
+
+
+@njit(cache=True)
+def sum_shard(
+    gradients: NDArray[np.float32], block: int, shards: int, shard: int, out: NDArray[np.float32]
+) -> None:
+    """Sum one shard of several gradients, in their order.
+
+    Args:
+        gradients: float32[G, n].
+        block, shards, shard: of the block-cyclic layout, as `oktopk.levels.Layout`.
+        out: float32[elements of the shard].
+
+    Memory traffic: 4 (G + 1) bytes an element of the shard; the sums of a piece stay in the first-level cache.
+    """
+    for begin in range(0, len(out), block):
+        first = (begin // block * shards + shard) * block
+        stop = min(begin + block, len(out))
+        for start in range(begin, stop, BLOCK):
+            size = min(BLOCK, stop - start)
+            total = out[start : start + size]
+            total[:] = gradients[0, first + start - begin : first + start - begin + size]
+            for row in range(1, len(gradients)):
+                added = gradients[row, first + start - begin : first + start - begin + size]
+                for i in range(size):
+                    total[i] += added[i]
+
+
+@njit(cache=True)
+def to_whole_indices(entries: NDArray[np.void], block: int, shards: int, shard: int) -> None:
+    """Turn the indices of ENTRY[nnz] in a shard into those of the same elements in the whole vector, in place."""
+    for at in range(len(entries)):
+        index = np.int64(entries[at].index)
+        entries[at].index = index + index // block * block * (shards - 1) + shard * block

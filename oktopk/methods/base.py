@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -46,6 +45,11 @@ class Method(ABC):
     def p2p_unavailable_reason(cls, settings: Settings) -> str:
         """Why the method has no kernels that read other ranks' memory; "" if it has."""
         return f"{cls.name} exchanges messages only"
+
+    @classmethod
+    def flat_reason(cls) -> str:
+        """Why the method cannot reduce shards between hosts; "" if it can."""
+        return f"{cls.name} has flat steps only"
 
     def prepare(self, out: NDArray[np.float32]) -> None:  # noqa: B027 - most methods take memory as they need it
         """Take the memory that every step needs; `out` is the one of all steps."""
@@ -112,10 +116,9 @@ class SparseMethod(Method):
         overflowed: bool = False,
     ) -> StepResult:
         assert residual is not None, f"{self.name} needs a residual"
-        selection = self.selection.select(gradient, residual, plan.k, plan.exact, self.known_regions(plan))
+        known = self.known_regions(plan)
+        selection = self.selection.select(gradient, residual, plan.k, plan.exact, known, overflowed)
         all_added = not selection.nonfinite
-        if overflowed:
-            selection = replace(selection, nonfinite=selection.nonfinite + 1)
         plan.timer.record("select")
         try:
             return self.exchange(selection, out, plan)
@@ -129,7 +132,7 @@ class SparseMethod(Method):
         Raises:
             FlaggedRanksError: some ranks' elements are not finite; on every rank alike.
         """
-        mine = np.array([selection.packed.nnz, selection.nonfinite > 0], np.int64)
+        mine = np.array([selection.packed.nnz, selection.flagged], np.int64)
         counts, flags = self.transport.allgather_control(mine).T
         if flags.any():
             raise FlaggedRanksError(np.flatnonzero(flags).tolist())

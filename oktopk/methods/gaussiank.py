@@ -38,12 +38,13 @@ class GaussianSelection(LocalSelection):
         k: int,
         exact: bool,
         boundaries: NDArray[np.int64] | None = None,
+        flag: bool = False,
     ) -> Selection:
         buffer = self.buffer(k)
         total, squares, nonfinite = self._kernels.accumulate_moments(gradient, residual)
-        if nonfinite:
+        if nonfinite or flag:
             self.needs_exact = True
-            return Selection(SparseVector(buffer[:0], self._length), nonfinite, False, math.nan)
+            return Selection(SparseVector(buffer[:0], self._length), nonfinite, False, math.nan, flag=flag)
         fitted = self._fit(total, squares, k)
         exact = exact or self.needs_exact
         bits = NOTHING if exact else max(1, magnitude_bits(min(fitted * self.correction, 3e38)))
@@ -51,7 +52,7 @@ class GaussianSelection(LocalSelection):
         if exact or not 3 * k <= 4 * nnz or nnz > selection_cap(k):
             if exact or not k <= nnz <= 2 * k:
                 nnz, bits = self._repack(residual, k, buffer)
-            packed, bits = self._tighten(buffer[:nnz], k, bits)
+            packed, bits = self._tighten(buffer[:nnz], nnz, k, bits)
             self.correction = bits_magnitude(bits) / fitted if fitted > 0 else 1.0
             exact = True
         else:

@@ -48,6 +48,10 @@ class OkTopk(SparseMethod):
             return "steps through peer memory need balanced regions"
         return "" if settings.rotate else "steps through peer memory have no rounds to order"
 
+    @classmethod
+    def flat_reason(cls) -> str:
+        return ""
+
     def known_regions(self, plan: Plan) -> NDArray[np.int64] | None:
         return None if plan.new_boundaries else self.boundaries
 
@@ -63,7 +67,7 @@ class OkTopk(SparseMethod):
             timer.record("boundaries")
         regions.splits = None  # messages do not need them, and they would be of another step
         assert regions.boundaries is not None
-        rounds, rotate, flag = self.settings.bucket_rounds, self.settings.rotate, selection.nonfinite > 0
+        rounds, rotate, flag = self.settings.bucket_rounds, self.settings.rotate, selection.flagged
         lists = split_and_reduce(
             packed, regions.boundaries, self.transport, flag, offsets, bucket_rounds=rounds, rotate=rotate
         )

@@ -39,7 +39,7 @@ class TopkDSA(SparseMethod):
     def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
         transport, bucket_rounds = self.transport, self.settings.bucket_rounds
         boundaries = equal_boundaries(self.length, transport.size)
-        flag = selection.nonfinite > 0
+        flag = selection.flagged
         lists = split_and_reduce(selection.packed, boundaries, transport, flag, bucket_rounds=bucket_rounds)
         plan.timer.record("exchange")
         sums, nonfinite = lists.checked_sums()

@@ -1,0 +1,118 @@
+"""Steps in two levels: a host sums its gradients in shards, and a method reduces each shard between the hosts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from collectives.cpu.kernels import bits_magnitude, magnitude_bits
+from collectives.sparse import SparseVector
+from collectives.transport import FlaggedRanksError, Transport
+from oktopk.error_feedback import ErrorFeedback
+from oktopk.host_group import HostGroup
+from oktopk.methods.base import Method
+from oktopk.step import CompletedStep, Plan, StepResult
+
+
+class HostExecutor:
+    """Runs the steps of one method on this rank's shard of its host's sum, in the caller's thread.
+
+    Args:
+        method: what a step computes of a shard, between hosts. That of a rank without a shard is not used.
+        vectors: of this rank; residual and velocity are those of its shard.
+        group: the ranks of this host.
+        transport: of all ranks.
+
+    Raises:
+        MemoryError: the device has no memory for what the method keeps.
+    """
+
+    def __init__(self, method: Method, vectors: ErrorFeedback, group: HostGroup, transport: Transport) -> None:
+        self._method, self._vectors, self._group, self._transport = method, vectors, group, transport
+        # what a dense method writes
+        self._out = None if method.sparse else group.new_shard()
+        if group.between is not None:
+            method.prepare(self._out)
+
+    def begin(self, gradient: Any, plan: Plan) -> CompletedStep:
+        method, vectors, group = self._method, self._vectors, self._group
+        if method.sparse:
+            vectors.clear_update()
+            plan.timer.record("apply")
+        flag = group.publish(gradient, bool(plan.problem))
+        summed, result = None, None
+        if group.between is not None:
+            summed = group.sum()
+            plan.timer.record("host_sum")
+            result = self._reduce(summed, plan, flag)
+        flagged = group.between is not None and result is None
+        outcomes = group.share_outcome(_outcome(result, flagged))
+        if outcomes[:, 0].any():
+            vectors.undo(summed)
+            raise self._flagged(gradient, plan)
+        if result is not None:
+            vectors.clear_sent(result)  # before the entries get the whole vector's indices
+        update = None
+        if method.sparse:
+            update = group.share_entries(None if result is None else result.update, outcomes[:, 1])
+        else:
+            group.share_values(self._out, vectors.update)
+        plan.timer.record("host_gather")
+        vectors.write(update, plan.scale)
+        plan.timer.record("apply")
+        if result is None:
+            result = _of_other_shards(update, outcomes[0].tolist())
+            vectors.selected = result.selected
+        nnz = group.layout.length if update is None else update.nnz
+        return CompletedStep(replace(result, update=update, global_nnz=nnz))
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._method.close()
+
+    def _reduce(self, summed: Any, plan: Plan, flag: bool) -> StepResult | None:
+        """The step of this rank's shard; None where nothing of the step may be applied."""
+        method, vectors = self._method, self._vectors
+        corrected, overflowed = vectors.correct(summed)
+        residual = vectors.residual if method.sparse or vectors.pending else None
+        try:
+            return method.reduce(corrected, residual, self._out, plan, overflowed or flag)
+        except FlaggedRanksError:
+            return None
+
+    def _flagged(self, gradient: Any, plan: Plan) -> FlaggedRanksError:
+        """The error of a step that no rank applies; names the ranks whose own gradients are not finite. Collective.
+
+        Raises:
+            ValueError: some rank has a problem.
+        """
+        update = self._vectors.update  # scratch
+        nonfinite = self._method.kernels.accumulate(gradient, None, update)
+        update.fill(0)
+        mine = np.array([nonfinite > 0, bool(plan.problem)], np.int64)
+        bad, problems = self._transport.allgather_control(mine).T
+        if problems.any():
+            self._transport.agree({}, plan.problem)
+        return FlaggedRanksError(np.flatnonzero(bad).tolist())
+
+
+def _outcome(result: StepResult | None, flagged: bool) -> list[int]:
+    """What a rank says of its shard's step: flag, entries, whether the threshold was exact, its bits or 0."""
+    if result is None:
+        return [flagged, 0, 0, 0]
+    threshold = result.global_threshold
+    nnz = 0 if result.update is None else result.update.nnz
+    return [flagged, nnz, result.global_exact, 0 if math.isnan(threshold) else magnitude_bits(threshold)]
+
+
+def _of_other_shards(update: SparseVector | None, outcome: list[int]) -> StepResult:
+    """The result on a rank that holds no shard."""
+    _, _, exact, bits = outcome
+    nothing = SparseVector.empty(0) if update is None else SparseVector(update.entries[:0], update.length)
+    threshold = bits_magnitude(bits) if bits else math.nan
+    return StepResult(update, nothing, global_exact=bool(exact), global_threshold=threshold)

@@ -1,0 +1,178 @@
+"""The ranks of this rank's host, and what they do together: sum their gradients in shards, and share what came back."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.allgatherv import allgatherv
+from collectives.sparse import SparseVector
+from collectives.traffic import Traffic
+from collectives.transport import Transport
+from oktopk.backend import Backend
+from oktopk.levels import Layout
+
+
+class HostGroup:
+    """The ranks of one host.
+
+    Args:
+        transport: of all ranks. Collective: every rank must construct.
+        layout: of the vector over them.
+        backend: of the gradients.
+
+    Raises:
+        ValueError: the ranks of a host cannot read each other's gradients, or there is no memory for them; on every rank alike.
+
+    Attributes:
+        host: among the ranks of this host.
+        between: among the ranks that hold this shard on the other hosts; None where this rank holds no shard.
+        layout: of the vector.
+        shard: of this rank, None for a rank that holds none.
+        gradient: float32[n], where this rank's gradient may be written for steps to read it without a copy.
+
+    Memory: n words of gradient and n/G of sums.
+    """
+
+    def __init__(self, transport: Transport, layout: Layout, backend: Backend) -> None:
+        number = layout.hosts[transport.rank]
+        self.layout, self.shard = layout, layout.shard_of(transport.rank)
+        self._backend = backend
+        with ExitStack() as opened:  # closed where this raises
+            host = transport.split(number)
+            assert host is not None
+            opened.callback(host.close)
+            self.host = host
+            self.between = transport.split(self.shard)
+            self._shards = transport.split(number if self.shard is not None and layout.shards > 1 else None)
+            for made in (self.between, self._shards):
+                if made is not None:
+                    opened.callback(made.close)
+            if self.between is not None:
+                self.between.shards = self._shards
+            problem = ""
+            try:
+                self._shared = backend.shared_gradients(host, layout.length)
+                opened.callback(self._shared.close)
+                self._sum = self.new_shard()
+            except (RuntimeError, MemoryError) as error:
+                problem = str(error) or type(error).__name__
+            transport.agree({}, problem)
+            opened.pop_all()
+        self.gradient = self._shared.mine
+
+    def publish(self, gradient: Any, flag: bool) -> bool:
+        """Let the other ranks of the host read this rank's gradient. Collective.
+
+        Args:
+            gradient: [n], as `Backend.validate` returns it.
+            flag: of this rank.
+
+        Returns:
+            Whether any rank of the host raised its flag.
+        """
+        self._shared.publish(gradient)
+        # it is also the barrier after which the gradients may be read
+        return bool(self.host.allreduce_control(np.array([flag], np.int64))[0])
+
+    def sum(self) -> Any:
+        """float32[shard]: the sum of the host's published gradients in rank order; unchanged until the next call."""
+        assert self.shard is not None
+        self._shared.sum_shard(self.layout, self.shard, self._sum)
+        return self._sum
+
+    def share_outcome(self, outcome: list[int]) -> NDArray[np.int64]:
+        """int64[G, m], what every rank of the host says of its shard's step. Collective.
+
+        After it every rank has read the gradients of the host, which may change.
+        """
+        return self.host.allgather_control(np.array(outcome, np.int64))
+
+    def share_entries(self, mine: SparseVector | None, counts: NDArray[np.int64]) -> SparseVector:
+        """The update's entries of all shards, with their indices in the whole vector, shard by shard. Collective.
+
+        Args:
+            mine: of this rank's shard, in the shard's indices, which are overwritten; None for a rank that holds no shard.
+            counts: int64[G], entries of each rank of the host.
+
+        Returns:
+            The entries; they lie in the host transport's workspace until the next call.
+        """
+        host, layout = self.host, self.layout
+        gathered = host.workspace.entries("gathered", int(counts.sum()))
+        own = gathered[:0] if mine is None else self.in_whole_indices(mine).entries
+        allgatherv(gathered, counts, host, own)
+        return SparseVector(gathered, layout.length)
+
+    def share_values(self, mine: Any, whole: Any) -> None:
+        """Fill float32[n] with the shards of all ranks of the host. Collective.
+
+        Args:
+            mine: float32[shard]; empty for a rank that holds no shard.
+        """
+        layout, host = self.layout, self.host
+        counts = [layout.shard_length(s) if s < layout.shards else 0 for s in range(host.size)]
+        gathered = host.allocate(layout.length)
+        allgatherv(gathered, np.array(counts, np.int64), host, mine)
+        at = 0
+        for shard in range(layout.shards):
+            layout.insert(gathered[at : at + counts[shard]], shard, whole)
+            at += counts[shard]
+        self._backend.wait()  # before the scratch is freed
+
+    def new_shard(self) -> Any:
+        """float32[shard] of zeros; empty for a rank that holds none."""
+        return self._backend.zeros(self.shard_length)
+
+    @property
+    def shard_length(self) -> int:
+        """Elements of this rank's shard; 0 for a rank that holds none."""
+        return self.layout.shard_length(self.shard)
+
+    def in_whole_indices(self, selected: SparseVector) -> SparseVector:
+        """Entries of this rank's shard with their indices in the whole vector, in place."""
+        if self.shard is not None and self.layout.shards > 1:
+            layout = self.layout
+            self._backend.kernels.to_whole_indices(
+                selected.entries, layout.block, layout.shards, self.shard
+            )
+        return SparseVector(selected.entries, self.layout.length)
+
+    def in_whole(self, part: Any) -> Any:
+        """float32[n] that holds this rank's shard, zero elsewhere; None for None."""
+        if part is None:
+            return None
+        whole = self._backend.zeros(self.layout.length)
+        if self.shard is not None:
+            self.layout.insert(part, self.shard, whole)
+        return whole
+
+    def expect_all(self, what: str, seconds: float) -> None:
+        """As `Transport.expect_all`, for the next operation among the ranks of the host, and between hosts."""
+        for transport in self._transports:
+            transport.expect_all(what, seconds)
+
+    def expect_none(self) -> None:
+        """As `Transport.expect_none`."""
+        for transport in self._transports:
+            transport.expect_none()
+
+    def take_traffic(self) -> Traffic:
+        """As `Transport.take_traffic`, of all that this rank sent."""
+        parts = [transport.take_traffic() for transport in self._transports]
+        return sum(parts, Traffic())
+
+    def close(self) -> None:
+        """Free what MPI and the device hold. Collective."""
+        if any(transport.gave_up for transport in self._transports):
+            return
+        self._shared.close()
+        for transport in self._transports:
+            transport.close()
+
+    @property
+    def _transports(self) -> list[Transport]:
+        return [each for each in (self.host, self.between, self._shards) if each is not None]

@@ -1,0 +1,102 @@
+"""Two levels: the ranks of a host sum their gradients, each one shard, and shards are reduced between hosts.
+
+A shard is block-cyclic: block b of the vector belongs to shard b modulo the number of shards, so that no layer's mass falls on one
+rank alone. An index that ascends within a shard ascends in the vector, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK = 1 << 16
+"""Elements of a block; fewer where the vector is too short for a block a shard."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which rank holds which part of a vector.
+
+    Attributes:
+        hosts: the number of each rank's host, from 0.
+        length: elements of the vector (n).
+    """
+
+    hosts: tuple[int, ...]
+    length: int
+
+    @cached_property
+    def block(self) -> int:
+        """Elements of a block."""
+        return min(BLOCK, -(-self.length // min(Counter(self.hosts).values())))
+
+    @cached_property
+    def shards(self) -> int:
+        """Shards of the vector: as many as the smallest host has ranks, fewer for a vector of fewer elements than that."""
+        blocks = -(-self.length // self.block)
+        return min(blocks, min(Counter(self.hosts).values()))
+
+    def shard_of(self, rank: int) -> int | None:
+        """The shard that a rank holds of its host's sum; None for a rank that holds none."""
+        place = self.hosts[:rank].count(self.hosts[rank])
+        return place if place < self.shards else None
+
+    def shard_length(self, shard: int | None) -> int:
+        """Elements of a shard, 0 for None."""
+        if shard is None:
+            return 0
+        cycle = self.block * self.shards
+        rest = self.length % cycle - shard * self.block
+        return self.length // cycle * self.block + min(max(rest, 0), self.block)
+
+    def extract(self, whole: NDArray[np.float32], shard: int) -> NDArray[np.float32]:
+        """A copy of a shard of float32[n]."""
+        part = np.empty(self.shard_length(shard), np.float32)
+        for mine, theirs in self._pieces(shard):
+            part[mine] = whole[theirs]
+        return part
+
+    def insert(self, part: Any, shard: int, whole: Any) -> None:
+        """Write a shard to where it lies in float32[n]; both of NumPy or both of CuPy."""
+        for mine, theirs in self._pieces(shard):
+            whole[theirs] = part[mine]
+
+    def _pieces(self, shard: int) -> Iterator[tuple[slice, slice]]:
+        """Where each block of a shard lies, in the shard and in the vector."""
+        length = self.shard_length(shard)
+        for number, start in enumerate(range(0, length, self.block)):
+            first = (number * self.shards + shard) * self.block
+            size = min(self.block, length - start)
+            yield slice(start, start + size), slice(first, first + size)
+
+
+def levels_taken(wanted: str, layout: Layout, flat_reason: str) -> tuple[str, str]:
+    """Choose between flat steps and two levels.
+
+    Args:
+        wanted: the setting `levels`.
+        layout: of the ranks.
+        flat_reason: why steps can only be flat, in a sentence; "" if they need not be.
+
+    Returns:
+        ("flat" or "hosts", why flat; "" where that was asked for or where it is "hosts").
+
+    Raises:
+        ValueError: two levels are asked for and cannot be.
+    """
+    if wanted == "flat":
+        return "flat", ""
+    if wanted == "hosts":
+        if flat_reason:
+            raise ValueError(f"levels 'hosts': {flat_reason}")
+        return "hosts", ""
+    ranks = Counter(layout.hosts).values()
+    if len(ranks) < 2 or min(ranks) < 2:
+        return "flat", "there are not several hosts with several ranks each"
+    return ("flat", flat_reason) if flat_reason else ("hosts", "")
