@@ -207,9 +207,19 @@ class GradientAllreduce:
         return self._vectors.velocity
 
     @property
+    def carried(self) -> int:
+        """Elements of `residual`: n, in two levels those of this rank's shard."""
+        return self.length if self._group is None else self._group.shard_length
+
+    @property
     def levels(self) -> str:
         """"flat": every rank exchanges with all others; or "hosts": ranks sum inside their host, and shards travel between hosts."""
         return "flat" if self._group is None else "hosts"
+
+    @property
+    def hosts(self) -> list[int] | None:
+        """int[P], the number of each rank's host, in two levels; None in flat steps."""
+        return None if self._group is None else list(self._group.layout.hosts)
 
     @property
     def shards(self) -> int:
@@ -478,6 +488,7 @@ class GradientAllreduce:
             "method": self.method,
             "rank": self.transport.rank,
             "ranks": self.transport.size,
+            "hosts": self.hosts,
             "steps": self.steps,
             "sparse_steps": self._sparse_steps,
             "last_k": self._last_k,
@@ -493,14 +504,16 @@ class GradientAllreduce:
             ValueError: the state is damaged, or of another length, method, rank or number of ranks (see `oktopk.elastic`), or the
                 ranks' states are not of one moment; on every rank alike, before anything is changed.
         """
-        transport, momentum = self.transport, self.settings.momentum_correction
-        problem = state_problem(state, self.length, self.method, momentum, transport.rank, transport.size)
+        problem = state_problem(state, self)
         common: dict[str, Any] = {}
+        agreed: dict[str, Any] = {}
         if not problem:
             common = {name: state.get(name) for name in ("steps", "sparse_steps", "last_k", "unaided")}
-            common |= {name: METHODS[name].agreed_state(theirs) for name, theirs in state["methods"].items()}
+            agreed = {name: METHODS[name].agreed_state(theirs) for name, theirs in state["methods"].items()}
         self._expect_all("load_state_dict")
-        self.transport.agree(common, problem)
+        if self._group is not None:
+            problem, agreed = self._group.disagreement(agreed, problem), {}
+        self.transport.agree(common | agreed, problem)
         with self.backend.stream_scope():
             self._load(state)
 

@@ -1,15 +1,19 @@
-"""Continue on another number of ranks: redistribute the residuals, so that nothing unsent is lost."""
+"""Continue on another number of ranks or hosts: redistribute the residuals, so that nothing unsent is lost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
+
+from oktopk.levels import Layout
 
 VECTORS = ("residual", "velocity")
 
 
 def inherited_ranks(rank: int, ranks: int, saved_ranks: int) -> range:
-    """The saved ranks whose residuals `rank` of `ranks` inherits; each is inherited exactly once.
+    """The saved ranks whose residuals `rank` of `ranks` inherits; each is inherited exactly once. Also hosts of two levels.
 
     Empty where rank >= saved_ranks: such a rank starts without a residual.
 
@@ -24,19 +28,24 @@ def inherited_ranks(rank: int, ranks: int, saved_ranks: int) -> range:
 
 
 def redistribute(
-    read: Callable[[int], dict[str, Any]], saved_ranks: int, rank: int, ranks: int
+    read: Callable[[int], dict[str, Any]],
+    saved_ranks: int,
+    rank: int,
+    ranks: int,
+    hosts: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """The state of one rank among another number of ranks, for `load_state_dict`. Talks to no other rank.
+    """The state of one rank among another number of ranks, or of hosts, for `load_state_dict`. Talks to no other rank.
 
     The sums of the residuals and of the velocities over the ranks are kept: exactly on more ranks than before, to float32
-    rounding on fewer. The next step computes exact thresholds and new region boundaries. On as many ranks as before it is the
-    rank's own state, which continues bit for bit.
+    rounding on fewer. The next step computes exact thresholds and new region boundaries. On as many ranks as before, on the same
+    hosts, it is the rank's own state, which continues bit for bit.
 
     Args:
-        read: saved rank -> its `state_dict()`, of a `GradientAllreduce` or of a `DistributedOptimizer`. Called for the ranks of
-            `inherited_ranks`, one at a time, and for `rank % saved_ranks`.
+        read: saved rank -> its `state_dict()`, of a `GradientAllreduce` or of a `DistributedOptimizer`. Called for those whose
+            residuals this rank inherits, one at a time, and for `rank % saved_ranks`.
         saved_ranks: how many ranks saved their states.
         rank, ranks: this rank, and how many there are now.
+        hosts: `GradientAllreduce.hosts` of the reducer that loads it: None for flat steps.
 
     Returns:
         A new state; its vectors may be those of one that was read.
@@ -44,26 +53,64 @@ def redistribute(
     Raises:
         ValueError: as `inherited_ranks`.
 
-    Memory: one saved state beside the sum.
+    Memory: one saved state beside the sum; in two levels a vector of n words more.
 
     Example:
-        >>> state = redistribute(lambda r: torch.load(f"optimizer-{r}.pt"), 4, comm.rank, comm.size)
+        >>> hosts = optimizer.reducer.hosts
+        >>> state = redistribute(lambda r: torch.load(f"optimizer-{r}.pt"), 4, comm.rank, comm.size, hosts)
         >>> optimizer.load_state_dict(state)
     """
-    inherited = inherited_ranks(rank, ranks, saved_ranks)
+    inherited_ranks(rank, ranks, saved_ranks)  # refuses what is out of range
     template = read(rank % saved_ranks)
-    if ranks == saved_ranks:
+    own = template.get("reducer", template)
+    saved_hosts = own.get("hosts")
+    new_hosts = None if hosts is None else list(hosts)
+    if ranks == saved_ranks and new_hosts == saved_hosts:
         return template
+    length = own["length"]
+    before, after = _holders(saved_hosts, saved_ranks, length), _holders(new_hosts, ranks, length)
+    index = next((number for number, holder in enumerate(after) if rank in holder), None)
     sums: dict[str, Any] = dict.fromkeys(VECTORS)
-    for saved in inherited:
-        state = read(saved)
-        state = state.get("reducer", state)
-        for name in VECTORS:
-            vector, total = state[name], sums[name]
-            if vector is not None:
-                sums[name] = vector if total is None else total + vector
+    if index is not None:
+        for saved in inherited_ranks(index, len(after), len(before)):
+            for name, vector in _whole_vectors(read, before[saved], saved_hosts, length).items():
+                if vector is not None:
+                    sums[name] = vector if sums[name] is None else sums[name] + vector
+        if new_hosts is not None:
+            layout = Layout(tuple(new_hosts), length)
+            shard = after[index].index(rank)
+            sums = {name: None if v is None else layout.extract(v, shard) for name, v in sums.items()}
     # As after a change of k: thresholds and boundaries of the old ranks are not reused.
-    changed = {**sums, "last_k": None, "rank": rank, "ranks": ranks}
+    changed = {**sums, "last_k": None, "rank": rank, "ranks": ranks, "hosts": new_hosts}
+    if saved_hosts is not None or new_hosts is not None:
+        changed["methods"] = {}  # regions are those of a shard
     if "reducer" in template:
         return {**template, "reducer": {**template["reducer"], **changed}}
     return {**template, **changed}
+
+
+def _holders(hosts: Sequence[int] | None, ranks: int, length: int) -> list[list[int]]:
+    """The ranks that hold one residual together: each rank by itself, or of each host those that hold its shards, in their order."""
+    if hosts is None:
+        return [[rank] for rank in range(ranks)]
+    layout = Layout(tuple(hosts), length)
+    holders = [rank for rank in range(ranks) if layout.shard_of(rank) is not None]
+    return [[rank for rank in holders if hosts[rank] == host] for host in sorted(set(hosts))]
+
+
+def _whole_vectors(
+    read: Callable[[int], dict[str, Any]], holder: list[int], hosts: Sequence[int] | None, length: int
+) -> dict[str, Any]:
+    """Residual and velocity that some saved ranks hold together, float32[n] or None."""
+    whole: dict[str, Any] = dict.fromkeys(VECTORS)
+    for shard, saved in enumerate(holder):
+        state = read(saved)
+        state = state.get("reducer", state)
+        for name in VECTORS:
+            if hosts is None:
+                whole[name] = state[name]
+            elif state[name] is not None:
+                if whole[name] is None:
+                    whole[name] = np.zeros(length, np.float32)
+                Layout(tuple(hosts), length).insert(state[name], shard, whole[name])
+    return whole

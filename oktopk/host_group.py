@@ -150,6 +150,15 @@ class HostGroup:
             self.layout.insert(part, self.shard, whole)
         return whole
 
+    def disagreement(self, mine: dict[str, Any], problem: str) -> str:
+        """`problem`, or else why the ranks that hold this shard on the hosts do not agree; "" if they do. Collective."""
+        if self.between is not None:
+            try:
+                self.between.agree(mine)
+            except ValueError as error:
+                return problem or f"shard {self.shard}: {error}"
+        return problem
+
     def expect_all(self, what: str, seconds: float) -> None:
         """As `Transport.expect_all`, for the next operation among the ranks of the host, and between hosts."""
         for transport in self._transports:

@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from collectives.transport import Transport
 from oktopk.methods import METHODS
+from oktopk.settings import Settings
 
 _COUNTS = ("steps", "sparse_steps")
 
 
-def state_problem(state: Any, length: int, method: str, momentum: float, rank: int, ranks: int) -> str:
+class Loader(Protocol):
+    """What a state must fit: a `GradientAllreduce`.
+
+    Attributes:
+        length: elements of the gradient (n).
+        method, settings: of the reducer.
+        carried: elements of its residual.
+        hosts: the number of each rank's host, None in flat steps.
+        transport: of all ranks.
+    """
+
+    length: int
+    method: str
+    settings: Settings
+    transport: Transport
+
+    @property
+    def carried(self) -> int: ...
+
+    @property
+    def hosts(self) -> list[int] | None: ...
+
+
+def state_problem(state: Any, loader: Loader) -> str:
     """Why a state cannot be loaded, in a sentence; "" if it can. Talks to no other rank.
 
     Args:
-        state: as `GradientAllreduce.state_dict` returns it.
-        length: elements of the gradient (n).
-        method: of the reducer that loads it.
-        momentum: its momentum correction, 0 for none.
-        rank, ranks: of the reducer. A state without, of an earlier version, is taken as this rank's.
+        state: as `GradientAllreduce.state_dict` returns it. One without rank or hosts, of an earlier version, is taken as this
+            rank's, of flat steps.
+        loader: the reducer that is to load it.
     """
     try:
-        return _problem(state, length, method, momentum) or _place_problem(state, rank, ranks)
+        return _problem(state, loader)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         return f"the state is damaged: {type(error).__name__} {error}"
 
 
-def _problem(state: Any, length: int, method: str, momentum: float) -> str:
+def _problem(state: Any, loader: Loader) -> str:
     if not isinstance(state, dict):
         return f"the state is a {type(state).__name__}, not a dict"
     names = ("length", "method", *_COUNTS, "last_k", "methods", "residual", "velocity")
     if missing := [name for name in names if name not in state]:
         return f"the state lacks {', '.join(missing)}"
-    for name, own in (("length", length), ("method", method)):
+    for name, own in (("length", loader.length), ("method", loader.method)):
         if state[name] != own:
             return f"state has {name} {state[name]!r}, this reducer {own!r}"
+    if moved := _place_problem(state, loader):
+        return moved
+    length, momentum = loader.carried, loader.settings.momentum_correction
     problems = [_number_problem(name, state[name], 0) for name in _COUNTS]
     problems += [_number_problem(name, state.get(name), 0, optional=True) for name in ("last_k", "unaided")]
     problems += [_vector_problem(name, state[name], length) for name in ("residual", "velocity")]
@@ -48,14 +74,23 @@ def _problem(state: Any, length: int, method: str, momentum: float) -> str:
     return next((problem for problem in problems if problem), "")
 
 
-def _place_problem(state: dict[str, Any], rank: int, ranks: int) -> str:
+def _place_problem(state: dict[str, Any], loader: Loader) -> str:
+    rank, ranks = loader.transport.rank, loader.transport.size
     taken = state.get("rank", rank), state.get("ranks", ranks)
-    if taken == (rank, ranks):
-        return ""
-    return (
-        f"the state is of rank {taken[0]} of {taken[1]}, and this is rank {rank} of {ranks}: every rank saves and loads its own, "
-        "as residuals differ; oktopk.elastic.redistribute makes one for another number of ranks"
-    )
+    another = "oktopk.elastic.redistribute makes one for another number of ranks or hosts"
+    if taken != (rank, ranks):
+        return (
+            f"the state is of rank {taken[0]} of {taken[1]}, and this is rank {rank} of {ranks}: every rank saves and loads its "
+            f"own, as residuals differ; {another}"
+        )
+    hosts = state.get("hosts")
+    if hosts != loader.hosts:
+        return f"the state is of {_levels(hosts)}, and this reducer has {_levels(loader.hosts)}: {another}"
+    return ""
+
+
+def _levels(hosts: list[int] | None) -> str:
+    return "flat steps" if hosts is None else f"two levels on hosts {hosts}"
 
 
 def _number_problem(name: str, value: Any, least: int, optional: bool = False) -> str:

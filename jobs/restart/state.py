@@ -123,7 +123,8 @@ def restore(
             saved = common["model"] if kind == "model" else own["buffers"]
             for name, tensor in tensors:
                 tensor.copy_(saved[name])
-    optimizer.load_state_dict({**common["optimizer"], "reducer": found.reducer(rank, ranks)})
+    reducer = found.reducer(rank, ranks, optimizer.reducer.hosts)
+    optimizer.load_state_dict({**common["optimizer"], "reducer": reducer})
     if rank < found.ranks:
         _set_random_state(own["random"])
     else:

@@ -1,0 +1,439 @@
+"""Two levels: the contract with "a host" for "a rank", over hosts made of consecutive ranks by `ranks_per_host`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from collectives.traffic import step_limit, upper_bound
+from oktopk import METHODS, GradientAllreduce, MissingRanksError, NonFiniteGradientError, levels
+from oktopk.elastic import redistribute
+from oktopk.levels import Layout
+from oktopk.settings import selection_cap
+from tests import oracle as reference
+from tests.devices import DEVICES, get, put, use
+from tests.inputs import GRADIENTS, Vector
+
+BLOCK = 64  # so that a short vector has many blocks
+LENGTH = 4011
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "BLOCK", BLOCK)
+
+
+def two_levels(comm: MPI.Intracomm, device: str, ranks_per_host: int, **settings: Any) -> GradientAllreduce:
+    use(device, comm)
+    length = settings.pop("length", LENGTH)
+    settings = {"density": 0.02, "average": False, "threshold_interval": 3, "boundary_interval": 2} | settings
+    settings |= {"levels": "hosts", "ranks_per_host": ranks_per_host, "peer_memory": device == "cuda" or None}
+    return GradientAllreduce(comm, length, device=device, **settings)
+
+
+def of_hosts(comm: MPI.Intracomm, gradient: Vector, hosts: list[int]) -> Vector:
+    """float64[H, n]: the sum of each host's gradients."""
+    rows = np.array(comm.allgather(gradient), np.float64)
+    return np.array([rows[np.array(hosts) == host].sum(axis=0) for host in range(max(hosts) + 1)])
+
+
+def per_host(comm: MPI.Intracomm, value: float, hosts: list[int]) -> list[float]:
+    """The sum of every rank's value, host by host."""
+    values = comm.allgather(value)
+    return [sum(v for v, at in zip(values, hosts, strict=True) if at == host) for host in range(max(hosts) + 1)]
+
+
+def shard_by_shard(layout: Layout) -> np.ndarray:
+    """int64[n], the indices of all shards, one after another: the order in which ties are shared out."""
+    whole = np.arange(layout.length, dtype=np.float32)
+    return np.concatenate([layout.extract(whole, shard) for shard in range(layout.shards)]).astype(np.int64)
+
+
+@pytest.mark.parametrize("hosts", [(0,), (0, 0), (0, 0, 0, 1), (0, 1, 0, 1, 1), (0, 0, 0, 1, 1, 1)])
+def test_shards_tile_the_vector_and_ascend_in_it(hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "BLOCK", 4)
+    for length in range(1, 60):
+        layout = Layout(hosts, length)
+        assert 1 <= layout.shards <= min(Counter(hosts).values())
+        parts = [layout.extract(np.arange(length, dtype=np.float32), s) for s in range(layout.shards)]
+        assert [len(part) for part in parts] == [layout.shard_length(s) for s in range(layout.shards)]
+        assert all(len(part) and np.all(np.diff(part) > 0) for part in parts)
+        assert sorted(np.concatenate(parts)) == list(range(length))
+        whole = np.full(length, -1, np.float32)
+        for shard, part in enumerate(parts):
+            layout.insert(part, shard, whole)
+        assert np.array_equal(whole, np.arange(length))
+
+
+# the other number of ranks a host for each kind is left to `make test-all`
+KINDS = [
+    pytest.param(kind, per, marks=[] if at % 2 == per % 2 else pytest.mark.long)
+    for at, kind in enumerate(GRADIENTS)
+    for per in (2, 3)
+]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("kind", "ranks_per_host"), KINDS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_is_lost_the_ranks_agree_and_a_host_keeps_to_its_caps(
+    comm: MPI.Intracomm, device: str, ranks_per_host: int, kind: str
+) -> None:
+    for length, density in ((1, 0.25), (5, 0.25), (400, 0.1), (LENGTH, 0.02)):
+        reducer = two_levels(comm, device, ranks_per_host, length=length, density=density)
+        hosts = reducer.hosts
+        assert hosts is not None
+        rng = np.random.default_rng((comm.rank, length))
+        before = np.zeros(length)
+        for _ in range(5):
+            gradient = GRADIENTS[kind](rng, length, comm.rank, comm.size)
+            given = put(device, gradient)
+            report = reducer.step(given)
+            assert np.array_equal(get(given), gradient), "the caller's gradient was changed"
+            assert len(set(comm.allgather(get(reducer.update).tobytes()))) == 1
+            after = np.sum(comm.allgather(reducer.gathered_residual().astype(np.float64)), axis=0)
+            put_in = np.sum(comm.allgather(gradient.astype(np.float64)), axis=0) + before
+            assert np.array_equal(put_in, after + get(reducer.update)), (length, density, report)
+            before = after
+            cap = selection_cap(report.k)
+            assert max(per_host(comm, report.local_nnz, hosts)) <= cap
+            assert np.count_nonzero(get(reducer.update)) == report.global_nnz <= cap
+            between = per_host(comm, report.bytes_between, hosts)
+            assert np.mean(between) <= 4 * step_limit(report.k, len(between)), (length, density, report)
+        reducer.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["iid", "heavy tailed", "ties", "clustered", "cancelling"])
+@pytest.mark.parametrize("ranks_per_host", [1, 2, 3])
+@pytest.mark.parametrize("device", DEVICES)
+def test_exact_thresholds_give_the_oracles_update_and_residuals(
+    comm: MPI.Intracomm, device: str, ranks_per_host: int, kind: str
+) -> None:
+    reducer = two_levels(comm, device, ranks_per_host, threshold_interval=1)
+    hosts = reducer.hosts
+    assert hosts is not None
+    order = shard_by_shard(Layout(tuple(hosts), LENGTH))
+    rng = np.random.default_rng(comm.rank)
+    residuals = np.zeros((max(hosts) + 1, LENGTH))
+    for _ in range(4):
+        gradient = GRADIENTS[kind](rng, LENGTH, comm.rank, comm.size)
+        report = reducer.step(put(device, gradient))
+        gradients = of_hosts(comm, gradient, hosts)
+        expected = reference.ok_topk(gradients[:, order], residuals[:, order], report.k)
+        assert np.array_equal(get(reducer.update)[order], expected.update)
+        residuals = of_hosts(comm, reducer.gathered_residual(), hosts)
+        assert np.array_equal(residuals[:, order], expected.residuals)
+    reducer.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("device", DEVICES)
+def test_hosts_of_one_rank_take_the_steps_of_flat_ones(comm: MPI.Intracomm, device: str) -> None:
+    flat = GradientAllreduce(comm, LENGTH, device=device, density=0.02, levels="flat", peer_memory=False)
+    reducer = two_levels(comm, device, 1, average=True, threshold_interval=32, boundary_interval=64)
+    rng = np.random.default_rng(comm.rank)
+    for _ in range(10):
+        gradient = put(device, rng.standard_normal(LENGTH).astype(np.float32))
+        one, two = flat.step(gradient), reducer.step(gradient)
+        assert np.array_equal(get(flat.update), get(reducer.update))
+        assert np.array_equal(get(flat.residual), get(reducer.residual))
+        assert (one.bytes, one.local_nnz, one.global_threshold) == (two.bytes_between, two.local_nnz, two.global_threshold)
+    for each in (flat, reducer):
+        each.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_host_stays_under_its_bound_and_near_k_on_drifting_gradients(comm: MPI.Intracomm, device: str) -> None:
+    length = 20_000
+    reducer = two_levels(comm, device, 2, length=length, threshold_interval=32, boundary_interval=64)
+    hosts = reducer.hosts
+    assert hosts is not None
+    rng = np.random.default_rng(comm.rank)
+    scale = np.repeat(10.0 ** np.random.default_rng(1).uniform(-2, 0, 40), length // 40)
+    words, deviation = [], []
+    for step in range(60):
+        gradient = (rng.standard_t(4, length) * scale * (1 + 0.2 * np.sin(step / 9))).astype(np.float32)
+        report = reducer.step(put(device, gradient))
+        words.append(np.mean(per_host(comm, report.bytes_between / 4, hosts)))
+        deviation.append(abs(report.global_nnz - report.k) / report.k)
+    assert np.mean(words) <= upper_bound(report.k, max(hosts) + 1)
+    assert np.mean(deviation) <= 0.05
+    reducer.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("where", ["one shard", "one host", "one block"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_mass_in_one_place_is_selected_up_to_k(comm: MPI.Intracomm, device: str, where: str) -> None:
+    reducer = two_levels(comm, device, 2)
+    hosts = reducer.hosts
+    assert hosts is not None
+    layout = Layout(tuple(hosts), LENGTH)
+    rng = np.random.default_rng(comm.rank)
+    before = np.zeros(LENGTH)
+    for _ in range(5):
+        gradient = rng.integers(-9, 10, LENGTH).astype(np.float32)
+        weight = np.ones(LENGTH, np.float32)
+        if where == "one shard":
+            layout.insert(np.full(layout.shard_length(0), 999, np.float32), 0, weight)
+        elif where == "one block":
+            weight[BLOCK : 2 * BLOCK] = 999
+        elif hosts[comm.rank] == 0:
+            weight[:] = 999
+        gradient *= weight
+        report = reducer.step(put(device, gradient))
+        assert report.global_nnz <= selection_cap(report.k)
+        assert max(per_host(comm, report.local_nnz, hosts)) <= selection_cap(report.k)
+        after = np.sum(comm.allgather(reducer.gathered_residual().astype(np.float64)), axis=0)
+        assert np.array_equal(comm.allreduce(gradient.astype(np.float64)) + before, after + get(reducer.update))
+        before = after
+    reducer.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_not_finite_names_the_rank_and_changes_nothing(
+    comm: MPI.Intracomm, device: str, nonfinite: str
+) -> None:
+    reducer = two_levels(comm, device, 2, nonfinite=nonfinite, momentum_correction=0.5)
+    rng = np.random.default_rng(comm.rank)
+    good = rng.integers(-99, 100, LENGTH).astype(np.float32)
+    for _ in range(2):
+        reducer.step(put(device, good))
+    before = reducer.state_dict()
+    culprit = comm.size - 1
+    one_inf, overflowing = good.copy(), good.copy()
+    if comm.rank == culprit:
+        one_inf[LENGTH // 2] = np.inf
+    overflowing[7] = 3e38  # finite on each rank
+    for bad, ranks in ((one_inf, [culprit]), (overflowing, [])):
+        if not ranks and comm.size == 1:
+            continue
+        if nonfinite == "skip":
+            report = reducer.step(put(device, bad))
+            assert report.skipped and not get(reducer.update).any()
+        else:
+            with pytest.raises(NonFiniteGradientError) as caught:
+                reducer.step(put(device, bad))
+            assert caught.value.ranks == ranks
+        after = reducer.state_dict()
+        for name in ("residual", "velocity"):
+            if before[name] is not None and before[name].size:
+                close = np.array_equal if nonfinite == "skip" else np.allclose
+                # what was put next to 3e38 is not known to its last bits any more
+                where = np.ones(len(before[name]), bool) if ranks or nonfinite == "skip" else before[name] == after[name]
+                assert close(before[name][where], after[name][where]) and where.mean() > 0.99
+    assert not reducer.step(put(device, good)).skipped
+    assert np.isfinite(reducer.gathered_residual()).all()
+    reducer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_fast_ranks_next_backward_pass_does_not_reach_a_slow_ranks_sum(
+    comm: MPI.Intracomm, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reducer = two_levels(comm, device, 2)
+    group = reducer._group
+    assert group is not None and reducer.gradient_buffer is not None
+    summed = group.sum
+
+    def late() -> Any:
+        time.sleep(0.05 * (comm.rank % 2))
+        return summed()
+
+    monkeypatch.setattr(group, "sum", late)
+    before = np.zeros(LENGTH)
+    rng = np.random.default_rng(comm.rank)
+    for _ in range(4):
+        gradient = rng.integers(-99, 100, LENGTH).astype(np.float32)
+        reducer.gradient_buffer[:] = put(device, gradient)
+        reducer.step(reducer.gradient_buffer)
+        reducer.gradient_buffer[:] = 1e6  # as the next backward pass does
+        after = np.sum(comm.allgather(reducer.gathered_residual().astype(np.float64)), axis=0)
+        assert np.array_equal(comm.allreduce(gradient.astype(np.float64)) + before, after + get(reducer.update))
+        before = after
+    reducer.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks_per_host", [2, 3])
+def test_momentum_is_applied_to_the_hosts_sum(comm: MPI.Intracomm, ranks_per_host: int) -> None:
+    reducer = two_levels(comm, "cpu", ranks_per_host, momentum_correction=0.5, threshold_interval=1)
+    hosts = reducer.hosts
+    assert hosts is not None
+    order = shard_by_shard(Layout(tuple(hosts), LENGTH))
+    rng = np.random.default_rng(comm.rank)
+    velocity = residual = np.zeros((max(hosts) + 1, LENGTH))
+    for _ in range(4):
+        gradient = (32 * rng.integers(-999, 1000, LENGTH)).astype(np.float32)
+        report = reducer.step(gradient)
+        velocity = 0.5 * velocity + of_hosts(comm, gradient, hosts)
+        expected = reference.ok_topk(velocity[:, order], residual[:, order], report.k)
+        assert np.array_equal(reducer.update[order], expected.update)
+        residual = of_hosts(comm, reducer.gathered_residual(), hosts)
+        velocity[:, order] = np.where(_cleared(expected), 0, velocity[:, order])
+    reducer.close()
+
+
+def _cleared(step: reference.Step) -> np.ndarray:
+    """bool[H, n], where a host's residual became zero."""
+    cleared = np.zeros(step.accumulated.shape, bool)
+    for row, mine in zip(cleared, step.selected, strict=True):
+        row[np.intersect1d(mine, step.applied)] = True
+    return cleared
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_dense_step_takes_in_what_the_shards_hold(comm: MPI.Intracomm, device: str) -> None:
+    rng = np.random.default_rng(comm.rank)
+    gradients = [rng.integers(-99, 100, LENGTH).astype(np.float32) for _ in range(2)]
+    sparse = two_levels(comm, device, 2)
+    sparse.step(put(device, gradients[0]))
+    left = np.sum(comm.allgather(sparse.gathered_residual()), axis=0)
+    assert comm.size == 1 or left.any()
+    dense = two_levels(comm, device, 2, dense_warmup_steps=5)
+    dense.load_state_dict(sparse.state_dict())
+    report = dense.step(put(device, gradients[1]))
+    assert report.method == "dense" and report.levels == "hosts"
+    assert np.array_equal(get(dense.update), comm.allreduce(gradients[1]) + left)
+    assert not dense.gathered_residual().any()
+    for each in (sparse, dense):
+        each.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("device", DEVICES)
+def test_measures_do_not_change_a_step_and_agree_with_the_definition(comm: MPI.Intracomm, device: str) -> None:
+    reducer = two_levels(comm, device, 2, threshold_interval=1)
+    hosts = reducer.hosts
+    assert hosts is not None
+    order = shard_by_shard(Layout(tuple(hosts), LENGTH))
+    rng = np.random.default_rng(comm.rank)
+    before = np.zeros((max(hosts) + 1, LENGTH))
+    for _ in range(3):
+        gradient = rng.integers(-999, 1000, LENGTH).astype(np.float32)
+        report = reducer.step(put(device, gradient), measure=True)
+        gradients = of_hosts(comm, gradient, hosts)
+        expected = reference.ok_topk(gradients[:, order], before[:, order], report.k)
+        assert np.array_equal(get(reducer.update)[order], expected.update)
+        total = (gradients + before).sum(axis=0)
+        best = reference.masked(total, reference.top_k(total, report.k))
+        missed = np.linalg.norm(best - get(reducer.update)) / comm.size
+        assert report.measures is not None
+        assert report.measures.missed == pytest.approx(missed, rel=1e-3)
+        assert report.measures.gradient_norm == pytest.approx(np.linalg.norm(gradients.sum(axis=0)) / comm.size)
+        union = len(np.unique(np.concatenate(expected.selected)))
+        assert report.measures.fill_in == pytest.approx(union / report.k)
+        before = of_hosts(comm, reducer.gathered_residual(), hosts)
+    reducer.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_state_goes_on_bit_for_bit(comm: MPI.Intracomm, device: str) -> None:
+    rng = np.random.default_rng(comm.rank)
+    gradients = [put(device, rng.standard_normal(LENGTH).astype(np.float32)) for _ in range(10)]
+    through = two_levels(comm, device, 2)
+    for gradient in gradients[:5]:
+        through.step(gradient)
+    state = through.state_dict()
+    resumed = two_levels(comm, device, 2)
+    resumed.load_state_dict(state)
+    for gradient in gradients[5:]:
+        through.step(gradient)
+        resumed.step(gradient)
+        assert np.array_equal(get(through.update), get(resumed.update))
+    assert np.array_equal(through.gathered_residual(), resumed.gathered_residual())
+    for each in (through, resumed):
+        each.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("flat", 2), (2, "flat"), (2, 1), (2, 3), (3, 2)], ids=str
+)
+def test_the_sum_of_residuals_is_kept_on_other_hosts(comm: MPI.Intracomm, saved: Any, loaded: Any) -> None:
+    def made(kind: Any) -> GradientAllreduce:
+        if kind != "flat":
+            return two_levels(comm, "cpu", kind, momentum_correction=0.5)
+        settings = {"threshold_interval": 3, "boundary_interval": 2, "average": False, "momentum_correction": 0.5}
+        return GradientAllreduce(comm, LENGTH, density=0.02, levels="flat", **settings)  # type: ignore[arg-type]
+
+    first, second = made(saved), made(loaded)
+    rng = np.random.default_rng(comm.rank)
+    for _ in range(3):
+        first.step((8 * rng.integers(-99, 100, LENGTH)).astype(np.float32))
+    states = comm.allgather(first.state_dict())
+    if states[comm.rank]["hosts"] != second.hosts:
+        with pytest.raises(ValueError, match="oktopk.elastic.redistribute"):
+            second.load_state_dict(states[comm.rank])
+    state = redistribute(states.__getitem__, comm.size, comm.rank, comm.size, second.hosts)
+    second.load_state_dict(state)
+    total = np.sum(comm.allgather(first.gathered_residual()), axis=0)
+    assert np.array_equal(np.sum(comm.allgather(second.gathered_residual()), axis=0), total)
+    gradient = rng.integers(-99, 100, LENGTH).astype(np.float32)
+    second.step(gradient)
+    for each in (first, second):
+        each.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_cannot_be_is_a_sentence_on_every_rank(comm: MPI.Intracomm) -> None:
+    for method in METHODS:
+        if method != "oktopk":
+            with pytest.raises(ValueError, match=f"levels 'hosts': {method} has flat steps only"):
+                GradientAllreduce(comm, 100, method, levels="hosts", ranks_per_host=1)
+    with pytest.raises(ValueError, match="levels 'nodes' is not 'auto', 'flat' or 'hosts'"):
+        GradientAllreduce(comm, 100, levels="nodes")
+    with pytest.raises(ValueError, match="ranks_per_host 0 is not an integer >= 1"):
+        GradientAllreduce(comm, 100, ranks_per_host=0)
+    with pytest.raises(ValueError, match="ranks disagree on ranks_per_host"):
+        GradientAllreduce(comm, 100, ranks_per_host=1 + comm.rank)
+    reducer = two_levels(comm, "cpu", 2)
+    with pytest.raises(ValueError, match=f"rank {comm.size - 1}: no data"):
+        reducer.step(np.ones(LENGTH, np.float32), problem="no data" if comm.rank == comm.size - 1 else "")
+    assert not reducer.step(np.ones(LENGTH, np.float32)).skipped
+    reducer.close()
+
+
+@pytest.mark.mpi(min_size=4)
+def test_auto_takes_two_levels_where_several_hosts_have_several_ranks(comm: MPI.Intracomm) -> None:
+    for method, per, taken, reason in (
+        ("oktopk", 2, "hosts" if comm.size % 2 == 0 else "flat", ""),
+        ("oktopk", 1, "flat", "several hosts"),
+        ("oktopk", None, "flat", "several hosts"),
+        ("gtopk", 2, "flat", "gtopk has flat steps only" if comm.size % 2 == 0 else "several hosts"),
+    ):
+        reducer = GradientAllreduce(comm, 1000, method, ranks_per_host=per)
+        report = reducer.step(np.ones(1000, np.float32))
+        assert (reducer.levels, report.levels) == (taken, taken)
+        assert report.shards == (2 if taken == "hosts" else 1)
+        assert reason in reducer.flat_reason
+        # what went to other hosts is counted in flat steps, too
+        alone = per is None
+        assert comm.allreduce(report.bytes_between) == 0 if alone else comm.allreduce(report.bytes_between) > 0
+        reducer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_does_not_come_is_named_by_those_of_its_host(comm: MPI.Intracomm) -> None:
+    reducer = two_levels(comm, "cpu", comm.size, timeout=1.0)
+    gradient = np.ones(LENGTH, np.float32)
+    reducer.step(gradient)
+    missing = comm.size - 1
+    if comm.rank == missing:
+        time.sleep(2.5)
+    with pytest.raises(MissingRanksError) as caught:
+        reducer.step(gradient)
+    assert caught.value.ranks == [missing]
+    comm.Barrier()
