@@ -24,6 +24,8 @@ _GRANULE = (
     2 << 20
 )  # bytes: an IPC handle exports a whole allocation, and smaller ones share an allocation with other data
 
+_ALIGNMENT = 256  # bytes; no access of a kernel is wider
+
 
 def symmetric_memory_problem(transport: Transport, *, shared_gpus: bool = False) -> str:
     """Why the ranks cannot use symmetric memory, "" if nothing known speaks against it. Collective; the same on all ranks.
@@ -62,7 +64,7 @@ class SymmetricMemory:
     Traffic: control: two allgathers, at construction only.
     """
 
-    first = ctypes.sizeof(WindowHead)
+    first = -(-ctypes.sizeof(WindowHead) // _ALIGNMENT) * _ALIGNMENT
 
     def __init__(self, transport: Transport, device: Device, nbytes: int) -> None:
         self.rank, self.size = transport.rank, transport.size
@@ -104,6 +106,10 @@ class SymmetricMemory:
     def entries(self, at: int, count: int) -> DeviceEntries:
         """ENTRY[count] of this rank's own window, `at` bytes from its start."""
         return DeviceEntries(self._device, self._memory.ptr + at, count, self._memory)
+
+    def array(self, length: int, dtype: Any) -> Any:
+        """[length] of this rank's own payload, as a CuPy array; not valid after `close`."""
+        return cupy.ndarray((length,), dtype, memptr=cupy.cuda.MemoryPointer(self._memory, self.first))
 
     def abort(self, epoch: int) -> None:
         """End the waiting of all ranks' kernels from this epoch on; this rank must launch none after it. Not collective."""
@@ -162,5 +168,5 @@ def abort_reasons(reasons: Sequence[int], timeout: float) -> str:
 
 
 def entries_bytes(count: int) -> int:
-    """Bytes of so many entries in a window, rounded up to 256."""
-    return -(-count * ENTRY.itemsize // 256) * 256
+    """Bytes of so many entries in a window, rounded up to its alignment."""
+    return -(-count * ENTRY.itemsize // _ALIGNMENT) * _ALIGNMENT

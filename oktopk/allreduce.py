@@ -148,7 +148,7 @@ class GradientAllreduce:
             self.transport: Transport = host
             self.transport = self._together(partial(backend.connect, host))
             opened.callback(self.transport.close)
-            self._group = self._host_group(length, method)
+            self._group = self._host_group(length, method, peer_memory)
             if self._group is not None:
                 opened.callback(self._group.close)
             # now, when a rank without room for them can still tell the others
@@ -623,7 +623,7 @@ class GradientAllreduce:
                 return P2PExecutor(method, self._vectors, p2p_step)
         return MessageExecutor(method, self._vectors)
 
-    def _host_group(self, length: int, method: str) -> HostGroup | None:
+    def _host_group(self, length: int, method: str, peer_memory: bool | None) -> HostGroup | None:
         """The ranks of this host, where steps are in two levels. Collective."""
         settings = self.settings
         self.transport.group_by_host(settings.ranks_per_host)
@@ -631,7 +631,15 @@ class GradientAllreduce:
         reason = METHODS[method].flat_reason()
         levels, self.flat_reason = levels_taken(settings.levels, layout, reason)
         """Why steps are flat though levels is "auto", in a sentence; "" if they are not, or are meant to be."""
-        return HostGroup(self.transport, layout, self.backend) if levels == "hosts" else None
+        if levels == "flat":
+            return None
+        try:
+            return HostGroup(self.transport, layout, self.backend, peer_memory)
+        except ValueError as error:
+            if settings.levels == "hosts":
+                raise
+            self.flat_reason = str(error)
+            return None
 
     def _skipped_report(self, begun: _BegunStep, ranks: list[int]) -> StepReport:
         """The report of a step that no rank applied: these ranks' gradients, or the sum of all, are not finite. Or the error."""

@@ -85,8 +85,15 @@ class Backend:
         """The kernels of a step that read other ranks' memory, as `oktopk.cuda.p2p_step.P2PStep`; None without such memory."""
         return None
 
-    def shared_gradients(self, transport: Transport, length: int) -> SharedGradients:
+    def shared_gradients(
+        self, transport: Transport, length: int, peer_memory: bool | None
+    ) -> SharedGradients:
         """Gradients that the ranks of a host read. Collective.
+
+        Args:
+            transport: among them.
+            length: elements of the gradient (n).
+            peer_memory: as `GradientAllreduce` takes it.
 
         Raises:
             RuntimeError, MemoryError: there is no such memory.
@@ -118,7 +125,7 @@ class SharedGradients:
             self.mine[:] = gradient
 
     def sum_shard(self, layout: Layout, shard: int, out: NDArray[np.float32]) -> None:
-        """Sum a shard of all ranks' gradients in rank order; a barrier separates it from `publish`."""
+        """Sum a shard of all ranks' gradients in rank order, after a barrier that follows `publish`."""
         kernels.sum_shard(self._rows, layout.block, layout.shards, shard, out)
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ class HostGroup:
         transport: of all ranks. Collective: every rank must construct.
         layout: of the vector over them.
         backend: of the gradients.
+        peer_memory: as `GradientAllreduce` takes it.
 
     Raises:
         ValueError: the ranks of a host cannot read each other's gradients, or there is no memory for them; on every rank alike.
@@ -37,7 +38,9 @@ class HostGroup:
     Memory: n words of gradient and n/G of sums.
     """
 
-    def __init__(self, transport: Transport, layout: Layout, backend: Backend) -> None:
+    def __init__(
+        self, transport: Transport, layout: Layout, backend: Backend, peer_memory: bool | None
+    ) -> None:
         number = layout.hosts[transport.rank]
         self.layout, self.shard = layout, layout.shard_of(transport.rank)
         self._backend = backend
@@ -55,7 +58,7 @@ class HostGroup:
                 self.between.shards = self._shards
             problem = ""
             try:
-                self._shared = backend.shared_gradients(host, layout.length)
+                self._shared = backend.shared_gradients(host, layout.length, peer_memory)
                 opened.callback(self._shared.close)
                 self._sum = self.new_shard()
             except (RuntimeError, MemoryError) as error:

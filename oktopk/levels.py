@@ -58,22 +58,23 @@ class Layout:
     def extract(self, whole: NDArray[np.float32], shard: int) -> NDArray[np.float32]:
         """A copy of a shard of float32[n]."""
         part = np.empty(self.shard_length(shard), np.float32)
-        for mine, theirs in self._pieces(shard):
-            part[mine] = whole[theirs]
+        for mine, theirs in self._pieces(shard, part, whole):
+            mine[:] = theirs
         return part
 
     def insert(self, part: Any, shard: int, whole: Any) -> None:
         """Write a shard to where it lies in float32[n]; both of NumPy or both of CuPy."""
-        for mine, theirs in self._pieces(shard):
-            whole[theirs] = part[mine]
+        for mine, theirs in self._pieces(shard, part, whole):
+            theirs[:] = mine
 
-    def _pieces(self, shard: int) -> Iterator[tuple[slice, slice]]:
-        """Where each block of a shard lies, in the shard and in the vector."""
-        length = self.shard_length(shard)
-        for number, start in enumerate(range(0, length, self.block)):
-            first = (number * self.shards + shard) * self.block
-            size = min(self.block, length - start)
-            yield slice(start, start + size), slice(first, first + size)
+    def _pieces(self, shard: int, part: Any, whole: Any) -> Iterator[tuple[Any, Any]]:
+        """Views of equal shapes that together are a shard: as it lies by itself, and in the vector."""
+        cycles = self.length // (self.block * self.shards)
+        first = cycles * self.block
+        blocks = whole[: first * self.shards].reshape(cycles, self.shards, self.block)[:, shard]
+        yield part[:first].reshape(cycles, self.block), blocks
+        start = first * self.shards + shard * self.block
+        yield part[first:], whole[start : start + len(part) - first]
 
 
 def levels_taken(wanted: str, layout: Layout, flat_reason: str) -> tuple[str, str]:

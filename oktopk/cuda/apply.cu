@@ -25,6 +25,14 @@ extern "C" __global__ void add_entries(const __grid_constant__ ApplyEntries p) {
   FOR_EACH(i, p.n) p.vector[p.entries[i].x] = add(p.vector[p.entries[i].x], entry_value(p.entries[i]));
 }
 
+// the indices of entries in a shard become those of the same elements in the whole vector, see oktopk/levels.py
+extern "C" __global__ void to_whole_indices(const __grid_constant__ ToWholeIndices p) {
+  FOR_EACH(i, p.n) {
+    const long long index = p.entries[i].x;
+    p.entries[i].x = static_cast<int>(index + index / p.block * p.block * (p.shards - 1) + p.shard * p.block);
+  }
+}
+
 // vector = 0 at the indices that both lists have; theirs[n]
 extern "C" __global__ void clear_common(const __grid_constant__ ClearCommon p) {
   FOR_EACH(i, p.n) {

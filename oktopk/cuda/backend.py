@@ -16,12 +16,14 @@ from collectives.cuda.kernels import DeviceKernels as CollectiveKernels
 from collectives.cuda.ucx import device_memory_problem
 from collectives.mpi import MpiTransport
 from collectives.mpi_cuda import connect_device
+from collectives.symmetric_memory import SymmetricMemory, symmetric_memory_problem
 from collectives.transport import Transport
-from oktopk.backend import Backend
+from oktopk.backend import Backend, SharedGradients
 from oktopk.cuda.kernels import DeviceKernels
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_graph import compile_p2p_kernels
 from oktopk.cuda.p2p_step import P2PStep
+from oktopk.levels import Layout
 from oktopk.settings import Settings
 
 _STORED = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
@@ -128,5 +130,46 @@ class DeviceBackend(Backend):
     def p2p_step(self, transport: Any, length: int, settings: Settings) -> P2PStep | None:
         return P2PStep(self.kernels, transport, length, settings) if transport.p2p else None
 
+    def shared_gradients(self, transport: Any, length: int, peer_memory: bool | None) -> SharedGradients:
+        problem = "peer memory is not wanted"
+        if peer_memory is not False:
+            problem = symmetric_memory_problem(transport, shared_gpus=bool(peer_memory))
+        if problem:
+            raise RuntimeError(f"the ranks of a host cannot read each other's gradients: {problem}")
+        return DeviceSharedGradients(transport, self.kernels, length, self._stored)
+
     def wait(self) -> None:
         self.device.synchronize()
+
+
+class DeviceSharedGradients(SharedGradients):
+    """A gradient of every rank of a host in its symmetric memory, which kernels of all of them read.
+
+    Args:
+        transport: among the ranks of the host. Collective: every rank must construct.
+        kernels: of the gradients' type.
+        length: elements of the gradient (n).
+        stored: type of its elements.
+
+    Raises:
+        RuntimeError: a window cannot be allocated or mapped; on every rank of the host alike.
+    """
+
+    def __init__(self, transport: Any, kernels: DeviceKernels, length: int, stored: np.dtype[Any]) -> None:
+        self._kernels, self._size = kernels, transport.size
+        self._memory = SymmetricMemory(transport, kernels.device, length * stored.itemsize)
+        self.mine = self._memory.array(length, stored)
+
+    def publish(self, gradient: Any) -> None:
+        device = self._kernels.device
+        if gradient.data.ptr != self.mine.data.ptr:
+            with device.stream:
+                self.mine[:] = gradient
+        device.synchronize()  # MPI does not know streams, and the barrier that follows is one of hosts
+
+    def sum_shard(self, layout: Layout, shard: int, out: Any) -> None:
+        windows = self._memory.windows, self._memory.first, self._size
+        self._kernels.sum_shard(*windows, layout.block, layout.shards, shard, out)
+
+    def close(self) -> None:
+        self._memory.close()

@@ -77,7 +77,7 @@ class DeviceKernels:
         apply = compiled(_KERNELS / "apply.cu")
         self._select_at_least = Kernel(select, "select_at_least")
         self._magnitude_histogram = Kernel(select, "magnitude_histogram")
-        names = ("clear_support", "clear_common", "write_scaled", "add_entries")
+        names = ("clear_support", "clear_common", "write_scaled", "add_entries", "to_whole_indices")
         self._apply = {name: Kernel(apply, name) for name in names}
         self._nonfinite = device.scratch("nonfinite", 1, np.uint32)
         self._launches: dict[int, SelectLaunches] = {}  # by the bytes of a gradient's element
@@ -185,6 +185,21 @@ class DeviceKernels:
 
     def add_entries(self, vector: Any, entries: DeviceEntries) -> None:
         self._on_entries("add_entries", vector, entries)
+
+    def to_whole_indices(self, entries: DeviceEntries, block: int, shards: int, shard: int) -> None:
+        fields = {"entries": entries.pointer, "block": block, "shards": shards, "shard": shard}
+        self.device.launch_for(self._apply["to_whole_indices"], len(entries), **fields)
+
+    def sum_shard(
+        self, windows: int, first: int, ranks: int, block: int, shards: int, shard: int, out: Any
+    ) -> None:
+        """As the host's, of gradients `first` bytes from the start of each of `ranks` windows, whose addresses lie at `windows`."""
+        define = f"GRADIENT={_CUDA_TYPES[self._gradient_type]}"
+        kernel = Kernel(compiled(_KERNELS / "sum_shard.cu", define), "sum_shard")
+        self.device.launch_for(
+            kernel, out.size, windows=windows, first=first, ranks=ranks, out=out.data.ptr, block=block, shards=shards,
+            shard=shard, vectors=block % 4 == 0,
+        )  # fmt: skip
 
     def write_block_scaled(self, block: DeviceEntries, scale: float, out: Any) -> None:
         kernel = self.kernels_of(out)["copy_scaled"]

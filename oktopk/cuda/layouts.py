@@ -34,6 +34,9 @@ struct("CompactSelection", """
     unsigned k; unsigned cap; unsigned* needs_no_trim;""", "compact_selection")
 struct("Accumulate", """
     const void* gradient; const float* residual; float* out; long long n; unsigned* nonfinite;""", "accumulate")
+struct("SumShard", """
+    const unsigned long long* windows; long long first; int ranks; float* out; long long n; long long block; int shards;
+    int shard; int vectors;""", "sum_shard")
 struct("AccumulateMoments", """
     const void* gradient; float* residual; long long n; double* sums; unsigned* nonfinite;""", "accumulate_moments")
 struct("UndoAccumulate", """
@@ -53,6 +56,7 @@ struct("MagnitudeHistogram", """
 struct("ClearSupport", "float* vector; const Entry* entries; long long n; const Step* step;", "clear_support")
 struct("ApplyEntries", """
     float* vector; const Entry* entries; long long n; float scale;""", "write_scaled", "add_entries")
+struct("ToWholeIndices", "Entry* entries; long long n; long long block; int shards; int shard;", "to_whole_indices")
 struct("ClearCommon", """
     float* vector; const Entry* mine; const Entry* theirs; long long mine_nnz; long long n;""", "clear_common")
 struct("GatherAndApply", """
