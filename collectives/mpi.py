@@ -248,13 +248,13 @@ class MpiTransport(Transport):
             members = [rank for rank in range(self.size) if hosts[rank] == host_number]
             if len({firsts[rank] for rank in members}) > 1:
                 raise ValueError(
-                    f"ranks_per_host {ranks_per_host}: ranks {members[0]} to {members[-1]} are to be one host, and do not share memory"
+                    f"ranks_per_host {ranks_per_host}: ranks {members[0]} to {members[-1]} do not share memory"
                 )
         self.hosts = hosts
 
     def split(self, color: int | None) -> MpiTransport | None:
         comm = self.comm.Split(MPI.UNDEFINED if color is None else color, self.rank)
-        if comm == MPI.COMM_NULL:
+        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             return None
         part = self._like_this(comm)
         members = comm.allgather(self.rank)

@@ -50,4 +50,6 @@ class SharedVectors:
             texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
             raise RuntimeError(f"no memory that the ranks of a host share: {texts}")
         # freed with the last array that reads it
-        self.rows: NDArray[np.float32] = np.frombuffer(memory, np.float32).reshape(transport.size, -1)[:, :length]
+        self.rows: NDArray[np.float32] = np.frombuffer(memory, np.float32).reshape(transport.size, -1)[
+            :, :length
+        ]

@@ -213,7 +213,7 @@ class GradientAllreduce:
 
     @property
     def levels(self) -> str:
-        """"flat": every rank exchanges with all others; or "hosts": ranks sum inside their host, and shards travel between hosts."""
+        """What steps do: "flat" or "hosts", see `Settings.levels`."""
         return "flat" if self._group is None else "hosts"
 
     @property
@@ -234,7 +234,7 @@ class GradientAllreduce:
     def gathered_residual(self) -> NDArray[np.float32]:
         """float32[n] on the host's memory, whose sum over the ranks is all that was not applied. Collective.
 
-        In flat steps this rank's residual. In two levels the residual of the whole host on its first rank, and zero on the others.
+        In flat steps this rank's residual. In two levels that of the whole host on its first rank, and zero on the others.
         """
         with self.backend.stream_scope():
             residual = self._vectors.residual

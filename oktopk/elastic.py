@@ -67,7 +67,7 @@ def redistribute(
     new_hosts = None if hosts is None else list(hosts)
     if ranks == saved_ranks and new_hosts == saved_hosts:
         return template
-    length = own["length"]
+    length = own.get("length", 0)
     before, after = _holders(saved_hosts, saved_ranks, length), _holders(new_hosts, ranks, length)
     index = next((number for number, holder in enumerate(after) if rank in holder), None)
     sums: dict[str, Any] = dict.fromkeys(VECTORS)
@@ -90,7 +90,7 @@ def redistribute(
 
 
 def _holders(hosts: Sequence[int] | None, ranks: int, length: int) -> list[list[int]]:
-    """The ranks that hold one residual together: each rank by itself, or of each host those that hold its shards, in their order."""
+    """The ranks that hold one residual together: each rank by itself, or those of a host that hold its shards, in their order."""
     if hosts is None:
         return [[rank] for rank in range(ranks)]
     layout = Layout(tuple(hosts), length)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude, magnitude_bits
 from collectives.sparse import SparseVector
@@ -30,10 +30,12 @@ class HostExecutor:
         MemoryError: the device has no memory for what the method keeps.
     """
 
-    def __init__(self, method: Method, vectors: ErrorFeedback, group: HostGroup, transport: Transport) -> None:
+    def __init__(
+        self, method: Method, vectors: ErrorFeedback, group: HostGroup, transport: Transport
+    ) -> None:
         self._method, self._vectors, self._group, self._transport = method, vectors, group, transport
-        # what a dense method writes
-        self._out = None if method.sparse else group.new_shard()
+        # what a dense method writes; a sparse one gives entries
+        self._out: Any = None if method.sparse else group.new_shard()
         if group.between is not None:
             method.prepare(self._out)
 
@@ -53,21 +55,36 @@ class HostExecutor:
         if outcomes[:, 0].any():
             vectors.undo(summed)
             raise self._flagged(gradient, plan)
+        mine, update = None, None
         if result is not None:
             vectors.clear_sent(result)  # before the entries get the whole vector's indices
-        update = None
+            mine = result.update
         if method.sparse:
-            update = group.share_entries(None if result is None else result.update, outcomes[:, 1])
+            update = group.share_entries(mine, outcomes[:, 1])
         else:
             group.share_values(self._out, vectors.update)
         plan.timer.record("host_gather")
         vectors.write(update, plan.scale)
         plan.timer.record("apply")
         if result is None:
-            result = _of_other_shards(update, outcomes[0].tolist())
-            vectors.selected = result.selected
-        nnz = group.layout.length if update is None else update.nnz
-        return CompletedStep(replace(result, update=update, global_nnz=nnz))
+            vectors.selected = None if update is None else SparseVector(update.entries[:0], update.length)
+        return CompletedStep(self._of_host(update, outcomes))
+
+    def _of_host(self, update: SparseVector | None, outcomes: NDArray[np.int64]) -> StepResult:
+        """The result of the whole host's step, equal on all its ranks: the entries of all shards, the thresholds of the first."""
+        _, _, _, local_exact, global_exact, *bits = outcomes[0].tolist()
+        local, whole = (bits_magnitude(b) if b else math.nan for b in bits)
+        length = self._group.layout.length
+        return StepResult(
+            update,
+            self._vectors.selected,
+            local_exact=bool(local_exact),
+            global_exact=bool(global_exact),
+            local_nnz=length if update is None else int(outcomes[:, 2].sum()),
+            global_nnz=length if update is None else update.nnz,
+            local_threshold=local,
+            global_threshold=whole,
+        )
 
     def check(self) -> None:
         pass
@@ -102,17 +119,12 @@ class HostExecutor:
 
 
 def _outcome(result: StepResult | None, flagged: bool) -> list[int]:
-    """What a rank says of its shard's step: flag, entries, whether the threshold was exact, its bits or 0."""
+    """What a rank says of its shard's step; see `_of_host`."""
     if result is None:
-        return [flagged, 0, 0, 0]
-    threshold = result.global_threshold
+        return [flagged, 0, 0, 0, 0, 0, 0]
     nnz = 0 if result.update is None else result.update.nnz
-    return [flagged, nnz, result.global_exact, 0 if math.isnan(threshold) else magnitude_bits(threshold)]
-
-
-def _of_other_shards(update: SparseVector | None, outcome: list[int]) -> StepResult:
-    """The result on a rank that holds no shard."""
-    _, _, exact, bits = outcome
-    nothing = SparseVector.empty(0) if update is None else SparseVector(update.entries[:0], update.length)
-    threshold = bits_magnitude(bits) if bits else math.nan
-    return StepResult(update, nothing, global_exact=bool(exact), global_threshold=threshold)
+    thresholds = (
+        0 if math.isnan(magnitude) else magnitude_bits(magnitude)
+        for magnitude in (result.local_threshold, result.global_threshold)
+    )
+    return [flagged, nnz, result.local_nnz, result.local_exact, result.global_exact, *thresholds]

@@ -139,9 +139,7 @@ class HostGroup:
         """Entries of this rank's shard with their indices in the whole vector, in place."""
         if self.shard is not None and self.layout.shards > 1:
             layout = self.layout
-            self._backend.kernels.to_whole_indices(
-                selected.entries, layout.block, layout.shards, self.shard
-            )
+            self._backend.kernels.to_whole_indices(selected.entries, layout.block, layout.shards, self.shard)
         return SparseVector(selected.entries, self.layout.length)
 
     def in_whole(self, part: Any) -> Any:

@@ -1,7 +1,7 @@
 """Two levels: the ranks of a host sum their gradients, each one shard, and shards are reduced between hosts.
 
-A shard is block-cyclic: block b of the vector belongs to shard b modulo the number of shards, so that no layer's mass falls on one
-rank alone. An index that ascends within a shard ascends in the vector, too.
+A shard is block-cyclic: block b of the vector belongs to shard b modulo the number of shards, so that no layer's mass falls on
+one rank alone. Elements have the same order in a shard as in the vector.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Layout:
     def shards(self) -> int:
         """Shards of the vector: as many as the smallest host has ranks, fewer for a vector of fewer elements than that."""
         blocks = -(-self.length // self.block)
-        return min(blocks, min(Counter(self.hosts).values()))
+        return min(blocks, *Counter(self.hosts).values())
 
     def shard_of(self, rank: int) -> int | None:
         """The shard that a rank holds of its host's sum; None for a rank that holds none."""

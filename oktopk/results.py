@@ -49,7 +49,7 @@ class StepReport:
             Until then entries, words and messages are 0 and thresholds NaN.
         k: entries wanted.
         length: elements of the gradient (n).
-        local_nnz: entries this rank selected; n for dense.
+        local_nnz: entries this rank selected, in two levels its host; n for dense.
         global_nnz: entries applied; n for dense; 0 of a deferred step that stopped, whose gradient is in the residual.
         local_threshold, global_threshold: magnitudes selected by; NaN where the method has none.
         words, messages: payload this rank sent.
@@ -58,7 +58,7 @@ class StepReport:
         seconds: time by stage, in the order in which the stages ran; of a deferred step what the host took to launch it,
             and where stages are timed (`GradientAllreduce.time_stages`) theirs beside it.
         levels: "flat" or "hosts", see `Settings.levels`.
-        shards: that a host holds its residual in; 1 in flat steps. `local_nnz` is that of this rank's shard.
+        shards: that a host holds its residual in; 1 in flat steps.
         measures: the paper's measures, where they were asked for and the step was sparse and applied; else None.
     """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -76,8 +75,8 @@ class LocalSelection:
     trend: residuals grow for many steps, and without it every step would select too much. No threshold selects about k where many
     entries equal the k-th magnitude: then the next step is exact again.
 
-    Where the vector is held in shards (`Transport.shards`) the ranks that hold them select together: k, the caps and the threshold
-    are those of the whole vector. Of equal magnitudes the lowest indices are selected, shard by shard.
+    Where the vector is held in shards (`Transport.shards`) the ranks that hold them select together: k, the caps and the
+    threshold are those of the whole vector. Of equal magnitudes the lowest indices are selected, shard by shard.
 
     Args:
         length: elements of the gradient (n).

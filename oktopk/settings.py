@@ -51,8 +51,8 @@ class Settings:
             not wait for the host; see `GradientAllreduce.step`. No effect on other steps.
         timeout: seconds that a rank may come late to a step, > 0; then the other ranks raise and name it. Over messages a rank
             under a debugger does not raise; give 1e9 where another rank is stopped in one.
-        levels: "flat": every rank exchanges with all others. "hosts": the ranks of a host sum their gradients, each one shard, and
-            Ok-Topk runs between hosts: k, its caps and its bounds are then those of a host. "auto": hosts where there are several
+        levels: "flat": every rank exchanges with all others. "hosts": the ranks of a host sum their gradients, each one shard,
+            and Ok-Topk runs between hosts: k, its caps and its bounds are then those of a host. "auto": hosts where there are several
             with several ranks each, and the method is oktopk.
         ranks_per_host: ranks that count as one host, which must share memory; None: those that do. With hosts of different
             numbers of ranks there are as many shards as the smallest has ranks; the others hold none.
@@ -90,7 +90,9 @@ class Settings:
                 raise ValueError(f"{name} {value!r} is not True or False")
             if field.type == "int | None" and value is None:
                 continue
-            if field.type in ("int", "int | None") and not (number and isinstance(value, int) and value >= least):
+            if field.type in ("int", "int | None") and not (
+                number and isinstance(value, int) and value >= least
+            ):
                 raise ValueError(f"{name} {value!r} is not an integer >= {least}")
         if self.nonfinite not in ("raise", "skip"):
             raise ValueError(f"nonfinite {self.nonfinite!r} is not 'raise' or 'skip'")

@@ -38,7 +38,7 @@ class Found:
         """What was one rank's own."""
         return files.read_part(self.path / files.rank_file(rank))
 
-    def reducer(self, rank: int, ranks: int, hosts: list[int] | None) -> dict[str, Any]:
+    def reducer(self, rank: int, ranks: int, hosts: list[int] | None = None) -> dict[str, Any]:
         """The reducer's state for `rank` of `ranks` on these hosts, redistributed if they were others. Raises KeyError."""
         return redistribute(lambda saved: self.own(saved)["reducer"], self.ranks, rank, ranks, hosts)
 

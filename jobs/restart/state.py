@@ -123,7 +123,7 @@ def restore(
             saved = common["model"] if kind == "model" else own["buffers"]
             for name, tensor in tensors:
                 tensor.copy_(saved[name])
-    reducer = found.reducer(rank, ranks, optimizer.reducer.hosts)
+    reducer = found.reducer(rank, ranks, optimizer.hosts)
     optimizer.load_state_dict({**common["optimizer"], "reducer": reducer})
     if rank < found.ranks:
         _set_random_state(own["random"])

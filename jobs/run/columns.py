@@ -94,6 +94,7 @@ STEP_COLUMNS: dict[str, Column] = {
     "loss": Column("f8", "", "mean", lambda step: step.loss),
     "words": _of_report("f8", "payload words sent", "words", "mean"),
     "words_busiest": _of_report("f8", "payload words sent", "words", "max"),
+    "bytes_between": _of_report("f8", "payload bytes sent to other hosts", "bytes_between", "mean", math.nan),
     "messages": _of_report("f8", "payload messages sent", "messages", "mean"),
     "control_words": _of_report(
         "f8", "words sent: sizes, splits, histograms, flags", "control_words", "mean"

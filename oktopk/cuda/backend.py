@@ -158,7 +158,7 @@ class DeviceSharedGradients(SharedGradients):
     def __init__(self, transport: Any, kernels: DeviceKernels, length: int, stored: np.dtype[Any]) -> None:
         self._kernels, self._size = kernels, transport.size
         self._memory = SymmetricMemory(transport, kernels.device, length * stored.itemsize)
-        self.mine = self._memory.array(length, stored)
+        self.mine: Any = self._memory.array(length, stored)
 
     def publish(self, gradient: Any) -> None:
         device = self._kernels.device

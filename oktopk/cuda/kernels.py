@@ -193,7 +193,7 @@ class DeviceKernels:
     def sum_shard(
         self, windows: int, first: int, ranks: int, block: int, shards: int, shard: int, out: Any
     ) -> None:
-        """As the host's, of gradients `first` bytes from the start of each of `ranks` windows, whose addresses lie at `windows`."""
+        """As the host's. The gradients lie `first` bytes from the start of `ranks` windows, whose addresses are at `windows`."""
         define = f"GRADIENT={_CUDA_TYPES[self._gradient_type]}"
         kernel = Kernel(compiled(_KERNELS / "sum_shard.cu", define), "sum_shard")
         self.device.launch_for(

@@ -101,7 +101,7 @@ class P2PGraph:
         self.k = k
         self._kernels, self._transport, self._length = kernels, transport, length
         self._device = transport.device
-        packed_at = SymmetricMemory.first + -SymmetricMemory.first % 256
+        packed_at = SymmetricMemory.first
         kept_at = packed_at + entries_bytes(2 * k)
         kept = selection_cap(k) + 1
         self._memory = SymmetricMemory(transport, self._device, kept_at + entries_bytes(kept))

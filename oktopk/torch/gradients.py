@@ -19,15 +19,20 @@ class FlatGradients:
     Args:
         parameters: on one device, of one type, each dense in memory (`is_dense`).
         dtype: of the vector.
+        vector: [n] of `dtype`, memory to take for it, zero; None: its own.
 
     Attributes:
         vector: [n] of `dtype`, on the parameters' device.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], dtype: torch.dtype, vector: Tensor | None = None
+    ) -> None:
         self._parameters = parameters
         length = sum(p.numel() for p in parameters)
-        self.vector = torch.zeros(length, dtype=dtype, device=parameters[0].device)
+        self.vector = (
+            torch.zeros(length, dtype=dtype, device=parameters[0].device) if vector is None else vector
+        )
         self._views = dense_views(self.vector, parameters)
         self._shared = dtype == parameters[0].dtype
 
@@ -39,6 +44,13 @@ class FlatGradients:
             return
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view
+
+    def detach(self) -> None:
+        """Let go of the vector's memory: each `p.grad` that is a view of it becomes None."""
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is view:
+                parameter.grad = None
+        self._views, self.vector = [], self.vector[:0].clone()
 
     def zero(self) -> None:
         """Clear all gradients."""

@@ -148,7 +148,9 @@ class DistributedOptimizer(WrappedOptimizer):
     def _make_gradients(self, dtype: torch.dtype) -> FlatGradients | GradientsInPlace:
         """What holds the gradients. Collective."""
         if not self.reducer.can_read_tensors:
-            return FlatGradients(self._parameters, dtype)
+            shared = self.reducer.gradient_buffer
+            vector = None if shared is None else self._memory.tensor(shared).view(dtype)
+            return FlatGradients(self._parameters, dtype, vector)
         sizes = [parameter.numel() for parameter in self._parameters]
         try:
             tensors = self.reducer.gradient_tensors(sizes, _type_name(self._parameters[0].dtype))
@@ -156,6 +158,11 @@ class DistributedOptimizer(WrappedOptimizer):
             self.reducer.close()  # on every rank alike, as the error is
             raise
         return GradientsInPlace(self._parameters, dtype, tensors)
+
+    @property
+    def hosts(self) -> list[int] | None:
+        """As `GradientAllreduce.hosts`."""
+        return self.reducer.hosts
 
     @property
     def gradient(self) -> NDArray[np.float32]:
@@ -384,7 +391,10 @@ class DistributedOptimizer(WrappedOptimizer):
         return copied
 
     def close(self) -> None:
-        """Free what MPI holds. Collective."""
+        """Free what MPI holds. Collective. In two levels gradients become None, since they lie in memory that is shared."""
+        if isinstance(self._gradients, FlatGradients) and self.reducer.gradient_buffer is not None:
+            self._array = None
+            self._gradients.detach()
         self.reducer.close()
 
     def __repr__(self) -> str:

@@ -105,6 +105,11 @@ class DenseTraining(ABC):
         """Nothing: what is known of a step is known at once."""
 
     @property
+    def hosts(self) -> None:
+        """Flat steps."""
+        return None
+
+    @property
     def gradient(self) -> NDArray[np.float32]:
         """float32[n]: the reduced gradient on the host; what this rank alone computed is not kept."""
         return (

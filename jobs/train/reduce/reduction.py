@@ -36,6 +36,11 @@ class ReducingOptimizer(Protocol):
         ...
 
     @property
+    def hosts(self) -> list[int] | None:
+        """int[P], the number of each rank's host, in two levels; None in flat steps."""
+        ...
+
+    @property
     def gradient(self) -> NDArray[np.float32]:
         """This rank's flat gradient, on the host."""
         ...
