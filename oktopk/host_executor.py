@@ -34,8 +34,8 @@ class HostExecutor:
         self, method: Method, vectors: ErrorFeedback, group: HostGroup, transport: Transport
     ) -> None:
         self._method, self._vectors, self._group, self._transport = method, vectors, group, transport
-        # what a dense method writes; a sparse one gives entries
-        self._out: Any = None if method.sparse else group.new_shard()
+        # what a dense method writes; a sparse one gives entries and leaves it alone
+        self._out = vectors.update if method.sparse else group.new_shard()
         if group.between is not None:
             method.prepare(self._out)
 

@@ -52,8 +52,8 @@ class Settings:
         timeout: seconds that a rank may come late to a step, > 0; then the other ranks raise and name it. Over messages a rank
             under a debugger does not raise; give 1e9 where another rank is stopped in one.
         levels: "flat": every rank exchanges with all others. "hosts": the ranks of a host sum their gradients, each one shard,
-            and Ok-Topk runs between hosts: k, its caps and its bounds are then those of a host. "auto": hosts where there are several
-            with several ranks each, and the method is oktopk.
+            and Ok-Topk runs between hosts: k, its caps and its bounds are then those of a host. "auto": hosts where there are
+            several with several ranks each, and the method is oktopk.
         ranks_per_host: ranks that count as one host, which must share memory; None: those that do. With hosts of different
             numbers of ranks there are as many shards as the smallest has ranks; the others hold none.
         balanced_regions: regions of equal counts of selected entries, else of equal lengths; for comparison.

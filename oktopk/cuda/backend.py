@@ -157,6 +157,7 @@ class DeviceSharedGradients(SharedGradients):
 
     def __init__(self, transport: Any, kernels: DeviceKernels, length: int, stored: np.dtype[Any]) -> None:
         self._kernels, self._size = kernels, transport.size
+        _ = kernels.sum_shard_kernel  # compiled before ranks wait for each other
         self._memory = SymmetricMemory(transport, kernels.device, length * stored.itemsize)
         self.mine: Any = self._memory.array(length, stored)
 

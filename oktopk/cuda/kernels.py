@@ -6,6 +6,7 @@ Gradients may be float32, bfloat16 or float16; residual, velocity and update are
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -194,16 +195,20 @@ class DeviceKernels:
         self, windows: int, first: int, ranks: int, block: int, shards: int, shard: int, out: Any
     ) -> None:
         """As the host's. The gradients lie `first` bytes from the start of `ranks` windows, whose addresses are at `windows`."""
-        define = f"GRADIENT={_CUDA_TYPES[self._gradient_type]}"
-        kernel = Kernel(compiled(_KERNELS / "sum_shard.cu", define), "sum_shard")
         self.device.launch_for(
-            kernel, out.size, windows=windows, first=first, ranks=ranks, out=out.data.ptr, block=block, shards=shards,
+            self.sum_shard_kernel, out.size, windows=windows, first=first, ranks=ranks, out=out.data.ptr, block=block, shards=shards,
             shard=shard, vectors=block % 4 == 0,
         )  # fmt: skip
 
     def write_block_scaled(self, block: DeviceEntries, scale: float, out: Any) -> None:
         kernel = self.kernels_of(out)["copy_scaled"]
         self.device.launch_for(kernel, out.size, values=block.pointer, out=out.data.ptr, scale=scale)
+
+    @cached_property
+    def sum_shard_kernel(self) -> Kernel:
+        """The kernel of `sum_shard`, compiled when it is first asked for: flat steps do not need it."""
+        define = f"GRADIENT={_CUDA_TYPES[self._gradient_type]}"
+        return Kernel(compiled(_KERNELS / "sum_shard.cu", define), "sum_shard")
 
     @property
     def clear_kernel(self) -> Kernel:

@@ -72,7 +72,7 @@ def _compile() -> dict[str, Any]:
         gpu = device.Device()
         device_kernels.DeviceKernels(gpu)
         for gradient_type in GRADIENT_TYPES["cuda"]:
-            gradient_kernels.DeviceKernels(gpu, gradient_type)
+            _ = gradient_kernels.DeviceKernels(gpu, gradient_type).sum_shard_kernel
         for source in _untyped_sources(device_kernels, gradient_kernels):
             launches.compiled(source).compile()
     except Exception as error:
