@@ -233,13 +233,13 @@ class MpiTransport(Transport):
     def ranks_on_this_host(self) -> int:
         return on_this_host(self.comm)[1]
 
-    def group_by_host(self, ranks_per_host: int | None) -> None:
+    def group_by_host(self, ranks_per_host: int) -> None:
         # a host is known by its first rank; hosts are numbered in the order of these
         host = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         first = host.bcast(self.rank)
         host.Free()
         firsts = self.comm.allgather(first)
-        if ranks_per_host is None:
+        if not ranks_per_host:
             numbers = {first: number for number, first in enumerate(sorted(set(firsts)))}
             self.hosts = [numbers[first] for first in firsts]
             return

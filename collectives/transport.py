@@ -224,11 +224,11 @@ class Transport(ABC):
         """How many of the ranks share this rank's host. Collective."""
 
     @abstractmethod
-    def group_by_host(self, ranks_per_host: int | None) -> None:
+    def group_by_host(self, ranks_per_host: int) -> None:
         """Set `hosts`. Collective.
 
         Args:
-            ranks_per_host: ranks 0 to ranks_per_host - 1 count as one host, and so on; None: those that share memory.
+            ranks_per_host: ranks 0 to ranks_per_host - 1 count as one host, and so on; 0: those that share memory.
 
         Raises:
             ValueError: ranks that are to count as one host do not share memory; on every rank alike.

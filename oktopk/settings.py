@@ -51,10 +51,11 @@ class Settings:
             not wait for the host; see `GradientAllreduce.step`. No effect on other steps.
         timeout: seconds that a rank may come late to a step, > 0; then the other ranks raise and name it. Over messages a rank
             under a debugger does not raise; give 1e9 where another rank is stopped in one.
-        levels: "flat": every rank exchanges with all others. "hosts": the ranks of a host sum their gradients, each one shard,
-            and Ok-Topk runs between hosts: k, its caps and its bounds are then those of a host. "auto": hosts where there are
-            several with several ranks each, and the method is oktopk.
-        ranks_per_host: ranks that count as one host, which must share memory; None: those that do. With hosts of different
+        levels: whether the ranks of a host sum their gradients before anything travels between hosts. "flat": every rank
+            exchanges with all others. "hosts": each rank of a host sums one shard, and Ok-Topk runs between hosts: k, its caps
+            and its bounds are then those of a host. "auto": hosts where there are several with several ranks each, and the
+            method is oktopk.
+        ranks_per_host: ranks that count as one host, which must share memory; 0: those that do. With hosts of different
             numbers of ranks there are as many shards as the smallest has ranks; the others hold none.
         balanced_regions: regions of equal counts of selected entries, else of equal lengths; for comparison.
         rotate: in each round of split-and-reduce every rank sends to another one, else all send to the same; for comparison.
@@ -74,7 +75,7 @@ class Settings:
     deferred: bool = False
     timeout: float = 600.0
     levels: Literal["auto", "flat", "hosts"] = "auto"
-    ranks_per_host: int | None = None
+    ranks_per_host: int = 0
     balanced_regions: bool = True
     rotate: bool = True
 
@@ -83,16 +84,12 @@ class Settings:
             name, value = field.name, _plain(getattr(self, field.name))
             object.__setattr__(self, name, value)
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            least = 0 if name.endswith("_steps") else 1
+            least = 0 if name.endswith("_steps") or name == "ranks_per_host" else 1
             if field.type == "float" and not number:
                 raise ValueError(f"{name} {value!r} is not a number")
             if field.type == "bool" and not isinstance(value, bool):
                 raise ValueError(f"{name} {value!r} is not True or False")
-            if field.type == "int | None" and value is None:
-                continue
-            if field.type in ("int", "int | None") and not (
-                number and isinstance(value, int) and value >= least
-            ):
+            if field.type == "int" and not (number and isinstance(value, int) and value >= least):
                 raise ValueError(f"{name} {value!r} is not an integer >= {least}")
         if self.nonfinite not in ("raise", "skip"):
             raise ValueError(f"nonfinite {self.nonfinite!r} is not 'raise' or 'skip'")

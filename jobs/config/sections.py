@@ -334,7 +334,7 @@ class ReductionConfig(Section):
     deferred: bool = _setting("deferred")
     timeout: float = _setting("timeout")
     levels: Literal["auto", "flat", "hosts"] = _setting("levels")
-    ranks_per_host: int | None = _setting("ranks_per_host")
+    ranks_per_host: int = _setting("ranks_per_host")
     balanced_regions: bool = _setting("balanced_regions")
     rotate: bool = _setting("rotate")
     gradient_type: Literal["", "float32", "bfloat16", "float16"] = Field(

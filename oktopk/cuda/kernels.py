@@ -196,8 +196,9 @@ class DeviceKernels:
     ) -> None:
         """As the host's. The gradients lie `first` bytes from the start of `ranks` windows, whose addresses are at `windows`."""
         self.device.launch_for(
-            self.sum_shard_kernel, out.size, windows=windows, first=first, ranks=ranks, out=out.data.ptr, block=block, shards=shards,
-            shard=shard, vectors=block % 4 == 0,
+            self.sum_shard_kernel, out.size,
+            windows=windows, first=first, ranks=ranks, out=out.data.ptr, block=block, shards=shards, shard=shard,
+            vectors=block % 4 == 0,
         )  # fmt: skip
 
     def write_block_scaled(self, block: DeviceEntries, scale: float, out: Any) -> None:

@@ -422,8 +422,8 @@ def test_what_cannot_be_is_a_sentence_on_every_rank(comm: MPI.Intracomm) -> None
                 GradientAllreduce(comm, 100, method, levels="hosts", ranks_per_host=1)
     with pytest.raises(ValueError, match="levels 'nodes' is not 'auto', 'flat' or 'hosts'"):
         GradientAllreduce(comm, 100, levels="nodes")
-    with pytest.raises(ValueError, match="ranks_per_host 0 is not an integer >= 1"):
-        GradientAllreduce(comm, 100, ranks_per_host=0)
+    with pytest.raises(ValueError, match="ranks_per_host -1 is not an integer >= 0"):
+        GradientAllreduce(comm, 100, ranks_per_host=-1)
     with pytest.raises(ValueError, match="ranks disagree on ranks_per_host"):
         GradientAllreduce(comm, 100, ranks_per_host=1 + comm.rank)
     reducer = two_levels(comm, "cpu", 2)
@@ -438,7 +438,7 @@ def test_auto_takes_two_levels_where_several_hosts_have_several_ranks(comm: MPI.
     for method, per, taken, reason in (
         ("oktopk", 2, "hosts" if comm.size % 2 == 0 else "flat", ""),
         ("oktopk", 1, "flat", "several hosts"),
-        ("oktopk", None, "flat", "several hosts"),
+        ("oktopk", 0, "flat", "several hosts"),
         ("gtopk", 2, "flat", "gtopk has flat steps only" if comm.size % 2 == 0 else "several hosts"),
     ):
         reducer = GradientAllreduce(comm, 1000, method, ranks_per_host=per)
@@ -447,7 +447,7 @@ def test_auto_takes_two_levels_where_several_hosts_have_several_ranks(comm: MPI.
         assert report.shards == (2 if taken == "hosts" else 1)
         assert reason in reducer.flat_reason
         # what went to other hosts is counted in flat steps, too
-        alone = per is None
+        alone = not per
         assert (
             comm.allreduce(report.bytes_between) == 0 if alone else comm.allreduce(report.bytes_between) > 0
         )
