@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any, Literal
@@ -49,8 +49,8 @@ class Settings:
         average: return the mean over the ranks, else the sum.
         deferred: return from a step of Ok-Topk through peer memory before the host knows its outcome, so that the GPU does
             not wait for the host; see `GradientAllreduce.step`. No effect on other steps.
-        timeout: seconds that a rank may come late to a step, > 0; then the other ranks raise and name it. Over messages a rank
-            under a debugger does not raise; give 1e9 where another rank is stopped in one.
+        timeout: seconds that a rank may come late to construction or to a step, > 0; then the other ranks raise and name it. Over
+            messages a rank under a debugger does not raise; give 1e9 where another rank is stopped in one.
         balanced_regions: regions of equal counts of selected entries, else of equal lengths; for comparison.
         rotate: in each round of split-and-reduce every rank sends to another one, else all send to the same; for comparison.
     """
@@ -104,6 +104,14 @@ class Settings:
             return self.density
         stage = into * DENSITY_STAGES // self.density_warmup_steps
         return float(DENSE_ABOVE * (self.density / DENSE_ABOVE) ** (stage / DENSITY_STAGES))
+
+
+def timeout_of(settings: Mapping[str, Any]) -> float:
+    """The timeout among keywords of `Settings`; the default where it is missing, or not valid, which is refused later."""
+    try:
+        return Settings(timeout=settings.get("timeout", Settings.timeout)).timeout
+    except ValueError:
+        return Settings.timeout
 
 
 def unknown_setting(given: Iterable[str], taker: Callable[..., Any], *more: str) -> str:

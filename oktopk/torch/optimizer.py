@@ -6,7 +6,7 @@ import copy
 import operator
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from collectives.mpi import communicator
+from collectives.mpi import communicator, connect
 from oktopk.allreduce import GradientAllreduce
 from oktopk.results import StepReport
-from oktopk.settings import unknown_setting
+from oktopk.settings import timeout_of, unknown_setting
 from oktopk.torch.agreement import GRADIENT_TYPES, disagreement, replaced_warning, wrapping_problem
 from oktopk.torch.gradients import FlatGradients, GradientsInPlace, dense_views
 from oktopk.torch.interop import TensorMemory, memory_of
@@ -68,10 +68,12 @@ class DistributedOptimizer(WrappedOptimizer):
         ValueError: parameters that are not as said, a setting out of range, ranks that disagree (on the optimizer's state too), a
             GPU or an MPI that cannot be used, or momentum correction with an optimizer that has momentum of its own; on every
             rank alike.
+        MissingRanksError: as `GradientAllreduce`.
 
     Memory: that of `GradientAllreduce`; n elements of gradients (where kernels read them in place: autograd's own, and the buffer
         once a step uses it); n more of updates where parameters are not float32.
-    Traffic: that of the method, once a step; two allgathers at construction, three where kernels read gradients in place.
+    Traffic: that of the method, once a step; at construction two barriers and two allgathers, three where kernels read gradients
+        in place.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
 
     Example:
@@ -118,7 +120,10 @@ class DistributedOptimizer(WrappedOptimizer):
                 memory = memory_of(self._parameters[0].device)
             except ValueError as error:
                 problem = str(error)
-        differs, strangers = disagreement(comm, optimizer, self._parameters, clip_norm, broadcast, problem)
+        timeout = timeout_of(settings)
+        differs, strangers = disagreement(
+            comm, optimizer, self._parameters, clip_norm, broadcast, problem, timeout
+        )
         self.reducer = GradientAllreduce(
             comm,
             self.length,
@@ -130,7 +135,8 @@ class DistributedOptimizer(WrappedOptimizer):
             **({} if problem else settings),  # a keyword that is refused may be one of these
         )
         if strangers:
-            broadcast_tensors(self._parameters, comm)
+            with closing(connect(comm)) as transport:
+                broadcast_tensors(self._parameters, transport)
             if comm.rank == 0:
                 warnings.warn(replaced_warning(strangers), stacklevel=2)
         self._arguments: dict[str, Any] = {"comm": comm, "method": method, "gradient_type": gradient_type}

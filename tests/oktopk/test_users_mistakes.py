@@ -13,6 +13,7 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
+import oktopk
 from collectives.mpi import LauncherError
 from collectives.transport import MissingRanksError
 from oktopk import METHODS, DistributedOptimizer, GradientAllreduce, average_buffers, broadcast_parameters
@@ -293,7 +294,7 @@ def test_a_state_of_another_rank_or_of_other_ranks_is_refused_on_all(comm: MPI.I
 def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
     comm: MPI.Intracomm, method: str, steps: int, measure: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("collectives.mpi._ANSWER", 1.5)
+    monkeypatch.setattr("collectives.limit._ANSWER", 1.5)
     reducer = GradientAllreduce(comm, 100, method, density=0.1, timeout=0.5, threshold_interval=2)
     gradient = np.arange(100, dtype=np.float32)
     for _ in range(steps):
@@ -315,10 +316,46 @@ def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("what", "comes"),
+    [
+        ("GradientAllreduce", "late"),
+        ("GradientAllreduce", "never"),
+        ("DistributedOptimizer", "late"),
+        ("broadcast_parameters", "late"),
+        ("average_buffers", "late"),
+    ],
+)
+def test_ranks_that_do_not_come_to_a_construction_are_named_by_all(
+    comm: MPI.Intracomm, what: str, comes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collectives.limit._ANSWER", 3.0)
+    model = network()
+    first: Any = {"GradientAllreduce": 10, "DistributedOptimizer": sgd(model)}.get(what, model)
+    call: Any = getattr(oktopk, what)
+    own = comm.Dup()  # not to be used after that
+    arguments = (own, first) if what == "GradientAllreduce" else (first, own)
+    missing = comm.size - 1
+    comm.Barrier()
+    if comm.rank == missing:
+        time.sleep(1.5)
+    if comm.rank != missing or comes == "late":
+        began = time.monotonic()
+        with pytest.raises(
+            MissingRanksError,
+            match=rf"^{what}\(\.\.\.\): rank\(s\) {missing} did not come within 0\.5 s .*Every rank must make this call$",
+        ) as caught:
+            call(*arguments, timeout=0.5)
+        assert caught.value.ranks == [missing]
+        assert time.monotonic() - began < 15
+    comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_state_that_one_rank_does_not_load_names_it(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("collectives.mpi._ANSWER", 1.5)
+    monkeypatch.setattr("collectives.limit._ANSWER", 1.5)
     optimizer = DistributedOptimizer(sgd(network()), comm, timeout=0.5)
     state = optimizer.state_dict()
     comm.Barrier()
