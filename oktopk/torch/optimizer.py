@@ -149,7 +149,8 @@ class DistributedOptimizer(WrappedOptimizer):
         self._applied = self._update.to(self._parameters[0].dtype)
         self._updates = dense_views(self._applied, self._parameters)
         self._version = -1  # of the update, when it was handed out; -1: it is not
-        self._gradients.attach()
+        for parameter in self._parameters:
+            parameter.grad = None  # as a new optimizer's are: torch.distributed.checkpoint looks
 
     def _make_gradients(self, dtype: torch.dtype) -> FlatGradients | GradientsInPlace:
         """What holds the gradients. Collective."""
@@ -190,7 +191,8 @@ class DistributedOptimizer(WrappedOptimizer):
 
         A skipped step leaves parameters and optimizer state untouched, unless it was deferred: the report of such a step
         (`Settings.deferred`) is incomplete until the next one begins, or `complete`, and where it stopped or is skipped the
-        optimizer has stepped on an update of zero.
+        optimizer has stepped on an update of zero. A step at a learning rate of 0, without state and with gradients of zero on all
+        ranks, reduces nothing.
 
         Args:
             closure: computes the gradients first, if given. It is called once.
@@ -211,9 +213,25 @@ class DistributedOptimizer(WrappedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.reduce(measure=measure, grad_scaler=grad_scaler)
-        self.apply()
+        if self._only_sets_up_state():
+            self.inner.step()
+        else:
+            self.reduce(measure=measure, grad_scaler=grad_scaler)
+            self.apply()
         return loss
+
+    def _only_sets_up_state(self) -> bool:
+        """Whether this step changes nothing but an empty state, as the one that `torch.distributed.checkpoint` takes. Collective.
+
+        No parameter moves at a learning rate of 0, but a step would take entries out of the residuals.
+        """
+        if self.inner.state or not all(_is_zero(group.get("lr")) for group in self.inner.param_groups):
+            return False
+        moving = any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
+        self.reducer.complete()
+        transport = self.reducer.transport
+        transport.expect_all(f"step {self.reducer.steps}", self.reducer.settings.timeout)
+        return not transport.allreduce_control(np.array([moving], np.int64))[0]
 
     def reduce(self, *, measure: bool = False, grad_scaler: GradScaler | None = None) -> StepReport:
         """The first half of a step: from here to `apply`, each `p.grad` is its piece of the update. Collective.
@@ -426,6 +444,11 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
             if shaped and value.stride() != parameter.stride():
                 like = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
                 held[name] = like.copy_(value)
+
+
+def _is_zero(rate: Any) -> bool:
+    """Whether a learning rate is zero; not asked of a GPU, which would have to be waited for."""
+    return rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and float(rate) == 0.0
 
 
 def _type_name(dtype: torch.dtype) -> str:
