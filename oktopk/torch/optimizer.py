@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import operator
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import chain
@@ -29,6 +31,11 @@ from oktopk.torch.wrapped import WrappedOptimizer
 
 # Without itself passed, torch gives copies of found_inf, and this rank's scaler could not learn of another rank's Inf.
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
+
+_WRAPPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[DistributedOptimizer]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Wrapped optimizers that are in use, with what wraps each."""
 
 
 class DistributedOptimizer(WrappedOptimizer):
@@ -113,6 +120,10 @@ class DistributedOptimizer(WrappedOptimizer):
         problem = unknown_setting(settings, DistributedOptimizer, "peer_memory")
         if isinstance(optimizer, DistributedOptimizer):
             problem = "the optimizer is a DistributedOptimizer already: wrap it once"
+        if _is_wrapped(optimizer):
+            problem = (
+                "a DistributedOptimizer is around this optimizer already: use that one, or close() it first"
+            )
         problem = problem or wrapping_problem(optimizer, self._parameters, clip_norm, settings)
         if not problem:
             gradient_type = gradient_type or _type_name(self._parameters[0].dtype)
@@ -149,6 +160,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._applied = self._update.to(self._parameters[0].dtype)
         self._updates = dense_views(self._applied, self._parameters)
         self._version = -1  # of the update, when it was handed out; -1: it is not
+        _WRAPPERS[optimizer] = weakref.ref(self)
         for parameter in self._parameters:
             parameter.grad = None  # as a new optimizer's are: torch.distributed.checkpoint looks
 
@@ -191,8 +203,8 @@ class DistributedOptimizer(WrappedOptimizer):
 
         A skipped step leaves parameters and optimizer state untouched, unless it was deferred: the report of such a step
         (`Settings.deferred`) is incomplete until the next one begins, or `complete`, and where it stopped or is skipped the
-        optimizer has stepped on an update of zero. A step at a learning rate of 0, without state and with gradients of zero on all
-        ranks, reduces nothing.
+        optimizer has stepped on an update of zero. A step at a learning rate of 0, without state and with gradients of zero on
+        all ranks, reduces nothing.
 
         Args:
             closure: computes the gradients first, if given. It is called once.
@@ -408,7 +420,8 @@ class DistributedOptimizer(WrappedOptimizer):
         return copied
 
     def close(self) -> None:
-        """Free what MPI holds. Collective."""
+        """Free what MPI holds. Collective. The wrapped optimizer may then be wrapped again."""
+        _WRAPPERS.pop(self.inner, None)
         self.reducer.close()
 
     def __repr__(self) -> str:
@@ -444,6 +457,14 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
             if shaped and value.stride() != parameter.stride():
                 like = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
                 held[name] = like.copy_(value)
+
+
+def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a DistributedOptimizer that is in use wraps this optimizer."""
+    wrapper = _WRAPPERS.get(optimizer)
+    if wrapper is not None and wrapper() is not None:
+        gc.collect()  # a scheduler leaves a cycle
+    return wrapper is not None and wrapper() is not None
 
 
 def _is_zero(rate: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 import types
@@ -139,6 +140,26 @@ def test_an_optimizer_that_is_wrapped_already_is_refused(comm: MPI.Intracomm) ->
     optimizer.close()
     with pytest.raises(TypeError, match="optimizer is a generator, not a torch optimizer"):
         DistributedOptimizer(network().parameters(), comm)
+
+
+def test_an_optimizer_is_wrapped_by_one_that_is_in_use_at_a_time(comm: MPI.Intracomm) -> None:
+    inner = sgd(network())
+    first = DistributedOptimizer(inner, comm)
+    refused = r"all ranks: a DistributedOptimizer is around this optimizer already: .* close\(\) it first"
+    with pytest.raises(
+        ValueError, match=refused if comm.size > 1 else refused.replace("all ranks", "rank 0")
+    ):
+        DistributedOptimizer(inner, comm)
+    copied = copy.deepcopy(first)
+    first.close()
+    second = DistributedOptimizer(inner, comm)
+    schedule: Any = torch.optim.lr_scheduler.ConstantLR(second)
+    transport = second.reducer.transport
+    del second, schedule  # without close
+    third = DistributedOptimizer(inner, comm)
+    transport.close()
+    for each in (copied, third):
+        each.close()
 
 
 @pytest.mark.parametrize(
