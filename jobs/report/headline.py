@@ -13,6 +13,7 @@ from jobs.report.style import OURS
 
 GIGABIT = 1e9
 _BITS = 32  # of a word
+_DISTURBED = 1.25  # times as long
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,29 @@ def sentence(figures: Sequence[Figure]) -> str:
 
 
 def notes(figures: Sequence[Figure], links: SlowLinks, groups: Sequence[Group]) -> list[str]:
-    """Why a figure was projected, and what ξ is divided by where it is not below the number of ranks."""
+    """Why a figure was projected, whether the machine was busy, and what ξ is divided by where it is not below P."""
     lines = []
     if any(figure.projected for figure in figures):
         why = links.problem or "no run over such links"
         lines.append(f"The step at {links.rate} is a projection. It was not measured: {why}.")
-    ours = _method(groups, OURS)
+    ours, dense = _method(groups, OURS), _method(groups, "dense")
+    if figures and ours is not None and dense is not None:
+        lines += _disturbed(ours, dense)
     return [*lines, *([] if ours is None else _xi(ours))]
+
+
+def _disturbed(ours: Group, dense: Group) -> list[str]:
+    """That the same work took far longer in the runs of one method: their step times then say little."""
+    own, theirs = (
+        sum(group.mean(f"{phase}_seconds") or 0.0 for phase in ("forward", "backward"))
+        for group in (ours, dense)
+    )
+    if max(own, theirs) <= _DISTURBED * min(own, theirs):
+        return []
+    return [
+        f"The forward and backward passes, the same work with both methods, took {_ms(own)} with Ok-Topk and {_ms(theirs)} with "
+        "the dense allreduce: other programs used this machine. Compare the reductions alone, or run it again on an idle machine."
+    ]
 
 
 def _xi(group: Group) -> list[str]:
@@ -144,10 +161,11 @@ def _step(ours: Group, dense: Group) -> Figure | None:
     own, theirs = ours.mean("step_seconds"), dense.mean("step_seconds")
     if not own or not theirs:
         return None
+    reductions = _ms(ours.mean("reduction_seconds") or 0.0), _ms(dense.mean("reduction_seconds") or 0.0)
     return Figure(
         f"a step {_longer(own, theirs)} here",
-        f"{_ms(own)}, with the dense allreduce {_ms(theirs)}. Here all ranks share one host's memory, where words are "
-        "nearly free.",
+        f"{_ms(own)}, with the dense allreduce {_ms(theirs)}; the reduction alone {reductions[0]} and "
+        f"{reductions[1]}. Here all ranks share one host's memory, where words are nearly free.",
     )
 
 

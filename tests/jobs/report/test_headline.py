@@ -64,7 +64,7 @@ def test_the_headline_is_computed_from_the_runs(tmp_path: Path) -> None:
         in accuracy.text
     )
     assert "One seed" in accuracy.text
-    assert "6 ms, with the dense allreduce 5 ms" in step.text
+    assert "6 ms, with the dense allreduce 5 ms; the reduction alone 2 ms and 1 ms." in step.text
     assert links.text.startswith(
         "Measured: 8 ms, with the dense allreduce 24 ms; the reduction alone 4 ms and 20 ms."
     )
@@ -107,6 +107,23 @@ def test_a_step_that_was_not_measured_is_called_a_projection(tmp_path: Path, sta
         "The step at 0.001 Gb/s is a projection. It was not measured: no namespaces today."
     ]
     assert not any(figure.projected for figure in found[:-1])
+
+
+@pytest.mark.parametrize(("slower", "told"), [(1.2, False), (2.0, True)])
+def test_a_machine_that_was_busy_in_the_runs_of_one_method_is_told(
+    tmp_path: Path, slower: float, told: bool
+) -> None:
+    dense = write_run(tmp_path / "dense.h5", method="dense", seconds_forward=seconds(0.02))
+    ours = write_run(tmp_path / "oktopk.h5", seconds_forward=seconds(0.02 * slower))
+    groups = group_runs(read_runs([dense, ours]))
+    lines = notes(headline(groups, [], SlowLinks()), SlowLinks(), groups)
+    assert (
+        any(
+            "the same work with both methods, took 40 ms with Ok-Topk and 20 ms with" in line
+            for line in lines
+        )
+        == told
+    )
 
 
 def test_a_large_xi_is_named_with_what_it_is_divided_by(tmp_path: Path) -> None:
