@@ -70,29 +70,32 @@ def sentence(figures: Sequence[Figure]) -> str:
     return "; ".join(figure.short + (" (projection)" if figure.projected else "") for figure in figures)
 
 
-def notes(figures: Sequence[Figure], links: SlowLinks, groups: Sequence[Group]) -> list[str]:
+def notes(
+    figures: Sequence[Figure], links: SlowLinks, groups: Sequence[Group], slow: Sequence[Group] = ()
+) -> list[str]:
     """Why a figure was projected, whether the machine was busy, and what ξ is divided by where it is not below P."""
     lines = []
     if any(figure.projected for figure in figures):
         why = links.problem or "no run over such links"
         lines.append(f"The step at {links.rate} is a projection. It was not measured: {why}.")
-    ours, dense = _method(groups, OURS), _method(groups, "dense")
-    if figures and ours is not None and dense is not None:
-        lines += _disturbed(ours, dense)
+    ours = _method(groups, OURS)
+    if figures:
+        compared = [_method(of, method) for of in (groups, slow) for method in (OURS, "dense")]
+        lines += _disturbed([group for group in compared if group is not None])
     return [*lines, *([] if ours is None else _xi(ours))]
 
 
-def _disturbed(ours: Group, dense: Group) -> list[str]:
-    """That the same work took far longer in the runs of one method: their step times then say little."""
-    own, theirs = (
-        sum(group.mean(f"{phase}_seconds") or 0.0 for phase in ("forward", "backward"))
-        for group in (ours, dense)
-    )
-    if max(own, theirs) <= _DISTURBED * min(own, theirs):
+def _disturbed(groups: Sequence[Group]) -> list[str]:
+    """That the same work took far longer in some runs than in others: step times then say little."""
+    times = [
+        sum(group.mean(f"{phase}_seconds") or 0.0 for phase in ("forward", "backward")) for group in groups
+    ]
+    least, most = min(filter(None, times), default=0.0), max(times)
+    if most <= _DISTURBED * least:
         return []
     return [
-        f"The forward and backward passes, the same work with both methods, took {_ms(own)} with Ok-Topk and {_ms(theirs)} with "
-        "the dense allreduce: other programs used this machine. Compare the reductions alone, or run it again on an idle machine."
+        f"The forward and backward passes are the same work in all runs, but took between {_ms(least)} and {_ms(most)}: other "
+        "programs used this machine. Compare the reductions alone, or run it again on an idle machine."
     ]
 
 
