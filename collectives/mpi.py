@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,24 +12,13 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.cpu import kernels as host_kernels
+from collectives.limit import Limit, missing_ranks, someone_gave_up, wait_for_all, wait_for_request
 from collectives.sparse import ENTRY
 from collectives.traffic import WORD_BYTES, Traffic
-from collectives.transport import MissingRanksError, PersistentRound, Round, Transport
+from collectives.transport import EVERY_RANK_CALLS, MissingRanksError, PersistentRound, Round, Transport
 from collectives.workspace import Workspace
 
 _PAYLOAD, _GAVE_UP = 0, 1  # tags
-
-_EARLY = 1.0
-"""Seconds after which a rank that waits for others sleeps in between, and looks whether one has given up."""
-
-_PAUSE = 1e-3
-"""Seconds."""
-
-_ANSWER = 5.0
-"""Seconds in which every rank that is waiting has looked."""
-
-_ABANDONED: list[Any] = []
-"""Requests that were given up, with their arrays: MPI may still write to them."""
 
 _LAUNCHERS = {
     "WORLD_SIZE": "torchrun",
@@ -45,9 +33,19 @@ class LauncherError(RuntimeError):
     """A launcher started several processes, but each is an MPI job of its own."""
 
 
-def connect(comm: MPI.Intracomm | None) -> MpiTransport:
-    """The transport for host arrays among the ranks of a communicator, as `communicator`. Collective: every rank must call."""
-    return MpiTransport(communicator(comm))
+def connect(comm: MPI.Intracomm | None, limit: Limit | None = None) -> MpiTransport:
+    """The transport for host arrays among the ranks of a communicator, as `communicator`. Collective: every rank must call.
+
+    Args:
+        limit: on the time that ranks may come late to this call; None: they are waited for.
+
+    Raises:
+        MissingRanksError: they did not come in time, see `wait_for_all`.
+    """
+    comm = communicator(comm)
+    if limit is not None:
+        wait_for_all(comm, limit)  # duplicating the communicator would block
+    return MpiTransport(comm)
 
 
 def communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
@@ -86,11 +84,6 @@ def on_this_host(comm: MPI.Intracomm) -> tuple[int, int]:
         host.Free()
 
 
-def _debugged() -> bool:
-    """Whether a debugger may have stopped this process."""
-    return sys.gettrace() is not None or "pydevd" in sys.modules or "debugpy" in sys.modules
-
-
 class MpiTransport(Transport):
     """Host arrays over MPI.
 
@@ -108,7 +101,7 @@ class MpiTransport(Transport):
         self.hosts = [0] * self.size
         self.ranks = list(range(self.size))
         # what the next control operation begins, and the seconds that ranks may come late to it
-        self._expected: tuple[str, float] | None = None
+        self._expected: Limit | None = None
         self._missing: MissingRanksError | None = None
         self._last_collected = time.monotonic()  # when an expected operation ended
 
@@ -159,11 +152,11 @@ class MpiTransport(Transport):
         self.traffic.count_control(WORD_BYTES * -(-words // self.size))
         return total
 
-    def expect_all(self, what: str, seconds: float) -> None:
+    def expect_all(self, what: str, seconds: float, advice: str = EVERY_RANK_CALLS) -> None:
         if self._missing is not None:
             raise self._missing
         if self.size > 1:
-            self._expected = what, seconds
+            self._expected = Limit(what, seconds, advice)
 
     def expect_none(self) -> None:
         self._expected = None
@@ -179,41 +172,17 @@ class MpiTransport(Transport):
         if self._expected is None:
             blocking(*arrays)
             return
-        (what, seconds), self._expected = self._expected, None
-        request = nonblocking(*arrays)
-        began, early = time.monotonic(), min(seconds, _EARLY)
-        while not request.Test():
-            waited = time.monotonic() - began
-            if waited > early:
-                if self._others_gave_up() or (waited > seconds and not _debugged()):
-                    _ABANDONED.append((request, arrays))
-                    raise self._missing_ranks(what, seconds, waited=True)
-                time.sleep(_PAUSE)
-        # the others can have given up only about as long after the last operation; looking costs a round of MPI's progress
-        since, self._last_collected = time.monotonic() - self._last_collected, time.monotonic()
-        if since > seconds / 2 and self._others_gave_up():
-            raise self._missing_ranks(what, seconds, waited=False)
-
-    def _others_gave_up(self) -> bool:
-        return self.comm.Iprobe(MPI.ANY_SOURCE, _GAVE_UP)
-
-    def _missing_ranks(self, what: str, seconds: float, waited: bool) -> MissingRanksError:
-        """Tell all ranks that this one gives up, and hear from those that are here which of them waited."""
-        note = np.array([waited], np.int64)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        _ABANDONED.append((note, [self.comm.Isend(note, other, _GAVE_UP) for other in others]))
-        came = {self.rank: waited}
-        give_up = time.monotonic() + _ANSWER
-        while len(came) < self.size and time.monotonic() < give_up:
-            if not self._others_gave_up():
-                time.sleep(_PAUSE)
-                continue
-            status, theirs = MPI.Status(), np.empty(1, np.int64)
-            self.comm.Recv(theirs, MPI.ANY_SOURCE, _GAVE_UP, status)
-            came[status.Get_source()] = bool(theirs[0])
-        missing = [name for rank, name in enumerate(self.ranks) if not came.get(rank)]
-        self._missing = MissingRanksError(what, missing, seconds)
-        return self._missing
+        limit, self._expected = self._expected, None
+        try:
+            wait_for_request(nonblocking(*arrays), arrays, self.comm, _GAVE_UP, limit)
+            # the others can have given up only about as long after the last operation; looking costs a round of MPI's progress
+            since, self._last_collected = time.monotonic() - self._last_collected, time.monotonic()
+            if since > limit.seconds / 2 and someone_gave_up(self.comm, _GAVE_UP):
+                raise missing_ranks(self.comm, _GAVE_UP, limit, waited=False)
+        except MissingRanksError as error:
+            missing = [self.ranks[rank] for rank in error.ranks]
+            self._missing = MissingRanksError(limit.what, missing, limit.seconds, limit.advice)
+            raise self._missing from None
 
     def barrier(self) -> None:
         self._collect(self.comm.Barrier, self.comm.Ibarrier)

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from collectives.traffic import Traffic
 from collectives.workspace import Workspace
 
+EVERY_RANK_CALLS = "Every rank must make this call"
+"""What to do about a rank that did not come to a collective operation."""
+
 
 @dataclass(frozen=True)
 class Round:
@@ -60,10 +63,9 @@ class MissingRanksError(RuntimeError):
         ranks: those that did not come in time.
     """
 
-    def __init__(self, what: str, ranks: list[int], seconds: float) -> None:
+    def __init__(self, what: str, ranks: list[int], seconds: float, advice: str) -> None:
         super().__init__(
-            f"{what}: rank(s) {', '.join(map(str, ranks))} did not come within {seconds:g} s (the setting timeout). Every rank "
-            "must take the same number of steps, with a gradient of zero where it has no batch left"
+            f"{what}: rank(s) {', '.join(map(str, ranks))} did not come within {seconds:g} s (the setting timeout). {advice}"
         )
         self.ranks = ranks
 
@@ -177,12 +179,15 @@ class Transport(ABC):
 
     # control, counted
 
-    def expect_all(self, what: str, seconds: float) -> None:  # noqa: B027 - a transport may leave it to its library
+    def expect_all(  # noqa: B027 - a transport may leave it to its library
+        self, what: str, seconds: float, advice: str = EVERY_RANK_CALLS
+    ) -> None:
         """Let the next control operation, or agreement, raise MissingRanksError where ranks come later than that.
 
         Args:
             what: begins, for the message.
             seconds: that the first rank to come waits. A rank under a debugger waits for ever.
+            advice: a sentence that ends the message.
         """
 
     def expect_none(self) -> None:  # noqa: B027 - as above

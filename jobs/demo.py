@@ -162,7 +162,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--width",
         type=float,
-        default=0.25,
+        default=0.1875,
         help="Factor on the channels of VGG-16, in (0, 8]; default: %(default)s",
     )
     parser.add_argument(

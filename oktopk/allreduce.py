@@ -14,10 +14,11 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.cuda.environment import is_cuda_error
-from collectives.mpi import connect
+from collectives.limit import Limit
+from collectives.mpi import communicator, connect
 from collectives.sparse import check_length
 from collectives.traffic import Traffic
-from collectives.transport import FlaggedRanksError, Transport
+from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport
 from oktopk.backend import Backend
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_executor import P2PExecutor
@@ -31,12 +32,15 @@ from oktopk.methods import METHODS, Method
 from oktopk.methods.oktopk import OkTopk
 from oktopk.metrics import Sampler
 from oktopk.results import StageTimer, StepReport
-from oktopk.settings import DENSE_ABOVE, Settings, entries_kept, unknown_setting
+from oktopk.settings import DENSE_ABOVE, Settings, entries_kept, timeout_of, unknown_setting
 from oktopk.state import state_problem
 from oktopk.step import Executor, Plan, StepHandle, StepResult
 
 _Made = TypeVar("_Made")
 _NOTHING = StepResult(None, None)
+_SAME_STEPS = (
+    "Every rank must take the same number of steps, with a gradient of zero where it has no batch left"
+)
 _TRUSTED = 8  # deferrable steps in a row before one is deferred
 
 
@@ -100,11 +104,12 @@ class GradientAllreduce:
     Raises:
         RuntimeError: a launcher started several processes, and MPI has only this one; the message says how to start them.
         ValueError: an argument is out of range, the device cannot be used, or ranks disagree; on every rank alike.
+        MissingRanksError: ranks did not come within `Settings.timeout`; on the others, and on a missing rank when it comes.
 
     Memory: n words of update; n of residual where the method is sparse; n of velocity with momentum correction; as many
         again of both with nonfinite="skip"; n/2 of scratch from the first dense step on; 3n/2 from the first measured step
         on; the lists of the method, O(k) for Ok-Topk where regions balance.
-    Traffic: that of the method, see `oktopk.methods`; one allgather of the settings at construction.
+    Traffic: that of the method, see `oktopk.methods`; a barrier and one allgather of the settings at construction.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
 
     Example:
@@ -126,20 +131,21 @@ class GradientAllreduce:
         problem: str = "",
         **settings: Any,
     ) -> None:
+        comm = communicator(comm)
+        backend: Backend | None = None
+        try:
+            if unknown := unknown_setting(settings, GradientAllreduce):
+                raise TypeError(unknown)
+            self.settings = Settings(**settings)
+            check_length(length)
+            if method not in METHODS:
+                raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
+            backend = make_backend(device, gradient_type, stream)
+        except (TypeError, ValueError, RuntimeError, MemoryError) as error:
+            problem = problem or str(error) or type(error).__name__
         with ExitStack() as opened:  # closed where this raises
-            host = connect(comm)
+            host = connect(comm, Limit("GradientAllreduce(...)", timeout_of(settings)))
             opened.callback(host.close)
-            backend: Backend | None = None
-            try:
-                if unknown := unknown_setting(settings, GradientAllreduce):
-                    raise TypeError(unknown)
-                self.settings = Settings(**settings)
-                check_length(length)
-                if method not in METHODS:
-                    raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
-                backend = make_backend(device, gradient_type, stream)
-            except (TypeError, ValueError, RuntimeError, MemoryError) as error:
-                problem = problem or str(error) or type(error).__name__
             resolved = settings if problem else asdict(self.settings)
             means = {"length": length, "method": method, "device": device, "gradient_type": gradient_type}
             host.agree(means | {"peer_memory": peer_memory} | resolved, problem)
@@ -335,7 +341,7 @@ class GradientAllreduce:
             )
         with self.backend.stream_scope():
             self._complete()
-            self._expect_all(f"step {self.steps}")
+            self._expect_step()
             take = self._measured_step if measure else partial(self._step, may_defer=True)
             try:
                 return take(accepted, problem)
@@ -356,7 +362,7 @@ class GradientAllreduce:
         """
         with self.backend.stream_scope():
             self._complete()
-            self._expect_all(f"step {self.steps}")
+            self._expect_step()
             if not self.transport.allreduce_control(np.array([wanted], np.int64))[0]:
                 return None
             method, k = self._method_at(self.steps)
@@ -376,11 +382,15 @@ class GradientAllreduce:
         with self.backend.stream_scope():
             self._complete()
 
-    def _expect_all(self, what: str) -> None:
+    def _expect_all(self, what: str, advice: str = EVERY_RANK_CALLS) -> None:
         """Limit the time that ranks may come late to what begins now."""
         for each in (self.transport, self._group):
             if each is not None:
-                each.expect_all(what, self.settings.timeout)
+                each.expect_all(what, self.settings.timeout, advice)
+
+    def _expect_step(self) -> None:
+        """Limit the time that ranks may come late to the step that begins now."""
+        self._expect_all(f"step {self.steps}", _SAME_STEPS)
 
     def _expect_none(self) -> None:
         for each in (self.transport, self._group):

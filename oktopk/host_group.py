@@ -160,10 +160,10 @@ class HostGroup:
                 return problem or f"shard {self.shard}: {error}"
         return problem
 
-    def expect_all(self, what: str, seconds: float) -> None:
+    def expect_all(self, what: str, seconds: float, advice: str) -> None:
         """As `Transport.expect_all`, for the next operation among the ranks of the host, and between hosts."""
         for transport in self._transports:
-            transport.expect_all(what, seconds)
+            transport.expect_all(what, seconds, advice)
 
     def expect_none(self) -> None:
         """As `Transport.expect_none`."""

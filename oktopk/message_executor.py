@@ -39,7 +39,10 @@ class MessageExecutor:
         except FlaggedRanksError as flagged:
             vectors.undo(gradient)
             if flagged.ranks:
-                method.transport.agree({}, plan.problem)
+                try:
+                    method.transport.agree({}, plan.problem)
+                except ValueError as problem:
+                    raise problem from None  # the flag only carried it
             raise
         vectors.apply(result, plan.scale)
         plan.timer.record("apply")

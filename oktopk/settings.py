@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any, Literal
@@ -49,8 +49,8 @@ class Settings:
         average: return the mean over the ranks, else the sum.
         deferred: return from a step of Ok-Topk through peer memory before the host knows its outcome, so that the GPU does
             not wait for the host; see `GradientAllreduce.step`. No effect on other steps.
-        timeout: seconds that a rank may come late to a step, > 0; then the other ranks raise and name it. Over messages a rank
-            under a debugger does not raise; give 1e9 where another rank is stopped in one.
+        timeout: seconds that a rank may come late to construction or to a step, > 0; then the other ranks raise and name it. Over
+            messages a rank under a debugger does not raise; give 1e9 where another rank is stopped in one.
         levels: whether the ranks of a host sum their gradients before anything travels between hosts. "flat": every rank
             exchanges with all others. "hosts": each rank of a host sums one shard, and Ok-Topk runs between hosts: k, its caps
             and its bounds are then those of a host. "auto": hosts where there are several with several ranks each, and the
@@ -114,6 +114,14 @@ class Settings:
             return self.density
         stage = into * DENSITY_STAGES // self.density_warmup_steps
         return float(DENSE_ABOVE * (self.density / DENSE_ABOVE) ** (stage / DENSITY_STAGES))
+
+
+def timeout_of(settings: Mapping[str, Any]) -> float:
+    """The timeout among keywords of `Settings`; the default where it is missing, or not valid, which is refused later."""
+    try:
+        return Settings(timeout=settings.get("timeout", Settings.timeout)).timeout
+    except ValueError:
+        return Settings.timeout
 
 
 def unknown_setting(given: Iterable[str], taker: Callable[..., Any], *more: str) -> str:

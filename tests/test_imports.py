@@ -139,7 +139,7 @@ def test_a_circle_is_seen() -> None:
 
 
 # what talks to the MPI library; the other files use a Transport
-TALK_TO_MPI = {f"collectives/{name}.py" for name in ("mpi", "mpi_cuda", "mpi_staged", "cuda/ucx")}
+TALK_TO_MPI = {f"collectives/{name}.py" for name in ("mpi", "limit", "mpi_cuda", "mpi_staged", "cuda/ucx")}
 
 
 @pytest.mark.parametrize("package", ["collectives", "oktopk"])

@@ -1,4 +1,7 @@
-"""What is published: the sdist and the wheel that is built from it, which works outside the checkout. Downloads nothing."""
+"""What is published: the sdist, and the wheel that is built from it, which works in an environment of its own.
+
+Only the test marked `long` downloads: what the wheel needs.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ SOURCES = (
     "CHANGELOG.md",
     "CITATION.cff",
 )
+INSTALL_SECONDS = 150  # the CPU build of torch is 200 MB
 LOOP = re.compile(r"```diff\n(.*?)```", re.DOTALL)
 BEFORE_LOOP = """
 import torch
@@ -59,6 +63,22 @@ def run(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def install(python: Path, requirement: str) -> None:
+    """Install from the index that pip is configured for; skips the test where that cannot be reached, or is slow."""
+    pip = [str(python), "-m", "pip", "install", "--retries=0"]
+    sample = subprocess.run(
+        [*pip, "--dry-run", "--no-deps", "mpi4py"], capture_output=True, text=True, timeout=60, check=False
+    )
+    if "(from versions: none)" in sample.stderr:
+        pytest.skip(f"pip's index cannot be reached: {sample.stderr.strip().splitlines()[-1]}")
+    pinned = [*pip, "--constraint", str(ROOT / "constraints.txt"), requirement]
+    try:
+        done = subprocess.run(pinned, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"torch, MPI and the rest were not installed from pip's index within {INSTALL_SECONDS} s")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -109,28 +129,24 @@ def test_the_wheel_is_built_from_the_sdist_and_holds_every_file_of_the_packages(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
-def test_the_installed_wheel_trains_by_the_readmes_loop_outside_the_checkout(
-    dist: Path, tmp_path: Path
-) -> None:
+@pytest.mark.timeout(420)
+def test_the_wheel_in_an_empty_environment_trains_by_the_readmes_loop(dist: Path, tmp_path: Path) -> None:
     (wheel,) = dist.glob("*.whl")
-    site, empty = tmp_path / "site", tmp_path / "empty"
+    site, empty = tmp_path / "venv", tmp_path / "empty"
     empty.mkdir()
-    install = ("install", "--no-deps", "--no-index", "--disable-pip-version-check", "--target")
-    run(sys.executable, "-m", "pip", *install, site, wheel, cwd=empty)
-    # before the environment's own packages, among which the checkout may be installed
-    found = {"PYTHONPATH": str(site)}
+    run(sys.executable, "-m", "venv", site, cwd=empty)
+    install(site / "bin" / "python", f"{wheel}[torch,mpi]")
     lines = LOOP.search((ROOT / "README.md").read_text(encoding="utf-8"))
     assert lines, "README.md has no loop"
     loop = "".join(f"{line[1:]}\n" for line in lines[1].splitlines())
     assert "optimizer.step()" in loop
     (empty / "train.py").write_text(BEFORE_LOOP + loop + AFTER_LOOP)
-    done = run(site / "bin" / "oktopk-run", "-n", "2", "train.py", cwd=empty, seconds=110, **found)
+    done = run(site / "bin" / "oktopk-run", "-n", "2", "train.py", cwd=empty, seconds=110, PYTHONPATH="")
     ranks, distinct, moved, *files = done.stdout.split()
     # two ranks that hold the same weights, and not those of the start
     assert (ranks, distinct, moved) == ("2", "1", "True")
-    assert [Path(file).parent for file in files] == [site / "oktopk", site / "collectives"]
+    assert all(Path(file).is_relative_to(site) for file in files)
     for name in ("oktopk-run", "oktopk-doctor"):
-        assert f"usage: {name}" in run(site / "bin" / name, "--help", cwd=empty, **found).stdout
-    screen = run(site / "bin" / "oktopk-doctor", cwd=empty, seconds=110, **found).stdout
+        assert f"usage: {name}" in run(site / "bin" / name, "--help", cwd=empty, PYTHONPATH="").stdout
+    screen = run(site / "bin" / "oktopk-doctor", cwd=empty, seconds=110, PYTHONPATH="").stdout
     assert "host memory, MPI" in screen and "oktopk[" not in screen

@@ -5,9 +5,9 @@
 #     jobs/bench/net.sh [--hosts 4] [--ranks 4] [--rate 1gbit] [--mpiexec PATH] [--python PATH] [BENCH ARGUMENT ...]
 #     jobs/bench/net.sh [...] --module jobs.train CONFIG.toml [ARGUMENT ...]     another module in place of jobs.bench
 #
-# Needs root, or a kernel that lets users make namespaces. Everything is made inside mount, network and process namespaces of its own, of which nothing is visible outside:
-# when the first process in them ends, by whatever means, the kernel takes links, hosts and processes down. So there is nothing
-# to clean up after a kill, and two runs cannot collide.
+# Needs root, or a kernel that lets users make namespaces. Everything is made inside mount, network and process namespaces of its
+# own, of which nothing is visible outside: when the first process in them ends, by whatever means, the kernel takes links, hosts
+# and processes down. So there is nothing to clean up after a kill, and two runs cannot collide.
 set -uo pipefail
 
 say() { echo "bench-net: $*" >&2; }

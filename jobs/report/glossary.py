@@ -13,7 +13,7 @@ TERMS: dict[str, str] = {
     "P": "number of ranks",
     "rank": "one of the processes that train together, each on batches of its own",
     "word": "4 bytes: one value, or one index",
-    "payload": "values and indices of gradient entries; control words are the sizes, splits, histograms and flags besides",
+    "payload": "values and indices of gradient entries; sizes, splits, histograms and flags are control words, counted apart",
     "dense": "every entry of the gradient is summed over the ranks, in a step or by a method",
     "nnz": "number of entries that a rank selects (local), or of entries in the update (global)",
     "exact": "an exact threshold is the magnitude of the k-th largest entry; between such steps it is reused",

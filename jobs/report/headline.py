@@ -13,6 +13,7 @@ from jobs.report.style import OURS
 
 GIGABIT = 1e9
 _BITS = 32  # of a word
+_DISTURBED = 1.25  # times as long
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,33 @@ def sentence(figures: Sequence[Figure]) -> str:
     return "; ".join(figure.short + (" (projection)" if figure.projected else "") for figure in figures)
 
 
-def notes(figures: Sequence[Figure], links: SlowLinks, groups: Sequence[Group]) -> list[str]:
-    """Why a figure was projected, and what ξ is divided by where it is not below the number of ranks."""
+def notes(
+    figures: Sequence[Figure], links: SlowLinks, groups: Sequence[Group], slow: Sequence[Group] = ()
+) -> list[str]:
+    """Why a figure was projected, whether the machine was busy, and what ξ is divided by where it is not below P."""
     lines = []
     if any(figure.projected for figure in figures):
         why = links.problem or "no run over such links"
         lines.append(f"The step at {links.rate} is a projection. It was not measured: {why}.")
     ours = _method(groups, OURS)
+    if figures:
+        compared = [_method(of, method) for of in (groups, slow) for method in (OURS, "dense")]
+        lines += _disturbed([group for group in compared if group is not None])
     return [*lines, *([] if ours is None else _xi(ours))]
+
+
+def _disturbed(groups: Sequence[Group]) -> list[str]:
+    """That the same work took far longer in some runs than in others: step times then say little."""
+    times = [
+        sum(group.mean(f"{phase}_seconds") or 0.0 for phase in ("forward", "backward")) for group in groups
+    ]
+    least, most = min(filter(None, times), default=0.0), max(times)
+    if most <= _DISTURBED * least:
+        return []
+    return [
+        f"The forward and backward passes are the same work in all runs, but took between {_ms(least)} and {_ms(most)}: other "
+        "programs used this machine. Compare the reductions alone, or run it again on an idle machine."
+    ]
 
 
 def _xi(group: Group) -> list[str]:
@@ -144,10 +164,11 @@ def _step(ours: Group, dense: Group) -> Figure | None:
     own, theirs = ours.mean("step_seconds"), dense.mean("step_seconds")
     if not own or not theirs:
         return None
+    reductions = _ms(ours.mean("reduction_seconds") or 0.0), _ms(dense.mean("reduction_seconds") or 0.0)
     return Figure(
         f"a step {_longer(own, theirs)} here",
-        f"{_ms(own)}, with the dense allreduce {_ms(theirs)}. Here all ranks share one host's memory, where words are "
-        "nearly free.",
+        f"{_ms(own)}, with the dense allreduce {_ms(theirs)}; the reduction alone {reductions[0]} and "
+        f"{reductions[1]}. Here all ranks share one host's memory, where words are nearly free.",
     )
 
 

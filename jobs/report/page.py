@@ -141,11 +141,12 @@ def _subtitle(groups: Sequence[Group]) -> str:
     methods = list(dict.fromkeys(group.method for group in groups))
     ranks = sorted({run.info.ranks for run in runs})
     config = runs[0].config
+    lengths = {f"n\u00a0=\u00a0{run.info.length:,}" for run in runs}  # not to be broken over lines
     task = f"{config.get('model', {}).get('name', '?')} on {config.get('data', {}).get('name', '?')}"
     return (
         f"{_counted(len(runs), 'run')} of {_counted(len(methods), 'method')} · {task} · "
         f"{', '.join(map(str, ranks))} {'rank' if ranks == [1] else 'ranks'} · "
-        f"{', '.join(sorted({f'n = {run.info.length:,}' for run in runs}))}"
+        f"{', '.join(sorted(lengths))}"
     )
 
 

@@ -215,7 +215,7 @@ def entries(groups: Sequence[Group], which: str) -> LinePanel:
         "Entries selected, over k" if which == "local" else "Entries applied, over k",
         "selected by a rank before anything is sent, mean over the ranks"
         if which == "local"
-        else "entries of the update: fill-in makes those of a method that prunes nothing more than k",
+        else "entries of the update; a method that prunes nothing exceeds k by its fill-in",
         "step",
         "nnz / k",
         ("step", f"{which}_nnz_over_k"),

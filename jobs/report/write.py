@@ -74,7 +74,7 @@ def report(
     slow_groups = group_runs(slow)
     figures_on_top = headline(groups, slow_groups, links) if links else []
     if links:
-        remarks += headline_notes(figures_on_top, links, groups)
+        remarks += headline_notes(figures_on_top, links, groups, slow_groups)
     folder = Path(folder)
     try:
         (folder / SERIES).mkdir(parents=True, exist_ok=True)

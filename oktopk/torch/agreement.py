@@ -13,6 +13,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from collectives.limit import Limit, wait_for_all
 from oktopk.torch.gradients import is_dense
 
 GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -80,6 +81,7 @@ def disagreement(
     clip_norm: float,
     broadcast: bool,
     problem: str,
+    timeout: float,
 ) -> tuple[str, list[int]]:
     """What differs between the ranks and the reducer cannot see. Collective.
 
@@ -87,11 +89,15 @@ def disagreement(
         optimizer, parameters, clip_norm: as `wrapping_problem`.
         broadcast: whether parameters may have other values than on rank 0.
         problem: what is wrong on this rank; the reducer tells it.
+        timeout: seconds that ranks may come late.
 
     Returns:
         (what keeps the ranks from going on, in a sentence, or ""; the ranks whose parameters have other values than rank 0's).
 
-    Traffic: one allgather of some 100 bytes. Parameters and optimizer state are hashed on the host, once.
+    Raises:
+        MissingRanksError: ranks did not come in time.
+
+    Traffic: a barrier and one allgather of some 100 bytes. Parameters and optimizer state are hashed on the host, once.
     """
     layout = repr([(tuple(p.shape), p.stride()) for p in parameters]).encode()
     mine = _Mine(
@@ -103,6 +109,7 @@ def disagreement(
         b"" if problem else _digest(_plain_state(optimizer)),
         b"" if problem else _digest(parameters),
     )
+    wait_for_all(comm, Limit("DistributedOptimizer(...)", timeout))
     everyone = comm.allgather(mine)
     if any(theirs.problem for theirs in everyone) or len({theirs.length for theirs in everyone}) > 1:
         return "", []  # of these the reducer tells more

@@ -10,10 +10,14 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from collectives.dense_allreduce import DenseAllreduce
-from collectives.mpi import connect
+from collectives.limit import Limit
+from collectives.mpi import MpiTransport, connect
+from oktopk.settings import Settings
 
 
-def broadcast_parameters(module: nn.Module, comm: MPI.Intracomm | None = None, root: int = 0) -> None:
+def broadcast_parameters(
+    module: nn.Module, comm: MPI.Intracomm | None = None, root: int = 0, timeout: float = Settings.timeout
+) -> None:
     """Copy the parameters and buffers of rank `root` to all ranks, in place. Collective.
 
     Those on a GPU pass through host memory: it is done once.
@@ -22,22 +26,28 @@ def broadcast_parameters(module: nn.Module, comm: MPI.Intracomm | None = None, r
         module: with the same parameters and buffers on all ranks.
         comm: intracommunicator; None: all ranks of the job.
         root: whose values are taken.
+        timeout: seconds that a rank may come late.
 
-    Traffic: one broadcast of each.
+    Raises:
+        MissingRanksError: ranks did not come in time; on the others, and on a missing rank when it comes.
+
+    Traffic: a barrier, and one broadcast of each.
     """
-    broadcast_tensors((*module.parameters(), *module.buffers()), comm, root)
+    with closing(connect(comm, Limit("broadcast_parameters(...)", timeout))) as transport:
+        broadcast_tensors((*module.parameters(), *module.buffers()), transport, root)
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], comm: MPI.Intracomm | None, root: int = 0) -> None:
+def broadcast_tensors(tensors: Iterable[Tensor], transport: MpiTransport, root: int = 0) -> None:
     """As `broadcast_parameters`, for tensors."""
-    with closing(connect(comm)) as transport:
-        for tensor in tensors:
-            host = tensor.detach().cpu().contiguous()
-            transport.broadcast(host.reshape(-1).view(torch.uint8).numpy(), root)
-            tensor.detach().copy_(host)
+    for tensor in tensors:
+        host = tensor.detach().cpu().contiguous()
+        transport.broadcast(host.reshape(-1).view(torch.uint8).numpy(), root)
+        tensor.detach().copy_(host)
 
 
-def average_buffers(module: nn.Module, comm: MPI.Intracomm | None = None) -> None:
+def average_buffers(
+    module: nn.Module, comm: MPI.Intracomm | None = None, timeout: float = Settings.timeout
+) -> None:
     """Average the floating-point buffers (batch-norm statistics) over the ranks, in place. Collective.
 
     Each rank's batch norm sees its own batches only, so that these statistics differ between ranks: average them before an
@@ -45,13 +55,20 @@ def average_buffers(module: nn.Module, comm: MPI.Intracomm | None = None) -> Non
 
     Bit-identical on all ranks. Those on a GPU pass through host memory: they are few.
 
-    Traffic: one dense allreduce of all such buffers together.
+    Args:
+        module: with the same buffers on all ranks.
+        comm, timeout: as `broadcast_parameters`.
+
+    Raises:
+        MissingRanksError: as `broadcast_parameters`.
+
+    Traffic: a barrier, and one dense allreduce of all such buffers together.
     """
     buffers = [b.detach() for b in module.buffers() if b.is_floating_point()]
     if not buffers:
         return
     flat = torch.cat([b.reshape(-1).to(torch.float32) for b in buffers]).cpu()
-    with closing(connect(comm)) as transport:
+    with closing(connect(comm, Limit("average_buffers(...)", timeout))) as transport:
         allreduce = DenseAllreduce(flat.numpy(), transport)
         allreduce.run(scale=1.0 / transport.size)
         allreduce.free()

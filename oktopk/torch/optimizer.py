@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import operator
 import warnings
+import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -17,10 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from collectives.mpi import communicator
+from collectives.mpi import communicator, connect
 from oktopk.allreduce import GradientAllreduce
 from oktopk.results import StepReport
-from oktopk.settings import unknown_setting
+from oktopk.settings import timeout_of, unknown_setting
 from oktopk.torch.agreement import GRADIENT_TYPES, disagreement, replaced_warning, wrapping_problem
 from oktopk.torch.gradients import FlatGradients, GradientsInPlace, dense_views
 from oktopk.torch.interop import TensorMemory, memory_of
@@ -29,6 +31,11 @@ from oktopk.torch.wrapped import WrappedOptimizer
 
 # Without itself passed, torch gives copies of found_inf, and this rank's scaler could not learn of another rank's Inf.
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
+
+_WRAPPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[DistributedOptimizer]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Wrapped optimizers that are in use, with what wraps each."""
 
 
 class DistributedOptimizer(WrappedOptimizer):
@@ -68,10 +75,12 @@ class DistributedOptimizer(WrappedOptimizer):
         ValueError: parameters that are not as said, a setting out of range, ranks that disagree (on the optimizer's state too), a
             GPU or an MPI that cannot be used, or momentum correction with an optimizer that has momentum of its own; on every
             rank alike.
+        MissingRanksError: as `GradientAllreduce`.
 
     Memory: that of `GradientAllreduce`; n elements of gradients (where kernels read them in place: autograd's own, and the buffer
         once a step uses it); n more of updates where parameters are not float32.
-    Traffic: that of the method, once a step; two allgathers at construction, three where kernels read gradients in place.
+    Traffic: that of the method, once a step; at construction two barriers and two allgathers, three where kernels read gradients
+        in place.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
 
     Example:
@@ -111,6 +120,10 @@ class DistributedOptimizer(WrappedOptimizer):
         problem = unknown_setting(settings, DistributedOptimizer, "peer_memory")
         if isinstance(optimizer, DistributedOptimizer):
             problem = "the optimizer is a DistributedOptimizer already: wrap it once"
+        if _is_wrapped(optimizer):
+            problem = (
+                "a DistributedOptimizer is around this optimizer already: use that one, or close() it first"
+            )
         problem = problem or wrapping_problem(optimizer, self._parameters, clip_norm, settings)
         if not problem:
             gradient_type = gradient_type or _type_name(self._parameters[0].dtype)
@@ -118,7 +131,10 @@ class DistributedOptimizer(WrappedOptimizer):
                 memory = memory_of(self._parameters[0].device)
             except ValueError as error:
                 problem = str(error)
-        differs, strangers = disagreement(comm, optimizer, self._parameters, clip_norm, broadcast, problem)
+        timeout = timeout_of(settings)
+        differs, strangers = disagreement(
+            comm, optimizer, self._parameters, clip_norm, broadcast, problem, timeout
+        )
         self.reducer = GradientAllreduce(
             comm,
             self.length,
@@ -130,7 +146,8 @@ class DistributedOptimizer(WrappedOptimizer):
             **({} if problem else settings),  # a keyword that is refused may be one of these
         )
         if strangers:
-            broadcast_tensors(self._parameters, comm)
+            with closing(connect(comm)) as transport:
+                broadcast_tensors(self._parameters, transport)
             if comm.rank == 0:
                 warnings.warn(replaced_warning(strangers), stacklevel=2)
         self._arguments: dict[str, Any] = {"comm": comm, "method": method, "gradient_type": gradient_type}
@@ -143,7 +160,9 @@ class DistributedOptimizer(WrappedOptimizer):
         self._applied = self._update.to(self._parameters[0].dtype)
         self._updates = dense_views(self._applied, self._parameters)
         self._version = -1  # of the update, when it was handed out; -1: it is not
-        self._gradients.attach()
+        _WRAPPERS[optimizer] = weakref.ref(self)
+        for parameter in self._parameters:
+            parameter.grad = None  # as a new optimizer's are: torch.distributed.checkpoint looks
 
     def _make_gradients(self, dtype: torch.dtype) -> FlatGradients | GradientsInPlace:
         """What holds the gradients. Collective."""
@@ -191,7 +210,8 @@ class DistributedOptimizer(WrappedOptimizer):
 
         A skipped step leaves parameters and optimizer state untouched, unless it was deferred: the report of such a step
         (`Settings.deferred`) is incomplete until the next one begins, or `complete`, and where it stopped or is skipped the
-        optimizer has stepped on an update of zero.
+        optimizer has stepped on an update of zero. A step at a learning rate of 0, without state and with gradients of zero on
+        all ranks, reduces nothing.
 
         Args:
             closure: computes the gradients first, if given. It is called once.
@@ -212,9 +232,25 @@ class DistributedOptimizer(WrappedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.reduce(measure=measure, grad_scaler=grad_scaler)
-        self.apply()
+        if self._only_sets_up_state():
+            self.inner.step()
+        else:
+            self.reduce(measure=measure, grad_scaler=grad_scaler)
+            self.apply()
         return loss
+
+    def _only_sets_up_state(self) -> bool:
+        """Whether this step changes nothing but an empty state, as the one that `torch.distributed.checkpoint` takes. Collective.
+
+        No parameter moves at a learning rate of 0, but a step would take entries out of the residuals.
+        """
+        if self.inner.state or not all(_is_zero(group.get("lr")) for group in self.inner.param_groups):
+            return False
+        moving = any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
+        self.reducer.complete()
+        transport = self.reducer.transport
+        transport.expect_all(f"step {self.reducer.steps}", self.reducer.settings.timeout)
+        return not transport.allreduce_control(np.array([moving], np.int64))[0]
 
     def reduce(self, *, measure: bool = False, grad_scaler: GradScaler | None = None) -> StepReport:
         """The first half of a step: from here to `apply`, each `p.grad` is its piece of the update. Collective.
@@ -391,7 +427,11 @@ class DistributedOptimizer(WrappedOptimizer):
         return copied
 
     def close(self) -> None:
-        """Free what MPI holds. Collective. In two levels gradients become None, since they lie in memory that is shared."""
+        """Free what MPI holds. Collective. The wrapped optimizer may then be wrapped again.
+
+        In two levels gradients become None, since they lie in memory that ranks share.
+        """
+        _WRAPPERS.pop(self.inner, None)
         if isinstance(self._gradients, FlatGradients) and self.reducer.gradient_buffer is not None:
             self._array = None
             self._gradients.detach()
@@ -430,6 +470,19 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
             if shaped and value.stride() != parameter.stride():
                 like = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
                 held[name] = like.copy_(value)
+
+
+def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a DistributedOptimizer that is in use wraps this optimizer."""
+    wrapper = _WRAPPERS.get(optimizer)
+    if wrapper is not None and wrapper() is not None:
+        gc.collect()  # a scheduler leaves a cycle
+    return wrapper is not None and wrapper() is not None
+
+
+def _is_zero(rate: Any) -> bool:
+    """Whether a learning rate is zero; not asked of a GPU, which would have to be waited for."""
+    return rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and float(rate) == 0.0
 
 
 def _type_name(dtype: torch.dtype) -> str:

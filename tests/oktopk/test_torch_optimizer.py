@@ -149,6 +149,52 @@ def test_torchs_distributed_checkpoint_takes_and_gives_the_optimizers_part(comm:
     loaded.close()
 
 
+def test_torchs_distributed_checkpoint_fills_the_state_of_a_new_optimizer(comm: MPI.Intracomm) -> None:
+    """`dcp.load` reads in place: into what a new optimizer's state holds, which torch sets up by a step."""
+    model, other = network(), network()
+    optimizer, loaded = (
+        DistributedOptimizer(torch.optim.Adam(m.parameters(), lr=0.01), comm, **SETTINGS)
+        for m in (model, other)
+    )
+    train(model, optimizer, comm, range(3))
+    saved = get_optimizer_state_dict(model, optimizer)
+    before = flat(other)
+    state = get_optimizer_state_dict(other, loaded)
+    assert np.array_equal(flat(other), before) and loaded.reducer.steps == 0
+    assert set(state["state"]) == set(saved["state"])
+    for name, held in saved["state"].items():
+        for key, value in held.items():
+            state["state"][name][key].copy_(value)
+    with pytest.warns(UserWarning) if comm.rank == 0 else pytest.MonkeyPatch.context():
+        set_optimizer_state_dict(other, loaded, state)
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert {name: value.tolist() for name, value in loaded.state[mine].items()} == {
+            name: value.tolist() for name, value in optimizer.state[theirs].items()
+        }
+    assert loaded.param_groups[0]["lr"] == 0.01
+    optimizer.close()
+    loaded.close()
+
+
+def test_a_step_that_only_sets_up_the_state_takes_nothing_out_of_the_residuals(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrapped(model, comm)
+    train(model, optimizer, comm, range(2))
+    residual, steps, before = optimizer.reducer.residual.copy(), optimizer.reducer.steps, flat(model)
+    optimizer.state.clear()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.zero_grad()
+    optimizer.step()
+    assert np.array_equal(optimizer.reducer.residual, residual) and np.array_equal(flat(model), before)
+    assert optimizer.state and optimizer.reducer.steps == steps
+    optimizer.state.clear()
+    if comm.rank == 0:  # a warm-up that begins at a rate of 0
+        next(model.parameters()).grad[0, 0] = 1.0
+    optimizer.step()
+    assert optimizer.reducer.steps == steps + 1
+    optimizer.close()
+
+
 def test_an_optimizer_that_needs_a_closure_is_refused(comm: MPI.Intracomm) -> None:
     with pytest.raises(ValueError, match="LBFGS computes gradients several times a step"):
         DistributedOptimizer(torch.optim.LBFGS(network().parameters()), comm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 import types
@@ -13,6 +14,7 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
+import oktopk
 from collectives.mpi import LauncherError
 from collectives.transport import MissingRanksError
 from oktopk import METHODS, DistributedOptimizer, GradientAllreduce, average_buffers, broadcast_parameters
@@ -140,6 +142,26 @@ def test_an_optimizer_that_is_wrapped_already_is_refused(comm: MPI.Intracomm) ->
         DistributedOptimizer(network().parameters(), comm)
 
 
+def test_an_optimizer_is_wrapped_by_one_that_is_in_use_at_a_time(comm: MPI.Intracomm) -> None:
+    inner = sgd(network())
+    first = DistributedOptimizer(inner, comm)
+    refused = r"all ranks: a DistributedOptimizer is around this optimizer already: .* close\(\) it first"
+    with pytest.raises(
+        ValueError, match=refused if comm.size > 1 else refused.replace("all ranks", "rank 0")
+    ):
+        DistributedOptimizer(inner, comm)
+    copied = copy.deepcopy(first)
+    first.close()
+    second = DistributedOptimizer(inner, comm)
+    schedule: Any = torch.optim.lr_scheduler.ConstantLR(second)
+    transport = second.reducer.transport
+    del second, schedule  # without close
+    third = DistributedOptimizer(inner, comm)
+    transport.close()
+    for each in (copied, third):
+        each.close()
+
+
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [("densty", "density"), ("clipnorm", "clip_norm"), ("peer_memry", "peer_memory"), ("zzz", "")],
@@ -238,8 +260,9 @@ def test_an_error_of_one_rank_in_a_step_is_raised_by_all(comm: MPI.Intracomm) ->
     for method in METHODS:
         reducer = GradientAllreduce(comm, 100, method, density=0.1, nonfinite="skip")
         gradient = np.arange(100, dtype=np.float32)
-        with pytest.raises(ValueError, match="rank 0: no data"):
+        with pytest.raises(ValueError, match="rank 0: no data") as caught:
             reducer.step(gradient, problem="no data" if comm.rank == 0 else "")
+        assert caught.value.__suppress_context__  # a traceback of one error
         poisoned = gradient.copy()
         poisoned[comm.rank] = np.nan
         assert reducer.step(poisoned).skipped
@@ -293,7 +316,7 @@ def test_a_state_of_another_rank_or_of_other_ranks_is_refused_on_all(comm: MPI.I
 def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
     comm: MPI.Intracomm, method: str, steps: int, measure: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("collectives.mpi._ANSWER", 1.5)
+    monkeypatch.setattr("collectives.limit._ANSWER", 1.5)
     reducer = GradientAllreduce(comm, 100, method, density=0.1, timeout=0.5, threshold_interval=2)
     gradient = np.arange(100, dtype=np.float32)
     for _ in range(steps):
@@ -315,10 +338,46 @@ def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("what", "comes"),
+    [
+        ("GradientAllreduce", "late"),
+        ("GradientAllreduce", "never"),
+        ("DistributedOptimizer", "late"),
+        ("broadcast_parameters", "late"),
+        ("average_buffers", "late"),
+    ],
+)
+def test_ranks_that_do_not_come_to_a_construction_are_named_by_all(
+    comm: MPI.Intracomm, what: str, comes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collectives.limit._ANSWER", 3.0)
+    model = network()
+    first: Any = {"GradientAllreduce": 10, "DistributedOptimizer": sgd(model)}.get(what, model)
+    call: Any = getattr(oktopk, what)
+    own = comm.Dup()  # not to be used after that
+    arguments = (own, first) if what == "GradientAllreduce" else (first, own)
+    missing = comm.size - 1
+    comm.Barrier()
+    if comm.rank == missing:
+        time.sleep(1.5)
+    if comm.rank != missing or comes == "late":
+        began = time.monotonic()
+        with pytest.raises(
+            MissingRanksError,
+            match=rf"^{what}\(\.\.\.\): rank\(s\) {missing} did not come within 0\.5 s .*Every rank must make this call$",
+        ) as caught:
+            call(*arguments, timeout=0.5)
+        assert caught.value.ranks == [missing]
+        assert time.monotonic() - began < 15
+    comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_state_that_one_rank_does_not_load_names_it(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("collectives.mpi._ANSWER", 1.5)
+    monkeypatch.setattr("collectives.limit._ANSWER", 1.5)
     optimizer = DistributedOptimizer(sgd(network()), comm, timeout=0.5)
     state = optimizer.state_dict()
     comm.Barrier()

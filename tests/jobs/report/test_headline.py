@@ -64,7 +64,7 @@ def test_the_headline_is_computed_from_the_runs(tmp_path: Path) -> None:
         in accuracy.text
     )
     assert "One seed" in accuracy.text
-    assert "6 ms, with the dense allreduce 5 ms" in step.text
+    assert "6 ms, with the dense allreduce 5 ms; the reduction alone 2 ms and 1 ms." in step.text
     assert links.text.startswith(
         "Measured: 8 ms, with the dense allreduce 24 ms; the reduction alone 4 ms and 20 ms."
     )
@@ -107,6 +107,22 @@ def test_a_step_that_was_not_measured_is_called_a_projection(tmp_path: Path, sta
         "The step at 0.001 Gb/s is a projection. It was not measured: no namespaces today."
     ]
     assert not any(figure.projected for figure in found[:-1])
+
+
+@pytest.mark.parametrize(("slower", "told"), [(1.2, False), (2.0, True)])
+@pytest.mark.parametrize("links", [False, True])
+def test_a_machine_that_was_busy_in_some_of_the_runs_is_told(
+    tmp_path: Path, slower: float, told: bool, links: bool
+) -> None:
+    forward = seconds(0.02 * slower)
+    dense = write_run(tmp_path / "dense.h5", method="dense", seconds_forward=seconds(0.02))
+    ours = write_run(tmp_path / "oktopk.h5", seconds_forward=seconds(0.02) if links else forward)
+    slow = write_run(tmp_path / "slow.h5", seconds_forward=forward)
+    groups, others = group_runs(read_runs([dense, ours])), group_runs(read_runs([slow]) if links else [])
+    lines = notes(headline(groups, others, SlowLinks()), SlowLinks(), groups, others)
+    assert told == any(
+        "are the same work in all runs, but took between 20 ms and 40 ms: other" in line for line in lines
+    )
 
 
 def test_a_large_xi_is_named_with_what_it_is_divided_by(tmp_path: Path) -> None:
