@@ -37,6 +37,9 @@ VALUE_BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
 WIRES = ("plain", *VALUE_BITS)
 """Names of codecs."""
 
+EXACT_WIRES = ("plain", "float32")
+"""Those that do not round: they give the same bits."""
+
 VALUE_BLOCK = 256
 """Values that share a least and a largest magnitude."""
 
@@ -142,7 +145,11 @@ class Codec(Protocol):
 
     @property
     def damaged(self) -> bool:
-        """Whether a wire array that was not gathered did not decode. Known once the device was waited for, as the next two."""
+        """Whether a wire array that was not gathered did not decode. Known once the device was waited for, as the next three."""
+
+    @property
+    def gathered_damage(self) -> bool:
+        """Whether one that was gathered did not."""
 
     def take_damage(self) -> str:
         """What did not decode since `start`, or was gathered since the last call, in a sentence; "" if all did."""
@@ -158,6 +165,7 @@ class PlainCodec:
     name = "plain"
     rounds = False
     damaged = False
+    gathered_damage = False
     rounded = 0.0
 
     def wire_bytes(self, count: int, lower: int, upper: int) -> int:
@@ -208,7 +216,7 @@ class CodedEntries:
 
     def __init__(self, name: str, kernels: Any, workspace: Any, ranks: int) -> None:
         self.name = name
-        self.rounds = name != "float32"
+        self.rounds = name not in EXACT_WIRES
         self._bits, self._kernels, self._workspace = VALUE_BITS[name], kernels, workspace
         self._report: NDArray[np.float64] = kernels.codec_report(ranks)
         self._report[:] = 0
@@ -252,6 +260,10 @@ class CodedEntries:
     @property
     def damaged(self) -> bool:
         return bool(self._report[:, _DAMAGED].any())
+
+    @property
+    def gathered_damage(self) -> bool:
+        return bool(self._report[:, _GATHERED].any())
 
     def take_damage(self) -> str:
         worst = self._report[:, _DAMAGED:].max(axis=1).astype(int)

@@ -135,6 +135,10 @@ class GradientAllreduce:
                 check_length(length)
                 if method not in METHODS:
                     raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
+                if self.settings.wire not in ("auto", "plain") and not METHODS[method].coded:
+                    raise ValueError(
+                        f"wire {self.settings.wire!r} is not for {method}, which sends plain entries"
+                    )
                 backend = make_backend(device, gradient_type, stream)
                 sparse = METHODS[method].sparse and self.settings.density <= DENSE_ABOVE
                 # now, when a rank without room for them can still tell the others
@@ -149,6 +153,7 @@ class GradientAllreduce:
             self.transport: Transport = host
             self.transport = self._together(partial(backend.connect, host))
             opened.callback(self.transport.close)
+            self.settings = replace(self.settings, wire=self._agreed_wire(METHODS[method]))
             unavailable = METHODS[method].p2p_unavailable_reason(self.settings)
             self.p2p_unavailable_reason = unavailable or self.transport.open_p2p(peer_memory)
             """Why this instance does not use peer memory, in a sentence; "" if it does."""
@@ -170,6 +175,13 @@ class GradientAllreduce:
         self._said_dense = False
         self._open: _BegunStep | None = None  # the deferred step whose result is not known yet
         self._trust = 0  # deferrable steps in a row, up to _TRUSTED
+
+    def _agreed_wire(self, method: type[Method]) -> Any:
+        """The wire of the settings; for "auto" one that does not round, by where the ranks are. Collective."""
+        if self.settings.wire != "auto":
+            return self.settings.wire
+        one_host = self.transport.ranks_on_this_host() == self.transport.size
+        return "plain" if one_host or not method.coded else "float32"
 
     @property
     def update(self) -> NDArray[np.float32]:
@@ -421,6 +433,7 @@ class GradientAllreduce:
             "method": self.method,
             "rank": self.transport.rank,
             "ranks": self.transport.size,
+            "wire": self.settings.wire,
             "steps": self.steps,
             "sparse_steps": self._sparse_steps,
             "last_k": self._last_k,
@@ -433,11 +446,12 @@ class GradientAllreduce:
         """Continue where the `state_dict` of this rank was taken, bit for bit. Collective.
 
         Raises:
-            ValueError: the state is damaged, or of another length, method, rank or number of ranks (see `oktopk.elastic`), or the
-                ranks' states are not of one moment; on every rank alike, before anything is changed.
+            ValueError: the state is damaged, or of another length, method, rank or number of ranks (see `oktopk.elastic`), or of
+                another wire where one of the two rounds, or the ranks' states are not of one moment; on every rank alike,
+                before anything is changed.
         """
-        transport, momentum = self.transport, self.settings.momentum_correction
-        problem = state_problem(state, self.length, self.method, momentum, transport.rank, transport.size)
+        transport, settings = self.transport, self.settings
+        problem = state_problem(state, self.length, self.method, settings, transport.rank, transport.size)
         common: dict[str, Any] = {}
         if not problem:
             common = {name: state.get(name) for name in ("steps", "sparse_steps", "last_k", "unaided")}
@@ -579,6 +593,8 @@ class GradientAllreduce:
             global_threshold=result.global_threshold,
             words=traffic.words,
             bytes=traffic.bytes,
+            wire=self.settings.wire,
+            rounded=result.rounded,
             messages=traffic.messages,
             control_words=traffic.control_words,
             control_messages=traffic.control_messages,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from collectives.codec import PLAIN
 from collectives.transport import FlaggedRanksError
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.methods.base import Method
@@ -38,8 +39,12 @@ class MessageExecutor:
             result = method.reduce(corrected, residual, vectors.update, plan, flag)
         except FlaggedRanksError as flagged:
             vectors.undo(gradient)
-            if flagged.ranks:
-                method.transport.agree({}, plan.problem)
+            # so does what did not decode, as the flag of a sum that is not finite
+            if flagged.ranks or method.codec is not PLAIN:
+                method.transport.agree({}, plan.problem or method.codec.take_damage())
+            raise
+        except ValueError:  # what was gathered did not decode
+            vectors.undo(gradient)
             raise
         vectors.apply(result, plan.scale)
         plan.timer.record("apply")

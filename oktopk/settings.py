@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from collectives.codec import WIRES
+
 DENSE_ABOVE = 0.25
 """A density above this runs the dense path: COO entries cost twice their value, in both phases."""
 
@@ -53,6 +55,9 @@ class Settings:
             under a debugger does not raise; give 1e9 where another rank is stopped in one.
         balanced_regions: regions of equal counts of selected entries, else of equal lengths; for comparison.
         rotate: in each round of split-and-reduce every rank sends to another one, else all send to the same; for comparison.
+        wire: how entries of Ok-Topk travel; other methods send plain ones. "plain" is 8 bytes each; "float32" takes fewer bits
+            for indices; "bfloat16", "int8" and "int4" round values, too, and the residual keeps what was rounded away. "auto" is
+            plain where all ranks share a host, else float32. All but plain go over messages.
     """
 
     density: float = 0.01
@@ -70,6 +75,7 @@ class Settings:
     timeout: float = 600.0
     balanced_regions: bool = True
     rotate: bool = True
+    wire: Literal["auto", "plain", "float32", "bfloat16", "int8", "int4"] = "auto"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -85,6 +91,8 @@ class Settings:
                 raise ValueError(f"{name} {value!r} is not an integer >= {least}")
         if self.nonfinite not in ("raise", "skip"):
             raise ValueError(f"nonfinite {self.nonfinite!r} is not 'raise' or 'skip'")
+        if self.wire not in ("auto", *WIRES):
+            raise ValueError(f"wire {self.wire!r} is not 'auto' or one of {', '.join(WIRES)}")
         for name, bound, valid in (
             ("density", "in (0, 1]", 0 < self.density <= 1),
             ("momentum_correction", "in [0, 1)", 0 <= self.momentum_correction < 1),

@@ -6,28 +6,30 @@ from typing import Any
 
 import numpy as np
 
+from collectives.codec import EXACT_WIRES
 from oktopk.methods import METHODS
+from oktopk.settings import Settings
 
 _COUNTS = ("steps", "sparse_steps")
 
 
-def state_problem(state: Any, length: int, method: str, momentum: float, rank: int, ranks: int) -> str:
+def state_problem(state: Any, length: int, method: str, settings: Settings, rank: int, ranks: int) -> str:
     """Why a state cannot be loaded, in a sentence; "" if it can. Talks to no other rank.
 
     Args:
         state: as `GradientAllreduce.state_dict` returns it.
         length: elements of the gradient (n).
         method: of the reducer that loads it.
-        momentum: its momentum correction, 0 for none.
+        settings: of the reducer.
         rank, ranks: of the reducer. A state without, of an earlier version, is taken as this rank's.
     """
     try:
-        return _problem(state, length, method, momentum) or _place_problem(state, rank, ranks)
+        return _problem(state, length, method, settings) or _place_problem(state, rank, ranks)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         return f"the state is damaged: {type(error).__name__} {error}"
 
 
-def _problem(state: Any, length: int, method: str, momentum: float) -> str:
+def _problem(state: Any, length: int, method: str, settings: Settings) -> str:
     if not isinstance(state, dict):
         return f"the state is a {type(state).__name__}, not a dict"
     names = ("length", "method", *_COUNTS, "last_k", "methods", "residual", "velocity")
@@ -36,16 +38,28 @@ def _problem(state: Any, length: int, method: str, momentum: float) -> str:
     for name, own in (("length", length), ("method", method)):
         if state[name] != own:
             return f"state has {name} {state[name]!r}, this reducer {own!r}"
+    if problem := _wire_problem(state.get("wire", "plain"), settings.wire):
+        return problem
     problems = [_number_problem(name, state[name], 0) for name in _COUNTS]
     problems += [_number_problem(name, state.get(name), 0, optional=True) for name in ("last_k", "unaided")]
     problems += [_vector_problem(name, state[name], length) for name in ("residual", "velocity")]
-    if not momentum and state["velocity"] is not None:
+    if not settings.momentum_correction and state["velocity"] is not None:
         problems.append("the state has a velocity, and this reducer no momentum correction")
     if unknown := sorted(set(state["methods"]) - set(METHODS)):
         problems.append(f"the state is of unknown methods: {', '.join(unknown)}")
     else:
         problems += [METHODS[name].state_problem(held, length) for name, held in state["methods"].items()]
     return next((problem for problem in problems if problem), "")
+
+
+def _wire_problem(theirs: Any, own: str) -> str:
+    """A state of an earlier version has no wire, and was sent plain."""
+    if theirs == own or (theirs in EXACT_WIRES and own in EXACT_WIRES):
+        return ""
+    return (
+        f"state has wire {theirs!r}, this reducer {own!r}: pass wire={theirs!r} to go on as before, "
+        "or set state['wire'] to change it"
+    )
 
 
 def _place_problem(state: dict[str, Any], rank: int, ranks: int) -> str:

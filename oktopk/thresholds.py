@@ -180,7 +180,8 @@ class GlobalThreshold:
             at most 5k/4. An exact threshold keeps k, or every nonzero where those are fewer; of equal sums the lowest indices.
 
         Raises:
-            FlaggedRanksError: a sum is not finite; on every rank alike. It names no rank, and nothing was learnt.
+            FlaggedRanksError: a sum is not finite, or a list did not decode; on every rank alike. It names no rank, and nothing
+                was learnt.
 
         Traffic: control only: one allgather of 66 int64, or for an exact threshold three allreduces of a histogram and one
             allgather of 2 int64.
@@ -189,6 +190,7 @@ class GlobalThreshold:
             return self._keep_exact(lists, k, record)
         expected = self.expected
         sums = lists.counted(expected, CANDIDATES)
+        sums.counts[-1] += lists.damaged
         record("reduce")
         counts = lists.transport.allgather_control(sums.counts)
         record("threshold")
@@ -241,7 +243,10 @@ class GlobalThreshold:
             record("reduce")
 
             def histogram(level: int, prefix: int, sums: NDArray[np.void] = sums) -> NDArray[np.int64]:
-                counts = transport.allreduce_control(self._kernels.magnitude_histogram(sums, level, prefix))
+                mine = self._kernels.magnitude_histogram(sums, level, prefix)
+                if level == 0:
+                    mine[INFINITE_DIGIT] += lists.damaged
+                counts = transport.allreduce_control(mine)
                 if level == 0 and counts[INFINITE_DIGIT:].any():
                     raise FlaggedRanksError([])
                 return counts
