@@ -95,6 +95,7 @@ STEP_COLUMNS: dict[str, Column] = {
     "words": _of_report("f8", "payload words sent", "words", "mean"),
     "words_busiest": _of_report("f8", "payload words sent", "words", "max"),
     "messages": _of_report("f8", "payload messages sent", "messages", "mean"),
+    "rounded": _of_report("f8", "share of the sent magnitudes that was rounded away", "rounded", "mean", 0.0),
     "control_words": _of_report(
         "f8", "words sent: sizes, splits, histograms, flags", "control_words", "mean"
     ),

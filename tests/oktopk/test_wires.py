@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.codec import VALUE_BITS, WIRES, CodedEntries
+from collectives.codec import VALUE_BITS, CodedEntries
 from collectives.cpu import kernels as host_kernels
 from collectives.mpi import MpiTransport
 from collectives.sparse import ENTRY
@@ -25,7 +25,7 @@ from tests.oracle import top_k
 pytestmark = pytest.mark.mpi
 
 ROUNDING = [name for name in VALUE_BITS if name != "float32"]
-# every kind of gradient meets a wire that rounds, and every such wire all shapes; a GPU's bytes are the host's, so that few suffice
+# every kind of gradient meets a wire that rounds, and every such wire all shapes; few for a GPU, whose bytes are the host's
 KINDS: list[Any] = [("cpu", kind, ROUNDING[at % len(ROUNDING)]) for at, kind in enumerate(GRADIENTS)]
 NO_GPU = pytest.mark.skipif(not gpus(), reason="no GPU")
 KINDS += [
