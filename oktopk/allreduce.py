@@ -421,13 +421,14 @@ class GradientAllreduce:
 
         Raises:
             NonFiniteGradientError: of the last step, where it was deferred.
-            RuntimeError: a step through peer memory was aborted; what this rank holds may not fit the others'.
+            RuntimeError: a step through peer memory was aborted, and what this rank holds may not fit the others'; or entries
+                that the last step gathered did not decode.
         """
         self.complete()
         with self.backend.stream_scope():
-            for executor in self._executors.values():
-                executor.check()
             vectors = self._vectors.state_dict()
+            for executor in self._executors.values():  # after the copies, which wait for the device
+                executor.check()
         return {
             "length": self.length,
             "method": self.method,

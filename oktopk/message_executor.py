@@ -51,7 +51,8 @@ class MessageExecutor:
         return CompletedStep(result)
 
     def check(self) -> None:
-        pass
+        if self._method.codec.gathered_damage:
+            raise RuntimeError("entries that the last step gathered are damaged, and the update lacks them")
 
     def close(self) -> None:
         self._method.close()

@@ -193,7 +193,7 @@ __device__ __forceinline__ unsigned decoded_value(const DecodeEntries& p, unsign
 extern "C" __global__ void __launch_bounds__(CODEC_THREADS) decode_entries(const __grid_constant__ DecodeEntries p) {
   __shared__ unsigned short places[32 * CODEC_THREADS];  // of the tile's bits that are set
   __shared__ unsigned of_warps[CODEC_WARPS];
-  __shared__ unsigned shared_tile, before, found;
+  __shared__ unsigned shared_tile, before;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   unsigned damage = 0;
   if (p.bits == 0) {

@@ -303,6 +303,9 @@ def test_damaged_entries_raise_on_all_ranks_and_name_the_rank(
             reduced.step(put(device, heavy_tailed(rng, length)))
         except ValueError as error:
             raised.append(found in str(error))
+        else:
+            with pytest.raises(RuntimeError, match="entries that the last step gathered are damaged"):
+                reduced.state_dict()
         if device == "cpu" or not gathered:
             assert comm.allgather(raised) == [[True]] * comm.size
             assert np.allclose(get(reduced.residual), before, rtol=1e-4, atol=1e-5)
