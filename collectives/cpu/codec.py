@@ -183,42 +183,52 @@ def _decode_halves(halves, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _decoded(code, low, span, most):  # type: ignore[no-untyped-def]
-    """The magnitude of a code."""
-    return np.uint32(low + (code * span + most // 2) // most).view(np.float32)
+    """Bits of the magnitude of a code; all are float64, so that loops run on vectors."""
+    # an integer below 2^38 over `most`, rounded down: the product is off by less than 2^-10
+    return low + np.floor((code * span + (most - 1.0) / 2.0) * (1.0 / most) + 2.0**-10)
 
 
 @njit(cache=True)
 def _encode_codes(entries, ranges, octets, bits):  # type: ignore[no-untyped-def]
-    most = np.int64((1 << (bits - 1)) - 1)
+    most = np.float64((1 << (bits - 1)) - 1)
     lost = mass = 0.0
-    magnitudes = np.empty(_BLOCK, np.int64)
+    exact, below, above = np.zeros((3, _BLOCK), np.int32)
+    values, lower, upper = exact.view(np.float32), below.view(np.float32), above.view(np.float32)
+    codes = np.zeros(_BLOCK, np.int32)
     for start in range(0, len(entries), _BLOCK):
-        stop = min(start + _BLOCK, len(entries))
-        low: Any = _MAGNITUDE
-        high: Any = np.int64(1)
-        for i in range(start, stop):
-            magnitude: Any = max(np.int64(np.float32(entries[i].value).view(np.int32)) & _MAGNITUDE, 1)
-            magnitudes[i - start] = magnitude
-            low, high = min(low, magnitude), max(high, magnitude)
-        ranges[2 * (start // _BLOCK)], ranges[2 * (start // _BLOCK) + 1] = low, high
-        span = high - low
-        scale = np.float64(most) / np.float64(max(span, 1))
-        for i in range(start, stop):
-            value, magnitude = entries[i].value, magnitudes[i - start]
+        size = min(_BLOCK, len(entries) - start)
+        block = entries[start : start + size]
+        for i in range(size):
+            exact[i] = np.float32(block[i].value).view(np.int32) & np.int32(0x7FFFFFFF)
+        least: Any = np.int32(0x7FFFFFFF)
+        largest: Any = np.int32(1)
+        for i in range(size):
+            exact[i] = max(exact[i], np.int32(1))
+            least, largest = min(least, exact[i]), max(largest, exact[i])
+        ranges[2 * (start // _BLOCK)], ranges[2 * (start // _BLOCK) + 1] = least, largest
+        low = np.float64(least)
+        span = np.float64(largest) - low
+        scale = most / max(span, 1.0)
+        for i in range(size):
             # floor of the exact quotient: that is at least 2^-31 below an integer that it does not reach
-            code = min(np.int64(np.float64(magnitude - low) * scale + 2.0**-40), most - 1) if span else 0
-            exact = np.uint32(magnitude).view(np.float32)
-            below, above = _decoded(code, low, span, most), _decoded(code + 1, low, span, most)
-            nearer_above = np.float32(exact - below) > np.float32(above - exact)
-            code += nearer_above
-            decoded = above if nearer_above else below
-            sign = np.int64(np.float32(value).view(np.int32) < 0)
+            code = min(np.floor((np.float64(exact[i]) - low) * scale + 2.0**-40), most - 1)
+            codes[i] = np.int32(code)
+            below[i] = np.int32(_decoded(code, low, span, most))
+            above[i] = np.int32(_decoded(code + 1, low, span, most))
+        for i in range(size):
+            nearer_above = values[i] - lower[i] > upper[i] - values[i]
+            codes[i] += nearer_above
+            below[i] = above[i] if nearer_above else below[i]
+        for i in range(size):
+            value = block[i].value
+            sign = np.float32(value).view(np.int32) & np.int32(-0x80000000)
+            code = codes[i] | np.int32(sign != 0) << (bits - 1)
             if bits == 8:
-                octets[i] = code | sign << 7
+                octets[start + i] = code
             else:
-                octets[i >> 1] |= (code | sign << 3) << 4 * (i & 1)
-            error = np.float32(value + decoded) if sign else np.float32(value - decoded)
-            entries[i].value = error
+                octets[(start + i) >> 1] |= code << 4 * (i & 1)
+            error = np.float32(value - np.int32(below[i] | sign).view(np.float32))
+            block[i].value = error
             lost += abs(np.float64(error))
             mass += abs(np.float64(value))
     return lost, mass
@@ -234,9 +244,16 @@ def _decode_codes(ranges, octets, bits, out):  # type: ignore[no-untyped-def]
         if low < 1 or low > high or high >= _INFINITY:
             problem = True
             low = high = np.int64(1)
-        span = high - low
-        for i in range(start, min(start + _BLOCK, len(out))):
-            octet = np.int64(octets[i]) if bits == 8 else np.int64(octets[i >> 1]) >> 4 * (i & 1)
-            magnitude = _decoded(octet & most, low, span, most)
-            out[i].value = -magnitude if octet >> (bits - 1) & 1 else magnitude
+        size = min(_BLOCK, len(out) - start)
+        for i in range(size):
+            octet = (
+                np.int64(octets[start + i])
+                if bits == 8
+                else np.int64(octets[(start + i) >> 1]) >> 4 * (i & 1)
+            )
+            magnitude = _decoded(
+                np.float64(octet & most), np.float64(low), np.float64(high - low), np.float64(most)
+            )
+            sign = np.int32(octet >> (bits - 1) & 1) << np.int32(31)
+            out[start + i].value = np.int32(np.int32(magnitude) | sign).view(np.float32)
     return problem

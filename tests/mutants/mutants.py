@@ -166,8 +166,8 @@ MUTANTS = (
     Mutant(
         "codec-nearest",
         "collectives/cpu/codec.py",
-        "nearer_above = np.float32(exact - below) > np.float32(above - exact)",
-        "nearer_above = np.float32(exact - below) >= np.float32(exact)",
+        "nearer_above = values[i] - lower[i] > upper[i] - values[i]",
+        "nearer_above = values[i] < lower[i]",
         "rounding down instead of to the nearest code",
         f"{_ALONE} tests/collectives/test_codec.py",
     ),
