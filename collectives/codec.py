@@ -11,6 +11,7 @@ bitmap is set. It decodes in parallel: the entry that a bit belongs to is the nu
 does not shorten travels as plain entries.
 
 A wire that rounds keeps the sign, and no entry decodes to 0 or to Inf:
+
 - bfloat16 rounds to nearest even; what would be 0 or Inf becomes the smallest or the largest finite magnitude.
 - int8 and int4 are a sign and a code q in [0, Q], Q = 127 or 7. A block tells `low` and `high`, the bits of its least and its
   largest magnitude as float32. The code stands for the magnitude of bits low + (q·(high - low) + Q//2) // Q, which is linear
