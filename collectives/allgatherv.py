@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.codec import PLAIN, Codec
-from collectives.sparse import SparseVector
+from collectives.sparse import ENTRY, SparseVector, slices
 from collectives.traffic import WORD_BYTES
 from collectives.transport import Transport
 
@@ -82,6 +82,7 @@ def balance_and_allgatherv(
     transport: Transport,
     trigger: float = 4.0,
     codec: Codec = PLAIN,
+    boundaries: NDArray[np.int64] | None = None,
 ) -> SparseVector:
     """Gather the ranks' blocks, in rank order, on all ranks.
 
@@ -94,31 +95,63 @@ def balance_and_allgatherv(
         counts: int64[P], entries of each block, equal on all ranks. Collective: every rank must call.
         length: elements of the dense vector.
         trigger: balance when the largest block exceeds this times the mean block.
-        codec: encodes the gathered entries; equal on all ranks.
+        codec: encodes the gathered entries; equal on all ranks. With one that rounds, all ranks get the rounded values, and
+            `kept` becomes their errors, the exact value less the rounded one.
+        boundaries: int64[P + 1], block r lies in [boundaries[r], boundaries[r + 1]); None: in the whole vector.
 
     Returns:
         All blocks as one vector; its entries lie in the transport's workspace until the next call.
 
-    Traffic: the codec's bytes of all but the own share received, plain 2·(sum(counts) - share) words, ceil(log2 P) rounds;
+    Raises:
+        ValueError: a block did not decode; on every rank alike, as all decode the same bytes. Where a device decodes, the codec
+            knows it only once that was waited for.
+
+    Traffic: the codec's bytes of all but the own share received, at most 2·(sum(counts) - share) words, ceil(log2 P) rounds;
         balancing adds at most 2·sum(counts)·(P-1)/P² words a rank on average, and at most P-1 messages.
     Source: Li & Hoefler, PPoPP 2022, section 3.1.2.
     """
-    total = int(counts.sum())
+    size, rank = transport.size, transport.rank
+    total, ends = int(counts.sum()), counts.cumsum()
     gathered = transport.workspace.entries("gathered", total)
-    buffer = codec.receive_buffer(gathered)
-    balance = needs_balancing(counts, trigger)
-    if balance:
-        splits = total * np.arange(transport.size + 1, dtype=np.int64) // transport.size
-        kept, counts = _redistribute(kept, counts, splits, gathered, transport), np.diff(splits)
-    in_place = balance and buffer is gathered
-    own = None if in_place else codec.encode(kept, 0, length)
-    sizes = codec.wire_bytes(counts) // buffer.itemsize
-    allgatherv(buffer, sizes, transport, own)
-    if buffer is not gathered:
-        wires, blocks = sizes.cumsum(), counts.cumsum()
-        for wire, size, block, count in zip(wires, sizes, blocks, counts, strict=True):
-            codec.decode(buffer[wire - size : wire], 0, length, gathered[block - count : block])
+    block, shares = kept, counts
+    if needs_balancing(counts, trigger):
+        splits = total * np.arange(size + 1, dtype=np.int64) // size
+        block, shares = _redistribute(kept, counts, splits, gathered, transport), np.diff(splits)
+    ranges = [(0, length)] * size if boundaries is None else _ranges(ends, shares, boundaries)
+    parts = zip(shares.tolist(), ranges, strict=True)
+    sizes = [codec.wire_bytes(share, *within) // ENTRY.itemsize for share, within in parts]
+    buffer = codec.buffer("gathered wires", gathered, sum(sizes))
+    if buffer is gathered:
+        allgatherv(gathered, shares, transport, own=block)
+        return SparseVector(gathered, length)
+    wires, blocks = slices(buffer, sizes), slices(gathered, shares.tolist())
+    codec.encode(block, *ranges[rank], wires[rank], rank)
+    allgatherv(buffer, np.array(sizes), transport)
+    for source in range(size):
+        codec.decode(wires[source], *ranges[source], blocks[source], source, gathered=True)
+    if codec.rounds and block is not kept:
+        codec.cut_errors(kept, gathered[int(ends[rank]) - len(kept) : int(ends[rank])])
+    codec.check_gathered()
     return SparseVector(gathered, length)
+
+
+def _ranges(
+    ends: NDArray[np.int64], shares: NDArray[np.int64], boundaries: NDArray[np.int64]
+) -> list[tuple[int, int]]:
+    """Where the indices of each share are: from the region of its first entry to that of its last.
+
+    This is known without an exchange. A share of a region that was balanced has the whole region's range, which costs its
+    indices less than log2 P bits each.
+
+    Args:
+        ends: int64[P], where each region ends in the gathered list.
+        shares: int64[P], consecutive parts of that list.
+    """
+    stops = shares.cumsum()
+    first = np.searchsorted(ends, stops - shares, side="right")
+    last = np.searchsorted(ends, stops - 1, side="right")
+    found = zip(shares.tolist(), first.tolist(), last.tolist(), strict=True)
+    return [(int(boundaries[a]), int(boundaries[b + 1])) if share else (0, 0) for share, a, b in found]
 
 
 def _redistribute(
@@ -190,7 +223,7 @@ def allgather_regions(
     Source: Renggli et al., SparCML, SC 2019, section 5.3.
     """
     lengths = np.diff(boundaries)
-    dense = PLAIN.wire_bytes(counts) > WORD_BYTES * lengths
+    dense = ENTRY.itemsize * counts > WORD_BYTES * lengths
     units = np.where(dense, (lengths + 1) // 2, counts)
     offsets = np.zeros(transport.size + 1, np.int64)
     np.cumsum(units, out=offsets[1:])

@@ -1,70 +1,292 @@
-"""Codecs: a list of entries as the bytes that travel.
+"""Codecs: a list of entries as the bytes that travel, its wire array.
 
-Both ends of a message know its bytes before it starts. The ranks exchange numbers of entries first (the alltoall of
-`split_and_reduce`, the counts of an allgatherv), and `wire_bytes` computes the bytes from these. A codec whose bytes
-depend on the data sends `wire.nbytes` beside each number; for this, patterns encode before they exchange the numbers.
+Both ends of a message know its bytes before it starts: `wire_bytes` computes them from the number of entries, which the
+ranks exchange first, and from the range of their indices. So buffers fit, and bounds hold for any data. Wire arrays are
+whole entries long (8 bytes), so that transports, workspaces and devices handle them as they handle entries.
 
-A lossy codec sends rounded values. The sender decodes its own wire array and keeps entries - decode(encode(entries)) in its
-residual. An allgatherv passes wire arrays on as they are, so that an entry is encoded once and all ranks decode the same.
+Coded entries hold, in words of 4 bytes: for 8 and 4 bits two words a block of 256 values, the values, the low bits of the
+indices, and a bitmap of their high bits (Elias-Fano: Elias, J. ACM 21, 1974; Fano, MIT memorandum 61, 1971). Entry i, whose
+index is `lower` + offset, has the low `low_bits` of its offset at bit i·low_bits, and bit (offset >> low_bits) + i of the
+bitmap is set. It decodes in parallel: the entry that a bit belongs to is the number of bits set before it. A list that coding
+does not shorten travels as plain entries.
 
-Only `split_and_reduce` and `balance_and_allgatherv` take a codec, and no method passes one yet. TopkA, Gaussiank, gTopk,
-`allgather_regions` (TopkDSA) and steps through peer memory send plain entries.
+A wire that rounds keeps the sign, and no entry decodes to 0 or to Inf:
+
+- bfloat16 rounds to nearest even; what would be 0 or Inf becomes the smallest or the largest finite magnitude.
+- int8 and int4 are a sign and a code q in [0, Q], Q = 127 or 7. A block tells `low` and `high`, the bits of its least and its
+  largest magnitude as float32. The code stands for the magnitude of bits low + (q·(high - low) + Q//2) // Q, which is linear
+  in the bits and so nearly logarithmic in the magnitude. Of the two codes around a magnitude the nearer value is taken, of
+  equally near ones the smaller. The error is thus smaller than the entry.
+
+An entry of value 0, which no selection holds, counts as the smallest magnitude of the type.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.sparse import ENTRY
+from collectives.traffic import WORD_BYTES
 
-Counts = TypeVar("Counts", int, NDArray[np.int64])
+VALUE_BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
+"""Wire -> bits of a coded value."""
+
+WIRES = ("plain", *VALUE_BITS)
+"""Names of codecs."""
+
+EXACT_WIRES = ("plain", "float32")
+"""Those that do not round: they give the same bits."""
+
+VALUE_BLOCK = 256
+"""Values that share a least and a largest magnitude."""
+
+DAMAGES = (
+    "",
+    "the bitmap holds another number of entries",
+    "indices do not ascend within the region",
+    "values or their range are not finite",
+)
+"""What can be wrong with a wire array; the number of each is its severity."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireLayout:
+    """Where the parts of a wire array lie, in words of 4 bytes.
+
+    Attributes:
+        count: entries.
+        lower, length: indices are in [lower, lower + length).
+        bits: of a value; 0 for plain entries.
+        low_bits: of an index that are stored as they are.
+        values, lows, bitmap: first word of each part; the ranges of blocks are before the values.
+        words: all of them, an even number.
+    """
+
+    count: int
+    lower: int
+    length: int
+    bits: int
+    low_bits: int = 0
+    values: int = 0
+    lows: int = 0
+    bitmap: int = 0
+    words: int = 0
+
+
+def wire_layout(bits: int, count: int, lower: int, upper: int) -> WireLayout:
+    """The layout of `count` entries with indices in [lower, upper) and values of so many bits."""
+    length = upper - lower
+    plain = WireLayout(count, lower, length, 0, words=2 * count)
+    if not count or length < count:
+        return plain
+    # what minimises low_bits + 1 + length / (count·2^low_bits)
+    low_bits = max(0, ((length - 1) // count).bit_length() - 1)
+    values = 2 * -(-count // VALUE_BLOCK) if bits < 16 else 0
+    lows = values + -(-count * bits // 32)
+    bitmap = lows + -(-count * low_bits // 32)
+    end = bitmap + -(-(count + ((length - 1) >> low_bits) + 1) // 32)
+    words = end + end % 2
+    if words >= plain.words:
+        return plain
+    return WireLayout(count, lower, length, bits, low_bits, values, lows, bitmap, words)
 
 
 class Codec(Protocol):
-    """Encodes entries on the device where they lie. A wire array is contiguous, of any type, and is sent as it is.
+    """Encodes entries on the device where they lie. Wire arrays are ENTRY[wire_bytes // 8].
 
     Attributes:
-        name: equal on all ranks of an exchange.
+        name: one of WIRES, equal on all ranks of an exchange.
+        rounds: whether values arrive rounded. `encode` and `keep` then leave the rounding errors in the entries.
     """
 
     name: str
+    rounds: bool
 
-    def wire_bytes(self, count: Counts) -> Counts:
-        """Bytes of a wire array of `count` entries; elementwise for an array of counts."""
+    def wire_bytes(self, count: int, lower: int, upper: int) -> int:
+        """Bytes of `count` entries with indices in [lower, upper); a multiple of 8, at most 8·count."""
 
-    def encode(self, entries: NDArray[np.void], lower: int, upper: int) -> NDArray[Any]:
-        """The wire array of ENTRY[nnz], ascending indices in [lower, upper); valid until the message was waited for."""
+    def buffer(self, name: str, entries: Any, size: int) -> Any:
+        """ENTRY[size] for the wire arrays of these entries: zeroed scratch of that name, or the entries themselves."""
 
-    def receive_buffer(self, out: NDArray[np.void]) -> NDArray[Any]:
-        """The wire array to receive so many entries in; `out` itself where entries arrive as they are."""
+    def start(self) -> None:
+        """Forget what was rounded and damaged before this exchange."""
 
-    def decode(self, wire: NDArray[Any], lower: int, upper: int, out: NDArray[np.void]) -> None:
-        """Fill `out`, ENTRY[count], from its wire array; lower and upper as in `encode`.
+    def encode(self, entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
+        """Fill the zeroed wire array of a list for a rank, or for all.
 
-        Raises:
-            ValueError: the bytes are not those of `count` entries in [lower, upper).
+        Args:
+            entries: ENTRY[count], ascending and finite, in [lower, upper).
+            dest: the own rank for all.
         """
+
+    def keep(self, entries: Any, out: Any) -> None:
+        """Copy entries that stay on this rank."""
+
+    def decode(
+        self, wire: Any, lower: int, upper: int, out: Any, source: int, gathered: bool = False
+    ) -> None:
+        """Fill `out`, ENTRY[count], from the wire array that a rank encoded. Does not wait for a device.
+
+        Bytes that are not those of `count` ascending finite entries in [lower, upper) are noted, see `take_damage`, and decode to
+        entries of value 0 with indices within.
+
+        Args:
+            gathered: in an allgatherv.
+        """
+
+    def cut_errors(self, kept: Any, decoded: Any) -> None:
+        """kept.value -= decoded.value, elementwise."""
+
+    def check_gathered(self) -> None:
+        """Raise ValueError for what was gathered and did not decode, unless a device may still be decoding."""
+
+    @property
+    def damaged(self) -> bool:
+        """Whether a wire array that was not gathered did not decode. Known once the device was waited for, as the next three."""
+
+    @property
+    def gathered_damage(self) -> bool:
+        """Whether one that was gathered did not."""
+
+    def take_damage(self) -> str:
+        """What did not decode since `start`, or was gathered since the last call, in a sentence; "" if all did."""
+
+    @property
+    def rounded(self) -> float:
+        """Sum of the rounding errors' magnitudes since `start`, over that of what was encoded; 0 where nothing is rounded."""
 
 
 class PlainCodec:
     """The 8-byte COO entry: nothing is encoded, copied or lost."""
 
     name = "plain"
+    rounds = False
+    damaged = False
+    gathered_damage = False
+    rounded = 0.0
 
-    def wire_bytes(self, count: Counts) -> Counts:
+    def wire_bytes(self, count: int, lower: int, upper: int) -> int:
         return count * ENTRY.itemsize
 
-    def encode(self, entries: NDArray[np.void], lower: int, upper: int) -> NDArray[Any]:
+    def buffer(self, name: str, entries: Any, size: int) -> Any:
         return entries
 
-    def receive_buffer(self, out: NDArray[np.void]) -> NDArray[Any]:
-        return out
+    def start(self) -> None:
+        pass
 
-    def decode(self, wire: NDArray[Any], lower: int, upper: int, out: NDArray[np.void]) -> None:
+    def encode(self, entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
+        """Nothing to do: the wire array is the entries."""
+
+    def keep(self, entries: Any, out: Any) -> None:
+        out[:] = entries
+
+    def decode(
+        self, wire: Any, lower: int, upper: int, out: Any, source: int, gathered: bool = False
+    ) -> None:
         """Nothing to do: `out` is the wire array."""
+
+    def cut_errors(self, kept: Any, decoded: Any) -> None:
+        """Nothing to do: there are no errors."""
+
+    def check_gathered(self) -> None:
+        """Nothing to do: nothing was decoded."""
+
+    def take_damage(self) -> str:
+        return ""
 
 
 PLAIN = PlainCodec()
+
+# columns of a codec's report, a row for each rank
+_ERROR, _MASS, _DAMAGED, _GATHERED = range(4)
+
+
+class CodedEntries:
+    """Indices by Elias-Fano, values of 32, 16, 8 or 4 bits; see the head of this file.
+
+    Args:
+        name: a key of VALUE_BITS.
+        kernels: that code, of the transport whose entries these are.
+        workspace: of the transport.
+        ranks: of the transport.
+    """
+
+    def __init__(self, name: str, kernels: Any, workspace: Any, ranks: int) -> None:
+        self.name = name
+        self.rounds = name not in EXACT_WIRES
+        self._bits, self._kernels, self._workspace = VALUE_BITS[name], kernels, workspace
+        self._report: NDArray[np.float64] = kernels.codec_report(ranks)
+        self._report[:] = 0
+
+    def wire_bytes(self, count: int, lower: int, upper: int) -> int:
+        return WORD_BYTES * wire_layout(self._bits, count, lower, upper).words
+
+    def buffer(self, name: str, entries: Any, size: int) -> Any:
+        buffer = self._workspace.entries(name, size)
+        self._kernels.zero_entries(buffer)
+        return buffer
+
+    def start(self) -> None:
+        self._report[:, :_GATHERED] = 0
+
+    def encode(self, entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
+        if len(entries):
+            layout = self._layout(wire, len(entries), lower, upper)
+            self._kernels.encode_entries(entries, wire, layout, self.rounds, self._report[dest])
+
+    def keep(self, entries: Any, out: Any) -> None:
+        out[:] = entries
+        if self.rounds:
+            self._kernels.cut_values(entries, out)
+
+    def decode(
+        self, wire: Any, lower: int, upper: int, out: Any, source: int, gathered: bool = False
+    ) -> None:
+        if len(out):
+            layout = self._layout(wire, len(out), lower, upper)
+            at = _GATHERED if gathered else _DAMAGED
+            self._kernels.decode_entries(wire, layout, out, self._report[source, at : at + 1])
+
+    def cut_errors(self, kept: Any, decoded: Any) -> None:
+        self._kernels.cut_values(kept, decoded)
+
+    def check_gathered(self) -> None:
+        if not self._kernels.ASYNCHRONOUS and (problem := self.take_damage()):
+            raise ValueError(problem)
+
+    @property
+    def damaged(self) -> bool:
+        return bool(self._report[:, _DAMAGED].any())
+
+    @property
+    def gathered_damage(self) -> bool:
+        return bool(self._report[:, _GATHERED].any())
+
+    def take_damage(self) -> str:
+        worst = self._report[:, _DAMAGED:].max(axis=1).astype(int)
+        self._report[:, _DAMAGED:] = 0
+        found = [f"rank {rank}: {DAMAGES[kind]}" for rank, kind in enumerate(worst) if kind]
+        return f"{self.name} entries are damaged that came from {', '.join(found)}" if found else ""
+
+    @property
+    def rounded(self) -> float:
+        error, mass = self._report[:, [_ERROR, _MASS]].sum(axis=0)
+        return float(error / mass) if mass else 0.0
+
+    def _layout(self, wire: Any, count: int, lower: int, upper: int) -> WireLayout:
+        layout = wire_layout(self._bits, count, lower, upper)
+        if WORD_BYTES * layout.words != wire.nbytes:
+            raise ValueError(
+                f"a wire array of {wire.nbytes} bytes is not of {count} {self.name} entries in [{lower}, {upper}), "
+                f"which take {WORD_BYTES * layout.words}"
+            )
+        return layout
+
+
+def make_codec(name: str, kernels: Any, workspace: Any, ranks: int) -> Codec:
+    """The codec of a name in WIRES; plain where nothing travels."""
+    return PLAIN if name == "plain" or ranks == 1 else CodedEntries(name, kernels, workspace, ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,3 +87,12 @@ def check_length(length: int) -> None:
         raise ValueError(
             f"length {length} is not in [1, {MAX_LENGTH}]: indices travel as int32; split the gradient into several buckets"
         )
+
+
+def slices(entries: Any, sizes: list[int]) -> list[Any]:
+    """Consecutive slices of so many entries each."""
+    cut, start = [], 0
+    for size in sizes:
+        cut.append(entries[start : start + size])
+        start += size
+    return cut

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.codec import PLAIN, Codec
-from collectives.sparse import SparseVector
+from collectives.sparse import ENTRY, SparseVector, slices
 from collectives.transport import FlaggedRanksError, Round, Transport
 
 
@@ -22,6 +22,7 @@ class RegionLists:
         begins, ends: int64[lists]; list j is pool[begins[j]:ends[j]]. Sums add the lists in this order.
         lower, upper: the region, [lower, upper).
         transport: its kernels sum, its workspace holds the result.
+        codec: that decoded the lists.
     """
 
     pool: NDArray[np.void]
@@ -30,6 +31,7 @@ class RegionLists:
     lower: int
     upper: int
     transport: Transport
+    codec: Codec = PLAIN
 
     def sums(self, threshold_bits: int = 1) -> NDArray[np.void]:
         """ENTRY[nnz] of the region's sums with at least that magnitude, ascending; valid until the next call.
@@ -53,6 +55,11 @@ class RegionLists:
         """Write the sums to `out`, ENTRY[most_sums + 1], elsewhere in the pool perhaps; see `sum_sorted_lists` of the kernels."""
         lists = self.pool, self.begins, self.ends, self.lower, self.upper
         return self.transport.kernels.sum_sorted_lists(*lists, threshold_bits, out)
+
+    @property
+    def damaged(self) -> bool:
+        """Whether a list did not decode; it counts as zero. Known once sums or counts were computed."""
+        return self.codec.damaged
 
     @property
     def most_sums(self) -> int:
@@ -86,7 +93,8 @@ def split_and_reduce(
         offsets: int64[P + 1], where each region begins in `packed`; computed if None.
         bucket_rounds: rounds in flight at once, >= 1.
         rotate: False sends to ranks 0, 1, 2, ... in the same order everywhere, for comparison.
-        codec: encodes the entries sent; equal on all ranks.
+        codec: encodes the entries sent; equal on all ranks. One that rounds leaves rounding errors for values in `packed`, and 0
+            in the own region.
 
     Returns:
         The contributions to [boundaries[r], boundaries[r + 1]), at most one list per rank.
@@ -94,7 +102,7 @@ def split_and_reduce(
     Raises:
         FlaggedRanksError: on every rank alike, when any rank raised its flag; no payload was sent.
 
-    Traffic: (P-1) messages; the codec's bytes of the entries outside the own region: plain, 2·nnz words, 2k(P-1)/P where
+    Traffic: (P-1) messages; the codec's bytes of the entries outside the own region, at most 2·nnz words, 2k(P-1)/P where
         regions balance. Control: one alltoall of 2 int64 per rank.
     Source: Li & Hoefler, PPoPP 2022, section 3.1.1.
     """
@@ -105,11 +113,15 @@ def split_and_reduce(
     # plain integers: slicing by them costs a fraction of slicing by NumPy's
     at, splits = offsets.tolist(), boundaries.tolist()
     lower, upper = splits[rank], splits[rank + 1]
-    outgoing = {
-        dest: codec.encode(packed.entries[at[dest] : at[dest + 1]], splits[dest], splits[dest + 1])
-        for dest in range(size)
-        if dest != rank
-    }
+    codec.start()
+    selected = [packed.entries[at[q] : at[q + 1]] for q in range(size)]
+    sizes = [
+        codec.wire_bytes(len(selected[q]), splits[q], splits[q + 1]) // ENTRY.itemsize for q in range(size)
+    ]
+    outgoing = slices(codec.buffer("outgoing wires", packed.entries, sum(sizes)), sizes)
+    for dest in range(size):
+        if dest != rank:
+            codec.encode(selected[dest], splits[dest], splits[dest + 1], outgoing[dest], dest)
     outgoing_counts = np.empty((size, 2), np.int64)
     outgoing_counts[:, 0] = offsets[1:] - offsets[:-1]
     outgoing_counts[:, 1] = flag
@@ -126,22 +138,25 @@ def split_and_reduce(
     # two slots for partial sums, which alternate while buckets are folded in
     partial = min(total, upper - lower) + 1 if size - 1 > bucket_rounds else 0
     pool = transport.workspace.entries("incoming", total + 2 * partial)
-    slots = [pool[start:stop] for start, stop in zip(begins.tolist(), ends.tolist(), strict=True)]
+    slots = slices(pool, counts.tolist())
+    sizes = [codec.wire_bytes(count, lower, upper) // ENTRY.itemsize for count in counts.tolist()]
+    incoming = slices(codec.buffer("incoming wires", pool, sum(sizes)), sizes)
     rounds, targets = [], []
     for i in range(1, size):
         dest, source = ((rank + i) % size, order[i]) if rotate else (_other(rank, i), _other(rank, i))
-        targets.append(slots[(rank - source) % size])
-        rounds.append(Round(dest, outgoing[dest], source, codec.receive_buffer(targets[-1])))
+        slot = (rank - source) % size
+        targets.append(slots[slot])
+        rounds.append(Round(dest, outgoing[dest], source, incoming[slot]))
 
     begins, ends = begins.copy(), ends.copy()
     first = 0  # lists before it are summed into list `first` already
     spare = total
     arrivals = transport.exchange(rounds, bucket_rounds)
     # while the first bucket is on the wire
-    slots[0][:] = packed.entries[at[rank] : at[rank + 1]]
+    codec.keep(selected[rank], slots[0])
     for bucket in arrivals:
         for i in bucket:
-            codec.decode(rounds[i].incoming, lower, upper, targets[i])
+            codec.decode(rounds[i].incoming, lower, upper, targets[i], rounds[i].source)
         if not rotate or bucket.stop == len(rounds):
             continue
         done = slice(first, bucket.stop + 1)
@@ -150,7 +165,7 @@ def split_and_reduce(
         first = bucket.stop
         begins[first], ends[first] = spare, spare + nnz
         spare = total + partial if spare == total else total
-    return RegionLists(pool, begins[first:], ends[first:], lower, upper, transport)
+    return RegionLists(pool, begins[first:], ends[first:], lower, upper, transport, codec)
 
 
 def _other(rank: int, i: int) -> int:

@@ -140,6 +140,10 @@ class GradientAllreduce:
             check_length(length)
             if method not in METHODS:
                 raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
+            if self.settings.wire not in ("auto", "plain") and not METHODS[method].coded:
+                raise ValueError(
+                    f"wire {self.settings.wire!r} is not for {method}, which sends plain entries"
+                )
             backend = make_backend(device, gradient_type, stream)
         except (TypeError, ValueError, RuntimeError, MemoryError) as error:
             problem = problem or str(error) or type(error).__name__
@@ -162,6 +166,7 @@ class GradientAllreduce:
             carried = None if self._group is None else self._group.shard_length
             vectors = partial(ErrorFeedback, backend, length, self.settings, sparse, carried)
             self._vectors = self._together(vectors)
+            self.settings = replace(self.settings, wire=self._agreed_wire(METHODS[method]))
             unavailable = METHODS[method].p2p_unavailable_reason(self.settings)
             if self._group is not None:
                 unavailable = unavailable or "steps in two levels exchange messages between hosts"
@@ -185,6 +190,13 @@ class GradientAllreduce:
         self._said_dense = False
         self._open: _BegunStep | None = None  # the deferred step whose result is not known yet
         self._trust = 0  # deferrable steps in a row, up to _TRUSTED
+
+    def _agreed_wire(self, method: type[Method]) -> Any:
+        """The wire of the settings; for "auto" one that does not round, by where the ranks are."""
+        if self.settings.wire != "auto":
+            return self.settings.wire
+        one_host = len(set(self.transport.hosts)) == 1
+        return "plain" if one_host or not method.coded else "float32"
 
     @property
     def update(self) -> NDArray[np.float32]:
@@ -486,19 +498,21 @@ class GradientAllreduce:
 
         Raises:
             NonFiniteGradientError: of the last step, where it was deferred.
-            RuntimeError: a step through peer memory was aborted; what this rank holds may not fit the others'.
+            RuntimeError: a step through peer memory was aborted, and what this rank holds may not fit the others'; or entries
+                that the last step gathered did not decode.
         """
         self.complete()
         with self.backend.stream_scope():
-            for executor in self._executors.values():
-                executor.check()
             vectors = self._vectors.state_dict()
+            for executor in self._executors.values():  # after the copies, which wait for the device
+                executor.check()
         return {
             "length": self.length,
             "method": self.method,
             "rank": self.transport.rank,
             "ranks": self.transport.size,
             "hosts": self.hosts,
+            "wire": self.settings.wire,
             "steps": self.steps,
             "sparse_steps": self._sparse_steps,
             "last_k": self._last_k,
@@ -511,8 +525,9 @@ class GradientAllreduce:
         """Continue where the `state_dict` of this rank was taken, bit for bit. Collective.
 
         Raises:
-            ValueError: the state is damaged, or of another length, method, rank or number of ranks (see `oktopk.elastic`), or the
-                ranks' states are not of one moment; on every rank alike, before anything is changed.
+            ValueError: the state is damaged, or of another length, method, rank or number of ranks (see `oktopk.elastic`), or of
+                another wire where one of the two rounds, or the ranks' states are not of one moment; on every rank alike,
+                before anything is changed.
         """
         problem = state_problem(state, self)
         common: dict[str, Any] = {}
@@ -690,6 +705,8 @@ class GradientAllreduce:
             bytes_between=traffic.bytes_between,
             levels=self.levels,
             shards=self.shards,
+            wire=self.settings.wire,
+            rounded=result.rounded,
             messages=traffic.messages,
             control_words=traffic.control_words,
             control_messages=traffic.control_messages,

@@ -113,11 +113,11 @@ class ErrorFeedback:
             return
         assert self.residual is not None
         self.pending = True
-        self._clear_applied(self.residual, result)
+        self._clear_applied(self.residual, result, result.errors_stay)
         for pruned in result.returned:
             self._kernels.add_entries(self.residual, pruned.entries)
         if self.velocity is not None:
-            self._clear_applied(self.velocity, result)
+            self._clear_applied(self.velocity, result, errors_stay=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Residual and velocity, copied to the host; None for what holds nothing."""
@@ -146,11 +146,11 @@ class ErrorFeedback:
         self._backend.copy_from_host(vector, loaded)
         return vector
 
-    def _clear_applied(self, vector: NDArray[np.float32], result: StepResult) -> None:
-        """Zero what this rank sent and what counts as applied."""
+    def _clear_applied(self, vector: NDArray[np.float32], result: StepResult, errors_stay: bool) -> None:
+        """Zero what this rank sent and what counts as applied, or make it the rounding error."""
         assert result.selected is not None
         if result.only_applied:
             assert result.update is not None
-            self._kernels.clear_common(vector, result.selected.entries, result.update.entries)
+            self._kernels.clear_common(vector, result.selected.entries, result.update.entries, errors_stay)
         else:
             self._kernels.clear_support(vector, result.selected.entries)

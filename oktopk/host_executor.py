@@ -13,6 +13,7 @@ from collectives.sparse import SparseVector
 from collectives.transport import FlaggedRanksError, Transport
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.host_group import HostGroup
+from oktopk.message_executor import DAMAGED
 from oktopk.methods.base import Method
 from oktopk.step import CompletedStep, Plan, StepResult
 
@@ -36,6 +37,7 @@ class HostExecutor:
         self._method, self._vectors, self._group, self._transport = method, vectors, group, transport
         # what a dense method writes; a sparse one gives entries and leaves it alone
         self._out = vectors.update if method.sparse else group.new_shard()
+        self._damage = ""  # what did not decode in this step
         if group.between is not None:
             method.prepare(self._out)
 
@@ -68,9 +70,11 @@ class HostExecutor:
         plan.timer.record("apply")
         if result is None:
             vectors.selected = None if update is None else SparseVector(update.entries[:0], update.length)
-        return CompletedStep(self._of_host(update, outcomes))
+        return CompletedStep(self._of_host(result, update, outcomes))
 
-    def _of_host(self, update: SparseVector | None, outcomes: NDArray[np.int64]) -> StepResult:
+    def _of_host(
+        self, mine: StepResult | None, update: SparseVector | None, outcomes: NDArray[np.int64]
+    ) -> StepResult:
         """The result of the whole host's step, equal on all its ranks: the entries of all shards, the thresholds of the first."""
         _, _, _, local_exact, global_exact, *bits = outcomes[0].tolist()
         local, whole = (bits_magnitude(b) if b else math.nan for b in bits)
@@ -84,10 +88,12 @@ class HostExecutor:
             global_nnz=length if update is None else update.nnz,
             local_threshold=local,
             global_threshold=whole,
+            rounded=0.0 if mine is None else mine.rounded,
         )
 
     def check(self) -> None:
-        pass
+        if self._method.codec.gathered_damage:
+            raise RuntimeError(DAMAGED)
 
     def close(self) -> None:
         self._method.close()
@@ -97,10 +103,17 @@ class HostExecutor:
         method, vectors = self._method, self._vectors
         corrected, overflowed = vectors.correct(summed)
         residual = vectors.residual if method.sparse or vectors.pending else None
+        # a device may find only now that what the last step gathered did not decode
+        flag = flag or overflowed or method.codec.gathered_damage
         try:
-            return method.reduce(corrected, residual, self._out, plan, overflowed or flag)
+            return method.reduce(corrected, residual, self._out, plan, flag)
         except FlaggedRanksError:
-            return None
+            self._damage = method.codec.take_damage()
+        except (
+            ValueError
+        ) as error:  # what was gathered did not decode, on the ranks of this shard on all hosts
+            self._damage = str(error)
+        return None
 
     def _flagged(self, gradient: Any, plan: Plan) -> FlaggedRanksError:
         """The error of a step that no rank applies; names the ranks whose own gradients are not finite. Collective.
@@ -111,10 +124,15 @@ class HostExecutor:
         update = self._vectors.update  # scratch
         nonfinite = self._method.kernels.accumulate(gradient, None, update)
         update.fill(0)
-        mine = np.array([nonfinite > 0, bool(plan.problem)], np.int64)
-        bad, problems = self._transport.allgather_control(mine).T
+        problem, self._damage = plan.problem or self._damage, ""
+        bad, problems = self._transport.allgather_control(
+            np.array([nonfinite > 0, bool(problem)], np.int64)
+        ).T
         if problems.any():
-            self._transport.agree({}, plan.problem)
+            try:
+                self._transport.agree({}, problem)
+            except ValueError as error:
+                raise error from None  # the flag only carried it
         return FlaggedRanksError(np.flatnonzero(bad).tolist())
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from collectives.codec import PLAIN
 from collectives.transport import FlaggedRanksError
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.methods.base import Method
 from oktopk.step import CompletedStep, Plan
+
+DAMAGED = "entries that the last step gathered are damaged, and the update lacks them"
 
 
 class MessageExecutor:
@@ -38,18 +41,23 @@ class MessageExecutor:
             result = method.reduce(corrected, residual, vectors.update, plan, flag)
         except FlaggedRanksError as flagged:
             vectors.undo(gradient)
-            if flagged.ranks:
+            # so does what did not decode, as the flag of a sum that is not finite
+            if flagged.ranks or method.codec is not PLAIN:
                 try:
-                    method.transport.agree({}, plan.problem)
+                    method.transport.agree({}, plan.problem or method.codec.take_damage())
                 except ValueError as problem:
                     raise problem from None  # the flag only carried it
+            raise
+        except ValueError:  # what was gathered did not decode
+            vectors.undo(gradient)
             raise
         vectors.apply(result, plan.scale)
         plan.timer.record("apply")
         return CompletedStep(result)
 
     def check(self) -> None:
-        pass
+        if self._method.codec.gathered_damage:
+            raise RuntimeError(DAMAGED)
 
     def close(self) -> None:
         self._method.close()

@@ -53,7 +53,10 @@ class StepReport:
         global_nnz: entries applied; n for dense; 0 of a deferred step that stopped, whose gradient is in the residual.
         local_threshold, global_threshold: magnitudes selected by; NaN where the method has none.
         words, messages: payload this rank sent.
-        bytes: payload bytes this rank sent; bytes_between: those of them that went to other hosts.
+        bytes: payload bytes this rank sent, as coded; bytes_between: those of them that went to other hosts.
+        wire: how entries travel, one of `collectives.codec.WIRES`.
+        rounded: of the magnitudes that this rank encoded, to send them, the share that was rounded away; 0 for a wire that does
+            not round.
         control_words, control_messages: sizes, splits, histograms, flags; see `collectives.Traffic`.
         seconds: time by stage, in the order in which the stages ran; of a deferred step what the host took to launch it,
             and where stages are timed (`GradientAllreduce.time_stages`) theirs beside it.
@@ -84,6 +87,8 @@ class StepReport:
     bytes_between: int = 0
     levels: str = "flat"
     shards: int = 1
+    wire: str = "plain"
+    rounded: float = 0.0
 
     @property
     def exact(self) -> bool:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from collectives.codec import WIRES
+
 DENSE_ABOVE = 0.25
 """A density above this runs the dense path: COO entries cost twice their value, in both phases."""
 
@@ -59,6 +61,9 @@ class Settings:
             numbers of ranks there are as many shards as the smallest has ranks; the others hold none.
         balanced_regions: regions of equal counts of selected entries, else of equal lengths; for comparison.
         rotate: in each round of split-and-reduce every rank sends to another one, else all send to the same; for comparison.
+        wire: how entries of Ok-Topk travel; other methods send plain ones. "plain" is 8 bytes each; "float32" takes fewer bits
+            for indices; "bfloat16", "int8" and "int4" round values, too, and the residual keeps what was rounded away. "auto" is
+            plain where all ranks share a host, else float32. All but plain go over messages.
     """
 
     density: float = 0.01
@@ -78,6 +83,7 @@ class Settings:
     ranks_per_host: int = 0
     balanced_regions: bool = True
     rotate: bool = True
+    wire: Literal["auto", "plain", "float32", "bfloat16", "int8", "int4"] = "auto"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -95,6 +101,8 @@ class Settings:
             raise ValueError(f"nonfinite {self.nonfinite!r} is not 'raise' or 'skip'")
         if self.levels not in ("auto", "flat", "hosts"):
             raise ValueError(f"levels {self.levels!r} is not 'auto', 'flat' or 'hosts'")
+        if self.wire not in ("auto", *WIRES):
+            raise ValueError(f"wire {self.wire!r} is not 'auto' or one of {', '.join(WIRES)}")
         for name, bound, valid in (
             ("density", "in (0, 1]", 0 < self.density <= 1),
             ("momentum_correction", "in [0, 1)", 0 <= self.momentum_correction < 1),

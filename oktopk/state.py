@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from collectives.codec import EXACT_WIRES
 from collectives.transport import Transport
 from oktopk.methods import METHODS
 from oktopk.settings import Settings
@@ -59,19 +60,31 @@ def _problem(state: Any, loader: Loader) -> str:
     for name, own in (("length", loader.length), ("method", loader.method)):
         if state[name] != own:
             return f"state has {name} {state[name]!r}, this reducer {own!r}"
+    if problem := _wire_problem(state.get("wire", "plain"), loader.settings.wire):
+        return problem
     if moved := _place_problem(state, loader):
         return moved
-    length, momentum = loader.carried, loader.settings.momentum_correction
+    length, settings = loader.carried, loader.settings
     problems = [_number_problem(name, state[name], 0) for name in _COUNTS]
     problems += [_number_problem(name, state.get(name), 0, optional=True) for name in ("last_k", "unaided")]
     problems += [_vector_problem(name, state[name], length) for name in ("residual", "velocity")]
-    if not momentum and state["velocity"] is not None:
+    if not settings.momentum_correction and state["velocity"] is not None:
         problems.append("the state has a velocity, and this reducer no momentum correction")
     if unknown := sorted(set(state["methods"]) - set(METHODS)):
         problems.append(f"the state is of unknown methods: {', '.join(unknown)}")
     else:
         problems += [METHODS[name].state_problem(held, length) for name, held in state["methods"].items()]
     return next((problem for problem in problems if problem), "")
+
+
+def _wire_problem(theirs: Any, own: str) -> str:
+    """A state of an earlier version has no wire, and was sent plain."""
+    if theirs == own or (theirs in EXACT_WIRES and own in EXACT_WIRES):
+        return ""
+    return (
+        f"state has wire {theirs!r}, this reducer {own!r}: pass wire={theirs!r} to go on as before, "
+        "or set state['wire'] to change it"
+    )
 
 
 def _place_problem(state: dict[str, Any], loader: Loader) -> str:

@@ -181,7 +181,8 @@ class GlobalThreshold:
             fewer; of equal sums the lowest indices, shard by shard.
 
         Raises:
-            FlaggedRanksError: a sum is not finite; on every rank alike. It names no rank, and nothing was learnt.
+            FlaggedRanksError: a sum is not finite, or a list did not decode; on every rank alike. It names no rank, and nothing
+                was learnt.
 
         Traffic: control only: one allgather of 66 int64, or for an exact threshold three allreduces of a histogram and one
             allgather of 2 int64. With shards each of these takes a control operation over them, too.
@@ -190,6 +191,7 @@ class GlobalThreshold:
             return self._keep_exact(lists, k, record)
         expected = self.expected
         sums = lists.counted(expected, CANDIDATES)
+        sums.counts[-1] += lists.damaged
         record("reduce")
         counts = lists.transport.allgather_control(sums.counts)
         record("threshold")
@@ -243,6 +245,8 @@ class GlobalThreshold:
 
             def histogram(level: int, prefix: int, sums: NDArray[np.void] = sums) -> NDArray[np.int64]:
                 mine = self._kernels.magnitude_histogram(sums, level, prefix)
+                if level == 0:
+                    mine[INFINITE_DIGIT] += lists.damaged
                 counts = transport.sum_over_shards(transport.allreduce_control(mine))
                 if level == 0 and counts[INFINITE_DIGIT:].any():
                     raise FlaggedRanksError([])

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+
+from collectives.sparse import ENTRY, MAX_LENGTH
 
 Vector = NDArray[np.float32]
 Draw = Callable[[np.random.Generator, int, int, int], Vector]
@@ -113,3 +115,41 @@ def shapes_of(kind: str, setting: int, settings: int) -> list[tuple[int, float]]
     """
     first = list(GRADIENTS).index(kind)
     return [shape for at, shape in enumerate(SHAPES) if (first + at) % settings == setting]
+
+
+def entries_with(indices: ArrayLike, values: ArrayLike) -> NDArray[np.void]:
+    """ENTRY[nnz] of these indices and values."""
+    entries = np.empty(len(np.asarray(indices)), ENTRY)
+    entries["index"], entries["value"] = indices, values
+    return entries
+
+
+def _listed(
+    indices: ArrayLike, values: ArrayLike, lower: int, upper: int
+) -> tuple[NDArray[np.void], int, int]:
+    return entries_with(indices, values), lower, upper
+
+
+_LARGEST = float(np.finfo(np.float32).max)
+_drawn = np.random.default_rng(11).standard_t(2, 5000)
+
+UGLY_LISTS: dict[str, Callable[[], tuple[NDArray[np.void], int, int]]] = {
+    "nothing": lambda: _listed([], [], 3, 900),
+    "one entry": lambda: _listed([899], [-2.5], 3, 900),
+    "an index alone": lambda: _listed([7], [1.5], 7, 8),
+    "every index": lambda: _listed(np.arange(9, 1309), _drawn[:1300], 9, 1309),
+    "the first and the last": lambda: _listed([0, MAX_LENGTH - 1], [1, -1], 0, MAX_LENGTH),
+    "high indices": lambda: _listed(
+        MAX_LENGTH - 900 + 3 * np.arange(300), _drawn[:300], MAX_LENGTH - 900, MAX_LENGTH
+    ),
+    "two clusters": lambda: _listed(
+        np.concatenate([np.arange(100, 400), np.arange(10**6, 10**6 + 300)]), _drawn[:600], 0, 1_100_000
+    ),
+    "random": lambda: _listed(np.arange(0, 35_000, 7) + np.arange(5000) % 7, _drawn, 0, 36_000),
+    "denormal": lambda: _listed(np.arange(0, 9000, 30), DENORMAL * np.arange(1, 301), 0, 9000),
+    "largest": lambda: _listed(np.arange(0, 9000, 30), np.resize([_LARGEST, -_LARGEST, 1e38], 300), 0, 9000),
+    "equal magnitudes": lambda: _listed(np.arange(0, 9000, 30), np.resize([3, -3], 300), 0, 9000),
+    "one huge": lambda: _listed(np.arange(0, 9000, 30), np.where(np.arange(300) == 5, 1e30, 1e-3), 0, 9000),
+    "zeros": lambda: _listed(np.arange(0, 9000, 30), np.resize([0.0, -0.0], 300), 0, 9000),
+}
+"""A list and the range of its indices, by name."""

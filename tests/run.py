@@ -56,7 +56,11 @@ ON_MANY_RANKS = (
 # ranks -> which tests: alone, odd, and as many as a region needs to get three times its share; all of them take four too long
 HOST_CUDA_RANKS = {1: "test", 3: "test", 4: "too_much"}
 HOST_CUDA_TEST_SECONDS = 240  # more than a kernel on the host waits for other ranks
-HOST_CUDA_SINGLE = ("tests/oktopk/test_device_kernels.py", "tests/oktopk/test_one_rule.py")
+HOST_CUDA_SINGLE = (
+    "tests/collectives/test_codec_kernels.py",
+    "tests/oktopk/test_device_kernels.py",
+    "tests/oktopk/test_one_rule.py",
+)
 HOST_CUDA_RANKS_TESTS = (
     "tests/oktopk/test_device.py",
     "tests/oktopk/test_deferred_peers.py",
@@ -64,6 +68,7 @@ HOST_CUDA_RANKS_TESTS = (
     "tests/oktopk/test_gradients_in_place.py",
     "tests/oktopk/test_overflow.py",
     "tests/oktopk/test_abort.py",
+    "tests/oktopk/test_wires.py",
 )
 ALL_TESTS = ["tests"]
 WORKERS = min(4, os.cpu_count() or 1)

@@ -14,6 +14,15 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from collectives.cpu.codec import (  # noqa: F401 - kernels of a transport, too
+    ASYNCHRONOUS,
+    codec_report,
+    cut_values,
+    decode_entries,
+    encode_entries,
+    zero_entries,
+)
+
 TILE = 4096
 """Elements of a region summed at a time: 16 KB of sums stay in the first-level cache."""
 

@@ -22,6 +22,7 @@ from collectives.cuda.layouts import (
     NARROWEST,
     NUM_COUNTERS,
     WIDEST,
+    CodecState,
     Region,
     SumsState,
 )
@@ -55,6 +56,8 @@ class DeviceKernels:
         `counted_sums`, and two words a tile, kept.
     """
 
+    ASYNCHRONOUS = True
+
     def __init__(self, device: Device) -> None:
         self.device = device
         sums = compiled(_KERNELS / "sum_sorted_lists.cu")
@@ -68,6 +71,12 @@ class DeviceKernels:
         self._write_block = Kernel(lists, "write_block")
         self._add_values = Kernel(lists, "add_values")
         self._scale_values = Kernel(lists, "scale_values")
+        codec = compiled(_KERNELS / "codec.cu")
+        self._encode, self._decode = Kernel(codec, "encode_entries"), Kernel(codec, "decode_entries")
+        self._cut_values = Kernel(codec, "cut_values")
+        self._codec_state = int(
+            device.scratch("codec state", ctypes.sizeof(CodecState) // 4, np.uint32).data.ptr
+        )
         words = ctypes.sizeof(SumsState) // 4
         self.sums_state = int(device.scratch("sums state", words, np.uint32).data.ptr)
         self.summed = self.sums_state + SumsState.entries.offset
@@ -111,6 +120,47 @@ class DeviceKernels:
         counts = counted.astype(np.int64)
         counted[-2::-1].cumsum(out=counts[-2::-1])
         return CountedSums(counts, lambda bits: out[: self._keep_sums(sums, out, bits)])
+
+    def codec_report(self, ranks: int) -> NDArray[np.float64]:
+        """As the host's, in pinned memory. The kernels that write to it have ended once the stream was waited for."""
+        return self.device.report("codec", 8 * ranks)[: 8 * ranks].view(np.float64).reshape(ranks, 4)
+
+    def zero_entries(self, entries: DeviceEntries) -> None:
+        if len(entries):
+            self.device.zero(entries.pointer, entries.nbytes)
+
+    def cut_values(self, entries: DeviceEntries, others: DeviceEntries) -> None:
+        fields = {"entries": entries.pointer, "others": others.pointer}
+        self.device.launch_for(self._cut_values, len(entries), **fields)
+
+    def encode_entries(
+        self,
+        entries: DeviceEntries,
+        wire: DeviceEntries,
+        layout: Any,
+        rounds: bool,
+        report: NDArray[np.float64],
+    ) -> None:
+        """As the host's; does not wait."""
+        groups = -(-len(entries) // 256)
+        self.device.launch(
+            self._encode, min(groups, 8 * self.device.processors), 256,
+            entries=entries.pointer, wire=wire.pointer, lower=layout.lower, count=layout.count, bits=layout.bits,
+            low_bits=layout.low_bits, values=layout.values, lows=layout.lows, bitmap=layout.bitmap, rounds=rounds,
+            state=self._codec_state, report=report.ctypes.data,
+        )  # fmt: skip
+
+    def decode_entries(
+        self, wire: DeviceEntries, layout: Any, out: DeviceEntries, damage: NDArray[np.float64]
+    ) -> None:
+        """As the host's; does not wait."""
+        tiles = max(1, -(-(layout.words - layout.bitmap) // 256)) if layout.bits else 1
+        self.device.launch(
+            self._decode, tiles, 256,
+            wire=wire.pointer, out=out.pointer, lower=layout.lower, length=layout.length, count=layout.count, bits=layout.bits,
+            low_bits=layout.low_bits, values=layout.values, lows=layout.lows, bitmap=layout.bitmap, words=layout.words,
+            scan=self.device.scan("decode", tiles), state=self._codec_state, report=damage.ctypes.data,
+        )  # fmt: skip
 
     def _launch_sums(
         self,

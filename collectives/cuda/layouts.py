@@ -160,3 +160,14 @@ struct("EqualCountSplits", """
 struct("WriteBlock", "const Entry* entries; long long n; long long lower; float* block;", "write_block")
 struct("AddValues", "float* kept; const float* incoming; long long n;", "add_values")
 struct("ScaleValues", "float* values; long long n; float scale; volatile unsigned* report;", "scale_values")
+# of codec.cu, between launches: sums and damage of the launch that runs, all zero after it
+CodecState = struct("CodecState", """
+    double lost; double mass; unsigned finished; unsigned decoded; unsigned damage; unsigned unused;""")
+struct("EncodeEntries", """
+    Entry* entries; unsigned* wire; long long lower; unsigned count; unsigned bits; unsigned low_bits; unsigned values;
+    unsigned lows; unsigned bitmap; int rounds; CodecState* state; volatile double* report;""", "encode_entries")
+struct("DecodeEntries", """
+    const unsigned* wire; Entry* out; long long lower; unsigned length; unsigned count; unsigned bits; unsigned low_bits;
+    unsigned values; unsigned lows; unsigned bitmap; unsigned words; Scan scan; CodecState* state;
+    volatile double* report;""", "decode_entries")
+struct("CutValues", "Entry* entries; const Entry* others; long long n;", "cut_values")

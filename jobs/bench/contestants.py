@@ -99,6 +99,8 @@ def make_reducer(
     if contestant.method in NCCL_ROWS:
         return NcclAllreduce(comm, length, contestant.method)
     settings: dict[str, Any] = {**options.settings, **contestant.settings, "density": options.density}
+    if not METHODS[contestant.method].coded:
+        settings.pop("wire", None)
     reducer = GradientAllreduce(
         comm,
         length,

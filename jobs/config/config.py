@@ -64,6 +64,7 @@ class Config(Section):
             ("reduction.nonfinite", "raise"),
             ("reduction.momentum_correction", 0.0),
             ("reduction.average", True),
+            ("reduction.wire", "auto"),
             ("run.record_gradients", ""),
             ("run.measure_every", 0),
         ):

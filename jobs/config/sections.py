@@ -337,6 +337,7 @@ class ReductionConfig(Section):
     ranks_per_host: int = _setting("ranks_per_host")
     balanced_regions: bool = _setting("balanced_regions")
     rotate: bool = _setting("rotate")
+    wire: Literal["auto", "plain", "float32", "bfloat16", "int8", "int4"] = _setting("wire")
     gradient_type: Literal["", "float32", "bfloat16", "float16"] = Field(
         default="",
         description="Type of the gradients that are reduced, others than float32 on GPUs only; empty: float32, that of the "

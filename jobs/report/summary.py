@@ -262,6 +262,7 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
         "words_sparse_steps": _mean(sent),
         "control_words": _mean(run.steps["control_words"]),
         "messages": _mean(run.steps["messages"]),
+        "rounded": _mean(run.steps["rounded"][warmed_up]) or None,
         "lower_bound_words": run.lower_bound,
         "upper_bound_words": run.upper_bound,
         "dense_words": run.dense_words,

@@ -290,6 +290,7 @@ def closing_table(groups: Sequence[Group]) -> str:
         ("  lower bound 2k(P−1)/P", "lower_bound_words", "{:,.0f}"),
         ("  upper bound 6k(P−1)/P", "upper_bound_words", "{:,.0f}"),
         ("  control, besides", "control_words", "{:,.0f}"),
+        ("rounded away of what was sent", "rounded", "{:.2%}"),
         ("mean |global nnz − k| / k", "global_nnz_deviation", "{:.2%}"),
         ("busiest region / mean", "region_balance", "{:.2f}"),
         ("ξ", "xi", "{:.2f}"),

@@ -96,6 +96,7 @@ STEP_COLUMNS: dict[str, Column] = {
     "words_busiest": _of_report("f8", "payload words sent", "words", "max"),
     "bytes_between": _of_report("f8", "payload bytes sent to other hosts", "bytes_between", "mean", math.nan),
     "messages": _of_report("f8", "payload messages sent", "messages", "mean"),
+    "rounded": _of_report("f8", "share of the sent magnitudes that was rounded away", "rounded", "mean", 0.0),
     "control_words": _of_report(
         "f8", "words sent: sizes, splits, histograms, flags", "control_words", "mean"
     ),

@@ -304,11 +304,17 @@ def _count_nonfinite(words):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def clear_common(vector: NDArray[np.float32], mine: NDArray[np.void], theirs: NDArray[np.void]) -> None:
-    """Zero float32[n] at the indices that occur in both of two sorted lists, ENTRY[...] each."""
+def clear_common(
+    vector: NDArray[np.float32], mine: NDArray[np.void], theirs: NDArray[np.void], keep_values: bool = False
+) -> None:
+    """Zero float32[n] at the indices that occur in both of two sorted lists, ENTRY[...] each.
+
+    Args:
+        keep_values: write the values of `mine` instead of zeros.
+    """
     # tile by tile through flags in the first-level cache: a merge would wait for its last comparison at every entry
     flags = np.zeros(BLOCK, np.uint8)
-    common = np.empty(BLOCK + 1, np.int32)
+    common = np.empty(BLOCK + 1, np.int64)  # positions in `mine`
     i = j = 0
     while i < len(mine) and j < len(theirs):
         start = min(mine[i].index, theirs[j].index)
@@ -318,11 +324,12 @@ def clear_common(vector: NDArray[np.float32], mine: NDArray[np.void], theirs: ND
             flags[theirs[j].index - start] = 1
             j += 1
         while i < len(mine) and mine[i].index < stop:
-            common[found] = mine[i].index
+            common[found] = i
             found += flags[mine[i].index - start]
             i += 1
         for at in range(found):
-            vector[common[at]] = 0
+            entry = mine[common[at]]
+            vector[entry.index] = entry.value if keep_values else np.float32(0)
         for at in range(first, j):
             flags[theirs[at].index - start] = 0
 

@@ -177,8 +177,15 @@ class DeviceKernels:
     def clear_support(self, vector: Any, entries: DeviceEntries) -> None:
         self._on_entries("clear_support", vector, entries)
 
-    def clear_common(self, vector: Any, mine: DeviceEntries, theirs: DeviceEntries) -> None:
-        fields = {"vector": vector.data.ptr, "mine": mine.pointer, "mine_nnz": len(mine)}
+    def clear_common(
+        self, vector: Any, mine: DeviceEntries, theirs: DeviceEntries, keep_values: bool = False
+    ) -> None:
+        fields = {
+            "vector": vector.data.ptr,
+            "mine": mine.pointer,
+            "mine_nnz": len(mine),
+            "keep_values": keep_values,
+        }
         self.device.launch_for(self._apply["clear_common"], len(theirs), theirs=theirs.pointer, **fields)
 
     def write_scaled(self, vector: Any, entries: DeviceEntries, scale: float) -> None:

@@ -58,7 +58,7 @@ struct("ApplyEntries", """
     float* vector; const Entry* entries; long long n; float scale;""", "write_scaled", "add_entries")
 struct("ToWholeIndices", "Entry* entries; long long n; long long block; int shards; int shard;", "to_whole_indices")
 struct("ClearCommon", """
-    float* vector; const Entry* mine; const Entry* theirs; long long mine_nnz; long long n;""", "clear_common")
+    float* vector; const Entry* mine; const Entry* theirs; long long mine_nnz; long long n; int keep_values;""", "clear_common")
 struct("GatherAndApply", """
     P2P p2p; unsigned long long kept_at; Entry* gathered; float* update; float scale; const Entry* mine;
     const unsigned* header; float* residual; float* velocity;""", "gather_and_apply")

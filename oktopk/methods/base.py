@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.codec import PLAIN, Codec
 from collectives.sparse import SparseVector
 from collectives.transport import FlaggedRanksError, Transport
 from oktopk.selection import LocalSelection, Selection
@@ -29,6 +30,10 @@ class Method(ABC):
     name: ClassVar[str]
     sparse: ClassVar[bool] = True
     """Whether it leaves entries behind, so that it needs a residual."""
+    coded: ClassVar[bool] = False
+    """Whether its entries may travel in another way than plain."""
+    codec: Codec = PLAIN
+    """How they travel."""
 
     def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
         self.length = length
@@ -75,6 +80,7 @@ class Method(ABC):
         Raises:
             FlaggedRanksError: gradient + residual is NaN or Inf on the ranks it names, or the sum over the ranks is, and it
                 names none; on every rank alike. The residual is as it was, to rounding.
+            ValueError: entries did not decode, see `balance_and_allgatherv`. The residual is as it was, to rounding.
         """
 
     @staticmethod
@@ -122,7 +128,7 @@ class SparseMethod(Method):
         plan.timer.record("select")
         try:
             return self.exchange(selection, out, plan)
-        except FlaggedRanksError:
+        except (FlaggedRanksError, ValueError):
             self.kernels.undo_accumulate(gradient, residual, all_added)
             raise
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.allgatherv import balance_and_allgatherv
+from collectives.codec import make_codec
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import RegionLists, split_and_reduce
 from collectives.transport import Transport
@@ -32,11 +33,13 @@ class OkTopk(SparseMethod):
     """
 
     name = "oktopk"
+    coded = True
 
     def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
         super().__init__(length, transport, kernels, settings)
         self.threshold = GlobalThreshold(kernels, settings.drift_tolerance)
         self.regions = Regions(length, transport)
+        self.codec = make_codec(settings.wire, transport.kernels, transport.workspace, transport.size)
 
     @property
     def boundaries(self) -> NDArray[np.int64] | None:
@@ -44,6 +47,8 @@ class OkTopk(SparseMethod):
 
     @classmethod
     def p2p_unavailable_reason(cls, settings: Settings) -> str:
+        if settings.wire not in ("auto", "plain"):
+            return f"steps through peer memory read plain entries, and wire is {settings.wire!r}"
         if not settings.balanced_regions:
             return "steps through peer memory need balanced regions"
         return "" if settings.rotate else "steps through peer memory have no rounds to order"
@@ -67,9 +72,18 @@ class OkTopk(SparseMethod):
             timer.record("boundaries")
         regions.splits = None  # messages do not need them, and they would be of another step
         assert regions.boundaries is not None
-        rounds, rotate, flag = self.settings.bucket_rounds, self.settings.rotate, selection.flagged
+        rounds, rotate, codec = self.settings.bucket_rounds, self.settings.rotate, self.codec
+        # a device may find only now that what the last step gathered did not decode
+        flag = selection.flagged or codec.gathered_damage
         lists = split_and_reduce(
-            packed, regions.boundaries, self.transport, flag, offsets, bucket_rounds=rounds, rotate=rotate
+            packed,
+            regions.boundaries,
+            self.transport,
+            flag,
+            offsets,
+            bucket_rounds=rounds,
+            rotate=rotate,
+            codec=codec,
         )
         timer.record("exchange")
         return self.keep_and_gather(lists, selection, plan)
@@ -78,10 +92,15 @@ class OkTopk(SparseMethod):
         """Sum the region, keep what reaches the global threshold, and gather it everywhere."""
         kept, counts = self.threshold.keep(lists, plan.k, plan.exact, plan.timer.record)
         plan.timer.record("reduce")
-        trigger = self.settings.balance_trigger
-        update = balance_and_allgatherv(kept, counts, self.length, self.transport, trigger)
+        trigger, codec = self.settings.balance_trigger, self.codec
+        update = balance_and_allgatherv(
+            kept, counts, self.length, self.transport, trigger, codec, self.regions.boundaries
+        )
         plan.timer.record("allgather")
-        return self.result(selection, update)
+        errors = (SparseVector(kept, self.length),) if codec.rounds else ()
+        return self.result(
+            selection, update, returned=errors, errors_stay=codec.rounds, rounded=codec.rounded
+        )
 
     def result(self, selection: Selection, update: SparseVector | None, **more: Any) -> StepResult:
         threshold = self.threshold

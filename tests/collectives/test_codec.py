@@ -1,8 +1,9 @@
-"""The codec seam: patterns send what a codec makes of the entries, count its bytes, and give out what it decodes."""
+"""Coded entries: what arrives, in how many bytes, what is rounded away, and what happens to bytes that are not an encoding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,35 +12,239 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.allgatherv import balance_and_allgatherv
-from collectives.codec import PLAIN, Counts
+from collectives.codec import DAMAGES, PLAIN, VALUE_BITS, WIRES, CodedEntries, make_codec, wire_layout
+from collectives.cpu import kernels
 from collectives.mpi import MpiTransport, connect
-from collectives.sparse import ENTRY, SparseVector
+from collectives.sparse import ENTRY, MAX_LENGTH, SparseVector
 from collectives.split_and_reduce import split_and_reduce
+from collectives.workspace import Workspace
+from tests.inputs import UGLY_LISTS, entries_with
 
-SEVEN = np.dtype([("index", "<i4"), ("value", "<i2"), ("check", "u1")])
+ROUNDING = [name for name in VALUE_BITS if name != "float32"]
 
 
-class SevenBytes:
-    """An index counted from the region's begin, a value of 16 bits, and a byte more, so that sizes are odd."""
+class Wire:
+    """One codec on the host, by itself."""
 
-    name = "seven bytes"
+    def __init__(self, name: str) -> None:
+        self.codec = CodedEntries(name, kernels, Workspace(), 2)
 
-    def wire_bytes(self, count: Counts) -> Counts:
-        return count * SEVEN.itemsize
+    def encoded(self, entries: NDArray[np.void], lower: int, upper: int) -> NDArray[np.void]:
+        """The wire array; the entries become the errors."""
+        size = self.codec.wire_bytes(len(entries), lower, upper) // ENTRY.itemsize
+        wire = self.codec.buffer("wire", entries, size)
+        self.codec.encode(entries, lower, upper, wire, 1)
+        return wire
 
-    def encode(self, entries: NDArray[np.void], lower: int, upper: int) -> NDArray[Any]:
-        assert np.all((entries["index"] >= lower) & (entries["index"] < upper))
-        wire = np.zeros(len(entries), SEVEN)
-        wire["index"], wire["value"], wire["check"] = entries["index"] - lower, entries["value"], 77
-        return wire.view(np.uint8)
+    def decoded(self, wire: NDArray[np.void], count: int, lower: int, upper: int) -> NDArray[np.void]:
+        out = np.full(count, -1, ENTRY)
+        self.codec.decode(wire, lower, upper, out, 1)
+        return out
 
-    def receive_buffer(self, out: NDArray[np.void]) -> NDArray[Any]:
-        return np.zeros(self.wire_bytes(len(out)), np.uint8)
+    def round_trip(
+        self, entries: NDArray[np.void], lower: int, upper: int
+    ) -> tuple[NDArray[np.void], NDArray[np.float32]]:
+        """What arrives, and the errors that stay."""
+        self.codec.start()
+        errors = entries.copy()
+        wire = self.encoded(errors, lower, upper)
+        assert np.array_equal(errors["index"], entries["index"])
+        return self.decoded(wire, len(entries), lower, upper), errors["value"]
 
-    def decode(self, wire: NDArray[Any], lower: int, upper: int, out: NDArray[np.void]) -> None:
-        coded = wire.view(SEVEN)
-        assert np.all(coded["check"] == 77)
-        out["index"], out["value"] = coded["index"] + lower, coded["value"]
+
+@pytest.mark.parametrize("name", VALUE_BITS)
+@pytest.mark.parametrize("kind", UGLY_LISTS)
+def test_entries_arrive_and_errors_stay(name: str, kind: str) -> None:
+    entries, lower, upper = UGLY_LISTS[kind]()
+    wire = Wire(name)
+    arrived, errors = wire.round_trip(entries, lower, upper)
+    assert wire.codec.take_damage() == ""
+    assert np.array_equal(arrived["index"], entries["index"])
+    if name == "float32":
+        assert arrived.tobytes() == entries.tobytes()
+        return
+    sent, got = entries["value"].astype(np.float64), arrived["value"].astype(np.float64)
+    assert np.isfinite(got).all() and (got != 0).all()
+    assert np.array_equal(np.signbit(got), np.signbit(sent))
+    assert np.array_equal(errors, (entries["value"] - arrived["value"]).astype(np.float32))
+    if "zero" not in kind:
+        assert (np.abs(sent - got) < np.abs(sent)).all() or name == "bfloat16"
+    mass = np.abs(sent).sum()
+    assert wire.codec.rounded == pytest.approx(
+        np.abs(errors.astype(np.float64)).sum() / mass if mass else 0.0
+    )
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_a_value_becomes_the_nearest_code(name: str) -> None:
+    rng = np.random.default_rng(3)
+    values = (rng.standard_t(2, 256 * 3 + 100) * 0.01).astype(np.float32)
+    entries = entries_with(np.arange(len(values)) * 7, values)
+    arrived, _ = Wire(name).round_trip(entries, 0, 10_000)
+    for start in range(0, len(values), 256):
+        block, got = np.abs(values[start : start + 256]), np.abs(arrived["value"][start : start + 256])
+        if name == "bfloat16":
+            halves = block.view(np.uint32) >> 16
+            codes = np.unique(np.concatenate([halves, halves + 1])).astype(np.uint32) << 16
+        else:
+            most = 2 ** (VALUE_BITS[name] - 1) - 1
+            low, high = (int(bits) for bits in (block.min().view(np.uint32), block.max().view(np.uint32)))
+            codes = np.array(
+                [low + (q * (high - low) + most // 2) // most for q in range(most + 1)], np.uint32
+            )
+            assert {block.min(), block.max()} <= set(got)
+        magnitudes = codes.view(np.float32).astype(np.float64)
+        nearest = np.abs(magnitudes - block.astype(np.float64)[:, None]).min(axis=1)
+        assert np.isin(got, codes.view(np.float32)).all()
+        assert np.array_equal(np.abs(got.astype(np.float64) - block), nearest)
+
+
+@pytest.mark.parametrize(
+    ("seen", "even"), [(0x3F808000, 0x3F80), (0x3F818000, 0x3F82), (0x7F7FFFFF, 0x7F7F), (1, 1)]
+)
+def test_bfloat16_ties_go_to_even_and_the_ends_stay_within(seen: int, even: int) -> None:
+    values = np.full(40, seen, np.uint32).view(np.float32)
+    arrived, _ = Wire("bfloat16").round_trip(entries_with(np.arange(40), values), 0, 99)
+    assert set(arrived["value"].view(np.uint32)) == {even << 16}
+
+
+def indices_of(kind: str, density: float, rng: np.random.Generator) -> tuple[NDArray[np.int64], int]:
+    """Selected indices and the length of the vector."""
+    length = 2_000_000
+    chance = np.full(length, density)
+    if kind == "clustered":  # all but a hundredth of them in a tenth of the vector
+        chance[:] = density / 90
+        chance[length // 2 : length // 2 + length // 10] = 9.9 * density
+    elif kind == "empty regions":
+        chance[length // 8 : -length // 8] = 0
+        chance *= 4
+    return np.flatnonzero(rng.random(length) < chance), length
+
+
+@pytest.mark.parametrize(("density", "most"), [(0.001, 12.1), (0.01, 8.7), (0.02, 7.7)])
+@pytest.mark.parametrize("kind", ["uniform", "clustered", "empty regions"])
+def test_bits_an_index(kind: str, density: float, most: float) -> None:
+    indices, length = indices_of(kind, density, np.random.default_rng(1))
+    entries = entries_with(indices, np.ones(len(indices)))
+    for boundaries in (
+        range(0, length + 1, length // 4),
+        (0, *np.quantile(indices, [0.25, 0.5, 0.75]).astype(int), length),
+    ):
+        counts = np.diff(np.searchsorted(entries["index"], boundaries))
+        parts = zip(counts.tolist(), boundaries, list(boundaries)[1:], strict=False)
+        spent = sum(Wire("float32").codec.wire_bytes(n, int(a), int(b)) for n, a, b in parts)
+        assert 8 * spent / len(entries) - 32 <= most
+
+
+@pytest.mark.parametrize("tail", ["normal", "t3", "t2"])
+@pytest.mark.parametrize("density", [0.001, 0.02])
+def test_four_bits_round_away_at_most_15_percent_of_the_mass(tail: str, density: float) -> None:
+    rng = np.random.default_rng(2)
+    drawn = rng.standard_normal(10**6) if tail == "normal" else rng.standard_t(int(tail[1:]), 10**6)
+    values = drawn[np.abs(drawn) >= np.quantile(np.abs(drawn), 1 - density)].astype(np.float32)
+    shares = []
+    for name in ("int4", "int8", "bfloat16"):
+        wire = Wire(name)
+        wire.round_trip(entries_with(np.arange(len(values)) * 50, values), 0, 10**6)
+        shares.append(wire.codec.rounded)
+    assert shares[0] <= 0.15
+    assert shares[1] <= shares[0] / 10
+    assert shares[2] <= 2**-8
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_bytes_are_known_from_the_count_and_never_more_than_plain(name: str) -> None:
+    codec = make_codec(name, kernels, Workspace(), 2)
+    assert codec.wire_bytes(0, 5, 5) == codec.wire_bytes(0, 0, MAX_LENGTH) == 0
+    for length in (1, 2, 31, 32, 33, 1000, 10**6, MAX_LENGTH):
+        for count in {1, 2, 3, 5, 64, 255, 256, 257, 1000, length // 4, length}:
+            if count <= length:
+                nbytes = codec.wire_bytes(count, 0, length)
+                assert nbytes % ENTRY.itemsize == 0
+                assert nbytes <= 8 * count
+                assert nbytes == codec.wire_bytes(count, 77, 77 + length)
+    assert PLAIN.wire_bytes(300, 0, 10**6) == 2400
+    if name != "plain":  # values, 6 low bits, and a bitmap of 3 + 10000 / 64 / 100 bits, about
+        assert codec.wire_bytes(10_000, 0, 10**6) <= 10_000 * (VALUE_BITS[name] + 8.6 + 0.25) / 8 + 16
+
+
+def damaged(kind: str, wire: NDArray[np.uint32], layout: Any) -> None:
+    """Change the words of a wire array."""
+    if kind == "truncated":
+        wire[-20:] = 0
+    elif kind == "a bit more":
+        free = np.flatnonzero(wire[layout.bitmap :] != 0xFFFFFFFF)[0] + layout.bitmap
+        wire[free] |= ~wire[free] & (wire[free] + np.uint32(1))
+    elif kind == "an index beyond":
+        wire[layout.bitmap :] = 0
+        bits = np.zeros(32 * (layout.words - layout.bitmap), np.uint8)
+        bits[-layout.count :] = 1
+        wire[layout.bitmap :] = np.packbits(bits, bitorder="little").view(np.uint32)
+    elif kind == "indices not ascending":
+        wire[layout.lows : layout.bitmap] ^= np.uint32(0xFFFFFFFF)
+    elif kind == "values":
+        wire[layout.values : layout.lows] = 0xFFFFFFFF
+        if layout.values:
+            wire[1] = 0x7F800000
+    elif kind == "low above high":
+        wire[:2] = wire[:2][::-1].copy()
+
+
+DAMAGE = {
+    "truncated": 1,
+    "a bit more": 1,
+    "an index beyond": 2,
+    "indices not ascending": 2,
+    "values": 3,
+    "low above high": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for name in VALUE_BITS
+        for kind in DAMAGE
+        if kind != "low above high" or VALUE_BITS[name] < 16
+    ],
+)
+def test_bytes_that_are_no_encoding_are_noted_and_decode_to_zeros(name: str, kind: str) -> None:
+    rng = np.random.default_rng(4)
+    indices = np.sort(rng.choice(3000, 700, replace=False)) + 100  # many share their high bits
+    wire = Wire(name)
+    encoded = wire.encoded(entries_with(indices, rng.standard_normal(700)), 100, 3100)
+    damaged(kind, encoded.view(np.uint32), wire_layout(VALUE_BITS[name], 700, 100, 3100))
+    arrived = wire.decoded(encoded, 700, 100, 3100)
+    assert np.array_equal(arrived, entries_with(np.arange(100, 800), np.zeros(700)))
+    assert wire.codec.damaged
+    assert (
+        wire.codec.take_damage()
+        == f"{name} entries are damaged that came from rank 1: {DAMAGES[DAMAGE[kind]]}"
+    )
+    assert wire.codec.take_damage() == ""
+
+
+@pytest.mark.parametrize("index", [-1, 9, 4])
+def test_damage_is_noted_in_lists_too_short_to_code(index: int) -> None:
+    wire = Wire("int8")
+    sent = entries_with([4, index], [1.0, 2.0])
+    assert wire.codec.wire_bytes(2, 0, 9) == 16
+    wire.decoded(sent, 2, 0, 9)
+    assert DAMAGES[2] in wire.codec.take_damage()
+
+
+def test_a_wire_array_of_another_width_is_refused() -> None:
+    entries = entries_with(np.arange(300), np.ones(300))
+    wire = Wire("int8").encoded(entries, 0, 1000)
+    with pytest.raises(
+        ValueError,
+        match=rf"^a wire array of {wire.nbytes} bytes is not of 300 int4 entries in \[0, 1000\), which",
+    ):
+        Wire("int4").decoded(wire, 300, 0, 1000)
+
+
+# between ranks
 
 
 @pytest.fixture
@@ -49,55 +254,102 @@ def transport(comm: MPI.Intracomm) -> Iterator[MpiTransport]:
     made.close()
 
 
+def codec_of(name: str, transport: MpiTransport) -> Any:
+    return make_codec(name, transport.kernels, transport.workspace, transport.size)
+
+
 def selection(transport: MpiTransport, length: int) -> SparseVector:
     rng = np.random.default_rng((transport.rank, length))
-    indices = np.flatnonzero(rng.random(length) < 0.3)
-    return SparseVector.from_pairs(indices, rng.integers(-99, 99, len(indices)).astype(np.float32), length)
+    indices = np.flatnonzero(rng.random(length) < 0.1)
+    return SparseVector(entries_with(indices, rng.integers(1, 99, len(indices))), length)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("bucket_rounds", [1, 8])
-def test_regions_are_sent_in_the_codecs_bytes(transport: MpiTransport, bucket_rounds: int) -> None:
-    length = 1000
-    packed = selection(transport, length)
+def test_regions_get_what_the_codec_makes_of_the_entries(transport: MpiTransport, bucket_rounds: int) -> None:
+    length, rank, comm = 4000, transport.rank, transport.comm
     boundaries = length * np.arange(transport.size + 1, dtype=np.int64) // transport.size
-    sums, sent = [], []
-    for codec in (PLAIN, SevenBytes()):
+    boundaries[1:-1] += 100
+    sums, sent = {}, {}
+    for name in WIRES:
+        packed, codec = selection(transport, length), codec_of(name, transport)
+        before = packed.to_dense()
         transport.take_traffic()
         lists = split_and_reduce(packed, boundaries, transport, bucket_rounds=bucket_rounds, codec=codec)
-        sums.append(lists.sums().tobytes())
-        sent.append(transport.take_traffic())
-    assert sums[0] == sums[1]
-    assert 7 * sent[0].bytes == 8 * sent[1].bytes
-    assert sent[0].messages == sent[1].messages
+        sums[name] = lists.sums().copy()
+        sent[name] = transport.take_traffic()
+        assert comm.allgather(codec.take_damage()) == [""] * transport.size
+        if codec.rounds:
+            errors = packed.to_dense()
+            own = slice(boundaries[rank], boundaries[rank + 1])
+            arrived = comm.allreduce(before - errors)
+            assert not errors[own].any()
+            assert np.allclose(SparseVector(sums[name], length).to_dense()[own], arrived[own], rtol=1e-5)
+    assert sums["float32"].tobytes() == sums["plain"].tobytes()
+    assert len({traffic.messages for traffic in sent.values()}) == 1
+    total = [comm.allreduce(sent[name].bytes) for name in WIRES]
+    assert total == sorted(total, reverse=True)
+    assert transport.size == 1 or len(set(total)) == len(total)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("trigger", [0.0, 100.0], ids=["balanced", "as it is"])
-def test_blocks_are_gathered_in_the_codecs_bytes(transport: MpiTransport, trigger: float) -> None:
-    length, rank = 1000, transport.rank
-    everything = np.zeros(length, ENTRY)
-    everything["index"], everything["value"] = np.arange(length), np.arange(length)
-    counts = np.array([length - 10 * (transport.size - 1), *[10] * (transport.size - 1)], np.int64)
-    stop = int(counts[: rank + 1].sum())
-    kept, gathered, sent = everything[stop - counts[rank] : stop], [], []
-    for codec in (PLAIN, SevenBytes()):
-        transport.take_traffic()
-        gathered.append(
-            balance_and_allgatherv(kept, counts, length, transport, trigger, codec).entries.tobytes()
+@pytest.mark.parametrize("name", VALUE_BITS)
+def test_blocks_are_gathered_alike_on_all_ranks_and_errors_stay_with_their_owner(
+    transport: MpiTransport, name: str, trigger: float
+) -> None:
+    size, rank = transport.size, transport.rank
+    counts = np.array([900, *[60] * (size - 1)], np.int64)
+    boundaries = np.concatenate([[0], 10_000 + 2000 * np.arange(size)])
+    rng = np.random.default_rng(5)
+    blocks = [
+        entries_with(np.sort(rng.choice(np.arange(a, b), n, replace=False)), rng.standard_normal(n))
+        for n, a, b in zip(counts, boundaries, boundaries[1:], strict=False)
+    ]
+    everything, kept, codec = np.concatenate(blocks), blocks[rank].copy(), codec_of(name, transport)
+    length = int(boundaries[-1])
+    transport.take_traffic()
+    gathered = balance_and_allgatherv(
+        kept, counts, length, transport, trigger, codec, boundaries
+    ).entries.copy()
+    sent = transport.comm.allreduce(transport.take_traffic().bytes)
+    assert len(set(transport.comm.allgather(gathered.tobytes()))) == 1
+    assert np.array_equal(gathered["index"], everything["index"])
+    if size == 1 or name == "float32":
+        assert gathered.tobytes() == everything.tobytes()
+        return
+    own = slice(int(counts[:rank].sum()), int(counts[: rank + 1].sum()))
+    assert not np.array_equal(gathered["value"], everything["value"])
+    assert np.array_equal(kept["value"], everything["value"][own] - gathered["value"][own])
+    assert sent < 8 * len(everything) * (size - 1) + (trigger == 0) * 8 * len(everything)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["truncated", "an index beyond"])
+def test_a_block_that_is_no_encoding_raises_on_all_ranks(transport: MpiTransport, kind: str) -> None:
+    codec, counts = codec_of("int8", transport), np.full(transport.size, 500, np.int64)
+    boundaries = 5000 * np.arange(transport.size + 1)
+    encode = codec.encode
+
+    def encode_badly(entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
+        encode(entries, lower, upper, wire, dest)
+        if transport.rank == 1:
+            damaged(kind, wire.view(np.uint32), wire_layout(8, len(entries), lower, upper))
+
+    codec.encode = encode_badly
+    kept = entries_with(boundaries[transport.rank] + 9 * np.arange(500), np.ones(500))
+    raised = ""
+    try:
+        balance_and_allgatherv(
+            kept, counts, int(boundaries[-1]), transport, codec=codec, boundaries=boundaries
         )
-        sent.append(transport.take_traffic())
-    assert gathered == [everything.tobytes()] * 2
-    assert sent[0].messages == sent[1].messages
-    if trigger or transport.size < 3:
-        assert 7 * sent[0].bytes == 8 * sent[1].bytes
-    else:  # what moves to balance the blocks is plain
-        assert 7 * sent[0].bytes <= 8 * sent[1].bytes < 8 * sent[0].bytes
+    except ValueError as error:
+        raised = str(error)
+    assert transport.comm.allgather("came from rank 1: " in raised) == [True] * transport.size
 
 
 def test_plain_entries_are_neither_copied_nor_changed() -> None:
     entries = np.zeros(5, ENTRY)
-    assert PLAIN.encode(entries, 0, 9) is entries
-    assert PLAIN.receive_buffer(entries) is entries
-    assert PLAIN.wire_bytes(5) == entries.nbytes
-    assert PLAIN.wire_bytes(np.array([2, 0])).tolist() == [16, 0]
+    assert PLAIN.buffer("wire", entries, 5) is entries
+    assert make_codec("plain", None, None, 8) is make_codec("int4", None, None, 1) is PLAIN
+    assert SimpleNamespace(**vars(PLAIN)) == SimpleNamespace()

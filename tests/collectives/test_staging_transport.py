@@ -150,8 +150,18 @@ def gradient_of(comm: MPI.Intracomm, step: int) -> NDArray[np.float32]:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("settings", [{}, {"bucket_rounds": 1, "momentum_correction": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        *(
+            (method, more)
+            for method in METHODS
+            for more in ({}, {"bucket_rounds": 1, "momentum_correction": 0.5})
+        ),
+        ("oktopk", {"wire": "int8", "bucket_rounds": 1}),
+    ],
+    ids=str,
+)
 def test_every_method_gives_the_bits_and_counts_the_words_of_the_host(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, method: str, settings: dict[str, Any]
 ) -> None:

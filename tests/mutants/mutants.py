@@ -154,6 +154,23 @@ MUTANTS = (
         "every rank keeps the ties that lower ranks kept already",
         f"{_ON_THREE} tests/oktopk/test_thresholds.py tests/oktopk/test_contract.py",
     ),
+    # wires
+    Mutant(
+        "owners-error",
+        "oktopk/methods/oktopk.py",
+        "errors = (SparseVector(kept, self.length),) if codec.rounds else ()",
+        "errors = ()",
+        "forgotten residual: what was rounded away of the sums is lost",
+        f"{_ON_THREE} tests/oktopk/test_wires.py",
+    ),
+    Mutant(
+        "codec-nearest",
+        "collectives/cpu/codec.py",
+        "nearer_above = values[i] - lower[i] > upper[i] - values[i]",
+        "nearer_above = values[i] < lower[i]",
+        "rounding down instead of to the nearest code",
+        f"{_ALONE} tests/collectives/test_codec.py",
+    ),
     # transport, checkpoints, data, schedule
     Mutant(
         "bruck-direction",

@@ -32,6 +32,7 @@ from oktopk.settings import DENSE_ABOVE, DENSITY_STAGES, Settings, entries_kept,
             for name in ("dense_warmup_steps", "density_warmup_steps")
             for value in (-1, 0.0, None, False)
         ],
+        ("wire", "int2", "is not 'auto' or one of plain, float32, bfloat16, int8, int4"),
         *[("nonfinite", value, "is not 'raise' or 'skip'") for value in ("ignore", "", None)],
         *[
             (name, 1, "is not True or False")

@@ -144,6 +144,10 @@ def test_help_is_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "jobs.bench: no\n"
 
 
+def test_a_wire_is_given_to_the_method_that_takes_it() -> None:
+    assert run(options("--methods", "oktopk,topka", "--set", "wire=int8"), comm=MPI.COMM_SELF) == 0
+
+
 def test_recorded_gradients_are_replayed(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     with GradientRecorder(tmp_path / "recording", 0, 1, 500, steps=3, source="a test") as recorder:

@@ -1,0 +1,317 @@
+"""Ok-Topk over coded entries: the contract with every wire, what is refused, what is kept, and what damaged bytes lead to."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from collectives.codec import VALUE_BITS, CodedEntries
+from collectives.cpu import kernels as host_kernels
+from collectives.mpi import MpiTransport
+from collectives.sparse import ENTRY
+from collectives.traffic import step_limit
+from collectives.workspace import Workspace
+from oktopk import METHODS, GradientAllreduce
+from oktopk.settings import selection_cap
+from tests.devices import DEVICES, get, gpus, put, use
+from tests.inputs import GRADIENTS, entries_with, shapes_of
+from tests.oracle import top_k
+
+pytestmark = pytest.mark.mpi
+
+ROUNDING = [name for name in VALUE_BITS if name != "float32"]
+# every kind of gradient meets a wire that rounds, and every such wire all shapes; few for a GPU, whose bytes are the host's
+KINDS: list[Any] = [("cpu", kind, ROUNDING[at % len(ROUNDING)]) for at, kind in enumerate(GRADIENTS)]
+NO_GPU = pytest.mark.skipif(not gpus(), reason="no GPU")
+KINDS += [
+    pytest.param("cuda", kind, wire, marks=NO_GPU)
+    for kind, wire in (("clustered", "bfloat16"), ("silent rank", "int8"), ("denormal", "int4"))
+]
+EVERY = {"threshold_interval": 3, "boundary_interval": 2, "average": False}
+
+
+def reducer(comm: MPI.Intracomm, device: str, length: int, wire: str, **settings: Any) -> GradientAllreduce:
+    use(device, comm)
+    chosen = {"density": 0.05, "peer_memory": False, "wire": wire} | EVERY | settings
+    return GradientAllreduce(comm, length, device=device, **chosen)
+
+
+def heavy_tailed(rng: np.random.Generator, length: int) -> NDArray[np.float32]:
+    return rng.standard_t(3, length).astype(np.float32)
+
+
+def agreed(comm: MPI.Intracomm, reduced: GradientAllreduce) -> NDArray[np.float32]:
+    """The update, checked to be that of all ranks."""
+    update = get(reduced.update)
+    assert len(set(comm.allgather(update.tobytes()))) == 1
+    return update
+
+
+def check_mass(
+    comm: MPI.Intracomm, put_in: NDArray[np.float32], left: NDArray[np.float32], update: Any
+) -> None:
+    """What ranks put in is what they keep and what was applied, to float32 rounding."""
+    total = comm.allreduce(put_in.astype(np.float64))
+    scale = comm.allreduce(np.abs(put_in.astype(np.float64))) + np.abs(update.astype(np.float64))
+    difference = np.abs(total - comm.allreduce(left.astype(np.float64)) - update)
+    assert (difference <= 2**-21 * scale + 1e-44 * comm.size).all()
+
+
+@pytest.mark.parametrize(("device", "kind", "wire"), KINDS)
+def test_nothing_is_lost_in_rounding_and_no_step_sends_more_than_plain(
+    comm: MPI.Intracomm, device: str, kind: str, wire: str
+) -> None:
+    for length, density in shapes_of(kind, 0, 2):
+        reduced = reducer(comm, device, length, wire, density=density)
+        rng = np.random.default_rng((comm.rank, length))
+        before = np.zeros(length, np.float32)
+        for _ in range(4):
+            gradient = GRADIENTS[kind](rng, length, comm.rank, comm.size)
+            report = reduced.step(put(device, gradient))
+            update, left = agreed(comm, reduced), get(reduced.residual)
+            check_mass(comm, gradient + before, left, update)
+            assert np.isfinite(left).all()
+            words = comm.allreduce(report.bytes / 4) / comm.size
+            assert words <= step_limit(report.k, comm.size)
+            assert np.count_nonzero(update) == report.global_nnz <= selection_cap(report.k)
+            assert report.wire == wire
+            assert 0 <= report.rounded <= 0.5 or kind == "denormal"  # bfloat16 has fewer of these
+            before = left
+        reduced.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_wire_that_does_not_round_gives_the_bits_of_plain_in_fewer_bytes(
+    comm: MPI.Intracomm, device: str
+) -> None:
+    length = 20_000
+    both = [reducer(comm, device, length, wire, balance_trigger=1.0) for wire in ("plain", "float32")]
+    rng = np.random.default_rng(comm.rank)
+    for _ in range(5):
+        gradient = heavy_tailed(rng, length)
+        plain, coded = (reduced.step(put(device, gradient)) for reduced in both)
+        assert agreed(comm, both[0]).tobytes() == agreed(comm, both[1]).tobytes()
+        assert get(both[0].residual).tobytes() == get(both[1].residual).tobytes()
+        assert plain.rounded == coded.rounded == 0.0
+        assert coded.messages == plain.messages
+        assert coded.control_words == plain.control_words
+        assert coded.words == -(-coded.bytes // 4)
+        assert comm.size == 1 or coded.bytes < 0.7 * plain.bytes
+    for reduced in both:
+        reduced.close()
+
+
+def decoded(wire: str, entries: NDArray[np.void], lower: int, upper: int) -> NDArray[np.void]:
+    """What arrives of a list."""
+    codec = CodedEntries(wire, host_kernels, Workspace(), 2)
+    coded = codec.buffer("wire", entries, codec.wire_bytes(len(entries), lower, upper) // ENTRY.itemsize)
+    codec.encode(entries.copy(), lower, upper, coded, 0)
+    out = np.zeros(len(entries), ENTRY)
+    codec.decode(coded, lower, upper, out, 0)
+    return out
+
+
+def oracle(
+    accumulated: NDArray[np.float32], k: int, boundaries: NDArray[np.int64], wire: str
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """The update, and float32[P, n] of residuals, of one exact step by the contract of wires that round."""
+    ranks, length = accumulated.shape
+    left, sums = accumulated.copy(), np.zeros(length, np.float32)
+    selected = [top_k(row.astype(np.float64), k) for row in accumulated]
+    for region, (lower, upper) in enumerate(pairwise(boundaries.tolist())):
+        for source in ((region - i) % ranks for i in range(ranks)):
+            sent = selected[source][(selected[source] >= lower) & (selected[source] < upper)]
+            values = accumulated[source, sent]
+            if source != region and len(sent):
+                values = decoded(wire, entries_with(sent, values), lower, upper)["value"]
+            sums[sent] += values
+            left[source, sent] -= values
+    applied = top_k(sums.astype(np.float64), k)
+    update = np.zeros(length, np.float32)
+    rejected = np.setdiff1d(np.arange(length), applied)
+    left[:, rejected] = accumulated[:, rejected]
+    for region, (lower, upper) in enumerate(pairwise(boundaries.tolist())):
+        kept = applied[(applied >= lower) & (applied < upper)]
+        if len(kept):
+            update[kept] = decoded(wire, entries_with(kept, sums[kept]), lower, upper)["value"]
+        left[region, kept] += sums[kept] - update[kept]
+    return update, left
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("wire", ROUNDING)
+@pytest.mark.parametrize("device", DEVICES)
+def test_exact_thresholds_give_the_oracles_bits(comm: MPI.Intracomm, device: str, wire: str) -> None:
+    length = 6000
+    reduced = reducer(comm, device, length, wire, threshold_interval=1)
+    rng = np.random.default_rng((comm.rank, 3))
+    left = np.zeros(length, np.float32)
+    for _ in range(3):
+        gradient = heavy_tailed(rng, length)
+        report = reduced.step(put(device, gradient))
+        boundaries = reduced._methods["oktopk"].boundaries
+        assert boundaries is not None
+        update, residuals = oracle(np.array(comm.allgather(gradient + left)), report.k, boundaries, wire)
+        left = get(reduced.residual)
+        same = np.array_equal(get(reduced.update), update), np.array_equal(left, residuals[comm.rank])
+        assert comm.allgather(same) == [(True, True)] * comm.size
+        most = {"bfloat16": 2**-8, "int8": 0.02, "int4": 0.15}[wire]
+        assert comm.allgather(0 < report.rounded <= most) == [True] * comm.size
+    reduced.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_momentum_is_forgotten_where_an_entry_was_sent_though_its_error_stays(
+    comm: MPI.Intracomm, device: str
+) -> None:
+    length, momentum = 3000, 0.5
+    reduced = reducer(comm, device, length, "int4", momentum_correction=momentum, balance_trigger=1.0)
+    rng = np.random.default_rng((comm.rank, 4))
+    velocity, left = np.zeros((2, length), np.float32)
+    for _ in range(6):
+        gradient = heavy_tailed(rng, length)
+        moved = np.float32(momentum) * velocity + gradient
+        report = reduced.step(put(device, gradient))
+        after = get(reduced.velocity)
+        update = agreed(comm, reduced)
+        check_mass(comm, moved + left, get(reduced.residual), update)
+        zeroed = after == 0
+        assert np.array_equal(after[~zeroed], moved[~zeroed])
+        assert np.count_nonzero(zeroed) <= report.local_nnz
+        assert (update[zeroed] != 0).all()
+        sent = comm.allreduce(zeroed.astype(int))
+        assert np.array_equal(sent > 0, update != 0)
+        velocity, left = after, get(reduced.residual)
+    reduced.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_that_is_not_finite_is_skipped_bit_for_bit(comm: MPI.Intracomm, device: str) -> None:
+    length, last = 2000, comm.size - 1
+    reduced = reducer(comm, device, length, "int8", nonfinite="skip")
+    rng = np.random.default_rng((comm.rank, 5))
+    reduced.step(put(device, heavy_tailed(rng, length)))
+    before = get(reduced.residual)
+    for bad in (np.nan, 3e38):
+        gradient = heavy_tailed(rng, length)
+        if comm.rank == last or bad == 3e38:  # one rank, or all: then the sum overflows
+            gradient[17] = bad
+        report = reduced.step(put(device, gradient))
+        assert report.skipped or comm.size == 1
+        if comm.size > 1:
+            assert get(reduced.residual).tobytes() == before.tobytes()
+    assert not reduced.step(put(device, heavy_tailed(rng, length))).skipped
+    assert np.isfinite(agreed(comm, reduced)).all()
+    reduced.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_state_goes_on_bit_for_bit_with_its_wire_and_is_refused_with_one_that_rounds_otherwise(
+    comm: MPI.Intracomm, device: str
+) -> None:
+    length = 2000
+    gradients = [heavy_tailed(np.random.default_rng((comm.rank, step)), length) for step in range(6)]
+    first = reducer(comm, device, length, "int4")
+    for gradient in gradients[:3]:
+        first.step(put(device, gradient))
+    state = first.state_dict()
+    assert state["wire"] == "int4"
+    second = reducer(comm, device, length, "int4")
+    second.load_state_dict(state)
+    for gradient in gradients[3:]:
+        for reduced in (first, second):
+            reduced.step(put(device, gradient))
+        assert get(first.update).tobytes() == get(second.update).tobytes()
+        assert get(first.residual).tobytes() == get(second.residual).tobytes()
+    other = reducer(comm, device, length, "auto")
+    with pytest.raises(
+        ValueError, match=r"state has wire 'int4', this reducer 'plain': pass wire='int4' to go on"
+    ):
+        other.load_state_dict(state)
+    other.load_state_dict(state | {"wire": "float32"})  # which gives the same bits as plain
+    other.load_state_dict({name: value for name, value in state.items() if name != "wire"})
+    for reduced in (first, second, other):
+        reduced.close()
+
+
+def test_auto_is_plain_on_one_host_and_float32_over_several(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = []
+    for on_this_host in (comm.size, comm.size - 1):
+        monkeypatch.setattr(MpiTransport, "ranks_on_this_host", lambda self, ranks=on_this_host: ranks)
+        for method in METHODS:
+            reduced = reducer(comm, "cpu", 500, "auto", method=method)
+            report = reduced.step(np.ones(500, np.float32))
+            reports.append((method, report.wire, reduced.settings.wire, report.rounded))
+            reduced.close()
+    expected = [(method, "plain", "plain", 0.0) for method in METHODS]
+    coded = [(m, w, w, 0.0) for m in METHODS for w in ["float32" if m == "oktopk" else "plain"]]
+    assert reports == expected + coded
+
+
+def test_other_methods_refuse_a_named_wire(comm: MPI.Intracomm) -> None:
+    for method in METHODS:
+        if method != "oktopk":
+            with pytest.raises(
+                ValueError, match=f"wire 'int8' is not for {method}, which sends plain entries"
+            ):
+                reducer(comm, "cpu", 500, "int8", method=method)
+            reducer(comm, "cpu", 500, "plain", method=method).close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_peer_memory_is_for_plain_entries(comm: MPI.Intracomm, device: str) -> None:
+    reduced = reducer(comm, device, 500, "float32", peer_memory=None)
+    assert (
+        reduced.p2p_unavailable_reason
+        == "steps through peer memory read plain entries, and wire is 'float32'"
+    )
+    reduced.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("gathered", [False, True], ids=["sent", "gathered"])
+@pytest.mark.parametrize("exact", [False, True], ids=["regular", "exact"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_damaged_entries_raise_on_all_ranks_and_name_the_rank(
+    comm: MPI.Intracomm, device: str, exact: bool, gathered: bool
+) -> None:
+    length = 4000
+    reduced = reducer(comm, device, length, "int8", threshold_interval=1 if exact else 100)
+    rng = np.random.default_rng((comm.rank, 6))
+    for _ in range(2):
+        reduced.step(put(device, heavy_tailed(rng, length)))
+    before, codec = get(reduced.residual), reduced._methods["oktopk"].codec
+    encode = codec.encode
+
+    def truncate(entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
+        encode(entries, lower, upper, wire, dest)
+        if comm.rank == 1 and gathered == (dest == comm.rank):
+            reduced.transport.kernels.zero_entries(wire[-2:])
+
+    codec.encode = truncate  # type: ignore[method-assign]
+    found = "rank 1: the bitmap holds another number of entries"
+    raised = []
+    for _ in range(2):  # a GPU finds what was gathered in the next step
+        try:
+            reduced.step(put(device, heavy_tailed(rng, length)))
+        except ValueError as error:
+            raised.append(found in str(error))
+        else:
+            with pytest.raises(RuntimeError, match="entries that the last step gathered are damaged"):
+                reduced.state_dict()
+        if device == "cpu" or not gathered:
+            assert comm.allgather(raised) == [[True]] * comm.size
+            assert np.allclose(get(reduced.residual), before, rtol=1e-4, atol=1e-5)
+            break
+    assert comm.allgather(raised) == [[True]] * comm.size
+    codec.encode = encode  # type: ignore[method-assign]
+    assert not reduced.step(put(device, heavy_tailed(rng, length))).skipped
+    assert np.isfinite(agreed(comm, reduced)).all()
+    reduced.close()
