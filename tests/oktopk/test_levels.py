@@ -141,8 +141,9 @@ def test_exact_thresholds_give_the_oracles_update_and_residuals(
 @pytest.mark.mpi
 @pytest.mark.parametrize("device", DEVICES)
 def test_hosts_of_one_rank_take_the_steps_of_flat_ones(comm: MPI.Intracomm, device: str) -> None:
-    flat = GradientAllreduce(comm, LENGTH, device=device, density=0.02, levels="flat", peer_memory=False)
-    reducer = two_levels(comm, device, 1, average=True, threshold_interval=32, boundary_interval=64)
+    plain = {"density": 0.02, "wire": "plain"}
+    flat = GradientAllreduce(comm, LENGTH, device=device, levels="flat", peer_memory=False, **plain)  # type: ignore[arg-type]
+    reducer = two_levels(comm, device, 1, average=True, threshold_interval=32, boundary_interval=64, **plain)
     rng = np.random.default_rng(comm.rank)
     for _ in range(10):
         gradient = put(device, rng.standard_normal(LENGTH).astype(np.float32))
@@ -310,6 +311,29 @@ def _cleared(step: reference.Step) -> np.ndarray:
     for row, mine in zip(cleared, step.selected, strict=True):
         row[np.intersect1d(mine, step.applied)] = True
     return cleared
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("wire", ["bfloat16", "int4"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_a_wire_rounds_away_stays_in_the_shards(comm: MPI.Intracomm, device: str, wire: str) -> None:
+    reducer = two_levels(comm, device, 2, wire=wire)
+    rng = np.random.default_rng(comm.rank)
+    before = np.zeros(LENGTH)
+    rounded = 0.0
+    for _ in range(6):
+        gradient = rng.standard_t(3, LENGTH).astype(np.float32)
+        report = reducer.step(put(device, gradient))
+        assert report.wire == wire
+        rounded = max(rounded, *comm.allgather(report.rounded))
+        after = np.sum(comm.allgather(reducer.gathered_residual().astype(np.float64)), axis=0)
+        put_in = comm.allreduce(gradient.astype(np.float64)) + before
+        assert np.allclose(put_in, after + get(reducer.update), rtol=1e-6, atol=1e-5)
+        assert len(set(comm.allgather(get(reducer.update).tobytes()))) == 1
+        before = after
+    several = reducer.hosts is not None and max(reducer.hosts) > 0
+    assert (0 < rounded <= 0.15) if several else rounded < 0.15
+    reducer.close()
 
 
 @pytest.mark.mpi
