@@ -53,8 +53,8 @@ ON_MANY_RANKS = (
     "tests/oktopk/test_deferred_peers.py::test_regions_that_got_too_much_are_renewed_at_once",
     "tests/oktopk/test_overflow.py::test_inf_of_both_signs_never_meets_unseen",
 )
-# ranks -> which tests: alone, odd, and as many as a region needs to get three times its share; all of them take four too long
-HOST_CUDA_RANKS = {1: "test", 3: "test", 4: "too_much"}
+# ranks -> which tests: alone those that compare all bits, odd, and as many as a region needs to get three times its share
+HOST_CUDA_RANKS = {1: "bits or nothing", 3: "test", 4: "too_much"}
 HOST_CUDA_TEST_SECONDS = 240  # more than a kernel on the host waits for other ranks
 HOST_CUDA_SINGLE = ("tests/oktopk/test_device_kernels.py", "tests/oktopk/test_one_rule.py")
 HOST_CUDA_RANKS_TESTS = (
