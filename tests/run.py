@@ -287,7 +287,8 @@ def workers(options: argparse.Namespace, share: str = "loadfile") -> list[str]:
     """
     partial = options.expression is not None or options.paths != ALL_TESTS
     count = options.workers if options.workers is not None else 0 if partial else WORKERS
-    return ["-n", str(count), "--dist", share] if count else []
+    # a test that ends its process is tried again in a new one, by default four times for each process
+    return ["-n", str(count), "--dist", share, "--max-worker-restart=2"] if count else []
 
 
 def rank_command(
