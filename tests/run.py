@@ -262,13 +262,13 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
     chosen_ranks = {*HOST_CUDA_RANKS} & {*(options.ranks or HOST_CUDA_RANKS)}
     for ranks in sorted(chosen_ranks) if among else ():
         outcomes = folder / f"host-cuda-{ranks}"
-        all_alone = ranks == 1 and (options.all or options.long)
-        expression = f"{wanted} and ({'test' if all_alone else HOST_CUDA_RANKS[ranks]})"
+        every = ranks == 1 and (options.all or options.long or options.ranks or options.expression)
+        expression = f"{wanted} and ({'test' if every else HOST_CUDA_RANKS[ranks]})"
         marked = [
             *slow,
             "--with-mpi",
             "-m",
-            "mpi" if all_alone else f"mpi{length}",
+            "mpi" if ranks == 1 and options.long else f"mpi{length}",
             "-k",
             expression,
             f"--outcomes={outcomes}",
