@@ -1,7 +1,11 @@
 """scikit-learn's handwritten digits, enlarged: a real data set that needs no file and no network."""
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from data.images.dataset import DataError, ImageSet, channel_statistics
 from data.sharding import ORDER, epoch_draws
@@ -28,6 +32,7 @@ def load_digits(size: int = 32, held_out: float = 0.5, seed: int = 0) -> tuple[I
 
     Raises:
         DataError: size < 8, or held_out not in (0, 1).
+        ModuleNotFoundError: there is no scikit-learn.
         ValueError: seed < 0.
 
     Source: Alpaydin & Kaynak, Optical Recognition of Handwritten Digits, UCI 1998 (its test part).
@@ -36,12 +41,10 @@ def load_digits(size: int = 32, held_out: float = 0.5, seed: int = 0) -> tuple[I
         raise DataError(f"size {size} is not at least {ORIGINAL_SIZE}, that of the original digits")
     if not 0 < held_out < 1:
         raise DataError(f"held_out {held_out} is not in (0, 1)")
-    # slow to import, and only needed here
-    from sklearn.datasets import load_digits as load_original_digits
-
-    original = load_original_digits()
-    labels = original.target.astype(np.int64)
-    grey = torch.from_numpy(original.images.astype(np.float32))[:, None] * (255 / GREY_LEVELS)
+    original = _read_originals()
+    labels = original[:, -1].astype(np.int64)
+    levels = original[:, :-1].reshape(-1, 1, ORIGINAL_SIZE, ORIGINAL_SIZE)
+    grey = torch.from_numpy(np.ascontiguousarray(levels)) * (255 / GREY_LEVELS)
     enlarged = torch.nn.functional.interpolate(grey, size=(size, size), mode="bilinear", align_corners=False)
     pixels = enlarged.round().clamp(0, 255).to(torch.uint8).expand(-1, 3, -1, -1).numpy()
 
@@ -65,3 +68,17 @@ def load_digits(size: int = 32, held_out: float = 0.5, seed: int = 0) -> tuple[I
         for part in (~test, test)
     )
     return train_part, test_part
+
+
+def _read_originals() -> NDArray[np.float32]:
+    """float32[1797, 65], a digit a row: grey levels in [0, 16], then the label.
+
+    Read from scikit-learn's file: each rank would take more than a second of a core to import scikit-learn.
+    """
+    found = find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError(
+            "the digits come with scikit-learn: pip install scikit-learn", name="sklearn"
+        )
+    path = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    return np.loadtxt(path, np.float32, delimiter=",")

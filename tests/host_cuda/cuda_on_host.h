@@ -56,6 +56,7 @@ struct Thread {  // small: the scheduler looks at all of a block again and again
 static Thread threads[MOST_THREADS];
 static Barrier block, warps[MOST_WARPS];
 static uint64_t slots[2][MOST_WARPS][32];  // what lanes give each other, turn by turn
+static unsigned sums[2][MOST_WARPS];       // of what they give, where that is all that is asked for
 static Place scheduler;
 static ucontext_t start;  // of the thread that begins
 static unsigned current;
@@ -178,10 +179,20 @@ static int run_block(unsigned count) {
 static const uint64_t* exchange(uint64_t value) {
   Barrier& warp = warps[current / 32];
   uint64_t* given = slots[warp.turn & 1][current / 32];
-  if (!warp.here) memset(given, 0, sizeof slots[0][0]);  // who has left does not vote
+  if (!warp.here) memset(given, 0, sizeof slots[0][0]);  // who has left gives zero
   given[current % 32] = value;
   arrive(warp);
   return given;
+}
+
+// The sum of what the lanes of the warp give, modulo 2^32.
+static unsigned sum_of_lanes(unsigned value) {
+  Barrier& warp = warps[current / 32];
+  unsigned& sum = sums[warp.turn & 1][current / 32];
+  if (!warp.here) sum = 0;
+  sum += value;
+  arrive(warp);
+  return sum;
 }
 
 template <class T>
@@ -272,18 +283,10 @@ T __shfl_down_sync(unsigned, T value, unsigned delta) {
   return host_cuda::unpacked<T>(all[lane + delta < 32 ? lane + delta : lane]);
 }
 inline unsigned __ballot_sync(unsigned, bool vote) {
-  const uint64_t* all = host_cuda::exchange(vote);
-  unsigned votes = 0;
-  for (int lane = 0; lane < 32; ++lane) votes |= static_cast<unsigned>(all[lane]) << lane;
-  return votes;
+  return host_cuda::sum_of_lanes(vote ? 1u << (host_cuda::current % 32) : 0u);
 }
 inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
-inline unsigned __reduce_add_sync(unsigned, unsigned value) {
-  const uint64_t* all = host_cuda::exchange(value);
-  unsigned sum = 0;
-  for (int lane = 0; lane < 32; ++lane) sum += static_cast<unsigned>(all[lane]);
-  return sum;
-}
+inline unsigned __reduce_add_sync(unsigned, unsigned value) { return host_cuda::sum_of_lanes(value); }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }

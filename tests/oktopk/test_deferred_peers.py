@@ -21,6 +21,7 @@ from tests.oracle import top_k
 
 pytestmark = pytest.mark.mpi
 TRUSTED = 8
+LENGTH, DENSITY = 40_009, 0.05  # by few entries thresholds do not settle
 
 
 def cubes(comm: MPI.Intracomm, length: int) -> Callable[[], NDArray[np.float32]]:
@@ -39,7 +40,7 @@ def device(request: pytest.FixtureRequest, comm: MPI.Intracomm, monkeypatch: pyt
 
 
 def among_peers(device: str, comm: MPI.Intracomm, length: int, **settings: Any) -> GradientAllreduce:
-    chosen: dict[str, Any] = {"density": 0.02, "deferred": True, "average": False} | settings
+    chosen: dict[str, Any] = {"density": DENSITY, "deferred": True, "average": False} | settings
     if chosen.get("gradient_type", "float32") != "float32" and device == "cpu":
         pytest.skip("the host takes float32 alone")
     reducer = GradientAllreduce(comm, length, "oktopk", device=device, peer_memory=True, **chosen)
@@ -152,16 +153,14 @@ def test_deferred_steps_give_the_bits_of_those_that_are_waited_for(
     device: str, comm: MPI.Intracomm, gradient_type: str
 ) -> None:
     """From one step that stopped to the next, if any does."""
-    length = 60_007
-    # k as large as that of longer gradients: by few entries thresholds do not settle
     settings: dict[str, Any] = {"density": 0.1, "threshold_interval": 8, "gradient_type": gradient_type}
     deferred, waited = (
-        among_peers(device, comm, length, deferred=late, **settings) for late in (True, False)
+        among_peers(device, comm, LENGTH, deferred=late, **settings) for late in (True, False)
     )
     rng = np.random.default_rng(comm.rank)
     late, stopped = 0, 0
     for _ in range(36):
-        gradient = (rng.standard_normal(length) ** 3).astype(np.float32)
+        gradient = (rng.standard_normal(LENGTH) ** 3).astype(np.float32)
         on_device = put(device, narrowed(gradient, gradient_type))
         first, second = deferred.step(on_device), waited.step(on_device)
         late += not first.complete
@@ -221,11 +220,11 @@ def test_a_selection_over_the_cap_is_cut_to_the_top_k_and_nobody_stops(
     device: str, outcomes: list[Any], comm: MPI.Intracomm, deferred: bool
 ) -> None:
     """What a rank selects by an old threshold lies between 5k/4 and 2k; it sends its exact top k."""
-    length, last = 100_003, comm.rank == comm.size - 1
+    last = comm.rank == comm.size - 1
     reducer = among_peers(
-        device, comm, length, deferred=deferred, threshold_interval=1000, boundary_interval=1000
+        device, comm, LENGTH, deferred=deferred, threshold_interval=1000, boundary_interval=1000
     )
-    draw = cubes(comm, length)
+    draw = cubes(comm, LENGTH)
     for _ in range(30):
         reducer.step(put(device, draw()))
     reducer.complete()
@@ -256,9 +255,9 @@ def test_a_deferred_step_names_its_threshold_exactly_where_that_is_due(
     device: str, comm: MPI.Intracomm
 ) -> None:
     """After fewer than k/2 on one rank alone: there in the same launch, and nobody waits."""
-    length, last = 100_003, comm.rank == comm.size - 1
-    reducer = among_peers(device, comm, length, threshold_interval=1000, boundary_interval=1000)
-    draw = cubes(comm, length)
+    last = comm.rank == comm.size - 1
+    reducer = among_peers(device, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
+    draw = cubes(comm, LENGTH)
     until_deferred(device, reducer, draw)
     reducer.complete()
     local = reducer._methods["oktopk"].selection  # type: ignore[attr-defined]
@@ -288,10 +287,10 @@ def test_a_deferred_step_names_its_threshold_exactly_where_that_is_due(
 def test_regions_are_renewed_by_the_last_selections_and_nobody_waits(
     device: str, comm: MPI.Intracomm
 ) -> None:
-    length, every = 100_003, 4
-    reducer = among_peers(device, comm, length, threshold_interval=6, boundary_interval=every)
-    draw = cubes(comm, length)
-    weights = np.linspace(0.1, 3, length, dtype=np.float32)  # so that regions move
+    every = 4
+    reducer = among_peers(device, comm, LENGTH, threshold_interval=6, boundary_interval=every)
+    draw = cubes(comm, LENGTH)
+    weights = np.linspace(0.1, 3, LENGTH, dtype=np.float32)  # so that regions move
     renewed, proposed = 0, None
     for step in range(40):
         reducer.complete()
@@ -305,7 +304,7 @@ def test_regions_are_renewed_by_the_last_selections_and_nobody_waits(
         deferred = not report.complete
         if deferred and step % every == 0 and proposed is not None:
             cuts = comm.allreduce(proposed) // comm.size
-            assert method.boundaries.tolist() == [0, *cuts, length]
+            assert method.boundaries.tolist() == [0, *cuts, LENGTH]
             renewed += method.boundaries.tolist() != before.tolist()
         reducer.complete()
         proposed = None
@@ -348,9 +347,8 @@ def test_a_global_threshold_that_missed_is_moved_without_the_host_unless_by_far(
     """What is kept is between k/2 and the cap, or nothing is."""
     if comm.size == 1:
         pytest.skip("one rank's sums are its selection: none is left to choose from")
-    length = 100_003
-    reducer = among_peers(device, comm, length, threshold_interval=1000, boundary_interval=1000)
-    draw = few_magnitudes(comm, length, reducer._method_at(0)[1])
+    reducer = among_peers(device, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
+    draw = few_magnitudes(comm, LENGTH, reducer._method_at(0)[1])
     for _ in range(12):
         reducer.step(put(device, draw()))
     reducer.complete()
@@ -370,13 +368,12 @@ def test_a_global_threshold_that_missed_is_moved_without_the_host_unless_by_far(
 def test_a_global_threshold_that_missed_is_named_by_the_kernels_where_the_host_waits(
     device: str, monkeypatch: pytest.MonkeyPatch, comm: MPI.Intracomm, factor: float
 ) -> None:
-    length = 100_003
     settings = {"threshold_interval": 1000, "boundary_interval": 1000, "deferred": False}
-    among = among_peers(device, comm, length, **settings)
-    draw = few_magnitudes(comm, length, among._method_at(0)[1])
+    among = among_peers(device, comm, LENGTH, **settings)
+    draw = few_magnitudes(comm, LENGTH, among._method_at(0)[1])
     for _ in range(12):
         among.step(put(device, draw()))
-    on_cpu = GradientAllreduce(comm, length, "oktopk", density=0.02, average=False, **settings)
+    on_cpu = GradientAllreduce(comm, LENGTH, "oktopk", density=DENSITY, average=False, **settings)
     on_cpu.load_state_dict(among.state_dict())
     by_messages_only(on_cpu)
     among.load_state_dict(on_cpu.state_dict())
@@ -412,9 +409,8 @@ def test_a_global_threshold_that_missed_is_named_by_the_kernels_where_the_host_w
 def test_steps_whose_ladder_misses_by_far_are_not_trusted(device: str, comm: MPI.Intracomm) -> None:
     if comm.size == 1:
         pytest.skip("one rank's sums are its selection: none is left to choose from")
-    length = 100_003
-    reducer = among_peers(device, comm, length, threshold_interval=1000, boundary_interval=1000)
-    draw = cubes(comm, length)
+    reducer = among_peers(device, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
+    draw = cubes(comm, LENGTH)
     for step in range(24):
         if step:
             expect_sums_of(reducer, 1.0)  # more than 5k/4 reach every rung
@@ -430,9 +426,9 @@ def test_steps_whose_ladder_misses_by_far_are_not_trusted(device: str, comm: MPI
 def test_a_rank_whose_gradient_dwindles_selects_k_again_at_once(
     device: str, comm: MPI.Intracomm, factor: float
 ) -> None:
-    length, last = 100_003, comm.rank == comm.size - 1
-    reducer = among_peers(device, comm, length, threshold_interval=1000, boundary_interval=1000)
-    draw = cubes(comm, length)
+    last = comm.rank == comm.size - 1
+    reducer = among_peers(device, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
+    draw = cubes(comm, LENGTH)
     until_deferred(device, reducer, draw)
     reports = []
     for step in range(6):
@@ -455,9 +451,9 @@ def test_a_selection_far_over_the_cap_on_one_rank_stops_all_and_the_next_step_ap
     device: str,
     comm: MPI.Intracomm,
 ) -> None:
-    length, last = 100_003, comm.rank == comm.size - 1
-    reducer = among_peers(device, comm, length, threshold_interval=16)
-    draw = cubes(comm, length)
+    last = comm.rank == comm.size - 1
+    reducer = among_peers(device, comm, LENGTH, threshold_interval=16)
+    draw = cubes(comm, LENGTH)
     until_deferred(device, reducer, draw)
     reports, left = [], []
     for step in range(3):
@@ -472,13 +468,12 @@ def test_a_selection_far_over_the_cap_on_one_rank_stops_all_and_the_next_step_ap
 
 def test_ranks_that_stopped_go_on_together(device: str, comm: MPI.Intracomm) -> None:
     """However far their hosts and GPUs are apart: nobody waits for the device in between. By make-believe all are together."""
-    length = 100_003
-    reducer = among_peers(device, comm, length, threshold_interval=1000, boundary_interval=1000)
-    draw = cubes(comm, length)
+    reducer = among_peers(device, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
+    draw = cubes(comm, LENGTH)
     until_deferred(device, reducer, draw)
     gradients = [put(device, draw()) for _ in range(4)]
     stopped = 0
-    for number in range(40):
+    for number in range(24):
         late, loud = number % comm.size == comm.rank, (number + 1) % comm.size == comm.rank
         gradient = gradients[number % 4] * np.float32(2.0**12 if loud else 1)
         if late and device == "cuda" and asynchronous():
@@ -490,7 +485,7 @@ def test_ranks_that_stopped_go_on_together(device: str, comm: MPI.Intracomm) -> 
         stopped += not report.global_nnz
     updates = comm.allgather(get(reducer.update).tobytes())
     assert len(set(updates)) == 1
-    assert stopped > 10 or comm.size == 1
+    assert stopped > 6 or comm.size == 1
     reducer.close()
 
 
@@ -499,16 +494,15 @@ def test_ranks_that_stopped_go_on_together(device: str, comm: MPI.Intracomm) -> 
 def test_a_nonfinite_gradient_leaves_the_residual_as_it_was(
     device: str, comm: MPI.Intracomm, gradient_type: str, nonfinite: str
 ) -> None:
-    length = 100_003
     reducer = among_peers(
-        device, comm, length, threshold_interval=32, gradient_type=gradient_type, nonfinite=nonfinite
+        device, comm, LENGTH, threshold_interval=32, gradient_type=gradient_type, nonfinite=nonfinite
     )
-    draw = cubes(comm, length)
+    draw = cubes(comm, LENGTH)
 
     def step(poison: bool = False) -> Any:
         gradient = draw()
         if poison and comm.rank == comm.size - 1:
-            gradient[[5, 40_000]] = np.inf
+            gradient[[5, 30_000]] = np.inf
         if poison and nonfinite == "skip":
             gradient[1::5] = 1e12  # beside it what is left in the residual rounds to zero
         return reducer.step(put(device, narrowed(gradient, gradient_type)))
@@ -530,13 +524,12 @@ def test_a_nonfinite_gradient_leaves_the_residual_as_it_was(
 
 
 def test_a_reloaded_reducer_continues_deferred_steps_bit_for_bit(device: str, comm: MPI.Intracomm) -> None:
-    length = 100_003
     settings = {"threshold_interval": 8, "boundary_interval": 8}
     undisturbed, resumed = (
-        among_peers(device, comm, length, **settings),
-        among_peers(device, comm, length, **settings),
+        among_peers(device, comm, LENGTH, **settings),
+        among_peers(device, comm, LENGTH, **settings),
     )
-    draw = cubes(comm, length)
+    draw = cubes(comm, LENGTH)
     for _ in range(30):
         undisturbed.step(put(device, draw()))
     until_deferred(device, resumed, draw)  # what is open is forgotten
@@ -552,14 +545,13 @@ def test_a_reloaded_reducer_continues_deferred_steps_bit_for_bit(device: str, co
 
 def test_a_state_may_be_taken_when_all_is_closed(device: str, comm: MPI.Intracomm) -> None:
     """Of a step whose end nobody has looked at: it stays unknown, and the next one is waited for."""
-    length = 100_003
-    reducer = among_peers(device, comm, length, threshold_interval=1000)
-    draw = cubes(comm, length)
+    reducer = among_peers(device, comm, LENGTH, threshold_interval=1000)
+    draw = cubes(comm, LENGTH)
     until_deferred(device, reducer, draw)
     reducer.close()
     state = reducer.state_dict()
     assert state["unaided"] == 0
-    again = among_peers(device, comm, length, threshold_interval=1000)
+    again = among_peers(device, comm, LENGTH, threshold_interval=1000)
     again.load_state_dict(state)
     assert again.step(put(device, draw())).complete
     again.close()
@@ -569,9 +561,8 @@ def test_a_state_may_be_taken_when_all_is_closed(device: str, comm: MPI.Intracom
 def test_the_host_does_not_wait_for_a_deferred_step(comm: MPI.Intracomm) -> None:
     device = "cuda"
     use(device, comm)
-    length = 100_003
-    reducer = among_peers(device, comm, length, threshold_interval=32)
-    draw = cubes(comm, length)
+    reducer = among_peers(device, comm, LENGTH, threshold_interval=32)
+    draw = cubes(comm, LENGTH)
     until_deferred(device, reducer, draw)
     gradient = put(device, draw())
     reducer.step(gradient)

@@ -274,7 +274,7 @@ def trained(
     **settings: Any,
 ) -> Trained:
     """In pieces, steps are late on the stream and the host waits for none that it need not; from one vector, for all."""
-    steps = 40
+    steps = 30
     with monkeypatch.context() as patch:
         if not in_pieces:
             patch.setattr(GradientAllreduce, "can_read_tensors", False)
@@ -353,7 +353,7 @@ def test_training_in_place_on_cuda_gives_the_bits_of_training_from_one_vector(
     found = trained(comm, place, monkeypatch, True, **chosen)
     expected = trained(comm, place, monkeypatch, False, **chosen)
     assert found.became == expected.became
-    assert (found.read > 20, expected.read) == (True, 0)
+    assert (found.read > 15, expected.read) == (True, 0)
     assert found.deferred == expected.deferred
     assert (found.deferred > 10) == chosen.get("deferred", False)
     assert found.overlapping > 5 or not (found.deferred and asynchronous())
@@ -369,12 +369,12 @@ class Loop:
         before, after: this rank's residual before and after each step, looked at by the stream alone.
     """
 
-    SIZES = 60_001, 9, 30_003
+    SIZES = 20_001, 9, 10_003
 
     def __init__(self, comm: MPI.Intracomm, place: torch.device, steps: int, **settings: Any) -> None:
         self.parameters = [nn.Parameter(torch.zeros(size, device=place)) for size in self.SIZES]
         inner = torch.optim.SGD(self.parameters, lr=1.0)
-        chosen: dict[str, Any] = {"density": 0.02, "threshold_interval": 8, "boundary_interval": 8}
+        chosen: dict[str, Any] = {"density": 0.05, "threshold_interval": 8, "boundary_interval": 8}
         self.optimizer = DistributedOptimizer(inner, comm, average=False, **chosen | settings)
         assert isinstance(self.optimizer._gradients, GradientsInPlace)
         drawn = torch.Generator().manual_seed(comm.rank)
@@ -435,8 +435,8 @@ def test_a_deferred_step_on_cuda_takes_back_a_gradient_that_was_forgotten_at_onc
     poisoned = 7, 12, 19, 26, 27
     loop = Loop(comm, place, 32, deferred=True, nonfinite="skip", gradient_type=gradient_type)
     if comm.rank == comm.size - 1:
-        loop.sources[list(poisoned), 40_000] = torch.nan
-        loop.sources[list(poisoned), 60_005] = torch.inf
+        loop.sources[list(poisoned), 25_000] = torch.nan
+        loop.sources[list(poisoned), 20_005] = torch.inf
     for number in range(32):
         loop.step(number)
     loop.end(comm, unless=poisoned)

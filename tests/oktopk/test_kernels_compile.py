@@ -59,7 +59,7 @@ def compiler_says(
 
 
 @compiler
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", [80, pytest.param(90, marks=pytest.mark.long)])  # 80 knows less
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_a_kernel_compiles(source: Path, architecture: int, tmp_path: Path) -> None:
     assert NVCC or NVRTC, MISSING

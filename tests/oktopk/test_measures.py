@@ -35,18 +35,16 @@ def missed_by(update: np.ndarray, accumulated: np.ndarray, k: int) -> float:
     return float(np.linalg.norm(masked(mean, top_k(mean, k)) - update))
 
 
-@pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("method", SPARSE)
-def test_xi_and_fill_in_are_those_of_a_float64_oracle(
-    comm: MPI.Intracomm, method: str, average: bool
-) -> None:
-    for kind in GRADIENTS:
-        for length, density in SHAPES:
+def test_xi_and_fill_in_are_those_of_a_float64_oracle(comm: MPI.Intracomm, method: str) -> None:
+    for at, kind in enumerate(GRADIENTS):
+        for number, (length, density) in enumerate(SHAPES):
+            average = (at + number) % 2 == 0  # of every kind and of every shape sums and means
             k = entries_kept(density, length)
             reducer = GradientAllreduce(
                 comm, length, method, density=density, threshold_interval=1, average=average
             )
-            for step in range(3):
+            for step in range(2):
                 gradient = draw(comm, kind, length, step)
                 gradients = everyones(comm, gradient, length)
                 accumulated = gradients + everyones(comm, reducer.residual, length)

@@ -310,7 +310,7 @@ def test_a_state_of_another_rank_or_of_other_ranks_is_refused_on_all(comm: MPI.I
         ("oktopk", 3, False),
         ("oktopk", 3, True),
         ("dense", 3, False),  # the control operations of methods differ, what ends the waiting does not
-        ("gtopk", 3, False),
+        pytest.param("gtopk", 3, False, marks=pytest.mark.long),
     ],
 )
 def test_ranks_that_do_not_come_to_a_step_are_named_by_all(

@@ -119,7 +119,8 @@ def test_two_jobs_fill_one_table_at_the_same_time(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(PATIENCE)
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = [*small(tmp_path), "--speed-steps", "0", "--seeds", "1", "--methods", "dense", "oktopk"]
+    few = ("--ranks", "1", "--speed-steps", "0", "--seeds", "1", "--methods", "dense", "oktopk")
+    words = [*small(tmp_path), *few]
     path = tmp_path / "out" / "runs" / "dense-0.h5"
     path.parent.mkdir(parents=True)
     path.write_text("no run file, and precious")

@@ -144,7 +144,6 @@ def test_there_is_no_headline_without_both_methods(tmp_path: Path) -> None:
     assert figures(empty, SlowLinks()) == []
 
 
-@pytest.mark.pictures
 def test_the_page_of_the_demo_begins_with_its_headline(tmp_path: Path) -> None:
     here = pair(tmp_path, "", 0.001, 0.002) + pair(tmp_path, "-1", 0.001, 0.002, seed=1)
     slow = pair(tmp_path, "-slow", 0.02, 0.004)

@@ -239,8 +239,7 @@ def test_an_unfinished_run_is_reported_as_one(tmp_path: Path, status: str) -> No
 
 
 @pytest.mark.pictures
-@pytest.mark.parametrize("steps", [0, 1, 2])
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(("steps", "ranks"), [(0, 4), (1, 1), (2, 4)])
 def test_the_smallest_runs_are_drawn(tmp_path: Path, steps: int, ranks: int) -> None:
     table = report([write_run(tmp_path / "a.h5", steps=steps, ranks=ranks)], tmp_path)
     assert "ranks" in table
