@@ -50,11 +50,13 @@ ON_MANY_RANKS = (
     "tests/collectives/test_split_and_reduce.py",
     "tests/collectives/test_staging_transport.py",
     "tests/collectives/test_transport.py",
+    "tests/oktopk/test_levels.py",
     "tests/oktopk/test_deferred_peers.py::test_regions_that_got_too_much_are_renewed_at_once",
     "tests/oktopk/test_overflow.py::test_inf_of_both_signs_never_meets_unseen",
 )
-# ranks -> which tests: alone those that compare all bits, odd, and as many as a region needs to get three times its share
-HOST_CUDA_RANKS = {1: "bits or nothing", 3: "test", 4: "too_much"}
+# ranks -> which tests: alone those that compare all bits, odd, and as many as a region needs to get three times its share, or two
+# hosts of two ranks
+HOST_CUDA_RANKS = {1: "bits or nothing", 3: "test and not test_levels", 4: "too_much or test_levels"}
 HOST_CUDA_TEST_SECONDS = 240  # more than a kernel on the host waits for other ranks
 HOST_CUDA_SINGLE = (
     "tests/collectives/test_codec_kernels.py",
@@ -69,6 +71,7 @@ HOST_CUDA_RANKS_TESTS = (
     "tests/oktopk/test_overflow.py",
     "tests/oktopk/test_abort.py",
     "tests/oktopk/test_wires.py",
+    "tests/oktopk/test_levels.py",
 )
 ALL_TESTS = ["tests"]
 WORKERS = min(4, 1 + (os.cpu_count() or 1))  # one more than cores: some tests wait
