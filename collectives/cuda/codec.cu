@@ -3,8 +3,8 @@
 // Shapes   entries[count], out[count] COO; wire[words] words. report: doubles in host memory. p: structs of layouts.py.
 // Units    values, lows, bitmap: words at which the parts of a wire array begin. bits: of a value, 0 for plain entries. Offsets
 //          are indices less `lower`, below `length`.
-// Launch   encode_entries: grid-stride over groups of 256 entries, blocks of 256. decode_entries: a block of 256 for each 256 words of
-//          the bitmap, or one for plain entries. cut_values: grid-stride.
+// Launch   encode_entries: grid-stride over groups of 256 entries, blocks of 256. decode_entries: a block of 256 for each DECODE_WORDS
+//          words of the bitmap, or one for plain entries. cut_values: grid-stride.
 // Overflow none: a wire array that is damaged decodes to `count` entries of value 0 within the range.
 // NaN      does not come in; one that arrives is damage.
 // Traffic  encode_entries: 8 bytes an entry read, 4 written where values are rounded, and the wire array. decode_entries: the wire
@@ -80,6 +80,20 @@ __device__ __forceinline__ double block_sum(double value, double* of_warps) {
   return value;
 }
 
+// Set one bit a thread of a zeroed bitmap. A whole warp calls, with places that ascend: one atomic operation a word, not a bit.
+__device__ __forceinline__ void set_bits(unsigned* bitmap, unsigned long long place, bool valid) {
+  const int lane = threadIdx.x & 31;
+  const unsigned word = valid ? static_cast<unsigned>(place >> 5) : ~0u;
+  unsigned bits = 1u << (place & 31);
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const unsigned other_word = __shfl_down_sync(FULL_WARP, word, d), other_bits = __shfl_down_sync(FULL_WARP, bits, d);
+    if (lane + d < 32 && other_word == word) bits |= other_bits;
+  }
+  const unsigned last_word = __shfl_up_sync(FULL_WARP, word, 1);
+  if (valid && (lane == 0 || last_word != word)) atomicOr(bitmap + word, bits);
+}
+
 extern "C" __global__ void __launch_bounds__(CODEC_THREADS) encode_entries(const __grid_constant__ EncodeEntries p) {
   __shared__ unsigned low_parts[CODEC_THREADS], codes[CODEC_THREADS], of_warps[2 * CODEC_WARPS];
   __shared__ double sums[CODEC_WARPS];
@@ -97,10 +111,7 @@ extern "C" __global__ void __launch_bounds__(CODEC_THREADS) encode_entries(const
       if (valid) reinterpret_cast<Entry*>(p.wire)[i] = entry;
     } else {
       const unsigned offset = static_cast<unsigned>(entry.x - p.lower);
-      if (valid) {
-        const unsigned long long place = static_cast<unsigned long long>(offset >> p.low_bits) + i;
-        atomicOr(p.wire + p.bitmap + (place >> 5), 1u << (place & 31));
-      }
+      set_bits(p.wire + p.bitmap, static_cast<unsigned long long>(offset >> p.low_bits) + i, valid);
       low_parts[t] = valid ? offset & mask : 0;
       if (p.bits == 16) {
         unsigned half = (magnitude(entry) + 0x7fffu + (magnitude(entry) >> 16 & 1u)) >> 16;
@@ -191,7 +202,7 @@ __device__ __forceinline__ unsigned decoded_value(const DecodeEntries& p, unsign
 }
 
 extern "C" __global__ void __launch_bounds__(CODEC_THREADS) decode_entries(const __grid_constant__ DecodeEntries p) {
-  __shared__ unsigned short places[32 * CODEC_THREADS];  // of the tile's bits that are set
+  __shared__ unsigned short places[32 * DECODE_WORDS];  // of the tile's bits that are set
   __shared__ unsigned of_warps[CODEC_WARPS];
   __shared__ unsigned shared_tile, before;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -207,8 +218,8 @@ extern "C" __global__ void __launch_bounds__(CODEC_THREADS) decode_entries(const
   } else {
     if (threadIdx.x == 0) shared_tile = draw_ticket(p.scan.ticket);
     __syncthreads();
-    const unsigned tile = shared_tile, at = p.bitmap + tile * CODEC_THREADS + threadIdx.x;
-    unsigned word = at < p.words ? p.wire[at] : 0;
+    const unsigned tile = shared_tile, at = p.bitmap + tile * DECODE_WORDS + threadIdx.x;
+    unsigned word = threadIdx.x < DECODE_WORDS && at < p.words ? p.wire[at] : 0;
     const unsigned inclusive = inclusive_sum(__popc(word), lane);
     if (lane == 31) of_warps[warp] = inclusive;
     __syncthreads();
@@ -230,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(CODEC_THREADS) decode_entries(const
         damage = DAMAGED_COUNT;
         break;
       }
-      const unsigned long long place = static_cast<unsigned long long>(tile) * 32 * CODEC_THREADS + places[j];
+      const unsigned long long place = static_cast<unsigned long long>(tile) * 32 * DECODE_WORDS + places[j];
       const unsigned low = low_part(p, i, mask);
       const unsigned long long offset = (place - i) << p.low_bits | low;
       // entries whose high bits are equal are neighbours in the bitmap

@@ -19,6 +19,7 @@ from collectives.cuda.launch import Kernel, compiled
 from collectives.cuda.layouts import (
     COMPACT_THREADS,
     COMPACT_TILE,
+    DECODE_WORDS,
     NARROWEST,
     NUM_COUNTERS,
     WIDEST,
@@ -154,7 +155,7 @@ class DeviceKernels:
         self, wire: DeviceEntries, layout: Any, out: DeviceEntries, damage: NDArray[np.float64]
     ) -> None:
         """As the host's; does not wait."""
-        tiles = max(1, -(-(layout.words - layout.bitmap) // 256)) if layout.bits else 1
+        tiles = max(1, -(-(layout.words - layout.bitmap) // DECODE_WORDS)) if layout.bits else 1
         self.device.launch(
             self._decode, tiles, 256,
             wire=wire.pointer, out=out.pointer, lower=layout.lower, length=layout.length, count=layout.count, bits=layout.bits,

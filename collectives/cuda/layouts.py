@@ -32,6 +32,7 @@ NUM_CANDIDATES = 65  # candidate thresholds
 NUM_COUNTERS = NUM_CANDIDATES + 1  # of sums: at the candidates, and those that are not finite
 DECISION_WORDS = 4  # before a decision's counts
 COMPACT_THREADS, COMPACT_TILE = 256, 2048  # of a block that compacts; entries that it compacts
+DECODE_WORDS = 128  # of a coded list's bitmap that a block decodes
 
 
 class Struct(ctypes.Structure):
