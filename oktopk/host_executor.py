@@ -46,7 +46,8 @@ class HostExecutor:
         if method.sparse:
             vectors.clear_update()
             plan.timer.record("apply")
-        flag = group.publish(gradient, bool(plan.problem))
+        # a device may find only now that what the last step gathered did not decode
+        flag = group.publish(gradient, bool(plan.problem) or method.codec.gathered_damage)
         summed, result = None, None
         if group.between is not None:
             summed = group.sum()
@@ -99,12 +100,17 @@ class HostExecutor:
         self._method.close()
 
     def _reduce(self, summed: Any, plan: Plan, flag: bool) -> StepResult | None:
-        """The step of this rank's shard; None where nothing of the step may be applied."""
+        """The step of this rank's shard; None where nothing of the step may be applied.
+
+        Args:
+            flag: so it is already; equal on all ranks of the host.
+        """
         method, vectors = self._method, self._vectors
         corrected, overflowed = vectors.correct(summed)
         residual = vectors.residual if method.sparse or vectors.pending else None
-        # a device may find only now that what the last step gathered did not decode
-        flag = flag or overflowed or method.codec.gathered_damage
+        if vectors.velocity is not None:
+            flags = method.transport.sum_over_shards(np.array([overflowed], np.int64))
+            flag = flag or flags[0] > 0
         try:
             return method.reduce(corrected, residual, self._out, plan, flag)
         except FlaggedRanksError:

@@ -109,7 +109,6 @@ class LocalSelection:
         k: int,
         exact: bool,
         boundaries: NDArray[np.int64] | None = None,
-        flag: bool = False,
     ) -> Selection:
         """Accumulate `gradient` into `residual`, both float32[n], and pack the largest of it.
 
@@ -117,7 +116,6 @@ class LocalSelection:
             k: entries wanted.
             exact: pack the exact top k; else reuse the threshold.
             boundaries: int64[P + 1], the regions that the list will be split by, where they are known already.
-            flag: nothing of this step may be applied.
 
         Returns:
             The selection; its entries lie in the workspace until the next call.
@@ -125,7 +123,7 @@ class LocalSelection:
         exact = exact or self.needs_exact or self.bits is None
         bits = self.lower_threshold() if exact or self.bits is None else self.bits
         packing = self._kernels.accumulate_select(gradient, residual, bits, self.buffer(k), boundaries)
-        return self.finish(packing, residual, k, bits, exact, flag)
+        return self.finish(packing, residual, k, bits, exact)
 
     def buffer(self, k: int) -> NDArray[np.void]:
         """ENTRY[2k + a block], where what is selected is packed."""
@@ -138,7 +136,6 @@ class LocalSelection:
         k: int,
         bits: int,
         exact: bool,
-        flag: bool = False,
     ) -> Selection:
         """Repack or tighten what the pass packed where the count asks for it, and learn the next threshold.
 
@@ -147,10 +144,9 @@ class LocalSelection:
             residual: float32[n], accumulated.
             bits: the threshold that was packed by.
             exact: cut the list down to the exact top k.
-            flag: nothing of this step may be applied.
         """
         mine, offsets, buffer = packing.nnz, packing.offsets, self.buffer(k)
-        nnz, flag = self._over_shards(mine, flag or packing.nonfinite > 0)
+        nnz, flag = self._over_shards(mine, packing.nonfinite > 0)
         if flag:  # nobody applies this step: learn nothing from it, but start afresh
             self.force_exact()
             nothing = SparseVector(buffer[:0], self._length)

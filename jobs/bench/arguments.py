@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
+from collectives.codec import WIRES
 from jobs.bench.device import DEVICES
 from jobs.bench.document import NCCL_ROWS, BenchError
 from jobs.bench.gradients import PROFILES
@@ -24,7 +25,16 @@ LIBRARY_METHODS = tuple(ALGORITHMS)
 OVER_MPI = "oktopk-mpi"
 OWN_ROWS = (OVER_MPI, "oktopk-into-g")
 """On a GPU: Ok-Topk kept to MPI where it could do without, and Ok-Topk whose update is written into the gradient."""
-KNOWN = {"cpu": (*METHODS, *LIBRARY_METHODS), "cuda": (*METHODS, *OWN_ROWS, *NCCL_ROWS)}
+HOST_ROWS = {
+    f"oktopk-{levels}-{wire}": {"levels": levels, "wire": wire}
+    for levels in ("flat", "hosts")
+    for wire in WIRES
+}
+"""Ok-Topk flat and in two levels, on each wire, for hosts of several ranks: name -> settings."""
+KNOWN = {
+    "cpu": (*METHODS, *LIBRARY_METHODS, *HOST_ROWS),
+    "cuda": (*METHODS, *OWN_ROWS, *NCCL_ROWS, *HOST_ROWS),
+}
 """device -> what `--methods` takes."""
 TABLES = ("gpu",)
 TABLE_METHODS = ("oktopk", *OWN_ROWS, *NCCL_ROWS)
@@ -60,8 +70,9 @@ def parser() -> argparse.ArgumentParser:
         "--methods",
         nargs="+",
         metavar="NAME",
-        help=f"Methods to measure, of {', '.join(KNOWN['cpu'])}; default: all but the last two. "
-        f"On --device cuda of {', '.join(KNOWN['cuda'])}; default: all but those that begin with oktopk-",
+        help=f"Methods to measure, of {', '.join(KNOWN['cpu'])}; default: all but mpi-ring, "
+        f"mpi-rabenseifner and those that begin with oktopk-. On --device cuda of {', '.join(KNOWN['cuda'])}; default: all but "
+        "those that begin with oktopk-. Rows such as oktopk-hosts-int4 name levels and wire",
     )
     text = f"Number of elements of the gradient; default: {VGG_LENGTH}, those of VGG-16; {SWEEP_LENGTH} with --sweep-ranks"
     add("--length", type=int, metavar="N", help=text)

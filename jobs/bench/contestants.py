@@ -8,7 +8,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from jobs.bench.arguments import OVER_MPI, OWN_ROWS
+from jobs.bench.arguments import HOST_ROWS, OVER_MPI, OWN_ROWS
 from jobs.bench.device import Device
 from jobs.bench.document import NCCL_ROWS, BenchError
 from jobs.bench.measure import Contestant, Reducer
@@ -41,10 +41,11 @@ def variants(ranks: int) -> list[Contestant]:
 
 
 def _contestant(name: str) -> Contestant:
-    method = "oktopk" if name in OWN_ROWS else name
+    method = "oktopk" if name in OWN_ROWS or name in HOST_ROWS else name
     return Contestant(
         name=name,
         method=method,
+        settings=dict(HOST_ROWS.get(name, {})),
         arguments={"peer_memory": False} if name == OVER_MPI else {},
         sparse=method in METHODS and METHODS[method].sparse,
         counted=name not in ALGORITHMS and name not in NCCL_ROWS,

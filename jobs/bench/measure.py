@@ -32,6 +32,7 @@ FIELDS = (
     "messages",
     "control_words",
     "control_messages",
+    "bytes_between",
 )
 """What is kept of each step: "seconds" is this rank's time, the rest is as in StepReport."""
 

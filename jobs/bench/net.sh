@@ -130,7 +130,9 @@ bench() {
         launch+=(--prtemca plm_ssh_agent /run/agent --prtemca prte_if_include 10.77.0.0/24)
         launch+=(--host "$list" --map-by node:OVERSUBSCRIBE --bind-to none --mca mpi_yield_when_idle 1)
         # han would hide which algorithm runs between the hosts
-        launch+=(--mca pml ob1 --mca btl self,tcp --mca btl_tcp_if_include 10.77.0.0/24 --mca coll ^han)
+        local transports=self,tcp
+        [ "$ranks" -le "$hosts" ] || transports=self,sm,tcp  # shared memory inside a host
+        launch+=(--mca pml ob1 --mca btl "$transports" --mca btl_tcp_if_include 10.77.0.0/24 --mca coll ^han)
         methods+=(mpi-ring mpi-rabenseifner)
         ;;
     mpich)

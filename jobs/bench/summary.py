@@ -56,6 +56,7 @@ def summarize(
         "floors": floors,
         "device_stages": device_stages(samples.on_device, floors),
         "words": _traffic(fields["words"]),
+        "bytes_between": _traffic(fields["bytes_between"]),
         "messages": _traffic(fields["messages"]),
         "control_words": _traffic(fields["control_words"]),
         "control_messages": _traffic(fields["control_messages"]),

@@ -108,6 +108,7 @@ def traffic_table(methods: list[Record]) -> str:
         ("mean", counted("words.mean", missing="not counted")),
         ("busiest", counted("words.busiest")),
         ("by formula", by_formula),
+        ("bytes to other hosts", counted("bytes_between.mean")),
         ("control", counted("control_words.mean")),
         ("messages", counted("messages.mean", "{:.1f}")),
         ("control", counted("control_messages.mean", "{:.1f}")),

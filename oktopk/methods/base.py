@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -122,9 +123,10 @@ class SparseMethod(Method):
         overflowed: bool = False,
     ) -> StepResult:
         assert residual is not None, f"{self.name} needs a residual"
-        known = self.known_regions(plan)
-        selection = self.selection.select(gradient, residual, plan.k, plan.exact, known, overflowed)
+        selection = self.selection.select(gradient, residual, plan.k, plan.exact, self.known_regions(plan))
         all_added = not selection.nonfinite
+        if overflowed:
+            selection = replace(selection, flag=True)
         plan.timer.record("select")
         try:
             return self.exchange(selection, out, plan)

@@ -38,13 +38,12 @@ class GaussianSelection(LocalSelection):
         k: int,
         exact: bool,
         boundaries: NDArray[np.int64] | None = None,
-        flag: bool = False,
     ) -> Selection:
         buffer = self.buffer(k)
         total, squares, nonfinite = self._kernels.accumulate_moments(gradient, residual)
-        if nonfinite or flag:
+        if nonfinite:
             self.needs_exact = True
-            return Selection(SparseVector(buffer[:0], self._length), nonfinite, False, math.nan, flag=flag)
+            return Selection(SparseVector(buffer[:0], self._length), nonfinite, False, math.nan)
         fitted = self._fit(total, squares, k)
         exact = exact or self.needs_exact
         bits = NOTHING if exact else max(1, magnitude_bits(min(fitted * self.correction, 3e38)))

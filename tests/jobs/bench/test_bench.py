@@ -83,6 +83,21 @@ def test_a_bench_of_all_methods_on_four_ranks(tmp_path: Path) -> None:
     assert draw(path, tmp_path)[0].stat().st_size > 20_000
 
 
+def test_a_rows_name_says_levels_and_wire(tmp_path: Path) -> None:
+    rows, path = ("oktopk-flat-plain", "oktopk-hosts-int4"), tmp_path / "bench.json"
+    assert run(options("--methods", ",".join(rows), "--json", str(path)), comm=MPI.COMM_SELF) == 0
+    (entry,) = read(path)["runs"]
+    methods = by_name(entry)
+    assert [methods[name]["settings"] for name in rows] == [
+        {"levels": "flat", "wire": "plain"},
+        {"levels": "hosts", "wire": "int4"},
+    ]
+    assert {"host_sum", "host_gather"} <= {*methods[rows[1]]["stages"]["all"]} - {
+        *methods[rows[0]]["stages"]["all"]
+    }
+    assert all(methods[name]["bytes_between"]["mean"] == 0 for name in rows)
+
+
 @pytest.mark.timeout(PATIENCE)
 def test_a_sweep_starts_its_own_ranks(tmp_path: Path) -> None:
     path = tmp_path / "sweep.json"
