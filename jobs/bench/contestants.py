@@ -15,7 +15,7 @@ from jobs.bench.measure import Contestant, Reducer
 from jobs.bench.mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
 from jobs.bench.nccl import NcclAllreduce, require_nccl
 from jobs.bench.options import Options
-from oktopk import METHODS, GradientAllreduce
+from oktopk import METHODS, GradientAllreduce, StepReport
 
 
 def contestants(options: Options, ranks: int) -> list[Contestant]:
@@ -84,6 +84,35 @@ def chooses_transport() -> bool:
     return "peer_memory" in inspect.signature(GradientAllreduce).parameters
 
 
+class FromBuffer:
+    """Ok-Topk in two levels whose gradient lies in `gradient_buffer` when a step begins, as DistributedOptimizer's does.
+
+    Args:
+        reducer: in two levels.
+    """
+
+    def __init__(self, reducer: GradientAllreduce) -> None:
+        self.reducer = reducer
+
+    @property
+    def update(self) -> Any:
+        """That of the reducer."""
+        return self.reducer.update
+
+    def load(self, gradient: Any) -> Any:
+        """As `InPlace.load`."""
+        self.reducer.gradient_buffer[:] = gradient  # type: ignore[index]
+        return self.reducer.gradient_buffer
+
+    def step(self, gradient: Any) -> StepReport:
+        """As the reducer's."""
+        return self.reducer.step(gradient)
+
+    def close(self) -> None:
+        """As the reducer's."""
+        self.reducer.close()
+
+
 def make_reducer(
     contestant: Contestant, options: Options, length: int, device: Device, comm: MPI.Intracomm
 ) -> Reducer:
@@ -111,6 +140,8 @@ def make_reducer(
         **contestant.arguments,
         **settings,
     )
+    if reducer.gradient_buffer is not None:
+        return FromBuffer(reducer)
     if not contestant.into_gradient:
         return reducer
     from jobs.bench.gpu.device import Cuda, IntoGradient
