@@ -23,6 +23,7 @@ An entry of value 0, which no selection holds, counts as the smallest magnitude 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -213,9 +214,13 @@ class CodedEntries:
         kernels: that code, of the transport whose entries these are.
         workspace: of the transport.
         ranks: of the transport.
+        names: int[ranks], what messages call them; None: by their numbers.
     """
 
-    def __init__(self, name: str, kernels: Any, workspace: Any, ranks: int) -> None:
+    def __init__(
+        self, name: str, kernels: Any, workspace: Any, ranks: int, names: Sequence[int] | None = None
+    ) -> None:
+        self._names = range(ranks) if names is None else names
         self.name = name
         self.rounds = name not in EXACT_WIRES
         self._bits, self._kernels, self._workspace = VALUE_BITS[name], kernels, workspace
@@ -269,7 +274,7 @@ class CodedEntries:
     def take_damage(self) -> str:
         worst = self._report[:, _DAMAGED:].max(axis=1).astype(int)
         self._report[:, _DAMAGED:] = 0
-        found = [f"rank {rank}: {DAMAGES[kind]}" for rank, kind in enumerate(worst) if kind]
+        found = [f"rank {self._names[rank]}: {DAMAGES[kind]}" for rank, kind in enumerate(worst) if kind]
         return f"{self.name} entries are damaged that came from {', '.join(found)}" if found else ""
 
     @property
@@ -287,6 +292,10 @@ class CodedEntries:
         return layout
 
 
-def make_codec(name: str, kernels: Any, workspace: Any, ranks: int) -> Codec:
-    """The codec of a name in WIRES; plain where nothing travels."""
-    return PLAIN if name == "plain" or ranks == 1 else CodedEntries(name, kernels, workspace, ranks)
+def make_codec(
+    name: str, kernels: Any, workspace: Any, ranks: int, names: Sequence[int] | None = None
+) -> Codec:
+    """The codec of a name in WIRES; plain where nothing travels. Arguments as of CodedEntries."""
+    if name == "plain" or ranks == 1:
+        return PLAIN
+    return CodedEntries(name, kernels, workspace, ranks, names)

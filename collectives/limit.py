@@ -57,7 +57,7 @@ def wait_for_all(comm: MPI.Intracomm, limit: Limit) -> None:
     if comm.Get_size() > 1:
         wait_for_request(comm.Ibarrier(), (), comm, _CALLERS_TAG, limit)
         if someone_gave_up(comm, _CALLERS_TAG):
-            raise missing_ranks(comm, _CALLERS_TAG, limit, waited=False)
+            raise missing_ranks(comm, _CALLERS_TAG, limit)
 
 
 def wait_for_request(
@@ -68,7 +68,7 @@ def wait_for_request(
     Args:
         request: of the operation.
         arrays: that it reads and writes.
-        comm, tag: of the notes of ranks that give up.
+        comm, tag: of the notes of ranks that give up; the operation may be among some of its ranks.
 
     Raises:
         MissingRanksError: ranks did not come in time.
@@ -79,7 +79,7 @@ def wait_for_request(
         if waited > early:
             if someone_gave_up(comm, tag) or (waited > limit.seconds and not _debugged()):
                 _ABANDONED.append((request, arrays))
-                raise missing_ranks(comm, tag, limit, waited=True)
+                raise missing_ranks(comm, tag, limit, waited)
             time.sleep(_PAUSE)
 
 
@@ -88,16 +88,18 @@ def someone_gave_up(comm: MPI.Intracomm, tag: int) -> bool:
     return comm.Iprobe(MPI.ANY_SOURCE, tag)
 
 
-def missing_ranks(comm: MPI.Intracomm, tag: int, limit: Limit, waited: bool) -> MissingRanksError:
-    """Tell all ranks that this one gives up, and hear from those that are here which of them waited.
+def missing_ranks(
+    comm: MPI.Intracomm, tag: int, limit: Limit, waited: float | None = None
+) -> MissingRanksError:
+    """Tell all ranks that this one gives up, and hear from those that are here how long they have waited.
 
     Args:
-        waited: whether this rank did; else it came too late.
+        waited: seconds that this rank has; None: it came when the others had given up.
     """
     rank, size = comm.Get_rank(), comm.Get_size()
-    note = np.array([waited], np.int64)
+    note = np.array([-1 if waited is None else int(1e3 * waited)], np.int64)
     _ABANDONED.append((note, [comm.Isend(note, other, tag) for other in range(size) if other != rank]))
-    came = {rank: waited}
+    came = {rank: int(note[0])}
     give_up = time.monotonic() + _ANSWER
     while len(came) < size and time.monotonic() < give_up:
         if not someone_gave_up(comm, tag):
@@ -105,8 +107,10 @@ def missing_ranks(comm: MPI.Intracomm, tag: int, limit: Limit, waited: bool) -> 
             continue
         status, theirs = MPI.Status(), np.empty(1, np.int64)
         comm.Recv(theirs, MPI.ANY_SOURCE, tag, status)
-        came[status.Get_source()] = bool(theirs[0])
-    late = [other for other in range(size) if not came.get(other)]
+        came[status.Get_source()] = int(theirs[0])
+    late = [other for other in range(size) if came.get(other, -1) < 0]
+    if not late:  # the last to come began to wait while the others were giving up
+        late = [min(came, key=lambda other: came[other])]
     return MissingRanksError(limit.what, late, limit.seconds, limit.advice)
 
 

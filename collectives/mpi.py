@@ -84,6 +84,21 @@ def on_this_host(comm: MPI.Intracomm) -> tuple[int, int]:
         host.Free()
 
 
+class GivenUp:
+    """What a transport and those that are split off it know of ranks that did not come.
+
+    Args:
+        comm: of the transport; carries the notes of ranks that give up, so that all hear of it wherever they wait.
+
+    Attributes:
+        error: that this rank has raised, None before.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self.error: MissingRanksError | None = None
+
+
 class MpiTransport(Transport):
     """Host arrays over MPI.
 
@@ -102,12 +117,12 @@ class MpiTransport(Transport):
         self.ranks = list(range(self.size))
         # what the next control operation begins, and the seconds that ranks may come late to it
         self._expected: Limit | None = None
-        self._missing: MissingRanksError | None = None
+        self._given_up = GivenUp(self.comm)
         self._last_collected = time.monotonic()  # when an expected operation ended
 
     def close(self) -> None:
         # where an operation was given up, MPI may still be working on it
-        if self.comm != MPI.COMM_NULL and self._missing is None:
+        if self.comm != MPI.COMM_NULL and not self.gave_up:
             self.comm.Free()
 
     def allocate(self, length: int) -> NDArray[np.float32]:
@@ -153,8 +168,8 @@ class MpiTransport(Transport):
         return total
 
     def expect_all(self, what: str, seconds: float, advice: str = EVERY_RANK_CALLS) -> None:
-        if self._missing is not None:
-            raise self._missing
+        if self._given_up.error is not None:
+            raise self._given_up.error
         if self.size > 1:
             self._expected = Limit(what, seconds, advice)
 
@@ -163,7 +178,7 @@ class MpiTransport(Transport):
 
     @property
     def gave_up(self) -> bool:
-        return self._missing is not None
+        return self._given_up.error is not None
 
     def _collect(
         self, blocking: Callable[..., Any], nonblocking: Callable[..., MPI.Request], *arrays: NDArray[Any]
@@ -173,16 +188,16 @@ class MpiTransport(Transport):
             blocking(*arrays)
             return
         limit, self._expected = self._expected, None
+        notes = self._given_up.comm
         try:
-            wait_for_request(nonblocking(*arrays), arrays, self.comm, _GAVE_UP, limit)
+            wait_for_request(nonblocking(*arrays), arrays, notes, _GAVE_UP, limit)
             # the others can have given up only about as long after the last operation; looking costs a round of MPI's progress
             since, self._last_collected = time.monotonic() - self._last_collected, time.monotonic()
-            if since > limit.seconds / 2 and someone_gave_up(self.comm, _GAVE_UP):
-                raise missing_ranks(self.comm, _GAVE_UP, limit, waited=False)
+            if since > limit.seconds / 2 and someone_gave_up(notes, _GAVE_UP):
+                raise missing_ranks(notes, _GAVE_UP, limit)
         except MissingRanksError as error:
-            missing = [self.ranks[rank] for rank in error.ranks]
-            self._missing = MissingRanksError(limit.what, missing, limit.seconds, limit.advice)
-            raise self._missing from None
+            self._given_up.error = error
+            raise
 
     def barrier(self) -> None:
         self._collect(self.comm.Barrier, self.comm.Ibarrier)
@@ -229,6 +244,7 @@ class MpiTransport(Transport):
         members = comm.allgather(self.rank)
         comm.Free()
         part.hosts = [self.hosts[rank] for rank in members]
+        part._given_up = self._given_up
         part.ranks = [self.ranks[rank] for rank in members]
         return part
 

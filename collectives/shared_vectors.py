@@ -31,17 +31,23 @@ class SharedVectors:
     def __init__(self, transport: Transport, length: int) -> None:
         # whole pages, so that rows are aligned
         stride = -(-length * np.dtype(np.float32).itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
-        file, problem, path = -1, "", ""
-        if transport.rank == 0:
-            file = os.memfd_create("oktopk")
-            os.ftruncate(file, transport.size * stride)
-            path = f"/proc/{os.getpid()}/fd/{file}"
-        path = transport.allgather_objects(path)[0]
+        file, problem, path, identity = -1, "", "", (0, 0)
         try:
-            if transport.rank:
-                file = os.open(path, os.O_RDWR)
-            memory = mmap.mmap(file, transport.size * stride)
+            if transport.rank == 0:
+                file = os.memfd_create("oktopk")
+                os.ftruncate(file, transport.size * stride)
+                path, identity = f"/proc/{os.getpid()}/fd/{file}", _identity(file)
         except OSError as error:
+            problem = str(error)
+        problem, path, identity = transport.allgather_objects((problem, path, identity))[0]
+        try:
+            if transport.rank and not problem:
+                file = os.open(path, os.O_RDWR)
+                if _identity(file) != identity:  # ranks that number processes differently
+                    problem = f"{path} is another file there"
+            if not problem:
+                memory = mmap.mmap(file, transport.size * stride)
+        except (OSError, ValueError) as error:
             problem = str(error)
         problems = transport.allgather_objects(problem)
         if file >= 0:
@@ -53,3 +59,9 @@ class SharedVectors:
         self.rows: NDArray[np.float32] = np.frombuffer(memory, np.float32).reshape(transport.size, -1)[
             :, :length
         ]
+
+
+def _identity(file: int) -> tuple[int, int]:
+    """What no other file of the machine has."""
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino

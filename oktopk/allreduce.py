@@ -106,9 +106,10 @@ class GradientAllreduce:
         ValueError: an argument is out of range, the device cannot be used, or ranks disagree; on every rank alike.
         MissingRanksError: ranks did not come within `Settings.timeout`; on the others, and on a missing rank when it comes.
 
-    Memory: n words of update; n of residual where the method is sparse; n of velocity with momentum correction; as many
-        again of both with nonfinite="skip"; n/2 of scratch from the first dense step on; 3n/2 from the first measured step
-        on; the lists of the method, O(k) for Ok-Topk where regions balance.
+    Memory: n words of update; n of residual where the method is sparse; n of velocity with momentum correction; as many again of
+        both with nonfinite="skip"; n/2 of scratch from the first dense step on; 3n/2 from the first measured step on; the lists
+        of the method, O(k) for Ok-Topk where regions balance. In two levels n elements of gradient, n/G words of residual, of
+        velocity and of sums, and n words of scratch in each dense step.
     Traffic: that of the method, see `oktopk.methods`; a barrier and one allgather of the settings at construction.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
 
@@ -246,14 +247,20 @@ class GradientAllreduce:
 
     @property
     def gradient_buffer(self) -> NDArray[np.float32] | None:
-        """float32[n] of the gradient type, to be filled and given to `step`, which then copies nothing; None in flat steps."""
+        """[n] of the gradient type, to be filled and given to `step`, which then copies nothing. None in flat steps.
+
+        Not valid after `close`.
+        """
         return None if self._group is None else self._group.gradient
 
     def gathered_residual(self) -> NDArray[np.float32]:
-        """float32[n] on the host's memory, whose sum over the ranks is all that was not applied. Collective.
+        """float32[n] in CPU memory, whose sum over the ranks is all that was not applied. Collective.
 
         In flat steps this rank's residual. In two levels that of the whole host on its first rank, and zero on the others.
         """
+        self._expect_all("gathered_residual")
+        self.transport.barrier()
+        self._expect_none()
         with self.backend.stream_scope():
             residual = self._vectors.residual
             if residual is None:
@@ -375,8 +382,11 @@ class GradientAllreduce:
         with self.backend.stream_scope():
             self._complete()
             self._expect_step()
-            if not self.transport.allreduce_control(np.array([wanted], np.int64))[0]:
-                return None
+            try:
+                if not self.transport.allreduce_control(np.array([wanted], np.int64))[0]:
+                    return None
+            finally:
+                self._expect_none()
             method, k = self._method_at(self.steps)
         plan = Plan(k, exact=False, new_boundaries=False, scale=1.0, timer=StageTimer())
         self.steps += 1
@@ -469,6 +479,9 @@ class GradientAllreduce:
             begun.handle = self._executors[method.name].begin(gradient, plan)
         except FlaggedRanksError as flagged:
             return self._skipped_report(begun, flagged.ranks)
+        except ValueError:
+            self._take_traffic()
+            raise
         self._last_k = k
         if not begun.handle.deferred:
             return self._end(begun)
@@ -532,12 +545,20 @@ class GradientAllreduce:
         problem = state_problem(state, self)
         common: dict[str, Any] = {}
         agreed: dict[str, Any] = {}
+        learned: dict[str, Any] = {}
         if not problem:
             common = {name: state.get(name) for name in ("steps", "sparse_steps", "last_k", "unaided")}
             agreed = {name: METHODS[name].agreed_state(theirs) for name, theirs in state["methods"].items()}
+            learned = {
+                name: [theirs.get("selection"), theirs.get("threshold")]
+                for name, theirs in state["methods"].items()
+            }
         self._expect_all("load_state_dict")
         if self._group is not None:
-            problem, agreed = self._group.disagreement(agreed, problem), {}
+            self.transport.barrier()  # names those that do not come
+            found, agreed = self._group.disagreement(agreed, learned), {}
+            problem = problem or found
+            self._expect_none()
         self.transport.agree(common | agreed, problem)
         with self.backend.stream_scope():
             self._load(state)
@@ -664,6 +685,8 @@ class GradientAllreduce:
             if settings.levels == "hosts":
                 raise
             self.flat_reason = str(error)
+            if self.transport.rank == 0:
+                warnings.warn(f"steps are flat, not in two levels: {error}", stacklevel=4)
             return None
 
     def _skipped_report(self, begun: _BegunStep, ranks: list[int]) -> StepReport:

@@ -79,7 +79,9 @@ def redistribute(
         if new_hosts is not None:
             layout = Layout(tuple(new_hosts), length)
             shard = after[index].index(rank)
-            sums = {name: None if v is None else layout.extract(v, shard) for name, v in sums.items()}
+            sums = {
+                name: None if v is None else _as_read(layout.extract(v, shard), v) for name, v in sums.items()
+            }
     # As after a change of k: thresholds and boundaries of the old ranks are not reused.
     changed = {**sums, "last_k": None, "rank": rank, "ranks": ranks, "hosts": new_hosts}
     if saved_hosts is not None or new_hosts is not None:
@@ -103,6 +105,7 @@ def _whole_vectors(
 ) -> dict[str, Any]:
     """Residual and velocity that some saved ranks hold together, float32[n] or None."""
     whole: dict[str, Any] = dict.fromkeys(VECTORS)
+    kinds: dict[str, Any] = {}
     for shard, saved in enumerate(holder):
         state = read(saved)
         state = state.get("reducer", state)
@@ -113,4 +116,11 @@ def _whole_vectors(
                 if whole[name] is None:
                     whole[name] = np.zeros(length, np.float32)
                 Layout(tuple(hosts), length).insert(state[name], shard, whole[name])
-    return whole
+                kinds[name] = state[name]
+    return {name: _as_read(vector, kinds.get(name)) for name, vector in whole.items()}
+
+
+def _as_read(vector: Any, template: Any) -> Any:
+    """A vector of the kind that was read: a NumPy array, or a torch tensor."""
+    convert = getattr(template, "new_tensor", None)
+    return convert(vector) if isinstance(vector, np.ndarray) and convert is not None else vector

@@ -56,6 +56,9 @@ class HostExecutor:
         flagged = group.between is not None and result is None
         outcomes = group.share_outcome(_outcome(result, flagged))
         if outcomes[:, 0].any():
+            if result is not None and method.sparse:  # only another shard found something
+                corrected = summed if vectors.velocity is None else vectors.velocity
+                method.kernels.undo_accumulate(corrected, vectors.residual, True)
             vectors.undo(summed)
             raise self._flagged(gradient, plan)
         mine, update = None, None
@@ -76,7 +79,10 @@ class HostExecutor:
     def _of_host(
         self, mine: StepResult | None, update: SparseVector | None, outcomes: NDArray[np.int64]
     ) -> StepResult:
-        """The result of the whole host's step, equal on all its ranks: the entries of all shards, the thresholds of the first."""
+        """The result of the whole host's step: the entries of all shards, the thresholds of the first.
+
+        Equal on all ranks of the host but for what this rank selected and what was rounded.
+        """
         _, _, _, local_exact, global_exact, *bits = outcomes[0].tolist()
         local, whole = (bits_magnitude(b) if b else math.nan for b in bits)
         length = self._group.layout.length

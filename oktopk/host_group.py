@@ -29,11 +29,12 @@ class HostGroup:
         ValueError: the ranks of a host cannot read each other's gradients, or there is no memory for them; on every rank alike.
 
     Attributes:
-        host: among the ranks of this host.
-        between: among the ranks that hold this shard on the other hosts; None where this rank holds no shard.
+        host: transport among the ranks of this host.
+        between: transport among the ranks that hold this shard on all hosts; None where this rank holds no shard.
         layout: of the vector.
         shard: of this rank, None for a rank that holds none.
-        gradient: float32[n], where this rank's gradient may be written for steps to read it without a copy.
+        gradient: [n] of the gradient type, where this rank's may be written for steps to read it without a copy; not valid after
+            `close`.
 
     Memory: n words of gradient and n/G of sums.
     """
@@ -41,6 +42,7 @@ class HostGroup:
     def __init__(
         self, transport: Transport, layout: Layout, backend: Backend, peer_memory: bool | None
     ) -> None:
+        self._rank = transport.rank
         number = layout.hosts[transport.rank]
         self.layout, self.shard = layout, layout.shard_of(transport.rank)
         self._backend = backend
@@ -66,6 +68,7 @@ class HostGroup:
             transport.agree({}, problem)
             opened.pop_all()
         self.gradient = self._shared.mine
+        self._limit: tuple[str, float, str] | None = None
 
     def publish(self, gradient: Any, flag: bool) -> bool:
         """Let the other ranks of the host read this rank's gradient. Collective.
@@ -90,8 +93,10 @@ class HostGroup:
     def share_outcome(self, outcome: list[int]) -> NDArray[np.int64]:
         """int64[G, m], what every rank of the host says of its shard's step. Collective.
 
-        After it every rank has read the gradients of the host, which may change.
+        After it every rank has read the gradients of the host, which may change. A limit that `expect_all` set holds for it, too.
         """
+        if self._limit is not None:
+            self.host.expect_all(*self._limit)
         return self.host.allgather_control(np.array(outcome, np.int64))
 
     def share_entries(self, mine: SparseVector | None, counts: NDArray[np.int64]) -> SparseVector:
@@ -151,22 +156,32 @@ class HostGroup:
             self.layout.insert(part, self.shard, whole)
         return whole
 
-    def disagreement(self, mine: dict[str, Any], problem: str) -> str:
-        """`problem`, or else why the ranks that hold this shard on the hosts do not agree; "" if they do. Collective."""
-        if self.between is not None:
+    def disagreement(self, shard: dict[str, Any], whole: dict[str, Any]) -> str:
+        """Why ranks that must hold the same do not, in a sentence; "" if they do. Collective.
+
+        Args:
+            shard: name -> plain value, equal on the ranks that hold this shard on all hosts.
+            whole: the same, equal on the ranks of this host that hold a shard.
+        """
+        problem = ""
+        for where, transport, mine in (("shard", self.between, shard), ("host", self._shards, whole)):
+            number = self.shard if where == "shard" else self.layout.hosts[self._rank]
             try:
-                self.between.agree(mine)
+                if transport is not None:
+                    transport.agree(mine)
             except ValueError as error:
-                return problem or f"shard {self.shard}: {error}"
+                problem = problem or f"among the ranks of {where} {number} {error}"
         return problem
 
     def expect_all(self, what: str, seconds: float, advice: str) -> None:
-        """As `Transport.expect_all`, for the next operation among the ranks of the host, and between hosts."""
+        """As `Transport.expect_all`, for the next operation in the host and between hosts; see `share_outcome`."""
+        self._limit = what, seconds, advice
         for transport in self._transports:
-            transport.expect_all(what, seconds, advice)
+            transport.expect_all(*self._limit)
 
     def expect_none(self) -> None:
         """As `Transport.expect_none`."""
+        self._limit = None
         for transport in self._transports:
             transport.expect_none()
 

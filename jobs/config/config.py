@@ -65,6 +65,8 @@ class Config(Section):
             ("reduction.momentum_correction", 0.0),
             ("reduction.average", True),
             ("reduction.wire", "auto"),
+            ("reduction.levels", "auto"),
+            ("reduction.ranks_per_host", 0),
             ("run.record_gradients", ""),
             ("run.measure_every", 0),
         ):

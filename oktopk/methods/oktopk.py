@@ -39,7 +39,9 @@ class OkTopk(SparseMethod):
         super().__init__(length, transport, kernels, settings)
         self.threshold = GlobalThreshold(kernels, settings.drift_tolerance)
         self.regions = Regions(length, transport)
-        self.codec = make_codec(settings.wire, transport.kernels, transport.workspace, transport.size)
+        self.codec = make_codec(
+            settings.wire, transport.kernels, transport.workspace, transport.size, transport.ranks
+        )
 
     @property
     def boundaries(self) -> NDArray[np.int64] | None:

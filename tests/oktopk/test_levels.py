@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -479,17 +480,87 @@ def test_auto_takes_two_levels_where_several_hosts_have_several_ranks(comm: MPI.
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_rank_that_does_not_come_is_named_by_those_of_its_host(comm: MPI.Intracomm) -> None:
-    reducer = two_levels(comm, "cpu", comm.size, timeout=1.0)
+@pytest.mark.parametrize("ranks_per_host", [8, 2, 3], ids=["one host", "two each", "three each"])
+def test_a_rank_that_does_not_come_is_named_on_all_hosts(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, ranks_per_host: int
+) -> None:
+    monkeypatch.setattr("collectives.limit._ANSWER", 1.5)
+    reducer = two_levels(comm, "cpu", ranks_per_host, timeout=1.0)
     gradient = np.ones(LENGTH, np.float32)
     reducer.step(gradient)
-    missing = comm.size - 1
+    missing = comm.size - 1  # in some cases alone on its host, in others the second one, or without a shard
     if comm.rank == missing:
-        time.sleep(2.5)
+        time.sleep(4.0)
     with pytest.raises(MissingRanksError) as caught:
         reducer.step(gradient)
     assert caught.value.ranks == [missing]
+    reducer.close()  # does not wait for ranks that are not there
     comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_what_one_shard_cannot_decode_is_taken_back_in_all_shards(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, momentum: float
+) -> None:
+    reducer = two_levels(comm, "cpu", 2, wire="float32", momentum_correction=momentum)
+    rng = np.random.default_rng(comm.rank)
+    gradients = [rng.integers(-99, 100, LENGTH).astype(np.float32) for _ in range(3)]
+    reducer.step(gradients[0])
+    before = reducer.gathered_residual()
+    group = reducer._group
+    assert group is not None
+    codec = reducer._methods["oktopk"].codec
+    if group.shard == 0:
+        checked = codec.check_gathered
+        damage = f"float32 entries are damaged that came from rank {comm.rank}"
+        monkeypatch.setattr(codec, "check_gathered", lambda: (_ for _ in ()).throw(ValueError(damage)))
+    with pytest.raises(ValueError, match="damaged that came from rank"):
+        reducer.step(gradients[1])
+    if group.shard == 0:
+        monkeypatch.setattr(codec, "check_gathered", checked)
+    assert np.allclose(reducer.gathered_residual(), before, atol=1e-4)
+    assert not get(reducer.update).any()
+    assert not reducer.step(gradients[2]).skipped
+    reducer.close()
+
+
+@pytest.mark.mpi(min_size=4)
+def test_states_of_shards_that_learned_something_else_are_refused(comm: MPI.Intracomm) -> None:
+    rng = np.random.default_rng(comm.rank)
+    states = []
+    for scale in (1, 30):
+        reducer = two_levels(comm, "cpu", 2)
+        for _ in range(3):
+            reducer.step((scale * rng.standard_normal(LENGTH)).astype(np.float32))
+        states.append(reducer.state_dict())
+        if scale == 1:
+            reducer.close()
+    group = reducer._group
+    assert group is not None
+    mixed = states[int(group.shard == 0)]
+    with pytest.raises(ValueError, match="among the ranks of host 0 ranks disagree on oktopk"):
+        reducer.load_state_dict(mixed)
+    reducer.load_state_dict(states[1])
+    reducer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_host_that_cannot_share_memory_is_a_sentence_or_flat(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_file(name: str) -> int:
+        raise OSError(24, "Too many open files")
+
+    if comm.rank == 0:
+        monkeypatch.setattr("os.memfd_create", no_file)
+    with pytest.raises(ValueError, match="no memory that the ranks of a host share: .*Too many open files"):
+        two_levels(comm, "cpu", 2)
+    if comm.size % 2 == 0 and comm.size > 2:
+        with pytest.warns(UserWarning, match="steps are flat") if comm.rank == 0 else nullcontext():
+            reducer = GradientAllreduce(comm, 100, ranks_per_host=2)
+        assert reducer.levels == "flat" and "Too many open files" in reducer.flat_reason
+        reducer.close()
 
 
 @pytest.mark.mpi

@@ -95,8 +95,8 @@ def test_rows_and_types_of_the_table_can_be_chosen() -> None:
         (["--budget", "9"], "--budget is for --table"),
         (["--gradient-type", "bfloat16"], "gradient type 'bfloat16' is not one of float32 on --device cpu"),
         (["--methods", "nccl"], "method 'nccl' is not one of dense, oktopk, "),
-        (["--methods", "oktopk-mpi"], "mpi-rabenseifner on --device cpu"),
-        (["--device", "cuda", "--methods", "mpi"], "nccl, nccl-bf16 on --device cuda"),
+        (["--methods", "oktopk-mpi"], "oktopk-hosts-int4 on --device cpu"),
+        (["--device", "cuda", "--methods", "mpi"], "oktopk-hosts-int4 on --device cuda"),
     ],
 )
 def test_what_cannot_be_measured_on_gpus_is_refused(words: list[str], message: str) -> None:
