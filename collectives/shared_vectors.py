@@ -25,7 +25,7 @@ class SharedVectors:
         RuntimeError: the ranks cannot map one another's memory; on every rank alike, naming the ranks.
 
     Attributes:
-        rows: float32[P, length]; row r is rank r's to write. Zero at first.
+        rows: float32[P, length and more, to whole pages], C-contiguous; row r is rank r's to write. Zero at first.
     """
 
     def __init__(self, transport: Transport, length: int) -> None:
@@ -56,9 +56,7 @@ class SharedVectors:
             texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
             raise RuntimeError(f"no memory that the ranks of a host share: {texts}")
         # freed with the last array that reads it
-        self.rows: NDArray[np.float32] = np.frombuffer(memory, np.float32).reshape(transport.size, -1)[
-            :, :length
-        ]
+        self.rows: NDArray[np.float32] = np.frombuffer(memory, np.float32).reshape(transport.size, -1)
 
 
 def _identity(file: int) -> tuple[int, int]:

@@ -117,7 +117,7 @@ class SharedGradients:
 
     def __init__(self, transport: Transport, length: int) -> None:
         self._rows = SharedVectors(transport, length).rows
-        self.mine: Any = self._rows[transport.rank]
+        self.mine: Any = self._rows[transport.rank, :length]
 
     def publish(self, gradient: NDArray[np.float32]) -> None:
         """Make this rank's gradient what the others read; nothing to copy where it is `mine`."""

@@ -368,7 +368,7 @@ def sum_shard(
     """Sum one shard of several gradients, in their order.
 
     Args:
-        gradients: float32[G, n].
+        gradients: float32[G, n or more].
         block, shards, shard: of the block-cyclic layout, as `oktopk.levels.Layout`.
         out: float32[elements of the shard].
 
