@@ -124,9 +124,20 @@ class SharedGradients:
         if not np.may_share_memory(gradient, self.mine):
             self.mine[:] = gradient
 
-    def sum_shard(self, layout: Layout, shard: int, out: NDArray[np.float32]) -> None:
-        """Sum a shard of all ranks' gradients in rank order, after a barrier that follows `publish`."""
-        kernels.sum_shard(self._rows, layout.block, layout.shards, shard, out)
+    def sum_of_shard(self, layout: Layout, shard: int, out: Any) -> Any:
+        """The sum of a shard of all ranks' gradients in rank order, after a barrier that follows `publish`.
+
+        Args:
+            out: float32[shard], for the sum where it is taken at once.
+
+        Returns:
+            What `accumulate_select` and `undo_accumulate` of the kernels take as a gradient; `whole_sum` makes it `out`.
+        """
+        return kernels.ShardSum(self._rows, layout.block, layout.shards, shard, out)
+
+    def whole_sum(self, taken: Any) -> Any:
+        """float32[shard] of what `sum_of_shard` returned."""
+        return taken.summed()
 
     def close(self) -> None:
         """Let go of the memory, which is freed with the last array that reads it. Collective."""

@@ -50,7 +50,8 @@ class HostExecutor:
         flag = group.publish(gradient, bool(plan.problem) or method.codec.gathered_damage)
         summed, result = None, None
         if group.between is not None:
-            summed = group.sum()
+            # only a selection can sum while it reads
+            summed = group.sum(at_once=vectors.velocity is not None or not method.sparse)
             plan.timer.record("host_sum")
             result = self._reduce(summed, plan, flag)
         flagged = group.between is not None and result is None

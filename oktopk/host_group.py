@@ -84,11 +84,15 @@ class HostGroup:
         # it is also the barrier after which the gradients may be read
         return bool(self.host.allreduce_control(np.array([flag], np.int64))[0])
 
-    def sum(self) -> Any:
-        """float32[shard]: the sum of the host's published gradients in rank order; unchanged until the next call."""
+    def sum(self, at_once: bool) -> Any:
+        """The sum of this rank's shard of the host's published gradients, in rank order; valid until they change.
+
+        Args:
+            at_once: as float32[shard]; else as what `accumulate_select` of the kernels takes, which may sum while it reads.
+        """
         assert self.shard is not None
-        self._shared.sum_shard(self.layout, self.shard, self._sum)
-        return self._sum
+        taken = self._shared.sum_of_shard(self.layout, self.shard, self._sum)
+        return self._shared.whole_sum(taken) if at_once else taken
 
     def share_outcome(self, outcome: list[int]) -> NDArray[np.int64]:
         """int64[G, m], what every rank of the host says of its shard's step. Collective.

@@ -42,8 +42,30 @@ class Packing:
     offsets: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class ShardSum:
+    """One shard of the sum of several gradients, added up in their order where a kernel reads it.
+
+    Attributes:
+        gradients: float32[G, n or more], C-contiguous.
+        block, shards, shard: of the block-cyclic layout, as `oktopk.levels.Layout`.
+        out: float32[elements of the shard], where `summed` writes.
+    """
+
+    gradients: NDArray[np.float32]
+    block: int
+    shards: int
+    shard: int
+    out: NDArray[np.float32]
+
+    def summed(self) -> NDArray[np.float32]:
+        """The sum as one vector."""
+        sum_shard(self.gradients, self.block, self.shards, self.shard, self.out)
+        return self.out
+
+
 def accumulate_select(
-    gradient: NDArray[np.float32],
+    gradient: NDArray[np.float32] | ShardSum,
     residual: NDArray[np.float32],
     threshold_bits: int,
     entries: NDArray[np.void],
@@ -52,7 +74,7 @@ def accumulate_select(
     """Add the gradient to the residual and pack what reaches a threshold, in one pass.
 
     Args:
-        gradient: float32[n], read.
+        gradient: float32[n], or a sum of n elements; read.
         residual: float32[n]; becomes gradient + residual, except where that is NaN or Inf: there it stays.
         threshold_bits: bits of the smallest magnitude to pack, >= 1.
         entries: ENTRY[capacity + BLOCK], filled in ascending index order; what does not fit is counted, not packed.
@@ -61,57 +83,75 @@ def accumulate_select(
     Returns:
         What was packed; the list is whole when nnz <= capacity.
 
-    Memory traffic: 12n bytes.
+    Memory traffic: 12n bytes; of a sum of G gradients 4n (G - 1) more.
     """
-    return Packing(*_accumulate_select(gradient, residual, np.int32(threshold_bits), entries))
+    if isinstance(gradient, ShardSum):
+        layout = gradient.gradients, gradient.block, gradient.shards, gradient.shard
+    else:
+        layout = gradient[np.newaxis], max(1, len(gradient)), 1, 0
+    return Packing(*_accumulate_select(*layout, residual, np.int32(threshold_bits), entries))
 
 
 @njit(cache=True)
-def _accumulate_select(gradient, residual, threshold, entries):  # type: ignore[no-untyped-def]
+def _accumulate_select(rows, block, shards, shard, residual, threshold, entries):  # type: ignore[no-untyped-def]
     accumulated = np.empty(BLOCK, np.float32)
     bits = accumulated.view(np.int32)
     taken = np.zeros(BLOCK, np.uint8)
     taken_groups = taken.view(np.uint64)
     hits = np.empty(BLOCK // _GROUP, np.int32)
     packed = nonfinite = 0
-    for start in range(0, len(gradient), BLOCK):
-        size = min(BLOCK, len(gradient) - start)
-        g, e = gradient[start : start + size], residual[start : start + size]
-        largest = np.int32(0)
-        for i in range(size):
-            accumulated[i] = g[i] + e[i]
-        for i in range(size):
-            magnitude = bits[i] & _MAGNITUDE
-            taken[i] = magnitude >= threshold
-            largest = max(largest, magnitude)
-        if largest < _INFINITY:
+    for begin in range(0, len(residual), block):
+        stop = min(begin + block, len(residual))
+        moved = (begin // block * shards + shard) * block - begin  # from the shard to the vector
+        for start in range(begin, stop, BLOCK):
+            size = min(BLOCK, stop - start)
+            at = start + moved
+            g, e = rows[0, at : at + size], residual[start : start + size]
+            largest = np.int32(0)
+            if len(rows) == 1:
+                for i in range(size):
+                    accumulated[i] = g[i] + e[i]
+            else:
+                for i in range(size):
+                    accumulated[i] = g[i]
+                for row in range(1, len(rows)):
+                    added = rows[row, at : at + size]
+                    for i in range(size):
+                        accumulated[i] += added[i]
+                for i in range(size):
+                    accumulated[i] += e[i]
             for i in range(size):
-                e[i] = accumulated[i]
-        else:
-            for i in range(size):
-                if (bits[i] & _MAGNITUDE) < _INFINITY:
+                magnitude = bits[i] & _MAGNITUDE
+                taken[i] = magnitude >= threshold
+                largest = max(largest, magnitude)
+            if largest < _INFINITY:
+                for i in range(size):
                     e[i] = accumulated[i]
-                else:
-                    taken[i] = 0
-                    nonfinite += 1
-        taken[size:] = 0
-        # branchless twice: which groups of flags hold any, then which of their elements are taken
-        found = 0
-        for group in range((size + _GROUP - 1) // _GROUP):
-            hits[found] = group
-            found += taken_groups[group] != 0
-        if packed > len(entries) - BLOCK:
-            for i in range(size):
-                packed += taken[i]
-            continue
-        room = entries[packed:]
-        fresh = 0
-        for j in range(found):
-            for i in range(_GROUP * hits[j], _GROUP * hits[j] + _GROUP):
-                room[fresh].index = start + i
-                room[fresh].value = accumulated[i]
-                fresh += taken[i]
-        packed += fresh
+            else:
+                for i in range(size):
+                    if (bits[i] & _MAGNITUDE) < _INFINITY:
+                        e[i] = accumulated[i]
+                    else:
+                        taken[i] = 0
+                        nonfinite += 1
+            taken[size:] = 0
+            # branchless twice: which groups of flags hold any, then which of their elements are taken
+            found = 0
+            for group in range((size + _GROUP - 1) // _GROUP):
+                hits[found] = group
+                found += taken_groups[group] != 0
+            if packed > len(entries) - BLOCK:
+                for i in range(size):
+                    packed += taken[i]
+                continue
+            room = entries[packed:]
+            fresh = 0
+            for j in range(found):
+                for i in range(_GROUP * hits[j], _GROUP * hits[j] + _GROUP):
+                    room[fresh].index = start + i
+                    room[fresh].value = accumulated[i]
+                    fresh += taken[i]
+            packed += fresh
     return packed, nonfinite
 
 
@@ -158,9 +198,8 @@ def accumulate_moments(
     return total, squares, nonfinite
 
 
-@njit(cache=True)
 def undo_accumulate(
-    gradient: NDArray[np.float32], residual: NDArray[np.float32], all_added: bool = False
+    gradient: NDArray[np.float32] | ShardSum, residual: NDArray[np.float32], all_added: bool = False
 ) -> None:
     """Take the gradient back out of the residual, where `accumulate_select` put it in; exact to rounding.
 
@@ -168,6 +207,11 @@ def undo_accumulate(
         all_added: every sum was finite. Else an element above half the largest float may stay in the residual: it could
             be one that was never added.
     """
+    _undo_accumulate(gradient.summed() if isinstance(gradient, ShardSum) else gradient, residual, all_added)
+
+
+@njit(cache=True)
+def _undo_accumulate(gradient, residual, all_added):  # type: ignore[no-untyped-def]
     for i in range(len(gradient)):
         if all_added or (np.isfinite(gradient[i]) and np.isfinite(gradient[i] + residual[i])):
             residual[i] -= gradient[i]

@@ -168,9 +168,13 @@ class DeviceSharedGradients(SharedGradients):
                 self.mine[:] = gradient
         device.synchronize()  # MPI does not know streams, and the barrier that follows is one of hosts
 
-    def sum_shard(self, layout: Layout, shard: int, out: Any) -> None:
+    def sum_of_shard(self, layout: Layout, shard: int, out: Any) -> Any:
         windows = self._memory.windows, self._memory.first, self._size
         self._kernels.sum_shard(*windows, layout.block, layout.shards, shard, out)
+        return out
+
+    def whole_sum(self, taken: Any) -> Any:
+        return taken
 
     def close(self) -> None:
         self._memory.close()

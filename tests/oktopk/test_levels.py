@@ -266,9 +266,9 @@ def test_a_fast_ranks_next_backward_pass_does_not_reach_a_slow_ranks_sum(
     assert group is not None and reducer.gradient_buffer is not None
     summed = group.sum
 
-    def late() -> Any:
+    def late(at_once: bool) -> Any:
         time.sleep(0.05 * (comm.rank % 2))
-        return summed()
+        return summed(at_once)
 
     monkeypatch.setattr(group, "sum", late)
     before = np.zeros(LENGTH)
