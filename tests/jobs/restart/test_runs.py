@@ -6,6 +6,7 @@ What needs processes that die, hang or are started anew is in test_faults.py and
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -183,15 +184,17 @@ def test_a_nan_on_one_rank_ends_all_alike_and_leaves_the_last_checkpoint(
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(("every_steps", "found"), [(0, 25), (10, 20)])
+@pytest.mark.parametrize(("every_steps", "earliest"), [(0, 25), (10, 15)])
 def test_ranks_that_drift_apart_are_found_at_the_end_of_an_epoch_or_before_a_checkpoint(
-    comm: MPI.Intracomm, path: Path, every_steps: int, found: int
+    comm: MPI.Intracomm, path: Path, every_steps: int, earliest: int
 ) -> None:
     settings = ["training.eval_every=60", f"checkpoint.every_steps={every_steps}"]
     status, said = train(comm, path, settings, ["drift=1:15"])
     assert status == 1, said
-    assert said.count(f"parameters differ between ranks after step {found}: ") == 1
-    assert last_good_step(path) <= 10
+    steps = [int(step) for step in re.findall(r"parameters differ between ranks after step (\d+): ", said)]
+    # a checkpoint waits until the last one is written; the epoch ends with step 25
+    assert len(steps) == 1 and earliest <= steps[0] <= 25
+    assert last_good_step(path) <= 14
 
 
 def test_a_loss_that_is_not_finite_though_gradients_are_ends_all_alike(
