@@ -527,6 +527,8 @@ def test_what_one_shard_cannot_decode_is_taken_back_in_all_shards(
 
 @pytest.mark.mpi(min_size=4)
 def test_states_of_shards_that_learned_something_else_are_refused(comm: MPI.Intracomm) -> None:
+    if comm.size % 2:
+        pytest.skip("a host of one rank leaves one shard")
     rng = np.random.default_rng(comm.rank)
     states = []
     for scale in (1, 30):
