@@ -51,7 +51,7 @@ DAMAGES = (
     "indices do not ascend within the region",
     "values or their range are not finite",
 )
-"""What can be wrong with a wire array; the number of each is its severity."""
+"""What can be wrong with a wire array, by number; 0 is nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class HostExecutor:
     """Runs the steps of one method on this rank's shard of its host's sum, in the caller's thread.
 
     Args:
-        method: what a step computes of a shard, between hosts. That of a rank without a shard is not used.
+        method: what a step computes of a shard, between hosts. A rank without a shard uses only its kernels.
         vectors: of this rank; residual and velocity are those of its shard.
         group: the ranks of this host.
         transport: of all ranks.
@@ -122,9 +122,8 @@ class HostExecutor:
             return method.reduce(corrected, residual, self._out, plan, flag)
         except FlaggedRanksError:
             self._damage = method.codec.take_damage()
-        except (
-            ValueError
-        ) as error:  # what was gathered did not decode, on the ranks of this shard on all hosts
+        except ValueError as error:
+            # what was gathered did not decode, on the ranks of this shard on all hosts
             self._damage = str(error)
         return None
 

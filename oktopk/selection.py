@@ -130,12 +130,7 @@ class LocalSelection:
         return self._transport.workspace.entries("packed", 2 * k + self._kernels.BLOCK)
 
     def finish(
-        self,
-        packing: Packing,
-        residual: NDArray[np.float32],
-        k: int,
-        bits: int,
-        exact: bool,
+        self, packing: Packing, residual: NDArray[np.float32], k: int, bits: int, exact: bool
     ) -> Selection:
         """Repack or tighten what the pass packed where the count asks for it, and learn the next threshold.
 
