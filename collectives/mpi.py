@@ -113,6 +113,11 @@ class MpiTransport(Transport):
         self.kernels: Any = host_kernels
         self.workspace = Workspace()
         self.traffic = Traffic()
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            self.threads_problem = (
+                "this MPI serves one thread only (MPI_THREAD_MULTIPLE is not provided), and buckets are reduced in a thread of "
+                "their own: take an MPI that provides it, or let mpi4py ask for it (mpi4py.rc.thread_level)"
+            )
         self.hosts = [0] * self.size
         self.ranks = list(range(self.size))
         # what the next control operation begins, and the seconds that ranks may come late to it

@@ -82,6 +82,7 @@ class Transport(ABC):
         kernels: the kernels that fit this transport's arrays, as `collectives.cpu.kernels`.
         workspace: scratch for whoever communicates through this transport.
         traffic: what this rank has sent since `take_traffic`.
+        threads_problem: why only one thread may communicate, in a sentence; "" if several transports may, each in its own.
         p2p: whether kernels of the ranks may read each other's memory; see `open_p2p`.
         hosts: int[P], the number of each rank's host, as `group_by_host` found; all 0 before.
         ranks: int[P], each rank's number where this transport was split off, for messages to users.
@@ -94,6 +95,7 @@ class Transport(ABC):
     workspace: Workspace
     traffic: Traffic
     p2p: bool = False
+    threads_problem: str = ""
     hosts: list[int]
     ranks: list[int]
     shards: Transport | None = None

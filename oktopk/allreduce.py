@@ -185,6 +185,7 @@ class GradientAllreduce:
         self._methods: dict[str, Method] = {}
         self._executors: dict[str, Executor] = {}
         self._final: tuple[Method, int] | None = None  # the method and its k, once neither changes any more
+        self._entries: Callable[[float], int] = partial(entries_kept, length=length)
         self._sampler: Sampler | None = None
         self._sparse_steps = 0
         self._last_k: int | None = None
@@ -272,6 +273,28 @@ class GradientAllreduce:
             if self._group.host.rank:
                 whole.fill(0)
             return self.backend.to_host(whole)
+
+    @property
+    def sparse_steps(self) -> int:
+        """Steps so far in which a sparse method ran."""
+        return self._sparse_steps
+
+    def sample(self, gradient: Any, count: int) -> NDArray[np.float32]:
+        """Magnitudes of some elements of gradient + residual, after momentum correction, on the host; for flat steps.
+
+        Args:
+            gradient: as `step`.
+            count: elements to take at least, evenly spaced; all of a shorter vector.
+        """
+        vectors, stride = self._vectors, max(1, self.length // count)
+        with self.backend.stream_scope():
+            self._complete()
+            taken = self.backend.sample(gradient, stride)
+            if vectors.velocity is not None:
+                taken += self.settings.momentum_correction * self.backend.sample(vectors.velocity, stride)
+            if vectors.residual is not None:
+                taken += self.backend.sample(vectors.residual, stride)
+        return np.abs(taken)
 
     @property
     def can_read_tensors(self) -> bool:
@@ -584,6 +607,32 @@ class GradientAllreduce:
         for name, method_state in state["methods"].items():
             self._instance(name).load_state_dict(method_state)
 
+    def keep_entries(self, entries: Callable[[float], int]) -> None:
+        """Choose k of the sparse steps to come, in place of density * n.
+
+        Args:
+            entries: density -> k, in [1, n]; equal on all ranks. A new k makes the next step exact.
+        """
+        self._entries, self._final = entries, None
+
+    def take_back(self) -> None:
+        """Undo the last step, which was applied nowhere: what it summed returns to the residuals, and the update is zero.
+
+        The sum over the ranks goes to the residual of rank 0, in two levels to those of the first host, so that the sum of all
+        residuals is as if the step had failed, to rounding. A dense step without a residual is lost. Every rank must call.
+        """
+        self.complete()
+        with self.backend.stream_scope():
+            vectors, rank, hosts = self._vectors, self.transport.rank, self.hosts
+            first = rank == 0 if hosts is None else hosts[rank] == hosts[0]
+            if vectors.residual is not None and first:
+                part = vectors.update
+                if self._group is not None:
+                    part = self._group.own_part(part)
+                vectors.residual += part * (self.transport.size if self.settings.average else 1)
+                vectors.pending = True
+            vectors.undo(None)
+
     def forget_support(self) -> None:
         """Tell that `writable_update` was written to: the next step zeroes all of it, not only the applied entries."""
         self._vectors.support = None
@@ -619,7 +668,7 @@ class GradientAllreduce:
                 )
             self._said_dense = True
             return self._instance("dense"), self.length
-        found = self._instance(self.method), entries_kept(density, self.length)
+        found = self._instance(self.method), self._entries(density)
         if step >= self.settings.dense_warmup_steps + self.settings.density_warmup_steps:
             self._final = found
         return found

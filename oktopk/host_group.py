@@ -160,6 +160,11 @@ class HostGroup:
             self.layout.insert(part, self.shard, whole)
         return whole
 
+    def own_part(self, whole: Any) -> Any:
+        """float32[shard], a copy of this rank's shard of float32[n]; empty for a rank that holds none."""
+        part = self.new_shard()
+        return part if self.shard is None else self.layout.extract(whole, self.shard, part)
+
     def disagreement(self, shard: dict[str, Any], whole: dict[str, Any]) -> str:
         """Why ranks that must hold the same do not, in a sentence; "" if they do. Collective.
 

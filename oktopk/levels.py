@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 BLOCK = 1 << 16
 """Elements of a block; fewer where the vector is too short for a block a shard."""
@@ -55,9 +54,10 @@ class Layout:
         rest = self.length % cycle - shard * self.block
         return self.length // cycle * self.block + min(max(rest, 0), self.block)
 
-    def extract(self, whole: NDArray[np.float32], shard: int) -> NDArray[np.float32]:
-        """A copy of a shard of float32[n]."""
-        part = np.empty(self.shard_length(shard), np.float32)
+    def extract(self, whole: Any, shard: int, part: Any = None) -> Any:
+        """A copy of a shard of float32[n], in float32[shard] where `part` is given; both of NumPy or both of CuPy."""
+        if part is None:
+            part = np.empty(self.shard_length(shard), np.float32)
         for mine, theirs in self._pieces(shard, part, whole):
             mine[:] = theirs
         return part

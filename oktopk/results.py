@@ -62,6 +62,8 @@ class StepReport:
             and where stages are timed (`GradientAllreduce.time_stages`) theirs beside it.
         levels: "flat" or "hosts", see `Settings.levels`.
         shards: that a host holds its residual in; 1 in flat steps.
+        buckets: the reports of the buckets, in the order in which they started, where the gradient is reduced in several; the
+            thresholds above are then NaN unless all agree, and `seconds` has what the step waited for them.
         measures: the paper's measures, where they were asked for and the step was sparse and applied; else None.
     """
 
@@ -89,6 +91,7 @@ class StepReport:
     shards: int = 1
     wire: str = "plain"
     rounded: float = 0.0
+    buckets: tuple[StepReport, ...] = ()
 
     @property
     def exact(self) -> bool:

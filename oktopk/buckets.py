@@ -1,0 +1,346 @@
+"""A gradient in buckets, each reduced in the background as soon as it is there."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.limit import Limit
+from collectives.mpi import connect
+from collectives.transport import EVERY_RANK_CALLS
+from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
+from oktopk.results import StepReport
+from oktopk.settings import entries_kept, timeout_of
+from oktopk.worker import CommunicationThread
+
+_SAMPLES = 1 << 16
+"""Elements of a bucket that tell how large its elements are."""
+
+
+class BucketedAllreduce:
+    """Reduces one gradient per step in buckets, in a thread of its own, in one order on all ranks.
+
+    Each bucket has a `GradientAllreduce` of its own: residual, thresholds, regions and communicator. Together they keep k entries
+    (one a bucket at least), so that the caps and bounds of a step in words are those of one vector. Messages are as many a bucket.
+
+    Args:
+        comm: as `GradientAllreduce`.
+        lengths: elements of the buckets, in the order in which they start; each at least 1.
+        method: as `GradientAllreduce`.
+        share: "bucket": each keeps entries in proportion to its length. "model": in proportion to how many of its elements were
+            among the largest of all buckets, sampled before every exact step; flat steps only.
+        problem: an error that the caller found on this rank alone; every rank then raises it.
+        options: further arguments of `GradientAllreduce`, and keywords of `oktopk.Settings`.
+
+    Raises:
+        As `GradientAllreduce`.
+        ValueError: no bucket; `deferred`, which is for one vector; an MPI that serves one thread only; on every rank alike.
+
+    Attributes:
+        buckets: one reducer a bucket.
+        lengths, length: elements of the buckets, and of all.
+
+    Traffic: that of the method for each bucket; with share "model" one control allreduce of a word a bucket before exact steps.
+    """
+
+    def __init__(
+        self,
+        comm: Any,
+        lengths: Sequence[int],
+        method: str = "oktopk",
+        *,
+        share: str = "bucket",
+        problem: str = "",
+        **options: Any,
+    ) -> None:
+        self.lengths, self.length, self.method = list(lengths), sum(lengths), method
+        self._share = share
+        with ExitStack() as opened:  # closed where this raises
+            limit = Limit("BucketedAllreduce(...)", timeout_of(options))
+            self.transport = connect(comm, limit)
+            opened.callback(self.transport.close)
+            problem = problem or self._problem(options)
+            self.transport.agree({"lengths": self.lengths, "share": share}, problem)
+            self.buckets: list[GradientAllreduce] = []
+            for length in self.lengths:
+                self.buckets.append(GradientAllreduce(comm, length, method, **options))
+                opened.callback(self.buckets[-1].close)
+            if share == "model" and self.buckets[0].levels == "hosts":
+                raise ValueError("share 'model' is for flat steps: pass levels='flat', or share='bucket'")
+            opened.pop_all()
+        self.settings = self.buckets[0].settings
+        self._keep(np.array(self.lengths, np.int64))
+        self._thread = CommunicationThread("oktopk", together=(NonFiniteGradientError, ValueError))
+        self._started: list[Future[StepReport]] = []
+        self._drawn: list[NDArray[np.float32]] = []
+
+    def _problem(self, options: dict[str, Any]) -> str:
+        if not self.lengths or min(self.lengths) < 1:
+            return f"buckets of {self.lengths} elements: there must be one at least, of one element at least each"
+        if options.get("deferred"):
+            return "deferred steps reduce one vector: pass deferred=False with buckets"
+        if self._share not in ("bucket", "model"):
+            return f"share {self._share!r} is not 'bucket' or 'model'"
+        return self.transport.threads_problem
+
+    def _keep(self, weights: NDArray[np.int64]) -> None:
+        """Divide k among the buckets: one entry each, the others in proportion to these weights."""
+        for number, reducer in enumerate(self.buckets):
+            reducer.keep_entries(partial(_entries_of, number, self.lengths, weights))
+        self._weights = weights
+
+    @property
+    def steps(self) -> int:
+        """Steps that were begun."""
+        return self.buckets[0].steps
+
+    @property
+    def updates(self) -> list[NDArray[np.float32]]:
+        """As `GradientAllreduce.writable_update`, of each bucket."""
+        return [reducer.writable_update for reducer in self.buckets]
+
+    @property
+    def started(self) -> int:
+        """Buckets of this step that were started."""
+        return len(self._started)
+
+    def start(
+        self, gradient: Any, ready: Callable[[], None] | None = None, problem: str = ""
+    ) -> Future[StepReport]:
+        """Reduce the next bucket once those before it are reduced; returns at once. Collective, in one order on all ranks.
+
+        Args:
+            gradient: as `GradientAllreduce.step`; unchanged until the future is done.
+            ready: called in the thread before the gradient is read; on a GPU it orders the reducer's stream after the one that
+                filled it.
+            problem: as `GradientAllreduce.step`.
+
+        Returns:
+            The bucket's report, or its error. Its update is valid, on a GPU on the reducer's stream, until it starts again.
+        """
+        number = len(self._started)
+        future = self._thread.submit(partial(self._reduce, number, gradient, ready, problem))
+        self._started.append(future)
+        return future
+
+    def _reduce(
+        self, number: int, gradient: Any, ready: Callable[[], None] | None, problem: str
+    ) -> StepReport:
+        reducer = self.buckets[number]
+        if ready is not None:
+            ready()
+        if self._renews_shares(reducer):
+            self._drawn.append(reducer.sample(gradient, _SAMPLES))
+        report = reducer.step(gradient, problem=problem)
+        if len(self._drawn) == len(self.buckets):
+            self._renew_shares()
+        return report
+
+    def _renews_shares(self, reducer: GradientAllreduce) -> bool:
+        """Whether the step after this one is exact and keeps what the sizes of this one's elements tell."""
+        settings = self.settings
+        sparse = reducer.sparse_steps + 1
+        return self._share == "model" and sparse % settings.threshold_interval == 0
+
+    def _renew_shares(self) -> None:
+        """Divide k anew, by the buckets in which the largest elements lie. Collective."""
+        drawn, self._drawn = self._drawn, []
+        each = [length / len(values) for length, values in zip(self.lengths, drawn, strict=True)]
+        values = np.concatenate(drawn)
+        weights = np.repeat(each, [len(part) for part in drawn])
+        order = np.argsort(-values)
+        within = np.searchsorted(np.cumsum(weights[order]), self.settings.density * self.length)
+        largest = values[order[min(int(within), len(order) - 1)]]
+        above = [round(w * int((part >= largest).sum())) for w, part in zip(each, drawn, strict=True)]
+        # one more each, so that no bucket is left out for good
+        self._keep(self.transport.allreduce_control(np.array(above, np.int64) + 1))
+
+    def finish(self) -> StepReport:
+        """Wait for the step's buckets, all of which were started; its report. Collective.
+
+        The report adds up those of the buckets, which are in `buckets`; its time is what this call waited.
+
+        Raises:
+            NonFiniteGradientError: as `GradientAllreduce.step`; what other buckets summed returns to the residuals.
+            As `GradientAllreduce.step`.
+        """
+        futures, self._started = self._started, []
+        began = time.perf_counter()
+        reports: list[StepReport] = []
+        errors: list[BaseException] = []
+        for future in futures:
+            error = future.exception()  # waits
+            if error is None:
+                reports.append(future.result())
+            else:
+                errors.append(error)
+        waited = time.perf_counter() - began
+        if errors or any(report.skipped for report in reports):
+            self._drawn = []
+            if all(isinstance(error, NonFiniteGradientError) for error in errors):
+                self._take_back(futures)
+        if errors:
+            raise _one_error(errors)
+        return _sum_of(reports, waited)
+
+    def _take_back(self, futures: Sequence[Future[StepReport]]) -> None:
+        for reducer, future in zip(self.buckets, futures, strict=True):
+            if future.exception() is None and not future.result().skipped:
+                reducer.take_back()
+
+    def step(self, gradients: Sequence[Any], problem: str = "") -> StepReport:
+        """Start the buckets that were not started, and `finish`. Collective: every rank must call.
+
+        Args:
+            gradients: of these buckets.
+            problem: as `GradientAllreduce.step`; known to the others where a bucket is left to start.
+        """
+        for gradient in gradients:
+            self.start(gradient, problem=problem)
+        return self.finish()
+
+    def abandon(self) -> None:
+        """Forget the buckets that were started, whatever became of them."""
+        for future in self._started:
+            future.exception()
+        self._started, self._drawn = [], []
+
+    def complete(self) -> None:
+        """No step is deferred: nothing to do."""
+
+    def forget_support(self) -> None:
+        """As `GradientAllreduce.forget_support`."""
+        for reducer in self.buckets:
+            reducer.forget_support()
+
+    def gathered_residual(self) -> NDArray[np.float32]:
+        """As `GradientAllreduce.gathered_residual`: those of the buckets, from the last to the first. Collective."""
+        return np.concatenate([reducer.gathered_residual() for reducer in reversed(self.buckets)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `GradientAllreduce.state_dict`, of each bucket."""
+        return {
+            "length": self.length,
+            "method": self.method,
+            "weights": self._weights,
+            "buckets": {str(number): reducer.state_dict() for number, reducer in enumerate(self.buckets)},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the `state_dict` of this rank was taken, bit for bit. Collective.
+
+        Raises:
+            ValueError: as `GradientAllreduce.load_state_dict`, or of other buckets; on every rank alike.
+        """
+        problem = self._state_problem(state)
+        self.transport.expect_all("load_state_dict", self.settings.timeout, EVERY_RANK_CALLS)
+        weights = [] if problem else [int(weight) for weight in state["weights"]]
+        self.transport.agree({"weights": weights}, problem)
+        for number, reducer in enumerate(self.buckets):
+            reducer.load_state_dict(state["buckets"][str(number)])
+        self._keep(np.array(weights, np.int64))
+
+    def _state_problem(self, state: Any) -> str:
+        try:
+            held = [state["buckets"][str(number)]["length"] for number in range(len(state["buckets"]))]
+            if len(state["weights"]) != len(held):
+                return "the state is damaged: it has not as many weights as buckets"
+        except (KeyError, TypeError) as error:
+            return f"the state is not one of buckets: {type(error).__name__} {error}"
+        if held == self.lengths:
+            return ""
+        return f"the state has buckets of {held} elements, this reducer of {self.lengths}"
+
+    def reset(self) -> None:
+        """As `GradientAllreduce.reset`."""
+        for reducer in self.buckets:
+            reducer.reset()
+
+    def close(self) -> None:
+        """Free what MPI and the device hold, after what was started. Collective."""
+        self._thread.close()
+        for reducer in self.buckets:
+            reducer.close()
+        self.transport.close()
+
+
+def bucket_ranges(lengths: Sequence[int], most: float) -> Iterator[range]:
+    """Group consecutive tensors into buckets, from the last one on, each at least so large but for the one of the first tensors.
+
+    Args:
+        lengths: elements of the tensors.
+        most: elements of a bucket.
+
+    Yields:
+        The numbers of the tensors of each bucket, ascending.
+    """
+    stop, held = len(lengths), 0
+    for number in range(len(lengths) - 1, -1, -1):
+        held += lengths[number]
+        if held >= most or number == 0:
+            yield range(number, stop)
+            stop, held = number, 0
+
+
+def _entries_of(number: int, lengths: Sequence[int], weights: NDArray[np.int64], density: float) -> int:
+    """The entries that a bucket keeps: one, and its part of those that remain of all."""
+    remaining = max(0, entries_kept(density, sum(lengths)) - len(lengths))
+    ends = [remaining * int(end) // int(weights.sum()) for end in accumulate(weights, initial=0)]
+    return min(1 + ends[number + 1] - ends[number], lengths[number])
+
+
+def _one_error(errors: Sequence[BaseException]) -> BaseException:
+    """The error of a step whose buckets had these: one that leaves the ranks apart, else one that names all ranks."""
+    other = next((error for error in errors if not isinstance(error, NonFiniteGradientError)), None)
+    if other is not None:
+        return other
+    nonfinite = [error for error in errors if isinstance(error, NonFiniteGradientError)]
+    ranks = sorted({rank for error in nonfinite for rank in error.ranks})
+    return NonFiniteGradientError(ranks, nonfinite[0].step)
+
+
+def _sum_of(reports: Sequence[StepReport], waited: float) -> StepReport:
+    first = reports[0]
+
+    def total(name: str) -> Any:
+        return sum(getattr(report, name) for report in reports)
+
+    def common(name: str) -> float:
+        values = {getattr(report, name) for report in reports}
+        return values.pop() if len(values) == 1 else math.nan
+
+    words = total("words")
+    return StepReport(
+        step=first.step,
+        method=first.method,
+        local_exact=all(report.local_exact for report in reports),
+        global_exact=all(report.global_exact for report in reports),
+        skipped=any(report.skipped for report in reports),
+        k=total("k"),
+        length=total("length"),
+        local_nnz=total("local_nnz"),
+        global_nnz=total("global_nnz"),
+        local_threshold=common("local_threshold"),
+        global_threshold=common("global_threshold"),
+        words=words,
+        bytes=total("bytes"),
+        bytes_between=total("bytes_between"),
+        messages=total("messages"),
+        control_words=total("control_words"),
+        control_messages=total("control_messages"),
+        seconds={"wait": waited},
+        levels=first.levels,
+        shards=first.shards,
+        wire=first.wire,
+        rounded=sum(report.rounded * report.words for report in reports) / words if words else 0.0,
+        buckets=tuple(reports),
+    )

@@ -1,0 +1,57 @@
+"""A thread in which this rank communicates while the caller computes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
+
+
+class CommunicationThread:
+    """Runs calls one after the other, in the order in which they were submitted.
+
+    Ranks that submit collective calls in one order run them in one order. After a call whose error leaves the ranks apart, later
+    calls fail with the same error: they would wait for ranks that do not come.
+
+    Args:
+        name: of the thread.
+        together: errors that every rank raises alike, after which the ranks may go on.
+    """
+
+    def __init__(self, name: str, together: tuple[type[BaseException], ...]) -> None:
+        self._together = together
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._failed: BaseException | None = None
+        # a daemon: a process that fails must end, though this thread waits for other ranks
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], _Result]) -> Future[_Result]:
+        """Run a call after those before; the future has its result or its error."""
+        future: Future[_Result] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def close(self) -> None:
+        """End the thread after the calls that were submitted."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (submitted := self._calls.get()) is not None:
+            future, call = submitted
+            try:
+                if self._failed is not None:
+                    raise self._failed
+                result = call()
+            except BaseException as error:
+                if not isinstance(error, self._together):
+                    self._failed = error
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del submitted, future, call  # a result would live until the next call

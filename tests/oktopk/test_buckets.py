@@ -1,0 +1,193 @@
+"""A gradient in buckets: the contract of one vector, in a thread, whatever becomes of one of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from collectives.traffic import upper_bound
+from oktopk import GradientAllreduce, MissingRanksError, NonFiniteGradientError
+from oktopk.buckets import BucketedAllreduce, bucket_ranges
+from tests.inputs import GRADIENTS, Vector
+
+pytestmark = pytest.mark.mpi
+
+LENGTHS = [700, 1, 3000, 64, 1235]
+DENSITY = 0.02
+K = 100  # of 5000
+
+
+def gradients(comm: MPI.Intracomm, step: int, kind: str = "heavy tailed") -> list[Vector]:
+    drawn = [np.random.default_rng((comm.rank, step, number)) for number in range(len(LENGTHS))]
+    return [GRADIENTS[kind](rng, n, comm.rank, comm.size) for rng, n in zip(drawn, LENGTHS, strict=True)]
+
+
+def total(comm: MPI.Intracomm, vectors: list[Vector]) -> np.ndarray:
+    return comm.allreduce(np.concatenate(vectors).astype(np.float64))
+
+
+@pytest.fixture
+def reducer(comm: MPI.Intracomm, request: pytest.FixtureRequest) -> BucketedAllreduce:
+    settings = {"density": DENSITY, "average": False, "threshold_interval": 4} | getattr(request, "param", {})
+    made = BucketedAllreduce(comm, LENGTHS, **settings)
+    request.addfinalizer(made.close)
+    return made
+
+
+@pytest.mark.parametrize("reducer", [{}, {"share": "model"}], indirect=True)
+def test_buckets_together_keep_the_contract_of_one_vector(
+    comm: MPI.Intracomm, reducer: BucketedAllreduce
+) -> None:
+    carried = np.zeros(sum(LENGTHS))
+    for step in range(9):
+        given = gradients(comm, step)
+        report = reducer.step(given)
+        assert K - 1 <= report.k <= K  # a bucket of one element keeps no more
+        assert report.local_nnz <= 5 * K // 4 + len(LENGTHS)
+        assert report.words <= upper_bound(5 * K // 4 + len(LENGTHS), comm.size)
+        assert report.words == sum(bucket.words for bucket in report.buckets)
+        assert report.bytes == sum(bucket.bytes for bucket in report.buckets)
+        update = np.concatenate(reducer.updates)
+        assert np.array_equal(update, comm.bcast(update)), "ranks have other updates"
+        left = total(comm, [bucket.gathered_residual() for bucket in reducer.buckets])
+        assert np.array_equal(update + left, carried + total(comm, given))
+        carried = left
+
+
+def test_a_bucket_is_reduced_as_one_vector_that_keeps_as_many_entries(
+    comm: MPI.Intracomm, reducer: BucketedAllreduce
+) -> None:
+    alone = [
+        GradientAllreduce(comm, n, density=DENSITY, average=False, threshold_interval=4) for n in LENGTHS
+    ]
+    for step in range(6):
+        given = gradients(comm, step)
+        report = reducer.step(given)
+        for number, (vector, single) in enumerate(zip(given, alone, strict=True)):
+            kept = report.buckets[number].k
+            single.keep_entries(lambda density, kept=kept: kept)
+            single.step(vector)
+            assert np.array_equal(single.update, reducer.updates[number])
+    for single in alone:
+        single.close()
+
+
+@pytest.mark.parametrize("reducer", [{"share": "model"}], indirect=True)
+def test_a_bucket_of_larger_elements_keeps_more_of_its_own(
+    comm: MPI.Intracomm, reducer: BucketedAllreduce
+) -> None:
+    for step in range(9):
+        given = [
+            vector * np.float32(64 if number == 0 else 1)
+            for number, vector in enumerate(gradients(comm, step, "iid"))
+        ]
+        kept = [bucket.k for bucket in reducer.step(given).buckets]
+        if step < 4:
+            assert kept[0] == K * 700 // 5000
+    assert kept[0] > 0.9 * K
+    assert min(kept) == 1
+
+
+@pytest.mark.parametrize("reducer", [{}, {"nonfinite": "skip"}], indirect=True)
+def test_a_bucket_that_is_not_finite_leaves_all_residuals_as_they_were(
+    comm: MPI.Intracomm, reducer: BucketedAllreduce
+) -> None:
+    reducer.step(gradients(comm, 0))
+    before = comm.allreduce(reducer.gathered_residual().astype(np.float64))
+    broken = gradients(comm, 1)
+    guilty = comm.size - 1
+    if comm.rank == guilty:
+        broken[2][5] = np.nan
+    if reducer.settings.nonfinite == "raise":
+        with pytest.raises(NonFiniteGradientError) as caught:
+            reducer.step(broken)
+        assert caught.value.ranks == [guilty]
+        assert caught.value.step == 1
+    else:
+        assert reducer.step(broken).skipped
+    assert not any(update.any() for update in reducer.updates)
+    after = comm.allreduce(reducer.gathered_residual().astype(np.float64))
+    others = total(comm, [np.where(np.isfinite(vector), vector, 0) for vector in reversed(broken)])
+    skipped = slice(LENGTHS[4] + LENGTHS[3], LENGTHS[4] + LENGTHS[3] + LENGTHS[2])
+    others[skipped] = 0  # the broken bucket's gradient is dropped
+    assert np.allclose(after, before + others)
+    assert reducer.step(gradients(comm, 2)).step == 2
+
+
+def test_buckets_start_while_the_caller_goes_on(comm: MPI.Intracomm, reducer: BucketedAllreduce) -> None:
+    given = gradients(comm, 0)
+    futures = [reducer.start(vector) for vector in given[:-1]]
+    assert reducer.started == len(LENGTHS) - 1
+    assert futures[0].result(timeout=60).k == K * 700 // 5000
+    report = reducer.step(given[-1:])
+    assert report.k == K
+    assert reducer.started == 0
+    assert list(report.seconds) == ["wait"]
+
+
+def test_a_loaded_state_continues_bit_for_bit(comm: MPI.Intracomm, reducer: BucketedAllreduce) -> None:
+    for step in range(3):
+        reducer.step(gradients(comm, step))
+    state = reducer.state_dict()
+    for step in range(3, 6):
+        reducer.step(gradients(comm, step))
+    expected = [update.copy() for update in reducer.updates]
+    reducer.reset()
+    reducer.load_state_dict(state)
+    for step in range(3, 6):
+        reducer.step(gradients(comm, step))
+    assert all(np.array_equal(a, b) for a, b in zip(expected, reducer.updates, strict=True))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_with_other_buckets_all_raise(comm: MPI.Intracomm) -> None:
+    with pytest.raises(ValueError, match=r"ranks disagree on lengths: rank 0: \[5, 10\]"):
+        BucketedAllreduce(comm, [5, 10 + comm.rank])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        ([], {}, "there must be one at least"),
+        ([3, 0], {}, "of one element at least each"),
+        ([3], {"deferred": True}, "deferred steps reduce one vector"),
+        ([3], {"share": "layer"}, "share 'layer' is not 'bucket' or 'model'"),
+        ([3], {"densty": 0.1}, "did you mean density"),
+    ],
+)
+def test_wrong_arguments_raise_on_every_rank(
+    comm: MPI.Intracomm, lengths: list[int], options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        BucketedAllreduce(comm, lengths, **options)
+
+
+def test_a_state_of_other_buckets_is_refused(comm: MPI.Intracomm, reducer: BucketedAllreduce) -> None:
+    state = reducer.state_dict()
+    del state["buckets"]["4"]
+    state["weights"] = state["weights"][:4]
+    with pytest.raises(ValueError, match=r"the state has buckets of \[700, 1, 3000, 64\] elements"):
+        reducer.load_state_dict(state)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_skips_a_bucket_is_named(comm: MPI.Intracomm) -> None:
+    reducer = BucketedAllreduce(comm, [50, 60], timeout=1.0)
+    reducer.start(np.ones(50, np.float32))
+    with pytest.raises(MissingRanksError, match=r"rank\(s\) 0 did not come within 1 s"):
+        if comm.rank:
+            reducer.step([np.ones(60, np.float32)])
+        else:
+            comm.Barrier()
+            reducer.step([np.ones(60, np.float32)])
+    if comm.rank:
+        comm.Barrier()
+    with pytest.raises(MissingRanksError):  # later steps say so at once
+        reducer.step([np.ones(50, np.float32), np.ones(60, np.float32)])
+
+
+def test_buckets_of_tensors_end_with_the_first_ones() -> None:
+    assert list(bucket_ranges([4, 4, 4, 9, 1], 8)) == [range(3, 5), range(1, 3), range(0, 1)]
+    assert list(bucket_ranges([4], 8)) == [range(0, 1)]
+    assert list(bucket_ranges([], 8)) == []
