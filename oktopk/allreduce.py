@@ -268,11 +268,9 @@ class GradientAllreduce:
                 return np.zeros(self.length, np.float32)
             if self._group is None:
                 return self.backend.to_host(residual)
-            whole = self.backend.zeros(self.length)
-            self._group.share_values(residual, whole)
-            if self._group.host.rank:
-                whole.fill(0)
-            return self.backend.to_host(whole)
+            gathered = self._group.gathered(residual)
+            assert gathered is not None
+            return np.zeros_like(gathered) if self._group.host.rank else gathered
 
     @property
     def sparse_steps(self) -> int:
@@ -585,6 +583,30 @@ class GradientAllreduce:
         self.transport.agree(common | agreed, problem)
         with self.backend.stream_scope():
             self._load(state)
+
+    def whole_vectors(self) -> dict[str, NDArray[np.float32] | None]:
+        """float32[n] on the host: residual and velocity, in two levels of the host and equal on all its ranks. Collective."""
+        with self.backend.stream_scope():
+            self._complete()
+            vectors = self._vectors.state_dict()
+            if self._group is None:
+                return vectors
+            held = {"residual": self._vectors.residual, "velocity": self._vectors.velocity}
+            return {name: self._group.gathered(vector) for name, vector in held.items()}
+
+    def continue_from(self, vectors: dict[str, Any], steps: int, sparse_steps: int) -> None:
+        """Start with vectors as `whole_vectors` gives them, thresholds and regions anew. Collective."""
+        if self._group is not None:
+            layout, shard = self._group.layout, self._group.shard
+            empty = np.zeros(0, np.float32)
+            vectors = {
+                name: None if v is None else empty if shard is None else layout.extract(v, shard)
+                for name, v in vectors.items()
+            }
+        with self.backend.stream_scope():
+            self._load(
+                {"steps": steps, "sparse_steps": sparse_steps, "last_k": None, "methods": {}} | vectors
+            )
 
     def reset(self) -> None:
         """Forget residual, thresholds, regions and the number of steps, as if newly constructed. Collective."""

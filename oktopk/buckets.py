@@ -29,8 +29,8 @@ _SAMPLES = 1 << 16
 class BucketedAllreduce:
     """Reduces one gradient per step in buckets, in a thread of its own, in one order on all ranks.
 
-    Each bucket has a `GradientAllreduce` of its own: residual, thresholds, regions and communicator. Together they keep k entries
-    (one a bucket at least), so that the caps and bounds of a step in words are those of one vector. Messages are as many a bucket.
+    Each bucket has a `GradientAllreduce` of its own: residual, thresholds, regions, communicator and messages. Together they keep
+    k entries, one a bucket at least, so that caps and bounds of a step in words are those of one vector.
 
     Args:
         comm: as `GradientAllreduce`.

@@ -135,6 +135,14 @@ class HostGroup:
             at += counts[shard]
         self._backend.wait()  # before the scratch is freed
 
+    def gathered(self, mine: Any) -> NDArray[np.float32] | None:
+        """float32[n] in CPU memory, put together of the shards of all ranks of the host; None for None. Collective."""
+        if mine is None:
+            return None
+        whole = self._backend.zeros(self.layout.length)
+        self.share_values(mine, whole)
+        return self._backend.to_host(whole)
+
     def new_shard(self) -> Any:
         """float32[shard] of zeros; empty for a rank that holds none."""
         return self._backend.zeros(self.shard_length)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -35,12 +35,21 @@ class TensorMemory:
         """Order the reducer's work after torch's earlier work and before its later work."""
         return nullcontext()
 
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Put torch's work in between on the reducer's stream."""
+        return nullcontext()
+
+    def after_current(self) -> Callable[[], None] | None:
+        """What to call, in any thread, before the reducer reads what torch's work until now fills; None for nothing."""
+        return None
+
 
 class CudaMemory(TensorMemory):
-    """CuPy arrays on the current GPU, handed over by DLPack, on the stream that is torch's current one now.
+    """CuPy arrays on the current GPU, handed over by DLPack.
 
     Args:
         place: a CUDA device.
+        beside: the reducer's stream is one of its own, of high priority; else torch's current one now.
 
     Raises:
         ValueError: it is not the current GPU, or CuPy cannot use it.
@@ -48,7 +57,7 @@ class CudaMemory(TensorMemory):
 
     device = "cuda"
 
-    def __init__(self, place: torch.device) -> None:
+    def __init__(self, place: torch.device, beside: bool = False) -> None:
         if problem := gpu_problem():
             raise ValueError(f"parameters are on {place}, but {problem}")
         import cupy
@@ -60,7 +69,9 @@ class CudaMemory(TensorMemory):
                 f"torch.cuda.set_device({place.index}) before"
             )
         self._cupy = cupy
-        self._torch_stream = torch.cuda.current_stream(place)
+        self._torch_stream = (
+            torch.cuda.Stream(place, priority=-1) if beside else torch.cuda.current_stream(place)
+        )
         self.stream = cupy.cuda.ExternalStream(self._torch_stream.cuda_stream, place.index)
 
     def array(self, tensor: Tensor) -> Any:
@@ -86,9 +97,26 @@ class CudaMemory(TensorMemory):
         finally:
             current.wait_stream(self._torch_stream)
 
+    def on_stream(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = torch.cuda.stream(self._torch_stream)
+        return context
 
-def memory_of(place: torch.device) -> TensorMemory:
+    def after_current(self) -> Callable[[], None]:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._torch_stream.device))
+
+        def wait() -> None:
+            self._torch_stream.wait_event(event)
+
+        return wait
+
+
+def memory_of(place: torch.device, beside: bool = False) -> TensorMemory:
     """The memory of a device.
+
+    Args:
+        place: the device.
+        beside: as `CudaMemory`.
 
     Raises:
         ValueError: it cannot be used; the message says why, and what to do.
@@ -96,5 +124,5 @@ def memory_of(place: torch.device) -> TensorMemory:
     if place.type == "cpu":
         return TensorMemory()
     if place.type == "cuda":
-        return CudaMemory(place)
+        return CudaMemory(place, beside)
     raise ValueError(f"parameters are on {place}, not on cpu or cuda")

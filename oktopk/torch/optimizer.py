@@ -27,6 +27,7 @@ from oktopk.torch.agreement import GRADIENT_TYPES, disagreement, replaced_warnin
 from oktopk.torch.gradients import FlatGradients, GradientsInPlace, dense_views
 from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.modules import broadcast_tensors
+from oktopk.torch.states import as_arrays, as_tensors
 from oktopk.torch.wrapped import WrappedOptimizer
 
 # Without itself passed, torch gives copies of found_inf, and this rank's scaler could not learn of another rank's Inf.
@@ -392,8 +393,7 @@ class DistributedOptimizer(WrappedOptimizer):
         super().load_state_dict(state_dict)
 
     def _state(self) -> dict[str, Any]:
-        # torch.load reads tensors with weights_only, arrays not
-        reducer = _converted(self.reducer.state_dict(), np.ndarray, torch.from_numpy)
+        reducer = as_tensors(self.reducer.state_dict())
         return {**self.inner.state_dict(), "reducer": reducer}
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -411,7 +411,7 @@ class DistributedOptimizer(WrappedOptimizer):
                     stacklevel=4,
                 )
         else:
-            self.reducer.load_state_dict(_converted(reducer, Tensor, lambda tensor: tensor.cpu().numpy()))
+            self.reducer.load_state_dict(as_arrays(reducer))
         load_state(self.inner, state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
@@ -487,10 +487,3 @@ def _is_zero(rate: Any) -> bool:
 
 def _type_name(dtype: torch.dtype) -> str:
     return next(name for name, known in GRADIENT_TYPES.items() if known == dtype)
-
-
-def _converted(state: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
-    """A nested dict with each value of this type converted."""
-    if isinstance(state, dict):
-        return {name: _converted(value, kind, convert) for name, value in state.items()}
-    return convert(state) if isinstance(state, kind) else state

@@ -1,0 +1,376 @@
+"""Ok-Topk as the communication hook of torch's DistributedDataParallel: buckets are reduced while the backward pass goes on."""
+
+import gc
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from oktopk.buckets import BucketedAllreduce
+from oktopk.elastic import VECTORS
+from oktopk.results import StepReport
+from oktopk.torch.agreement import GRADIENT_TYPES
+from oktopk.torch.interop import TensorMemory, memory_of
+from oktopk.torch.states import as_arrays, as_tensors
+
+_Layout = list[list[Tensor]]
+
+
+class _Given:
+    """A bucket of DDP's, whose gradients are to become the mean over the ranks.
+
+    Args:
+        bucket: as the hook gets it.
+
+    Attributes:
+        parameters: in the order in which their gradients lie in `buffer`.
+        buffer: the gradients.
+        waits_for: the reducer's buckets that hold some of its parameters and are not reduced yet.
+        done: set once the buffer is filled, or there is an `error`.
+    """
+
+    def __init__(self, bucket: GradBucket) -> None:
+        self.parameters = bucket.parameters()
+        self.buffer = bucket.buffer()
+        self.waits_for: set[int] = set()
+        self.error: BaseException | None = None
+        devices: list[Any] | None = [self.buffer.device] if self.buffer.is_cuda else None
+        self.done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+
+    def pieces(self) -> list[Tensor]:
+        """The gradient of each parameter, as it lies in memory."""
+        return list(self.buffer.split([parameter.numel() for parameter in self.parameters]))
+
+    def result(self, done: torch.futures.Future[Tensor]) -> Tensor:
+        """The reduced buffer; raises the error where there is one."""
+        if self.error is not None:
+            raise self.error
+        return done.value()
+
+
+class OkTopkState:
+    """What `ddp_hook` keeps from step to step: a residual for every parameter, and a reducer for every bucket.
+
+    DDP calls the hook for each bucket while the backward pass goes on, and waits for all at its end. Under `no_sync` it does not,
+    so that the gradients of several batches are reduced together. After the first step DDP lays out its buckets anew, in the
+    order in which gradients came; from the third step on each is reduced where it lies. Residuals stay with their parameters.
+
+    What is selected is the gradient as DDP gives it, times the scale of a `torch.amp.GradScaler`: take bfloat16, which has none.
+    The hook does not reduce buffers such as batch-norm statistics; DDP itself broadcasts them.
+
+    Args:
+        comm: the ranks of the DDP; None: torch's default process group.
+        method: a name in `oktopk.METHODS`.
+        share: how the k entries of a step are divided among buckets, see `oktopk.buckets.BucketedAllreduce`.
+        module: whose parameters' names are the keys of the state; None: that of the DDP which has this state.
+        settings: keywords of `oktopk.Settings`. With nonfinite="skip" a bucket that is not finite becomes zero on all ranks.
+
+    Raises:
+        RuntimeError: in the backward pass, on every rank alike, with the text of what `BucketedAllreduce` raises.
+
+    Memory: n words of residual and n of update; n elements more where the reducer's buckets are not DDP's.
+    Traffic: that of the method, for each bucket.
+    Source: Li & Hoefler, PPoPP 2022, algorithm 2.
+
+    Example:
+        >>> ddp = DistributedDataParallel(model)
+        >>> ddp.register_comm_hook(OkTopkState(density=0.01), ddp_hook)
+    """
+
+    def __init__(
+        self,
+        comm: Any = None,
+        method: str = "oktopk",
+        *,
+        share: str = "bucket",
+        module: nn.Module | None = None,
+        **settings: Any,
+    ) -> None:
+        self._arguments: dict[str, Any] = {"comm": comm, "method": method, "share": share, **settings}
+        self._module = module
+        self._names: dict[Tensor, str] = {}
+        self._memory = TensorMemory()
+        self._reducer: BucketedAllreduce | None = None
+        self._layout: _Layout = []  # the parameters of the reducer's buckets
+        self._places: dict[
+            Tensor, tuple[int, int]
+        ] = {}  # parameter -> its bucket, and where it begins in that
+        self._copies: dict[int, Tensor] = {}  # bucket -> its gradient, where that is not a buffer of DDP's
+        self._moves_to: _Layout | None = None
+        self._loaded: dict[str, Any] | None = None
+        self._steps_here = 0  # since construction or a load
+        self._report: StepReport | None = None
+        self._given: list[_Given] = []  # of this step
+        self._filled: list[int] = []  # elements of each bucket that came in this step
+        self._lock = threading.Lock()  # of what the communication thread changes, too: `_Given.waits_for`
+
+    @property
+    def report(self) -> StepReport | None:
+        """The last step, after its backward pass; None before the first. Its `buckets` are those that were reduced."""
+        self._finish_step()
+        return self._report
+
+    @property
+    def reducer(self) -> BucketedAllreduce | None:
+        """What reduces; None before the first step. Another one once DDP's buckets have changed."""
+        return self._reducer
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Begin to reduce a bucket of DDP's. Collective.
+
+        Returns:
+            A future of the bucket's buffer, which then holds the mean over the ranks.
+        """
+        if bucket.index() == 0:
+            self._begin_step(bucket.buffer().device)
+        given = _Given(bucket)
+        self._given.append(given)
+        if self._reducer is not None:
+            self._add(given)
+        elif bucket.is_last():  # now all buckets are known
+            self._set_up([each.parameters for each in self._given])
+            for each in self._given:
+                self._add(each)
+        reduced: torch.futures.Future[Tensor] = given.done.then(given.result)
+        return reduced
+
+    def _begin_step(self, device: torch.device) -> None:
+        self._finish_step()
+        self._given = []
+        if not self._names:
+            self._names = self._parameter_names()
+            self._memory = memory_of(device, beside=True)
+        if self._loaded is not None:
+            self._set_up_loaded(self._loaded)
+        self._move()
+        self._filled = [0] * len(self._layout)
+
+    def _add(self, given: _Given) -> None:
+        """Put a bucket's gradients where the reducer's buckets have them, and start those that are complete."""
+        assert self._reducer is not None
+        missing = [parameter for parameter in given.parameters if parameter not in self._places]
+        if missing:
+            raise ValueError(
+                f"DDP reduces a parameter of shape {tuple(missing[0].shape)} that it had not in earlier steps: after the model "
+                "has changed, make a new DDP and a new OkTopkState"
+            )
+        places = [self._places[parameter] for parameter in given.parameters]
+        given.waits_for = {number for number, _ in places}
+        vectors: dict[int, Tensor] = {}
+        first = places[0][0]
+        if _same([given.parameters], [self._layout[first]]) and given.buffer.dtype == self._dtype:
+            vectors[first] = given.buffer
+            self._copies.pop(first, None)
+            self._filled[first] = len(given.buffer)
+        else:
+            for (number, start), piece in zip(places, given.pieces(), strict=True):
+                if number not in self._copies:
+                    length = self._reducer.lengths[number]
+                    self._copies[number] = torch.empty(length, dtype=self._dtype, device=piece.device)
+                self._copies[number][start : start + len(piece)].copy_(piece)
+                self._filled[number] += len(piece)
+        while (number := self._reducer.started) < len(self._layout):
+            if self._filled[number] < self._reducer.lengths[number]:
+                return
+            vector = vectors[number] if number in vectors else self._copies[number]
+            self._start(number, vector)
+
+    def _start(self, number: int, vector: Tensor) -> None:
+        assert self._reducer is not None
+        waiting = [given for given in self._given if number in given.waits_for]
+        future = self._reducer.start(self._memory.array(vector), self._memory.after_current())
+        future.add_done_callback(partial(self._reduced, number, waiting))
+
+    def _reduced(self, number: int, waiting: Sequence[_Given], future: Future[StepReport]) -> None:
+        """Fill the buffers that waited for a bucket, which is reduced, and for no other one."""
+        for given in waiting:
+            with self._lock:
+                given.waits_for.discard(number)
+                given.error = given.error or future.exception()
+                last = not given.waits_for
+            if last:
+                try:
+                    self._fill(given)
+                except Exception as error:  # DDP raises it; in this thread nobody would
+                    given.error = given.error or error
+                    given.done.set_result(given.buffer)
+
+    def _fill(self, given: _Given) -> None:
+        with self._memory.on_stream():
+            if given.error is None:
+                for parameter, piece in zip(given.parameters, given.pieces(), strict=True):
+                    number, start = self._places[parameter]
+                    piece.copy_(self._updates[number][start : start + len(piece)])
+            given.done.set_result(given.buffer)
+
+    def _finish_step(self) -> None:
+        """Take the report of a step whose backward pass has ended. Talks to no other rank."""
+        reducer, given = self._reducer, self._given
+        if reducer is None or not given:
+            return
+        self._given = []
+        if reducer.started < len(self._layout):  # the backward pass was left by an error
+            reducer.abandon()
+            return
+        try:
+            self._report = reducer.finish()
+        except Exception:  # the backward pass has raised it
+            return
+        self._steps_here += 1
+        layout = [each.parameters for each in given]
+        # a process that continues a run begins with the buckets of a first step once more
+        if self._steps_here > 1 and not _same(layout, self._layout):
+            self._moves_to = layout
+
+    def _set_up(self, layout: _Layout) -> None:
+        """Make the reducer of these buckets. Collective."""
+        types = {parameter.dtype for parameters in layout for parameter in parameters}
+        gradient_type = "float32"
+        if len(types) == 1 and self._memory.device != "cpu":
+            gradient_type = next(
+                (name for name, dtype in GRADIENT_TYPES.items() if dtype in types), "float32"
+            )
+        arguments = {"gradient_type": gradient_type, **self._arguments}
+        self._reducer = BucketedAllreduce(
+            arguments.pop("comm"),
+            [sum(p.numel() for p in parameters) for parameters in layout],
+            device=self._memory.device,
+            stream=self._memory.stream,
+            **arguments,
+        )
+        self._dtype = GRADIENT_TYPES[arguments["gradient_type"]]
+        self._updates = [self._memory.tensor(update) for update in self._reducer.updates]
+        self._layout, self._copies = layout, {}
+        self._filled = [0] * len(layout)
+        self._places = {}
+        for number, parameters in enumerate(layout):
+            start = 0
+            for parameter in parameters:
+                self._places[parameter] = number, start
+                start += parameter.numel()
+
+    def _move(self) -> None:
+        """Go on with the buckets that DDP has now. Collective."""
+        if self._moves_to is None:
+            return
+        layout, self._moves_to = self._moves_to, None
+        assert self._reducer is not None
+        old, places = self._reducer, self._places
+        held = [bucket.whole_vectors() for bucket in old.buckets]
+        counts = old.steps, old.buckets[0].sparse_steps
+        old.close()
+        self._set_up(layout)
+        for parameters, bucket in zip(layout, self._reducer.buckets, strict=True):
+            vectors = {name: _concatenated(name, parameters, places, held) for name in VECTORS}
+            bucket.continue_from(vectors, *counts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on, copied: tensors, numbers and parameters' names.
+
+        Every rank saves its own; see `oktopk.elastic.redistribute` for another number of ranks.
+
+        Raises:
+            As `GradientAllreduce.state_dict`.
+        """
+        self._finish_step()
+        if self._reducer is None:
+            return self._loaded or {"buckets": [], "moves_to": None, "reducer": None}
+        return {
+            "buckets": self._named(self._layout),
+            "moves_to": None if self._moves_to is None else self._named(self._moves_to),
+            "reducer": as_tensors(self._reducer.state_dict()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where this rank's `state_dict` was taken, bit for bit, from the next backward pass on.
+
+        Raises:
+            ValueError: it is not a state of this class. What else does not fit is raised in the next backward pass, on every
+                rank alike.
+        """
+        if not isinstance(state, dict) or not {"buckets", "moves_to", "reducer"} <= state.keys():
+            raise ValueError("the state is not one of OkTopkState.state_dict()")
+        self._finish_step()
+        self._loaded = None if state["reducer"] is None else dict(state)
+        self._steps_here, self._moves_to = 0, None
+
+    def _set_up_loaded(self, state: dict[str, Any]) -> None:
+        """Make the reducer as it was when a state was taken. Collective."""
+        self._loaded = None
+        layout = self._found(state["buckets"])
+        if self._reducer is None or not _same(layout, self._layout):
+            if self._reducer is not None:
+                self._reducer.close()
+            self._set_up(layout)
+        assert self._reducer is not None
+        self._reducer.load_state_dict(as_arrays(state["reducer"]))
+        self._moves_to = None if state["moves_to"] is None else self._found(state["moves_to"])
+
+    def _named(self, layout: _Layout) -> list[list[str]]:
+        return [[self._names[parameter] for parameter in parameters] for parameters in layout]
+
+    def _found(self, names: Sequence[Sequence[str]]) -> _Layout:
+        """The parameters of these names."""
+        known = {name: parameter for parameter, name in self._names.items()}
+        unknown = [name for bucket in names for name in bucket if name not in known]
+        if unknown:
+            raise ValueError(f"the state has a parameter {unknown[0]!r}, and the model has none of this name")
+        return [[known[name] for name in bucket] for bucket in names]
+
+    def _parameter_names(self) -> dict[Tensor, str]:
+        module = self._module
+        for held in gc.get_objects() if module is None else ():
+            if isinstance(held, DistributedDataParallel) and _has_state(held, self):
+                module = held.module
+        if module is None:
+            raise RuntimeError(
+                "no DistributedDataParallel was found that has this OkTopkState: pass OkTopkState(module=model)"
+            )
+        return {parameter: name for name, parameter in module.named_parameters()}
+
+    def close(self) -> None:
+        """Free what the reducer holds. Collective. The next backward pass would set it up again."""
+        self._finish_step()
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+
+
+# register_comm_hook compares the annotations with its own types: this file must not import those of __future__, which are texts
+def ddp_hook(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Reduce a bucket of a DistributedDataParallel by Ok-Topk, for `register_comm_hook`; see `OkTopkState`."""
+    return state.reduce(bucket)
+
+
+def _has_state(ddp: DistributedDataParallel, state: OkTopkState) -> bool:
+    return any(held is state for _, held in getattr(ddp, "_comm_hooks", ()))
+
+
+def _same(one: Iterable[Sequence[Tensor]], other: Iterable[Sequence[Tensor]]) -> bool:
+    """Whether two layouts are of the same parameters in the same order."""
+    return [list(map(id, parameters)) for parameters in one] == [list(map(id, p)) for p in other]
+
+
+def _concatenated(
+    name: str,
+    parameters: Sequence[Tensor],
+    places: dict[Tensor, tuple[int, int]],
+    held: Sequence[dict[str, Any]],
+) -> Any:
+    """A vector of a new bucket, put together of those of the old ones; None where none of them has any."""
+    if all(vectors[name] is None for vectors in held):
+        return None
+    pieces = []
+    for parameter in parameters:
+        number, start = places[parameter]
+        vector = held[number][name]
+        length = parameter.numel()
+        pieces.append(np.zeros(length, np.float32) if vector is None else vector[start : start + length])
+    return np.concatenate(pieces)
