@@ -1,34 +1,29 @@
-"""A limit on the time that ranks wait for each other, over any communicator.
+"""A limit on the time that ranks wait for each other, over any library.
 
-The ranks that come wait for a nonblocking collective operation. A rank whose limit has passed tells all others by a note, and
-each of them, which is waiting or comes later, raises too.
+The ranks that come wait for an operation that can be looked at. A rank whose limit has passed leaves a note that all others find,
+and each of them, which is waiting or comes later, raises too. How notes travel is the library's part.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import Any, NamedTuple
-
-import numpy as np
-from mpi4py import MPI
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 from collectives.transport import EVERY_RANK_CALLS, MissingRanksError
 
 _EARLY = 1.0
 """Seconds after which a rank that waits for others sleeps in between, and looks whether one has given up."""
 
-_PAUSE = 1e-3
+PAUSE = 1e-3
 """Seconds."""
 
 _ANSWER = 5.0
 """Seconds in which every rank that is waiting has looked."""
 
-_CALLERS_TAG = 32_749
-"""Of the notes on a caller's communicator, which carries the caller's messages too."""
-
 _ABANDONED: list[Any] = []
-"""Requests that were given up, with their arrays: MPI may still write to them."""
+"""Operations that were given up, with their arrays: the library may still write to them."""
 
 
 class Limit(NamedTuple):
@@ -45,72 +40,75 @@ class Limit(NamedTuple):
     advice: str = EVERY_RANK_CALLS
 
 
-def wait_for_all(comm: MPI.Intracomm, limit: Limit) -> None:
-    """Wait until all ranks of a caller's communicator have called. Collective.
+class Notes(Protocol):
+    """The notes of ranks that give up; of all ranks, though an operation may be among some of them.
 
-    Raises:
-        MissingRanksError: ranks did not come in time; on the others, and on a missing one when it comes. The communicator must
-            not be used after that.
-
-    Traffic: one nonblocking barrier.
+    Attributes:
+        rank, size: this rank, and how many there are.
     """
-    if comm.Get_size() > 1:
-        wait_for_request(comm.Ibarrier(), (), comm, _CALLERS_TAG, limit)
-        if someone_gave_up(comm, _CALLERS_TAG):
-            raise missing_ranks(comm, _CALLERS_TAG, limit)
+
+    rank: int
+    size: int
+
+    def leave(self, waited: int) -> None:
+        """Let all other ranks find a number, this rank's milliseconds."""
+
+    def any_left(self) -> bool:
+        """Whether a note of another rank is here."""
+
+    def collect(self) -> dict[int, int]:
+        """The notes that have come since the last call: rank -> its number."""
 
 
-def wait_for_request(
-    request: MPI.Request, arrays: tuple[Any, ...], comm: MPI.Intracomm, tag: int, limit: Limit
-) -> None:
-    """Wait for a nonblocking collective operation.
+class GivenUp:
+    """What a transport and those that are split off it know of ranks that did not come.
+
+    Attributes:
+        notes: of the ranks of the first of these transports, so that all hear of it wherever they wait.
+        error: that this rank has raised, None before.
+    """
+
+    def __init__(self, notes: Notes) -> None:
+        self.notes = notes
+        self.error: MissingRanksError | None = None
+
+
+def wait_within(limit: Limit, done: Callable[[float], bool], notes: Notes) -> None:
+    """Wait for an operation of all ranks.
 
     Args:
-        request: of the operation.
-        arrays: that it reads and writes.
-        comm, tag: of the notes of ranks that give up; the operation may be among some of its ranks.
+        done: whether it is over; it may take so many seconds to find out. Kept for ever where it is given up, with its arrays.
 
     Raises:
         MissingRanksError: ranks did not come in time.
     """
     began, early = time.monotonic(), min(limit.seconds, _EARLY)
-    while not request.Test():
+    waited = 0.0
+    while not done(max(0.0, early - waited)):
         waited = time.monotonic() - began
         if waited > early:
-            if someone_gave_up(comm, tag) or (waited > limit.seconds and not _debugged()):
-                _ABANDONED.append((request, arrays))
-                raise missing_ranks(comm, tag, limit, waited)
-            time.sleep(_PAUSE)
+            if notes.any_left() or (waited > limit.seconds and not _debugged()):
+                _ABANDONED.append(done)
+                raise missing_ranks(limit, notes, waited)
+            time.sleep(PAUSE)
 
 
-def someone_gave_up(comm: MPI.Intracomm, tag: int) -> bool:
-    """Whether a note of another rank is here."""
-    return comm.Iprobe(MPI.ANY_SOURCE, tag)
-
-
-def missing_ranks(
-    comm: MPI.Intracomm, tag: int, limit: Limit, waited: float | None = None
-) -> MissingRanksError:
+def missing_ranks(limit: Limit, notes: Notes, waited: float | None = None) -> MissingRanksError:
     """Tell all ranks that this one gives up, and hear from those that are here how long they have waited.
 
     Args:
         waited: seconds that this rank has; None: it came when the others had given up.
     """
-    rank, size = comm.Get_rank(), comm.Get_size()
-    note = np.array([-1 if waited is None else int(1e3 * waited)], np.int64)
-    _ABANDONED.append((note, [comm.Isend(note, other, tag) for other in range(size) if other != rank]))
-    came = {rank: int(note[0])}
+    mine = -1 if waited is None else int(1e3 * waited)
+    notes.leave(mine)
+    came = {notes.rank: mine}
     give_up = time.monotonic() + _ANSWER
-    while len(came) < size and time.monotonic() < give_up:
-        if not someone_gave_up(comm, tag):
-            time.sleep(_PAUSE)
-            continue
-        status, theirs = MPI.Status(), np.empty(1, np.int64)
-        comm.Recv(theirs, MPI.ANY_SOURCE, tag, status)
-        came[status.Get_source()] = int(theirs[0])
-    late = [other for other in range(size) if came.get(other, -1) < 0]
+    while len(came) < notes.size and time.monotonic() < give_up:
+        came |= notes.collect()
+        time.sleep(PAUSE)
+    late = [rank for rank in range(notes.size) if came.get(rank, -1) < 0]
     if not late:  # the last to come began to wait while the others were giving up
-        late = [min(came, key=lambda other: came[other])]
+        late = [min(came, key=lambda rank: came[rank])]
     return MissingRanksError(limit.what, late, limit.seconds, limit.advice)
 
 

@@ -5,54 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import cupy
-import numpy as np
 from mpi4py import MPI
 
-from collectives.cuda.device import Device, DeviceWorkspace, address_of
+from collectives.cuda.device import Device, address_of
 from collectives.cuda.environment import SEE_ITS_STATE, first_line, gpu_problem
-from collectives.cuda.kernels import DeviceKernels
+from collectives.device_transport import DeviceTransport
 from collectives.mpi import MpiTransport, on_this_host
-from collectives.mpi_staged import StagedMpiTransport
-from collectives.symmetric_memory import SymmetricMemory, symmetric_memory_problem
+from collectives.staging import StagedTransport
 
 
-class _OnDevice(MpiTransport):
-    """What transports of device arrays share.
-
-    Args:
-        comm: as `MpiTransport`. Collective.
-        device: the GPU and stream of this instance.
-        more: further arguments of the transport that this class is mixed into.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, device: Device, *more: Any) -> None:
-        super().__init__(comm, *more)
-        self.device = device
-        self.workspace = DeviceWorkspace(device)
-        self.kernels = DeviceKernels(device)
-
-    def allocate(self, length: int) -> Any:
-        return self.device.allocate(length, np.float32)
-
-    def _like_this(self, comm: MPI.Intracomm) -> MpiTransport:
-        return type(self)(comm, self.device)
-
-    def open_p2p(self, wanted: bool | None) -> str:
-        if wanted is False:
-            return "peer memory is not wanted"
-        problem = symmetric_memory_problem(self, shared_gpus=bool(wanted))
-        if not problem:
-            try:  # only an attempt shows it: containers and hidden GPUs have no CUDA IPC
-                SymmetricMemory(self, self.device, 0).close()
-            except RuntimeError as error:
-                problem = str(error)
-        # closing the trial may fail on one rank alone
-        problems = [text for text in self.allgather_objects(problem) if text]
-        self.p2p = not problems
-        return problems[0] if problems else ""
-
-
-class CudaMpiTransport(_OnDevice):
+class CudaMpiTransport(DeviceTransport, MpiTransport):
     """Device arrays over an MPI that moves device memory.
 
     MPI does not know streams, so the stream is waited for before a message starts, if anything was put on it since the
@@ -68,14 +30,14 @@ class CudaMpiTransport(_OnDevice):
             self.device.synchronize()
 
 
-class StagedCudaTransport(_OnDevice, StagedMpiTransport):
+class StagedCudaTransport(DeviceTransport, StagedTransport, MpiTransport):
     """Device arrays over an MPI that moves host memory only."""
 
     def __init__(self, comm: MPI.Intracomm, device: Device) -> None:
         super().__init__(comm, device, device)
 
 
-def connect_device(host: MpiTransport, device: Device, staged: bool) -> _OnDevice:
+def connect_device(host: MpiTransport, device: Device, staged: bool) -> DeviceTransport:
     """The transport for device arrays among the ranks of `host`, which the caller closes; `staged` may differ. Collective."""
     return (StagedCudaTransport if staged else CudaMpiTransport)(host.comm, device)
 

@@ -1,6 +1,6 @@
 """Symmetric memory: a window of device memory for every rank of a host, in which the kernels of all its ranks read and signal.
 
-CUDA IPC handles are exchanged once through MPI; after that signals need neither MPI nor the host. See `cuda/p2p.cuh`.
+CUDA IPC handles are exchanged once through the transport; after that signals need neither it nor the host. See `cuda/p2p.cuh`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interface between communication patterns and a communication library: MPI today. Imports no such library."""
+"""The interface between communication patterns and a communication library, MPI or gloo. Imports no such library."""
 
 from __future__ import annotations
 
@@ -56,6 +56,10 @@ class FlaggedRanksError(Exception):
         self.ranks = ranks
 
 
+class LauncherError(RuntimeError):
+    """A launcher started several processes, but each is a job of its own."""
+
+
 class MissingRanksError(RuntimeError):
     """Ranks did not come to a collective operation within the time allowed; raised on every rank, on a missing one when it comes.
 
@@ -75,9 +79,10 @@ class Transport(ABC):
 
     Payload travels point to point, in contiguous arrays that lie where this transport's arrays live. Control messages (sizes,
     splits, histograms, flags) are small host arrays; they use collectives of the library and are counted apart.
-    Requests are opaque to callers. Subclasses inherit `send_all`, `exchange` and `agree`.
+    Requests are opaque to callers. Subclasses inherit `send_all`, `exchange`, `persistent` and `agree`.
 
     Attributes:
+        library: that carries messages, "MPI" or "gloo".
         rank, size: this rank, and how many there are (P).
         kernels: the kernels that fit this transport's arrays, as `collectives.cpu.kernels`.
         workspace: scratch for whoever communicates through this transport.
@@ -89,6 +94,7 @@ class Transport(ABC):
         shards: among the ranks that hold the shards of the vector that is reduced here; None where this rank holds all of it.
     """
 
+    library: str
     rank: int
     size: int
     kernels: Any
@@ -175,9 +181,9 @@ class Transport(ABC):
 
         return arrivals()
 
-    @abstractmethod
     def persistent(self, exchange: Round) -> PersistentRound:
         """Set up a round whose arrays stay where they are."""
+        return _RepeatedRound(exchange, self)
 
     # control, counted
 
@@ -225,6 +231,10 @@ class Transport(ABC):
     @abstractmethod
     def allreduce_or(self, bits: NDArray[np.uint8]) -> None:
         """Bitwise or of uint8[m] over the ranks, in place."""
+
+    @abstractmethod
+    def broadcast(self, array: NDArray[Any], root: int) -> None:
+        """Fill a contiguous host array with that of rank `root`, in place."""
 
     @abstractmethod
     def ranks_on_this_host(self) -> int:
@@ -284,6 +294,21 @@ class Transport(ABC):
                 texts = (repr(values[0]) if values else "not given" for values in given)
                 listed = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
                 raise ValueError(f"ranks disagree on {name}: {listed}")
+
+
+class _RepeatedRound:
+    """A persistent round for which nothing is set up: what it needs is borrowed while it runs, so that many rounds share it."""
+
+    def __init__(self, exchange: Round, transport: Transport) -> None:
+        self._exchange, self._transport = exchange, transport
+
+    def run(self) -> None:
+        exchange, transport = self._exchange, self._transport
+        receives = transport.receive(exchange.incoming, exchange.source)
+        transport.wait(receives + transport.send(exchange.outgoing, exchange.dest))
+
+    def free(self) -> None:
+        """Nothing is held between runs."""
 
 
 def _listed(ranks: list[int], size: int) -> str:

@@ -1,6 +1,6 @@
 """Near-optimal sparse allreduce for data-parallel training: thresholds, regions, error feedback, optimizer wrapper.
 
-Importing it starts neither MPI nor torch: the names below are imported on first use.
+Importing it starts neither MPI nor torch: the names below are imported on first use, MPI when a communicator of it is.
 """
 
 from importlib import import_module
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import collectives  # noqa: F401 - before mpi4py.MPI: it loads the UCX that knows CUDA
 
 if TYPE_CHECKING:
-    from collectives.mpi import LauncherError
-    from collectives.transport import MissingRanksError
+    from collectives.transport import LauncherError, MissingRanksError
     from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
     from oktopk.methods import METHODS
     from oktopk.results import StepReport
@@ -37,7 +36,7 @@ _MODULES = {
     "METHODS": "oktopk.methods",
     "DistributedOptimizer": "oktopk.torch.optimizer",
     "GradientAllreduce": "oktopk.allreduce",
-    "LauncherError": "collectives.mpi",
+    "LauncherError": "collectives.transport",
     "MissingRanksError": "collectives.transport",
     "NonFiniteGradientError": "oktopk.allreduce",
     "Settings": "oktopk.settings",
@@ -45,23 +44,17 @@ _MODULES = {
     "average_buffers": "oktopk.torch.modules",
     "broadcast_parameters": "oktopk.torch.modules",
 }
-_NEED_MPI = ("collectives.mpi", "oktopk.allreduce", "oktopk.torch.modules", "oktopk.torch.optimizer")
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use.
 
     Raises:
-        ImportError: it needs MPI, and mpi4py finds no MPI library, or it needs torch; the message says what to install.
+        ImportError: it needs torch; the message says what to install.
     """
     if name not in _MODULES:
         raise AttributeError(f"module 'oktopk' has no attribute {name!r}")
     module = _MODULES[name]
-    if module in _NEED_MPI:
-        from oktopk.launch import mpi_problem
-
-        if problem := mpi_problem():
-            raise ImportError(problem)
     if module.startswith("oktopk.torch") and find_spec("torch") is None:
         raise ImportError(f"oktopk.{name} needs torch: pip install 'oktopk[torch]'")
     value = globals()[name] = getattr(import_module(module), name)

@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.connect import communicator, connect
 from collectives.cuda.environment import is_cuda_error
 from collectives.limit import Limit
-from collectives.mpi import communicator, connect
 from collectives.sparse import check_length
 from collectives.traffic import Traffic
 from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport
@@ -35,6 +34,9 @@ from oktopk.results import StageTimer, StepReport
 from oktopk.settings import DENSE_ABOVE, Settings, entries_kept, timeout_of, unknown_setting
 from oktopk.state import state_problem
 from oktopk.step import Executor, Plan, StepHandle, StepResult
+
+if TYPE_CHECKING:
+    from collectives.connect import Communicator
 
 _Made = TypeVar("_Made")
 _NOTHING = StepResult(None, None)
@@ -89,8 +91,8 @@ class GradientAllreduce:
     Several instances may live side by side, one per bucket, parameter group or communicator: they share nothing.
 
     Args:
-        comm: intracommunicator; duplicated; None: all ranks of the job. Collective: every rank must construct, with the same
-            arguments.
+        comm: an `MPI.Intracomm` or a `torch.distributed.ProcessGroup`; duplicated; None: torch's default process group where
+            there is one, else all ranks of the MPI job. Collective: every rank must construct, with the same arguments.
         length: elements of the gradient (n).
         method: a name in `oktopk.METHODS`.
         device: "cpu" for NumPy arrays, "cuda" for CuPy arrays on the current GPU.
@@ -121,7 +123,7 @@ class GradientAllreduce:
 
     def __init__(
         self,
-        comm: MPI.Intracomm | None,
+        comm: Communicator | None,
         length: int,
         method: str = "oktopk",
         *,

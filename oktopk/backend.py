@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.mpi import MpiTransport
+from collectives.host_transport import HostTransport
 from collectives.shared_vectors import SharedVectors
 from collectives.transport import Transport
 from oktopk.cpu import kernels
@@ -27,7 +27,7 @@ class Backend:
 
     kernels: Any = kernels
 
-    def connect(self, host: MpiTransport) -> Transport:
+    def connect(self, host: HostTransport) -> Transport:
         """The transport for arrays of this backend, made of a host transport, which it replaces. Collective."""
         return host
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.connect import connect
 from collectives.limit import Limit
-from collectives.mpi import connect
 from collectives.transport import EVERY_RANK_CALLS
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.results import StepReport

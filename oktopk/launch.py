@@ -19,6 +19,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from collectives.connect import INSTALL_MPI, mpi_problem
+
 # Left by a surrounding MPI job. A job started inside it would take itself for one of its ranks.
 _INHERITED = (
     "PMIX_",
@@ -31,8 +33,6 @@ _INHERITED = (
     "OMPI_FILE_",
     "PRTE_LAUNCHED",
 )
-
-INSTALL_MPI = "load the site's MPI module, or pip install 'oktopk[mpi]'"
 
 
 class LaunchError(RuntimeError):
@@ -58,15 +58,6 @@ def find_mpiexec() -> str:
     if on_path is None:
         raise LaunchError(f"no mpiexec beside {sys.executable} nor on PATH: {INSTALL_MPI}")
     return on_path
-
-
-def mpi_problem() -> str:
-    """Why mpi4py.MPI cannot be imported, and what to install; "" if it was imported."""
-    try:
-        import mpi4py.MPI  # noqa: F401
-    except (ImportError, RuntimeError) as error:
-        return f"mpi4py finds no MPI library ({str(error).splitlines()[0]}): {INSTALL_MPI}"
-    return ""
 
 
 def library_problem() -> str:

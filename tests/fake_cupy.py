@@ -63,7 +63,7 @@ def fake_cupy(
 def on_fake(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within it the modules that need CuPy are imported anew, on this one; afterwards they are as before."""
     names = [f"collectives.cuda.{part}" for part in ("device", "kernels", "launch", "layouts")]
-    names += ["collectives.mpi_cuda", "collectives.symmetric_memory"]
+    names += ["collectives.mpi_cuda", "collectives.device_transport", "collectives.symmetric_memory"]
     names += [
         f"oktopk.cuda.{part}"
         for part in (

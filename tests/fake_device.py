@@ -11,7 +11,8 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.cpu import kernels as host_kernels
-from collectives.mpi_staged import StagedMpiTransport, StagingBuffers
+from collectives.mpi import MpiTransport
+from collectives.staging import StagedTransport, StagingBuffers
 
 POISON = 0xA5
 
@@ -88,7 +89,7 @@ class PoisonedBuffers(StagingBuffers):
         super().give(buffer)
 
 
-class FakeDeviceTransport(StagedMpiTransport):
+class FakeDeviceTransport(StagedTransport, MpiTransport):
     """Staging, watched: whatever MPI gets is pinned."""
 
     def __init__(self, comm: MPI.Intracomm, stream: LateStream | None = None) -> None:

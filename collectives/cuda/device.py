@@ -192,7 +192,7 @@ class Device:
         self._copy(dest, array.ctypes.data, array.nbytes, cupy.cuda.runtime.memcpyHostToDevice)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """uint8[nbytes] of page-locked host memory; this and the next two are the `Copies` of `collectives.mpi_staged`."""
+        """uint8[nbytes] of page-locked host memory; this and the next two are the `Copies` of `collectives.staging`."""
         return np.frombuffer(pinned_memory(nbytes), np.uint8, nbytes)
 
     def copy_out(self, host: NDArray[np.uint8], array: Any) -> None:

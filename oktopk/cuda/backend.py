@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from collectives.cuda.device import Device
 from collectives.cuda.kernels import DeviceKernels as CollectiveKernels
 from collectives.cuda.ucx import device_memory_problem
-from collectives.mpi import MpiTransport
-from collectives.mpi_cuda import connect_device
 from collectives.symmetric_memory import SymmetricMemory, symmetric_memory_problem
 from collectives.transport import Transport
 from oktopk.backend import Backend, SharedGradients
@@ -50,8 +48,14 @@ class DeviceBackend(Backend):
         self._gradient_type = gradient_type
         self._stored = np.dtype(_STORED[gradient_type])
 
-    def connect(self, host: MpiTransport) -> Transport:
-        """As the host's; warns on rank 0 where device memory is staged through the host."""
+    def connect(self, host: Any) -> Transport:
+        """As the host's; warns on rank 0 where an MPI does not move device memory, which is staged through the host then."""
+        if host.library != "MPI":
+            from collectives import process_group_cuda
+
+            return process_group_cuda.connect_device(host, self.device)
+        from collectives.mpi_cuda import connect_device
+
         problem = device_memory_problem() if host.size > 1 else ""
         staged = {rank: text for rank, text in enumerate(host.allgather_objects(problem)) if text}
         if staged and host.rank == 0:

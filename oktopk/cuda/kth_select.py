@@ -11,7 +11,7 @@ import numpy as np
 from collectives.cuda.device import DeviceEntries
 from collectives.cuda.launch import Kernel, PreparedLaunch, compiled
 from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
-from collectives.mpi_cuda import CudaMpiTransport
+from collectives.device_transport import DeviceTransport
 from oktopk.cpu.kernels import LEVELS
 from oktopk.cuda.layouts import Search
 from oktopk.selection import most_equal
@@ -41,7 +41,7 @@ class KthSelect:
 
     def __init__(
         self,
-        transport: CudaMpiTransport,
+        transport: DeviceTransport,
         p2p: Any,
         k: int,
         trigger: float,

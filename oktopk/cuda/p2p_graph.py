@@ -24,7 +24,7 @@ from collectives.cuda.layouts import (
     Decision,
     Step,
 )
-from collectives.mpi_cuda import CudaMpiTransport
+from collectives.device_transport import DeviceTransport
 from collectives.symmetric_memory import SymmetricMemory, entries_bytes
 from oktopk.cuda.kth_select import TAKEN_WORDS, KthSelect
 from oktopk.cuda.layouts import APPLY_ENTRIES
@@ -91,7 +91,7 @@ class P2PGraph:
     """
 
     def __init__(
-        self, kernels: Any, transport: CudaMpiTransport, length: int, k: int, settings: Settings
+        self, kernels: Any, transport: DeviceTransport, length: int, k: int, settings: Settings
     ) -> None:
         most = max(_POOL * k, transport.size * selection_cap(k))
         if most >= _OFFSETS:

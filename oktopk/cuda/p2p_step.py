@@ -31,7 +31,7 @@ from collectives.cuda.layouts import (
     NUM_COUNTERS,
     SKEWED,
 )
-from collectives.mpi_cuda import CudaMpiTransport
+from collectives.device_transport import DeviceTransport
 from collectives.sparse import ENTRY
 from collectives.split_and_reduce import RegionLists
 from collectives.symmetric_memory import abort_reasons
@@ -111,7 +111,7 @@ class P2PStep:
     """
 
     def __init__(
-        self, kernels: DeviceKernels, transport: CudaMpiTransport, length: int, settings: Settings
+        self, kernels: DeviceKernels, transport: DeviceTransport, length: int, settings: Settings
     ) -> None:
         self._kernels, self._transport, self._length = kernels, transport, length
         self._settings = settings

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
-from collectives.limit import Limit, wait_for_all
+from collectives.transport import Transport
 from oktopk.torch.gradients import is_dense
 
 GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -75,13 +74,12 @@ def wrapping_problem(
 
 
 def disagreement(
-    comm: MPI.Intracomm,
+    transport: Transport,
     optimizer: torch.optim.Optimizer,
     parameters: list[Tensor],
     clip_norm: float,
     broadcast: bool,
     problem: str,
-    timeout: float,
 ) -> tuple[str, list[int]]:
     """What differs between the ranks and the reducer cannot see. Collective.
 
@@ -89,15 +87,11 @@ def disagreement(
         optimizer, parameters, clip_norm: as `wrapping_problem`.
         broadcast: whether parameters may have other values than on rank 0.
         problem: what is wrong on this rank; the reducer tells it.
-        timeout: seconds that ranks may come late.
 
     Returns:
         (what keeps the ranks from going on, in a sentence, or ""; the ranks whose parameters have other values than rank 0's).
 
-    Raises:
-        MissingRanksError: ranks did not come in time.
-
-    Traffic: a barrier and one allgather of some 100 bytes. Parameters and optimizer state are hashed on the host, once.
+    Traffic: one allgather of some 100 bytes. Parameters and optimizer state are hashed on the host, once.
     """
     layout = repr([(tuple(p.shape), p.stride()) for p in parameters]).encode()
     mine = _Mine(
@@ -109,8 +103,7 @@ def disagreement(
         b"" if problem else _digest(_plain_state(optimizer)),
         b"" if problem else _digest(parameters),
     )
-    wait_for_all(comm, Limit("DistributedOptimizer(...)", timeout))
-    everyone = comm.allgather(mine)
+    everyone = transport.allgather_objects(mine)
     if any(theirs.problem for theirs in everyone) or len({theirs.length for theirs in everyone}) > 1:
         return "", []  # of these the reducer tells more
     if len({theirs.layout for theirs in everyone}) > 1:

@@ -327,7 +327,7 @@ class OkTopkState:
     def _parameter_names(self) -> dict[Tensor, str]:
         module = self._module
         for held in gc.get_objects() if module is None else ():
-            if isinstance(held, DistributedDataParallel) and _has_state(held, self):
+            if issubclass(type(held), DistributedDataParallel) and _has_state(held, self):
                 module = held.module
         if module is None:
             raise RuntimeError(

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 import torch
-from mpi4py import MPI
 from torch import Tensor, nn
 
+from collectives.connect import connect
 from collectives.dense_allreduce import DenseAllreduce
 from collectives.limit import Limit
-from collectives.mpi import MpiTransport, connect
+from collectives.transport import Transport
 from oktopk.settings import Settings
+
+if TYPE_CHECKING:
+    from collectives.connect import Communicator
 
 
 def broadcast_parameters(
-    module: nn.Module, comm: MPI.Intracomm | None = None, root: int = 0, timeout: float = Settings.timeout
+    module: nn.Module, comm: Communicator | None = None, root: int = 0, timeout: float = Settings.timeout
 ) -> None:
     """Copy the parameters and buffers of rank `root` to all ranks, in place. Collective.
 
@@ -24,7 +28,7 @@ def broadcast_parameters(
 
     Args:
         module: with the same parameters and buffers on all ranks.
-        comm: intracommunicator; None: all ranks of the job.
+        comm: as `GradientAllreduce` takes it.
         root: whose values are taken.
         timeout: seconds that a rank may come late.
 
@@ -37,7 +41,7 @@ def broadcast_parameters(
         broadcast_tensors((*module.parameters(), *module.buffers()), transport, root)
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], transport: MpiTransport, root: int = 0) -> None:
+def broadcast_tensors(tensors: Iterable[Tensor], transport: Transport, root: int = 0) -> None:
     """As `broadcast_parameters`, for tensors."""
     for tensor in tensors:
         host = tensor.detach().cpu().contiguous()
@@ -46,7 +50,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], transport: MpiTransport, root: 
 
 
 def average_buffers(
-    module: nn.Module, comm: MPI.Intracomm | None = None, timeout: float = Settings.timeout
+    module: nn.Module, comm: Communicator | None = None, timeout: float = Settings.timeout
 ) -> None:
     """Average the floating-point buffers (batch-norm statistics) over the ranks, in place. Collective.
 

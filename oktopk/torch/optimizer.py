@@ -10,16 +10,16 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from collectives.mpi import communicator, connect
+from collectives.connect import communicator, connect
+from collectives.limit import Limit
 from oktopk.allreduce import GradientAllreduce
 from oktopk.results import StepReport
 from oktopk.settings import timeout_of, unknown_setting
@@ -29,6 +29,9 @@ from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.modules import broadcast_tensors
 from oktopk.torch.states import as_arrays, as_tensors
 from oktopk.torch.wrapped import WrappedOptimizer
+
+if TYPE_CHECKING:
+    from collectives.connect import Communicator
 
 # Without itself passed, torch gives copies of found_inf, and this rank's scaler could not learn of another rank's Inf.
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
@@ -59,8 +62,7 @@ class DistributedOptimizer(WrappedOptimizer):
     Args:
         optimizer: the torch optimizer that owns the parameters: all on one device (the CPU, or the current GPU), all float32,
             bfloat16 or float16, each dense in memory.
-        comm: intracommunicator; None: all ranks of the job. Collective: every rank must construct, with the same model and
-            settings.
+        comm: as `GradientAllreduce` takes it. Collective: every rank must construct, with the same model and settings.
         method: a name in `oktopk.METHODS`.
         gradient_type: of what is selected and reduced, "float32", "bfloat16" or "float16"; "" is that of the parameters. The
             CPU takes float32 only. bfloat16 gradients of float32 parameters halve what selection reads, and their rounding
@@ -100,7 +102,7 @@ class DistributedOptimizer(WrappedOptimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        comm: MPI.Intracomm | None = None,
+        comm: Communicator | None = None,
         method: str = "oktopk",
         *,
         gradient_type: str = "",
@@ -132,25 +134,24 @@ class DistributedOptimizer(WrappedOptimizer):
                 memory = memory_of(self._parameters[0].device)
             except ValueError as error:
                 problem = str(error)
-        timeout = timeout_of(settings)
-        differs, strangers = disagreement(
-            comm, optimizer, self._parameters, clip_norm, broadcast, problem, timeout
-        )
-        self.reducer = GradientAllreduce(
-            comm,
-            self.length,
-            method,
-            device=memory.device,
-            gradient_type=gradient_type,
-            stream=memory.stream,
-            problem=problem or differs,
-            **({} if problem else settings),  # a keyword that is refused may be one of these
-        )
-        if strangers:
-            with closing(connect(comm)) as transport:
+        with closing(connect(comm, Limit("DistributedOptimizer(...)", timeout_of(settings)))) as transport:
+            differs, strangers = disagreement(
+                transport, optimizer, self._parameters, clip_norm, broadcast, problem
+            )
+            self.reducer = GradientAllreduce(
+                comm,
+                self.length,
+                method,
+                device=memory.device,
+                gradient_type=gradient_type,
+                stream=memory.stream,
+                problem=problem or differs,
+                **({} if problem else settings),  # a keyword that is refused may be one of these
+            )
+            if strangers:
                 broadcast_tensors(self._parameters, transport)
-            if comm.rank == 0:
-                warnings.warn(replaced_warning(strangers), stacklevel=2)
+                if transport.rank == 0:
+                    warnings.warn(replaced_warning(strangers), stacklevel=2)
         self._arguments: dict[str, Any] = {"comm": comm, "method": method, "gradient_type": gradient_type}
         self._arguments |= {"clip_norm": clip_norm, "broadcast": broadcast, **settings}
         self._memory = memory
@@ -438,7 +439,8 @@ class DistributedOptimizer(WrappedOptimizer):
         self.reducer.close()
 
     def __repr__(self) -> str:
-        return f"DistributedOptimizer({self.inner!r}, method={self.reducer.method!r}, length={self.length})"
+        library = self.reducer.transport.library
+        return f"DistributedOptimizer({self.inner!r}, method={self.reducer.method!r}, length={self.length}, library={library!r})"
 
 
 def clip_(vector: Tensor, norm: float) -> None:

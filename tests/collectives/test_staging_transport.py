@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from collectives.dense_allreduce import DenseAllreduce
 from collectives.mpi import MpiTransport
-from collectives.mpi_staged import StagingBuffers, size_class
+from collectives.staging import StagingBuffers, size_class
 from collectives.traffic import Traffic
 from collectives.transport import Round
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
@@ -122,7 +122,7 @@ class FakeBackend(Backend):
         self.stream = LateStream()
         self.kernels = InOrder(host_kernels, self.stream)  # type: ignore[assignment]
 
-    def connect(self, host: MpiTransport) -> MpiTransport:
+    def connect(self, host: Any) -> MpiTransport:
         return FakeDeviceTransport(host.comm, self.stream)
 
     def to_host(self, array: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -297,7 +297,7 @@ def test_a_gradient_that_is_not_where_it_should_be_is_a_sentence(device_backend:
 def test_selecting_a_gpu_where_there_is_none_is_a_sentence(
     comm: MPI.Intracomm, device_backend: ModuleType, count: Any
 ) -> None:
-    device_transport = sys.modules["collectives.mpi_cuda"]
+    device_transport = importlib.import_module("collectives.mpi_cuda")
     device_transport.cupy.cuda.runtime = fake_cupy(count=count).cuda.runtime  # type: ignore[attr-defined]
     with pytest.raises(
         RuntimeError, match="no GPU can be selected: there is no GPU, or CUDA_VISIBLE_DEVICES hides it"
@@ -309,7 +309,7 @@ def test_selecting_a_gpu_where_there_is_none_is_a_sentence(
 def test_a_gpu_that_refuses_one_rank_is_refused_on_all(
     comm: MPI.Intracomm, device_backend: ModuleType
 ) -> None:
-    device_transport: Any = sys.modules["collectives.mpi_cuda"]
+    device_transport: Any = importlib.import_module("collectives.mpi_cuda")
     last = comm.size - 1
     device_transport.cupy.cuda = fake_cupy(count=64, use=BUSY if comm.rank == last else None).cuda  # type: ignore[attr-defined]
     where = f" on rank\\(s\\) {last}" if last else ""
@@ -353,7 +353,7 @@ def test_staging_is_chosen_where_it_must_be_and_said_once(
 ) -> None:
     mine = staged == "all" or (staged == "last" and comm.rank == comm.size - 1)
     monkeypatch.setattr(device_backend, "device_memory_problem", lambda: "it is made of wood" if mine else "")
-    transports: Any = sys.modules["collectives.mpi_cuda"]
+    transports: Any = importlib.import_module("collectives.mpi_cuda")
     monkeypatch.setattr(transports, "CudaMpiTransport", lambda *_: "straight")
     monkeypatch.setattr(transports, "StagedCudaTransport", lambda *_: "staged")
     backend = device_backend.DeviceBackend.__new__(device_backend.DeviceBackend)

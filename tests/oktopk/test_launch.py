@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from collectives.connect import mpi_problem
 from oktopk import launch
-from oktopk.launch import LaunchError, find_mpiexec, launch_environment, main, mpi_problem, mpiexec_command
+from oktopk.launch import LaunchError, find_mpiexec, launch_environment, main, mpiexec_command
 
 
 def test_a_command_goes_through_the_runner() -> None:
@@ -111,13 +112,14 @@ def run_python(*words: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 def test_without_an_mpi_library_the_message_names_the_extra() -> None:
-    """Importing oktopk works; what needs MPI raises an ImportError of one line, and the commands leave with 2."""
+    """Importing oktopk works; what uses MPI raises an ImportError of one line, and the commands leave with 2."""
     program = """
-import sys, oktopk
+import sys, oktopk, torch
 print(oktopk.Settings().density, sorted(oktopk.METHODS)[0])
-for name in ("GradientAllreduce", "broadcast_parameters"):
+calls = (lambda: oktopk.GradientAllreduce(None, 10)), (lambda: oktopk.broadcast_parameters(torch.nn.Linear(2, 1)))
+for call in calls:
     try:
-        getattr(oktopk, name)
+        call()
     except ImportError as error:
         print(error, file=sys.stderr)
 sys.argv[1:] = ["-n", "1", "nothing.py"]
@@ -129,8 +131,11 @@ main()
     assert done.stdout == "0.01 dense\n"
     lines = done.stderr.splitlines()
     assert len(lines) == 3, done.stderr
-    for line, prefix in zip(lines, ("", "", "oktopk-run: "), strict=True):
-        assert re.fullmatch(prefix + SENTENCE, line)
+    for line in lines[:2]:
+        assert re.fullmatch(
+            SENTENCE + r"\. Without MPI, .* torch\.distributed\.init_process_group\(\"gloo\"\) first", line
+        )
+    assert re.fullmatch("oktopk-run: " + SENTENCE, lines[2])
 
 
 def test_without_an_mpi_library_the_doctor_names_the_extra() -> None:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
+from collectives.connect import connect
 from collectives.dense_allreduce import DenseAllreduce
-from collectives.mpi import connect
 from collectives.traffic import WORD_BYTES, Traffic
 
 

@@ -1,7 +1,7 @@
-"""Device arrays over an MPI that moves host memory only: through pinned buffers.
+"""Device arrays over a library that moves host memory only: through pinned buffers.
 
 What is sent is copied out on the stream, which is waited for; what arrives is copied in on the stream when it is waited
-for. MPI never gets a device address. Imports without a GPU: the copies are the device's.
+for. The library never gets a device address. Imports without a GPU: the copies are the device's.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.mpi import MpiTransport
-from collectives.transport import Round
+from collectives.host_transport import HostTransport
+from collectives.transport import PersistentRound, Round, Transport
 
 _SMALLEST = 4096  # bytes of the smallest buffer
 # Buffers of one size that may wait for the stream. Two let a round receive while the last one is copied; more would only
@@ -60,7 +59,7 @@ class StagingBuffers:
         self.nbytes = 0
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
-        """A buffer of at least `nbytes` that neither MPI nor the stream uses."""
+        """A buffer of at least `nbytes` that neither the library nor the stream uses."""
         size = size_class(nbytes)
         if not self._free[size]:
             if not self._copies.pending:
@@ -100,26 +99,27 @@ def size_class(nbytes: int) -> int:
 
 
 class _StagedRequest(NamedTuple):
-    """MPI's request, its pinned buffer, and the device array that a receive fills (None for a send)."""
+    """The library's requests for a pinned buffer, and the device array that a receive fills (None for a send)."""
 
-    request: MPI.Request
+    requests: list[Any]
     buffer: NDArray[np.uint8]
     target: Any
 
 
-class StagedMpiTransport(MpiTransport):
-    """Device arrays through pinned host memory.
+class StagedTransport(HostTransport):
+    """Device arrays through pinned host memory; mixed into the transport of a library.
 
     Args:
-        comm: as `MpiTransport`. Collective.
+        comm: as the library's transport. Collective.
         copies: the device.
 
     Attributes:
         buffers: the pinned memory.
     """
 
-    def __init__(self, comm: MPI.Intracomm, copies: Copies) -> None:
-        super().__init__(comm)
+    def __init__(self, comm: Any, copies: Copies) -> None:
+        library: Any = super()
+        library.__init__(comm)
         self.buffers = StagingBuffers(copies)
         self._copies = copies
 
@@ -127,6 +127,7 @@ class StagedMpiTransport(MpiTransport):
         return self.send_all([(array, dest)], even_if_empty)
 
     def send_all(self, messages: Sequence[tuple[Any, int]], even_if_empty: bool = False) -> list[Any]:
+        library: Any = super()
         staged = []
         for array, dest in messages:
             if array.size or even_if_empty:
@@ -137,21 +138,21 @@ class StagedMpiTransport(MpiTransport):
         if staged:
             self.buffers.synchronize()
         return [
-            _StagedRequest(request, buffer, None)
+            _StagedRequest(library.send(buffer[:nbytes], dest, even_if_empty), buffer, None)
             for buffer, nbytes, dest in staged
-            for request in super(StagedMpiTransport, self).send(buffer[:nbytes], dest, even_if_empty)
         ]
 
     def receive(self, array: Any, source: int) -> list[Any]:
         if not array.size:
             return []
+        library: Any = super()
         buffer = self.buffers.take(array.nbytes)
-        (request,) = super().receive(buffer[: array.nbytes], source)
-        return [_StagedRequest(request, buffer, array)]
+        return [_StagedRequest(library.receive(buffer[: array.nbytes], source), buffer, array)]
 
     def receive_counted(self, array: Any, source: int) -> int:
+        library: Any = super()
         buffer = self.buffers.take(array.nbytes)
-        nbytes = super().receive_counted(buffer[: array.nbytes], source)
+        nbytes = library.receive_counted(buffer[: array.nbytes], source)
         count = nbytes // array.itemsize
         if count:
             self._copies.copy_in(array[:count], buffer[:nbytes])
@@ -160,7 +161,8 @@ class StagedMpiTransport(MpiTransport):
 
     def wait(self, requests: list[Any]) -> None:
         """Block until all have completed; what arrived is on its way to the device, in the order of the stream."""
-        super().wait([staged.request for staged in requests])
+        library: Any = super()
+        library.wait([request for staged in requests for request in staged.requests])
         for _, buffer, target in requests:
             if target is None:
                 self.buffers.give(buffer)
@@ -168,20 +170,5 @@ class StagedMpiTransport(MpiTransport):
                 self._copies.copy_in(target, buffer[: target.nbytes])
                 self.buffers.give_after_copy(buffer)
 
-    def persistent(self, exchange: Round) -> _StagedRound:
-        return _StagedRound(exchange, self)
-
-
-class _StagedRound:
-    """A persistent round that borrows buffers while it runs, so that many rounds share a few."""
-
-    def __init__(self, exchange: Round, transport: StagedMpiTransport) -> None:
-        self._exchange, self._transport = exchange, transport
-
-    def run(self) -> None:
-        exchange, transport = self._exchange, self._transport
-        receives = transport.receive(exchange.incoming, exchange.source)
-        transport.wait(receives + transport.send(exchange.outgoing, exchange.dest))
-
-    def free(self) -> None:
-        """Nothing is held between runs."""
+    def persistent(self, exchange: Round) -> PersistentRound:
+        return Transport.persistent(self, exchange)  # no requests of the library on device arrays

@@ -1,0 +1,49 @@
+"""Device arrays over any library, and whether the ranks' kernels may read each other's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from collectives.cuda.device import Device, DeviceWorkspace
+from collectives.cuda.kernels import DeviceKernels
+from collectives.host_transport import HostTransport
+from collectives.symmetric_memory import SymmetricMemory, symmetric_memory_problem
+
+
+class DeviceTransport(HostTransport):
+    """What transports of device arrays share; mixed into the transport of a library.
+
+    Args:
+        comm: as the library's transport. Collective.
+        device: the GPU and stream of this instance.
+        more: further arguments of the transport that this class is mixed into.
+    """
+
+    def __init__(self, comm: Any, device: Device, *more: Any) -> None:
+        library: Any = super()
+        library.__init__(comm, *more)
+        self.device = device
+        self.workspace = DeviceWorkspace(device)
+        self.kernels = DeviceKernels(device)
+
+    def allocate(self, length: int) -> Any:
+        return self.device.allocate(length, np.float32)
+
+    def _like_this(self, comm: Any) -> HostTransport:
+        return type(self)(comm, self.device)
+
+    def open_p2p(self, wanted: bool | None) -> str:
+        if wanted is False:
+            return "peer memory is not wanted"
+        problem = symmetric_memory_problem(self, shared_gpus=bool(wanted))
+        if not problem:
+            try:  # only an attempt shows it: containers and hidden GPUs have no CUDA IPC
+                SymmetricMemory(self, self.device, 0).close()
+            except RuntimeError as error:
+                problem = str(error)
+        # closing the trial may fail on one rank alone
+        problems = [text for text in self.allgather_objects(problem) if text]
+        self.p2p = not problems
+        return problems[0] if problems else ""

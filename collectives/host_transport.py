@@ -1,0 +1,161 @@
+"""Host arrays over any library: what is counted, how long ranks are waited for, and how ranks are grouped."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.cpu import kernels as host_kernels
+from collectives.limit import GivenUp, Limit, Notes, missing_ranks, wait_within
+from collectives.traffic import WORD_BYTES, Traffic
+from collectives.transport import EVERY_RANK_CALLS, MissingRanksError, Transport
+from collectives.workspace import Workspace
+
+
+class HostTransport(Transport):
+    """What the transports of all libraries share.
+
+    A subclass is made of a communicator of its library, and any further arguments that `_like_this` passes on.
+
+    Args:
+        rank, size: this rank, and how many there are.
+        notes: of ranks that give up.
+    """
+
+    def __init__(self, rank: int, size: int, notes: Notes) -> None:
+        self.rank, self.size = rank, size
+        self.kernels: Any = host_kernels
+        self.workspace = Workspace()
+        self.traffic = Traffic()
+        self.hosts = [0] * size
+        self.ranks = list(range(size))
+        # what the next control operation begins, and the seconds that ranks may come late to it
+        self._expected: Limit | None = None
+        self._given_up = GivenUp(notes)
+        self._last_collected = time.monotonic()  # when an expected operation ended
+
+    def allocate(self, length: int) -> NDArray[np.float32]:
+        return np.empty(length, np.float32)
+
+    def _count(self, nbytes: int, dest: int, messages: int = 1) -> None:
+        """Add payload that goes to a rank."""
+        self.traffic.count(nbytes, messages, between=self.hosts[dest] != self.hosts[self.rank])
+
+    def alltoall_control(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        received = np.empty_like(rows)
+        self._collect("alltoall", rows, received)
+        self.traffic.count_control((self.size - 1) * rows[0].nbytes)
+        return received
+
+    def allgather_control(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        received = np.empty((self.size, *row.shape), row.dtype)
+        self._collect("allgather", row, received)
+        self.traffic.count_control((self.size - 1) * row.nbytes)
+        return received
+
+    def allreduce_control(self, array: NDArray[np.int64]) -> NDArray[np.int64]:
+        total = np.empty_like(array)
+        self._collect("allreduce", array, total)
+        words = 2 * array.nbytes // WORD_BYTES * (self.size - 1)
+        self.traffic.count_control(WORD_BYTES * -(-words // self.size))
+        return total
+
+    def barrier(self) -> None:
+        self._collect("barrier")
+
+    def allgather_objects(self, value: Any) -> list[Any]:
+        if self._expected is not None:
+            self.barrier()
+        return self._allgather_objects(value)
+
+    def expect_all(self, what: str, seconds: float, advice: str = EVERY_RANK_CALLS) -> None:
+        if self._given_up.error is not None:
+            raise self._given_up.error
+        if self.size > 1:
+            self._expected = Limit(what, seconds, advice)
+
+    def expect_none(self) -> None:
+        self._expected = None
+
+    @property
+    def gave_up(self) -> bool:
+        return self._given_up.error is not None
+
+    def _collect(self, operation: str, *arrays: NDArray[Any]) -> None:
+        """Run a collective operation, with a limit on the time that ranks may come late where one is expected."""
+        if self._expected is None:
+            self._run(operation, *arrays)
+            return
+        limit, self._expected = self._expected, None
+        notes = self._given_up.notes
+        try:
+            wait_within(limit, self._start(operation, *arrays), notes)
+            # the others can have given up only about as long after the last operation; looking costs a round of progress
+            since, self._last_collected = time.monotonic() - self._last_collected, time.monotonic()
+            if since > limit.seconds / 2 and notes.any_left():
+                raise missing_ranks(limit, notes)
+        except MissingRanksError as error:
+            self._given_up.error = error
+            raise
+
+    def ranks_on_this_host(self) -> int:
+        firsts = self._first_ranks_of_hosts()
+        return firsts.count(firsts[self.rank])
+
+    def group_by_host(self, ranks_per_host: int) -> None:
+        firsts = self._first_ranks_of_hosts()
+        if not ranks_per_host:
+            # hosts are numbered in the order of their first ranks
+            numbers = {first: number for number, first in enumerate(sorted(set(firsts)))}
+            self.hosts = [numbers[first] for first in firsts]
+            return
+        hosts = [rank // ranks_per_host for rank in range(self.size)]
+        for host_number in range(hosts[-1] + 1):
+            members = [rank for rank in range(self.size) if hosts[rank] == host_number]
+            if len({firsts[rank] for rank in members}) > 1:
+                raise ValueError(
+                    f"ranks_per_host {ranks_per_host}: ranks {members[0]} to {members[-1]} do not share memory"
+                )
+        self.hosts = hosts
+
+    def split(self, color: int | None) -> HostTransport | None:
+        colors = self.allgather_objects(color)
+        members = [rank for rank, theirs in enumerate(colors) if theirs == color]
+        part = self._among(members, color)
+        if part is not None:
+            part.hosts = [self.hosts[rank] for rank in members]
+            part._given_up = self._given_up
+            part.ranks = [self.ranks[rank] for rank in members]
+        return part
+
+    def _like_this(self, comm: Any) -> HostTransport:
+        """A transport of this kind on another communicator, which is duplicated."""
+        make: Any = type(self)
+        return make(comm)
+
+    # the library's part
+
+    @abstractmethod
+    def _run(self, operation: str, *arrays: NDArray[Any]) -> None:
+        """Run "barrier", or "alltoall", "allgather" or "allreduce" of (sent, received) contiguous host arrays."""
+
+    @abstractmethod
+    def _start(self, operation: str, *arrays: NDArray[Any]) -> Callable[[float], bool]:
+        """Start the same; returns what tells whether it is over, see `wait_within`."""
+
+    @abstractmethod
+    def _allgather_objects(self, value: Any) -> list[Any]:
+        """As `allgather_objects`, without a limit."""
+
+    @abstractmethod
+    def _first_ranks_of_hosts(self) -> list[int]:
+        """The first rank that shares its host with rank r, for each r. Collective."""
+
+    @abstractmethod
+    def _among(self, members: list[int], color: int | None) -> HostTransport | None:
+        """A transport of this kind among the ranks of this rank's color; None for None. Collective."""

@@ -1,0 +1,256 @@
+"""Host arrays over a torch process group: gloo, on connections of our own. The only file here that imports torch."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import pickle
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from collectives.host_transport import HostTransport
+from collectives.limit import PAUSE, Limit, missing_ranks, wait_within
+from collectives.transport import MissingRanksError
+
+__all__ = ["Meeting", "ProcessGroup", "ProcessGroupTransport", "connect"]
+
+_PAYLOAD, _COUNT = 0, 1  # tags
+
+_TIMEOUT = timedelta(days=30)
+"""Of gloo. Our own limits are shorter, and a rank that dies closes its connections."""
+
+_connected: dict[tuple[str, bytes], int] = {}
+"""How many transports were made of a group, by its name and ranks: all of these count alike, whatever else they are in."""
+
+
+def connect(group: ProcessGroup, limit: Limit | None = None) -> ProcessGroupTransport:
+    """The transport for host arrays among the ranks of a process group, of whatever backend. Collective.
+
+    The group itself carries no message of ours: ranks meet in the default store, and connect by gloo.
+
+    Args:
+        limit: on the time that ranks may come late to this call; None: they are waited for.
+
+    Raises:
+        MissingRanksError: they did not come in time; on the others, and on a missing one when it comes. The group must not be
+            used for a transport after that.
+    """
+    ranks = hashlib.blake2b(repr(dist.get_process_group_ranks(group)).encode(), digest_size=8).digest()
+    name = group.group_name
+    number = _connected[name, ranks] = _connected.get((name, ranks), 0) + 1
+    base = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(f"oktopk/{name}/{ranks.hex()}/{number}", base)
+    meeting = Meeting(store, group.rank(), group.size())
+    if limit is not None and meeting.size > 1:
+        notes = StoreNotes(meeting)
+        meeting.arrive()
+        wait_within(limit, meeting.everyone_is_here, notes)
+        if notes.any_left():
+            raise missing_ranks(limit, notes)
+    return ProcessGroupTransport(meeting)
+
+
+class Meeting:
+    """Where some ranks find each other: part of a store. Every rank must ask for the same parts in the same order.
+
+    Attributes:
+        store: of these ranks alone.
+        rank, size: this rank's number among them, and how many there are.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self._parts = 0
+
+    def part(self, members: list[int], name: str = "") -> Meeting:
+        """Of some of the ranks, this one among them."""
+        self._parts += 1
+        store = dist.PrefixStore(f"{self._parts}{name}", self.store)
+        return Meeting(store, members.index(self.rank), len(members))
+
+    def again(self) -> Meeting:
+        """Of the same ranks."""
+        return self.part(list(range(self.size)))
+
+    def arrive(self) -> None:
+        """Tell the others that this rank is here."""
+        self.store.set(f"here/{self.rank}", "")
+
+    def everyone_is_here(self, seconds: float) -> bool:
+        """Whether all ranks have arrived."""
+        keys = [f"here/{rank}" for rank in range(self.size)]
+        if self.store.check(keys):
+            return True
+        if seconds:
+            time.sleep(PAUSE)
+        return False
+
+
+class StoreNotes:
+    """As `collectives.limit.Notes`, in a store."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.rank, self.size = meeting.rank, meeting.size
+        self._store = meeting.store
+        self._collected: set[int] = set()
+
+    def leave(self, waited: int) -> None:
+        self._store.set(f"gave up/{self.rank}", str(waited))
+        self._store.set("gave up", "")  # last: who finds it finds the other one, too
+
+    def any_left(self) -> bool:
+        return self._store.check(["gave up"])
+
+    def collect(self) -> dict[int, int]:
+        others = set(range(self.size)) - {self.rank} - self._collected
+        came = {rank: f"gave up/{rank}" for rank in others if self._store.check([f"gave up/{rank}"])}
+        self._collected |= set(came)
+        return {rank: int(self._store.get(key)) for rank, key in came.items()}
+
+
+class ProcessGroupTransport(HostTransport):
+    """Host arrays over gloo.
+
+    A message whose length its receiver cannot know follows one of 8 bytes that tells it, which counts as control.
+
+    Args:
+        comm: where the ranks meet; they connect in a part of it, so that several transports never see each other's messages.
+            Collective.
+    """
+
+    library = "gloo"
+
+    def __init__(self, comm: Meeting) -> None:
+        self.comm = comm.again()
+        super().__init__(comm.rank, comm.size, StoreNotes(self.comm))
+        store = dist.PrefixStore("gloo", self.comm.store)
+        self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, _TIMEOUT)
+        # A thread of gloo's drops its work some time after that is over. Were it the last to hold the arrays, it would want the
+        # interpreter's lock, which whoever ends the threads holds.
+        self._recent: deque[Any] = deque(maxlen=8)
+
+    def close(self) -> None:
+        # where an operation was given up, gloo may still be working on it
+        if not self.gave_up:
+            self._gloo = None
+            self._recent.clear()
+
+    def send(self, array: NDArray[Any], dest: int, even_if_empty: bool = False) -> list[Any]:
+        requests = []
+        if even_if_empty:
+            count = np.array([array.nbytes], np.int64)
+            self.traffic.count_control(count.nbytes)
+            requests.append(self._gloo.send([_tensor(count)], dest, _COUNT))
+        if array.size:
+            self._count(array.nbytes, dest)
+            requests.append(self._gloo.send([_tensor(array)], dest, _PAYLOAD))
+        return requests
+
+    def receive(self, array: NDArray[Any], source: int) -> list[Any]:
+        return [self._gloo.recv([_tensor(array)], source, _PAYLOAD)] if array.size else []
+
+    def receive_counted(self, array: NDArray[Any], source: int) -> int:
+        count = np.empty(1, np.int64)
+        self._gloo.recv([_tensor(count)], source, _COUNT).wait()
+        nbytes = int(count[0])
+        if nbytes:
+            self._gloo.recv([_tensor(array)[:nbytes]], source, _PAYLOAD).wait()
+        return nbytes // array.itemsize
+
+    def wait(self, requests: list[Any]) -> None:
+        for request in requests:
+            request.wait()
+
+    def _run(self, operation: str, *arrays: NDArray[Any]) -> None:
+        self._work(operation, *arrays).wait()
+
+    def _start(self, operation: str, *arrays: NDArray[Any]) -> Callable[[float], bool]:
+        work = self._work(operation, *arrays)
+
+        def done(seconds: float) -> bool:
+            if seconds >= PAUSE:
+                with suppress(RuntimeError):  # it takes longer; or it has failed, which the next line finds
+                    work.wait(timedelta(seconds=seconds))
+            return bool(work.is_completed()) and bool(work.wait())
+
+        return done
+
+    def _work(self, operation: str, *arrays: NDArray[Any]) -> Any:
+        """A collective operation that was started."""
+        tensors = [torch.from_numpy(array) for array in arrays]
+        if operation == "barrier":
+            work = self._gloo.barrier()
+        elif operation == "alltoall":
+            work = self._gloo.alltoall_base(tensors[1], tensors[0], [], [])
+        elif operation == "allgather":
+            work = self._gloo.allgather([list(tensors[1])], [tensors[0]])
+        else:
+            tensors[1].copy_(tensors[0])
+            work = self._gloo.allreduce([tensors[1]])
+        self._recent.append((work, tensors))
+        return work
+
+    def _collect(self, operation: str, *arrays: NDArray[Any]) -> None:
+        try:
+            super()._collect(operation, *arrays)
+        except MissingRanksError:
+            # its threads are waiting: were it destroyed, at the end of the process too, that would wait for them
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+            raise
+
+    def _allgather_objects(self, value: Any) -> list[Any]:
+        mine = np.frombuffer(pickle.dumps(value), np.uint8)
+        sizes = np.empty((self.size, 1), np.int64)
+        self._run("allgather", np.array([mine.size], np.int64), sizes)
+        padded = np.zeros(sizes.max(), np.uint8)
+        padded[: mine.size] = mine
+        everyone = np.empty((self.size, padded.size), np.uint8)
+        self._run("allgather", padded, everyone)
+        rows = [row[:size].tobytes() for row, (size,) in zip(everyone, sizes, strict=True)]
+        return [pickle.loads(row) for row in rows]  # noqa: S301 - of the job's own ranks
+
+    def allreduce_or(self, bits: NDArray[np.uint8]) -> None:
+        tensors = [torch.from_numpy(bits)]
+        work = self._gloo.allreduce(tensors, dist.ReduceOp.BOR)
+        self._recent.append((work, tensors))
+        work.wait()
+
+    def broadcast(self, array: NDArray[Any], root: int) -> None:
+        tensors = [_tensor(array)]
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        work = self._gloo.broadcast(tensors, options)
+        self._recent.append((work, tensors))
+        work.wait()
+
+    def _first_ranks_of_hosts(self) -> list[int]:
+        names = self._allgather_objects(_host_name())
+        return [names.index(name) for name in names]
+
+    def _among(self, members: list[int], color: int | None) -> HostTransport | None:
+        part = self.comm.part(members, f"-{color}")
+        return None if color is None else self._like_this(part)
+
+
+def _tensor(array: NDArray[Any]) -> Tensor:
+    """The bytes of a contiguous array, not copied."""
+    return torch.from_numpy(array.reshape(-1).view(np.uint8))
+
+
+def _host_name() -> str:
+    """What only the ranks of one host have in common: containers of a host may share its kernel, and hosts a name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
