@@ -100,6 +100,7 @@ class GradientAllreduce:
         stream: on a GPU, the cupy stream that gradients are produced on; None: the current one.
         peer_memory: on GPUs of one host, let kernels read each other's memory in steps of Ok-Topk. None: where every
             rank has a GPU of its own; True: also where they share one, which is slow; False: MPI alone.
+        update: float32[n] on the device, zero, to be taken for `update`; None: memory of its own.
         problem: an error that the caller found on this rank alone; every rank then raises it.
         settings: keywords of `oktopk.Settings`.
 
@@ -131,6 +132,7 @@ class GradientAllreduce:
         gradient_type: str = "float32",
         stream: Any = None,
         peer_memory: bool | None = None,
+        update: Any = None,
         problem: str = "",
         **settings: Any,
     ) -> None:
@@ -167,7 +169,7 @@ class GradientAllreduce:
             # now, when a rank without room for them can still tell the others
             sparse = METHODS[method].sparse and self.settings.density <= DENSE_ABOVE
             carried = None if self._group is None else self._group.shard_length
-            vectors = partial(ErrorFeedback, backend, length, self.settings, sparse, carried)
+            vectors = partial(ErrorFeedback, backend, length, self.settings, sparse, carried, update)
             self._vectors = self._together(vectors)
             self.settings = replace(self.settings, wire=self._agreed_wire(METHODS[method]))
             unavailable = METHODS[method].p2p_unavailable_reason(self.settings)

@@ -38,6 +38,7 @@ class BucketedAllreduce:
         method: as `GradientAllreduce`.
         share: "bucket": each keeps entries in proportion to its length. "model": in proportion to how many of its elements were
             among the largest of all buckets, sampled before every exact step; flat steps only.
+        updates: memory for the update of each bucket, see `GradientAllreduce`; None: its own.
         problem: an error that the caller found on this rank alone; every rank then raises it.
         options: further arguments of `GradientAllreduce`, and keywords of `oktopk.Settings`.
 
@@ -59,6 +60,7 @@ class BucketedAllreduce:
         method: str = "oktopk",
         *,
         share: str = "bucket",
+        updates: Sequence[Any] | None = None,
         problem: str = "",
         **options: Any,
     ) -> None:
@@ -71,8 +73,8 @@ class BucketedAllreduce:
             problem = problem or self._problem(options)
             self.transport.agree({"lengths": self.lengths, "share": share}, problem)
             self.buckets: list[GradientAllreduce] = []
-            for length in self.lengths:
-                self.buckets.append(GradientAllreduce(comm, length, method, **options))
+            for length, update in zip(self.lengths, updates or [None] * len(self.lengths), strict=True):
+                self.buckets.append(GradientAllreduce(comm, length, method, update=update, **options))
                 opened.callback(self.buckets[-1].close)
             if share == "model" and self.buckets[0].levels == "hosts":
                 raise ValueError("share 'model' is for flat steps: pass levels='flat', or share='bucket'")
@@ -102,6 +104,26 @@ class BucketedAllreduce:
     def steps(self) -> int:
         """Steps that were begun."""
         return self.buckets[0].steps
+
+    @property
+    def time_stages(self) -> bool:
+        """As `GradientAllreduce.time_stages`, of all buckets."""
+        return self.buckets[0].time_stages
+
+    @time_stages.setter
+    def time_stages(self, wanted: bool) -> None:
+        for reducer in self.buckets:
+            reducer.time_stages = wanted
+
+    @property
+    def hosts(self) -> list[int] | None:
+        """As `GradientAllreduce.hosts`."""
+        return self.buckets[0].hosts
+
+    @property
+    def levels(self) -> str:
+        """As `GradientAllreduce.levels`."""
+        return self.buckets[0].levels
 
     @property
     def updates(self) -> list[NDArray[np.float32]]:
@@ -213,6 +235,14 @@ class BucketedAllreduce:
         for future in self._started:
             future.exception()
         self._started, self._drawn = [], []
+
+    def skip_together(self, wanted: bool) -> StepReport | None:
+        """As `GradientAllreduce.skip_together`, before any bucket was started."""
+        first = self.buckets[0].skip_together(wanted)
+        if first is None:
+            return None
+        others = [reducer.skip_together(True) for reducer in self.buckets[1:]]
+        return _sum_of([first, *(report for report in others if report is not None)], 0.0)
 
     def complete(self) -> None:
         """No step is deferred: nothing to do."""

@@ -41,8 +41,8 @@ def redistribute(
     hosts, it is the rank's own state, which continues bit for bit.
 
     Args:
-        read: saved rank -> its `state_dict()`, of a `GradientAllreduce` or of a `DistributedOptimizer`. Called for those whose
-            residuals this rank inherits, one at a time, and for `rank % saved_ranks`.
+        read: saved rank -> its `state_dict()`, of a `GradientAllreduce`, a `DistributedOptimizer` or an `OkTopkState`. Called for
+            those whose residuals this rank inherits, one at a time, and for `rank % saved_ranks`; of buckets once for each.
         saved_ranks: how many ranks saved their states.
         rank, ranks: this rank, and how many there are now.
         hosts: `GradientAllreduce.hosts` of the reducer that loads it: None for flat steps.
@@ -63,6 +63,15 @@ def redistribute(
     inherited_ranks(rank, ranks, saved_ranks)  # refuses what is out of range
     template = read(rank % saved_ranks)
     own = template.get("reducer", template)
+    if own is None:  # taken before the first step
+        return template
+    if "buckets" in own:
+        buckets = {
+            number: redistribute(_of_bucket(read, number), saved_ranks, rank, ranks, hosts)
+            for number in own["buckets"]
+        }
+        reducer = {**own, "buckets": buckets}
+        return {**template, "reducer": reducer} if "reducer" in template else reducer
     saved_hosts = own.get("hosts")
     new_hosts = None if hosts is None else list(hosts)
     if ranks == saved_ranks and new_hosts == saved_hosts:
@@ -89,6 +98,17 @@ def redistribute(
     if "reducer" in template:
         return {**template, "reducer": {**template["reducer"], **changed}}
     return {**template, **changed}
+
+
+def _of_bucket(read: Callable[[int], dict[str, Any]], number: str) -> Callable[[int], dict[str, Any]]:
+    """Reads the state of one bucket."""
+
+    def read_bucket(rank: int) -> dict[str, Any]:
+        state = read(rank)
+        bucket: dict[str, Any] = state.get("reducer", state)["buckets"][number]
+        return bucket
+
+    return read_bucket
 
 
 def _holders(hosts: Sequence[int] | None, ranks: int, length: int) -> list[list[int]]:

@@ -22,6 +22,7 @@ class ErrorFeedback:
         settings: equal on all ranks.
         sparse: some steps leave entries in the residual.
         carried: elements of residual and velocity, those of this rank's shard; None: n.
+        update: float32[n], memory to take for the update, zero; None: its own.
 
     Raises:
         MemoryError: the device's memory does not suffice.
@@ -36,13 +37,19 @@ class ErrorFeedback:
     """
 
     def __init__(
-        self, backend: Backend, length: int, settings: Settings, sparse: bool, carried: int | None = None
+        self,
+        backend: Backend,
+        length: int,
+        settings: Settings,
+        sparse: bool,
+        carried: int | None = None,
+        update: Any = None,
     ) -> None:
         self._backend, self._kernels = backend, backend.kernels
         self._length = length
         self._carried = carried = length if carried is None else carried
         self._momentum = settings.momentum_correction
-        self.update: NDArray[np.float32] = backend.zeros(length)
+        self.update: NDArray[np.float32] = backend.zeros(length) if update is None else update
         self.residual: NDArray[np.float32] | None = backend.zeros(carried) if sparse else None
         self.velocity: NDArray[np.float32] | None = backend.zeros(carried) if self._momentum else None
         self.support: SparseVector | None = None

@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ class _Given:
 
     Attributes:
         parameters: in the order in which their gradients lie in `buffer`.
+        gradients: views of `buffer`, one a parameter.
         buffer: the gradients.
         waits_for: the reducer's buckets that hold some of its parameters and are not reduced yet.
         done: set once the buffer is filled, or there is an `error`.
@@ -38,6 +39,7 @@ class _Given:
 
     def __init__(self, bucket: GradBucket) -> None:
         self.parameters = bucket.parameters()
+        self.gradients = bucket.gradients()
         self.buffer = bucket.buffer()
         self.waits_for: set[int] = set()
         self.error: BaseException | None = None
@@ -105,6 +107,9 @@ class OkTopkState:
         self._copies: dict[int, Tensor] = {}  # bucket -> its gradient, where that is not a buffer of DDP's
         self._moves_to: _Layout | None = None
         self._loaded: dict[str, Any] | None = None
+        self._finds_unused = (
+            True  # whether DDP may leave gradients as they were; not known where a module is given
+        )
         self._steps_here = 0  # since construction or a load
         self._report: StepReport | None = None
         self._given: list[_Given] = []  # of this step
@@ -138,6 +143,8 @@ class OkTopkState:
             self._set_up([each.parameters for each in self._given])
             for each in self._given:
                 self._add(each)
+        if bucket.is_last():
+            _after_backward(self._set_unused)
         reduced: torch.futures.Future[Tensor] = given.done.then(given.result)
         return reduced
 
@@ -209,6 +216,16 @@ class OkTopkState:
                     number, start = self._places[parameter]
                     piece.copy_(self._updates[number][start : start + len(piece)])
             given.done.set_result(given.buffer)
+
+    def _set_unused(self) -> None:
+        """Make the gradients of parameters that no rank used what their residuals gave: DDP leaves them as they were."""
+        for given in self._given:
+            for parameter, gradient in zip(given.parameters, given.gradients, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                elif self._finds_unused and parameter.grad.data_ptr() != gradient.data_ptr():
+                    with torch.no_grad():
+                        parameter.grad.copy_(gradient)
 
     def _finish_step(self) -> None:
         """Take the report of a step whose backward pass has ended. Talks to no other rank."""
@@ -329,6 +346,7 @@ class OkTopkState:
         for held in gc.get_objects() if module is None else ():
             if issubclass(type(held), DistributedDataParallel) and _has_state(held, self):
                 module = held.module
+                self._finds_unused = held.find_unused_parameters
         if module is None:
             raise RuntimeError(
                 "no DistributedDataParallel was found that has this OkTopkState: pass OkTopkState(module=model)"
@@ -347,6 +365,12 @@ class OkTopkState:
 def ddp_hook(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Reduce a bucket of a DistributedDataParallel by Ok-Topk, for `register_comm_hook`; see `OkTopkState`."""
     return state.reduce(bucket)
+
+
+def _after_backward(call: Callable[[], None]) -> None:
+    """Call when the backward pass that runs now has ended, and DDP with it: its own call is queued after its last bucket."""
+    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+    queue(partial(queue, call))
 
 
 def _has_state(ddp: DistributedDataParallel, state: OkTopkState) -> bool:

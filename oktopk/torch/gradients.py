@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,20 +21,25 @@ class FlatGradients:
         parameters: on one device, of one type, each dense in memory (`is_dense`).
         dtype: of the vector.
         vector: [n] of `dtype`, memory to take for it, zero; None: its own.
+        starts: where each parameter's gradient begins in a vector that has more elements than they; None: one after the other.
 
     Attributes:
         vector: [n] of `dtype`, on the parameters' device.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], dtype: torch.dtype, vector: Tensor | None = None
+        self,
+        parameters: Sequence[Tensor],
+        dtype: torch.dtype,
+        vector: Tensor | None = None,
+        starts: Sequence[int] | None = None,
     ) -> None:
         self._parameters = parameters
         length = sum(p.numel() for p in parameters)
         self.vector = (
             torch.zeros(length, dtype=dtype, device=parameters[0].device) if vector is None else vector
         )
-        self._views = dense_views(self.vector, parameters)
+        self._views = dense_views(self.vector, parameters, starts)
         self._shared = dtype == parameters[0].dtype
 
     def attach(self) -> None:
@@ -58,11 +64,12 @@ class FlatGradients:
             self.vector.zero_()
         self.attach()
 
-    def collect(self, gradients: Sequence[Tensor | None] | None = None) -> Tensor:
+    def collect(self, gradients: Sequence[Tensor | None] | None = None, only: slice = slice(None)) -> Tensor:
         """Bring gradients that autograd or the user put elsewhere into the vector, and return it; a missing one counts as zero.
 
         Args:
             gradients: one a parameter; each `p.grad` if not given.
+            only: of these parameters.
 
         Raises:
             TypeError: a gradient is sparse.
@@ -71,7 +78,7 @@ class FlatGradients:
             gradients = [parameter.grad for parameter in self._parameters]
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for gradient, view in zip(gradients, self._views, strict=True):
+        for gradient, view in zip(gradients[only], self._views[only], strict=True):
             if gradient is None:
                 view.zero_()
             elif gradient is not view:
@@ -89,13 +96,14 @@ def refuse_sparse(gradient: Tensor) -> None:
         raise TypeError("a gradient is sparse; build the embedding with sparse=False")
 
 
-def dense_views(flat: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
-    """Consecutive views of a flat tensor, in the shapes and memory layouts of `like`."""
-    views, start = [], 0
-    for tensor in like:
-        views.append(flat.as_strided(tensor.size(), tensor.stride(), start))
-        start += tensor.numel()
-    return views
+def dense_views(flat: Tensor, like: Sequence[Tensor], starts: Sequence[int] | None = None) -> list[Tensor]:
+    """Views of a flat tensor, in the shapes and memory layouts of `like`, consecutive where no `starts` are given."""
+    if starts is None:
+        starts = [0, *accumulate(tensor.numel() for tensor in like)][:-1]
+    return [
+        flat.as_strided(tensor.size(), tensor.stride(), flat.storage_offset() + start)
+        for tensor, start in zip(like, starts, strict=True)
+    ]
 
 
 def is_dense(tensor: Tensor) -> bool:

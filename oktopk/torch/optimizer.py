@@ -21,12 +21,14 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from collectives.connect import communicator, connect
 from collectives.limit import Limit
 from oktopk.allreduce import GradientAllreduce
+from oktopk.buckets import BucketedAllreduce
 from oktopk.results import StepReport
 from oktopk.settings import timeout_of, unknown_setting
 from oktopk.torch.agreement import GRADIENT_TYPES, disagreement, replaced_warning, wrapping_problem
 from oktopk.torch.gradients import FlatGradients, GradientsInPlace, dense_views
 from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.modules import broadcast_tensors
+from oktopk.torch.overlap import DEFAULT_BUCKET_MB, BackwardBuckets, BucketLayout, buckets_problem
 from oktopk.torch.states import as_arrays, as_tensors
 from oktopk.torch.wrapped import WrappedOptimizer
 
@@ -71,6 +73,12 @@ class DistributedOptimizer(WrappedOptimizer):
             gradient, equal on all ranks, not of what one rank computed.
         broadcast: where parameters have other values than on rank 0, replace them by rank 0's, and warn there; False: refuse.
             Frozen parameters and buffers are neither compared nor replaced: see `broadcast_parameters`.
+        overlap: reduce gradients in buckets while the backward pass goes on, each when its last gradient is there, in a thread
+            and, on a GPU, on a stream of its own; `step` waits for what is left. Put all backward passes of a step but the last
+            into `no_sync`. Not for a GradScaler, `deferred` or `measure`.
+        bucket_mb: size of a bucket, in 1e6 bytes of float32; 0: 25 with `overlap`, else one vector. The same buckets give the
+            same bits with `overlap` and without.
+        share: how k is divided among buckets, see `oktopk.buckets.BucketedAllreduce`.
         settings: keywords of `oktopk.Settings`.
 
     Raises:
@@ -108,6 +116,9 @@ class DistributedOptimizer(WrappedOptimizer):
         gradient_type: str = "",
         clip_norm: float = 0.0,
         broadcast: bool = True,
+        overlap: bool = False,
+        bucket_mb: float = 0.0,
+        share: str = "bucket",
         **settings: Any,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -128,50 +139,68 @@ class DistributedOptimizer(WrappedOptimizer):
                 "a DistributedOptimizer is around this optimizer already: use that one, or close() it first"
             )
         problem = problem or wrapping_problem(optimizer, self._parameters, clip_norm, settings)
+        problem = problem or buckets_problem(overlap, bucket_mb, share)
         if not problem:
             gradient_type = gradient_type or _type_name(self._parameters[0].dtype)
             try:
-                memory = memory_of(self._parameters[0].device)
+                memory = memory_of(self._parameters[0].device, beside=overlap)
             except ValueError as error:
                 problem = str(error)
         with closing(connect(comm, Limit("DistributedOptimizer(...)", timeout_of(settings)))) as transport:
             differs, strangers = disagreement(
                 transport, optimizer, self._parameters, clip_norm, broadcast, problem
             )
-            self.reducer = GradientAllreduce(
-                comm,
-                self.length,
-                method,
-                device=memory.device,
-                gradient_type=gradient_type,
-                stream=memory.stream,
-                problem=problem or differs,
-                **({} if problem else settings),  # a keyword that is refused may be one of these
-            )
+            options = {"device": memory.device, "gradient_type": gradient_type, "stream": memory.stream}
+            options |= {"problem": problem or differs}
+            if not problem:  # a keyword that is refused may be one of these
+                options |= settings
+            self.reducer: GradientAllreduce | BucketedAllreduce
+            self._layout: BucketLayout | None = None
+            if (overlap or bucket_mb) and not problem:
+                self._layout = BucketLayout(self._parameters, bucket_mb or DEFAULT_BUCKET_MB)
+                place = self._parameters[0].device
+                self._update = torch.zeros(self._layout.length, device=place)
+                updates = [memory.array(self._update[each]) for each in self._layout.slices]
+                options |= {"updates": updates, "share": share}
+                self.reducer = BucketedAllreduce(comm, self._layout.lengths, method, **options)
+            else:
+                self.reducer = GradientAllreduce(comm, self.length, method, **options)
+                self._update = memory.tensor(self.reducer.writable_update)
             if strangers:
                 broadcast_tensors(self._parameters, transport)
                 if transport.rank == 0:
                     warnings.warn(replaced_warning(strangers), stacklevel=2)
         self._arguments: dict[str, Any] = {"comm": comm, "method": method, "gradient_type": gradient_type}
         self._arguments |= {"clip_norm": clip_norm, "broadcast": broadcast, **settings}
+        self._arguments |= {"overlap": overlap, "bucket_mb": bucket_mb, "share": share}
         self._memory = memory
-        self._gradients = self._make_gradients(GRADIENT_TYPES[gradient_type])
+        self._buckets: BackwardBuckets | None = None
+        self._gradients = self._make_gradients(GRADIENT_TYPES[gradient_type], overlap)
         self._array: Any = None  # of the vector, once a step takes it
-        self._update = memory.tensor(self.reducer.writable_update)
         # what the wrapped optimizer sees must be of the parameters' type
         self._applied = self._update.to(self._parameters[0].dtype)
-        self._updates = dense_views(self._applied, self._parameters)
+        starts = None if self._layout is None else self._layout.starts
+        self._updates = dense_views(self._applied, self._parameters, starts)
         self._version = -1  # of the update, when it was handed out; -1: it is not
         _WRAPPERS[optimizer] = weakref.ref(self)
         for parameter in self._parameters:
             parameter.grad = None  # as a new optimizer's are: torch.distributed.checkpoint looks
 
-    def _make_gradients(self, dtype: torch.dtype) -> FlatGradients | GradientsInPlace:
+    def _make_gradients(self, dtype: torch.dtype, overlap: bool) -> FlatGradients | GradientsInPlace:
         """What holds the gradients. Collective."""
+        if self._layout is not None:
+            assert isinstance(self.reducer, BucketedAllreduce)
+            vector = torch.zeros(self._layout.length, dtype=dtype, device=self._parameters[0].device)
+            flat = FlatGradients(self._parameters, dtype, vector, self._layout.starts)
+            self._buckets = BackwardBuckets(
+                self._parameters, flat, self._layout, self.reducer, self._memory, overlap
+            )
+            return flat
+        assert isinstance(self.reducer, GradientAllreduce)
         if not self.reducer.can_read_tensors:
             shared = self.reducer.gradient_buffer
-            vector = None if shared is None else self._memory.tensor(shared).view(dtype)
-            return FlatGradients(self._parameters, dtype, vector)
+            whole = None if shared is None else self._memory.tensor(shared).view(dtype)
+            return FlatGradients(self._parameters, dtype, whole)
         sizes = [parameter.numel() for parameter in self._parameters]
         try:
             tensors = self.reducer.gradient_tensors(sizes, _type_name(self._parameters[0].dtype))
@@ -191,15 +220,20 @@ class DistributedOptimizer(WrappedOptimizer):
 
         To be asked for before the next backward pass or `zero_grad`. On the CPU a view, valid until then; from a GPU a copy.
         """
-        return self._gradients.vector.float().cpu().numpy()
+        vector = self._gradients.vector
+        if self._layout is not None:
+            vector = torch.cat([vector[each] for each in reversed(self._layout.slices)])
+        return vector.float().cpu().numpy()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear all gradients. `set_to_none` is ignored: each `p.grad` becomes None where steps read it in place, else zero."""
+        if self._buckets is not None:
+            self._buckets.check_nothing_started("zero_grad()")
         self._gradients.zero()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """For loops written for DistributedDataParallel: backward passes add up locally until `step`, with it or without."""
-        return nullcontext()
+        """Backward passes within add up locally. Needed with `overlap`; without it they do so anyway, until `step`."""
+        return nullcontext() if self._buckets is None else self._buckets.no_sync()
 
     def step(
         self,
@@ -246,6 +280,8 @@ class DistributedOptimizer(WrappedOptimizer):
 
         No parameter moves at a learning rate of 0, but a step would take entries out of the residuals.
         """
+        if self._buckets is not None and self._buckets.started:
+            return False
         if self.inner.state or not all(_is_zero(group.get("lr")) for group in self.inner.param_groups):
             return False
         moving = any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
@@ -283,10 +319,7 @@ class DistributedOptimizer(WrappedOptimizer):
                 "optimizer's step(), as Accelerate does for float16: take bfloat16 there, or in place of GradScaler.step() call "
                 "reduce(grad_scaler=...) and apply()"
             )
-        gradient = self._given(measure)
-        with self._memory.stream_scope():
-            report = self.reducer.step(gradient, measure=measure, problem=self._unwrapped_parameters())
-        self.report = report
+        self.report = report = self._reduced(measure)
         if report.skipped:
             return report
         if self.clip_norm:
@@ -312,12 +345,28 @@ class DistributedOptimizer(WrappedOptimizer):
                 self.reducer.forget_support()
             self._version = -1
 
+    def _reduced(self, measure: bool) -> StepReport:
+        problem = self._unwrapped_parameters()
+        if self._buckets is not None:
+            if measure:
+                raise ValueError("measures are taken of one vector: pass overlap=False and bucket_mb=0")
+            assert isinstance(self.reducer, BucketedAllreduce)
+            rest = self._buckets.rest()
+            with self._memory.stream_scope():
+                return self.reducer.step(rest, problem)
+        assert isinstance(self.reducer, GradientAllreduce)
+        gradient = self._given(measure)
+        with self._memory.stream_scope():
+            return self.reducer.step(gradient, measure=measure, problem=problem)
+
     def _unscale(self, scaler: GradScaler) -> StepReport | None:
         """Divide the gradients by the scale, where the user has not. Collective.
 
         Returns:
             The report of the step, where an Inf on some rank skips it: every rank's scaler then has it too. Else None.
         """
+        if self._buckets is not None:
+            self._buckets.check_nothing_started("GradScaler")
         if scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
             scaler.unscale_(self)
         found: dict[Any, Tensor] = scaler._found_inf_per_device(self)
@@ -331,6 +380,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _given(self, measure: bool) -> Any:
         """The gradients as the next step of the reducer takes them."""
+        assert isinstance(self.reducer, GradientAllreduce)
         if isinstance(self._gradients, GradientsInPlace) and self.reducer.reads_tensors(measure):
             return self._gradients.tensors()
         vector = self._gradients.collect()
@@ -433,7 +483,9 @@ class DistributedOptimizer(WrappedOptimizer):
         In two levels gradients become None, since they lie in memory that ranks share.
         """
         _WRAPPERS.pop(self.inner, None)
-        if isinstance(self._gradients, FlatGradients) and self.reducer.gradient_buffer is not None:
+        if self._buckets is not None:
+            self._buckets.remove()
+        elif self.reducer.levels == "hosts" and isinstance(self._gradients, FlatGradients):
             self._array = None
             self._gradients.detach()
         self.reducer.close()

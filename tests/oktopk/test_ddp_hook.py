@@ -1,0 +1,235 @@
+"""Ok-Topk as the hook of a DistributedDataParallel that others wrote: one line, whatever DDP does with its buckets."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from jobs.train.reduce.background import start_process_group, stop_process_group
+from oktopk.torch import OkTopkState, ddp_hook
+
+pytestmark = pytest.mark.mpi
+
+BUCKET_MB = 0.002
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group() -> Iterator[None]:
+    start_process_group(MPI.COMM_WORLD, torch.device("cpu"), "gloo", "")
+    yield
+    stop_process_group()
+
+
+class Branches(nn.Module):
+    """A network with a layer that every other step leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second, self.last = nn.Linear(20, 60), nn.Linear(60, 60), nn.Linear(60, 7)
+
+    def forward(self, inputs: torch.Tensor, through: bool = True) -> torch.Tensor:
+        hidden = torch.relu(self.first(inputs))
+        return self.last(torch.relu(self.second(hidden)) if through else hidden)
+
+
+def flat(model: nn.Module) -> np.ndarray:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
+
+
+def loss(ddp: nn.Module, rank: int, step: int, **arguments: object) -> torch.Tensor:
+    drawn = torch.Generator().manual_seed(1000 * step + rank)
+    inputs = torch.randn(8, 20, generator=drawn)
+    return nn.functional.mse_loss(ddp(inputs, **arguments), inputs[:, :7])
+
+
+@pytest.fixture
+def hooked(comm: MPI.Intracomm) -> Iterator[Callable[..., tuple[DistributedDataParallel, OkTopkState]]]:
+    states = []
+
+    def make(
+        options: dict[str, object] | None = None, **settings: object
+    ) -> tuple[DistributedDataParallel, OkTopkState]:
+        ddp = DistributedDataParallel(Branches(), bucket_cap_mb=BUCKET_MB, **(options or {}))
+        states.append(OkTopkState(**({"density": 0.05, "threshold_interval": 3} | settings)))
+        ddp.register_comm_hook(states[-1], ddp_hook)
+        return ddp, states[-1]
+
+    yield make
+    for state in states:
+        state.close()
+
+
+def train(ddp: DistributedDataParallel, rank: int, steps: range) -> None:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for step in steps:
+        optimizer.zero_grad()
+        loss(ddp, rank, step).backward()
+        optimizer.step()
+
+
+def residuals(comm: MPI.Intracomm, state: OkTopkState) -> dict[str, np.ndarray]:
+    """The sum of every parameter's residual over the ranks."""
+    saved = state.state_dict()
+    found: dict[str, np.ndarray] = {}
+    parameters = dict(Branches().named_parameters())
+    for number, names in enumerate(saved["buckets"]):
+        held = saved["reducer"]["buckets"][str(number)]["residual"]
+        pieces = held.split([parameters[name].numel() for name in names])
+        found |= {
+            name: comm.allreduce(piece.double().numpy()) for name, piece in zip(names, pieces, strict=True)
+        }
+    return found
+
+
+OPTIONS = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "unused parameters": {"find_unused_parameters": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_what_is_applied_and_what_remains_add_up_to_the_gradients(
+    comm: MPI.Intracomm,
+    hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]],
+    options: dict[str, object],
+) -> None:
+    ddp, state = hooked(options)
+    own = Branches()
+    carried = {name: np.zeros(p.numel()) for name, p in own.named_parameters()}
+    for step in range(5):  # DDP lays its buckets out anew after the first
+        through = "find_unused_parameters" not in options or step % 2 == 0
+        own.load_state_dict(ddp.module.state_dict())
+        for module in (ddp, own):
+            module.zero_grad()
+            loss(module, comm.rank, step, through=through).backward()
+        assert state.report is not None
+        assert state.report.step == step
+        left = residuals(comm, state)
+        for (name, reduced), mine in zip(ddp.module.named_parameters(), own.parameters(), strict=True):
+            gradient = np.zeros(mine.numel()) if mine.grad is None else mine.grad.double().reshape(-1).numpy()
+            applied = 0.0 if reduced.grad is None else reduced.grad.double().reshape(-1).numpy() * comm.size
+            assert np.allclose(
+                applied + left[name], carried[name] + comm.allreduce(gradient), rtol=1e-5, atol=1e-6
+            ), name
+        carried = left
+        with torch.no_grad():
+            for parameter in ddp.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.05)
+    assert np.array_equal(flat(ddp), comm.bcast(flat(ddp))), "ranks have other parameters"
+
+
+def test_gradients_of_several_batches_are_reduced_together(
+    comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]]
+) -> None:
+    ddp, state = hooked()
+    for step in range(3):
+        ddp.zero_grad()
+        for batch in range(3):
+            with ddp.no_sync() if batch < 2 else nullcontext():
+                loss(ddp, comm.rank, 3 * step + batch).backward()
+            assert (state.report is None) == (step == 0 and batch < 2)
+        assert state.report.step == step
+
+
+def test_k_and_its_caps_are_those_of_the_whole_model(
+    comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]]
+) -> None:
+    for share in ("bucket", "model"):
+        ddp, state = hooked(share=share)
+        for step in range(5):
+            train(ddp, comm.rank, range(step, step + 1))
+            assert state.report.k == -(-len(flat(ddp)) // 20)
+            assert len(state.report.buckets) > 1 or step < 2  # DDP begins with one
+            assert state.report.global_nnz <= 1.25 * state.report.k
+
+
+@pytest.mark.parametrize("saved_at", [3, 5])
+def test_a_killed_training_continues_bit_for_bit(
+    comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]], saved_at: int
+) -> None:
+    ddp, state = hooked()
+    train(ddp, comm.rank, range(saved_at))
+    file = io.BytesIO()
+    torch.save([ddp.module.state_dict(), state.state_dict()], file)
+    train(ddp, comm.rank, range(saved_at, 9))
+    file.seek(0)
+    again, continued = hooked()
+    parameters, saved = torch.load(file, weights_only=True)
+    again.module.load_state_dict(parameters)
+    continued.load_state_dict(saved)
+    train(again, comm.rank, range(saved_at, 9))
+    assert np.array_equal(flat(again), flat(ddp))
+    assert continued.report.step == 8
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_a_gradient_that_is_not_finite_is_seen_by_every_rank(
+    comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]], nonfinite: str
+) -> None:
+    ddp, state = hooked(nonfinite=nonfinite)
+    train(ddp, comm.rank, range(3))
+    ddp.zero_grad()
+    broken = loss(ddp, comm.rank, 3) * (float("nan") if comm.rank == comm.size - 1 else 1.0)
+    if nonfinite == "raise":
+        with pytest.raises(RuntimeError, match=rf"NonFiniteGradientError: .* on rank\(s\) {comm.size - 1}"):
+            broken.backward()
+    else:
+        broken.backward()
+        assert state.report.skipped
+        assert not any(parameter.grad.any() for parameter in ddp.parameters())
+    train(ddp, comm.rank, range(4, 6))
+    assert np.isfinite(flat(ddp)).all()
+    assert np.array_equal(flat(ddp), comm.bcast(flat(ddp)))
+
+
+def test_parameters_of_two_types_are_reduced(
+    comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]]
+) -> None:
+    model = Branches()
+    model.second.to(torch.bfloat16)
+    model.second.register_forward_pre_hook(lambda module, given: (given[0].to(torch.bfloat16),))
+    model.second.register_forward_hook(lambda module, given, output: output.float())
+    ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+    state = OkTopkState(density=1.0)
+    ddp.register_comm_hook(state, ddp_hook)
+    loss(ddp, comm.rank, 0).backward()
+    reduced = model.second.weight.grad.float()
+    assert model.second.weight.grad.dtype == torch.bfloat16
+    assert reduced.any()
+    assert np.array_equal(reduced.numpy(), comm.bcast(reduced.numpy()))
+    state.close()
+
+
+def test_a_state_that_does_not_fit_says_so(
+    comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]]
+) -> None:
+    ddp, state = hooked()
+    with pytest.raises(ValueError, match=r"not one of OkTopkState\.state_dict"):
+        state.load_state_dict({"residual": None})
+    train(ddp, comm.rank, range(1))
+    saved = state.state_dict()
+    saved["buckets"][0][0] = "another.weight"
+    other, loaded = hooked()
+    loaded.load_state_dict(saved)
+    with pytest.raises(Exception, match="the state has a parameter 'another.weight'"):
+        loss(other, comm.rank, 0).backward()
+
+
+def test_a_setting_that_is_not_known_raises_in_the_first_backward_pass(
+    comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]]
+) -> None:
+    ddp, _ = hooked(densty=0.1)
+    with pytest.raises(Exception, match="did you mean density"):
+        loss(ddp, comm.rank, 0).backward()

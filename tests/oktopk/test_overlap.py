@@ -1,0 +1,220 @@
+"""Buckets that are reduced behind the backward pass: the bits of the same buckets without it, whatever the loop does."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+from oktopk import DistributedOptimizer, NonFiniteGradientError
+from oktopk.elastic import redistribute
+from oktopk.torch.overlap import BucketLayout
+
+pytestmark = pytest.mark.mpi
+
+BUCKET_MB = 0.001  # 250 elements: a bucket for each of the three layers
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 40), nn.ReLU(), nn.Linear(40, 7))
+
+
+def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    drawn = torch.Generator().manual_seed(1000 * step + rank)
+    inputs = torch.randn(8, 20, generator=drawn)
+    return nn.functional.mse_loss(model(inputs), inputs[:, :7])
+
+
+def flat(model: nn.Module) -> np.ndarray:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
+
+
+@pytest.fixture
+def wrap(comm: MPI.Intracomm) -> Iterator[Callable[..., DistributedOptimizer]]:
+    made = []
+
+    def make(model: nn.Module, **settings: object) -> DistributedOptimizer:
+        chosen = {
+            "density": 0.05,
+            "threshold_interval": 3,
+            "overlap": True,
+            "bucket_mb": BUCKET_MB,
+        } | settings
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        made.append(DistributedOptimizer(inner, comm, **chosen))
+        return made[-1]
+
+    yield make
+    for optimizer in made:
+        optimizer.close()
+
+
+def train(model: nn.Module, optimizer: DistributedOptimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss(model, rank, step).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"share": "model"},
+        {"method": "dense"},
+        {"clip_norm": 0.5, "momentum_correction": 0.0, "wire": "int8"},
+    ],
+    ids=["oktopk", "share of the model", "dense", "clipped, rounded"],
+)
+def test_overlap_changes_no_bit(
+    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer], settings: dict[str, object]
+) -> None:
+    results = []
+    for overlap in (False, True):
+        model = network()
+        optimizer = wrap(model, overlap=overlap, **settings)
+        for step in range(7):
+            optimizer.zero_grad()
+            with optimizer.no_sync():
+                loss(model, comm.rank, 2 * step).backward()
+            assert optimizer.reducer.started == 0
+            loss(model, comm.rank, 2 * step + 1).backward()
+            assert optimizer.reducer.started == (2 if overlap else 0)
+            optimizer.step()
+            assert len(optimizer.report.buckets) == 3
+        results.append(flat(model))
+    assert np.array_equal(*results)
+    assert np.array_equal(results[0], comm.bcast(results[0])), "ranks have other parameters"
+
+
+def test_gradients_that_autograd_puts_elsewhere_are_reduced(
+    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
+) -> None:
+    expected, model = network(), network()
+    train(expected, wrap(expected), comm.rank, range(4))
+    optimizer = wrap(model)
+    for step in range(4):
+        model.zero_grad(set_to_none=True)
+        loss(model, comm.rank, step).backward()
+        optimizer.step()
+    assert np.array_equal(flat(model), flat(expected))
+
+
+def test_a_parameter_without_a_gradient_counts_as_zero(
+    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
+) -> None:
+    model = network()
+    optimizer = wrap(model, density=1.0)
+    optimizer.zero_grad()
+    inputs = torch.ones(2, 20)
+    nn.functional.mse_loss(model[:3](inputs), torch.zeros(2, 40)).backward()  # not the last layer
+    assert optimizer.reducer.started == 0  # which is in the first bucket
+    before = model[4].weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(model[4].weight, before)
+    assert not torch.equal(model[0].weight, network()[0].weight)
+
+
+def test_a_gradient_that_is_not_finite_raises_on_every_rank_and_is_not_applied(
+    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
+) -> None:
+    model = network()
+    optimizer = wrap(model)
+    train(model, optimizer, comm.rank, range(2))
+    before, carried = flat(model), comm.allreduce(optimizer.reducer.gathered_residual().astype(np.float64))
+    optimizer.zero_grad()
+    loss(model, comm.rank, 2).backward()
+    if comm.rank == 0:
+        model[0].weight.grad.fill_(float("inf"))  # in the bucket that waits for the step
+    with pytest.raises(NonFiniteGradientError, match=r"rank\(s\) 0"):
+        optimizer.step()
+    assert np.array_equal(flat(model), before)
+    left = comm.allreduce(optimizer.reducer.gathered_residual().astype(np.float64))
+    assert np.allclose(left[: 20 * 60], carried[: 20 * 60], atol=1e-6)
+    train(model, optimizer, comm.rank, range(3, 5))
+    assert np.isfinite(flat(model)).all()
+
+
+def test_a_saved_state_continues_bit_for_bit(
+    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
+) -> None:
+    model = network()
+    optimizer = wrap(model, share="model")
+    train(model, optimizer, comm.rank, range(5))
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    train(model, optimizer, comm.rank, range(5, 9))
+    file.seek(0)
+    continued = network()
+    parameters, state = torch.load(file, weights_only=True)
+    continued.load_state_dict(parameters)
+    other = wrap(continued, share="model")
+    other.load_state_dict(state)
+    train(continued, other, comm.rank, range(5, 9))
+    assert np.array_equal(flat(continued), flat(model))
+
+
+def test_on_another_number_of_ranks_the_sum_of_the_residuals_stays(
+    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
+) -> None:
+    model = network()
+    optimizer = wrap(model)
+    train(model, optimizer, comm.rank, range(3))
+    states = comm.allgather(optimizer.state_dict()["reducer"])
+    saved = {rank: dict(state) for rank, state in enumerate(states)}
+    fewer = [redistribute(saved.__getitem__, comm.size, rank, 1) for rank in range(1)]
+    for number in saved[0]["buckets"]:
+        before = sum(state["buckets"][number]["residual"].double() for state in states)
+        after = sum(state["buckets"][number]["residual"].double() for state in fewer)
+        assert torch.allclose(before, after)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"overlap": 1}, "overlap 1 is not True or False"),
+        ({"bucket_mb": -1.0}, "bucket_mb -1.0 is not a number in"),
+        ({"overlap": False, "bucket_mb": 0, "share": "model"}, "share 'model' is for buckets"),
+        ({"deferred": True}, "deferred steps reduce one vector"),
+    ],
+)
+def test_wrong_arguments_raise_on_every_rank(
+    wrap: Callable[..., DistributedOptimizer], settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        wrap(network(), **settings)
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop")
+def test_what_would_change_gradients_that_are_being_reduced_raises(
+    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
+) -> None:
+    model = network()
+    optimizer = wrap(model)
+    optimizer.zero_grad()
+    loss(model, comm.rank, 0).backward()
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) while the gradients .* call step\(\) first"):
+        optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="put all but the last into"):
+        loss(model, comm.rank, 1).backward()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    with pytest.raises(RuntimeError, match="GradScaler while the gradients"):
+        scaler.step(optimizer)
+    with pytest.raises(ValueError, match="measures are taken of one vector"):
+        optimizer.step(measure=True)
+    optimizer.step()
+
+
+def test_buckets_begin_where_kernels_may_read_several_elements_at_once() -> None:
+    parameters = [torch.zeros(n) for n in (1201, 2400, 60, 287)]
+    layout = BucketLayout(parameters, 0.004)
+    assert layout.lengths == [2747, 1201]
+    assert [each.start % 64 for each in layout.slices] == [0, 0]
+    assert layout.starts == [0, 1216, 3616, 3676]
