@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from collectives.launchers import check_launcher
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -34,11 +36,14 @@ def communicator(comm: Communicator | None) -> Communicator:
     Raises:
         TypeError: it is something else.
         ImportError: MPI is to be used, and there is none; the message says what to install.
-        LauncherError: a launcher started several processes, and MPI knows only this one. `MPI.COMM_SELF` is not checked.
+        LauncherError: a launcher started several processes, and these are only this one. What is passed as `MPI.COMM_SELF` or
+            as a process group is not checked.
     """
     distributed = _torch_distributed()
     if distributed is not None:
         if comm is None and distributed.is_initialized():
+            if distributed.get_world_size() == 1:
+                check_launcher("torch's default process group")
             return distributed.group.WORLD
         if isinstance(comm, distributed.ProcessGroup):
             return comm

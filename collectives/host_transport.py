@@ -25,7 +25,12 @@ class HostTransport(Transport):
     Args:
         rank, size: this rank, and how many there are.
         notes: of ranks that give up.
+
+    Attributes:
+        comm: the library's communicator, this transport's own.
     """
+
+    comm: Any
 
     def __init__(self, rank: int, size: int, notes: Notes) -> None:
         self.rank, self.size = rank, size

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,22 +10,15 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.host_transport import HostTransport
+from collectives.launchers import check_launcher
 from collectives.limit import Limit, missing_ranks, wait_within
 from collectives.sparse import ENTRY
-from collectives.transport import LauncherError, PersistentRound, Round
+from collectives.transport import PersistentRound, Round
 
 _PAYLOAD, _GAVE_UP = 0, 1  # tags
 
 _CALLERS_TAG = 32_749
 """Of the notes on a caller's communicator, which carries the caller's messages too."""
-
-_LAUNCHERS = {
-    "WORLD_SIZE": "torchrun",
-    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpiexec",
-    "PMI_SIZE": "MPICH's mpiexec",
-    "SLURM_STEP_NUM_TASKS": "srun",
-}
-"""Environment variable -> the launcher that puts the number of processes into it."""
 
 
 def connect(comm: MPI.Intracomm, limit: Limit | None = None) -> MpiTransport:
@@ -59,20 +51,8 @@ def communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     if comm is None:
         comm = MPI.COMM_WORLD
     if MPI.COMM_WORLD.Get_size() == 1 and MPI.Comm.Compare(comm, MPI.COMM_SELF) != MPI.IDENT:
-        _check_launcher(os.environ)
+        check_launcher("the MPI that mpi4py uses")
     return comm
-
-
-def _check_launcher(environment: Mapping[str, str]) -> None:
-    for name, launcher in _LAUNCHERS.items():
-        number = environment.get(name, "")
-        if number.isdigit() and int(number) > 1:
-            raise LauncherError(
-                f"{name}={number}: {launcher} started {number} processes, but the MPI that mpi4py uses has size 1, so each would "
-                'train alone. Under torchrun call torch.distributed.init_process_group("gloo") first. Else start them by that '
-                f"MPI's own launcher: mpiexec -n {number} python -m mpi4py my.py (under Slurm srun --mpi=pmix, or what the "
-                "site's MPI needs). If each is to be alone, pass MPI.COMM_SELF"
-            )
 
 
 def on_this_host(comm: MPI.Intracomm) -> tuple[int, int]:

@@ -56,10 +56,6 @@ class FlaggedRanksError(Exception):
         self.ranks = ranks
 
 
-class LauncherError(RuntimeError):
-    """A launcher started several processes, but each is a job of its own."""
-
-
 class MissingRanksError(RuntimeError):
     """Ranks did not come to a collective operation within the time allowed; raised on every rank, on a missing one when it comes.
 

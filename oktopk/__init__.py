@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import collectives  # noqa: F401 - before mpi4py.MPI: it loads the UCX that knows CUDA
 
 if TYPE_CHECKING:
-    from collectives.transport import LauncherError, MissingRanksError
+    from collectives.launchers import LauncherError
+    from collectives.transport import MissingRanksError
     from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
     from oktopk.methods import METHODS
     from oktopk.results import StepReport
@@ -36,7 +37,7 @@ _MODULES = {
     "METHODS": "oktopk.methods",
     "DistributedOptimizer": "oktopk.torch.optimizer",
     "GradientAllreduce": "oktopk.allreduce",
-    "LauncherError": "collectives.transport",
+    "LauncherError": "collectives.launchers",
     "MissingRanksError": "collectives.transport",
     "NonFiniteGradientError": "oktopk.allreduce",
     "Settings": "oktopk.settings",

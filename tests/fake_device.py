@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.cpu import kernels as host_kernels
@@ -89,14 +88,18 @@ class PoisonedBuffers(StagingBuffers):
         super().give(buffer)
 
 
-class FakeDeviceTransport(StagedTransport, MpiTransport):
-    """Staging, watched: whatever MPI gets is pinned."""
+class FakeDevice(StagedTransport):
+    """Staging on the double; mixed into the transport of a library."""
 
-    def __init__(self, comm: MPI.Intracomm, stream: LateStream | None = None) -> None:
+    def __init__(self, comm: Any, stream: LateStream | None = None) -> None:
         self.stream = stream or LateStream()
         super().__init__(comm, self.stream)
         self.buffers = PoisonedBuffers(self.stream)
         self.kernels = InOrder(host_kernels, self.stream)
+
+
+class FakeDeviceTransport(FakeDevice, MpiTransport):
+    """Watched: whatever MPI gets is pinned."""
 
     def _mpi_buffer(self, array: NDArray[Any]) -> Any:
         assert self.stream.is_pinned(array), "MPI was given device memory"

@@ -25,6 +25,12 @@ def run_ranks(ranks: int, *module_args: str) -> subprocess.CompletedProcess[str]
     return _finished(*mpiexec_command(ranks, module_args))
 
 
+def run_torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`torchrun --nproc-per-node ranks arguments` to its end, in the checkout's root."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return _finished([sys.executable, *launcher, *arguments], launch_environment(ranks, "unknown"))
+
+
 def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
     """`python arguments` to its end, in the checkout's root."""
     return _finished([sys.executable, *arguments], launch_environment(1, "unknown"))

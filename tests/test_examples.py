@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import ROOT, run_ranks
+from tests.launched import ROOT, run_ranks, run_torchrun
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LIBRARIES = {
@@ -32,7 +32,7 @@ def test_an_example_is_short_and_does_what_it_is_for(path: Path) -> None:
     library = LIBRARIES.get(path.stem)
     if library is not None and find_spec(library) is None:
         pytest.skip(f"{library} is not installed: pip install -e '.[examples]'")
-    done = run_ranks(2, str(path))
+    done = (run_torchrun if path.stem == "torchrun" else run_ranks)(2, str(path))
     assert done.returncode == 0, done.stderr
     assert "Warning: parameters on rank" not in done.stderr
     if path.stem == "own_method":

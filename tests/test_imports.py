@@ -141,7 +141,8 @@ def test_a_circle_is_seen() -> None:
 
 # what talks to a communication library; the other files use a Transport
 TALK_TO_LIBRARIES = {
-    f"collectives/{name}.py" for name in ("connect", "mpi", "mpi_cuda", "process_group", "cuda/ucx")
+    f"collectives/{name}.py"
+    for name in ("connect", "mpi", "mpi_cuda", "process_group", "process_group_cuda", "cuda/ucx")
 }
 
 

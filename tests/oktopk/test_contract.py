@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,12 +43,13 @@ def run(
     length: int,
     density: float,
     steps: int = STEPS,
+    over: Any = None,
     **settings: object,
 ) -> Iterator[Observed]:
-    """Run a reducer that gives the sum, and gather what every rank put in and kept."""
+    """Run a reducer that gives the sum, over `over` in place of the communicator, and gather what every rank put in and kept."""
     use(device, comm)
     reducer = GradientAllreduce(
-        comm, length, method, device=device, density=density, average=False, **settings
+        over or comm, length, method, device=device, density=density, average=False, **settings
     )
     rng = np.random.default_rng((comm.rank, length))
     residual = np.zeros(length, np.float32)

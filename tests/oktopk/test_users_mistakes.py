@@ -15,7 +15,8 @@ from mpi4py import MPI
 from torch import nn
 
 import oktopk
-from collectives.transport import LauncherError, MissingRanksError
+from collectives.launchers import LauncherError
+from collectives.transport import MissingRanksError
 from oktopk import METHODS, DistributedOptimizer, GradientAllreduce, average_buffers, broadcast_parameters
 from oktopk.elastic import redistribute
 
@@ -51,7 +52,8 @@ def test_processes_that_mpi_does_not_see_are_refused(
         GradientAllreduce(comm, 10).close()
         return
     message = (
-        rf"{variable}=6: .* started 6 processes, but the MPI .* size 1.* mpiexec -n 6 python -m mpi4py my\.py"
+        rf"{variable}=6: .* started 6 processes, but the MPI .* size 1.* "
+        r'call torch\.distributed\.init_process_group\("gloo"\) first.* mpiexec -n 6 python -m mpi4py my\.py'
     )
     with pytest.raises(LauncherError, match=message):
         GradientAllreduce(comm, 10)

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import nn
 
-from collectives.transport import LauncherError
+from collectives.launchers import LauncherError
 from jobs.config.config import Config
 from jobs.train.agreement import Refused
 from jobs.train.passes import Settle
