@@ -1,4 +1,4 @@
-"""examples/ and README's loop work as they are, on two ranks."""
+"""examples/ and README's loop work as they are, on two ranks or four."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_an_example_is_short_and_does_what_it_is_for(path: Path) -> None:
     library = LIBRARIES.get(path.stem)
     if library is not None and find_spec(library) is None:
         pytest.skip(f"{library} is not installed: pip install -e '.[examples]'")
-    done = (run_torchrun if path.stem == "torchrun" else run_ranks)(2, str(path))
+    ranks = 4 if path.stem == "fsdp2" else 2
+    done = (run_torchrun if "torchrun" in lines[0] else run_ranks)(ranks, str(path))
     assert done.returncode == 0, done.stderr
     assert "Warning: parameters on rank" not in done.stderr
     if path.stem == "own_method":

@@ -1,17 +1,18 @@
-"""The torch side: optimizer wrapper, hook for DistributedDataParallel, gradients of parameters, modules."""
+"""The torch side: optimizer wrapper, hooks for DistributedDataParallel and FSDP2, gradients of parameters, modules."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from oktopk.torch.ddp import OkTopkState, ddp_hook
+    from oktopk.torch.fsdp import OkTopkReplicas
 
-__all__ = ["OkTopkState", "ddp_hook"]
+__all__ = ["OkTopkReplicas", "OkTopkState", "ddp_hook"]
+_MODULES = {"OkTopkReplicas": "fsdp", "OkTopkState": "ddp", "ddp_hook": "ddp"}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use."""
-    if name in __all__:
-        from oktopk.torch import ddp
-
-        return getattr(ddp, name)
+    if name in _MODULES:
+        return getattr(import_module(f"oktopk.torch.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

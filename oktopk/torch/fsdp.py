@@ -1,0 +1,138 @@
+"""Ok-Topk between the replicas of a model that FSDP2 shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from collectives.connect import communicator, connect
+from collectives.limit import Limit
+from oktopk.allreduce import GradientAllreduce
+from oktopk.results import StepReport
+from oktopk.settings import timeout_of, unknown_setting
+from oktopk.torch.agreement import GRADIENT_TYPES
+from oktopk.torch.interop import memory_of
+from oktopk.torch.modules import broadcast_tensors
+from oktopk.torch.states import as_arrays, as_tensors
+
+if TYPE_CHECKING:
+    from collectives.connect import Communicator
+
+# the namespace that is public since torch 2.6
+from torch.distributed.fsdp import FSDPModule
+
+
+class OkTopkReplicas:
+    """Reduces each shard of the gradients over the replicas, after FSDP2 has reduced it inside a replica.
+
+    On a mesh of two dimensions FSDP2 would do both, densely. So shard over the second dimension alone, and give this class the
+    group of the first one. Each module that `fully_shard` was called on has a reducer of its own, whose residual is of this
+    rank's shard. Every rank of the group must hold the same shard and take the same steps. Needs torch 2.6 or later.
+
+    A gradient that is not finite on some replica becomes NaN on all, as with a dense allreduce, and leaves the residuals as they
+    were: skip the step where `clip_grad_norm_` gives NaN.
+
+    Args:
+        model: with `fully_shard` applied on a mesh of one dimension. Parameters become those of the group's first rank.
+        comm: the ranks that hold this rank's shard, one in each replica: `mesh["replicate"].get_group()`. Collective.
+        method: a name in `oktopk.METHODS`.
+        settings: keywords of `oktopk.Settings`, but `nonfinite`, `deferred`.
+
+    Raises:
+        ValueError: no module is sharded, or one over a mesh of two dimensions; a setting is not known or not for this class.
+        MissingRanksError: as `GradientAllreduce`.
+
+    Attributes:
+        reports: name of the module -> report of its last step.
+
+    Memory: that of a `GradientAllreduce` of this rank's shard.
+    Traffic: that of the method for each module, as FSDP2 reduces it, in the backward pass; no dense allreduce.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard"))
+        >>> fully_shard(model, mesh=mesh["shard"])
+        >>> replicas = OkTopkReplicas(model, mesh["replicate"].get_group(), density=0.01)
+    """
+
+    def __init__(
+        self, model: nn.Module, comm: Communicator | None, method: str = "oktopk", **settings: Any
+    ) -> None:
+        problem = unknown_setting(settings, GradientAllreduce)
+        if refused := [name for name in ("nonfinite", "deferred") if name in settings]:
+            problem = problem or f"{refused[0]} is not for the replicas of a sharded model"
+        modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+        self._arguments: dict[str, Any] = {"method": method, "nonfinite": "skip", **settings}
+        self._comm = communicator(comm)
+        self._reducers: dict[str, GradientAllreduce] = {}
+        self._loaded: dict[str, Any] = {}
+        self.reports: dict[str, StepReport] = {}
+        parameters = list(model.parameters())
+        if not modules:
+            problem = problem or "the model has no module that fully_shard was called on"
+        if any(p.device_mesh.ndim > 1 for p in parameters if hasattr(p, "device_mesh")):
+            problem = problem or (
+                "a parameter is on a mesh of two dimensions, over which FSDP reduces densely: call "
+                'fully_shard(..., mesh=mesh["shard"])'
+            )
+        with closing(connect(comm, Limit("OkTopkReplicas(...)", timeout_of(settings)))) as transport:
+            shapes = [(name, tuple(_local(p).shape)) for name, p in model.named_parameters()]
+            transport.agree({"shards": shapes}, problem)
+            broadcast_tensors((_local(p) for p in parameters), transport)
+        for name, module in modules.items():
+            module.set_all_reduce_hook(partial(self._reduce, name))
+
+    def _reduce(self, name: str, shard: Tensor) -> None:
+        """Make the gradient of a module's shard the mean over the replicas. Collective."""
+        memory = memory_of(shard.device)
+        if name not in self._reducers:
+            gradient_type = next(key for key, dtype in GRADIENT_TYPES.items() if dtype == shard.dtype)
+            arguments = self._arguments | {"device": memory.device, "stream": memory.stream}
+            if memory.device == "cpu":
+                gradient_type = "float32"
+            self._reducers[name] = GradientAllreduce(
+                self._comm, shard.numel(), gradient_type=gradient_type, **arguments
+            )
+            if name in self._loaded:
+                self._reducers[name].load_state_dict(as_arrays(self._loaded.pop(name)))
+        reducer = self._reducers[name]
+        taken = shard.float() if memory.device == "cpu" else shard
+        report = self.reports[name] = reducer.step(memory.array(taken))
+        shard.copy_(memory.tensor(reducer.writable_update))
+        if report.skipped:
+            shard.fill_(torch.nan)
+
+    def gathered_residuals(self) -> dict[str, Any]:
+        """Name of the module -> `GradientAllreduce.gathered_residual` of this rank's shard. Collective."""
+        return {name: reducer.gathered_residual() for name, reducer in self._reducers.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on, of this rank: tensors and plain values. Every rank saves its own."""
+        held = {name: as_tensors(reducer.state_dict()) for name, reducer in self._reducers.items()}
+        return self._loaded | held
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where this rank's `state_dict` was taken, bit for bit. Collective.
+
+        Raises:
+            ValueError: as `GradientAllreduce.load_state_dict`; for modules that have not been reduced yet in their first step.
+        """
+        for name, reducer in self._reducers.items():
+            reducer.load_state_dict(as_arrays(state.get(name)))
+        self._loaded = {name: held for name, held in state.items() if name not in self._reducers}
+
+    def close(self) -> None:
+        """Free what the reducers hold. Collective. The model must not take another step."""
+        for reducer in self._reducers.values():
+            reducer.close()
+        self._reducers = {}
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """This rank's shard of a parameter."""
+    to_local: Callable[[], Tensor] | None = getattr(parameter, "to_local", None)
+    return parameter.detach() if to_local is None else to_local().detach()

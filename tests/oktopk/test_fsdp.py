@@ -1,0 +1,143 @@
+"""Ok-Topk between the replicas of a model that FSDP2 shards: two replicas of two ranks, which torchrun starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launched import ROOT, run_torchrun
+
+HEAD = f"""
+import sys
+import warnings
+
+sys.path.insert(0, {str(ROOT)!r})
+warnings.simplefilter("ignore")
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from oktopk.torch import OkTopkReplicas
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+rank = dist.get_rank()
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+replicate = mesh["replicate"].get_group()
+
+
+def network(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 51), nn.ReLU(), nn.Linear(51, 40), nn.ReLU(), nn.Linear(40, 7))
+
+
+def sharded(seed):
+    model = network(seed)
+    fully_shard(model[2], mesh=mesh["shard"])
+    return fully_shard(model, mesh=mesh["shard"])
+
+
+def loss(model, step, of=rank):
+    inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + of))
+    return nn.functional.mse_loss(model(inputs), inputs[:, :7])
+
+
+def train(model, steps):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in steps:
+        optimizer.zero_grad()
+        loss(model, step).backward()
+        optimizer.step()
+
+
+def whole(model):
+    return torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()])
+
+
+def same_on_all_ranks(vector):
+    everyone = [torch.empty_like(vector) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, vector)
+    return all(torch.equal(vector, other) for other in everyone)
+"""
+
+DENSE = """
+model, own = sharded(rank), network(0)  # other values on every rank: replicas become the first one, whose shards differ
+replicas = OkTopkReplicas(model, replicate, method="dense")
+start = whole(model)
+at = 0
+for p in own.parameters():
+    p.data.copy_(start[at : at + p.numel()].view_as(p))
+    at += p.numel()
+for step in range(3):
+    with CommDebugMode() as counted:
+        train(model, [step])
+counts = {str(name): number for name, number in counted.get_comm_counts().items()}
+assert not any("allreduce" in name or "all_reduce" in name for name in counts), counts
+assert any("reduce_scatter" in name for name in counts), counts
+optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    for other in range(4):
+        (loss(own, step, other) / 4).backward()
+    optimizer.step()
+expected = torch.cat([p.detach().reshape(-1) for p in own.parameters()])
+assert torch.allclose(whole(model), expected, atol=1e-5), (whole(model) - expected).abs().max()
+assert same_on_all_ranks(whole(model))
+"""
+
+SPARSE = """
+model = sharded(0)
+replicas = OkTopkReplicas(model, replicate, density=0.05, threshold_interval=3)
+train(model, range(4))
+assert sorted(replicas.reports) == ["", "2"]
+for report in replicas.reports.values():
+    assert report.method == "oktopk" and report.words < 6 * report.k
+assert same_on_all_ranks(whole(model))
+saved, parameters = replicas.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
+residuals = replicas.gathered_residuals()
+assert all(residual.any() for residual in residuals.values())
+train(model, range(4, 7))
+again = sharded(1)
+again.load_state_dict(parameters)
+other = OkTopkReplicas(again, replicate, density=0.05, threshold_interval=3)
+other.load_state_dict(saved)
+train(again, range(4, 7))
+assert torch.equal(whole(again), whole(model))
+broken = loss(again, 7) * (float("nan") if rank == 3 else 1.0)
+broken.backward()
+assert all(report.skipped for report in other.reports.values()) == (rank in (1, 3)) or rank in (0, 2)
+norm = nn.utils.clip_grad_norm_(again.parameters(), 1.0)
+assert not torch.isfinite(norm.full_tensor()), norm
+again.zero_grad()
+train(again, range(8, 10))
+assert torch.isfinite(whole(again)).all() and same_on_all_ranks(whole(again))
+"""
+
+MISTAKES = """
+for wrong, settings, text in (
+    (network(0), {}, "no module that fully_shard was called on"),
+    (sharded(0), {"nonfinite": "raise"}, "nonfinite is not for the replicas"),
+    (sharded(0), {"densty": 0.1}, "did you mean density"),
+    (fully_shard(network(0), mesh=mesh), {}, "on a mesh of two dimensions"),
+    (network(rank) if rank < 2 else sharded(0), {}, "rank 0: the model has no module"),
+):
+    try:
+        OkTopkReplicas(wrong, replicate, **settings)
+    except ValueError as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(text)
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("script", [DENSE, SPARSE, MISTAKES], ids=["dense", "sparse", "mistakes"])
+def test_replicas(tmp_path: Path, script: str) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(HEAD + script + '\nprint("done\\n", end="", flush=True)\n')
+    done = run_torchrun(4, str(path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 4
