@@ -1,7 +1,7 @@
 """What a step sends: counters, and the bounds of Ok-Topk that they are held against.
 
 A word is 4 bytes: one value or one index, so a COO entry is 2 words. The bounds stand here and not in `oktopk`, since
-reports use them where mpi4py is not installed, and `import oktopk` needs it.
+reports use them where no communication library is installed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class Traffic:
         messages: payload messages sent; an empty message is not sent and not counted.
         control_bytes: bytes of sizes, splits, histograms and flags. The library's own collectives carry them, whose messages
             cannot be seen; counted is the least that a rank must send or forward: (P-1)·m for an allgather or an alltoall
-            of m bytes per peer, 2m(P-1)/P, rounded up to whole words, for an allreduce of m bytes.
-        control_messages: calls of the library's own collectives.
+            of m bytes per peer, 2m(P-1)/P, rounded up to whole words, for an allreduce of m bytes. Over gloo also the 8 bytes
+            before a message whose length its receiver cannot know.
+        control_messages: calls of the library's own collectives, and such messages of 8 bytes.
     """
 
     bytes: int = 0

@@ -664,7 +664,7 @@ class GradientAllreduce:
         self._vectors.support = None
 
     def close(self) -> None:
-        """Free what MPI and the device hold. Collective. The report of a deferred step stays incomplete."""
+        """Free what the library and the device hold. Collective. The report of a deferred step stays incomplete."""
         if self._open is not None:
             self._open, self._trust = None, 0
             self.forget_support()

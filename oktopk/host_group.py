@@ -208,7 +208,7 @@ class HostGroup:
         return sum(parts, Traffic())
 
     def close(self) -> None:
-        """Free what MPI and the device hold. Collective."""
+        """Free what the library and the device hold. Collective."""
         if any(transport.gave_up for transport in self._transports):
             return
         self._shared.close()

@@ -478,7 +478,7 @@ class DistributedOptimizer(WrappedOptimizer):
         return copied
 
     def close(self) -> None:
-        """Free what MPI holds. Collective. The wrapped optimizer may then be wrapped again.
+        """Free what the library holds. Collective. The wrapped optimizer may then be wrapped again.
 
         In two levels gradients become None, since they lie in memory that ranks share.
         """

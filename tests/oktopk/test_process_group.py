@@ -171,6 +171,20 @@ def test_an_optimizer_over_gloo_trains_to_the_parameters_of_one_over_mpi(
 
 
 @pytest.mark.mpi(min_size=2)
+def test_a_rank_that_comes_within_the_limit_is_waited_for(comm: MPI.Intracomm, group: Any) -> None:
+    late = comm.size - 1
+    comm.Barrier()
+    if comm.rank == late:
+        time.sleep(1.3)  # longer than others wait without looking
+    reducer = GradientAllreduce(group, 100, density=0.1, timeout=20.0)
+    if comm.rank == late:
+        time.sleep(1.3)
+    for _ in range(2):
+        assert reducer.step(np.arange(100, dtype=np.float32)).global_nnz
+    reducer.close()
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("levels", ["flat", "hosts"])
 def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
     comm: MPI.Intracomm, group: Any, levels: str, monkeypatch: pytest.MonkeyPatch
