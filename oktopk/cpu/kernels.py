@@ -1,7 +1,7 @@
 """Host kernels that touch gradients: accumulate-select-pack, histogram, apply.
 
-All magnitudes are compared by bits, as in `collectives.cpu.kernels`. A vector is read and written once per call, in
-blocks that stay in the first-level cache; no call allocates more than a block.
+All magnitudes are compared by bits, as in `collectives.cpu.kernels`. A vector is read and written once per call; no call
+allocates more than a block.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from collectives.cpu.lanes import LANES, add, choose, count, load, lowest, prefetch, reaching, store
+
 BLOCK = 4096
-"""Elements handled at a time; a list to pack into needs this many spare entries at its end."""
+"""Elements that stay in the first-level cache; a list to pack into needs this many spare entries at its end."""
 
 LEVELS = ((20, 11), (10, 10), (0, 10))
 """(shift, width) of the digits of a radix histogram over the 31 bits of a magnitude, coarsest first."""
@@ -22,7 +24,8 @@ LEVELS = ((20, 11), (10, 10), (0, 10))
 INFINITE_DIGIT = 0x7F8
 """The first digit of Inf in a histogram of level 0; those of NaN are as high or higher, all others are lower."""
 
-_GROUP = 8  # flags tested at once
+_LINE = 16  # elements of a cache line
+_AHEAD = 512  # elements that memory is asked for before they are read
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 
@@ -94,65 +97,55 @@ def accumulate_select(
 
 @njit(cache=True)
 def _accumulate_select(rows, block, shards, shard, residual, threshold, entries):  # type: ignore[no-untyped-def]
-    accumulated = np.empty(BLOCK, np.float32)
-    bits = accumulated.view(np.int32)
-    taken = np.zeros(BLOCK, np.uint8)
-    taken_groups = taken.view(np.uint64)
-    hits = np.empty(BLOCK // _GROUP, np.int32)
+    values, stride = rows.reshape(-1), rows.shape[1]
+    # what is left of a block, padded with zeros: the rows, then the residual
+    rest = np.zeros((len(rows) + 1) * LANES, np.float32)
     packed = nonfinite = 0
     for begin in range(0, len(residual), block):
         stop = min(begin + block, len(residual))
         moved = (begin // block * shards + shard) * block - begin  # from the shard to the vector
-        for start in range(begin, stop, BLOCK):
-            size = min(BLOCK, stop - start)
-            at = start + moved
-            g, e = rows[0, at : at + size], residual[start : start + size]
-            largest = np.int32(0)
-            if len(rows) == 1:
-                for i in range(size):
-                    accumulated[i] = g[i] + e[i]
+        for start in range(begin, stop, LANES):
+            size = min(LANES, stop - start)
+            if size == LANES:
+                mask, excess = _accumulate_lanes(
+                    values, start + moved, stride, len(rows), residual, start, threshold
+                )
             else:
-                for i in range(size):
-                    accumulated[i] = g[i]
-                for row in range(1, len(rows)):
-                    added = rows[row, at : at + size]
-                    for i in range(size):
-                        accumulated[i] += added[i]
-                for i in range(size):
-                    accumulated[i] += e[i]
-            for i in range(size):
-                magnitude = bits[i] & _MAGNITUDE
-                taken[i] = magnitude >= threshold
-                largest = max(largest, magnitude)
-            if largest < _INFINITY:
-                for i in range(size):
-                    e[i] = accumulated[i]
-            else:
-                for i in range(size):
-                    if (bits[i] & _MAGNITUDE) < _INFINITY:
-                        e[i] = accumulated[i]
-                    else:
-                        taken[i] = 0
-                        nonfinite += 1
-            taken[size:] = 0
-            # branchless twice: which groups of flags hold any, then which of their elements are taken
-            found = 0
-            for group in range((size + _GROUP - 1) // _GROUP):
-                hits[found] = group
-                found += taken_groups[group] != 0
+                rest[:] = 0
+                for row in range(len(rows)):
+                    at = row * stride + start + moved
+                    rest[row * LANES : row * LANES + size] = values[at : at + size]
+                kept = rest[len(rows) * LANES :]
+                kept[:size] = residual[start:stop]
+                mask, excess = _accumulate_lanes(rest, 0, LANES, len(rows), kept, 0, threshold)
+                residual[start:stop] = kept[:size]
+            nonfinite += count(excess)
             if packed > len(entries) - BLOCK:
-                for i in range(size):
-                    packed += taken[i]
+                packed += count(mask)
                 continue
-            room = entries[packed:]
-            fresh = 0
-            for j in range(found):
-                for i in range(_GROUP * hits[j], _GROUP * hits[j] + _GROUP):
-                    room[fresh].index = start + i
-                    room[fresh].value = accumulated[i]
-                    fresh += taken[i]
-            packed += fresh
+            while mask:
+                at = start + lowest(mask)
+                entries[packed].index = at
+                entries[packed].value = residual[at]
+                packed += 1
+                mask &= mask - np.uint64(1)
     return packed, nonfinite
+
+
+@njit(cache=True)
+def _accumulate_lanes(values, at, stride, rows, residual, to, threshold):  # type: ignore[no-untyped-def]
+    """Add LANES sums to the residual. Returns the lanes that reach the threshold, and those that are not finite."""
+    for ahead in range(_AHEAD, _AHEAD + LANES, _LINE):
+        prefetch(residual, to + ahead)
+        for row in range(rows):
+            prefetch(values, at + row * stride + ahead)
+    before, total = load(residual, to), load(values, at)
+    for row in range(1, rows):
+        total = add(total, load(values, at + row * stride))
+    total = add(total, before)
+    excess = reaching(total, _INFINITY)
+    store(residual, to, choose(excess, before, total))
+    return reaching(total, threshold) & ~excess, excess
 
 
 @njit(cache=True)
