@@ -22,6 +22,7 @@ from collectives.cpu.codec import (  # noqa: F401 - kernels of a transport, too
     encode_entries,
     zero_entries,
 )
+from collectives.cpu.lanes import LANES, load, lowest, reaching
 
 TILE = 4096
 """Elements of a region summed at a time: 16 KB of sums stay in the first-level cache."""
@@ -35,7 +36,6 @@ CANDIDATE_STEP = 1 << 9
 _CANDIDATE_SHIFT = 9
 _NO_HISTOGRAM = np.empty(0, np.int32)
 _INFINITY = 0x7F800000
-_GROUP = 8  # flags tested at once while a tile is scanned
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
@@ -85,9 +85,6 @@ def _sum(pool, begins, ends, lower, upper, threshold_bits, out, centre, histogra
     cursor = begins.copy()
     sums = np.zeros(TILE, np.float32)
     bits = sums.view(np.int32)
-    kept = np.zeros(TILE, np.uint8)
-    kept_groups = kept.view(np.uint64)
-    hits = np.empty(TILE // _GROUP, np.int32)
     written = nonfinite = 0
     start = lower
     while start < upper:
@@ -106,19 +103,15 @@ def _sum(pool, begins, ends, lower, upper, threshold_bits, out, centre, histogra
                 sums[pool[at].index - start] += pool[at].value
                 at += 1
             cursor[j] = at
-        for i in range(TILE):
-            kept[i] = (bits[i] & _MAGNITUDE) >= threshold
-        found = 0
-        for group in range(TILE // _GROUP):
-            hits[found] = group
-            found += kept_groups[group] != 0
-        for j in range(found):
-            for i in range(_GROUP * hits[j], _GROUP * hits[j] + _GROUP):
-                if kept[i]:
-                    out[written].index = start + i
-                    out[written].value = sums[i]
-                    nonfinite += (bits[i] & _MAGNITUDE) >= _INFINITY
-                    written += 1
+        for first in range(0, TILE, LANES):
+            mask = reaching(load(sums, first), threshold)
+            while mask:
+                i = first + lowest(mask)
+                out[written].index = start + i
+                out[written].value = sums[i]
+                nonfinite += (bits[i] & _MAGNITUDE) >= _INFINITY
+                written += 1
+                mask &= mask - np.uint64(1)
         sums[:] = 0
         start = stop
     if len(histogram):

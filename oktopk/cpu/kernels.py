@@ -26,6 +26,8 @@ INFINITE_DIGIT = 0x7F8
 
 _LINE = 16  # elements of a cache line
 _AHEAD = 512  # elements that memory is asked for before they are read
+_SOON = 32  # entries likewise
+_TILE = 1 << 15  # elements whose flags stay in the second-level cache
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 
@@ -349,13 +351,13 @@ def clear_common(
     Args:
         keep_values: write the values of `mine` instead of zeros.
     """
-    # tile by tile through flags in the first-level cache: a merge would wait for its last comparison at every entry
-    flags = np.zeros(BLOCK, np.uint8)
-    common = np.empty(BLOCK + 1, np.int64)  # positions in `mine`
+    # tile by tile through flags in the cache: a merge would wait for its last comparison at every entry
+    flags = np.zeros(_TILE, np.uint8)
+    common = np.empty(_TILE + 1, np.int64)  # positions in `mine`
     i = j = 0
     while i < len(mine) and j < len(theirs):
         start = min(mine[i].index, theirs[j].index)
-        stop = np.int64(start) + BLOCK
+        stop = np.int64(start) + _TILE
         first, found = j, 0
         while j < len(theirs) and theirs[j].index < stop:
             flags[theirs[j].index - start] = 1
@@ -365,6 +367,7 @@ def clear_common(
             found += flags[mine[i].index - start]
             i += 1
         for at in range(found):
+            prefetch(vector, mine[common[min(at + _SOON, found - 1)]].index)
             entry = mine[common[at]]
             vector[entry.index] = entry.value if keep_values else np.float32(0)
         for at in range(first, j):
@@ -372,9 +375,16 @@ def clear_common(
 
 
 @njit(cache=True)
+def _prefetch_soon(vector, entries, at):  # type: ignore[no-untyped-def]
+    """Ask for the element of an entry that comes soon: each lies in a cache line of its own, which takes long to come."""
+    prefetch(vector, entries[min(at + _SOON, len(entries) - 1)].index)
+
+
+@njit(cache=True)
 def clear_support(vector: NDArray[np.float32], entries: NDArray[np.void]) -> None:
     """Zero float32[n] where `entries` has an index."""
     for at in range(len(entries)):
+        _prefetch_soon(vector, entries, at)
         vector[entries[at].index] = 0
 
 
@@ -383,6 +393,7 @@ def write_scaled(vector: NDArray[np.float32], entries: NDArray[np.void], scale: 
     """vector[index] = value * scale, for every entry."""
     factor = np.float32(scale)
     for at in range(len(entries)):
+        _prefetch_soon(vector, entries, at)
         vector[entries[at].index] = entries[at].value * factor
 
 
@@ -390,6 +401,7 @@ def write_scaled(vector: NDArray[np.float32], entries: NDArray[np.void], scale: 
 def add_entries(vector: NDArray[np.float32], entries: NDArray[np.void]) -> None:
     """vector[index] += value, for every entry."""
     for at in range(len(entries)):
+        _prefetch_soon(vector, entries, at)
         vector[entries[at].index] += entries[at].value
 
 

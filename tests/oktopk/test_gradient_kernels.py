@@ -249,7 +249,7 @@ def test_the_digits_of_a_histogram_tile_the_bits_of_a_magnitude() -> None:
 INDICES = st.lists(st.integers(0, 30), unique=True, max_size=20).map(sorted)
 
 
-def pack(indices: list[int], values: list[float] | None = None) -> NDArray[np.void]:
+def pack(indices: Any, values: Any = None) -> NDArray[np.void]:
     entries = np.zeros(len(indices), ENTRY)
     entries["index"] = indices
     entries["value"] = 1 if values is None else values
@@ -262,6 +262,19 @@ def test_clearing_common_places_zeroes_the_intersection_alone(mine: list[int], t
     vector = np.arange(1, 32, dtype=np.float32)
     kernels.clear_common(vector, pack(mine), pack(theirs))
     assert vector.tolist() == expected
+
+
+@pytest.mark.parametrize("keep_values", [False, True])
+def test_clearing_common_places_goes_on_over_long_vectors(keep_values: bool) -> None:
+    rng = np.random.default_rng(1)
+    length = 150_000
+    mine, theirs = (np.sort(rng.choice(length, 20_000, replace=False)) for _ in range(2))
+    vector = np.ones(length, np.float32)
+    kernels.clear_common(vector, pack(mine, mine + 2), pack(theirs, theirs), keep_values)
+    expected = np.ones(length, np.float32)
+    common = np.intersect1d(mine, theirs)
+    expected[common] = common + 2 if keep_values else 0
+    assert vector.tobytes() == expected.tobytes()
 
 
 @given(INDICES)
