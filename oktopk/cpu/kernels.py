@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import types
+from numba.extending import register_jitable
 from numpy.typing import NDArray
 
+from collectives.cpu.compiled import BOOL, ENTRIES, FLOAT, INT, NONE, VECTOR, compiled
 from collectives.cpu.lanes import LANES, add, choose, count, load, lowest, prefetch, reaching, store
 
 BLOCK = 4096
@@ -97,7 +99,7 @@ def accumulate_select(
     return Packing(*_accumulate_select(*layout, residual, np.int32(threshold_bits), entries))
 
 
-@njit(cache=True)
+@compiled((types.float32[:, ::1], INT, INT, INT, VECTOR, types.int32, ENTRIES))
 def _accumulate_select(rows, block, shards, shard, residual, threshold, entries):  # type: ignore[no-untyped-def]
     values, stride = rows.reshape(-1), rows.shape[1]
     # what is left of a block, padded with zeros: the rows, then the residual
@@ -134,7 +136,7 @@ def _accumulate_select(rows, block, shards, shard, residual, threshold, entries)
     return packed, nonfinite
 
 
-@njit(cache=True)
+@register_jitable
 def _accumulate_lanes(values, at, stride, rows, residual, to, threshold):  # type: ignore[no-untyped-def]
     """Add LANES sums to the residual. Returns the lanes that reach the threshold, and those that are not finite."""
     for ahead in range(_AHEAD, _AHEAD + LANES, _LINE):
@@ -150,7 +152,7 @@ def _accumulate_lanes(values, at, stride, rows, residual, to, threshold):  # typ
     return reaching(total, threshold) & ~excess, excess
 
 
-@njit(cache=True)
+@compiled((VECTOR, VECTOR))
 def accumulate_moments(
     gradient: NDArray[np.float32], residual: NDArray[np.float32]
 ) -> tuple[float, float, int]:
@@ -205,14 +207,14 @@ def undo_accumulate(
     _undo_accumulate(gradient.summed() if isinstance(gradient, ShardSum) else gradient, residual, all_added)
 
 
-@njit(cache=True)
+@compiled((VECTOR, VECTOR, BOOL))
 def _undo_accumulate(gradient, residual, all_added):  # type: ignore[no-untyped-def]
     for i in range(len(gradient)):
         if all_added or (np.isfinite(gradient[i]) and np.isfinite(gradient[i] + residual[i])):
             residual[i] -= gradient[i]
 
 
-@njit(cache=True)
+@compiled((VECTOR, NONE, VECTOR), (VECTOR, VECTOR, VECTOR))
 def accumulate(
     gradient: NDArray[np.float32], residual: NDArray[np.float32] | None, out: NDArray[np.float32]
 ) -> int:
@@ -228,7 +230,7 @@ def accumulate(
     return nonfinite
 
 
-@njit(cache=True)
+@compiled((VECTOR, VECTOR, FLOAT))
 def accumulate_momentum(gradient: NDArray[np.float32], velocity: NDArray[np.float32], momentum: float) -> int:
     """velocity = momentum * velocity + gradient, both float32[n], except where that is not finite: there it stays.
 
@@ -245,7 +247,7 @@ def accumulate_momentum(gradient: NDArray[np.float32], velocity: NDArray[np.floa
     return nonfinite
 
 
-@njit(cache=True)
+@compiled((VECTOR, VECTOR, FLOAT, BOOL))
 def undo_momentum(
     gradient: NDArray[np.float32], velocity: NDArray[np.float32], momentum: float, all_moved: bool = False
 ) -> None:
@@ -260,7 +262,7 @@ def undo_momentum(
             velocity[i] = (velocity[i] - gradient[i]) / factor
 
 
-@njit(cache=True)
+@compiled((VECTOR, INT, INT, ENTRIES))
 def select_at_least(
     vector: NDArray[np.float32], threshold_bits: int, ties: int, entries: NDArray[np.void]
 ) -> int:
@@ -311,7 +313,7 @@ def _words(values: NDArray[np.float32] | NDArray[np.void]) -> NDArray[np.int32]:
     return words if values.dtype.fields is None else words[1::2]
 
 
-@njit(cache=True)
+@compiled((types.int32[::1], INT, INT, INT), (types.int32[:], INT, INT, INT))
 def _magnitude_histogram(words, shift, width, prefix):  # type: ignore[no-untyped-def]
     counts = np.zeros(1 << width, np.int64)
     mask = (1 << width) - 1
@@ -327,7 +329,7 @@ def count_nonfinite(values: NDArray[np.float32] | NDArray[np.void]) -> int:
     return _count_nonfinite(_words(values))
 
 
-@njit(cache=True)
+@compiled((types.int32[::1],), (types.int32[:],))
 def _count_nonfinite(words):  # type: ignore[no-untyped-def]
     # the largest magnitude of each block first: that loop runs on vectors
     count = 0
@@ -342,7 +344,7 @@ def _count_nonfinite(words):  # type: ignore[no-untyped-def]
     return count
 
 
-@njit(cache=True)
+@compiled((VECTOR, ENTRIES, ENTRIES, BOOL))
 def clear_common(
     vector: NDArray[np.float32], mine: NDArray[np.void], theirs: NDArray[np.void], keep_values: bool = False
 ) -> None:
@@ -374,13 +376,13 @@ def clear_common(
             flags[theirs[at].index - start] = 0
 
 
-@njit(cache=True)
+@register_jitable
 def _prefetch_soon(vector, entries, at):  # type: ignore[no-untyped-def]
     """Ask for the element of an entry that comes soon: each lies in a cache line of its own, which takes long to come."""
     prefetch(vector, entries[min(at + _SOON, len(entries) - 1)].index)
 
 
-@njit(cache=True)
+@compiled((VECTOR, ENTRIES))
 def clear_support(vector: NDArray[np.float32], entries: NDArray[np.void]) -> None:
     """Zero float32[n] where `entries` has an index."""
     for at in range(len(entries)):
@@ -388,7 +390,7 @@ def clear_support(vector: NDArray[np.float32], entries: NDArray[np.void]) -> Non
         vector[entries[at].index] = 0
 
 
-@njit(cache=True)
+@compiled((VECTOR, ENTRIES, FLOAT))
 def write_scaled(vector: NDArray[np.float32], entries: NDArray[np.void], scale: float) -> None:
     """vector[index] = value * scale, for every entry."""
     factor = np.float32(scale)
@@ -397,7 +399,7 @@ def write_scaled(vector: NDArray[np.float32], entries: NDArray[np.void], scale: 
         vector[entries[at].index] = entries[at].value * factor
 
 
-@njit(cache=True)
+@compiled((VECTOR, ENTRIES))
 def add_entries(vector: NDArray[np.float32], entries: NDArray[np.void]) -> None:
     """vector[index] += value, for every entry."""
     for at in range(len(entries)):
@@ -410,7 +412,7 @@ def write_block_scaled(block: NDArray[np.void], scale: float, out: NDArray[np.fl
     np.multiply(block.view(np.float32)[: len(out)], np.float32(scale), out=out)
 
 
-@njit(cache=True)
+@compiled((types.float32[:, ::1], INT, INT, INT, VECTOR))
 def sum_shard(
     gradients: NDArray[np.float32], block: int, shards: int, shard: int, out: NDArray[np.float32]
 ) -> None:
@@ -436,7 +438,7 @@ def sum_shard(
                     total[i] += added[i]
 
 
-@njit(cache=True)
+@compiled((ENTRIES, INT, INT, INT))
 def to_whole_indices(entries: NDArray[np.void], block: int, shards: int, shard: int) -> None:
     """Turn the indices of ENTRY[nnz] in a shard into those of the same elements in the whole vector, in place."""
     for at in range(len(entries)):
