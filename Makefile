@@ -123,4 +123,5 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 		$(PIP) install --quiet $(PIP_ARGS) -c constraints.txt -e '.[examples]' || \
 		echo "the libraries of examples/ are not to be had from the registry: their examples will be skipped"; \
 	fi
+	$(BIN)/python -m oktopk.cpu
 	@touch $(READY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from collectives.cpu.compiled import load
 from collectives.cuda.environment import gpu_problem, is_cuda_error, kernel_problem
 from oktopk.backend import Backend
 
@@ -29,6 +30,7 @@ def make_backend(device: str, gradient_type: str, stream: Any) -> Backend:
         taken = ", ".join(GRADIENT_TYPES[device])
         raise ValueError(f"gradient_type {gradient_type!r} on {device} is not one of {taken}")
     if device == "cpu":
+        load()
         return Backend()
     if problem := gpu_problem():
         raise RuntimeError(f"device 'cuda' cannot be used: {problem}")

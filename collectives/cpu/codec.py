@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import types
+from numba.extending import register_jitable
 from numpy.typing import NDArray
+
+from collectives.cpu.compiled import ENTRIES, INT, compiled
 
 ASYNCHRONOUS = False
 """Whether a call returns before what it computes is known."""
 
+_WORDS, _HALVES, _BYTES = types.uint32[::1], types.uint16[::1], types.uint8[::1]
 _BLOCK = 256
 _MAGNITUDE = np.int64(0x7FFFFFFF)
 _INFINITY = np.int64(0x7F800000)
@@ -98,7 +102,7 @@ def decode_entries(
         out["value"] = 0
 
 
-@njit(cache=True)
+@compiled((ENTRIES, INT, INT))
 def _entries_problem(entries, lower, length):  # type: ignore[no-untyped-def]
     """The number of what is wrong with a list, 0 if nothing is."""
     last = np.int64(lower) - 1
@@ -114,7 +118,7 @@ def _entries_problem(entries, lower, length):  # type: ignore[no-untyped-def]
     return _VALUES if values else 0
 
 
-@njit(cache=True)
+@compiled((ENTRIES, _WORDS, INT, INT, INT, INT))
 def _encode_indices(entries, words, lower, low_bits, lows, bitmap):  # type: ignore[no-untyped-def]
     mask = (np.int64(1) << low_bits) - 1
     pending, filled = np.int64(0), 0
@@ -133,7 +137,7 @@ def _encode_indices(entries, words, lower, low_bits, lows, bitmap):  # type: ign
         words[lows] = np.uint32(pending)
 
 
-@njit(cache=True)
+@compiled((_WORDS, INT, INT, INT, INT, INT, ENTRIES))
 def _decode_indices(words, low_bits, lows, bitmap, lower, length, out):  # type: ignore[no-untyped-def]
     mask = (np.int64(1) << low_bits) - 1
     count, last = len(out), np.int64(-1)
@@ -158,7 +162,7 @@ def _decode_indices(words, low_bits, lows, bitmap, lower, length, out):  # type:
     return problem if i == count else _COUNT
 
 
-@njit(cache=True)
+@compiled((ENTRIES, _HALVES))
 def _encode_halves(entries, halves):  # type: ignore[no-untyped-def]
     lost = mass = 0.0
     for i in range(len(entries)):
@@ -175,20 +179,20 @@ def _encode_halves(entries, halves):  # type: ignore[no-untyped-def]
     return lost, mass
 
 
-@njit(cache=True)
+@compiled((_HALVES, ENTRIES))
 def _decode_halves(halves, out):  # type: ignore[no-untyped-def]
     for i in range(len(out)):
         out[i].value = np.uint32(np.uint32(halves[i]) << 16).view(np.float32)
 
 
-@njit(cache=True)
+@register_jitable
 def _decoded(code, low, span, most):  # type: ignore[no-untyped-def]
     """Bits of the magnitude of a code; all are float64, so that loops run on vectors."""
     # an integer below 2^38 over `most`, rounded down: the product is off by less than 2^-10
     return low + np.floor((code * span + (most - 1.0) / 2.0) * (1.0 / most) + 2.0**-10)
 
 
-@njit(cache=True)
+@compiled((ENTRIES, _WORDS, _BYTES, INT))
 def _encode_codes(entries, ranges, octets, bits):  # type: ignore[no-untyped-def]
     most = np.float64((1 << (bits - 1)) - 1)
     lost = mass = 0.0
@@ -234,7 +238,7 @@ def _encode_codes(entries, ranges, octets, bits):  # type: ignore[no-untyped-def
     return lost, mass
 
 
-@njit(cache=True)
+@compiled((_WORDS, _BYTES, INT, ENTRIES))
 def _decode_codes(ranges, octets, bits, out):  # type: ignore[no-untyped-def]
     """Whether a block's range is none of finite nonzero magnitudes."""
     most = np.int64((1 << (bits - 1)) - 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import types
 from numpy.typing import NDArray
 
 from collectives.cpu.codec import (  # noqa: F401 - kernels of a transport, too
@@ -22,6 +22,8 @@ from collectives.cpu.codec import (  # noqa: F401 - kernels of a transport, too
     encode_entries,
     zero_entries,
 )
+from collectives.cpu.compiled import ENTRIES, FLOAT, INT, NONE, VECTOR, compiled
+from collectives.cpu.lanes import LANES, load, lowest, reaching
 
 TILE = 4096
 """Elements of a region summed at a time: 16 KB of sums stay in the first-level cache."""
@@ -32,20 +34,20 @@ CANDIDATE_REACH = 1 << 21
 CANDIDATE_STEP = 1 << 9
 """Candidates lie a multiple of this many bits from the expected threshold."""
 
+_INTS = types.int64[::1]
 _CANDIDATE_SHIFT = 9
 _NO_HISTOGRAM = np.empty(0, np.int32)
 _INFINITY = 0x7F800000
-_GROUP = 8  # flags tested at once while a tile is scanned
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
-@njit(cache=True)
+@compiled((FLOAT,), (types.float32,))
 def magnitude_bits(value: float) -> int:
     """Bits of |value| as float32, an integer in [0, 2**31)."""
     return int(np.float32(value).view(np.int32) & _MAGNITUDE)
 
 
-@njit(cache=True)
+@compiled((INT,))
 def bits_magnitude(bits: int) -> float:
     """The float32 magnitude with these bits."""
     return float(np.int32(bits).view(np.float32))
@@ -79,15 +81,12 @@ def sum_sorted_lists(
     return int(nnz), int(nonfinite)
 
 
-@njit(cache=True)
+@compiled((ENTRIES, _INTS, _INTS, INT, INT, INT, ENTRIES, INT, types.int32[::1]))
 def _sum(pool, begins, ends, lower, upper, threshold_bits, out, centre, histogram):  # type: ignore[no-untyped-def]
     threshold, lists = np.int32(threshold_bits), len(begins)
     cursor = begins.copy()
     sums = np.zeros(TILE, np.float32)
     bits = sums.view(np.int32)
-    kept = np.zeros(TILE, np.uint8)
-    kept_groups = kept.view(np.uint64)
-    hits = np.empty(TILE // _GROUP, np.int32)
     written = nonfinite = 0
     start = lower
     while start < upper:
@@ -106,19 +105,15 @@ def _sum(pool, begins, ends, lower, upper, threshold_bits, out, centre, histogra
                 sums[pool[at].index - start] += pool[at].value
                 at += 1
             cursor[j] = at
-        for i in range(TILE):
-            kept[i] = (bits[i] & _MAGNITUDE) >= threshold
-        found = 0
-        for group in range(TILE // _GROUP):
-            hits[found] = group
-            found += kept_groups[group] != 0
-        for j in range(found):
-            for i in range(_GROUP * hits[j], _GROUP * hits[j] + _GROUP):
-                if kept[i]:
-                    out[written].index = start + i
-                    out[written].value = sums[i]
-                    nonfinite += (bits[i] & _MAGNITUDE) >= _INFINITY
-                    written += 1
+        for first in range(0, TILE, LANES):
+            mask = reaching(load(sums, first), threshold)
+            while mask:
+                i = first + lowest(mask)
+                out[written].index = start + i
+                out[written].value = sums[i]
+                nonfinite += (bits[i] & _MAGNITUDE) >= _INFINITY
+                written += 1
+                mask &= mask - np.uint64(1)
         sums[:] = 0
         start = stop
     if len(histogram):
@@ -128,7 +123,7 @@ def _sum(pool, begins, ends, lower, upper, threshold_bits, out, centre, histogra
     return written, nonfinite
 
 
-@njit(cache=True)
+@compiled((ENTRIES, types.int32[::1]))
 def count_at_least(entries: NDArray[np.void], thresholds: NDArray[np.int32]) -> NDArray[np.int64]:
     """Count the entries that reach each of several magnitudes.
 
@@ -243,7 +238,10 @@ def counted_sums(
     return CountedSums(counts, lambda bits: sums[: take_at_least(sums, bits, nnz, sums)])
 
 
-@njit(cache=True)
+@compiled(
+    (ENTRIES, INT, INT, ENTRIES, NONE),
+    (ENTRIES, INT, INT, ENTRIES, ENTRIES),
+)
 def split_at_least(
     entries: NDArray[np.void],
     threshold_bits: int,
@@ -289,7 +287,7 @@ def write_block(entries: NDArray[np.void], lower: int, block: NDArray[np.void]) 
     _write_block(entries, lower, block.view(np.float32))
 
 
-@njit(cache=True)
+@compiled((ENTRIES, INT, VECTOR))
 def _write_block(entries, lower, values):  # type: ignore[no-untyped-def]
     values[:] = 0
     for entry in entries:
@@ -302,7 +300,7 @@ def add_values(kept: NDArray[np.float32], incoming: NDArray[np.float32]) -> None
         np.add(kept, incoming, out=kept)
 
 
-@njit(cache=True)
+@compiled((VECTOR, FLOAT))
 def scale_values(values: NDArray[np.float32], scale: float) -> NDArray[np.uint32]:
     """values *= scale, float32[n].
 

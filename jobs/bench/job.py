@@ -19,6 +19,7 @@ from jobs.bench.run import measure_run, say, together, written
 from jobs.bench.tables import run_tables, sweep_table
 from jobs.cluster.rank_check import launch_problem
 from jobs.launch import run_job
+from jobs.run import provenance
 from oktopk import NonFiniteGradientError
 from oktopk.launch import LaunchError, end_on_sigterm
 
@@ -55,7 +56,7 @@ def _run(options: Options, comm: MPI.Intracomm) -> int:
         result = measure_run(options, comm)
         if comm.rank == 0:
             if not options.quiet:
-                print(run_tables(result), flush=True)
+                print(run_tables(result, provenance.machine()), flush=True)
             if output is not None:
                 kind = "ablation" if options.ablate else "bench"
                 output.write(written(kind, [result], options, comm))

@@ -39,8 +39,8 @@ BUSIER = 1.1
 """The busiest rank is worth a word, or a line, when it sends this times the mean."""
 
 
-def run_tables(run: Record) -> str:
-    """All tables of one run of a document, with a heading."""
+def run_tables(run: Record, machine: Record) -> str:
+    """All tables of one run of a document, with a heading that names the processor of the machine."""
     gradients = run["gradients"]["name"]
     heading = (
         f"{run['ranks']} ranks, n = {run['length']:,}, density {run['density']:g}, k = {run['k']:,}, "
@@ -49,6 +49,8 @@ def run_tables(run: Record) -> str:
     methods = run["methods"]
     on_gpu = run.get("device") == "cuda"
     heading += f", {run['gradient_type']} on {run['device']}" if on_gpu else ""
+    heading += f"\n{machine['cpu']}"
+    heading += f", vectors of {machine['vector_bits']} bits" if machine.get("vector_bits") else ""
     heading += "".join(f"\nwithout {name}: {reason}" for name, reason in run.get("left_out", {}).items())
     digits = 4 if on_gpu else 2
     times = times_table(methods, run.get("baseline"), digits)
@@ -121,7 +123,7 @@ def traffic_table(methods: list[Record]) -> str:
 
 
 def stages_table(methods: list[Record], digits: int = 2) -> str:
-    """Milliseconds of each stage: mean over the ranks / the rank that took least, and in brackets the floor."""
+    """Milliseconds of each stage: mean over the ranks / the rank that took least (floor, mean / floor)."""
     form = f"{{:.{digits}f}}"
     blocks = []
     for kind in ("regular", "exact"):
@@ -134,10 +136,11 @@ def stages_table(methods: list[Record], digits: int = 2) -> str:
             if found is None:
                 return MISSING
             text = f"{shown(found['mean'], form, 1e3)} / {shown(found['least'], form, 1e3)}"
-            return text if floor is None else f"{text} ({shown(floor, form, 1e3)})"
+            floors = "" if not floor else f", {found['mean'] / floor:.1f}x"
+            return text if floor is None else f"{text} ({shown(floor, form, 1e3)}{floors})"
 
         rows = [[stage, *(cell(method, stage) for method in methods)] for stage in ordered(stages)]
-        title = f"{kind} steps, ms: mean / least rank (floor)"
+        title = f"{kind} steps, ms: mean / least rank (floor, mean / floor)"
         blocks.append(table(rows, [title, *(method["name"] for method in methods)]))
     return "\n\n".join(blocks)
 
@@ -183,7 +186,7 @@ def document_tables(content: Record) -> str:
         return gpu_tables(content)
     if content["kind"] == "sweep":
         return sweep_table(content["runs"])
-    return "\n\n".join(run_tables(run) for run in content["runs"])
+    return "\n\n".join(run_tables(run, content["machine"]) for run in content["runs"])
 
 
 def insert(text: str, name: str, tables: str) -> str:

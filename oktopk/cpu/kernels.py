@@ -1,7 +1,7 @@
 """Host kernels that touch gradients: accumulate-select-pack, histogram, apply.
 
-All magnitudes are compared by bits, as in `collectives.cpu.kernels`. A vector is read and written once per call, in
-blocks that stay in the first-level cache; no call allocates more than a block.
+All magnitudes are compared by bits, as in `collectives.cpu.kernels`. A vector is read and written once per call; no call
+allocates more than a block.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import types
+from numba.extending import register_jitable
 from numpy.typing import NDArray
 
+from collectives.cpu.compiled import BOOL, ENTRIES, FLOAT, INT, NONE, VECTOR, compiled
+from collectives.cpu.lanes import LANES, add, choose, count, load, lowest, prefetch, reaching, store
+
 BLOCK = 4096
-"""Elements handled at a time; a list to pack into needs this many spare entries at its end."""
+"""Elements that stay in the first-level cache; a list to pack into needs this many spare entries at its end."""
 
 LEVELS = ((20, 11), (10, 10), (0, 10))
 """(shift, width) of the digits of a radix histogram over the 31 bits of a magnitude, coarsest first."""
@@ -22,7 +26,10 @@ LEVELS = ((20, 11), (10, 10), (0, 10))
 INFINITE_DIGIT = 0x7F8
 """The first digit of Inf in a histogram of level 0; those of NaN are as high or higher, all others are lower."""
 
-_GROUP = 8  # flags tested at once
+_LINE = 16  # elements of a cache line
+_AHEAD = 512  # elements that memory is asked for before they are read
+_SOON = 32  # entries likewise
+_TILE = 1 << 15  # elements whose flags stay in the second-level cache
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 
@@ -92,70 +99,60 @@ def accumulate_select(
     return Packing(*_accumulate_select(*layout, residual, np.int32(threshold_bits), entries))
 
 
-@njit(cache=True)
+@compiled((types.float32[:, ::1], INT, INT, INT, VECTOR, types.int32, ENTRIES))
 def _accumulate_select(rows, block, shards, shard, residual, threshold, entries):  # type: ignore[no-untyped-def]
-    accumulated = np.empty(BLOCK, np.float32)
-    bits = accumulated.view(np.int32)
-    taken = np.zeros(BLOCK, np.uint8)
-    taken_groups = taken.view(np.uint64)
-    hits = np.empty(BLOCK // _GROUP, np.int32)
+    values, stride = rows.reshape(-1), rows.shape[1]
+    # what is left of a block, padded with zeros: the rows, then the residual
+    rest = np.zeros((len(rows) + 1) * LANES, np.float32)
     packed = nonfinite = 0
     for begin in range(0, len(residual), block):
         stop = min(begin + block, len(residual))
         moved = (begin // block * shards + shard) * block - begin  # from the shard to the vector
-        for start in range(begin, stop, BLOCK):
-            size = min(BLOCK, stop - start)
-            at = start + moved
-            g, e = rows[0, at : at + size], residual[start : start + size]
-            largest = np.int32(0)
-            if len(rows) == 1:
-                for i in range(size):
-                    accumulated[i] = g[i] + e[i]
+        for start in range(begin, stop, LANES):
+            size = min(LANES, stop - start)
+            if size == LANES:
+                mask, excess = _accumulate_lanes(
+                    values, start + moved, stride, len(rows), residual, start, threshold
+                )
             else:
-                for i in range(size):
-                    accumulated[i] = g[i]
-                for row in range(1, len(rows)):
-                    added = rows[row, at : at + size]
-                    for i in range(size):
-                        accumulated[i] += added[i]
-                for i in range(size):
-                    accumulated[i] += e[i]
-            for i in range(size):
-                magnitude = bits[i] & _MAGNITUDE
-                taken[i] = magnitude >= threshold
-                largest = max(largest, magnitude)
-            if largest < _INFINITY:
-                for i in range(size):
-                    e[i] = accumulated[i]
-            else:
-                for i in range(size):
-                    if (bits[i] & _MAGNITUDE) < _INFINITY:
-                        e[i] = accumulated[i]
-                    else:
-                        taken[i] = 0
-                        nonfinite += 1
-            taken[size:] = 0
-            # branchless twice: which groups of flags hold any, then which of their elements are taken
-            found = 0
-            for group in range((size + _GROUP - 1) // _GROUP):
-                hits[found] = group
-                found += taken_groups[group] != 0
+                rest[:] = 0
+                for row in range(len(rows)):
+                    at = row * stride + start + moved
+                    rest[row * LANES : row * LANES + size] = values[at : at + size]
+                kept = rest[len(rows) * LANES :]
+                kept[:size] = residual[start:stop]
+                mask, excess = _accumulate_lanes(rest, 0, LANES, len(rows), kept, 0, threshold)
+                residual[start:stop] = kept[:size]
+            nonfinite += count(excess)
             if packed > len(entries) - BLOCK:
-                for i in range(size):
-                    packed += taken[i]
+                packed += count(mask)
                 continue
-            room = entries[packed:]
-            fresh = 0
-            for j in range(found):
-                for i in range(_GROUP * hits[j], _GROUP * hits[j] + _GROUP):
-                    room[fresh].index = start + i
-                    room[fresh].value = accumulated[i]
-                    fresh += taken[i]
-            packed += fresh
+            while mask:
+                at = start + lowest(mask)
+                entries[packed].index = at
+                entries[packed].value = residual[at]
+                packed += 1
+                mask &= mask - np.uint64(1)
     return packed, nonfinite
 
 
-@njit(cache=True)
+@register_jitable
+def _accumulate_lanes(values, at, stride, rows, residual, to, threshold):  # type: ignore[no-untyped-def]
+    """Add LANES sums to the residual. Returns the lanes that reach the threshold, and those that are not finite."""
+    for ahead in range(_AHEAD, _AHEAD + LANES, _LINE):
+        prefetch(residual, to + ahead)
+        for row in range(rows):
+            prefetch(values, at + row * stride + ahead)
+    before, total = load(residual, to), load(values, at)
+    for row in range(1, rows):
+        total = add(total, load(values, at + row * stride))
+    total = add(total, before)
+    excess = reaching(total, _INFINITY)
+    store(residual, to, choose(excess, before, total))
+    return reaching(total, threshold) & ~excess, excess
+
+
+@compiled((VECTOR, VECTOR))
 def accumulate_moments(
     gradient: NDArray[np.float32], residual: NDArray[np.float32]
 ) -> tuple[float, float, int]:
@@ -210,14 +207,14 @@ def undo_accumulate(
     _undo_accumulate(gradient.summed() if isinstance(gradient, ShardSum) else gradient, residual, all_added)
 
 
-@njit(cache=True)
+@compiled((VECTOR, VECTOR, BOOL))
 def _undo_accumulate(gradient, residual, all_added):  # type: ignore[no-untyped-def]
     for i in range(len(gradient)):
         if all_added or (np.isfinite(gradient[i]) and np.isfinite(gradient[i] + residual[i])):
             residual[i] -= gradient[i]
 
 
-@njit(cache=True)
+@compiled((VECTOR, NONE, VECTOR), (VECTOR, VECTOR, VECTOR))
 def accumulate(
     gradient: NDArray[np.float32], residual: NDArray[np.float32] | None, out: NDArray[np.float32]
 ) -> int:
@@ -233,7 +230,7 @@ def accumulate(
     return nonfinite
 
 
-@njit(cache=True)
+@compiled((VECTOR, VECTOR, FLOAT))
 def accumulate_momentum(gradient: NDArray[np.float32], velocity: NDArray[np.float32], momentum: float) -> int:
     """velocity = momentum * velocity + gradient, both float32[n], except where that is not finite: there it stays.
 
@@ -250,7 +247,7 @@ def accumulate_momentum(gradient: NDArray[np.float32], velocity: NDArray[np.floa
     return nonfinite
 
 
-@njit(cache=True)
+@compiled((VECTOR, VECTOR, FLOAT, BOOL))
 def undo_momentum(
     gradient: NDArray[np.float32], velocity: NDArray[np.float32], momentum: float, all_moved: bool = False
 ) -> None:
@@ -265,7 +262,7 @@ def undo_momentum(
             velocity[i] = (velocity[i] - gradient[i]) / factor
 
 
-@njit(cache=True)
+@compiled((VECTOR, INT, INT, ENTRIES))
 def select_at_least(
     vector: NDArray[np.float32], threshold_bits: int, ties: int, entries: NDArray[np.void]
 ) -> int:
@@ -316,7 +313,7 @@ def _words(values: NDArray[np.float32] | NDArray[np.void]) -> NDArray[np.int32]:
     return words if values.dtype.fields is None else words[1::2]
 
 
-@njit(cache=True)
+@compiled((types.int32[::1], INT, INT, INT), (types.int32[:], INT, INT, INT))
 def _magnitude_histogram(words, shift, width, prefix):  # type: ignore[no-untyped-def]
     counts = np.zeros(1 << width, np.int64)
     mask = (1 << width) - 1
@@ -332,7 +329,7 @@ def count_nonfinite(values: NDArray[np.float32] | NDArray[np.void]) -> int:
     return _count_nonfinite(_words(values))
 
 
-@njit(cache=True)
+@compiled((types.int32[::1],), (types.int32[:],))
 def _count_nonfinite(words):  # type: ignore[no-untyped-def]
     # the largest magnitude of each block first: that loop runs on vectors
     count = 0
@@ -347,7 +344,7 @@ def _count_nonfinite(words):  # type: ignore[no-untyped-def]
     return count
 
 
-@njit(cache=True)
+@compiled((VECTOR, ENTRIES, ENTRIES, BOOL))
 def clear_common(
     vector: NDArray[np.float32], mine: NDArray[np.void], theirs: NDArray[np.void], keep_values: bool = False
 ) -> None:
@@ -356,13 +353,13 @@ def clear_common(
     Args:
         keep_values: write the values of `mine` instead of zeros.
     """
-    # tile by tile through flags in the first-level cache: a merge would wait for its last comparison at every entry
-    flags = np.zeros(BLOCK, np.uint8)
-    common = np.empty(BLOCK + 1, np.int64)  # positions in `mine`
+    # tile by tile through flags in the cache: a merge would wait for its last comparison at every entry
+    flags = np.zeros(_TILE, np.uint8)
+    common = np.empty(_TILE + 1, np.int64)  # positions in `mine`
     i = j = 0
     while i < len(mine) and j < len(theirs):
         start = min(mine[i].index, theirs[j].index)
-        stop = np.int64(start) + BLOCK
+        stop = np.int64(start) + _TILE
         first, found = j, 0
         while j < len(theirs) and theirs[j].index < stop:
             flags[theirs[j].index - start] = 1
@@ -372,31 +369,41 @@ def clear_common(
             found += flags[mine[i].index - start]
             i += 1
         for at in range(found):
+            prefetch(vector, mine[common[min(at + _SOON, found - 1)]].index)
             entry = mine[common[at]]
             vector[entry.index] = entry.value if keep_values else np.float32(0)
         for at in range(first, j):
             flags[theirs[at].index - start] = 0
 
 
-@njit(cache=True)
+@register_jitable
+def _prefetch_soon(vector, entries, at):  # type: ignore[no-untyped-def]
+    """Ask for the element of an entry that comes soon: each lies in a cache line of its own, which takes long to come."""
+    prefetch(vector, entries[min(at + _SOON, len(entries) - 1)].index)
+
+
+@compiled((VECTOR, ENTRIES))
 def clear_support(vector: NDArray[np.float32], entries: NDArray[np.void]) -> None:
     """Zero float32[n] where `entries` has an index."""
     for at in range(len(entries)):
+        _prefetch_soon(vector, entries, at)
         vector[entries[at].index] = 0
 
 
-@njit(cache=True)
+@compiled((VECTOR, ENTRIES, FLOAT))
 def write_scaled(vector: NDArray[np.float32], entries: NDArray[np.void], scale: float) -> None:
     """vector[index] = value * scale, for every entry."""
     factor = np.float32(scale)
     for at in range(len(entries)):
+        _prefetch_soon(vector, entries, at)
         vector[entries[at].index] = entries[at].value * factor
 
 
-@njit(cache=True)
+@compiled((VECTOR, ENTRIES))
 def add_entries(vector: NDArray[np.float32], entries: NDArray[np.void]) -> None:
     """vector[index] += value, for every entry."""
     for at in range(len(entries)):
+        _prefetch_soon(vector, entries, at)
         vector[entries[at].index] += entries[at].value
 
 
@@ -405,7 +412,7 @@ def write_block_scaled(block: NDArray[np.void], scale: float, out: NDArray[np.fl
     np.multiply(block.view(np.float32)[: len(out)], np.float32(scale), out=out)
 
 
-@njit(cache=True)
+@compiled((types.float32[:, ::1], INT, INT, INT, VECTOR))
 def sum_shard(
     gradients: NDArray[np.float32], block: int, shards: int, shard: int, out: NDArray[np.float32]
 ) -> None:
@@ -431,7 +438,7 @@ def sum_shard(
                     total[i] += added[i]
 
 
-@njit(cache=True)
+@compiled((ENTRIES, INT, INT, INT))
 def to_whole_indices(entries: NDArray[np.void], block: int, shards: int, shard: int) -> None:
     """Turn the indices of ENTRY[nnz] in a shard into those of the same elements in the whole vector, in place."""
     for at in range(len(entries)):

@@ -53,9 +53,12 @@ def examine(timeout: float, say: Callable[[str], None], packages: Sequence[str] 
         "gpu": {"present": has_driver(), "problem": ""},
         "launcher": {"command": "", "problem": ""},
         "exchanges": {},
+        "kernels": {},
     }
     if any(name not in found["versions"] for name in REQUIRED):
         return found  # the probes could not even be imported
+    say("kernels for CPUs, which are compiled once")
+    found["kernels"] = children.one("cpu", timeout)
     gpu = found["gpu"]
     if gpu["present"]:
         say("GPUs, and kernels for them")

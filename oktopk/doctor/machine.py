@@ -26,10 +26,20 @@ def machine() -> dict[str, Any]:
         "host": host(),
         "system": f"{platform.system()} {platform.release()}",
         "cpu": _first_value("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "vector_bits": _vector_bits(),
         "cores": available_cores(),
         "memory_bytes": int(memory.split()[0]) * 1024 if memory else None,
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     }
+
+
+def _vector_bits() -> int | None:
+    """Bits of the processor's widest registers, None where Linux does not tell."""
+    flags = set(
+        (_first_value("/proc/cpuinfo", "flags") or _first_value("/proc/cpuinfo", "Features") or "").split()
+    )
+    widths = {"avx512f": 512, "avx2": 256, "sse2": 128, "asimd": 128}
+    return next((bits for flag, bits in widths.items() if flag in flags), None)
 
 
 def host() -> str:

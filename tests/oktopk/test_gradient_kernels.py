@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from collectives.cpu.lanes import LANES
 from collectives.sparse import ENTRY
 from oktopk.cpu import kernels
 from oktopk.cpu.kernels import BLOCK, LEVELS
@@ -20,7 +21,7 @@ Vector = NDArray[np.float32]
 TINY = np.float32(1e-45)  # the smallest denormal, whose bits are 1
 LARGEST = np.finfo(np.float32).max
 INFINITY_BITS = 0x7F800000
-LENGTHS = [1, 7, 8, 9, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 13]
+LENGTHS = [1, LANES - 1, LANES, LANES + 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 13]
 SENTINEL = np.array((-7, -7.0), ENTRY)
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -83,11 +84,38 @@ def test_a_pass_that_overflows_midway_still_accumulates_and_counts_nonfinite_to_
     check_accumulate_select(gradient, residual, int(magnitude_bits(30)[0]), capacity=100)
 
 
+@pytest.mark.parametrize("length", [1, LANES - 1, LANES, 5 * LANES + 3])
+@pytest.mark.parametrize("block", [1, LANES - 1, LANES, 3 * LANES + 5])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_shard_of_a_sum_is_taken_in_the_order_of_its_rows(ranks: int, block: int, length: int) -> None:
+    rng = np.random.default_rng((ranks, block, length))
+    rows = rng.standard_normal((ranks, length)).astype(np.float32)
+    rows[:, length // 2] = [0, -np.inf, np.nan][:ranks]
+    for shard in range(ranks):
+        mine = np.flatnonzero(np.arange(length) // block % ranks == shard)
+        residual = rng.standard_normal(len(mine)).astype(np.float32)
+        expected = rows[0, mine].copy()
+        for row in rows[1:]:
+            expected += row[mine]
+        expected += residual
+        finite = np.isfinite(expected)
+        wanted = np.flatnonzero(finite & (np.abs(expected) >= 1))
+        entries, after = np.empty(len(mine) + BLOCK, ENTRY), residual.copy()
+        total = kernels.ShardSum(rows, block, ranks, shard, np.empty(len(mine), np.float32))
+        packing = kernels.accumulate_select(total, after, int(magnitude_bits(1)[0]), entries)
+        assert packing.nnz == len(wanted)
+        assert packing.nonfinite == np.count_nonzero(~finite)
+        assert after.tobytes() == np.where(finite, expected, residual).tobytes()
+        assert entries["index"][: len(wanted)].tolist() == wanted.tolist()
+        assert entries["value"][: len(wanted)].tobytes() == expected[wanted].tobytes()
+
+
 @st.composite
 def wild_vectors(draw: st.DrawFn) -> tuple[Vector, Vector]:
-    """Gradient and residual, ugly around the edges of blocks and of groups of eight."""
-    length = draw(st.sampled_from([1, 8, 13, BLOCK, BLOCK + 1, 2 * BLOCK + 7]))
-    near = [i for i in (0, 1, 7, 8, 12, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, length - 1) if i < length]
+    """Gradient and residual, ugly around the edges of blocks and of lanes."""
+    length = draw(st.sampled_from([1, LANES, LANES + 13, BLOCK, BLOCK + 1, 2 * BLOCK + 7]))
+    near = [0, 1, LANES - 1, LANES, LANES + 12, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, length - 1]
+    near = [i for i in near if i < length]
     place = st.one_of(st.sampled_from(near), st.integers(0, length - 1))
     gradient, residual = np.zeros(length, np.float32), np.zeros(length, np.float32)
     for vector, values in ((gradient, WILD), (residual, st.one_of(FLOATS, UGLY))):
@@ -221,7 +249,7 @@ def test_the_digits_of_a_histogram_tile_the_bits_of_a_magnitude() -> None:
 INDICES = st.lists(st.integers(0, 30), unique=True, max_size=20).map(sorted)
 
 
-def pack(indices: list[int], values: list[float] | None = None) -> NDArray[np.void]:
+def pack(indices: Any, values: Any = None) -> NDArray[np.void]:
     entries = np.zeros(len(indices), ENTRY)
     entries["index"] = indices
     entries["value"] = 1 if values is None else values
@@ -234,6 +262,19 @@ def test_clearing_common_places_zeroes_the_intersection_alone(mine: list[int], t
     vector = np.arange(1, 32, dtype=np.float32)
     kernels.clear_common(vector, pack(mine), pack(theirs))
     assert vector.tolist() == expected
+
+
+@pytest.mark.parametrize("keep_values", [False, True])
+def test_clearing_common_places_goes_on_over_long_vectors(keep_values: bool) -> None:
+    rng = np.random.default_rng(1)
+    length = 150_000
+    mine, theirs = (np.sort(rng.choice(length, 20_000, replace=False)) for _ in range(2))
+    vector = np.ones(length, np.float32)
+    kernels.clear_common(vector, pack(mine, mine + 2), pack(theirs, theirs), keep_values)
+    expected = np.ones(length, np.float32)
+    common = np.intersect1d(mine, theirs)
+    expected[common] = common + 2 if keep_values else 0
+    assert vector.tobytes() == expected.tobytes()
 
 
 @given(INDICES)

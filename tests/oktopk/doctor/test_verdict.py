@@ -18,7 +18,12 @@ def gpu_host(gpus: int = 4, **changes: Any) -> dict[str, Any]:
     """What is found on a host where all is well, with changes: "exchanges.device" and such."""
     device = {"name": "NVIDIA H200", "bytes": 150_000_000_000, "capability": "9.0"}
     found: dict[str, Any] = {
-        "machine": {"host": "gpu-01.cluster.example", "system": "Linux 6.8.0-64-generic", "cores": 128},
+        "machine": {
+            "host": "gpu-01.cluster.example",
+            "system": "Linux 6.8.0-64-generic",
+            "cpu": "a processor",
+            "cores": 128,
+        },
         "date": "2026-11-20T16:34:05+00:00",
         "versions": dict.fromkeys(REQUIRED, "1.2.3")
         | {

@@ -1,0 +1,145 @@
+"""Vectors of 64 float32 in numba kernels: what is compared becomes the bits of one integer, so that few entries are found fast.
+
+LLVM splits a vector into the registers of the processor: AVX-512, AVX2, SSE2 or another's. All give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import extending, types
+from numba.extending import models, register_model
+
+LANES = 64
+"""Elements of a vector; lane i is bit i of a mask."""
+
+intrinsic: Any = extending.intrinsic  # what it makes is called without the first argument
+_INT, _BIT = ir.IntType(32), ir.IntType(1)
+_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+_INTS = ir.VectorType(_INT, LANES)
+_BITS = ir.VectorType(_BIT, LANES)
+_MASK = ir.IntType(LANES)
+_MAGNITUDE = ir.Constant(_INTS, [0x7FFFFFFF] * LANES)
+
+
+class _Lanes(types.Type):
+    def __init__(self) -> None:
+        super().__init__(name="Lanes")
+
+
+LANES_TYPE = _Lanes()
+
+
+@register_model(_Lanes)
+class _LanesModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _FLOATS)
+
+
+def _is_vector(array: Any) -> bool:
+    return isinstance(array, types.Array) and (array.dtype, array.ndim, array.layout) == (
+        types.float32,
+        1,
+        "C",
+    )
+
+
+def _pointer(context: Any, builder: Any, kind: Any, array: Any, at: Any, to: Any) -> Any:
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [at]), to.as_pointer())
+
+
+@intrinsic
+def load(typing: Any, array: Any, at: Any) -> Any:
+    """The lanes array[at : at + LANES] of float32[n], C-contiguous; not checked against n."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, at = arguments
+        return builder.load(_pointer(context, builder, signature.args[0], array, at, _FLOATS), align=4)
+
+    return (LANES_TYPE(array, types.intp), generate) if _is_vector(array) else None
+
+
+@intrinsic
+def store(typing: Any, array: Any, at: Any, lanes: Any) -> Any:
+    """array[at : at + LANES] = lanes, of float32[n], C-contiguous; not checked against n."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, at, lanes = arguments
+        builder.store(lanes, _pointer(context, builder, signature.args[0], array, at, _FLOATS), align=4)
+        return context.get_dummy_value()
+
+    return (types.void(array, types.intp, LANES_TYPE), generate) if _is_vector(array) else None
+
+
+@intrinsic
+def add(typing: Any, one: Any, other: Any) -> Any:
+    """one + other, lane by lane."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fadd(*arguments)
+
+    return LANES_TYPE(LANES_TYPE, LANES_TYPE), generate
+
+
+@intrinsic
+def choose(typing: Any, mask: Any, one: Any, other: Any) -> Any:
+    """The lanes of `one` where the mask has a bit, elsewhere those of `other`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        mask, one, other = arguments
+        return builder.select(builder.bitcast(mask, _BITS), one, other)
+
+    return LANES_TYPE(types.uint64, LANES_TYPE, LANES_TYPE), generate
+
+
+@intrinsic
+def reaching(typing: Any, lanes: Any, threshold: Any) -> Any:
+    """uint64, the lanes whose magnitude has at least these bits, an int32; NaN reaches all finite magnitudes."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        lanes, threshold = arguments
+        nothing, zeros = ir.Constant(_INTS, ir.Undefined), ir.Constant(_INTS, [0] * LANES)
+        one = builder.insert_element(nothing, threshold, ir.Constant(_INT, 0))
+        thresholds = builder.shuffle_vector(one, nothing, zeros)
+        magnitudes = builder.and_(builder.bitcast(lanes, _INTS), _MAGNITUDE)
+        return builder.bitcast(builder.icmp_signed(">=", magnitudes, thresholds), _MASK)
+
+    return types.uint64(LANES_TYPE, types.int32), generate
+
+
+@intrinsic
+def lowest(typing: Any, mask: Any) -> Any:
+    """int64, the lowest bit that is set in a uint64 other than 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(_BIT, 1))
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic
+def count(typing: Any, mask: Any) -> Any:
+    """int64, the bits that are set in a uint64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic
+def prefetch(typing: Any, array: Any, at: Any) -> Any:
+    """Ask for the cache line of array[at], to be written; `at` may lie past the end."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, at = arguments
+        pointer = _pointer(context, builder, signature.args[0], array, at, ir.IntType(8))
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, _INT, _INT, _INT])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
+        # to be written, to be used again, data
+        builder.call(function, [pointer, *(ir.Constant(_INT, number) for number in (1, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate

@@ -1,0 +1,72 @@
+"""The cache of compiled kernels: what is in it is of these very sources, and steps find all they call."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.launched import ROOT, run_ranks
+
+SUM = """
+import numpy as np
+from collectives.cpu.kernels import sum_sorted_lists
+from collectives.sparse import ENTRY
+pool, out = np.array([(0, 1.0), (1, 3.0)], ENTRY), np.zeros(4096, ENTRY)
+print(sum_sorted_lists(pool, np.zeros(1, np.int64), np.full(1, 2), 0, 2, int(np.float32(2).view(np.int32)), out), out["index"][0])
+"""
+
+STEPS = """
+import contextlib
+import numpy as np
+from mpi4py import MPI
+from collectives.cpu import compiled
+from oktopk import METHODS, GradientAllreduce
+
+comm, length = MPI.COMM_WORLD, 4000
+rng = np.random.default_rng(comm.rank)
+ways = [{"method": name} for name in METHODS]
+ways += [{"wire": wire} for wire in ("float32", "bfloat16", "int8", "int4")]
+ways += [{"momentum_correction": 0.5}, {"levels": "hosts"}, {"levels": "hosts", "momentum_correction": 0.5}]
+for way in ways:
+    reducer = GradientAllreduce(comm, length, **{"method": "oktopk", "density": 0.01, "threshold_interval": 3, **way})
+    for step in range(6):
+        gradient = rng.standard_normal(length).astype(np.float32)
+        gradient[: length // 2 * (step == 2)] = 1
+        gradient[3 * (step == 4)] = np.nan if step == 4 else 1
+        with contextlib.suppress(ArithmeticError):
+            reducer.step(gradient, measure=step == 3 and way.get("method") != "dense" and not way.get("levels"))
+    reducer.close()
+for kernel, signatures in compiled._kernels:
+    for types in kernel.signatures:
+        if types not in signatures:
+            print(kernel.py_func.__qualname__, types)
+"""
+
+
+def printed(tree: Path, cache: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(tree), "NUMBA_CACHE_DIR": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-c", SUM], env=environment, cwd=tree, text=True, capture_output=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_code_of_another_file_that_changed_is_not_taken_from_the_cache(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT / "collectives", tree / "collectives", ignore=shutil.ignore_patterns("__pycache__"))
+    assert printed(tree, tmp_path / "cache") == "(1, 0) 1"
+    file = tree / "collectives" / "cpu" / "lanes.py"
+    before = file.stat()
+    file.write_text(file.read_text().replace('icmp_signed(">="', 'icmp_signed("<="'))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert printed(tree, tmp_path / "cache") == "(4095, 0) 0"
+
+
+def test_steps_call_kernels_by_the_signatures_that_are_compiled_beforehand(tmp_path: Path) -> None:
+    script = tmp_path / "steps.py"
+    script.write_text(STEPS)
+    done = run_ranks(2, str(script))
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
