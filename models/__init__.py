@@ -3,5 +3,6 @@
 from models.bert import BERT
 from models.lstm import LSTM
 from models.vgg import VGG16
+from models.vit import ViT
 
-__all__ = ["BERT", "LSTM", "VGG16"]
+__all__ = ["BERT", "LSTM", "VGG16", "ViT"]

@@ -77,7 +77,7 @@ class Tiny:
 
     def loss(self, batch: Batch) -> torch.Tensor:
         time.sleep(self._seconds)
-        loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+        loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
         if self._due("hang"):
             stand_still()
         for number in STOPPING:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-TRAINING_MODES = ("dense-ovlp", "nccl", "ddp")
-"""Ways to sum all gradients that take part in the backward pass or are another library's, see jobs.train.reduce.baselines."""
+TRAINING_MODES = ("dense-ovlp", "nccl", "ddp", "powersgd")
+"""Ways to sum all gradients, powersgd in low rank, that take part in the backward pass or are another library's;
+see jobs.train.reduce."""
 
-OVERLAPPED_MODES = ("dense-ovlp", "ddp")
+OVERLAPPED_MODES = ("dense-ovlp", "ddp", "powersgd")
 """Those of them that reduce behind the backward pass."""
 
-EAGER_MODES = ("ddp",)
+EAGER_MODES = ("ddp", "powersgd")
 """Those of them whose steps no CUDA graph replays."""
 
 

@@ -44,7 +44,7 @@ class ModelConfig(Section):
     With `factory` the network is one's own. It trains on what the data set needs: images, speech (`an4`) or text.
     """
 
-    name: Literal["vgg16", "lstm", "bert", "own"] = Field(
+    name: Literal["vgg16", "lstm", "bert", "vit", "own"] = Field(
         default="vgg16", description="The network to train; `own` is the one that `factory` makes"
     )
     width: float = Field(
@@ -53,10 +53,11 @@ class ModelConfig(Section):
         le=8.0,
         description="For vgg16 and lstm: factor on the channels of every layer",
     )
-    layers: int = Field(default=12, ge=1, description="For bert: number of layers of the encoder")
+    layers: int = Field(default=12, ge=1, description="For bert and vit: number of layers of the encoder")
     hidden: int = Field(
-        default=768, ge=64, multiple_of=64, description="For bert: number of channels, 64 to a head"
+        default=768, ge=64, multiple_of=64, description="For bert and vit: number of channels, 64 to a head"
     )
+    patch: int = Field(default=32, ge=1, description="For vit: pixels per side of a patch")
     dropout: float = Field(
         default=0.1, ge=0.0, lt=1.0, description="For bert: probability of dropout in every layer"
     )
@@ -74,7 +75,9 @@ class ModelConfig(Section):
 
     _OWNERS: ClassVar[dict[str, tuple[str, ...]]] = {
         "width": ("vgg16", "lstm"),
-        **dict.fromkeys(("layers", "hidden", "dropout", "vocabulary"), ("bert",)),
+        **dict.fromkeys(("layers", "hidden"), ("bert", "vit")),
+        **dict.fromkeys(("dropout", "vocabulary"), ("bert",)),
+        "patch": ("vit",),
         **dict.fromkeys(("factory", "arguments"), ("own",)),
     }
 
@@ -116,8 +119,8 @@ class ModelConfig(Section):
 
     @property
     def description(self) -> str:
-        if self.name == "bert":
-            return f"bert of {self.layers} layers of {self.hidden}"
+        if self.name in ("bert", "vit"):
+            return f"{self.name} of {self.layers} layers of {self.hidden}"
         return self.factory or f"{self.name} of width {self.width}"
 
 
@@ -128,19 +131,36 @@ def _is_json(value: Any) -> bool:
 
 
 class DataConfig(Section):
-    """What is trained on. `digits` needs no file; the others are read from `path`, written by data.prepare.
+    """What is trained on. `digits` and `synthetic` need no file; the others are read from `path`, written by data.prepare.
 
     `an4` is for lstm and `text` for bert, all others are images.
     """
 
-    name: Literal["digits", "cifar10", "prepared", "an4", "text"] = Field(
+    name: Literal["digits", "synthetic", "cifar10", "prepared", "an4", "text"] = Field(
         default="digits",
-        description="The data set to train on; `prepared` is any file of images that data.prepare wrote",
+        description="The data set to train on; `synthetic` is made up, `prepared` any file of images that data.prepare wrote",
     )
-    path: str = Field(default="", description="File that data.prepare wrote; empty for the digits alone")
-    size: int = Field(default=32, ge=32, le=512, description="Pixels per side of the digits")
+    path: str = Field(
+        default="", description="File that data.prepare wrote; empty for digits and synthetic images"
+    )
+    size: int = Field(default=32, ge=32, le=512, description="For digits and synthetic: pixels per side")
     held_out: float = Field(
-        default=0.5, gt=0.0, lt=1.0, description="Share of the digits that is never trained on"
+        default=0.5,
+        gt=0.0,
+        lt=1.0,
+        description="For digits and synthetic: share of the images that is never trained on",
+    )
+    classes: int = Field(default=1000, ge=2, description="For synthetic: number of classes")
+    samples: int = Field(
+        default=50_000,
+        ge=4,
+        description="For synthetic: number of images, those held out included; 3 size\u00b2 bytes each",
+    )
+    resize: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="For images: pixels per side that they are scaled to, bilinearly, on the device; 0: as they are",
     )
     crop: int = Field(
         default=0,
@@ -171,16 +191,26 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> Self:
-        if self.name != "digits" and not self.path:
+        made = self.name in ("digits", "synthetic")
+        if not made and not self.path:
             raise ValueError(
                 f"path is empty, but the data set {self.name!r} is read from a file: "
                 "write one with data.prepare"
             )
-        if self.name == "digits" and self.path:
+        if made and self.path:
+            what = "digits" if self.name == "digits" else "synthetic images"
             raise ValueError(
-                f"path is {self.path!r}, but digits are read from no file: set data.name to 'prepared'"
+                f"path is {self.path!r}, but {what} are read from no file: set data.name to 'prepared'"
             )
-        owned = {"crop": "images", "flip": "images", "eval_sequences": "text", "tempo": "an4"}
+        for key in ("classes", "samples"):
+            default = type(self).model_fields[key].default
+            if self.name != "synthetic" and (value := getattr(self, key)) != default:
+                raise ValueError(f"{key} is {value}, which is for synthetic images, not for {self.name!r}")
+        owned = {
+            **dict.fromkeys(("crop", "flip", "resize"), "images"),
+            "eval_sequences": "text",
+            "tempo": "an4",
+        }
         kind = self.name if self.name in ("an4", "text") else "images"
         for key, owner in owned.items():
             if owner != kind and (value := getattr(self, key)):
@@ -313,7 +343,8 @@ def _setting(name: str) -> Any:
 class ReductionConfig(Section):
     """How gradients are summed over the ranks: `method` is one of oktopk.METHODS or of TRAINING_MODES.
 
-    The keys besides `method`, `gradient_type` and `bucket_mb` are those of oktopk.Settings, and for oktopk.METHODS.
+    The keys besides `method`, `gradient_type`, `bucket_mb`, `powersgd_rank`, `powersgd_start` and `nccl_p2p` are those of
+    oktopk.Settings, and for oktopk.METHODS.
     """
 
     method: str = Field(
@@ -346,7 +377,22 @@ class ReductionConfig(Section):
     bucket_mb: float = Field(
         default=25.0,
         gt=0.0,
-        description="For dense-ovlp and ddp: size of a bucket of gradients, in 1e6 bytes",
+        description="For dense-ovlp, ddp and powersgd: size of a bucket of gradients, in 1e6 bytes",
+    )
+    powersgd_rank: int = Field(
+        default=1,
+        ge=1,
+        description="For powersgd: rank of the matrices that approximate a parameter's gradient",
+    )
+    powersgd_start: int = Field(
+        default=1000,
+        ge=2,
+        description="For powersgd: number of steps that sum the whole gradient first, as torch advises a tenth of the run",
+    )
+    nccl_p2p: bool = Field(
+        default=True,
+        description="For nccl, ddp, powersgd and dense-ovlp on GPUs: let NCCL copy from GPU to GPU; false: through host memory "
+        "(NCCL_P2P_DISABLE=1), a stand-in for hosts without NVLink",
     )
 
     @field_validator("method")
@@ -392,7 +438,7 @@ class TrainingConfig(Section):
     cuda_graph: bool = Field(
         default=False,
         description="Replay the passes and the optimizer's step as CUDA graphs, which helps where Python launches many small "
-        "kernels; no effect with ddp",
+        "kernels; no effect with ddp and powersgd",
     )
     deterministic: bool = Field(
         default=False, description="Compute the same bits from run to run on a GPU too, at the price of speed"

@@ -19,6 +19,9 @@ class Experiment:
         config: file in jobs/configs that all runs start from; settings: "section.key" -> value, on top of it.
         methods: trained to the end, in this order; repeated: those of them that are trained with every seed.
         fast: methods that are compared by their speed.
+        rivals: name -> "section.key" -> value, of further ways to reduce that are trained with one seed and compared by speed;
+            they need GPUs.
+        buckets: "reduction.bucket_mb" that the speeds of rivals are compared at; empty: the configuration's.
         claims: what the runs are to show, of the groups trained to the end and those compared by speed.
         target: held-out accuracy that dense must reach, and to which times are taken; None where a loss is compared.
         epoch_seconds, step_seconds: how long an epoch, or a step, is expected to take where nothing was measured yet: by
@@ -47,5 +50,7 @@ class Experiment:
     speed_batches: tuple[int, ...] = ()
     scaling: bool = True
     staged: bool = False
+    rivals: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    buckets: tuple[float, ...] = ()
     swept: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     compares_regions: bool = False

@@ -22,7 +22,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("experiment", choices=EXPERIMENTS, help="Network that the table is about, with the paper's settings")
-    text = "Data set that data.prepare wrote; required unless --set data.path names it"
+    text = "Data set that data.prepare wrote; required unless --set data.path names it, or for vit, whose images are made up"
     add("--data", type=Path, metavar="FILE.h5", help=text)
     add(
         "-o",
@@ -36,18 +36,22 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     text = "Start no run that would end later than so many seconds from now; default: no limit"
     add("--budget", type=float, metavar="SECONDS", help=text)
     length = parser.add_mutually_exclusive_group()
-    for unit, experiments in (("epochs", "vgg, lstm"), ("steps", "bert")):
+    for unit, experiments in (("epochs", "vgg, lstm"), ("steps", "bert, vit")):
         shortened = (
             "schedule, dense warm-up and evaluations" if unit == "steps" else "schedule and dense warm-up"
         )
         text = f"Length of the training in {unit}, at least 1, for {experiments}; shortens the {shortened} in proportion, except "
         text += "for keys given with --set; default: that of the configuration"
         length.add_argument(f"--{unit}", type=int, help=text)
-    add("--seeds", type=int, help="Number of seeds of dense and oktopk, at least 1; default: 3, for bert 2")
+    add(
+        "--seeds",
+        type=int,
+        help="Number of seeds of dense and oktopk, at least 1; default: 3, for bert and vit 2",
+    )
     add("--methods", nargs="+", metavar="METHOD", help="Methods to train and time; default: all")
-    text = "Numbers of ranks to compare speeds on; default: 1, 2, 4 … up to --ranks, for bert --ranks alone"
+    text = "Numbers of ranks to compare speeds on; default: 1, 2, 4 … up to --ranks, for bert and vit --ranks alone"
     add("--speed-ranks", type=int, nargs="*", metavar="RANKS", help=text)
-    text = "Steps of each run that compares speeds; 0: no such runs; default: 200, for bert 148"
+    text = "Steps of each run that compares speeds; 0: no such runs; default: 200, for bert and vit 148"
     add("--speed-steps", type=int, metavar="STEPS", help=text)
     text = "Steps of the runs that compare balanced with equal regions, for lstm; 0: no such runs; default: %(default)s"
     add("--region-steps", type=int, default=500, metavar="STEPS", help=text)
@@ -62,7 +66,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add(
         "--no-gpu-methods",
         action="store_true",
-        help="Leave out NCCL and DistributedDataParallel, which need GPUs",
+        help="Leave out NCCL, DistributedDataParallel and its hooks, which need GPUs",
     )
     for unit in ("an epoch", "a step"):
         text = f"Seconds that {unit} is expected to take, for the plan until a run has been measured"
@@ -91,9 +95,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if options.speed_ranks is None:
         sizes = [2**i for i in range(options.ranks.bit_length()) if 2**i <= options.ranks]
         options.speed_ranks = sizes if experiment.scaling else [options.ranks]
-    unknown = set(options.methods or ()) - set(experiment.methods)
+    every = (*experiment.methods, *experiment.rivals)
+    unknown = set(options.methods or ()) - set(every)
     if unknown:
-        known = ", ".join(experiment.methods)
+        known = ", ".join(every)
         parser.error(f"--methods {' '.join(sorted(unknown))}: not among {known}")
     # jobs run in the checkout's root
     options.output = options.output.absolute()

@@ -57,7 +57,7 @@ def plan(experiment: Experiment, options: argparse.Namespace) -> list[Planned]:
         experiment,
         ranks=options.ranks,
         seeds=options.seeds,
-        methods=options.methods or experiment.methods,
+        methods=options.methods or (*experiment.methods, *experiment.rivals),
         speed_ranks=options.speed_ranks,
         speed_steps=options.speed_steps,
         region_steps=options.region_steps,
@@ -87,7 +87,7 @@ def plan(experiment: Experiment, options: argparse.Namespace) -> list[Planned]:
 def shortened(
     document: Mapping[str, Any], unit: str, length: int, kept: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The configuration as a run of another length: schedule, dense warm-up and evaluations keep their place in it.
+    """The configuration as a run of another length: schedule, dense warm-ups and evaluations keep their place in it.
 
     Args:
         document: a configuration.
@@ -111,8 +111,9 @@ def shortened(
                 value = schedule[key]
                 scaled = [each * share for each in (value if isinstance(value, list) else [value])]
                 changed[f"schedule.{key}"] = scaled if isinstance(value, list) else scaled[0]
-    if warmup := document.get("reduction", {}).get("dense_warmup_steps", 0):
-        changed["reduction.dense_warmup_steps"] = max(1, round(warmup * share))
+    for key, least in (("dense_warmup_steps", 1), ("powersgd_start", 2)):
+        if start := document.get("reduction", {}).get(key, 0):
+            changed[f"reduction.{key}"] = max(least, round(start * share))
     if unit == "steps":
         changed["training.eval_every"] = math.ceil(length / EVALUATIONS)
     changed = {name: value for name, value in changed.items() if name not in kept}

@@ -15,6 +15,18 @@ MEASURE_EVERY = 50
 # A warm-up that times leave out and one period of BERT's exact thresholds: their share of the steps is that of a long run.
 ONE_PERIOD = 20 + 128
 
+RIVALS: dict[str, dict[str, Any]] = {
+    "ddp-float32": {"reduction.method": "ddp", "reduction.gradient_type": "float32"},
+    "ddp-bfloat16": {"reduction.method": "ddp", "reduction.gradient_type": "bfloat16"},
+    **{
+        f"powersgd-{rank}": {
+            "reduction.method": "powersgd",
+            "reduction.gradient_type": "float32",
+            "reduction.powersgd_rank": rank,
+        }
+        for rank in (1, 2, 4)
+    },
+}
 
 _COMMON: dict[str, Any] = {
     "settings": {"run.measure_every": MEASURE_EVERY, "checkpoint.keep": 1},
@@ -55,5 +67,18 @@ EXPERIMENTS: dict[str, Experiment] = {
             "reduction.density": (0.001, 0.01, 0.05),
         },
         **_COMMON,
+    ),
+    "vit": Experiment(
+        title="ViT-L/32 with sparse and dense allreduce, and PowerSGD",
+        config="vit.toml",
+        claims=sparse_claims,
+        step_seconds=0.3,
+        seeds=2,
+        speed_steps=ONE_PERIOD,
+        scaling=False,
+        staged=True,
+        rivals=RIVALS,
+        buckets=(25.0, 100.0),
+        **{**_COMMON, "fast": (*EVERY_METHOD, "nccl")},
     ),
 }

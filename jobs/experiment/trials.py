@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,10 +68,10 @@ def trials(
         experiment: an entry of EXPERIMENTS.
         ranks: of the runs to the end.
         seeds: of the repeated methods.
-        methods: those of the experiment that are wanted.
+        methods: those of the experiment that are wanted, rivals among them.
         speed_ranks, speed_steps: of the runs that are compared by speed; none where either is empty or 0.
         region_steps: of the two runs that compare regions, where the experiment does; 0: none.
-        elsewhere: whether NCCL and DDP can run here, which are of GPUs.
+        elsewhere: whether NCCL, DDP and the rivals can run here, which are of GPUs.
         speed_batches: samples per rank of these runs; empty: the configuration's.
         usual: "section.key" -> value of the settings that are swept, as the configuration has them: that value is not
             trained with again. None: nothing is swept.
@@ -80,6 +81,9 @@ def trials(
         for method in experiment.methods:
             if method in methods and (not seed or method in experiment.repeated):
                 planned.append(_trial(f"{method}-{seed}", "train", method, ranks, seed, {}))
+    rivals = {name: settings for name, settings in experiment.rivals.items() if elsewhere and name in methods}
+    for name, settings in rivals.items():
+        planned.append(_trial(f"{name}-0", "train", settings["reduction.method"], ranks, 0, settings))
     if experiment.compares_regions and region_steps and ranks > 1 and "oktopk" in methods:
         for balanced in (True, False):
             # with the dense warm-up: regions that are cut by the very first gradients say little of later ones
@@ -97,6 +101,9 @@ def trials(
             for method in fast:
                 if elsewhere or method not in SUMMED_ELSEWHERE:
                     planned.append(_speed_trial(method, size, batch, speed_steps))
+            for name, settings in rivals.items():
+                for bucket in experiment.buckets or (None,):
+                    planned.append(_rival_speed_trial(name, settings, size, batch, bucket, speed_steps))
             if experiment.staged and "oktopk" in fast:
                 planned.append(_speed_trial("oktopk", size, batch, speed_steps, staged=True))
     if usual is not None and "oktopk" in methods:
@@ -123,6 +130,20 @@ def _speed_trial(method: str, size: int, batch: int | None, steps: int, *, stage
         settings["run.time_stages"] = True
     name = f"speed-{called}-{method}" + ("-stages" if staged else "")
     return _trial(name, "speed", method, size, 0, settings)
+
+
+def _rival_speed_trial(
+    name: str, settings: Mapping[str, Any], size: int, batch: int | None, bucket: float | None, steps: int
+) -> Trial:
+    alike = _speed_trial(settings["reduction.method"], size, batch, steps)
+    changed = dict(settings)
+    called = f"{alike.name.removesuffix(alike.method)}{name}"
+    if alike.method == "powersgd":
+        changed["reduction.powersgd_start"] = 2  # the least: again not how it starts
+    if bucket is not None:
+        changed["reduction.bucket_mb"] = bucket
+        called += f"-{bucket:g}mb"
+    return dataclasses.replace(alike, name=called, settings={**alike.settings, **changed})
 
 
 def _short(steps: int) -> dict[str, Any]:

@@ -117,10 +117,17 @@ def stands_out(group: Group, among: Sequence[Group]) -> bool:
     return group.method == OURS and any(other.method != OURS for other in among)
 
 
+def by_ranks(groups: Sequence[Group]) -> dict[int, list[Group]]:
+    """Number of ranks -> its groups, labelled by what else tells them apart."""
+    found: dict[int, list[Run]] = {}
+    for group in groups:
+        found.setdefault(group.ranks, []).extend(group.runs)
+    return {ranks: group_runs(runs) for ranks, runs in sorted(found.items())}
+
+
 def on_most_ranks(groups: Sequence[Group]) -> list[Group]:
     """Those of the largest number of ranks, labelled by what else tells them apart."""
-    size = max((group.ranks for group in groups), default=0)
-    return group_runs([run for group in groups if group.ranks == size for run in group.runs])
+    return list(by_ranks(groups).values())[-1] if groups else []
 
 
 def timed_by_stage(group: Group) -> bool:

@@ -179,7 +179,7 @@ def task(run: Run) -> str:
     training, optimizer, schedule = (config.get(name, {}) for name in ("training", "optimizer", "schedule"))
     length = f"{training['epochs']} epochs" if training.get("epochs") else f"{training.get('steps')} steps"
     size = f"width {model.get('width')}"
-    if model.get("name") == "bert":
+    if model.get("name") in ("bert", "vit"):
         size = f"{model.get('layers')} layers of {model.get('hidden')}"
     network = model.get("factory") or f"{model.get('name')} of {size}"
     accumulated = f" x {training['accumulate']}" if training.get("accumulate", 1) > 1 else ""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import lower_bound, upper_bound
-from jobs.report.groups import Group, by_batch, on_most_ranks, ordered_stages, timed_by_stage
+from jobs.report.groups import Group, by_batch, by_ranks, on_most_ranks, ordered_stages, timed_by_stage
 from jobs.report.panels import (
     FEW_POINTS,
     BarPanel,
@@ -23,7 +23,7 @@ from jobs.report.panels import (
     line_of,
     stepwise,
 )
-from jobs.report.style import PARTS, STAGES, title_of
+from jobs.report.style import PARTS, STAGES
 from jobs.report.summary import Run
 
 _PART_MEANINGS = {
@@ -306,15 +306,15 @@ def time_stages(groups: Sequence[Group], name: str = "time-by-stage", where: str
 def scaling(groups: Sequence[Group], name: str = "throughput", where: str = "") -> LinePanel:
     """Samples per second over the number of ranks, a line for each method; where: as time_parts."""
     methods: dict[str, list[Group]] = {}
-    for group in groups:
+    for group in (group for members in by_ranks(groups).values() for group in members):
         if group.mean("samples_per_second"):
-            methods.setdefault(group.method, []).append(group)
+            methods.setdefault(group.label, []).append(group)
     lines = []
-    for members in methods.values():
+    for label, members in methods.items():
         x = np.array([float(group.ranks) for group in members])
         rates = [group.values("samples_per_second") for group in members]
         y, low, high = (np.array([of(values) for values in rates]) for of in (np.mean, np.min, np.max))
-        lines.append(Line(members[0], title_of(members[0].method), x, y, low, high))
+        lines.append(Line(members[0], label, x, y, low, high))
     return LinePanel(
         name,
         f"Throughput{where}",

@@ -6,9 +6,16 @@ from collections.abc import Sequence
 from functools import partial
 
 from jobs.config.modes import OVERLAPPED_MODES
-from jobs.report.groups import Group, by_batch, is_captured, on_most_ranks, ordered_stages, timed_by_stage
+from jobs.report.groups import (
+    Group,
+    by_batch,
+    by_ranks,
+    is_captured,
+    on_most_ranks,
+    ordered_stages,
+    timed_by_stage,
+)
 from jobs.report.page import MISSING, Cell, Table
-from jobs.report.style import title_of
 from jobs.report.tables import METHOD, STEP, Column, mean, milliseconds, pair, shown, table
 from jobs.run.columns import PHASES
 
@@ -32,16 +39,17 @@ def speed_tables(groups: Sequence[Group]) -> list[Table]:
 
 def throughput_table(groups: Sequence[Group], where: str = "") -> Table:
     """Samples per second and step time of each method on each number of ranks; where: what the groups have in common."""
-    by_place = {(group.method, group.ranks): group for group in groups}
-    firsts = {group.method: group for group in reversed(groups)}
+    sizes = by_ranks(groups)
+    by_place = {(group.label, size): group for size, members in sizes.items() for group in members}
+    firsts = {label: group for (label, _), group in reversed(by_place.items())}
     cell = pair("samples_per_second", "{:,.0f}".format, "step_seconds", lambda s: f"{s * 1e3:.2f} ms")
 
     def on(size: int, group: Group) -> Cell:
-        there = by_place.get((group.method, size))
+        there = by_place.get((group.label, size))
         return Cell(MISSING) if there is None else cell(there)
 
-    columns = [METHOD._replace(cell=lambda group: Cell(title_of(group.method), colour=group.colour))]
-    for size in sorted({group.ranks for group in groups}):
+    columns = [METHOD]
+    for size in sizes:
         columns.append(Column(_ranks(size), "samples / s", partial(on, size)))
     note = "By the mean step, exact steps included; no evaluations in between."
     return table(f"Throughput{where}", columns, list(firsts.values())[::-1], note)
@@ -75,7 +83,7 @@ def steps_table(groups: Sequence[Group], where: str = "") -> Table:
         columns,
         groups,
         "Reduction: from the gradients that backward left to the mean that the optimizer sees, selection, exact thresholds "
-        "and conversions included; what DenseOvlp and DDP do behind backward is in backward. × NCCL: how many times "
+        "and conversions included; what DenseOvlp, DDP and PowerSGD do behind backward is in backward. × NCCL: how many times "
         f"faster than one flat allreduce by NCCL in the same type.{replayed if any(captured) else ''}",
     )
 

@@ -22,6 +22,7 @@ METHODS: dict[str, tuple[str, str, int]] = {
     "gaussiank": ("Gaussiank", COLOURS[5], 2),
     "nccl": ("NCCL", "#999999", 0),
     "ddp": ("DDP", "#882255", 1),
+    "powersgd": ("PowerSGD", "#117733", 2),
 }
 """Method -> title, colour, which of DASHES; in the order in which they are listed.
 

@@ -16,8 +16,9 @@ from jobs.config.config import Config
 from jobs.train.agreement import Refused
 from jobs.train.passes import Settle
 from jobs.train.placement import Placement
-from jobs.train.reduce.background import MpiWire, TorchWire, Wire, WireError, start_process_group
+from jobs.train.reduce.background import MpiWire, TorchWire, Wire, WireError, allow_p2p, start_process_group
 from jobs.train.reduce.baselines import BucketedTraining, DdpTraining, bucket_slices
+from jobs.train.reduce.powersgd import PowerSgdTraining
 from oktopk import METHODS, DistributedOptimizer, StepReport
 from oktopk.torch.gradients import FlatGradients
 
@@ -89,7 +90,8 @@ def build_reduction(
 
     Args:
         config: a run's.
-        network: what losses are computed with. For "ddp" DistributedDataParallel is wrapped around it: see DdpTraining.network.
+        network: what losses are computed with. For "ddp" and "powersgd" DistributedDataParallel is wrapped around it: see
+            DdpTraining.network.
         inner: the torch optimizer that owns its parameters.
         placement: this rank's device.
         comm: the ranks that train together.
@@ -191,7 +193,7 @@ def _ddp(
     gradient_type = config.reduction.gradient_type
     if gradient_type not in ("", "float32", "bfloat16"):
         raise WireError(f"reduction.gradient_type {gradient_type!r} is not for 'ddp': float32 or bfloat16")
-    start_process_group(comm, placement.device, placement.process_group, placement.unit)
+    _start_process_group(config, placement, comm)
     return DdpTraining(
         inner,
         config.optimizer.clip_norm,
@@ -202,7 +204,35 @@ def _ddp(
     )
 
 
-_BUILDERS = {"dense-ovlp": _overlapped, "nccl": _in_one_piece, "ddp": _ddp}
+def _powersgd(
+    config: Config,
+    network: nn.Module,
+    inner: torch.optim.Optimizer,
+    placement: Placement,
+    comm: MPI.Intracomm,
+) -> ReducingOptimizer:
+    gradient_type = config.reduction.gradient_type
+    if gradient_type not in ("", "float32"):
+        raise WireError(f"reduction.gradient_type {gradient_type!r} is not for 'powersgd': float32")
+    _start_process_group(config, placement, comm)
+    return PowerSgdTraining(
+        inner,
+        config.optimizer.clip_norm,
+        network,
+        comm.size,
+        bucket_mb=config.reduction.bucket_mb,
+        rank=config.reduction.powersgd_rank,
+        start=config.reduction.powersgd_start,
+    )
+
+
+_BUILDERS = {"dense-ovlp": _overlapped, "nccl": _in_one_piece, "ddp": _ddp, "powersgd": _powersgd}
+
+
+def _start_process_group(config: Config, placement: Placement, comm: MPI.Intracomm) -> None:
+    if placement.process_group == "nccl":
+        allow_p2p(config.reduction.nccl_p2p)
+    start_process_group(comm, placement.device, placement.process_group, placement.unit)
 
 
 def _parameters(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -221,7 +251,7 @@ def _wire(
     pieces = [flat.vector[bucket] for bucket in buckets]
     gradient_type = config.reduction.gradient_type or "float32"
     if placement.process_group == "nccl":
-        start_process_group(comm, placement.device, "nccl", placement.unit)
+        _start_process_group(config, placement, comm)
         return TorchWire(pieces, getattr(torch, gradient_type))
     if gradient_type != "float32":
         raise WireError(f"gradient_type {gradient_type!r} on {placement.device} is not float32")

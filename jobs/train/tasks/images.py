@@ -14,12 +14,14 @@ from data.images.digits import load_digits
 from data.images.file import open_image_file
 from data.images.loader import Batch, EvaluationLoader, TrainingLoader
 from data.images.resident import ResidentEvaluationLoader, ResidentTrainingLoader
+from data.images.synthetic import load_synthetic
 from jobs.config.config import Config
 from jobs.config.sections import DataConfig, TrainingConfig
 from jobs.train.placement import Placement
 from jobs.train.tasks.factory import call_factory
 from jobs.train.tasks.task import Score, WorkloadError, autocast, evaluating, naming
 from models.vgg import REDUCTION, VGG16
+from models.vit import ViT
 
 Load = Callable[[DataConfig], tuple[ImageSet, ImageSet]]
 
@@ -32,6 +34,7 @@ class Classification:
         training: this rank's training batches.
         held_out: this rank's part of the held-out samples.
         config: precision, memory layout and compilation.
+        resize: pixels per side that the network sees; 0: those of the images.
     """
 
     def __init__(
@@ -40,9 +43,11 @@ class Classification:
         training: TrainingLoader,
         held_out: EvaluationLoader,
         config: TrainingConfig,
+        resize: int = 0,
     ) -> None:
         self.model = self.network = model
         self._config = config
+        self._resize = resize
         self._format = torch.channels_last if config.channels_last else torch.contiguous_format
         self.steps_per_epoch = training.steps_per_epoch
         self._loaders = training, held_out
@@ -69,7 +74,13 @@ class Classification:
         )
 
     def _logits(self, network: nn.Module, batch: Batch) -> torch.Tensor:
-        images = batch[0].contiguous(memory_format=self._format)
+        images = batch[0]
+        if self._resize:
+            # here, and not before: large images are held only as long as their batch
+            images = nn.functional.interpolate(
+                images, (self._resize, self._resize), mode="bilinear", align_corners=False
+            )
+        images = images.contiguous(memory_format=self._format)
         with autocast(self._config.precision, images.device):
             logits: torch.Tensor = network(images)
         return logits
@@ -115,7 +126,9 @@ def build_images(config: Config, *, rank: int, size: int, load: Load | None = No
     held_out_loader = EvaluationLoader(
         held_out, batch_size=config.training.eval_batch_size, rank=rank, size=size
     )
-    return Classification(build_model(config, training), loader, held_out_loader, config.training)
+    return Classification(
+        build_model(config, training), loader, held_out_loader, config.training, config.data.resize
+    )
 
 
 def load_images(config: DataConfig) -> tuple[ImageSet, ImageSet]:
@@ -124,6 +137,10 @@ def load_images(config: DataConfig) -> tuple[ImageSet, ImageSet]:
         raise WorkloadError(f"data.name {config.name!r} takes model.name 'lstm'")
     if config.name == "digits":
         return load_digits(size=config.size, held_out=config.held_out)
+    if config.name == "synthetic":
+        return load_synthetic(
+            config.size, classes=config.classes, samples=config.samples, held_out=config.held_out
+        )
     return open_cifar10(config.path) if config.name == "cifar10" else open_image_file(config.path)
 
 
@@ -136,11 +153,23 @@ def build_model(config: Config, images: ImageSet) -> nn.Module:
     if config.model.factory:
         return call_factory(config)
     channels, height, width = images.shape
-    if height % REDUCTION or width % REDUCTION:
-        raise WorkloadError(
-            f"{images.name}: images of {height}x{width} pixels, but {config.model.name} takes "
-            f"multiples of {REDUCTION}"
-        )
+    if config.data.resize:
+        height = width = config.data.resize
+    sides = f"{images.name}: images of {height}x{width} pixels, but {config.model.name} takes"
     torch.manual_seed(config.training.seed)
+    if config.model.name == "vit":
+        if height != width:
+            raise WorkloadError(f"{sides} squares: set data.resize")
+        with naming("model"):
+            return ViT(
+                len(images.classes),
+                layers=config.model.layers,
+                hidden=config.model.hidden,
+                patch=config.model.patch,
+                image=height,
+                in_channels=channels,
+            )
+    if height % REDUCTION or width % REDUCTION:
+        raise WorkloadError(f"{sides} multiples of {REDUCTION}")
     with naming("model"):
         return VGG16(classes=len(images.classes), width=config.model.width, in_channels=channels)

@@ -147,6 +147,34 @@ def test_speech_is_planned_with_the_methods_and_seeds_of_the_table(tmp_path: Pat
         assert config.optimizer.clip_norm == 400.0
 
 
+def test_vit_is_compared_with_ddps_hook_and_powersgd_in_buckets_of_two_sizes(tmp_path: Path) -> None:
+    asked = ["vit", "-o", str(tmp_path), "--steps", "500"]
+    planned = {each.trial.name: validate(each.document) for each in plan(EXPERIMENTS["vit"], parse(asked))}
+    for rank in (1, 2, 4):
+        config = planned[f"powersgd-{rank}-0"].reduction
+        assert (config.method, config.powersgd_rank, config.powersgd_start) == ("powersgd", rank, 50)
+        for bucket in (25.0, 100.0):
+            config = planned[f"speed-4-powersgd-{rank}-{bucket:g}mb"].reduction
+            assert (config.powersgd_rank, config.powersgd_start, config.bucket_mb) == (rank, 2, bucket)
+    for kind in ("float32", "bfloat16"):
+        assert planned[f"ddp-{kind}-0"].reduction.gradient_type == kind
+        assert {planned[f"speed-4-ddp-{kind}-{size}mb"].reduction.bucket_mb for size in (25, 100)} == {
+            25,
+            100,
+        }
+    assert {"speed-4-nccl", "speed-4-oktopk", "speed-4-oktopk-stages", "oktopk-1"} <= set(planned)
+    assert "speed-4-ddp" not in planned
+    assert all(config.data.path == "" for config in planned.values())
+    chosen = plan(
+        EXPERIMENTS["vit"], parse([*asked, "--methods", "dense", "powersgd-2", "--speed-steps", "0"])
+    )
+    assert [each.trial.name for each in chosen] == ["dense-0", "dense-1", "powersgd-2-0"]
+    without = plan(EXPERIMENTS["vit"], parse([*asked, "--no-gpu-methods"]))
+    assert not {each.trial.method for each in without} & {"ddp", "powersgd", "nccl"}
+    on_cifar = [*asked, "--data", "x.h5", "--set", "data.name=cifar10"]
+    assert validate(plan(EXPERIMENTS["vit"], parse(on_cifar))[0].document).data.name == "cifar10"
+
+
 def test_regions_are_compared_by_two_short_runs_of_speech(tmp_path: Path) -> None:
     asked = ["lstm", "--data", "x.h5", "-o", str(tmp_path), "--region-steps", "250"]
     asked += ["--set", "reduction.density_warmup_steps=9"]

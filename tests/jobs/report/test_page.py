@@ -20,6 +20,7 @@ from jobs.report.__main__ import main
 from jobs.report.draw import PAGE, draw, svg
 from jobs.report.groups import differences, group_runs
 from jobs.report.page import Claim
+from jobs.report.speed_tables import speed_tables
 from jobs.report.style import METHODS, STAGES
 from jobs.report.summary import WARM_STEPS, read_runs
 from jobs.report.tables import markdown, method_figures, methods_table
@@ -311,6 +312,22 @@ def test_the_command_takes_throughput_runs_alone(tmp_path: Path) -> None:
     summary = rows(tmp_path / "out" / "summary.csv")
     assert [row["ranks"] for row in summary] == ["1", "1", "2"]
     assert "Throughput" in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_throughput_tells_rivals_of_one_method_apart_on_every_number_of_ranks(tmp_path: Path) -> None:
+    runs = [
+        write_run(
+            tmp_path / f"{ranks}-{rank}.h5", method="powersgd", ranks=ranks, settings={"powersgd_rank": rank}
+        )
+        for ranks in (1, 2)
+        for rank in (1, 4)
+    ]
+    groups = group_runs(read_runs(runs))
+    labels = ["PowerSGD (powersgd_rank 1)", "PowerSGD (powersgd_rank 4)"]
+    (throughput,) = [each for each in speed_tables(groups) if each.title == "Throughput"]
+    assert [row[0].text for row in throughput.rows] == labels
+    assert [len(line.x) for line in pictures.scaling(groups).lines] == [2, 2]
+    assert [line.label for line in pictures.scaling(groups).lines] == labels
 
 
 def test_the_schedule_is_drawn_by_rates_that_were_used(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from mpi4py import MPI
 from jobs.restart import files
 from jobs.restart.signals import EXIT_STATUS
 from jobs.run.reader import RunReader
+from jobs.train.reduce.background import stop_process_group
 from tests.launched import outcome
 from tests.tiny_job import run
 from tests.tiny_runs import CONFIG, SETTINGS, assert_same_outcome, checkpoints, last_good_step, steps_done
@@ -218,3 +219,14 @@ def test_a_held_out_loss_that_is_not_finite_is_named_and_written(
     with RunReader(path) as reader:
         assert reader.status == ended
         assert np.isnan(reader.evaluations()["loss"]).tolist() == [True]
+
+
+def test_powersgd_ends_as_if_it_had_not_been_stopped(comm: MPI.Intracomm, path: Path) -> None:
+    settings = ["reduction.method=powersgd", "reduction.powersgd_start=5", "reduction.bucket_mb=0.005"]
+    whole = path.with_name("whole.h5")
+    assert train(comm, whole, settings)[0] == 0
+    interrupted(comm, path, settings=settings)
+    stop_process_group()  # of the job that would have ended
+    status, said = train(comm, path, settings)
+    assert status == 0, said
+    assert_same_outcome(whole, path)

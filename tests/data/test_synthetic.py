@@ -1,0 +1,47 @@
+"""Images that are made up: of the classes and sizes asked for, equal on every rank, and of classes that can be told apart."""
+
+import numpy as np
+import pytest
+
+from data import DataError
+from data.images.synthetic import load_synthetic
+
+
+def test_splits_have_all_classes_equally_often_and_are_the_same_every_time() -> None:
+    train, test = load_synthetic(16, classes=5, samples=100, held_out=0.2)
+    assert (len(train), len(test), train.shape, len(train.classes)) == (80, 20, (3, 16, 16), 5)
+    assert np.bincount(train.labels).tolist() == [16] * 5
+    assert np.bincount(test.labels).tolist() == [4] * 5
+    assert np.array_equal(train.images, load_synthetic(16, classes=5, samples=100, held_out=0.2)[0].images)
+    other, _ = load_synthetic(16, classes=5, samples=100, held_out=0.2, seed=1)
+    assert not np.array_equal(train.images, other.images)
+    assert len({image.tobytes() for image in (*train.images, *test.images)}) == 100
+
+
+def test_classes_can_be_told_apart_by_coarse_patches_and_hardly_by_single_pixels() -> None:
+    train, test = load_synthetic(32, classes=4, samples=800)
+    pixels = [images.batch(np.arange(len(images)))[0].numpy() for images in (train, test)]
+    coarse = [each.reshape(-1, 3, 4, 8, 4, 8).mean(axis=(3, 5)) for each in pixels]
+
+    def accuracy(features: list[np.ndarray]) -> float:
+        known, asked = (each.reshape(len(each), -1) for each in features)
+        centres = np.stack([known[train.labels == label].mean(axis=0) for label in range(4)])
+        nearest = np.square(asked[:, None] - centres).sum(axis=2).argmin(axis=1)
+        return float((nearest == test.labels).mean())
+
+    assert accuracy(coarse) > 0.8
+    assert accuracy([each[:, :, 5, 5] for each in pixels]) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size": 7}, "size 7 is not at least 8"),
+        ({"classes": 1}, "classes 1 is not at least 2"),
+        ({"held_out": 1.0}, r"held_out 1.0 is not in \(0, 1\)"),
+        ({"samples": 100, "classes": 60}, "100 samples, 0.5 of them held out, are not at least one of each"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_with_its_value(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_synthetic(**arguments)

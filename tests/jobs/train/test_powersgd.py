@@ -1,0 +1,230 @@
+"""PowerSGD as a mode of training: what torch's hook sums, what is counted, and a state that goes on bit for bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import nn
+
+from jobs.report.summary import read_runs
+from jobs.restart.packing import Snapshot
+from jobs.train.__main__ import main
+from jobs.train.reduce.background import (
+    WireError,
+    allow_p2p,
+    ring_traffic,
+    start_process_group,
+    stop_process_group,
+)
+from jobs.train.reduce.powersgd import LowRank, PowerSgdTraining, low_rank
+from oktopk.elastic import redistribute
+from tests.jobs.train.test_baselines import backward, flat, network
+from tests.launched import PATIENCE, outcome
+
+CPU = torch.device("cpu")
+CONFIG = Path(__file__).parents[3] / "jobs" / "configs" / "digits.toml"
+
+pytestmark = [
+    pytest.mark.timeout(PATIENCE),
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo"),
+]
+
+
+@pytest.fixture
+def group(comm: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
+    start_process_group(comm, CPU, "gloo", "")
+    yield comm
+    stop_process_group()
+
+
+def training_of(
+    model: nn.Module, ranks: int, *, rank: int = 2, start: int = 2, bucket_mb: float = 0.004
+) -> PowerSgdTraining:
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return PowerSgdTraining(inner, 0.0, model, ranks, bucket_mb=bucket_mb, rank=rank, start=start)
+
+
+def steps(training: PowerSgdTraining, rank: int, numbers: range) -> list[int]:
+    """Trains on the batches of these numbers; the words of each step."""
+    words = []
+    for number in numbers:
+        training.zero_grad()
+        backward(training.network, rank, number)
+        words.append(training.reduce().words)
+        training.apply()
+    return words
+
+
+def test_a_parameter_is_approximated_where_that_more_than_halves_it() -> None:
+    # 2 (30 + 20) 1 < 30 x 20; a vector is a matrix of one column
+    assert low_rank([(30, 20), (30,)], 1) == LowRank(30, 20, 30)
+    assert low_rank([(30, 20)], 6) == low_rank([(600,)], 6) == LowRank(0, 0, 600)
+    assert low_rank([(30, 20)], 5) == LowRank(150, 100, 0)
+    assert low_rank([(512, 512, 3, 3)], 4) == LowRank(512 * 4, 512 * 9 * 4, 0)
+    assert low_rank([], 1) == LowRank(0, 0, 0)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("bucket_mb", [0.004, 25.0])
+def test_the_words_that_are_counted_are_those_that_torchs_hook_sums(
+    group: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, bucket_mb: float
+) -> None:
+    training = training_of(network(), group.size, bucket_mb=bucket_mb)
+    summed: list[int] = []
+    allreduce = dist.all_reduce
+
+    def counting(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        summed.append(tensor.numel())
+        return allreduce(tensor, *arguments, **keywords)
+
+    monkeypatch.setattr(dist, "all_reduce", counting)
+    for number in range(4):
+        summed.clear()
+        (words,) = steps(training, group.rank, range(number, number + 1))
+        if number < 2:
+            assert words == ring_traffic(training.length, group.size, 1).words
+        else:
+            # P, Q and what is summed whole, of each bucket; the one of 25 MB holds all
+            assert len(summed) % 3 == 0 and (len(summed) == 3) == (bucket_mb == 25.0)
+            assert words == ring_traffic(sum(summed), group.size, 1).words
+            assert sum(summed) < training.length
+    training.close()
+
+
+@pytest.mark.mpi
+def test_ranks_end_with_equal_parameters_and_what_they_did_not_send_in_their_residuals(
+    group: MPI.Intracomm,
+) -> None:
+    model = network()
+    training = training_of(model, group.size, rank=1)
+    steps(training, group.rank, range(2))
+    applied, entered = np.zeros(training.length), np.zeros(training.length)
+    for number in range(2, 6):
+        plain = network()
+        plain.load_state_dict(model.state_dict())
+        backward(plain, group.rank, number)
+        gradients = [p.grad.reshape(-1) for p in plain.parameters() if p.grad is not None]
+        entered += group.allreduce(torch.cat(gradients).numpy().astype(np.float64)) / group.size
+        steps(training, group.rank, range(number, number + 1))
+        applied += training.gradient
+    residual = training.state_dict()["reducer"]["residual"]
+    left = group.allreduce(residual.numpy().astype(np.float64)) / group.size
+    assert np.abs(left).max() > 1e-3
+    assert np.allclose(applied + left, entered, atol=1e-5)
+    assert len(set(group.allgather(flat(model).tobytes()))) == 1
+    training.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("done", [1, 2, 5])
+def test_a_state_goes_on_bit_for_bit(group: MPI.Intracomm, done: int) -> None:
+    model = network()
+    training = training_of(model, group.size)
+    steps(training, group.rank, range(done))
+    snapshot = Snapshot()
+    snapshot.take({"optimizer": training.state_dict()})
+    resumed_model = network()
+    resumed_model.load_state_dict(model.state_dict())
+    resumed = training_of(resumed_model, group.size)
+    resumed.load_state_dict(snapshot.restore()["optimizer"])
+    for each in (training, resumed):
+        steps(each, group.rank, range(done, done + 4))
+    assert flat(model).tobytes() == flat(resumed_model).tobytes()
+    ours, theirs = (each.state_dict()["reducer"] for each in (training, resumed))
+    assert ours["steps"] == theirs["steps"] == done + 4
+    assert torch.equal(ours["residual"], theirs["residual"])
+    assert len(ours["matrices"]) > 1
+    assert all(map(torch.equal, ours["matrices"], theirs["matrices"]))
+    narrower = training_of(network(), group.size, rank=1)
+    with pytest.raises(ValueError, match=r"a state of PowerSGD with .* elements in its buckets is not for"):
+        narrower.load_state_dict(training.state_dict())
+    training.close()
+
+
+@pytest.mark.mpi
+def test_errors_are_redistributed_to_other_ranks(group: MPI.Intracomm) -> None:
+    model = network()
+    training = training_of(model, group.size)
+    steps(training, group.rank, range(4))
+    every = group.allgather(training.state_dict()["reducer"])
+    fewer = redistribute(lambda saved: every[saved], group.size, 0, 1)
+    total = sum(each["residual"].double() for each in every)
+    assert torch.allclose(fewer["residual"].double(), total, atol=1e-6)
+    more = redistribute(lambda saved: every[saved], group.size, group.size, group.size + 1)
+    assert more["residual"] is None
+    training.load_state_dict({**training.inner.state_dict(), "reducer": more})
+    assert np.isfinite(steps(training, group.rank, range(4, 6))).all()
+    assert len(set(group.allgather(flat(model).tobytes()))) == 1
+    training.close()
+
+
+@pytest.mark.mpi
+def test_a_gradient_of_zeros_stays_one(group: MPI.Intracomm) -> None:
+    model = network()
+    training = training_of(model, group.size)
+    for _ in range(4):
+        training.zero_grad()
+        backward(training.network, group.rank, 0, 0.0)
+        training.reduce()
+        training.apply()
+    assert np.array_equal(flat(model), flat(network()))
+    training.close()
+
+
+@pytest.mark.mpi
+def test_a_run_trains_and_what_cannot_be_is_said_in_a_sentence(comm: MPI.Intracomm, tmp_path: Path) -> None:
+    folder: Path = comm.bcast(tmp_path)
+
+    def train(name: str, *overrides: str) -> tuple[int, str]:
+        words = [str(CONFIG), "--set", f"run.file={folder / name}.h5", "model.width=0.0625"]
+        words += ["training.batch_size=4", "training.steps=8", "reduction.method=powersgd", *overrides]
+        return outcome(comm, lambda: main(words, comm=comm))
+
+    for overrides, message in (
+        (["reduction.powersgd_rank=0"], "powersgd_rank = 0: Input should be greater than or equal to 1"),
+        (["reduction.powersgd_start=1"], "powersgd_start = 1: Input should be greater than or equal to 2"),
+        (
+            ["reduction.powersgd_ranks=2"],
+            r"reduction.powersgd_ranks: unknown key in [reduction] (did you mean",
+        ),
+        (["reduction.method=powersdg"], "'powersdg' is not one of dense, "),
+        (
+            ["reduction.gradient_type=bfloat16"],
+            "reduction.gradient_type 'bfloat16' is not for 'powersgd': float32",
+        ),
+    ):
+        status, said = train("refused", *overrides)
+        assert (status, message in said, said.count("\n")) == (2, True, 1), said
+    status, said = train(
+        "run", "reduction.powersgd_start=3", "training.accumulate=2", "reduction.bucket_mb=0.05"
+    )
+    assert status == 0, said
+    (run,) = read_runs([folder / "run.h5"])
+    assert run.steps["words"][:3] == pytest.approx([2 * run.info.length * (comm.size - 1) // comm.size] * 3)
+    assert comm.size == 1 or run.steps["words"][3:].max() < 0.5 * run.steps["words"][0]
+    assert np.isfinite(run.steps["loss"]).all()
+
+
+def test_parameters_without_dimensions_are_refused() -> None:
+    model = network()
+    model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
+    with pytest.raises(ValueError, match="parameters of at least one dimension, and scale has none"):
+        training_of(model, 1)
+
+
+def test_nccl_is_kept_to_host_memory_for_a_whole_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.train.reduce.background._p2p_allowed", [])
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
+    allow_p2p(False)
+    assert os.environ["NCCL_P2P_DISABLE"] == "1"
+    allow_p2p(False)
+    with pytest.raises(WireError, match=r"reduction\.nccl_p2p was False in an earlier run of this process"):
+        allow_p2p(True)
