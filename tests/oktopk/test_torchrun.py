@@ -13,7 +13,7 @@ import sys
 
 sys.path.insert(0, {str(ROOT)!r})
 sys.modules["mpi4py"] = sys.modules["mpi4py.MPI"] = None  # not to be imported
-import hashlib
+import hashlib, os
 import torch
 import torch.distributed as dist
 from oktopk import DistributedOptimizer
@@ -27,7 +27,8 @@ for _ in range(5):
     model(torch.randn(8, 20)).square().sum().backward()
     optimizer.step()
 values = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().tobytes()
-print("trained", optimizer.reducer.transport.library, hashlib.sha1(values).hexdigest() + "\\n", end="", flush=True)
+line = " ".join(["trained", optimizer.reducer.transport.library, hashlib.sha1(values).hexdigest()])
+os.write(1, (line + "\\n").encode())  # at once: lines of ranks do not mix
 """
 
 WITHOUT_GROUP = f"""
