@@ -44,6 +44,12 @@ def asynchronous() -> bool:
     return gpus() > 0 and not host_cuda.installed()
 
 
+def on_torchs_gpu(*values: Any, id: str) -> Any:
+    """Parameters of a test with tensors on a GPU; skipped where torch has none."""
+    skipped = pytest.mark.skipif(not asynchronous(), reason="no GPU")
+    return pytest.param(*values, marks=skipped, id=id)
+
+
 def hold_up(cycles: int = 10_000_000) -> Callable[[], bool]:
     """Keep this rank's GPU busy for some milliseconds, on torch's current stream: what is put there next is late.
 

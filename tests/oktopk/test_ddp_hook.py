@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jobs.train.reduce.background import start_process_group, stop_process_group
 from oktopk.torch import OkTopkState, ddp_hook
+from tests.devices import on_torchs_gpu, torch_device
 
 pytestmark = pytest.mark.mpi
 
@@ -42,12 +43,12 @@ class Branches(nn.Module):
 
 
 def flat(model: nn.Module) -> np.ndarray:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
+    return torch.cat([p.detach().reshape(-1).cpu() for p in model.parameters()]).numpy().copy()
 
 
 def loss(ddp: nn.Module, rank: int, step: int, **arguments: object) -> torch.Tensor:
     drawn = torch.Generator().manual_seed(1000 * step + rank)
-    inputs = torch.randn(8, 20, generator=drawn)
+    inputs = torch.randn(8, 20, generator=drawn).to(next(ddp.parameters()).device)
     return nn.functional.mse_loss(ddp(inputs, **arguments), inputs[:, :7])
 
 
@@ -56,9 +57,9 @@ def hooked(comm: MPI.Intracomm) -> Iterator[Callable[..., tuple[DistributedDataP
     states = []
 
     def make(
-        options: dict[str, object] | None = None, **settings: object
+        options: dict[str, object] | None = None, place: torch.device | str = "cpu", **settings: object
     ) -> tuple[DistributedDataParallel, OkTopkState]:
-        ddp = DistributedDataParallel(Branches(), bucket_cap_mb=BUCKET_MB, **(options or {}))
+        ddp = DistributedDataParallel(Branches().to(place), bucket_cap_mb=BUCKET_MB, **(options or {}))
         states.append(OkTopkState(**({"density": 0.05, "threshold_interval": 3} | settings)))
         ddp.register_comm_hook(states[-1], ddp_hook)
         return ddp, states[-1]
@@ -90,22 +91,30 @@ def residuals(comm: MPI.Intracomm, state: OkTopkState) -> dict[str, np.ndarray]:
     return found
 
 
-OPTIONS = {
-    "plain": {},
-    "views": {"gradient_as_bucket_view": True},
-    "static graph": {"static_graph": True},
-    "unused parameters": {"find_unused_parameters": True},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    ("device", "options", "settings"),
+    [
+        pytest.param("cpu", {}, {}, id="cpu"),
+        pytest.param("cpu", {"gradient_as_bucket_view": True}, {}, id="cpu, views"),
+        pytest.param("cpu", {"static_graph": True}, {}, id="cpu, static graph"),
+        pytest.param("cpu", {"find_unused_parameters": True}, {}, id="cpu, unused parameters"),
+        on_torchs_gpu(
+            "cuda", {"gradient_as_bucket_view": True}, {"peer_memory": True}, id="cuda, peer memory"
+        ),
+        on_torchs_gpu("cuda", {"find_unused_parameters": True}, {"comm": MPI.COMM_WORLD}, id="cuda, MPI"),
+        on_torchs_gpu("cuda", {}, {"peer_memory": False}, id="cuda, gloo"),
+    ],
+)
 def test_what_is_applied_and_what_remains_add_up_to_the_gradients(
     comm: MPI.Intracomm,
     hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]],
+    device: str,
     options: dict[str, object],
+    settings: dict[str, object],
 ) -> None:
-    ddp, state = hooked(options)
-    own = Branches()
+    place = torch_device(device, comm)
+    ddp, state = hooked(options, place, **settings)
+    own = Branches().to(place)
     carried = {name: np.zeros(p.numel()) for name, p in own.named_parameters()}
     for step in range(5):  # DDP lays its buckets out anew after the first
         through = "find_unused_parameters" not in options or step % 2 == 0
@@ -117,8 +126,12 @@ def test_what_is_applied_and_what_remains_add_up_to_the_gradients(
         assert state.report.step == step
         left = residuals(comm, state)
         for (name, reduced), mine in zip(ddp.module.named_parameters(), own.parameters(), strict=True):
-            gradient = np.zeros(mine.numel()) if mine.grad is None else mine.grad.double().reshape(-1).numpy()
-            applied = 0.0 if reduced.grad is None else reduced.grad.double().reshape(-1).numpy() * comm.size
+            gradient = (
+                np.zeros(mine.numel()) if mine.grad is None else mine.grad.cpu().double().reshape(-1).numpy()
+            )
+            applied = (
+                0.0 if reduced.grad is None else reduced.grad.cpu().double().reshape(-1).numpy() * comm.size
+            )
             assert np.allclose(
                 applied + left[name], carried[name] + comm.allreduce(gradient), rtol=1e-5, atol=1e-6
             ), name

@@ -14,25 +14,27 @@ from torch import nn
 from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.elastic import redistribute
 from oktopk.torch.overlap import BucketLayout
+from tests.devices import on_torchs_gpu, torch_device
 
 pytestmark = pytest.mark.mpi
 
 BUCKET_MB = 0.001  # 250 elements: a bucket for each of the three layers
 
 
-def network() -> nn.Module:
+def network(place: torch.device | str = "cpu") -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 40), nn.ReLU(), nn.Linear(40, 7))
+    layers = nn.Sequential(nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 40), nn.ReLU(), nn.Linear(40, 7))
+    return layers.to(place)
 
 
 def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     drawn = torch.Generator().manual_seed(1000 * step + rank)
-    inputs = torch.randn(8, 20, generator=drawn)
+    inputs = torch.randn(8, 20, generator=drawn).to(next(model.parameters()).device)
     return nn.functional.mse_loss(model(inputs), inputs[:, :7])
 
 
 def flat(model: nn.Module) -> np.ndarray:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
+    return torch.cat([p.detach().reshape(-1).cpu() for p in model.parameters()]).numpy().copy()
 
 
 @pytest.fixture
@@ -63,21 +65,27 @@ def train(model: nn.Module, optimizer: DistributedOptimizer, rank: int, steps: r
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("device", "settings"),
     [
-        {},
-        {"share": "model"},
-        {"method": "dense"},
-        {"clip_norm": 0.5, "momentum_correction": 0.0, "wire": "int8"},
+        pytest.param("cpu", {}, id="cpu"),
+        pytest.param("cpu", {"share": "model"}, id="cpu, share of the model"),
+        pytest.param("cpu", {"method": "dense"}, id="cpu, dense"),
+        pytest.param("cpu", {"clip_norm": 0.5, "wire": "int8"}, id="cpu, clipped and rounded"),
+        on_torchs_gpu("cuda", {"peer_memory": False, "share": "model"}, id="cuda"),
+        on_torchs_gpu("cuda", {"peer_memory": True}, id="cuda, peer memory"),
+        on_torchs_gpu("cuda", {"gradient_type": "bfloat16"}, id="cuda, bfloat16"),
     ],
-    ids=["oktopk", "share of the model", "dense", "clipped, rounded"],
 )
 def test_overlap_changes_no_bit(
-    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer], settings: dict[str, object]
+    comm: MPI.Intracomm,
+    wrap: Callable[..., DistributedOptimizer],
+    device: str,
+    settings: dict[str, object],
 ) -> None:
+    place = torch_device(device, comm)
     results = []
     for overlap in (False, True):
-        model = network()
+        model = network(place)
         optimizer = wrap(model, overlap=overlap, **settings)
         for step in range(7):
             optimizer.zero_grad()
