@@ -24,6 +24,26 @@ PHASES = ("data", "forward", "backward", "reduction", "optimizer")
 Columns = dict[str, NDArray[Any]]
 
 
+class Span(NamedTuple):
+    """What a rank did from a time on.
+
+    Attributes:
+        name: a phase of PHASES, a stage of the reduction, or one of BETWEEN.
+        depth: 0, and 1 for a stage, which lies in the phase "reduction".
+        start: seconds, by time.perf_counter() of this rank until it is recorded; see TIMELINE_COLUMNS.
+        seconds: that it took.
+    """
+
+    name: str
+    depth: int
+    start: float
+    seconds: float
+
+
+BETWEEN = ("evaluation", "record")
+"""What is done between steps: measuring held-out samples, and writing the run file with what it waits for."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One step as one rank measured it.
@@ -35,6 +55,7 @@ class Step:
         learning_rate: that the optimizer used.
         elapsed: seconds since training began, at its end.
         seconds: phase -> seconds, every phase of PHASES, on the device's clock.
+        phases: each phase as it came, several of a kind where gradients are accumulated.
     """
 
     report: StepReport
@@ -43,6 +64,7 @@ class Step:
     learning_rate: float
     elapsed: float
     seconds: dict[str, float]
+    phases: tuple[Span, ...] = ()
 
     @property
     def reduction(self) -> float:
@@ -182,6 +204,14 @@ SEGMENT_COLUMNS: dict[str, Column] = {
     "host": Column("S64", ""),
     "started": Column("S32", "UTC, ISO 8601"),
 }
+TIMELINE_COLUMNS: dict[str, Column] = {
+    "step": Column("i8", "1 for the first; of what is done between steps, the one before"),
+    "rank": Column("i4", ""),
+    "name": Column("S32", "phase, stage of the reduction, evaluation or record"),
+    "depth": Column("i1", "1: a stage, which lies in the phase reduction; else 0"),
+    "start": Column("f8", "seconds since training began, by the clock of rank 0"),
+    "seconds": Column("f8", ""),
+}
 
 
 GROUPS = {
@@ -189,8 +219,9 @@ GROUPS = {
     "evaluations": EVALUATION_COLUMNS,
     "measures": MEASURE_COLUMNS,
     "segments": SEGMENT_COLUMNS,
+    "timeline": TIMELINE_COLUMNS,
 }
-"""Groups of a run file: a value per step, evaluation, measured step, and job that the run took."""
+"""Groups of a run file: a value per step, evaluation, measured step, job that the run took, and span of a rank's time."""
 
 
 def rows(columns: dict[str, Column], steps: Sequence[Step]) -> NDArray[np.float64]:
