@@ -29,7 +29,7 @@ class Span(NamedTuple):
 
     Attributes:
         name: a phase of PHASES, a stage of the reduction, or one of BETWEEN.
-        depth: 0, and 1 for a stage, which lies in the phase "reduction".
+        depth: 0, and 1 for what lies in another span: a stage in the phase "reduction", all of BETWEEN but its first in that one.
         start: seconds, by time.perf_counter() of this rank until it is recorded; see TIMELINE_COLUMNS.
         seconds: that it took.
     """
@@ -40,8 +40,9 @@ class Span(NamedTuple):
     seconds: float
 
 
-BETWEEN = ("evaluation", "record")
-"""What is done between steps: measuring held-out samples, and writing the run file with what it waits for."""
+BETWEEN = ("between", "evaluation", "record")
+"""What a rank does between two steps, checkpoints and waiting for others included; of that measuring held-out samples, and
+writing the run file, with what it waits for."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +208,8 @@ SEGMENT_COLUMNS: dict[str, Column] = {
 TIMELINE_COLUMNS: dict[str, Column] = {
     "step": Column("i8", "1 for the first; of what is done between steps, the one before"),
     "rank": Column("i4", ""),
-    "name": Column("S32", "phase, stage of the reduction, evaluation or record"),
-    "depth": Column("i1", "1: a stage, which lies in the phase reduction; else 0"),
+    "name": Column("S32", "phase, stage of the reduction, or one of BETWEEN"),
+    "depth": Column("i1", "1: it lies in another span; else 0"),
     "start": Column("f8", "seconds since training began, by the clock of rank 0"),
     "seconds": Column("f8", ""),
 }

@@ -20,7 +20,7 @@ from jobs.config.config import Config
 from jobs.restart.safeguard import Safeguard
 from jobs.restart.state import BatchStream, Progress, capture
 from jobs.run import provenance
-from jobs.run.columns import Gathered, Span, Step, gather
+from jobs.run.columns import BETWEEN, Gathered, Span, Step, gather
 from jobs.run.file import RunFile, RunFileError
 from jobs.run.gradient_file import GradientRecorder
 from jobs.train.agreement import NonFiniteLossError, check_same_parameters, decide_on_root
@@ -124,6 +124,7 @@ class TrainingLoop:
         with self.bar:
             for step in range(self.done, self.steps):
                 self._step(step)
+                began = time.perf_counter()
                 evaluate = self._evaluates_after(step)
                 if len(self.timed) >= self.config.run.flush_every or evaluate:
                     self._write()
@@ -143,6 +144,7 @@ class TrainingLoop:
                 if not self.timed:
                     # rank 0 wrote alone: the others would wait for it in the next step, and book that as reduction
                     self.comm.Barrier()
+                self._note("between", step + 1, began)
 
     def _before_checkpoint(self, done: int) -> None:
         # a restart would take the common part of it for every rank's
@@ -230,7 +232,8 @@ class TrainingLoop:
     def _note(self, name: str, done: int, began: float) -> None:
         """What was done between two steps until now, for the timeline."""
         if self.config.run.timeline:
-            self.between.append((done, Span(name, 0, began, time.perf_counter() - began)))
+            depth = int(name != BETWEEN[0])
+            self.between.append((done, Span(name, depth, began, time.perf_counter() - began)))
 
     def _record(self, gathered: Gathered | None) -> None:
         """What the ranks gathered into the run file, and into the progress bar; on rank 0."""
