@@ -25,6 +25,7 @@ COMMANDS = (
     "jobs.experiment",
     "jobs.export",
     "jobs.report",
+    "jobs.timeline",
     "jobs.train",
     "jobs.watch",
     "data.prepare",

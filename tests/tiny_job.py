@@ -3,6 +3,8 @@
 python -m mpi4py -m tests.tiny_job CONFIG.toml --set run.file=... [-- KEY=VALUE ...]
 
 seconds=0.01   what a step takes at least
+slow=RANK:SECONDS
+               what a step of that rank takes at least
 nan=RANK:STEP  a loss that is not finite
 inf=RANK:STEP  one that is not either, with gradients that are
 drift=RANK:STEP parameters that are no longer the other ranks'
@@ -56,6 +58,9 @@ class Tiny:
         torch.manual_seed(config.training.seed + rank)
         self._config, self._rank = config, rank
         self._seconds = float(faults.get("seconds", 0))
+        slow, _, seconds = faults.get("slow", "").partition(":")
+        if slow == str(rank):
+            self._seconds = float(seconds)
         self._faults = faults
         if faults.get("hang") == f"{rank}:build":
             stand_still()

@@ -488,6 +488,10 @@ class RunConfig(Section):
         default=False,
         description="Time the stages of Ok-Topk's steps where they run as one on the GPUs, which slows them a little",
     )
+    timeline: bool = Field(
+        default=False,
+        description="Record when each rank began each phase of each step, for jobs.timeline; 57 bytes a phase or stage of a rank",
+    )
     commit: str = Field(
         default="",
         description="Commit of the sources, for the record; empty: the one that git names",

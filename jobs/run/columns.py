@@ -24,6 +24,27 @@ PHASES = ("data", "forward", "backward", "reduction", "optimizer")
 Columns = dict[str, NDArray[Any]]
 
 
+class Span(NamedTuple):
+    """What a rank did from a time on.
+
+    Attributes:
+        name: a phase of PHASES, a stage of the reduction, or one of BETWEEN.
+        depth: 0, and 1 for what lies in another span: a stage in the phase "reduction", all of BETWEEN but its first in that one.
+        start: seconds, by time.perf_counter() of this rank until it is recorded; see TIMELINE_COLUMNS.
+        seconds: that it took.
+    """
+
+    name: str
+    depth: int
+    start: float
+    seconds: float
+
+
+BETWEEN = ("between", "evaluation", "record")
+"""What a rank does between two steps, checkpoints and waiting for others included; of that measuring held-out samples, and
+writing the run file, with what it waits for."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One step as one rank measured it.
@@ -35,6 +56,7 @@ class Step:
         learning_rate: that the optimizer used.
         elapsed: seconds since training began, at its end.
         seconds: phase -> seconds, every phase of PHASES, on the device's clock.
+        phases: each phase as it came, several of a kind where gradients are accumulated.
     """
 
     report: StepReport
@@ -43,6 +65,7 @@ class Step:
     learning_rate: float
     elapsed: float
     seconds: dict[str, float]
+    phases: tuple[Span, ...] = ()
 
     @property
     def reduction(self) -> float:
@@ -182,6 +205,14 @@ SEGMENT_COLUMNS: dict[str, Column] = {
     "host": Column("S64", ""),
     "started": Column("S32", "UTC, ISO 8601"),
 }
+TIMELINE_COLUMNS: dict[str, Column] = {
+    "step": Column("i8", "1 for the first; of what is done between steps, the one before"),
+    "rank": Column("i4", ""),
+    "name": Column("S32", "phase, stage of the reduction, or one of BETWEEN"),
+    "depth": Column("i1", "1: it lies in another span; else 0"),
+    "start": Column("f8", "seconds since training began, by the clock of rank 0"),
+    "seconds": Column("f8", ""),
+}
 
 
 GROUPS = {
@@ -189,8 +220,9 @@ GROUPS = {
     "evaluations": EVALUATION_COLUMNS,
     "measures": MEASURE_COLUMNS,
     "segments": SEGMENT_COLUMNS,
+    "timeline": TIMELINE_COLUMNS,
 }
-"""Groups of a run file: a value per step, evaluation, measured step, and job that the run took."""
+"""Groups of a run file: a value per step, evaluation, measured step, job that the run took, and span of a rank's time."""
 
 
 def rows(columns: dict[str, Column], steps: Sequence[Step]) -> NDArray[np.float64]:

@@ -10,6 +10,7 @@ Layout:
     evaluations/<column>  one value per evaluation: EVALUATION_COLUMNS
     measures/<column>     one value per measured step: MEASURE_COLUMNS
     segments/<column>     one value per job that the run took: SEGMENT_COLUMNS
+    timeline/<column>     one value per span of a rank's time, with run.timeline: TIMELINE_COLUMNS
 
 The attributes are those of the last job, except `started`. A run that continues from a checkpoint gets a new file with the
 steps up to it, which replaces the old one.
@@ -86,6 +87,7 @@ class RunRecord:
     evaluations: Columns
     measures: Columns
     segments: Columns
+    timeline: Columns
 
 
 class RunFile:
@@ -139,7 +141,7 @@ class RunFile:
 
     def _begin(self, info: RunInfo, earlier: RunRecord | None) -> None:
         if earlier is not None:
-            for group in ("segments", "evaluations", "measures"):
+            for group in ("segments", "evaluations", "measures", "timeline"):
                 _append(self._groups[group], getattr(earlier, group))
             self.append_steps(earlier.steps, earlier.stages)
         job = {"step": self.done, "ranks": info.ranks, "host": info.host, "started": info.started}
@@ -206,6 +208,12 @@ class RunFile:
         """Append some measured steps, every name of MEASURE_COLUMNS, and flush. Raises as append_steps."""
         with self._writing():
             _append(self._groups["measures"], columns)
+            self._file.flush()
+
+    def append_timeline(self, columns: Mapping[str, NDArray[Any]]) -> None:
+        """Append some spans, every name of TIMELINE_COLUMNS, and flush. Raises as append_steps."""
+        with self._writing():
+            _append(self._groups["timeline"], columns)
             self._file.flush()
 
     @contextmanager

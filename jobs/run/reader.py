@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from jobs.run.columns import GROUPS, Columns
 from jobs.run.file import FORMAT, STATUSES, RunFileError, RunInfo, RunRecord
 
-LATER_GROUPS = ("measures", "segments")
+LATER_GROUPS = ("measures", "segments", "timeline")
 """Groups that older files lack."""
 PATIENCE = 20  # tenths of a second
 _SLACK = 1 << 26  # bytes that a writer at work may be ahead of the size of its file
@@ -131,6 +131,10 @@ class RunReader:
     def segments(self) -> Columns:
         """Every column of SEGMENT_COLUMNS, as steps(); empty in an older file."""
         return self.columns("segments")
+
+    def timeline(self) -> Columns:
+        """Every column of TIMELINE_COLUMNS, as steps(); empty where run.timeline was off, or in an older file."""
+        return self.columns("timeline")
 
     def stages(self) -> dict[str, NDArray[np.float64]]:
         """Stage of the reduction -> seconds[steps], mean over the ranks."""

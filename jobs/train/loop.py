@@ -20,7 +20,7 @@ from jobs.config.config import Config
 from jobs.restart.safeguard import Safeguard
 from jobs.restart.state import BatchStream, Progress, capture
 from jobs.run import provenance
-from jobs.run.columns import Gathered, Step, gather
+from jobs.run.columns import BETWEEN, Gathered, Span, Step, gather
 from jobs.run.file import RunFile, RunFileError
 from jobs.run.gradient_file import GradientRecorder
 from jobs.train.agreement import NonFiniteLossError, check_same_parameters, decide_on_root
@@ -28,7 +28,7 @@ from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.reduction import settling
 from jobs.train.schedule import learning_rate_factor
 from jobs.train.setup import Setup
-from jobs.train.timing import PhaseTimer, TimedStep, measure
+from jobs.train.timing import PhaseTimer, TimedStep, clock_ahead, measure, timeline
 from oktopk import average_buffers
 
 
@@ -82,6 +82,8 @@ class TrainingLoop:
         self.steps = run_length(config, self.steps_per_epoch, self.ahead)
         self.timed: list[TimedStep] = []
         self.began = 0.0
+        self.began_on_root = 0.0  # by this rank's clock, of a timeline
+        self.between: list[tuple[int, Span]] = []
         # of a batch in its step's loss
         share = torch.tensor(1.0 / config.training.accumulate, device=self.placement.device)
         self.passes: Passes = EagerPasses(workload, share)
@@ -110,6 +112,8 @@ class TrainingLoop:
             RunFileError: on every rank: the run file cannot be written.
         """
         self.began = time.perf_counter() - (self.file.elapsed if self.file is not None else 0.0)
+        if self.config.run.timeline:
+            self.began_on_root = self.comm.bcast(self.began) + clock_ahead(self.comm)
         self.workload.model.train()
         try:
             self._run()
@@ -120,6 +124,7 @@ class TrainingLoop:
         with self.bar:
             for step in range(self.done, self.steps):
                 self._step(step)
+                began = time.perf_counter()
                 evaluate = self._evaluates_after(step)
                 if len(self.timed) >= self.config.run.flush_every or evaluate:
                     self._write()
@@ -139,6 +144,7 @@ class TrainingLoop:
                 if not self.timed:
                     # rank 0 wrote alone: the others would wait for it in the next step, and book that as reduction
                     self.comm.Barrier()
+                self._note("between", step + 1, began)
 
     def _before_checkpoint(self, done: int) -> None:
         # a restart would take the common part of it for every rank's
@@ -162,9 +168,11 @@ class TrainingLoop:
         timer = PhaseTimer(self.placement)
         losses = [self._accumulate(timer, number) for number in range(self.config.training.accumulate)]
         every = self.config.run.measure_every
-        report = self.optimizer.reduce(measure=bool(every) and (step + 1) % every == 0)
+        with self.placement.range("reduction"):
+            report = self.optimizer.reduce(measure=bool(every) and (step + 1) % every == 0)
         timer.record("reduction")
-        self.optimizer.apply()
+        with self.placement.range("optimizer"):
+            self.optimizer.apply()
         timer.record("optimizer")
         if self.gradients is not None and not self.gradients.full:
             self.gradients.add(self.optimizer.gradient)
@@ -174,15 +182,18 @@ class TrainingLoop:
 
     def _accumulate(self, timer: PhaseTimer, number: int) -> torch.Tensor:
         """One backward pass of a step, on top of those before; returns the loss."""
-        batch = next(self.batches)
+        with self.placement.range("data"):
+            batch = next(self.batches)
         timer.record("data")
         if not number:
             self.optimizer.zero_grad()
         last = number + 1 == self.config.training.accumulate
         with nullcontext() if last else self.optimizer.no_sync():
-            loss = self.passes.forward(batch, last=last)
+            with self.placement.range("forward"):
+                loss = self.passes.forward(batch, last=last)
             timer.record("forward")
-            self.passes.backward()
+            with self.placement.range("backward"):
+                self.passes.backward()
             timer.record("backward")
         return loss
 
@@ -191,6 +202,7 @@ class TrainingLoop:
         return (step + 1) % every == 0 or step + 1 == self.steps
 
     def _write(self) -> None:
+        began = time.perf_counter()
         self.optimizer.complete()
         measured = measure(self.timed, self.began, self.comm.size)
         self.timed.clear()
@@ -200,6 +212,28 @@ class TrainingLoop:
             self._check_losses(measured)
         gathered = gather(self.comm, measured)
         decide_on_root(self.comm, lambda: self._record(gathered), (RunFileError,), RunFileError)
+        if self.config.run.timeline:
+            self._write_timeline(measured)
+            self._note("record", measured[-1].report.step + 1, began)
+
+    def _write_timeline(self, measured: list[Step]) -> None:
+        mine = timeline(measured, self.between, self.comm.rank, self.began_on_root)
+        self.between.clear()
+        every = self.comm.gather(mine) or []
+
+        def record() -> None:
+            if self.file is not None:
+                self.file.append_timeline(
+                    {name: np.concatenate([rank[name] for rank in every]) for name in mine}
+                )
+
+        decide_on_root(self.comm, record, (RunFileError,), RunFileError)
+
+    def _note(self, name: str, done: int, began: float) -> None:
+        """What was done between two steps until now, for the timeline."""
+        if self.config.run.timeline:
+            depth = int(name != BETWEEN[0])
+            self.between.append((done, Span(name, depth, began, time.perf_counter() - began)))
 
     def _record(self, gathered: Gathered | None) -> None:
         """What the ranks gathered into the run file, and into the progress bar; on rank 0."""
@@ -247,6 +281,7 @@ class TrainingLoop:
             (RunFileError,),
             RunFileError,
         )
+        self._note("evaluation", done, began)
         if not math.isfinite(loss):
             problem = f"the held-out loss after step {done} is {loss}"
             if self.config.reduction.nonfinite == "raise":

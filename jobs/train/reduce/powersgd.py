@@ -86,6 +86,9 @@ class PowerSgdTraining(DdpTraining):
     DistributedDataParallel forms its buckets anew after its first backward pass. Here it does so at once, for parameters that
     become ready in the reverse of their order, so that a run that continues has the buckets that its state is of.
 
+    With a rank of 1 or 2 torch's hook stops updating a parameter whose gradients and errors were 0 on all ranks in one step: its
+    Q is 0 from then on. Later gradients stay in the error.
+
     Args:
         inner, clip_norm, network, ranks, bucket_mb: as DdpTraining. Every parameter has at least one dimension.
         rank: of P and Q, at least 1.

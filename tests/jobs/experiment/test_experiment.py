@@ -166,7 +166,8 @@ def test_nothing_of_a_run_outlives_it(tmp_path: Path, monkeypatch: pytest.Monkey
     first = plan(VGG, options)[0]
     entries: list[dict[str, Any]] = []
     networks: list[weakref.ref[Any]] = []
-    for name, *changed in (("oktopk",), ("dense-ovlp",), ("diverging", "optimizer.lr=1e30"), ("ddp",)):
+    runs = (("oktopk",), ("dense-ovlp",), ("diverging", "optimizer.lr=1e30"), ("powersgd",), ("ddp",))
+    for name, *changed in runs:
         method = "ddp" if changed else name
         changed += [f"reduction.method={method}", f"run.file={tmp_path / name}.h5", "run.measure_every=0"]
         trial = {**dataclasses.asdict(first.trial), "name": name, "method": method}
@@ -186,7 +187,7 @@ def test_nothing_of_a_run_outlives_it(tmp_path: Path, monkeypatch: pytest.Monkey
     assert work(list(map(str, paths)), comm=MPI.COMM_SELF) == 1
     failed = json.loads(paths[1].read_text())["failed"]
     assert list(failed) == ["diverging"], failed
-    assert [network() for network in networks] == [None] * 4
+    assert [network() for network in networks] == [None] * len(runs)
 
 
 def test_an_output_that_is_no_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,154 @@
+"""The timeline of a run: every rank's time explained, on one clock, and a slow rank named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from jobs.run.columns import PHASES, Columns
+from jobs.run.reader import RunReader
+from jobs.timeline import explained, main, phase_seconds, slow_rank, trace
+from jobs.train.timing import clock_ahead
+from tests.launched import PATIENCE, outcome
+from tests.tiny_job import run
+from tests.tiny_runs import CONFIG, SETTINGS
+
+
+def spans(*rows: tuple[int, int, str, int, float, float]) -> Columns:
+    step, rank, name, depth, start, seconds = zip(*rows, strict=True)
+    return {
+        "step": np.array(step),
+        "rank": np.array(rank),
+        "name": np.array(name),
+        "depth": np.array(depth),
+        "start": np.array(start),
+        "seconds": np.array(seconds),
+    }
+
+
+def two_ranks(late: float) -> Columns:
+    """Steps of one second on two ranks, of which the second computes `late` seconds longer and waits as much less."""
+    rows = []
+    for step in range(1, 4):
+        for rank, forward in ((0, 0.5), (1, 0.5 + late)):
+            rows.append((step, rank, "forward", 0, step, forward))
+            rows.append((step, rank, "reduction", 0, step + forward, 1.0 - forward))
+            rows.append((step, rank, "select", 1, step + forward, 0.1))
+    return spans(*rows)
+
+
+def test_the_rank_that_others_wait_for_is_named_with_its_phase() -> None:
+    late = slow_rank(two_ranks(0.2))
+    assert late is not None
+    assert (late.rank, late.phase) == (1, "forward")
+    assert (late.seconds, late.others) == pytest.approx((0.7, 0.5))
+    assert slow_rank(two_ranks(0.02)) is None
+    assert (
+        slow_rank({name: values[two_ranks(0.2)["rank"] == 0] for name, values in two_ranks(0.2).items()})
+        is None
+    )
+
+
+def test_time_that_no_span_has_is_not_explained_and_overlapping_spans_count_once() -> None:
+    assert explained(two_ranks(0.2)) == pytest.approx(1.0)
+    gap = spans((1, 0, "data", 0, 0.0, 1.0), (1, 0, "record", 0, 0.5, 1.0), (2, 0, "data", 0, 3.0, 1.0))
+    assert explained(gap) == pytest.approx(2.5 / 4.0)
+    # a stage explains nothing that its phase does not
+    stage = spans((1, 0, "data", 0, 0.0, 1.0), (1, 0, "select", 1, 1.0, 1.0), (2, 0, "data", 0, 3.0, 1.0))
+    assert explained(stage) == pytest.approx(2.0 / 4.0)
+
+
+def test_accumulated_passes_of_a_step_add_up() -> None:
+    twice = spans(*((step, 0, "data", 0, step + part, 0.25) for step in (1, 2) for part in (0.0, 0.5)))
+    assert phase_seconds(twice)["data"].tolist() == [0.5]
+
+
+def test_the_trace_has_every_span_of_every_rank_in_microseconds() -> None:
+    events = trace(two_ranks(0.2), "a run")["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert len(complete) == 18
+    assert {event["pid"] for event in complete} == {0, 1}
+    assert complete[0] | {"args": None} == {
+        "ph": "X",
+        "pid": 0,
+        "tid": 0,
+        "name": "forward",
+        "ts": 1e6,
+        "dur": 5e5,
+        "args": None,
+    }
+
+
+@pytest.mark.mpi
+def test_clocks_of_one_host_are_found_equal_and_one_that_is_ahead_by_how_much(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert abs(clock_ahead(comm)) < 0.05
+    perf_counter = __import__("time").perf_counter
+    monkeypatch.setattr("jobs.train.timing.time.perf_counter", lambda: perf_counter() + 100.0 * comm.rank)
+    assert clock_ahead(comm) == pytest.approx(100.0 * comm.rank, abs=0.05)
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(PATIENCE)
+def test_a_run_with_a_rank_slowed_on_purpose_is_explained(comm: MPI.Intracomm, tmp_path: Path) -> None:
+    folder: Path = comm.bcast(tmp_path)
+    path = folder / "run.h5"
+    settings = ["training.steps=30", "training.eval_every=15", "run.timeline=true", "run.flush_every=7"]
+    slow = comm.size - 1
+    words = [
+        str(CONFIG),
+        "--set",
+        *SETTINGS,
+        f"run.file={path}",
+        *settings,
+        "--",
+        "seconds=0.01",
+        f"slow={slow}:0.08",
+    ]
+    status, said = outcome(comm, lambda: run(words, comm))
+    assert status == 0, said
+    with RunReader(path) as reader:
+        found = reader.timeline()
+    found["name"] = np.char.decode(found["name"])
+    phases = found["depth"] == 0
+    for rank in range(comm.size):
+        mine = (found["rank"] == rank) & phases
+        for phase in PHASES:
+            assert found["step"][mine & (found["name"] == phase)].tolist() == list(range(1, 31))
+        for name, least in (("between", 20), ("evaluation", 1), ("record", 3)):
+            assert (found["name"][found["rank"] == rank] == name).sum() >= least
+    # what a rank waits for the others ends at about the same time on all, by the one clock
+    ends = (found["start"] + found["seconds"])[(found["name"] == "reduction") & phases]
+    by_step = [ends[found["step"][(found["name"] == "reduction") & phases] == step] for step in range(1, 31)]
+    assert np.median([np.ptp(each) for each in by_step]) < 0.05
+    assert explained(found) >= 0.95
+    late = slow_rank(found)
+    assert (
+        (late is None)
+        if comm.size == 1
+        else (late is not None and (late.rank, late.phase) == (slow, "forward"))
+    )
+    if comm.rank == 0:
+        assert main([str(path), "-o", str(folder / "out")]) == 0
+        events = json.loads(gzip.decompress((folder / "out.json.gz").read_bytes()))["traceEvents"]
+        assert sum(event["ph"] == "X" for event in events) == len(found["step"])
+        page = (folder / "out.html").read_text()
+        assert len(re.findall("<rect", page)) > 3 * comm.size * len(PHASES)
+        assert comm.size == 1 or f"Rank {slow} is late" in page
+        assert main([str(path), "--first", "31"]) == 2
+
+
+def test_a_run_without_a_timeline_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.jobs.report.test_report import write_run
+
+    assert main([str(write_run(tmp_path / "run.h5"))]) == 2
+    assert "run.h5 has no timeline: train with --set run.timeline=true" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["run.h5"]
