@@ -256,24 +256,35 @@ def split_at_least(
         threshold_bits: bits of the smallest magnitude to keep.
         ties: how many entries of exactly that magnitude to keep; the first ones win.
         kept: ENTRY[...], long enough; may be `entries`.
-        rest: likewise, for the others; None drops them.
+        rest: ENTRY[...], long enough, apart from `entries`, for the others; None drops them.
 
     Returns:
         Entries kept, and the others.
     """
     threshold = np.int32(threshold_bits)
     nnz = others = 0
-    for at in range(len(entries)):
-        bits = magnitude_bits(entries[at].value)
-        if bits > threshold or (bits == threshold and ties > 0):
-            ties -= bits == threshold
-            kept[nnz] = entries[at]
+    # 64 at a time, first which: a branch at every entry would be taken at random
+    for start in range(0, len(entries), LANES):
+        stop = min(start + LANES, len(entries))
+        mask = every = np.uint64(0)
+        for at in range(start, stop):
+            bits = magnitude_bits(entries[at].value)
+            tie = (bits == threshold) & (ties > 0)
+            ties -= tie
+            bit = np.uint64(1) << np.uint64(at - start)
+            every |= bit
+            mask |= bit * np.uint64((bits > threshold) | tie)
+        if rest is not None:
+            dropped = every & ~mask
+            while dropped:
+                rest[others] = entries[start + lowest(dropped)]
+                others += 1
+                dropped &= dropped - np.uint64(1)
+        while mask:
+            kept[nnz] = entries[start + lowest(mask)]
             nnz += 1
-        else:
-            if rest is not None:
-                rest[others] = entries[at]
-            others += 1
-    return nnz, others
+            mask &= mask - np.uint64(1)
+    return nnz, len(entries) - nnz
 
 
 def write_block(entries: NDArray[np.void], lower: int, block: NDArray[np.void]) -> None:
