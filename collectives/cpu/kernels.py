@@ -23,7 +23,7 @@ from collectives.cpu.codec import (  # noqa: F401 - kernels of a transport, too
     zero_entries,
 )
 from collectives.cpu.compiled import ENTRIES, FLOAT, INT, NONE, VECTOR, compiled
-from collectives.cpu.lanes import LANES, load, lowest, reaching
+from collectives.cpu.lanes import LANES, count, load, lowest, reaching
 
 TILE = 4096
 """Elements of a region summed at a time: 16 KB of sums stay in the first-level cache."""
@@ -38,6 +38,7 @@ _INTS = types.int64[::1]
 _CANDIDATE_SHIFT = 9
 _NO_HISTOGRAM = np.empty(0, np.int32)
 _INFINITY = 0x7F800000
+_FEW = 4  # sums kept of LANES, as a rule
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
@@ -87,6 +88,7 @@ def _sum(pool, begins, ends, lower, upper, threshold_bits, out, centre, histogra
     cursor = begins.copy()
     sums = np.zeros(TILE, np.float32)
     bits = sums.view(np.int32)
+    kept = np.empty(TILE + _FEW, np.int32)
     written = nonfinite = 0
     start = lower
     while start < upper:
@@ -105,15 +107,25 @@ def _sum(pool, begins, ends, lower, upper, threshold_bits, out, centre, histogra
                 sums[pool[at].index - start] += pool[at].value
                 at += 1
             cursor[j] = at
+        found = 0
         for first in range(0, TILE, LANES):
             mask = reaching(load(sums, first), threshold)
-            while mask:
-                i = first + lowest(mask)
-                out[written].index = start + i
-                out[written].value = sums[i]
-                nonfinite += (bits[i] & _MAGNITUDE) >= _INFINITY
-                written += 1
+            hits = count(mask)
+            for j in range(
+                _FEW
+            ):  # without a branch, which nobody could predict; what there is too much is overwritten
+                kept[found + j] = first + lowest(mask)
                 mask &= mask - np.uint64(1)
+            for j in range(_FEW, hits):
+                kept[found + j] = first + lowest(mask)
+                mask &= mask - np.uint64(1)
+            found += hits
+        for j in range(found):
+            i = kept[j]
+            out[written + j].index = start + i
+            out[written + j].value = sums[i]
+            nonfinite += (bits[i] & _MAGNITUDE) >= _INFINITY
+        written += found
         sums[:] = 0
         start = stop
     if len(histogram):
@@ -256,24 +268,35 @@ def split_at_least(
         threshold_bits: bits of the smallest magnitude to keep.
         ties: how many entries of exactly that magnitude to keep; the first ones win.
         kept: ENTRY[...], long enough; may be `entries`.
-        rest: likewise, for the others; None drops them.
+        rest: ENTRY[...], long enough, apart from `entries`, for the others; None drops them.
 
     Returns:
         Entries kept, and the others.
     """
     threshold = np.int32(threshold_bits)
     nnz = others = 0
-    for at in range(len(entries)):
-        bits = magnitude_bits(entries[at].value)
-        if bits > threshold or (bits == threshold and ties > 0):
-            ties -= bits == threshold
-            kept[nnz] = entries[at]
+    # 64 at a time, first which: a branch at every entry would be taken at random
+    for start in range(0, len(entries), LANES):
+        stop = min(start + LANES, len(entries))
+        mask = every = np.uint64(0)
+        for at in range(start, stop):
+            bits = magnitude_bits(entries[at].value)
+            tie = (bits == threshold) & (ties > 0)
+            ties -= tie
+            bit = np.uint64(1) << np.uint64(at - start)
+            every |= bit
+            mask |= bit * np.uint64((bits > threshold) | tie)
+        if rest is not None:
+            dropped = every & ~mask
+            while dropped:
+                rest[others] = entries[start + lowest(dropped)]
+                others += 1
+                dropped &= dropped - np.uint64(1)
+        while mask:
+            kept[nnz] = entries[start + lowest(mask)]
             nnz += 1
-        else:
-            if rest is not None:
-                rest[others] = entries[at]
-            others += 1
-    return nnz, others
+            mask &= mask - np.uint64(1)
+    return nnz, len(entries) - nnz
 
 
 def write_block(entries: NDArray[np.void], lower: int, block: NDArray[np.void]) -> None:

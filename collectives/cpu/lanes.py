@@ -111,10 +111,10 @@ def reaching(typing: Any, lanes: Any, threshold: Any) -> Any:
 
 @intrinsic
 def lowest(typing: Any, mask: Any) -> Any:
-    """int64, the lowest bit that is set in a uint64 other than 0."""
+    """int64, the lowest bit that is set in a uint64; LANES where none is."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], ir.Constant(_BIT, 1))
+        return builder.cttz(arguments[0], ir.Constant(_BIT, 0))
 
     return types.int64(types.uint64), generate
 
