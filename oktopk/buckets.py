@@ -43,8 +43,8 @@ class BucketedAllreduce:
         options: further arguments of `GradientAllreduce`, and keywords of `oktopk.Settings`.
 
     Raises:
-        As `GradientAllreduce`.
-        ValueError: no bucket; `deferred`, which is for one vector; an MPI that serves one thread only; on every rank alike.
+        RuntimeError: as `GradientAllreduce`, and where ranks do not come.
+        ValueError: as that; no bucket; `deferred`, which is for one vector; an MPI that serves one thread only; on every rank alike.
 
     Attributes:
         buckets: one reducer a bucket.
@@ -193,7 +193,7 @@ class BucketedAllreduce:
 
         Raises:
             NonFiniteGradientError: as `GradientAllreduce.step`; what other buckets summed returns to the residuals.
-            As `GradientAllreduce.step`.
+            TypeError, ValueError, RuntimeError: as `GradientAllreduce.step`, and where ranks do not come.
         """
         futures, self._started = self._started, []
         began = time.perf_counter()

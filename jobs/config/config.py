@@ -76,6 +76,17 @@ class Config(Section):
                 raise ValueError(f"{key} {value!r} is not for reduction.method {self.reduction.method!r}")
         return self
 
+    @model_validator(mode="after")
+    def _overlap_has_a_backward_pass_of_torch(self) -> Self:
+        if self.reduction.overlap:
+            for key, given in (
+                ("run.measure_every", self.run.measure_every),
+                ("training.cuda_graph", self.training.cuda_graph),
+            ):
+                if given:
+                    raise ValueError(f"{key} {given!r} is not for reduction.overlap")
+        return self
+
     @property
     def task(self) -> Literal["images", "speech", "text"]:
         """What is trained: what the network is for; with one's own network what the data set is."""

@@ -343,8 +343,8 @@ def _setting(name: str) -> Any:
 class ReductionConfig(Section):
     """How gradients are summed over the ranks: `method` is one of oktopk.METHODS or of TRAINING_MODES.
 
-    The keys besides `method`, `gradient_type`, `bucket_mb`, `powersgd_rank`, `powersgd_start` and `nccl_p2p` are those of
-    oktopk.Settings, and for oktopk.METHODS.
+    The keys besides `method`, `gradient_type`, `overlap`, `share`, `bucket_mb`, `powersgd_rank`, `powersgd_start` and `nccl_p2p`
+    are those of oktopk.Settings, and for oktopk.METHODS.
     """
 
     method: str = Field(
@@ -374,10 +374,18 @@ class ReductionConfig(Section):
         description="Type of the gradients that are reduced, others than float32 on GPUs only; empty: float32, that of the "
         "parameters",
     )
+    overlap: bool = Field(
+        default=False,
+        description="For methods of oktopk: reduce gradients in buckets behind the backward pass",
+    )
+    share: Literal["bucket", "model"] = Field(
+        default="bucket",
+        description="With overlap: how entries are divided among buckets, by their lengths or by where the model's largest lie",
+    )
     bucket_mb: float = Field(
         default=25.0,
         gt=0.0,
-        description="For dense-ovlp, ddp and powersgd: size of a bucket of gradients, in 1e6 bytes",
+        description="For overlap, dense-ovlp, ddp and powersgd: size of a bucket of gradients, in 1e6 bytes",
     )
     powersgd_rank: int = Field(
         default=1,
@@ -405,7 +413,15 @@ class ReductionConfig(Section):
     @model_validator(mode="after")
     def _settings_hold(self) -> Self:
         Settings(**self.settings())
+        if self.overlap and self.method not in METHODS:
+            raise ValueError(f"overlap is for the methods of oktopk, not for {self.method!r}")
+        if self.overlap and self.deferred:
+            raise ValueError("overlap and deferred exclude each other")
         return self
+
+    def buckets(self) -> dict[str, Any]:
+        """The keywords of oktopk.DistributedOptimizer that divide the gradient into buckets."""
+        return {"overlap": True, "bucket_mb": self.bucket_mb, "share": self.share} if self.overlap else {}
 
     def settings(self) -> dict[str, Any]:
         """The keywords of oktopk.Settings."""

@@ -294,7 +294,7 @@ class OkTopkState:
         Every rank saves its own; see `oktopk.elastic.redistribute` for another number of ranks.
 
         Raises:
-            As `GradientAllreduce.state_dict`.
+            NonFiniteGradientError, RuntimeError: as `GradientAllreduce.state_dict`.
         """
         self._finish_step()
         if self._reducer is None:

@@ -45,7 +45,7 @@ class OkTopkReplicas:
 
     Raises:
         ValueError: no module is sharded, or one over a mesh of two dimensions; a setting is not known or not for this class.
-        MissingRanksError: as `GradientAllreduce`.
+        RuntimeError: ranks did not come within `Settings.timeout`.
 
     Attributes:
         reports: name of the module -> report of its last step.

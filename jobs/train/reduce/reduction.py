@@ -108,6 +108,7 @@ def build_reduction(
                 settings.method,
                 gradient_type=settings.gradient_type,
                 clip_norm=config.optimizer.clip_norm,
+                **settings.buckets(),
                 **settings.settings(),
             )
             optimizer.reducer.time_stages = config.run.time_stages

@@ -38,6 +38,8 @@ def test_reduction_section_has_the_settings_and_their_defaults() -> None:
     assert set(ReductionConfig.model_fields) == {
         "method",
         "gradient_type",
+        "overlap",
+        "share",
         "bucket_mb",
         "powersgd_rank",
         "powersgd_start",
