@@ -48,7 +48,7 @@ def compiled(*signatures: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Any
         file = sys.modules[function.__module__].__file__
         assert file is not None
         function.__qualname__ += f"_{_digest(Path(file))}"
-        kernel = njit(cache=True)(function)
+        kernel = njit(cache=True, nogil=True)(function)  # a backward pass may run beside it
         _kernels.append((kernel, signatures))
         return kernel
 
