@@ -44,7 +44,7 @@ class BucketedAllreduce:
 
     Raises:
         RuntimeError: as `GradientAllreduce`, and where ranks do not come.
-        ValueError: as that; no bucket; `deferred`, which is for one vector; an MPI that serves one thread only; on every rank alike.
+        ValueError: as that; no bucket; `deferred`, which is for one vector; an MPI that serves one thread only. On every rank.
 
     Attributes:
         buckets: one reducer a bucket.
