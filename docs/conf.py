@@ -39,9 +39,7 @@ napoleon_numpy_docstring = False
 
 # -n reports every name that nothing documents. Other projects' names are not looked up: builds need no network.
 # Communicator is one of two of them, which docstrings name.
-OTHERS = (
-    r"(np|numpy|MPI|mpi4py|torch|cupy|nn|concurrent|collections\.abc)\..*|Any|NDArray|Tensor|ModuleType|Communicator"
-)
+OTHERS = r"(np|numpy|MPI|mpi4py|torch|cupy|nn|concurrent|collections\.abc)\..*|Any|NDArray|Tensor|ModuleType|Communicator"
 nitpick_ignore_regex = [("py:.*", OTHERS)]
 BEFORE: dict[str, list[str]] = {}
 """Name -> docstring, before napoleon."""
