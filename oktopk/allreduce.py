@@ -589,7 +589,10 @@ class GradientAllreduce:
             self._load(state)
 
     def whole_vectors(self) -> dict[str, NDArray[np.float32] | None]:
-        """float32[n] on the host: residual and velocity, in two levels of the host and equal on all its ranks. Collective."""
+        """float32[n] on the host: residual and velocity, in two levels of the host, equal on all its ranks.
+
+        Every rank must call. Traffic: none; in two levels an allgatherv of each inside the host.
+        """
         with self.backend.stream_scope():
             self._complete()
             vectors = self._vectors.state_dict()
@@ -599,7 +602,10 @@ class GradientAllreduce:
             return {name: self._group.gathered(vector) for name, vector in held.items()}
 
     def continue_from(self, vectors: dict[str, Any], steps: int, sparse_steps: int) -> None:
-        """Start with vectors as `whole_vectors` gives them, thresholds and regions anew. Collective."""
+        """Start with vectors as `whole_vectors` gives them, thresholds and regions anew. Collective.
+
+        Traffic: one control allgather.
+        """
         if self._group is not None:
             layout, shard = self._group.layout, self._group.shard
             empty = np.zeros(0, np.float32)
@@ -641,17 +647,24 @@ class GradientAllreduce:
         """
         self._entries, self._final = entries, None
 
-    def take_back(self) -> None:
-        """Undo the last step, which was applied nowhere: what it summed returns to the residuals, and the update is zero.
+    def renumber(self, steps: int, sparse_steps: int) -> None:
+        """Go on as after so many steps, equal on all ranks; the next one computes exact thresholds."""
+        self.steps, self._sparse_steps, self._last_k = steps, sparse_steps, None
 
-        The sum over the ranks goes to the residual of rank 0, in two levels to those of the first host, so that the sum of all
-        residuals is as if the step had failed, to rounding. A dense step without a residual is lost. Every rank must call.
+    def take_back(self) -> None:
+        """Undo the last step, which was applied nowhere; the update becomes zero. Every rank must call. No traffic.
+
+        With nonfinite="skip" residual and velocity become what they were before, bit for bit. Else the sum that was applied, of
+        the step's gradients too, goes to the residual of rank 0, in two levels to those of the first host: nothing is lost, and
+        the next steps apply it. A dense step without a residual is lost.
         """
         self.complete()
         with self.backend.stream_scope():
             vectors, rank, hosts = self._vectors, self.transport.rank, self.hosts
             first = rank == 0 if hosts is None else hosts[rank] == hosts[0]
-            if vectors.residual is not None and first:
+            if self.settings.nonfinite == "skip":
+                vectors.restore()
+            elif vectors.residual is not None and first:
                 part = vectors.update
                 if self._group is not None:
                     part = self._group.own_part(part)

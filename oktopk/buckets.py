@@ -20,7 +20,11 @@ from collectives.transport import EVERY_RANK_CALLS
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.results import StepReport
 from oktopk.settings import entries_kept, timeout_of
+from oktopk.state import state_problem
 from oktopk.worker import CommunicationThread
+
+_TOGETHER = (NonFiniteGradientError, ValueError)
+"""Errors of a step that every rank raises, after which the ranks may go on."""
 
 _SAMPLES = 1 << 16
 """Elements of a bucket that tell how large its elements are."""
@@ -81,7 +85,7 @@ class BucketedAllreduce:
             opened.pop_all()
         self.settings = self.buckets[0].settings
         self._keep(np.array(self.lengths, np.int64))
-        self._thread = CommunicationThread("oktopk", together=(NonFiniteGradientError, ValueError))
+        self._thread = CommunicationThread("oktopk", together=_TOGETHER)
         self._started: list[Future[StepReport]] = []
         self._drawn: list[NDArray[np.float32]] = []
 
@@ -148,8 +152,15 @@ class BucketedAllreduce:
 
         Returns:
             The bucket's report, or its error. Its update is valid, on a GPU on the reducer's stream, until it starts again.
+
+        Raises:
+            TypeError, ValueError: as `GradientAllreduce.step`, on this rank alone.
+            RuntimeError: all buckets were started already, or the reducer was closed.
         """
         number = len(self._started)
+        if number == len(self.buckets):
+            raise RuntimeError(f"all {number} buckets were started: call finish() first")
+        self.buckets[number].backend.validate(gradient, self.lengths[number])
         future = self._thread.submit(partial(self._reduce, number, gradient, ready, problem))
         self._started.append(future)
         return future
@@ -174,7 +185,7 @@ class BucketedAllreduce:
         return self._share == "model" and sparse % settings.threshold_interval == 0
 
     def _renew_shares(self) -> None:
-        """Divide k anew, by the buckets in which the largest elements lie. Collective."""
+        """Divide k anew, by the buckets in which the largest elements lie, as many as the final density keeps. Collective."""
         drawn, self._drawn = self._drawn, []
         each = [length / len(values) for length, values in zip(self.lengths, drawn, strict=True)]
         values = np.concatenate(drawn)
@@ -186,15 +197,23 @@ class BucketedAllreduce:
         # one more each, so that no bucket is left out for good
         self._keep(self.transport.allreduce_control(np.array(above, np.int64) + 1))
 
-    def finish(self) -> StepReport:
-        """Wait for the step's buckets, all of which were started; its report. Collective.
+    def finish(self, all_or_none: bool = True) -> StepReport:
+        """Wait for the step's buckets, all of which were started; its report. Every rank must call. No traffic.
 
         The report adds up those of the buckets, which are in `buckets`; its time is what this call waited.
 
+        Args:
+            all_or_none: where a bucket is skipped, undo the others, see `GradientAllreduce.take_back`; else their updates hold.
+
         Raises:
-            NonFiniteGradientError: as `GradientAllreduce.step`; what other buckets summed returns to the residuals.
+            NonFiniteGradientError: as `GradientAllreduce.step`; the other buckets are undone.
+            RuntimeError: a bucket was not started.
             TypeError, ValueError, RuntimeError: as `GradientAllreduce.step`, and where ranks do not come.
         """
+        if len(self._started) < len(self.buckets):
+            raise RuntimeError(
+                f"{len(self._started)} of {len(self.buckets)} buckets were started: start the others first"
+            )
         futures, self._started = self._started, []
         began = time.perf_counter()
         reports: list[StepReport] = []
@@ -208,14 +227,14 @@ class BucketedAllreduce:
         waited = time.perf_counter() - began
         if errors or any(report.skipped for report in reports):
             self._drawn = []
-            if all(isinstance(error, NonFiniteGradientError) for error in errors):
+            if all(isinstance(error, _TOGETHER) for error in errors) and (errors or all_or_none):
                 self._take_back(futures)
         if errors:
             raise _one_error(errors)
         return _sum_of(reports, waited)
 
     def _take_back(self, futures: Sequence[Future[StepReport]]) -> None:
-        for reducer, future in zip(self.buckets, futures, strict=True):
+        for reducer, future in zip(self.buckets, futures, strict=False):
             if future.exception() is None and not future.result().skipped:
                 reducer.take_back()
 
@@ -231,18 +250,26 @@ class BucketedAllreduce:
         return self.finish()
 
     def abandon(self) -> None:
-        """Forget the buckets that were started, whatever became of them."""
-        for future in self._started:
-            future.exception()
-        self._started, self._drawn = [], []
+        """Undo a step of which some buckets were started and the others will not be. Every rank must call. No traffic."""
+        futures, self._started = self._started, []
+        self._take_back(futures)  # waits
+        self._drawn = []
+        for reducer in self.buckets:
+            reducer.renumber(self.steps, self.buckets[0].sparse_steps)
 
     def skip_together(self, wanted: bool) -> StepReport | None:
         """As `GradientAllreduce.skip_together`, before any bucket was started."""
+        self._check_idle("skip_together()")
         first = self.buckets[0].skip_together(wanted)
         if first is None:
             return None
         others = [reducer.skip_together(True) for reducer in self.buckets[1:]]
         return _sum_of([first, *(report for report in others if report is not None)], 0.0)
+
+    def _check_idle(self, what: str) -> None:
+        """Raise RuntimeError where buckets are being reduced."""
+        if self._started:
+            raise RuntimeError(f"{what} while {len(self._started)} buckets are reduced: end the step first")
 
     def complete(self) -> None:
         """No step is deferred: nothing to do."""
@@ -254,14 +281,16 @@ class BucketedAllreduce:
 
     def gathered_residual(self) -> NDArray[np.float32]:
         """As `GradientAllreduce.gathered_residual`: those of the buckets, from the last to the first. Collective."""
+        self._check_idle("gathered_residual()")
         return np.concatenate([reducer.gathered_residual() for reducer in reversed(self.buckets)])
 
     def state_dict(self) -> dict[str, Any]:
         """As `GradientAllreduce.state_dict`, of each bucket."""
+        self._check_idle("state_dict()")
         return {
             "length": self.length,
             "method": self.method,
-            "weights": self._weights,
+            "weights": self._weights.copy(),
             "buckets": {str(number): reducer.state_dict() for number, reducer in enumerate(self.buckets)},
         }
 
@@ -271,9 +300,12 @@ class BucketedAllreduce:
         Raises:
             ValueError: as `GradientAllreduce.load_state_dict`, or of other buckets; on every rank alike.
         """
+        self._check_idle("load_state_dict()")
         problem = self._state_problem(state)
         self.transport.expect_all("load_state_dict", self.settings.timeout, EVERY_RANK_CALLS)
-        weights = [] if problem else [int(weight) for weight in state["weights"]]
+        weights = self.lengths
+        if not problem and self._share == "model":
+            weights = [int(weight) for weight in state["weights"]]
         self.transport.agree({"weights": weights}, problem)
         for number, reducer in enumerate(self.buckets):
             reducer.load_state_dict(state["buckets"][str(number)])
@@ -281,19 +313,26 @@ class BucketedAllreduce:
 
     def _state_problem(self, state: Any) -> str:
         try:
-            held = [state["buckets"][str(number)]["length"] for number in range(len(state["buckets"]))]
-            if len(state["weights"]) != len(held):
-                return "the state is damaged: it has not as many weights as buckets"
-        except (KeyError, TypeError) as error:
+            buckets = [state["buckets"][str(number)] for number in range(len(state["buckets"]))]
+            lengths = [bucket["length"] for bucket in buckets]
+            weights = [int(weight) for weight in state["weights"]]
+        except (KeyError, TypeError, ValueError) as error:
             return f"the state is not one of buckets: {type(error).__name__} {error}"
-        if held == self.lengths:
-            return ""
-        return f"the state has buckets of {held} elements, this reducer of {self.lengths}"
+        if lengths != self.lengths:
+            return f"the state has buckets of {lengths} elements, this reducer of {self.lengths}"
+        if len(weights) != len(lengths) or min(weights) < 0 or not any(weights):
+            return f"the state is damaged: {weights} are no weights of {len(lengths)} buckets"
+        problems = (
+            state_problem(bucket, reducer) for bucket, reducer in zip(buckets, self.buckets, strict=True)
+        )
+        return next((f"bucket {number}: {text}" for number, text in enumerate(problems) if text), "")
 
     def reset(self) -> None:
         """As `GradientAllreduce.reset`."""
+        self._check_idle("reset()")
         for reducer in self.buckets:
             reducer.reset()
+        self._keep(np.array(self.lengths, np.int64))
 
     def close(self) -> None:
         """Free what MPI and the device hold, after what was started. Collective."""

@@ -41,8 +41,9 @@ def redistribute(
     hosts, it is the rank's own state, which continues bit for bit.
 
     Args:
-        read: saved rank -> its `state_dict()`, of a `GradientAllreduce`, a `DistributedOptimizer` or an `OkTopkState`. Called for
-            those whose residuals this rank inherits, one at a time, and for `rank % saved_ranks`; of buckets once for each.
+        read: saved rank -> its `state_dict()`, of a `GradientAllreduce`, a `BucketedAllreduce`, a `DistributedOptimizer` or an
+            `OkTopkState`. Called for those whose residuals this rank inherits, one at a time, and for `rank % saved_ranks`; of
+            buckets once for each.
         saved_ranks: how many ranks saved their states.
         rank, ranks: this rank, and how many there are now.
         hosts: `GradientAllreduce.hosts` of the reducer that loads it: None for flat steps.

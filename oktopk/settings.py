@@ -150,6 +150,17 @@ def unknown_setting(given: Iterable[str], taker: Callable[..., Any], *more: str)
     return ""
 
 
+def settings_problem(given: Mapping[str, Any], taker: Callable[..., Any], *more: str) -> str:
+    """What is wrong with keywords of `Settings`, in a sentence; "" if nothing is. Arguments as `unknown_setting`."""
+    if unknown := unknown_setting(given, taker, *more):
+        return unknown
+    try:
+        Settings(**{name: value for name, value in given.items() if name not in more})
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
 def entries_kept(density: float, length: int) -> int:
     """k = max(1, ceil(density * length)), of the density as it is written: 0.07 of 100 is 7, though 0.07 * 100 > 7."""
     return max(1, math.ceil(Fraction(repr(float(density))) * length))

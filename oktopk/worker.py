@@ -26,19 +26,28 @@ class CommunicationThread:
         self._together = together
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._failed: BaseException | None = None
+        self._closed = False
         # a daemon: a process that fails must end, though this thread waits for other ranks
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, call: Callable[[], _Result]) -> Future[_Result]:
-        """Run a call after those before; the future has its result or its error."""
+        """Run a call after those before; the future has its result or its error.
+
+        Raises:
+            RuntimeError: `close` was called.
+        """
+        if self._closed:
+            raise RuntimeError("the reducer was closed")
         future: Future[_Result] = Future()
         self._calls.put((future, call))
         return future
 
     def close(self) -> None:
         """End the thread after the calls that were submitted."""
-        self._calls.put(None)
+        if not self._closed:
+            self._closed = True
+            self._calls.put(None)
         self._thread.join()
 
     def _run(self) -> None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import VECTORS
 from oktopk.results import StepReport
+from oktopk.settings import settings_problem
 from oktopk.torch.agreement import GRADIENT_TYPES
 from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.states import as_arrays, as_tensors
@@ -72,9 +73,11 @@ class OkTopkState:
         method: a name in `oktopk.METHODS`.
         share: how the k entries of a step are divided among buckets, see `oktopk.buckets.BucketedAllreduce`.
         module: whose parameters' names are the keys of the state; None: that of the DDP which has this state.
-        settings: keywords of `oktopk.Settings`. With nonfinite="skip" a bucket that is not finite becomes zero on all ranks.
+        settings: keywords of `oktopk.Settings`. With nonfinite="skip" a bucket that is not finite becomes zero on all ranks, and
+            the others are reduced.
 
     Raises:
+        ValueError: a setting is not known or out of range.
         RuntimeError: in the backward pass, on every rank alike, with the text of what `BucketedAllreduce` raises.
 
     Memory: n words of residual and n of update; n elements more where the reducer's buckets are not DDP's.
@@ -95,6 +98,8 @@ class OkTopkState:
         module: nn.Module | None = None,
         **settings: Any,
     ) -> None:
+        if problem := settings_problem(settings, OkTopkState, "gradient_type", "peer_memory"):
+            raise ValueError(problem)
         self._arguments: dict[str, Any] = {"comm": comm, "method": method, "share": share, **settings}
         self._module = module
         self._names: dict[Tensor, str] = {}
@@ -113,6 +118,7 @@ class OkTopkState:
         self._steps_here = 0  # since construction or a load
         self._report: StepReport | None = None
         self._given: list[_Given] = []  # of this step
+        self._vectors: dict[int, Tensor] = {}  # bucket -> the buffer of DDP's that is the same, in this step
         self._filled: list[int] = []  # elements of each bucket that came in this step
         self._lock = threading.Lock()  # of what the communication thread changes, too: `_Given.waits_for`
 
@@ -144,13 +150,14 @@ class OkTopkState:
             for each in self._given:
                 self._add(each)
         if bucket.is_last():
+            self._check_complete()
             _after_backward(self._set_unused)
         reduced: torch.futures.Future[Tensor] = given.done.then(given.result)
         return reduced
 
     def _begin_step(self, device: torch.device) -> None:
         self._finish_step()
-        self._given = []
+        self._given, self._vectors = [], {}
         if not self._names:
             self._names = self._parameter_names()
             self._memory = memory_of(device, beside=True)
@@ -158,6 +165,16 @@ class OkTopkState:
             self._set_up_loaded(self._loaded)
         self._move()
         self._filled = [0] * len(self._layout)
+
+    def _check_complete(self) -> None:
+        """Raise ValueError where a parameter of the reducer's buckets was in none of DDP's: futures would wait for ever."""
+        came = {parameter for given in self._given for parameter in given.parameters}
+        missing = [self._names[parameter] for parameter in self._places if parameter not in came]
+        if missing:
+            raise ValueError(
+                f"DDP does not reduce the parameter {missing[0]!r} any more, which it did before or when the state was taken: "
+                "make a new OkTopkState for a model whose parameters have changed"
+            )
 
     def _add(self, given: _Given) -> None:
         """Put a bucket's gradients where the reducer's buckets have them, and start those that are complete."""
@@ -170,10 +187,9 @@ class OkTopkState:
             )
         places = [self._places[parameter] for parameter in given.parameters]
         given.waits_for = {number for number, _ in places}
-        vectors: dict[int, Tensor] = {}
         first = places[0][0]
         if _same([given.parameters], [self._layout[first]]) and given.buffer.dtype == self._dtype:
-            vectors[first] = given.buffer
+            self._vectors[first] = given.buffer
             self._copies.pop(first, None)
             self._filled[first] = len(given.buffer)
         else:
@@ -186,8 +202,7 @@ class OkTopkState:
         while (number := self._reducer.started) < len(self._layout):
             if self._filled[number] < self._reducer.lengths[number]:
                 return
-            vector = vectors[number] if number in vectors else self._copies[number]
-            self._start(number, vector)
+            self._start(number, self._vectors[number] if number in self._vectors else self._copies[number])
 
     def _start(self, number: int, vector: Tensor) -> None:
         assert self._reducer is not None
@@ -237,7 +252,7 @@ class OkTopkState:
             reducer.abandon()
             return
         try:
-            self._report = reducer.finish()
+            self._report = reducer.finish(all_or_none=False)
         except Exception:  # the backward pass has raised it
             return
         self._steps_here += 1
@@ -246,7 +261,7 @@ class OkTopkState:
         if self._steps_here > 1 and not _same(layout, self._layout):
             self._moves_to = layout
 
-    def _set_up(self, layout: _Layout) -> None:
+    def _set_up(self, layout: _Layout, loading: bool = False) -> None:
         """Make the reducer of these buckets. Collective."""
         types = {parameter.dtype for parameters in layout for parameter in parameters}
         gradient_type = "float32"
@@ -257,11 +272,13 @@ class OkTopkState:
         arguments = {"gradient_type": gradient_type, **self._arguments}
         self._reducer = BucketedAllreduce(
             arguments.pop("comm"),
-            [sum(p.numel() for p in parameters) for parameters in layout],
+            [sum(parameter.numel() for parameter in parameters) for parameters in layout],
             device=self._memory.device,
             stream=self._memory.stream,
             **arguments,
         )
+        # a rank without a state would reduce while the others load theirs
+        self._reducer.transport.agree({"whether a state was loaded": loading})
         self._dtype = GRADIENT_TYPES[arguments["gradient_type"]]
         self._updates = [self._memory.tensor(update) for update in self._reducer.updates]
         self._layout, self._copies = layout, {}
@@ -297,8 +314,10 @@ class OkTopkState:
             NonFiniteGradientError, RuntimeError: as `GradientAllreduce.state_dict`.
         """
         self._finish_step()
+        if self._loaded is not None:
+            return self._loaded
         if self._reducer is None:
-            return self._loaded or {"buckets": [], "moves_to": None, "reducer": None}
+            return {"buckets": [], "moves_to": None, "reducer": None}
         return {
             "buckets": self._named(self._layout),
             "moves_to": None if self._moves_to is None else self._named(self._moves_to),
@@ -306,7 +325,7 @@ class OkTopkState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where this rank's `state_dict` was taken, bit for bit, from the next backward pass on.
+        """Continue where this rank's `state_dict` was taken, bit for bit, from the next backward pass on. Every rank must call.
 
         Raises:
             ValueError: it is not a state of this class. What else does not fit is raised in the next backward pass, on every
@@ -315,17 +334,24 @@ class OkTopkState:
         if not isinstance(state, dict) or not {"buckets", "moves_to", "reducer"} <= state.keys():
             raise ValueError("the state is not one of OkTopkState.state_dict()")
         self._finish_step()
-        self._loaded = None if state["reducer"] is None else dict(state)
+        self._loaded = dict(state)
         self._steps_here, self._moves_to = 0, None
 
     def _set_up_loaded(self, state: dict[str, Any]) -> None:
         """Make the reducer as it was when a state was taken. Collective."""
         self._loaded = None
-        layout = self._found(state["buckets"])
+        if state["reducer"] is None:  # of before the first step
+            self.close()
+            return
+        try:
+            layout = self._found(state["buckets"])
+        except ValueError as error:
+            BucketedAllreduce(self._arguments["comm"], [1], problem=str(error))  # tells the other ranks
+            raise
         if self._reducer is None or not _same(layout, self._layout):
             if self._reducer is not None:
                 self._reducer.close()
-            self._set_up(layout)
+            self._set_up(layout, loading=True)
         assert self._reducer is not None
         self._reducer.load_state_dict(as_arrays(state["reducer"]))
         self._moves_to = None if state["moves_to"] is None else self._found(state["moves_to"])
@@ -354,11 +380,12 @@ class OkTopkState:
         return {parameter: name for name, parameter in module.named_parameters()}
 
     def close(self) -> None:
-        """Free what the reducer holds. Collective. The next backward pass would set it up again."""
+        """Free what the reducer holds, residuals too. Collective. A further backward pass begins anew."""
         self._finish_step()
+        self._given, self._moves_to, self._steps_here = [], None, 0
         if self._reducer is not None:
             self._reducer.close()
-            self._reducer = None
+            self._reducer, self._layout, self._places = None, [], {}
 
 
 # register_comm_hook compares the annotations with its own types: this file must not import those of __future__, which are texts

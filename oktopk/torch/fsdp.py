@@ -14,7 +14,7 @@ from collectives.connect import communicator, connect
 from collectives.limit import Limit
 from oktopk.allreduce import GradientAllreduce
 from oktopk.results import StepReport
-from oktopk.settings import timeout_of, unknown_setting
+from oktopk.settings import settings_problem, timeout_of
 from oktopk.torch.agreement import GRADIENT_TYPES
 from oktopk.torch.interop import memory_of
 from oktopk.torch.modules import broadcast_tensors
@@ -34,8 +34,8 @@ class OkTopkReplicas:
     group of the first one. Each module that `fully_shard` was called on has a reducer of its own, whose residual is of this
     rank's shard. Every rank of the group must hold the same shard and take the same steps. Needs torch 2.6 or later.
 
-    A gradient that is not finite on some replica becomes NaN on all, as with a dense allreduce, and leaves the residuals as they
-    were: skip the step where `clip_grad_norm_` gives NaN.
+    A gradient that is not finite on some replica becomes NaN on all, as with a dense allreduce: where `clip_grad_norm_` gives
+    NaN, call `skip` in place of the optimizer's step.
 
     Args:
         model: with `fully_shard` applied on a mesh of one dimension. Parameters become those of the group's first rank.
@@ -50,7 +50,7 @@ class OkTopkReplicas:
     Attributes:
         reports: name of the module -> report of its last step.
 
-    Memory: that of a `GradientAllreduce` of this rank's shard.
+    Memory: that of a `GradientAllreduce` of this rank's shard, with nonfinite="skip".
     Traffic: that of the method for each module, as FSDP2 reduces it, in the backward pass; no dense allreduce.
 
     Example:
@@ -62,14 +62,16 @@ class OkTopkReplicas:
     def __init__(
         self, model: nn.Module, comm: Communicator | None, method: str = "oktopk", **settings: Any
     ) -> None:
-        problem = unknown_setting(settings, GradientAllreduce)
+        problem = settings_problem(settings, OkTopkReplicas, "peer_memory")
         if refused := [name for name in ("nonfinite", "deferred") if name in settings]:
             problem = problem or f"{refused[0]} is not for the replicas of a sharded model"
         modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         self._arguments: dict[str, Any] = {"method": method, "nonfinite": "skip", **settings}
         self._comm = communicator(comm)
         self._reducers: dict[str, GradientAllreduce] = {}
+        self._types: dict[str, torch.dtype] = {}
         self._loaded: dict[str, Any] = {}
+        self._names = set(modules)
         self.reports: dict[str, StepReport] = {}
         parameters = list(model.parameters())
         if not modules:
@@ -90,21 +92,26 @@ class OkTopkReplicas:
         """Make the gradient of a module's shard the mean over the replicas. Collective."""
         memory = memory_of(shard.device)
         if name not in self._reducers:
-            gradient_type = next(key for key, dtype in GRADIENT_TYPES.items() if dtype == shard.dtype)
+            types = {dtype: key for key, dtype in GRADIENT_TYPES.items() if memory.device != "cpu"}
+            gradient_type = types.get(shard.dtype, "float32")
             arguments = self._arguments | {"device": memory.device, "stream": memory.stream}
-            if memory.device == "cpu":
-                gradient_type = "float32"
+            self._types[name] = GRADIENT_TYPES[gradient_type]
             self._reducers[name] = GradientAllreduce(
                 self._comm, shard.numel(), gradient_type=gradient_type, **arguments
             )
             if name in self._loaded:
                 self._reducers[name].load_state_dict(as_arrays(self._loaded.pop(name)))
         reducer = self._reducers[name]
-        taken = shard.float() if memory.device == "cpu" else shard
-        report = self.reports[name] = reducer.step(memory.array(taken))
+        report = self.reports[name] = reducer.step(memory.array(shard.to(self._types[name])))
         shard.copy_(memory.tensor(reducer.writable_update))
         if report.skipped:
             shard.fill_(torch.nan)
+
+    def skip(self) -> None:
+        """Undo the last backward pass, whose gradients are not stepped on: residuals are as before it. Every rank must call."""
+        for name, reducer in self._reducers.items():
+            if not self.reports[name].skipped:
+                reducer.take_back()
 
     def gathered_residuals(self) -> dict[str, Any]:
         """Name of the module -> `GradientAllreduce.gathered_residual` of this rank's shard. Collective."""
@@ -119,8 +126,17 @@ class OkTopkReplicas:
         """Continue where this rank's `state_dict` was taken, bit for bit. Collective.
 
         Raises:
-            ValueError: as `GradientAllreduce.load_state_dict`; for modules that have not been reduced yet in their first step.
+            ValueError: as `GradientAllreduce.load_state_dict`, for modules that have not been reduced yet in their first step; or
+                the state is of other modules, on every rank alike.
         """
+        others = sorted(set(state) ^ self._names)
+        problem = (
+            f"the state and the model differ in sharded modules: {', '.join(others)}"
+            if state and others
+            else ""
+        )
+        with closing(connect(self._comm)) as transport:
+            transport.agree({"modules": sorted(state)}, problem)
         for name, reducer in self._reducers.items():
             reducer.load_state_dict(as_arrays(state.get(name)))
         self._loaded = {name: held for name, held in state.items() if name not in self._reducers}

@@ -42,6 +42,10 @@ class FlatGradients:
         self._views = dense_views(self.vector, parameters, starts)
         self._shared = dtype == parameters[0].dtype
 
+    def holds(self, number: int) -> bool:
+        """Whether a parameter's gradient is its view of the vector."""
+        return self._parameters[number].grad is self._views[number]
+
     def attach(self) -> None:
         """Make autograd write where `collect` finds it cheapest."""
         if not self._shared:

@@ -75,7 +75,7 @@ class DistributedOptimizer(WrappedOptimizer):
             Frozen parameters and buffers are neither compared nor replaced: see `broadcast_parameters`.
         overlap: reduce gradients in buckets while the backward pass goes on, each when its last gradient is there, in a thread
             and, on a GPU, on a stream of its own; `step` waits for what is left. Put all backward passes of a step but the last
-            into `no_sync`. Not for a GradScaler, `deferred` or `measure`.
+            into `no_sync`, and change no gradient before `step`. Not for a GradScaler, `deferred` or `measure`.
         bucket_mb: size of a bucket, in 1e6 bytes of float32; 0: 25 with `overlap`, else one vector. The same buckets give the
             same bits with `overlap` and without.
         share: how k is divided among buckets, see `oktopk.buckets.BucketedAllreduce`.
@@ -218,7 +218,8 @@ class DistributedOptimizer(WrappedOptimizer):
     def gradient(self) -> NDArray[np.float32]:
         """float32[n]: this rank's flat gradient, as the last step took it, on the host.
 
-        To be asked for before the next backward pass or `zero_grad`. On the CPU a view, valid until then; from a GPU a copy.
+        To be asked for before the next backward pass or `zero_grad`. On the CPU a view, valid until then; from a GPU, and of
+        buckets, a copy.
         """
         vector = self._gradients.vector
         if self._layout is not None:
@@ -234,6 +235,11 @@ class DistributedOptimizer(WrappedOptimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes within add up locally. Needed with `overlap`; without it they do so anyway, until `step`."""
         return nullcontext() if self._buckets is None else self._buckets.no_sync()
+
+    def abandon(self) -> None:
+        """Forget a backward pass that an error ended, where `overlap` has begun to reduce its gradients. Every rank must call."""
+        if self._buckets is not None:
+            self._buckets.abandon()
 
     def step(
         self,
@@ -280,11 +286,11 @@ class DistributedOptimizer(WrappedOptimizer):
 
         No parameter moves at a learning rate of 0, but a step would take entries out of the residuals.
         """
-        if self._buckets is not None and self._buckets.started:
-            return False
         if self.inner.state or not all(_is_zero(group.get("lr")) for group in self.inner.param_groups):
             return False
         moving = any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
+        if self._buckets is not None:
+            moving = moving or self._buckets.started > 0
         self.reducer.complete()
         transport = self.reducer.transport
         transport.expect_all(f"step {self.reducer.steps}", self.reducer.settings.timeout)

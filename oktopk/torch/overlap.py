@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -92,30 +93,56 @@ class BackwardBuckets:
         self._sizes = [each.stop - each.start for each in layout.ranges]
         self._missing = list(self._sizes)
         self._armed = overlapped
+        self._versions: dict[
+            int, int
+        ] = {}  # parameter -> that of its gradient, when the backward pass had accumulated it
+        self._parameters = parameters
         self._hooks: list[Any] = []
         if overlapped:
             for bucket, each in enumerate(layout.ranges):
                 for number in range(each.start, each.stop):
-                    hook = self._hook(bucket, number)
+                    hook = _hook(weakref.ref(self), bucket, number)
                     self._hooks.append(parameters[number].register_post_accumulate_grad_hook(hook))
 
-    def _hook(self, bucket: int, number: int) -> Callable[[Tensor], None]:
-        only = slice(number, number + 1)
+    def accumulated(self, bucket: int, number: int) -> None:
+        """Take the gradient of a parameter, which the backward pass has accumulated, and start buckets that are complete.
 
-        def accumulated(parameter: Tensor) -> None:
-            if not self._armed:
-                return
-            if not self._missing[bucket]:
+        Raises:
+            RuntimeError: it is the second one since the last step.
+        """
+        if not self._armed:
+            return
+        if not self._missing[bucket]:
+            raise RuntimeError(
+                "a second backward pass before step(), whose first one began to reduce the gradients: put all but the last "
+                "into no_sync()"
+            )
+        self._gradients.collect(only=slice(number, number + 1))
+        self._versions[number] = self._version(number)
+        self._missing[bucket] -= 1
+        while (first := self._reducer.started) < len(self._sizes) - 1 and not self._missing[first]:
+            self._reducer.start(self._arrays[first], self._memory.after_current())
+
+    def _version(self, number: int) -> int:
+        """Of a parameter's gradient; all that lie in the vector share the vector's."""
+        gradient = self._parameters[number].grad
+        return -1 if gradient is None else gradient._version
+
+    def _check_unchanged(self) -> None:
+        """Raise RuntimeError where gradients were changed after they were accumulated, and buckets of them are being reduced.
+
+        The vector's version grows with every gradient that is accumulated in it: what counts is the last one.
+        """
+        if not self.started:
+            return
+        shared = {number for number in self._versions if self._gradients.holds(number)}
+        last = max((self._versions[number] for number in shared), default=-1)
+        for number, version in self._versions.items():
+            if self._version(number) != (last if number in shared else version):
                 raise RuntimeError(
-                    "a second backward pass before step(), whose first one began to reduce the gradients: put all but the last "
-                    "into no_sync()"
+                    "gradients were changed between the backward pass and step(), while they are reduced: pass clip_norm to clip "
+                    "the reduced gradient, or overlap=False"
                 )
-            self._gradients.collect(only=only)
-            self._missing[bucket] -= 1
-            while (first := self._reducer.started) < len(self._sizes) - 1 and not self._missing[first]:
-                self._reducer.start(self._arrays[first], self._memory.after_current())
-
-        return accumulated
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -135,18 +162,43 @@ class BackwardBuckets:
         """Raise RuntimeError if buckets are being reduced."""
         if self.started:
             raise RuntimeError(
-                f"{what} while the gradients of the last backward pass are reduced: call step() first"
+                f"{what} while the gradients of the last backward pass are reduced: call step() first, or abandon() on every rank"
             )
 
     def rest(self) -> list[Any]:
-        """The buckets that were not started, for `BucketedAllreduce.step`; the next backward pass starts anew."""
+        """The buckets that were not started, for `BucketedAllreduce.step`; the next backward pass starts anew.
+
+        Raises:
+            RuntimeError: gradients were changed while they are reduced.
+        """
+        self._check_unchanged()
         with torch.no_grad():
             for each in self._layout.ranges[self._reducer.started :]:
                 self._gradients.collect(only=each)
-        self._missing = list(self._sizes)
+        self._start_anew()
         return self._arrays[self._reducer.started :]
+
+    def abandon(self) -> None:
+        """Undo what a backward pass has begun. Every rank must call."""
+        self._reducer.abandon()
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._missing = list(self._sizes)
+        self._versions = {}
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _hook(buckets: weakref.ref[BackwardBuckets], bucket: int, number: int) -> Callable[[Tensor], None]:
+    """Tell the buckets of a gradient; nothing once their optimizer is gone: a parameter outlives it, and its hooks with it."""
+
+    def accumulated(parameter: Tensor) -> None:
+        own = buckets()
+        if own is not None:
+            own.accumulated(bucket, number)
+
+    return accumulated

@@ -49,7 +49,7 @@ def test_buckets_together_keep_the_contract_of_one_vector(
     for step in range(9):
         given = gradients(comm, step)
         report = reducer.step(given)
-        assert K - 1 <= report.k <= K  # a bucket of one element keeps no more
+        assert 0.95 * K <= report.k <= K  # a bucket of few elements keeps no more than it has
         assert report.local_nnz <= 5 * K // 4 + len(LENGTHS)
         assert report.words <= upper_bound(5 * K // 4 + len(LENGTHS), comm.size)
         assert report.words == sum(bucket.words for bucket in report.buckets)
@@ -96,7 +96,7 @@ def test_a_bucket_of_larger_elements_keeps_more_of_its_own(
 
 
 @pytest.mark.parametrize("reducer", [{}, {"nonfinite": "skip"}], indirect=True)
-def test_a_bucket_that_is_not_finite_leaves_all_residuals_as_they_were(
+def test_where_a_bucket_is_not_finite_nothing_of_the_others_is_lost(
     comm: MPI.Intracomm, reducer: BucketedAllreduce
 ) -> None:
     reducer.step(gradients(comm, 0))
@@ -114,6 +114,9 @@ def test_a_bucket_that_is_not_finite_leaves_all_residuals_as_they_were(
         assert reducer.step(broken).skipped
     assert not any(update.any() for update in reducer.updates)
     after = comm.allreduce(reducer.gathered_residual().astype(np.float64))
+    if reducer.settings.nonfinite == "skip":
+        assert np.array_equal(after, before)
+        return
     others = total(comm, [np.where(np.isfinite(vector), vector, 0) for vector in reversed(broken)])
     skipped = slice(LENGTHS[4] + LENGTHS[3], LENGTHS[4] + LENGTHS[3] + LENGTHS[2])
     others[skipped] = 0  # the broken bucket's gradient is dropped
@@ -169,12 +172,63 @@ def test_wrong_arguments_raise_on_every_rank(
         BucketedAllreduce(comm, lengths, **options)
 
 
-def test_a_state_of_other_buckets_is_refused(comm: MPI.Intracomm, reducer: BucketedAllreduce) -> None:
-    state = reducer.state_dict()
+def test_a_state_that_does_not_fit_changes_nothing(comm: MPI.Intracomm, reducer: BucketedAllreduce) -> None:
+    reducer.step(gradients(comm, 0))
+    state, before = reducer.state_dict(), reducer.gathered_residual()
+    reducer.step(gradients(comm, 1))
+    now = reducer.gathered_residual()
+    damaged = state | {"buckets": dict(state["buckets"])}
+    damaged["buckets"]["4"] = damaged["buckets"]["4"] | {"steps": -1}
+    with pytest.raises(ValueError, match="bucket 4: steps -1"):
+        reducer.load_state_dict(damaged)
+    with pytest.raises(ValueError, match="are no weights of 5 buckets"):
+        reducer.load_state_dict(state | {"weights": np.zeros(5, np.int64)})
+    assert np.array_equal(reducer.gathered_residual(), now)
+    reducer.load_state_dict(state)
+    assert np.array_equal(reducer.gathered_residual(), before)
     del state["buckets"]["4"]
     state["weights"] = state["weights"][:4]
     with pytest.raises(ValueError, match=r"the state has buckets of \[700, 1, 3000, 64\] elements"):
         reducer.load_state_dict(state)
+
+
+def test_what_does_not_fit_into_a_step_raises_before_it_begins(
+    comm: MPI.Intracomm, reducer: BucketedAllreduce
+) -> None:
+    given = gradients(comm, 0)
+    with pytest.raises(RuntimeError, match="0 of 5 buckets were started"):
+        reducer.finish()
+    with pytest.raises(ValueError, match=r"shape \(701,\) is not \(700,\)"):
+        reducer.start(np.zeros(701, np.float32))
+    for vector in given:
+        reducer.start(vector)
+    with pytest.raises(RuntimeError, match="all 5 buckets were started"):
+        reducer.start(given[0])
+    for call in (reducer.state_dict, reducer.reset, reducer.gathered_residual):
+        with pytest.raises(RuntimeError, match="while 5 buckets are reduced: end the step first"):
+            call()
+    reducer.finish()
+
+
+def test_an_abandoned_step_leaves_nothing_behind(comm: MPI.Intracomm, reducer: BucketedAllreduce) -> None:
+    reducer.step(gradients(comm, 0))
+    before = comm.allreduce(reducer.gathered_residual().astype(np.float64))
+    given = gradients(comm, 1)
+    reducer.start(given[0])
+    reducer.start(given[1])
+    reducer.abandon()
+    begun = total(comm, [np.zeros_like(vector) for vector in given[:1:-1]] + given[1::-1])
+    after = comm.allreduce(reducer.gathered_residual().astype(np.float64))
+    assert np.array_equal(after, before + begun)
+    assert reducer.step(gradients(comm, 2)).step == 2
+    assert len({bucket.steps for bucket in reducer.buckets}) == 1
+
+
+def test_a_closed_reducer_says_so(comm: MPI.Intracomm) -> None:
+    reducer = BucketedAllreduce(comm, [5])
+    reducer.close()
+    with pytest.raises(RuntimeError, match="the reducer was closed"):
+        reducer.step([np.ones(5, np.float32)])
 
 
 @pytest.mark.mpi(min_size=2)

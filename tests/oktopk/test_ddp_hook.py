@@ -240,9 +240,63 @@ def test_a_state_that_does_not_fit_says_so(
         loss(other, comm.rank, 0).backward()
 
 
-def test_a_setting_that_is_not_known_raises_in_the_first_backward_pass(
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"densty": 0.1}, "did you mean density"), ({"density": 2.0}, r"2.0 is not in \(0, 1\]")],
+)
+def test_a_setting_that_does_not_fit_raises_at_construction(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OkTopkState(**settings)
+
+
+def test_a_skipped_bucket_leaves_the_others_to_be_applied_once(
     comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]]
 ) -> None:
-    ddp, _ = hooked(densty=0.1)
-    with pytest.raises(Exception, match="did you mean density"):
-        loss(ddp, comm.rank, 0).backward()
+    ddp, state = hooked(nonfinite="skip")
+    train(ddp, comm.rank, range(3))
+    before = residuals(comm, state)
+    ddp.zero_grad()
+    own = Branches()
+    own.load_state_dict(ddp.module.state_dict())
+    if comm.rank == 0:  # in the last bucket of the backward pass alone
+        ddp.module.first.weight.register_hook(lambda gradient: gradient * float("nan"))
+    for module in (ddp, own):
+        loss(module, comm.rank, 3).backward()
+    assert state.report.skipped
+    after = residuals(comm, state)
+    applied = ddp.module.last.weight.grad.double().reshape(-1).numpy() * comm.size
+    gradient = comm.allreduce(own.last.weight.grad.double().reshape(-1).numpy())
+    name = "last.weight"
+    assert applied.any()
+    assert np.allclose(applied + after[name], before[name] + gradient, rtol=1e-5, atol=1e-6)
+    assert not ddp.module.first.weight.grad.any()
+
+
+def test_a_state_is_what_was_loaded_until_the_next_step(
+    comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]]
+) -> None:
+    ddp, state = hooked()
+    unused = state.state_dict()
+    train(ddp, comm.rank, range(2))
+    saved = state.state_dict()
+    train(ddp, comm.rank, range(2, 4))
+    state.load_state_dict(saved)
+    assert state.state_dict()["reducer"]["buckets"]["0"]["steps"] == 2
+    state.load_state_dict(unused)
+    train(ddp, comm.rank, range(1))
+    assert state.report.step == 0
+
+
+def test_a_parameter_that_ddp_no_longer_reduces_is_named(
+    comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]]
+) -> None:
+    ddp, state = hooked()
+    train(ddp, comm.rank, range(2))
+    model = Branches()
+    model.first.bias.requires_grad_(False)
+    other, loaded = DistributedDataParallel(model), OkTopkState()
+    other.register_comm_hook(loaded, ddp_hook)
+    loaded.load_state_dict(state.state_dict())
+    with pytest.raises(Exception, match=r"DDP does not reduce the parameter 'first\.bias' any more"):
+        loss(other, comm.rank, 0).backward()
+    loaded.close()

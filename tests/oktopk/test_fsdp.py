@@ -106,11 +106,21 @@ other = OkTopkReplicas(again, replicate, density=0.05, threshold_interval=3)
 other.load_state_dict(saved)
 train(again, range(4, 7))
 assert torch.equal(whole(again), whole(model))
+kept = other.gathered_residuals()
+try:
+    other.load_state_dict({"another": None})
+except ValueError as error:
+    assert "differ in sharded modules" in str(error)
+else:
+    raise AssertionError("a state of other modules was taken")
 broken = loss(again, 7) * (float("nan") if rank == 3 else 1.0)
 broken.backward()
 assert all(report.skipped for report in other.reports.values()) == (rank in (1, 3)) or rank in (0, 2)
 norm = nn.utils.clip_grad_norm_(again.parameters(), 1.0)
 assert not torch.isfinite(norm.full_tensor()), norm
+other.skip()
+after = other.gathered_residuals()
+assert all(torch.equal(torch.from_numpy(after[name]), torch.from_numpy(held)) for name, held in kept.items())
 again.zero_grad()
 train(again, range(8, 10))
 assert torch.isfinite(whole(again)).all() and same_on_all_ranks(whole(again))

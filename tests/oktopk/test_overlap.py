@@ -137,9 +137,12 @@ def test_a_gradient_that_is_not_finite_raises_on_every_rank_and_is_not_applied(
     train(model, optimizer, comm.rank, range(2))
     before, carried = flat(model), comm.allreduce(optimizer.reducer.gathered_residual().astype(np.float64))
     optimizer.zero_grad()
+    factor = float("inf") if comm.rank == 0 else 1.0
+    broken = model[0].weight.register_hook(
+        lambda gradient: gradient * factor
+    )  # in the bucket that waits for the step
     loss(model, comm.rank, 2).backward()
-    if comm.rank == 0:
-        model[0].weight.grad.fill_(float("inf"))  # in the bucket that waits for the step
+    broken.remove()
     with pytest.raises(NonFiniteGradientError, match=r"rank\(s\) 0"):
         optimizer.step()
     assert np.array_equal(flat(model), before)
@@ -209,15 +212,63 @@ def test_what_would_change_gradients_that_are_being_reduced_raises(
     loss(model, comm.rank, 0).backward()
     with pytest.raises(RuntimeError, match=r"zero_grad\(\) while the gradients .* call step\(\) first"):
         optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match="put all but the last into"):
-        loss(model, comm.rank, 1).backward()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.zeros(()))
     with pytest.raises(RuntimeError, match="GradScaler while the gradients"):
         scaler.step(optimizer)
     with pytest.raises(ValueError, match="measures are taken of one vector"):
         optimizer.step(measure=True)
-    optimizer.step()
+    with pytest.raises(RuntimeError, match="put all but the last into"):
+        loss(model, comm.rank, 1).backward()
+    optimizer.abandon()
+
+
+def test_gradients_that_were_changed_while_they_are_reduced_are_refused(
+    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
+) -> None:
+    model = network()
+    optimizer = wrap(model)
+    before = optimizer.reducer.gathered_residual()
+    optimizer.zero_grad()
+    loss(model, comm.rank, 0).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match=r"changed between the backward pass and step\(\).*pass clip_norm"):
+        optimizer.step()
+    optimizer.abandon()
+    after = comm.allreduce(optimizer.reducer.gathered_residual().astype(np.float64))
+    assert not before.any() and np.isfinite(after).all()
+    train(model, optimizer, comm.rank, range(1, 3))
+    assert optimizer.report.step == 2
+
+
+def test_a_parameter_that_was_frozen_at_wrapping_undoes_what_was_reduced(
+    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
+) -> None:
+    model = network()
+    model[0].bias.requires_grad_(False)
+    optimizer = wrap(model)
+    model[0].bias.requires_grad_(True)
+    optimizer.zero_grad()
+    loss(model, comm.rank, 0).backward()
+    assert optimizer.reducer.started == 2
+    mass = comm.allreduce(optimizer.gradient.astype(np.float64))[-2727:]
+    with pytest.raises(ValueError, match="need a gradient that is not reduced"):
+        optimizer.step()
+    left = comm.allreduce(optimizer.reducer.gathered_residual().astype(np.float64))[-2727:]
+    assert np.allclose(left, mass, atol=1e-6)
+
+
+def test_an_optimizer_that_was_wrapped_anew_takes_over(
+    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
+) -> None:
+    model = network()
+    first = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), comm, overlap=True, bucket_mb=BUCKET_MB
+    )
+    first.close()
+    del first
+    train(model, wrap(model), comm.rank, range(3))
+    assert np.array_equal(flat(model), comm.bcast(flat(model)))
 
 
 def test_buckets_begin_where_kernels_may_read_several_elements_at_once() -> None:
