@@ -209,7 +209,7 @@ def _run(found: list[Contestant], options: Options, comm: MPI.Intracomm, device:
         ]
         for one in found:
             for number, (inputs, targets) in enumerate(batches, first):
-                comm.Barrier()
+                dist.barrier()  # waits asleep: MPI's would take a core from ranks that are not here yet
                 began = time.perf_counter()
                 one.step(inputs, targets)
                 if device.type == "cuda":

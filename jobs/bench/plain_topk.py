@@ -15,7 +15,8 @@ class PlainTopK:
 
     Attributes:
         residuals: parameter -> what was not sent yet, flat: views of one vector a bucket.
-        bytes: sent by this rank since construction, as a ring would.
+        received: what came last, for each bucket.
+        bytes: sent by this rank since the caller set it to 0, as a ring would.
 
     Memory: n words of residual, and 2 k words received from each rank.
     """
@@ -23,6 +24,7 @@ class PlainTopK:
     def __init__(self, density: float) -> None:
         self.density = density
         self.residuals: dict[Tensor, Tensor] = {}
+        self.received: dict[int, Tensor] = {}
         self.bytes = 0
         self._buckets: dict[int, tuple[list[int], Tensor]] = {}
 
@@ -57,6 +59,8 @@ def plain_topk_hook(state: PlainTopK, bucket: dist.GradBucket) -> torch.futures.
     sent = torch.stack([whole[indices].view(torch.int32), indices.int()])
     whole[indices] = 0
     received = sent.new_empty(ranks, 2, k)
+    # a stream of the future's reads it: freed before the step ends, another one could write there
+    state.received[bucket.index()] = received
     work = dist.all_gather(list(received), sent, async_op=True)
     state.bytes += (ranks - 1) * sent.nbytes
 

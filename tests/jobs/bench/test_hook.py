@@ -14,6 +14,7 @@ from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from jobs.bench.document import BenchError, read
+from jobs.bench.figures import draw
 from jobs.bench.hook import Contestant, measure_hooks
 from jobs.bench.job import run
 from jobs.bench.options import parse
@@ -86,6 +87,8 @@ def test_a_step_with_each_hook_and_without_communication(comm: MPI.Intracomm, tm
     content = comm.bcast(read(path) if comm.rank == 0 else None)
     assert content["kind"] == "hook table"
     assert "plain-topk" in document_tables(content)
+    with pytest.raises(BenchError, match="has no picture"):
+        draw(path, tmp_path)
     (entry,) = content["runs"]
     assert list(entry["left_out"]) == ["bf16"]
     methods = {method["name"]: method for method in entry["methods"]}
@@ -109,8 +112,3 @@ def test_ranks_that_end_with_different_parameters_are_refused(
     monkeypatch.setattr(Contestant, "digest", lambda one: f"{one.name} {one.name == 'ddp' and comm.rank}")
     with pytest.raises(BenchError, match="different parameters: ddp$"):
         measure_hooks(parse([*SHORT, "--quiet"], launched=True), comm)
-
-
-def test_what_the_table_does_not_take_is_refused() -> None:
-    with pytest.raises(BenchError, match="--methods is not for --table hook"):
-        parse([*SHORT, "--methods", "oktopk"], launched=True)
