@@ -4,6 +4,7 @@
     python -m jobs.bench --ablate --json FILE                   starts mpiexec itself, on 4 and on 8 ranks
     python -m jobs.bench --sweep-ranks 2,4,8,16,32,64 --json FILE
     mpiexec -n 4 python -m mpi4py -m jobs.bench --table gpu --json FILE    against NCCL, on 4 GPUs
+    mpiexec -n 4 python -m mpi4py -m jobs.bench --table hook --json FILE   training steps with communication hooks of DDP
 
 Rank 0 prints the tables and writes the JSON, which jobs.report draws.
 

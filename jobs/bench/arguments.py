@@ -36,7 +36,11 @@ KNOWN = {
     "cuda": (*METHODS, *OWN_ROWS, *NCCL_ROWS, *HOST_ROWS),
 }
 """device -> what `--methods` takes."""
-TABLES = ("gpu",)
+TABLES: dict[str, tuple[str, ...]] = {
+    "gpu": ("rows", "budget", "gradient_type"),
+    "hook": ("length", "density", "steps", "warmup", "settings"),
+}
+"""Table -> the options that it takes besides those of every bench, by their names in the parser's result."""
 TABLE_METHODS = ("oktopk", *OWN_ROWS, *NCCL_ROWS)
 BUDGET = 300.0
 
@@ -91,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--replay", type=Path, metavar="DIR", help=text)
     add("--seed", type=int, default=1, help="Seed of the random gradients; default: %(default)s")
-    add("--device", choices=DEVICES, help="Device that gradients lie on; default: cpu, with --table cuda")
+    add("--device", choices=DEVICES, help="Device that gradients lie on; default: cpu, with --table gpu cuda")
     text = "Type of the gradients, on a CPU float32 alone; default: float32, with --table both of its types"
     add("--gradient-type", choices=GRADIENT_TYPES["cuda"], help=text)
     add(
@@ -109,10 +113,10 @@ def parser() -> argparse.ArgumentParser:
     add("--ranks", metavar="P,P", help=text)
     text = "Numbers of ranks to count words on, each at least 1; starts an mpiexec for each of them"
     add("--sweep-ranks", metavar="P,P,...", help=text)
-    text = "Table with target times, measured cell by cell; default: none"
-    add("--table", choices=TABLES, default="", help=text)
-    add("--rows", metavar="I,I", help="Numbers of the rows of --table to measure, from 1; default: all")
-    text = f"Start no further cell of --table after so many seconds, above 0; default: {BUDGET:g}"
+    text = "Table to measure: gpu, cells with target times; hook, training steps with communication hooks of DDP; default: none"
+    add("--table", choices=tuple(TABLES), default="", help=text)
+    add("--rows", metavar="I,I", help="Numbers of the rows of --table gpu to measure, from 1; default: all")
+    text = f"Start no further cell of --table gpu after so many seconds, above 0; default: {BUDGET:g}"
     add("--budget", type=float, metavar="SECONDS", help=text)
     text = "Commit that is measured, for the record; default: the one that git names"
     add("--commit", default="", metavar="TEXT", help=text)

@@ -39,9 +39,11 @@ def draw(path: str | Path, folder: str | Path) -> list[Path]:
     """Draw a document of the bench into STEM.png, STEM-methods.csv and STEM-stages.csv of a folder, made if need be.
 
     Raises:
-        BenchError: the JSON cannot be read or is none of the bench's, or the folder cannot be written.
+        BenchError: the JSON cannot be read, is none of the bench's or one that is not drawn, or the folder cannot be written.
     """
     content = read(path)
+    if content["kind"] == "hook table":
+        raise BenchError(f"{path} has no picture: python -m jobs.bench.tables prints it")
     target, stem = Path(folder), Path(path).stem
     files = [target / f"{stem}.png", target / f"{stem}-methods.csv", target / f"{stem}-stages.csv"]
     try:

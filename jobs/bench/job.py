@@ -16,10 +16,9 @@ from jobs.bench.gpu.table import run_table
 from jobs.bench.nccl import leave
 from jobs.bench.options import Options
 from jobs.bench.run import measure_run, say, together, written
-from jobs.bench.tables import run_tables, sweep_table
+from jobs.bench.tables import document_tables, sweep_table
 from jobs.cluster.rank_check import launch_problem
 from jobs.launch import run_job
-from jobs.run import provenance
 from oktopk import NonFiniteGradientError
 from oktopk.launch import LaunchError, end_on_sigterm
 
@@ -50,16 +49,21 @@ def _run(options: Options, comm: MPI.Intracomm) -> int:
         path = options.json
         if path is not None:
             output = together(comm, lambda: Output(path) if comm.rank == 0 else None)
-        if options.table:
+        if options.table == "gpu":
             run_table(options, comm, output)
             return 0
-        result = measure_run(options, comm)
+        if options.table == "hook":
+            from jobs.bench.hook import measure_hooks  # torch
+
+            kind, result = "hook table", measure_hooks(options, comm)
+        else:
+            kind, result = "ablation" if options.ablate else "bench", measure_run(options, comm)
         if comm.rank == 0:
+            content = written(kind, [result], options, comm)
             if not options.quiet:
-                print(run_tables(result, provenance.machine()), flush=True)
+                print(document_tables(content), flush=True)
             if output is not None:
-                kind = "ablation" if options.ablate else "bench"
-                output.write(written(kind, [result], options, comm))
+                output.write(content)
     except (BenchError, NonFiniteGradientError) as error:
         say(comm, f"jobs.bench: {error}", sys.stderr)
         return 2

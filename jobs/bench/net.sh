@@ -148,7 +148,7 @@ bench() {
     fi
     # dense steps take a second each at 1 Gb/s: ten of them say as much as sixty
     local defaults=(--methods "${methods[@]}" --dense-steps 10)
-    [[ " $* " != *" --ablate "* ]] || defaults=()
+    [[ " $* " != *" --ablate "* && " $* " != *" --table "* ]] || defaults=()
     "${launch[@]}" -n "$ranks" "$python" -m mpi4py -m jobs.bench "${defaults[@]}" \
         --network "$hosts hosts, TCP over $rate links" "$@" </dev/null
 }

@@ -22,6 +22,7 @@ from jobs.bench.arguments import (
     SWEEP_DENSITY,
     SWEEP_LENGTH,
     TABLE_METHODS,
+    TABLES,
     VGG_LENGTH,
     parser,
 )
@@ -51,7 +52,7 @@ class Options:
         sweep_ranks: numbers of ranks of a sweep; empty: no sweep.
         memory: watch allocations in the last steps of the warm-up.
         network: what joins the ranks, in words for the record.
-        table: a name in TABLES: run its cells one after another; "" for none.
+        table: a name in TABLES; "" for none.
         rows: numbers of the table's rows from 1; empty: all.
         types: gradient types of the table; empty: both.
         budget: seconds after which no further cell is begun.
@@ -115,6 +116,8 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
     """
     given = parser().parse_args(words)
     if given.table:
+        _check_table(given)
+    if given.table == "gpu":
         return _table(given)
     for name in ("rows", "budget"):
         if getattr(given, name) is not None:
@@ -169,20 +172,24 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
         ranks=ranks or (ABLATION_RANKS if given.ablate and not launched else ()),
         sweep_ranks=sweep,
         memory=given.memory and not sweep,
+        table=given.table,
         **{name: getattr(given, name) for name in _RECORD},
     )
     _check_steps(options)
     return options
 
 
-def _table(given: argparse.Namespace) -> Options:
-    """Of a table, whose cells say all that matters."""
-    free = {"table", "rows", "budget", "gradient_type", "device", *_RECORD}
+def _check_table(given: argparse.Namespace) -> None:
+    free = {"table", "device", *TABLES[given.table], *_RECORD}
     silent = parser().parse_args([])
     for name, value in vars(given).items():
         if name not in free and value != getattr(silent, name):
             option = {"settings": "set", "memory": "no-memory"}.get(name, name.replace("_", "-"))
-            raise BenchError(f"--{option} is not for --table: its cells say how they are measured")
+            raise BenchError(f"--{option} is not for --table {given.table}: it says how it is measured")
+
+
+def _table(given: argparse.Namespace) -> Options:
+    """Of the table of GPUs, whose cells say all that matters."""
     if given.device not in (None, "cuda"):
         raise BenchError(f"--table {given.table} is measured on --device cuda, not {given.device}")
     if given.gradient_type == "float16":

@@ -180,12 +180,42 @@ def sweep_table(runs: Sequence[Record]) -> str:
     return f"{heading}\n\n{columns_table(columns, runs, align='right')}"
 
 
+def hook_table(run: Record) -> str:
+    """Milliseconds of a training step with each communication hook, and what a rank sends."""
+    plain = next(method for method in run["methods"] if method["name"] == "plain-topk")
+
+    def times(path: str) -> Cell:
+        return lambda method: shown(ratio(at(plain, path), at(method, path)), "{:.2f}")
+
+    columns: list[Column] = [
+        ("step, ms", NAME),
+        ("mean", figure("seconds.mean", "{:.1f}", 1e3)),
+        ("median", figure("seconds.median", "{:.1f}", 1e3)),
+        ("exposed", figure("seconds.exposed", "{:.1f}", 1e3)),
+        ("plain-topk's median / its", times("seconds.median")),
+        ("exposed / its", times("seconds.exposed")),
+        (
+            "bytes a rank",
+            lambda method: figure("bytes")(method) + ("" if method["counted"] else " by formula"),
+        ),
+    ]
+    heading = (
+        f"{run['ranks']} ranks, {run['backend']} on {run['device']}, n = {run['length']:,}, density {run['density']:g}, "
+        f"{run['course']['steps']} steps after {run['course']['warmup']} discarded"
+    )
+    heading += f", {run['network']}" if run["network"] else ""
+    heading += "".join(f"\nwithout {name}: {reason}" for name, reason in run["left_out"].items())
+    return f"{heading}\n\n{columns_table(columns, run['methods'])}"
+
+
 def document_tables(content: Record) -> str:
     """All tables of a document."""
     if content["kind"] == "gpu table":
         return gpu_tables(content)
     if content["kind"] == "sweep":
         return sweep_table(content["runs"])
+    if content["kind"] == "hook table":
+        return "\n\n".join(hook_table(run) for run in content["runs"])
     return "\n\n".join(run_tables(run, content["machine"]) for run in content["runs"])
 
 

@@ -69,7 +69,12 @@ def _reduce(hook: _Hook, bucket: dist.GradBucket) -> torch.futures.Future[torch.
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
-    future = powerSGD_hook(hook.state, bucket)
+    return reduce_low_rank(hook.state, bucket)
+
+
+def reduce_low_rank(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's hook, for several buckets on gloo as well."""
+    future = powerSGD_hook(state, bucket)
     if bucket.buffer().device.type == "cpu":
         # gloo runs the hook's later parts in its two threads, where each waits for a sum that needs one of them: with several
         # buckets at work the ranks hang

@@ -78,7 +78,7 @@ def test_rows_and_types_of_the_table_can_be_chosen() -> None:
     [
         (
             ["--table", "gpu", "--length", "5"],
-            "--length is not for --table: its cells say how they are measured",
+            "--length is not for --table gpu: it says how it is measured",
         ),
         (["--table", "gpu", "--set", "density=1"], "--set is not for --table"),
         (["--table", "gpu", "--no-memory"], "--no-memory is not for --table"),
