@@ -143,6 +143,7 @@ for wrong, settings, text in (
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("script", [DENSE, SPARSE, MISTAKES], ids=["dense", "sparse", "mistakes"])
 def test_replicas(tmp_path: Path, script: str) -> None:
