@@ -14,8 +14,11 @@ from tests.launched import ROOT, run_ranks, run_torchrun
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LIBRARIES = {
+    "accelerate_hook": "accelerate",
     "accelerate_loop": "accelerate",
+    "hf_hook": "accelerate",
     "hf_trainer": "accelerate",
+    "lightning_hook": "pytorch_lightning",
     "lightning_trainer": "pytorch_lightning",
 }
 
@@ -41,6 +44,9 @@ def test_an_example_is_short_and_does_what_it_is_for(path: Path) -> None:
         return
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert len(losses) == 2 and losses[1] < 0.7 * losses[0], done.stdout
+    if "ddp_hook" in "".join(lines):
+        sent = re.findall(r"sent (\d\.\d+) words", done.stdout)
+        assert 0 < float(sent[-1]) < 0.25, done.stdout
 
 
 def test_readmes_loop_runs_after_its_imports_were_sorted(tmp_path: Path) -> None:
