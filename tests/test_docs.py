@@ -15,6 +15,7 @@ from tests.launched import ROOT
 DOCS = ROOT / "docs"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_pages_build_without_a_warning(tmp_path: Path) -> None:
     # a warning is a link or an anchor that leads nowhere, a page in no table of contents, a docstring that does not parse, a name

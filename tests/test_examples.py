@@ -13,6 +13,7 @@ import pytest
 from tests.launched import ROOT, run_ranks, run_torchrun
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+LONG = {"fsdp2", "torchrun", "transformer"}  # other tests start such ranks
 LIBRARIES = {
     "accelerate_hook": "accelerate",
     "accelerate_loop": "accelerate",
@@ -26,7 +27,7 @@ LIBRARIES = {
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[pytest.mark.long] * (path.stem in LIBRARIES)) for path in EXAMPLES],
+    [pytest.param(path, marks=[pytest.mark.long] * (path.stem in LONG | {*LIBRARIES})) for path in EXAMPLES],
     ids=lambda path: path.stem,
 )
 def test_an_example_is_short_and_does_what_it_is_for(path: Path) -> None:

@@ -40,7 +40,7 @@ def test_dies(): os._exit(0)
     [
         ("def test_one(): pass\ndef test_two(): pass", 0, "2 passed, 0 failed, 0 skipped in"),
         (EVERY_FATE, 0, "1 passed, 3 failed, 1 skipped in"),
-        (EVERY_FATE, 2, "1 passed, 3 failed, 1 skipped in"),
+        pytest.param(EVERY_FATE, 2, "1 passed, 3 failed, 1 skipped in", marks=pytest.mark.long),
         ("import pytest\ndef test_one(): pytest.skip()", 0, "0 passed, 0 failed, 1 skipped in"),
         ("import no_such_module", 0, "0 passed, 1 failed, 0 skipped in"),
         ("", 0, "0 passed, 0 failed, 0 skipped in"),

@@ -97,7 +97,9 @@ class FlatGradients:
 def refuse_sparse(gradient: Tensor) -> None:
     """Raise the TypeError of a gradient that is sparse."""
     if gradient.is_sparse:
-        raise TypeError("a gradient is sparse; build the embedding with sparse=False")
+        raise TypeError(
+            "a gradient is sparse: name its parameter in sparse=[...], or build the embedding with sparse=False"
+        )
 
 
 def dense_views(flat: Tensor, like: Sequence[Tensor], starts: Sequence[int] | None = None) -> list[Tensor]:

@@ -7,7 +7,7 @@ import gc
 import operator
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,10 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 from collectives.connect import communicator, connect
 from collectives.limit import Limit
-from oktopk.allreduce import GradientAllreduce
+from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.buckets import BucketedAllreduce
 from oktopk.results import StepReport
+from oktopk.rows import RowReport
 from oktopk.settings import timeout_of, unknown_setting
 from oktopk.torch.agreement import GRADIENT_TYPES, disagreement, replaced_warning, wrapping_problem
 from oktopk.torch.gradients import FlatGradients, GradientsInPlace, dense_views
@@ -30,6 +31,7 @@ from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.modules import broadcast_tensors
 from oktopk.torch.overlap import DEFAULT_BUCKET_MB, BackwardBuckets, BucketLayout, buckets_problem
 from oktopk.torch.states import as_arrays, as_tensors
+from oktopk.torch.tables import SparseTables, sparse_tables, tables_problem
 from oktopk.torch.wrapped import WrappedOptimizer
 
 if TYPE_CHECKING:
@@ -59,6 +61,9 @@ class DistributedOptimizer(WrappedOptimizer):
     `torch.distributed.algorithms.Join` is not supported. After `timeout` seconds the others raise and name the missing ranks.
     The buffers of the model, such as batch-norm statistics, are not reduced: see `average_buffers`.
 
+    A table with sparse gradients (`torch.nn.Embedding(sparse=True)`) is reduced row by row, without loss, and the wrapped
+    optimizer sees a coalesced sparse gradient. It is no part of the flat buffer, of n, or of k.
+
     Parameters on a GPU share their memory and torch's current stream with the reducer: nothing is copied to the host.
 
     Args:
@@ -79,6 +84,8 @@ class DistributedOptimizer(WrappedOptimizer):
         bucket_mb: size of a bucket, in 1e6 bytes of float32; 0: 25 with `overlap`, else one vector. The same buckets give the
             same bits with `overlap` and without.
         share: how k is divided among buckets, see `oktopk.buckets.BucketedAllreduce`.
+        sparse: the parameters with sparse gradients; None: the weights of all modules that make such. CPU only.
+        row_density: the part of a table's rows that a rank sends at most, see `oktopk.rows.RowSparseAllreduce`.
         settings: keywords of `oktopk.Settings`.
 
     Raises:
@@ -119,6 +126,8 @@ class DistributedOptimizer(WrappedOptimizer):
         overlap: bool = False,
         bucket_mb: float = 0.0,
         share: str = "bucket",
+        sparse: Sequence[Tensor] | None = None,
+        row_density: float = 1.0,
         **settings: Any,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -126,7 +135,12 @@ class DistributedOptimizer(WrappedOptimizer):
         comm = communicator(comm)
         super().__init__(optimizer)
         every = [p for group in optimizer.param_groups for p in group["params"]]
-        self._parameters = [p for p in every if p.requires_grad]
+        trained = [p for p in every if p.requires_grad]
+        tables = sparse_tables(trained) if sparse is None else list(sparse)
+        among = set(map(id, tables))
+        self._parameters = [p for p in trained if id(p) not in among]
+        if tables and not self._parameters:  # the reducer then has this one
+            self._parameters = [torch.zeros(1, dtype=tables[0].dtype, device=tables[0].device)]
         self._every, self._frozen = every, [p for p in every if not p.requires_grad]
         self.length = sum(p.numel() for p in self._parameters)
         self.clip_norm = clip_norm
@@ -138,7 +152,8 @@ class DistributedOptimizer(WrappedOptimizer):
             problem = (
                 "a DistributedOptimizer is around this optimizer already: use that one, or close() it first"
             )
-        problem = problem or wrapping_problem(optimizer, self._parameters, clip_norm, settings)
+        problem = problem or wrapping_problem(optimizer, trained, clip_norm, settings)
+        problem = problem or tables_problem(tables, trained, settings)
         problem = problem or buckets_problem(overlap, bucket_mb, share)
         if not problem:
             gradient_type = gradient_type or _type_name(self._parameters[0].dtype)
@@ -147,9 +162,7 @@ class DistributedOptimizer(WrappedOptimizer):
             except ValueError as error:
                 problem = str(error)
         with closing(connect(comm, Limit("DistributedOptimizer(...)", timeout_of(settings)))) as transport:
-            differs, strangers = disagreement(
-                transport, optimizer, self._parameters, clip_norm, broadcast, problem
-            )
+            differs, strangers = disagreement(transport, optimizer, trained, clip_norm, broadcast, problem)
             options = {"device": memory.device, "gradient_type": gradient_type, "stream": memory.stream}
             options |= {"problem": problem or differs}
             if not problem:  # a keyword that is refused may be one of these
@@ -166,13 +179,15 @@ class DistributedOptimizer(WrappedOptimizer):
             else:
                 self.reducer = GradientAllreduce(comm, self.length, method, **options)
                 self._update = memory.tensor(self.reducer.writable_update)
+            self._tables = self._make_tables(comm, tables, row_density)
             if strangers:
-                broadcast_tensors(self._parameters, transport)
+                broadcast_tensors(trained, transport)
                 if transport.rank == 0:
                     warnings.warn(replaced_warning(strangers), stacklevel=2)
         self._arguments: dict[str, Any] = {"comm": comm, "method": method, "gradient_type": gradient_type}
         self._arguments |= {"clip_norm": clip_norm, "broadcast": broadcast, **settings}
         self._arguments |= {"overlap": overlap, "bucket_mb": bucket_mb, "share": share}
+        self._arguments |= {"row_density": row_density}
         self._memory = memory
         self._buckets: BackwardBuckets | None = None
         self._gradients = self._make_gradients(GRADIENT_TYPES[gradient_type], overlap)
@@ -183,8 +198,19 @@ class DistributedOptimizer(WrappedOptimizer):
         self._updates = dense_views(self._applied, self._parameters, starts)
         self._version = -1  # of the update, when it was handed out; -1: it is not
         _WRAPPERS[optimizer] = weakref.ref(self)
-        for parameter in self._parameters:
+        for parameter in trained:
             parameter.grad = None  # as a new optimizer's are: torch.distributed.checkpoint looks
+
+    def _make_tables(self, comm: Any, tables: Sequence[Tensor], row_density: float) -> SparseTables | None:
+        """What reduces the tables, None where there are none. Collective."""
+        settings = self.reducer.settings
+        shared = {name: getattr(settings, name) for name in ("average", "nonfinite", "timeout")}
+        try:
+            self.reducer.transport.agree({"tables with sparse gradients": len(tables)})
+            return SparseTables(comm, tables, row_density=row_density, **shared) if tables else None
+        except ValueError:
+            self.reducer.close()  # on every rank alike, as the error is
+            raise
 
     def _make_gradients(self, dtype: torch.dtype, overlap: bool) -> FlatGradients | GradientsInPlace:
         """What holds the gradients. Collective."""
@@ -210,6 +236,11 @@ class DistributedOptimizer(WrappedOptimizer):
         return GradientsInPlace(self._parameters, dtype, tensors)
 
     @property
+    def table_reports(self) -> list[RowReport]:
+        """The last step of each table with sparse gradients, in the order of the parameters."""
+        return [] if self._tables is None else list(self._tables.reports)
+
+    @property
     def hosts(self) -> list[int] | None:
         """As `GradientAllreduce.hosts`."""
         return self.reducer.hosts
@@ -231,6 +262,8 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._buckets is not None:
             self._buckets.check_nothing_started("zero_grad()")
         self._gradients.zero()
+        if self._tables is not None:
+            self._tables.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes within add up locally. Needed with `overlap`; without it they do so anyway, until `step`."""
@@ -291,6 +324,8 @@ class DistributedOptimizer(WrappedOptimizer):
         moving = any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
         if self._buckets is not None:
             moving = moving or self._buckets.started > 0
+        if self._tables is not None:
+            moving = moving or self._tables.has_gradients
         self.reducer.complete()
         transport = self.reducer.transport
         transport.expect_all(f"step {self.reducer.steps}", self.reducer.settings.timeout)
@@ -329,7 +364,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if report.skipped:
             return report
         if self.clip_norm:
-            clip_(self._update, self.clip_norm)
+            clip_([self._update, *([] if self._tables is None else self._tables.values)], self.clip_norm)
         if self._applied is not self._update:
             self._applied.copy_(self._update)
         if isinstance(self._gradients, GradientsInPlace):
@@ -347,12 +382,37 @@ class DistributedOptimizer(WrappedOptimizer):
             self.inner.step()
         finally:
             self._gradients.attach()
+            if self._tables is not None:
+                self._tables.put_back()
             if self._update._version != self._version:  # some optimizers work in place on p.grad
                 self.reducer.forget_support()
             self._version = -1
 
     def _reduced(self, measure: bool) -> StepReport:
+        """Reduce the tables, which can be undone without traffic, then the vector: both or neither."""
         problem = self._unwrapped_parameters()
+        if self._tables is None:
+            return self._reduced_vector(measure, problem)
+        try:
+            reduced = self._tables.reduce(problem)
+        except (NonFiniteGradientError, ValueError):
+            self.abandon()
+            raise
+        if not reduced:
+            self.abandon()
+            report = self.reducer.skip_together(True)
+            assert report is not None
+            return report
+        try:
+            report = self._reduced_vector(measure, problem)
+        except (NonFiniteGradientError, ValueError):
+            self._tables.take_back()
+            raise
+        if report.skipped:
+            self._tables.take_back()
+        return report
+
+    def _reduced_vector(self, measure: bool, problem: str) -> StepReport:
         if self._buckets is not None:
             if measure:
                 raise ValueError("measures are taken of one vector: pass overlap=False and bucket_mb=0")
@@ -451,12 +511,13 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _state(self) -> dict[str, Any]:
         reducer = as_tensors(self.reducer.state_dict())
-        return {**self.inner.state_dict(), "reducer": reducer}
+        tables = {} if self._tables is None else {"tables": self._tables.state()}
+        return {**self.inner.state_dict(), "reducer": reducer, **tables}
 
     def _load(self, state: dict[str, Any]) -> None:
         if "optimizer" in state:  # the layout of earlier versions
             state = {**state["optimizer"], "reducer": state.get("reducer")}
-        reducer = state.pop("reducer", None)
+        reducer, tables = state.pop("reducer", None), state.pop("tables", None)
         self.reducer.transport.expect_all("load_state_dict", self.reducer.settings.timeout)
         problem = groups_problem(self.inner, state)
         self.reducer.transport.agree({"whether the state has residuals": reducer is not None}, problem)
@@ -469,6 +530,8 @@ class DistributedOptimizer(WrappedOptimizer):
                 )
         else:
             self.reducer.load_state_dict(as_arrays(reducer))
+        if self._tables is not None:
+            self._tables.load(tables)
         load_state(self.inner, state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
@@ -478,8 +541,12 @@ class DistributedOptimizer(WrappedOptimizer):
         """
         self.reducer.transport.expect_all("deepcopy", self.reducer.settings.timeout)
         self.reducer.transport.barrier()
-        copied = type(self)(copy.deepcopy(self.inner, memo), **self._arguments)
+        inner = copy.deepcopy(self.inner, memo)
+        tables = [] if self._tables is None else self._tables.tables
+        copied = type(self)(inner, sparse=[memo[id(table)] for table in tables], **self._arguments)
         copied.reducer.load_state_dict(self.reducer.state_dict())
+        if self._tables is not None and copied._tables is not None:
+            copied._tables.load(self._tables.state())
         copied.report = self.report
         return copied
 
@@ -494,6 +561,8 @@ class DistributedOptimizer(WrappedOptimizer):
         elif self.reducer.levels == "hosts" and isinstance(self._gradients, FlatGradients):
             self._array = None
             self._gradients.detach()
+        if self._tables is not None:
+            self._tables.close()
         self.reducer.close()
 
     def __repr__(self) -> str:
@@ -501,10 +570,13 @@ class DistributedOptimizer(WrappedOptimizer):
         return f"DistributedOptimizer({self.inner!r}, method={self.reducer.method!r}, length={self.length}, library={library!r})"
 
 
-def clip_(vector: Tensor, norm: float) -> None:
-    """Scale a vector in place so that its Euclidean norm is at most `norm`; without waiting for a GPU."""
-    scale = norm / (torch.linalg.vector_norm(vector) + 1e-6)
-    vector.mul_(scale.clamp(max=1.0))
+def clip_(vectors: Sequence[Tensor], norm: float) -> None:
+    """Scale vectors in place so that their Euclidean norm together is at most `norm`; without waiting for a GPU."""
+    norms = [torch.linalg.vector_norm(vector, dtype=torch.float32) for vector in vectors]
+    together = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    scale = (norm / (together + 1e-6)).clamp(max=1.0)
+    for vector in vectors:
+        vector.mul_(scale)
 
 
 def groups_problem(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> str:

@@ -199,7 +199,9 @@ def place(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[torc
         pytest.skip("peer memory is quick where each rank has a GPU")
     use("cuda", comm)
     if not asynchronous():
-        monkeypatch.setattr("oktopk.torch.optimizer.memory_of", lambda place, beside=False: SharedWithTheHost())
+        monkeypatch.setattr(
+            "oktopk.torch.optimizer.memory_of", lambda place, beside=False: SharedWithTheHost()
+        )
         yield torch.device("cpu")
         return
     import cupy

@@ -43,6 +43,7 @@ def test_a_variant_gives_the_same_update(comm: MPI.Intracomm, settings: dict[str
         reducer.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(PATIENCE)
 def test_regions_and_balancing_spare_the_busiest_rank(tmp_path: Path) -> None:
     from jobs.bench.figures import draw  # not for every rank of the tests above

@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[3]
 PATIENCE = 600
 
 
+@pytest.mark.long
 @pytest.mark.timeout(PATIENCE)
 def test_an_experiment_grows_over_several_calls(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"

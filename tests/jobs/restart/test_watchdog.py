@@ -38,9 +38,9 @@ def start(first: str, then: str, step: float = 0.5, around: float = 2.0) -> subp
     "first",
     [
         "",
-        "os.close(2)",
-        "sys.__stderr__.close()",
-        "import tempfile; tempfile.tempdir = '/none'",
+        pytest.param("os.close(2)", marks=pytest.mark.long),
+        pytest.param("sys.__stderr__.close()", marks=pytest.mark.long),
+        pytest.param("import tempfile; tempfile.tempdir = '/none'", marks=pytest.mark.long),
         "full = os.pipe()[1]; os.set_blocking(full, False); os.write(full, bytes(1 << 20)); "
         "os.set_blocking(full, True); os.dup2(full, 2)",
     ],

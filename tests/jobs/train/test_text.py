@@ -66,6 +66,7 @@ def test_shipped_bert_file_has_the_settings_of_the_paper() -> None:
     assert config.training.batch_size == 8
 
 
+@pytest.mark.long
 @pytest.mark.timeout(150)
 def test_a_tiny_bert_on_ranks_learns_text_that_the_test_makes(tmp_path: Path, prepared: Path) -> None:
     path = tmp_path / "run.h5"

@@ -1,0 +1,161 @@
+"""Sparse sums of whole rows: of a table of which every rank has touched a few rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.allgatherv import allgatherv
+from collectives.sparse import MAX_LENGTH
+from collectives.transport import FlaggedRanksError, Round, Transport
+
+ELEMENT_TYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+"""Type of a table's elements -> how NumPy holds them; bfloat16 by its bits."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a table.
+
+    Attributes:
+        rows: int32[m] or int64[m], where a table is longer than 2**31 - 1 rows; ascending strictly.
+        values: [m, width] of the table's type; row j is that of rows[j].
+    """
+
+    rows: Any
+    values: Any
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class RowKernels(Protocol):
+    """What is done to rows where they lie: by `collectives.cpu.rows` on the host, on a GPU by `collectives.cuda.rows`."""
+
+    def coalesce(self, rows: Any, values: Any, scale: float) -> tuple[Rows, int]:
+        """Sort rows by their number, and add up equal ones, in the order in which they are given, in float32.
+
+        Args:
+            rows: int32[m] or int64[m], in any order, more than once each perhaps.
+            values: [m, width].
+            scale: that each sum is multiplied by before it is rounded to the type of the values.
+
+        Returns:
+            The sums, and how many of their elements are Inf or NaN.
+        """
+
+    def splits(self, rows: Any, parts: int) -> NDArray[np.int64]:
+        """int64[parts - 1]: the numbers that cut ascending rows into equally many; zeros where there are none."""
+
+    def offsets(self, rows: Any, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many of ascending rows are below each boundary."""
+
+    def empty(self, count: int, like: Any) -> Any:
+        """[count] or [count, width] of the type of `like`, contents undefined."""
+
+
+def widen(values: Any, element_type: str) -> Any:
+    """Elements of a type as float32; those of float32 as they are."""
+    if element_type == "bfloat16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)
+
+
+def narrow(values: Any, element_type: str) -> Any:
+    """float32 rounded to a type, to nearest even; a NaN stays one."""
+    if element_type == "bfloat16":
+        bits = values.view(np.uint32)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return np.where(np.isnan(values), bits >> 16 | 0x40, rounded).astype(np.uint16)
+    with np.errstate(over="ignore"):
+        return values.astype(ELEMENT_TYPES[element_type], copy=False)
+
+
+def row_type(length: int) -> Any:
+    """Of the numbers of rows of a table of so many."""
+    return np.int32 if length <= MAX_LENGTH else np.int64
+
+
+def row_sparse_allreduce(
+    own: Rows,
+    length: int,
+    transport: Transport,
+    kernels: RowKernels,
+    *,
+    scale: float = 1.0,
+    flag: bool = False,
+) -> Rows:
+    """Sum rows over the ranks. Collective: every rank must call.
+
+    The table is cut into a region a rank, balanced by the rows that the ranks touched: the boundaries are the mean of what the
+    ranks propose. Every rank sends each region's rows to its owner, in rotated order; the owner adds them up in the order of
+    ranks, in float32, so that the bits depend on the rows alone; an allgather brings the sums to all.
+
+    Args:
+        own: this rank's rows, as `coalesce` returns them; perhaps none.
+        length: rows of the table, equal on all ranks.
+        transport: where the ranks meet, and where the rows lie.
+        kernels: of where the rows lie.
+        scale: that each sum is multiplied by before it is rounded.
+        flag: raise FlaggedRanksError on all ranks; it travels with the counts.
+
+    Returns:
+        The sums of all rows that a rank touched, equal on all ranks.
+
+    Raises:
+        FlaggedRanksError: on every rank alike: those that raised their flag, before a row was sent; none where a sum is not
+            finite.
+
+    Memory: the rows that arrive for this rank's region, its sums, and the sums of all.
+    Traffic: with r rows of its own, u in the sum, w bytes a row with its number, and regions that balance: (P-1)/P·r·w bytes in
+        2(P-1) messages, then (P-1)/P·u·w in 2·ceil(log2 P) rounds. Control: one allreduce of P - 1 int64, one alltoall of 2 and
+        one allgather of 2 a rank.
+    Source: Li & Hoefler, PPoPP 2022, sections 3.1.1 and 3.1.2, with rows for entries.
+    """
+    rank, size = transport.rank, transport.size
+    width = own.values.shape[1]
+    boundaries = np.zeros(size + 1, np.int64)
+    boundaries[1:-1] = transport.allreduce_control(kernels.splits(own.rows, size)) // size
+    boundaries[-1] = length
+    at = kernels.offsets(own.rows, boundaries)
+    outgoing = np.stack([np.diff(at), np.full(size, flag, np.int64)], axis=1)
+    incoming = transport.alltoall_control(outgoing)
+    if incoming[:, 1].any():
+        raise FlaggedRanksError(np.flatnonzero(incoming[:, 1]).tolist())
+
+    # the lists of all ranks in their order, which is that of the sums
+    ends = incoming[:, 0].cumsum()
+    begins = ends - incoming[:, 0]
+    pool = Rows(kernels.empty(int(ends[-1]), own.rows), kernels.empty(int(ends[-1]), own.values))
+    rounds: list[Round] = []
+    for i in range(1, size):
+        dest, source = (rank + i) % size, (rank - i) % size
+        sent, taken = slice(at[dest], at[dest + 1]), slice(begins[source], ends[source])
+        rounds.append(Round(dest, own.rows[sent], source, pool.rows[taken]))
+        rounds.append(Round(dest, _flat(own.values[sent]), source, _flat(pool.values[taken])))
+    arrivals = transport.exchange(rounds, max(1, len(rounds)))
+    mine = slice(begins[rank], ends[rank])
+    pool.rows[mine] = own.rows[at[rank] : at[rank + 1]]
+    pool.values[mine] = own.values[at[rank] : at[rank + 1]]
+    for _ in arrivals:
+        pass
+    sums, nonfinite = kernels.coalesce(pool.rows, pool.values, scale)
+    del pool
+
+    gathered = transport.allgather_control(np.array([len(sums), nonfinite], np.int64))
+    if gathered[:, 1].any():
+        raise FlaggedRanksError([])
+    counts = gathered[:, 0].copy()
+    total = int(counts.sum())
+    every = Rows(kernels.empty(total, own.rows), kernels.empty(total, own.values))
+    allgatherv(every.rows, counts, transport, own=sums.rows)
+    allgatherv(_flat(every.values), counts * width, transport, own=_flat(sums.values))
+    return every
+
+
+def _flat(values: Any) -> Any:
+    """[m, width] as [m * width]."""
+    return values.reshape(-1)

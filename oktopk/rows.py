@@ -1,0 +1,336 @@
+"""Gradients of tables of which a step touches a few rows, as an embedding's: their sum over the ranks, row by row."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.connect import connect
+from collectives.cpu.compiled import load
+from collectives.cpu.rows import HostRowKernels
+from collectives.limit import Limit
+from collectives.rows import ELEMENT_TYPES, Rows, narrow, row_sparse_allreduce, row_type, widen
+from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport
+from oktopk.allreduce import NonFiniteGradientError
+from oktopk.settings import Settings
+
+if TYPE_CHECKING:
+    from collectives.connect import Communicator
+
+
+@dataclass(frozen=True)
+class RowReport:
+    """What a step did.
+
+    Attributes:
+        step: counted from 0.
+        touched: rows of this rank's gradient, each counted once.
+        sent: those that took part, all but with `row_density` below 1.
+        summed: rows of the sum, equal on all ranks.
+        skipped: whether nothing was summed, since a gradient or the sum was not finite.
+        bytes, messages: that this rank sent.
+        control_bytes, control_messages: see `collectives.traffic.Traffic`.
+        seconds: of the whole step.
+    """
+
+    step: int
+    touched: int
+    sent: int
+    summed: int
+    skipped: bool
+    bytes: int
+    messages: int
+    control_bytes: int
+    control_messages: int
+    seconds: float
+
+
+class RowSparseAllreduce:
+    """Sums the rows that the ranks touched of one table, step after step. Nothing is lost, and no rank holds the whole gradient.
+
+    Args:
+        comm: as `GradientAllreduce`. Collective: every rank must construct, with the same arguments.
+        length, width: rows of the table, and elements of a row.
+        element_type: of the table: "float32", "float16" or "bfloat16" (its bits in uint16). Sums are taken in float32 and rounded
+            once a rank and once a sum.
+        average: the mean over the ranks, else the sum.
+        nonfinite: what a gradient or a sum with NaN or Inf does: "raise" or "skip", on all ranks.
+        row_density: at most this part of the table's rows is sent by a rank: those whose gradient + residual has the largest
+            Euclidean norm, of equal ones the first. What is not sent stays in the residual. 1: all rows, without a residual.
+        device: "cpu" for NumPy arrays, "cuda" for CuPy arrays on the current GPU.
+        stream: as `GradientAllreduce`.
+        timeout: seconds that ranks may come late to a step.
+        problem: an error that the caller found on this rank alone; every rank then raises it.
+
+    Raises:
+        RuntimeError, MissingRanksError: as `GradientAllreduce`.
+        ValueError: an argument is out of range, or ranks disagree; on every rank alike.
+
+    Attributes:
+        transport: where the ranks meet.
+        sum: the rows of the last step, ascending, equal on all ranks; None before the first one, and where it was skipped.
+
+    Memory: with u rows in the sum and r of its own at most 2u + r rows in a step. With `row_density` below 1 a residual of
+        length x width float32, and a float32 a row.
+    Traffic: see `collectives.rows.row_sparse_allreduce`.
+    Source: Li & Hoefler, PPoPP 2022, section 3.1, with rows for entries; error feedback as in algorithm 2.
+
+    Example:
+        >>> table = RowSparseAllreduce(MPI.COMM_WORLD, length=200_000, width=64)
+        >>> report = table.step(rows, values)
+        >>> parameters[table.sum.rows] -= learning_rate * table.sum.values
+    """
+
+    def __init__(
+        self,
+        comm: Communicator | None,
+        length: int,
+        width: int,
+        *,
+        element_type: str = "float32",
+        average: bool = True,
+        nonfinite: str = "raise",
+        row_density: float = 1.0,
+        device: str = "cpu",
+        stream: Any = None,
+        timeout: float = Settings.timeout,
+        problem: str = "",
+    ) -> None:
+        arguments = {"length": length, "width": width, "element_type": element_type, "average": average}
+        arguments |= {"nonfinite": nonfinite, "row_density": row_density, "device": device}
+        problem = problem or _problem(**arguments)
+        try:
+            settings = Settings(average=average, timeout=timeout)
+        except ValueError as error:
+            problem, settings = problem or str(error), Settings()
+        self.length, self.width, self.element_type = length, width, element_type
+        self.steps = 0
+        self.sum: Rows | None = None
+        self._average, self._nonfinite, self._timeout = average, nonfinite, settings.timeout
+        self._row_density = row_density
+        with ExitStack() as opened:  # closed where this raises
+            self.transport: Transport = connect(comm, Limit("RowSparseAllreduce(...)", self._timeout))
+            opened.callback(self.transport.close)
+            self.transport.agree(arguments | {"timeout": timeout}, problem)
+            load()
+            self.kernels = HostRowKernels()
+            self._most = max(1, math.ceil(row_density * length)) if row_density < 1.0 else length
+            self._feedback = _RowFeedback(length, width, element_type) if self._most < length else None
+            opened.pop_all()
+
+    def step(self, rows: Any, values: Any, problem: str = "") -> RowReport:
+        """Sum one gradient; the result is in `sum`. Collective: every rank must call, with no rows where it touched none.
+
+        Args:
+            rows: int32[m] or int64[m], numbers of rows in any order; values of one that comes several times are added up.
+            values: [m, width] of the element type, C-contiguous.
+            problem: as `GradientAllreduce.step`.
+
+        Raises:
+            NonFiniteGradientError: a gradient is NaN or Inf on some rank, or a sum is; on every rank alike. Residuals are as
+                before, bit for bit.
+            ValueError: rows that are out of range, or not as many as values, or of another width or type, on some rank; on every
+                rank alike, before anything is sent.
+            MissingRanksError: as `GradientAllreduce.step`.
+        """
+        began = time.perf_counter()
+        problem = problem or self._given_problem(rows, values)
+        own, nonfinite = self._empty(), 0
+        if not problem:
+            own, nonfinite = self.kernels.coalesce(rows, values, 1.0)
+            own = Rows(own.rows.astype(row_type(self.length), copy=False), own.values)
+        touched, flagged = len(own), bool(problem or nonfinite)
+        if self._feedback is not None:
+            own = self._feedback.select(self._empty() if flagged else own, 0 if flagged else self._most)
+        self.transport.take_traffic()
+        self.transport.expect_all(f"step {self.steps}", self._timeout, EVERY_RANK_CALLS)
+        scale = 1.0 / self.transport.size if self._average else 1.0
+        self.sum = None
+        try:
+            self.sum = row_sparse_allreduce(
+                own, self.length, self.transport, self.kernels, scale=scale, flag=flagged
+            )
+        except FlaggedRanksError as error:
+            if self._feedback is not None:
+                self._feedback.take_back()
+            if error.ranks:
+                self.transport.agree({}, problem)  # raises it on all ranks
+            if self._nonfinite == "raise":
+                raise NonFiniteGradientError(error.ranks, self.steps) from None
+        finally:
+            self.transport.expect_none()
+        traffic = asdict(self.transport.take_traffic())
+        del traffic["bytes_between"]
+        self.steps += 1
+        return RowReport(
+            step=self.steps - 1,
+            touched=touched,
+            sent=0 if self.sum is None else len(own),
+            summed=0 if self.sum is None else len(self.sum),
+            skipped=self.sum is None,
+            seconds=time.perf_counter() - began,
+            **traffic,
+        )
+
+    def take_back(self) -> None:
+        """Undo the residual's part of the last step, whose sum is then not to be applied. Every rank must call. No traffic."""
+        if self._feedback is not None:
+            self._feedback.take_back()
+        self.sum = None
+
+    @property
+    def residual(self) -> NDArray[np.float32] | None:
+        """float32[length, width], what was not sent; None where all rows are."""
+        return None if self._feedback is None else self._feedback.residual
+
+    def _empty(self) -> Rows:
+        return Rows(
+            np.empty(0, row_type(self.length)), np.empty((0, self.width), ELEMENT_TYPES[self.element_type])
+        )
+
+    def _given_problem(self, rows: Any, values: Any) -> str:
+        """What is wrong with what a step was given, in a sentence; "" if nothing is."""
+        kind = np.dtype(ELEMENT_TYPES[self.element_type])
+        if rows.ndim != 1 or rows.dtype.kind != "i" or rows.dtype.itemsize < 4:
+            return f"rows are {rows.dtype}{list(rows.shape)}, not int32 or int64 of one dimension"
+        if values.dtype != kind or values.ndim != 2 or values.shape[1] != self.width:
+            return f"values are {values.dtype}{list(values.shape)}, not {kind}[{len(rows)}, {self.width}]"
+        if len(values) != len(rows):
+            return f"there are {len(rows)} numbers of rows and {len(values)} rows of values"
+        if not values.flags.c_contiguous:
+            return "values are not C-contiguous"
+        if len(rows) and not 0 <= (low := int(rows.min())) <= (high := int(rows.max())) < self.length:
+            return f"row {low if low < 0 else high} is not in [0, {self.length})"
+        return ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a restart of this rank needs: arrays and plain values."""
+        residual = None if self._feedback is None else self._feedback.residual.copy()
+        return {"length": self.length, "width": self.width, "steps": self.steps, "residual": residual}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the `state_dict` of this rank was taken, bit for bit. Collective.
+
+        Raises:
+            ValueError: the state is of another table, or of another `row_density` kind, on some rank; on every rank alike.
+        """
+        self.transport.expect_all("load_state_dict", self._timeout)
+        self.transport.agree({"steps": state.get("steps")}, self._state_problem(state))
+        self.steps = int(state["steps"])
+        if self._feedback is not None:
+            self._feedback.continue_from(state["residual"])
+
+    def _state_problem(self, state: Any) -> str:
+        try:
+            shape, residual = (state["length"], state["width"]), state["residual"]
+            int(state["steps"])
+        except (KeyError, TypeError, ValueError) as error:
+            return f"the state is not that of a table: {type(error).__name__} {error}"
+        if shape != (self.length, self.width):
+            return f"the state is of a table of {shape[0]} x {shape[1]}, this one has {self.length} x {self.width}"
+        if (residual is None) != (self._feedback is None):
+            return (
+                f"the state has {'no ' * (residual is None)}residual, and row_density is {self._row_density}"
+            )
+        if residual is not None and np.shape(residual) != shape:
+            return f"the state's residual has shape {np.shape(residual)}"
+        return ""
+
+    def reset(self) -> None:
+        """Forget residuals and the number of steps."""
+        self.steps = 0
+        if self._feedback is not None:
+            self._feedback.continue_from(None)
+
+    def close(self) -> None:
+        """Free what the library holds. Collective."""
+        self.transport.close()
+
+
+class _RowFeedback:
+    """What of a table was not sent, and which rows of it are.
+
+    Args:
+        length, width, element_type: as `RowSparseAllreduce`.
+
+    Attributes:
+        residual: float32[length, width].
+    """
+
+    def __init__(self, length: int, width: int, element_type: str) -> None:
+        self._type = element_type
+        self.residual = np.zeros((length, width), np.float32)
+        self._norms = np.zeros(length, np.float32)  # squared, of each row
+        self._before: list[tuple[Any, Any]] = []  # rows and their residual, to be put back in this order
+
+    def select(self, own: Rows, most: int) -> Rows:
+        """Add rows to the residual, and take the largest out of it."""
+        self._before = [(own.rows, self.residual[own.rows])]
+        self.residual[own.rows] += widen(own.values, self._type)
+        self._measure(own.rows)
+        chosen = _largest(self._norms, most).astype(own.rows.dtype)
+        exact = self.residual[chosen]
+        sent = narrow(exact, self._type)
+        self._before.insert(0, (chosen, exact))
+        self.residual[chosen] = exact - widen(sent, self._type)
+        self._measure(chosen)
+        return Rows(chosen, sent)
+
+    def take_back(self) -> None:
+        """The residual as before the last `select`, bit for bit."""
+        for rows, values in self._before:
+            self.residual[rows] = values
+            self._measure(rows)
+        self._before = []
+
+    def continue_from(self, residual: Any) -> None:
+        """Take a residual of a state; None: zero."""
+        self.residual[...] = 0.0 if residual is None else residual
+        self._norms = np.square(self.residual).sum(axis=1)
+        self._before = []
+
+    def _measure(self, rows: Any) -> None:
+        self._norms[rows] = np.square(self.residual[rows]).sum(axis=1)
+
+
+def _largest(norms: NDArray[np.float32], most: int) -> NDArray[np.int64]:
+    """The rows with the largest norms, ascending: at most so many, none of norm zero, of equal norms the first."""
+    if np.count_nonzero(norms) <= most:
+        return np.flatnonzero(norms)
+    if not most:
+        return np.empty(0, np.int64)
+    least = np.partition(norms, len(norms) - most)[len(norms) - most]
+    chosen = norms > least
+    equal = np.flatnonzero(norms == least)[: most - int(chosen.sum())]
+    chosen[equal] = True
+    return np.flatnonzero(chosen)
+
+
+def _problem(
+    length: Any,
+    width: Any,
+    element_type: Any,
+    average: Any,
+    nonfinite: Any,
+    row_density: Any,
+    device: Any,
+) -> str:
+    """What is wrong with these arguments of `RowSparseAllreduce`, in a sentence; "" if nothing is."""
+    for name, value in (("length", length), ("width", width)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            return f"{name} {value!r} is not a number of at least 1"
+    if element_type not in ELEMENT_TYPES:
+        return f"element_type {element_type!r} is not one of {', '.join(ELEMENT_TYPES)}"
+    if nonfinite not in ("raise", "skip"):
+        return f"nonfinite {nonfinite!r} is not 'raise' or 'skip'"
+    if isinstance(row_density, bool) or not isinstance(row_density, int | float) or not 0 < row_density <= 1:
+        return f"row_density {row_density!r} is not in (0, 1]"
+    if device != "cpu":
+        return f"device {device!r} is not 'cpu'"
+    return ""

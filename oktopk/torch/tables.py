@@ -1,0 +1,205 @@
+"""Tables whose gradients are sparse: `torch.nn.Embedding(sparse=True)` and its like."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oktopk.rows import RowReport, RowSparseAllreduce
+from oktopk.torch.agreement import GRADIENT_TYPES
+from oktopk.torch.states import as_arrays, as_tensors
+
+
+def sparse_tables(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Those of the parameters that are the weight of a module which makes sparse gradients, in their order."""
+    wanted = set(map(id, parameters))
+    found = {
+        id(module.weight)
+        for module in _modules_of(parameters)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and module.sparse
+        and id(module.weight) in wanted
+    }
+    return [parameter for parameter in parameters if id(parameter) in found]
+
+
+def _modules_of(parameters: Sequence[Tensor]) -> list[nn.Module]:
+    """The modules that hold some of the parameters: a parameter lies in a dictionary, and that in its module's."""
+    held = [each for each in gc.get_referrers(*parameters) if isinstance(each, dict)]
+    modules: list[nn.Module] = []
+    for each in gc.get_referrers(*held) if held else []:
+        # before Python 3.13 a module's attributes are a dictionary of their own; later ones refer to the module itself
+        owners = (
+            [each]
+            if isinstance(each, nn.Module)
+            else gc.get_referrers(each)
+            if isinstance(each, dict)
+            else []
+        )
+        modules += [owner for owner in owners if isinstance(owner, nn.Module)]
+    return modules
+
+
+class SparseTables:
+    """The tables of an optimizer, each reduced row by row.
+
+    Args:
+        comm: as `GradientAllreduce`. Collective.
+        tables: of two dimensions, of one type.
+        settings: keywords of `oktopk.rows.RowSparseAllreduce`.
+
+    Attributes:
+        reducers: one a table.
+        reports: of the last step, one a table.
+    """
+
+    def __init__(self, comm: Any, tables: Sequence[Tensor], **settings: Any) -> None:
+        self.tables = list(tables)
+        self.reducers: list[RowSparseAllreduce] = []
+        self.reports: list[RowReport] = []
+        try:
+            for table in self.tables:
+                kind = next(name for name, known in GRADIENT_TYPES.items() if known == table.dtype)
+                made = RowSparseAllreduce(comm, *table.shape, element_type=kind, **settings)
+                self.reducers.append(made)
+        except BaseException:
+            self.close()
+            raise
+        self._gradients: list[Tensor | None] = []
+
+    def reduce(self, problem: str = "") -> bool:
+        """Make each gradient that over the ranks, a coalesced sparse tensor. Collective. One that is missing counts as no rows.
+
+        Returns:
+            False where a table was skipped, and with it all.
+
+        Raises:
+            NonFiniteGradientError, ValueError: as `RowSparseAllreduce.step`; no table was reduced then.
+        """
+        self.reports = []
+        self._gradients = [table.grad for table in self.tables]
+        done: list[RowSparseAllreduce] = []
+        for table, reducer in zip(self.tables, self.reducers, strict=True):
+            try:
+                rows, values = _rows_of(table)
+                self.reports.append(reducer.step(rows, values, problem))
+            except BaseException:
+                self._undo(done)
+                raise
+            if self.reports[-1].skipped:
+                self._undo(done)
+                return False
+            done.append(reducer)
+        for table, reducer in zip(self.tables, self.reducers, strict=True):
+            table.grad = _gradient_of(table, reducer)
+        return True
+
+    def take_back(self) -> None:
+        """Undo a step that is not to be applied: residuals and gradients are as before. Every rank must call."""
+        self._undo(self.reducers)
+        self.put_back()
+
+    @staticmethod
+    def _undo(done: Sequence[RowSparseAllreduce]) -> None:
+        for reducer in done:
+            reducer.take_back()
+
+    def put_back(self) -> None:
+        """Give each table what this rank alone computed."""
+        for table, gradient in zip(self.tables, self._gradients, strict=True):
+            table.grad = gradient
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self._gradients = [None] * len(self.tables)
+        self.put_back()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether this rank has touched a row."""
+        return any(len(_rows_of(table)[0]) > 0 for table in self.tables)
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The elements of each reduced gradient, to be changed in place."""
+        return [table.grad._values() for table in self.tables if table.grad is not None]
+
+    def state(self) -> dict[str, Any]:
+        """The states of the tables, by number."""
+        return {str(number): as_tensors(reducer.state_dict()) for number, reducer in enumerate(self.reducers)}
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Continue from a `state`; None: without residuals. Collective.
+
+        Raises:
+            ValueError: it is of other tables; on every rank alike.
+        """
+        for number, reducer in enumerate(self.reducers):
+            reducer.transport.agree({"whether the state has tables": state is not None})
+            if state is None:
+                reducer.reset()
+            else:
+                reducer.load_state_dict(as_arrays(state.get(str(number), {})))
+
+    def close(self) -> None:
+        """Free what the library holds. Collective."""
+        for reducer in self.reducers:
+            reducer.close()
+
+
+def tables_problem(tables: Sequence[Tensor], trained: Sequence[Tensor], settings: Mapping[str, Any]) -> str:
+    """Why these tables cannot be reduced row by row, in a sentence; "" if they can.
+
+    Args:
+        tables: with sparse gradients.
+        trained: all parameters that need a gradient.
+        settings: keywords of `oktopk.Settings`.
+    """
+    known = set(map(id, trained))
+    for table in tables:
+        if id(table) not in known:
+            return "sparse has a tensor that is no parameter of the optimizer, or needs no gradient"
+        if table.device.type != "cpu":
+            return f"a table with sparse gradients is on {table.device}: build it with sparse=False"
+        if table.dim() != 2 or not table.is_contiguous():
+            return f"a table of shape {tuple(table.shape)} with strides {table.stride()} has no rows one after the other"
+    if tables and settings.get("deferred"):
+        return "deferred steps are not for tables with sparse gradients: pass deferred=False"
+    if tables and settings.get("momentum_correction"):
+        return "momentum_correction is not for tables with sparse gradients: build them with sparse=False"
+    return ""
+
+
+def _rows_of(table: Tensor) -> tuple[Any, Any]:
+    """Numbers and values of the rows of a table's gradient, as NumPy's; of one that is dense those that are not zero.
+
+    A dense one comes from a weight that a module uses which makes no sparse gradients, too.
+    """
+    gradient = table.grad
+    if gradient is None:
+        rows, values = torch.empty(0, dtype=torch.int64), table.new_empty(0, table.shape[1])
+    elif gradient.is_sparse:
+        rows, values = gradient._indices()[0], gradient._values()
+    else:
+        rows = (gradient != 0).any(dim=1).nonzero()[:, 0]  # a NaN is not zero
+        values = gradient[rows]
+    values = values.detach().contiguous()
+    if values.dtype == torch.bfloat16:
+        return rows.contiguous().numpy(), values.view(torch.int16).numpy().view("uint16")
+    return rows.contiguous().numpy(), values.numpy()
+
+
+def _gradient_of(table: Tensor, reducer: RowSparseAllreduce) -> Tensor:
+    assert reducer.sum is not None
+    rows = torch.from_numpy(reducer.sum.rows.astype("int64"))
+    values = reducer.sum.values
+    held = (
+        torch.from_numpy(values.view("int16")).view(torch.bfloat16)
+        if values.dtype == "uint16"
+        else torch.from_numpy(values)
+    )
+    return torch.sparse_coo_tensor(rows[None], held, table.shape, is_coalesced=True, check_invariants=False)

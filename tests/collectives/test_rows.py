@@ -1,0 +1,166 @@
+"""Sums of rows: right, the same bits on all ranks, counted, and stopped by a flag."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from collectives.cpu.rows import HostRowKernels
+from collectives.mpi import MpiTransport
+from collectives.rows import ELEMENT_TYPES, Rows, row_sparse_allreduce, row_type
+from collectives.transport import FlaggedRanksError
+from tests.rows import narrowed, touched, widened
+
+KERNELS = HostRowKernels()
+TYPES = list(ELEMENT_TYPES)
+
+
+@pytest.fixture(scope="module")
+def transport(comm: MPI.Intracomm) -> Iterator[MpiTransport]:
+    made = MpiTransport(comm)
+    yield made
+    made.close()
+
+
+def sums_of(lists: list[Rows], kind: str, scale: float = 1.0) -> Rows:
+    """The lists one after the other, equal rows added up in float32 from left to right, row by row."""
+    found: dict[int, NDArray[np.float32]] = {}
+    for each in lists:
+        for row, value in zip(each.rows.tolist(), widened(each.values, kind), strict=True):
+            found[row] = found[row] + value if row in found else value.copy()
+    rows = np.array(sorted(found), np.int64)
+    width = lists[0].values.shape[1]
+    sums = np.array([found[row] for row in sorted(found)], np.float32).reshape(len(rows), width)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return Rows(rows, narrowed(sums * np.float32(scale), kind))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@given(seed=st.integers(0, 2**32 - 1), count=st.integers(0, 60), width=st.integers(1, 40))
+def test_equal_rows_are_added_in_their_order_and_rounded_once(
+    kind: str, seed: int, count: int, width: int
+) -> None:
+    given_rows = touched(seed, 20, count, width, kind)
+    sums, nonfinite = KERNELS.coalesce(given_rows.rows, given_rows.values, 0.5)
+    expected = sums_of([given_rows], kind, 0.5)
+    assert sums.rows.tolist() == expected.rows.tolist()
+    assert sums.values.tobytes() == expected.values.tobytes()
+    assert not nonfinite
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_elements_that_are_not_finite_are_counted(kind: str) -> None:
+    values = np.array([[1, np.inf], [np.nan, 2], [3, -np.inf], [0, 0]], np.float32)
+    rows = np.array([5, 2, 5, 1], np.int32)
+    sums, nonfinite = KERNELS.coalesce(rows, narrowed(values, kind), 1.0)
+    assert sums.rows.tolist() == [1, 2, 5]
+    assert nonfinite == 2
+    assert np.isnan(widened(sums.values, kind)).tolist() == [[False, False], [True, False], [False, True]]
+    large = narrowed(np.full((2, 3), 60000.0 if kind == "float16" else 3e38, np.float32), kind)
+    assert KERNELS.coalesce(np.array([4, 4], np.int32), large, 1.0)[1] == 3
+
+
+def test_blocks_of_halves_are_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = touched(7, 50, 300, 16, "bfloat16")
+    whole, _ = KERNELS.coalesce(rows.rows, rows.values, 1.0)
+    monkeypatch.setattr("collectives.cpu.rows._BLOCK", 64)
+    parts, _ = KERNELS.coalesce(rows.rows, rows.values, 1.0)
+    assert parts.values.tobytes() == whole.values.tobytes()
+
+
+def everyones(comm: MPI.Intracomm, shape: str, kind: str, length: int, width: int) -> list[Rows]:
+    """What each rank touched, the same on all ranks; rows of one rank are coalesced."""
+    counts = {
+        "some": [40 + 5 * rank for rank in range(comm.size)],
+        "none on most ranks": [30 * (rank == comm.size - 1) for rank in range(comm.size)],
+        "none": [0] * comm.size,
+        "all the same": [25] * comm.size,
+        "one row": [1] * comm.size,
+        "skewed": [60] * comm.size,
+    }[shape]
+    made = []
+    for rank, count in enumerate(counts):
+        seed = 3 if shape == "all the same" else 3 + rank
+        rows = touched(seed, 1 if shape == "one row" else length, count, width, kind, shape == "skewed")
+        made.append(KERNELS.coalesce(rows.rows, rows.values, 1.0)[0])
+    return made
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("shape", ["some", "none on most ranks", "none", "all the same", "one row", "skewed"])
+def test_sums_over_the_ranks_are_those_of_one_process_bit_for_bit(
+    shape: str, kind: str, comm: MPI.Intracomm, transport: MpiTransport
+) -> None:
+    length, width = 97, 5
+    lists = everyones(comm, shape, kind, length, width)
+    own = lists[comm.rank]
+    before = own.rows.copy(), own.values.copy()
+    transport.take_traffic()
+    sums = row_sparse_allreduce(own, length, transport, KERNELS, scale=1.0 / comm.size)
+    sent = transport.take_traffic()
+    expected = sums_of(lists, kind, 1.0 / comm.size)
+    assert sums.rows.tolist() == expected.rows.tolist()
+    assert sums.values.tobytes() == expected.values.tobytes()
+    assert sums.rows.dtype == np.int32 and sums.values.shape == expected.values.shape
+    assert np.array_equal(own.rows, before[0]) and np.array_equal(own.values, before[1])
+    # conservation of bytes: what all ranks send is what all ranks get
+    row_bytes = own.rows.itemsize + width * own.values.itemsize
+    total = comm.allreduce(sent.bytes)
+    gathered = (comm.size - 1) * len(sums) * row_bytes
+    assert total - gathered <= sum(map(len, lists)) * row_bytes
+    assert total >= gathered
+
+
+@pytest.mark.mpi
+def test_volume_is_that_of_the_rows_outside_and_the_sums(
+    comm: MPI.Intracomm, transport: MpiTransport
+) -> None:
+    length, width, kind = 5000, 8, "float32"
+    lists = [
+        KERNELS.coalesce(*_pair(touched(rank, length, 900, width, kind)), 1.0)[0] for rank in range(comm.size)
+    ]
+    transport.take_traffic()
+    sums = row_sparse_allreduce(lists[comm.rank], length, transport, KERNELS)
+    sent = comm.allgather(transport.take_traffic().bytes)
+    own = np.mean([len(rows) for rows in lists])
+    mean = (own + len(sums)) * (comm.size - 1) / comm.size * (4 + 4 * width)
+    assert np.mean(sent) <= 1.05 * mean
+    assert max(sent) <= 1.3 * mean
+
+
+def _pair(rows: Rows) -> tuple[Any, Any]:
+    return rows.rows, rows.values
+
+
+@pytest.mark.mpi
+def test_a_flag_and_a_sum_that_overflows_stop_every_rank(
+    comm: MPI.Intracomm, transport: MpiTransport
+) -> None:
+    rows = Rows(np.array([3], np.int32), np.full((1, 2), 3e38, np.float32))
+    transport.take_traffic()
+    with pytest.raises(FlaggedRanksError) as error:
+        row_sparse_allreduce(rows, 10, transport, KERNELS, flag=comm.rank == comm.size - 1)
+    assert error.value.ranks == [comm.size - 1]
+    assert not transport.take_traffic().bytes
+    if comm.size > 1:
+        with pytest.raises(FlaggedRanksError) as error:
+            row_sparse_allreduce(rows, 10, transport, KERNELS)
+        assert error.value.ranks == []
+    again = row_sparse_allreduce(Rows(rows.rows, rows.values / 1e30), 10, transport, KERNELS)
+    assert again.rows.tolist() == [3]
+
+
+def test_numbers_of_a_long_table_have_64_bits() -> None:
+    assert row_type(2**31 - 1) == np.int32
+    assert row_type(2**31) == np.int64
+    rows = np.array([2**40, 5, 2**40], np.int64)
+    sums, _ = KERNELS.coalesce(rows, np.ones((3, 1), np.float32), 1.0)
+    assert sums.rows.tolist() == [5, 2**40] and sums.values.tolist() == [[1.0], [2.0]]

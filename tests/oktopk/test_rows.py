@@ -1,0 +1,179 @@
+"""Tables reduced row by row, step after step: nothing lost, all or nothing, and bad input told by every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from oktopk import NonFiniteGradientError
+from oktopk.rows import RowSparseAllreduce
+from tests.rows import touched, widened
+
+pytestmark = pytest.mark.mpi
+
+LENGTH, WIDTH = 60, 7
+
+
+@contextmanager
+def table(comm: MPI.Intracomm, **settings: Any) -> Iterator[RowSparseAllreduce]:
+    made = RowSparseAllreduce(comm, LENGTH, WIDTH, **settings)
+    yield made
+    made.close()
+
+
+def gradient(rank: int, step: int, kind: str = "float32", skewed: bool = False) -> tuple[Any, Any]:
+    rows = touched(1000 * step + rank, LENGTH, 30, WIDTH, kind, skewed)
+    return rows.rows, rows.values
+
+
+def dense(rows: Any, values: Any, kind: str = "float32") -> NDArray[np.float64]:
+    """float64[LENGTH, WIDTH] of rows that come several times perhaps."""
+    whole = np.zeros((LENGTH, WIDTH))
+    np.add.at(whole, rows, widened(values, kind).astype(np.float64))
+    return whole
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_the_sum_is_that_of_all_ranks(average: bool, comm: MPI.Intracomm) -> None:
+    with table(comm, average=average) as reducer:
+        for step in range(3):
+            report = reducer.step(*gradient(comm.rank, step))
+            expected = sum(dense(*gradient(rank, step)) for rank in range(comm.size))
+            expected = expected / comm.size if average else expected
+            assert reducer.sum is not None
+            found = dense(reducer.sum.rows, reducer.sum.values)
+            assert np.allclose(found, expected, rtol=1e-5, atol=1e-4)
+            assert report.summed == len(reducer.sum) == np.count_nonzero(expected.any(axis=1))
+            assert report.touched == report.sent == len(np.unique(gradient(comm.rank, step)[0]))
+            assert (report.step, report.skipped) == (step, False)
+            bits = comm.allgather((reducer.sum.rows.tobytes(), reducer.sum.values.tobytes()))
+            assert len(set(bits)) == 1
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+def test_with_row_density_nothing_is_lost_and_the_largest_rows_go_first(
+    kind: str, comm: MPI.Intracomm
+) -> None:
+    given, applied = np.zeros((LENGTH, WIDTH)), np.zeros((LENGTH, WIDTH))
+    with table(comm, row_density=0.1, element_type=kind, average=False) as reducer:
+        for step in range(6):
+            before = reducer.residual
+            assert before is not None
+            accumulated = before + dense(*gradient(comm.rank, step, kind), kind)
+            report = reducer.step(*gradient(comm.rank, step, kind))
+            assert report.sent == 6
+            after = reducer.residual
+            assert after is not None and reducer.sum is not None
+            norms = np.square(accumulated).sum(axis=1)
+            small = np.square(after).sum(axis=1)
+            sent = np.argsort(-norms)[:6]
+            assert small[sent].max() < 1e-3 * norms[sent].min()  # what rounding left
+            given += dense(*gradient(comm.rank, step, kind), kind)
+            applied += dense(reducer.sum.rows, reducer.sum.values, kind)
+        residual = reducer.residual
+        assert residual is not None
+        left = comm.allreduce(given - residual)
+    tolerance = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}[kind]
+    assert np.allclose(applied, left, rtol=tolerance, atol=tolerance * np.abs(given).max())
+
+
+@pytest.mark.parametrize("row_density", [1.0, 0.2])
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_a_gradient_that_is_not_finite_changes_nothing(
+    nonfinite: str, row_density: float, comm: MPI.Intracomm
+) -> None:
+    last = comm.size - 1
+    with table(comm, nonfinite=nonfinite, row_density=row_density) as reducer:
+        reducer.step(*gradient(comm.rank, 0))
+        residual = None if reducer.residual is None else reducer.residual.copy()
+        rows, values = gradient(comm.rank, 1)
+        if comm.rank == last:
+            values[3, 2] = np.nan
+        if nonfinite == "raise":
+            with pytest.raises(NonFiniteGradientError) as error:
+                reducer.step(rows, values)
+            assert error.value.ranks == [last]
+        else:
+            assert reducer.step(rows, values).skipped
+        assert reducer.sum is None
+        if residual is not None:
+            assert np.array_equal(reducer.residual, residual)
+        values[...] = 3e38  # the sum of which overflows
+        rows[...] = 5
+        if nonfinite == "raise":
+            with pytest.raises(NonFiniteGradientError):
+                reducer.step(rows, values)
+        else:
+            assert reducer.step(rows, values).skipped
+        if residual is not None:
+            assert np.array_equal(reducer.residual, residual)
+        assert not reducer.step(*gradient(comm.rank, 2)).skipped
+
+
+BAD: dict[str, tuple[Any, Any, str]] = {
+    "beyond the table": (np.array([3, LENGTH]), np.zeros((2, WIDTH), np.float32), "row 60 is not in"),
+    "negative": (np.array([-1, 3]), np.zeros((2, WIDTH), np.float32), "row -1 is not in"),
+    "fewer values": (np.array([1, 3]), np.zeros((1, WIDTH), np.float32), "2 numbers of rows and 1 row"),
+    "another width": (np.array([1]), np.zeros((1, WIDTH + 1), np.float32), "values are float32"),
+    "another type": (np.array([1]), np.zeros((1, WIDTH)), "values are float64"),
+    "no whole numbers": (np.array([1.0]), np.zeros((1, WIDTH), np.float32), "rows are float64"),
+    "strided": (np.array([1, 2]), np.zeros((4, WIDTH), np.float32)[::2], "not C-contiguous"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_rows_on_one_rank_are_one_error_on_all(bad: str, comm: MPI.Intracomm) -> None:
+    rows, values, text = BAD[bad]
+    last = comm.size - 1
+    with table(comm, row_density=0.5) as reducer:
+        reducer.step(*gradient(comm.rank, 0))
+        before = None if reducer.residual is None else reducer.residual.copy()
+        with pytest.raises(ValueError, match=f"(rank {last}|all ranks): .*{text}"):
+            reducer.step(*((rows, values) if comm.rank == last else gradient(comm.rank, 1)))
+        assert np.array_equal(reducer.residual, before)
+        assert not reducer.step(*gradient(comm.rank, 1)).skipped
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"element_type": "float64"}, "element_type 'float64' is not one of"),
+        ({"row_density": 0}, "row_density 0 is not in"),
+        ({"nonfinite": "ignore"}, "nonfinite 'ignore'"),
+        ({"timeout": -1.0}, "timeout"),
+    ],
+)
+def test_bad_settings_are_a_sentence_on_all(settings: Any, text: str, comm: MPI.Intracomm) -> None:
+    mine = settings if comm.rank == 0 else {}
+    with pytest.raises(ValueError, match=text):
+        RowSparseAllreduce(comm, LENGTH, WIDTH, **mine)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_disagree_on_the_width_are_told(comm: MPI.Intracomm) -> None:
+    with pytest.raises(ValueError, match="ranks disagree on width"):
+        RowSparseAllreduce(comm, LENGTH, WIDTH + comm.rank)
+
+
+def test_a_state_continues_bit_for_bit(comm: MPI.Intracomm) -> None:
+    with table(comm, row_density=0.1) as first, table(comm, row_density=0.1) as second:
+        for step in range(3):
+            first.step(*gradient(comm.rank, step))
+        second.load_state_dict(first.state_dict())
+        for step in range(3, 5):
+            reports = [reducer.step(*gradient(comm.rank, step)) for reducer in (first, second)]
+            assert reports[0].step == reports[1].step == step
+            assert first.sum is not None and second.sum is not None
+            assert first.sum.values.tobytes() == second.sum.values.tobytes()
+            assert first.sum.rows.tobytes() == second.sum.rows.tobytes()
+        assert np.array_equal(first.residual, second.residual)
+        state = first.state_dict()
+        for change, text in (({"width": 3}, "of a table of"), ({"residual": None}, "no residual")):
+            with pytest.raises(ValueError, match=text):
+                second.load_state_dict({**state, **change})

@@ -1,0 +1,203 @@
+"""Models with sparse embedding gradients train through DistributedOptimizer as they are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+from oktopk import DistributedOptimizer, NonFiniteGradientError
+
+pytestmark = pytest.mark.mpi
+
+WORDS, WIDTH = 40, 6
+
+
+class TwoTables(nn.Module):
+    """Two tables, one of them used twice, and a dense layer."""
+
+    def __init__(self, sparse: bool, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.words = nn.Embedding(WORDS, WIDTH, sparse=sparse, padding_idx=0, dtype=dtype)
+        self.again = nn.Embedding(WORDS, WIDTH, sparse=sparse, dtype=dtype)
+        self.again.weight = self.words.weight
+        self.bags = nn.EmbeddingBag(WORDS // 2, WIDTH, mode="sum", sparse=sparse, dtype=dtype)
+        self.out = nn.Linear(WIDTH, 1, dtype=dtype)
+
+    def forward(self, batch: Tensor, bags: bool) -> Tensor:
+        hidden = self.words(batch).sum(1) + self.again(batch.flip(0)).sum(1)
+        if bags:
+            hidden = hidden + self.bags(batch // 2)
+        loss: Tensor = self.out(hidden).square().mean()
+        return loss
+
+
+def batch_of(rank: int, step: int) -> Tensor:
+    drawn = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(0, WORDS, (3, 4), generator=drawn)
+
+
+def inner(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "adagrad":
+        return torch.optim.Adagrad(model.parameters(), lr=0.1)
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.05])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", ["sgd", "adagrad"])
+def test_training_is_that_of_one_process_on_the_mean_gradient(
+    kind: str, overlap: bool, clip_norm: float, comm: MPI.Intracomm
+) -> None:
+    model, alone = TwoTables(sparse=True), TwoTables(sparse=False)
+    optimizer = DistributedOptimizer(inner(kind, model), comm, "dense", overlap=overlap, clip_norm=clip_norm)
+    other = inner(kind, alone)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(
+            batch_of(comm.rank, step), bags=comm.rank != comm.size - 1
+        ).backward()  # one rank leaves it untouched
+        optimizer.step()
+        other.zero_grad()
+        for rank in range(comm.size):
+            (alone(batch_of(rank, step), bags=rank != comm.size - 1) / comm.size).backward()
+        if clip_norm:
+            nn.utils.clip_grad_norm_(alone.parameters(), clip_norm)
+        for parameter in alone.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        other.step()
+        assert [report.step for report in optimizer.table_reports] == [step, step]
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, atol=2e-6), (mine - theirs).abs().max()
+    values = comm.allgather([p.detach().numpy().tobytes() for p in model.parameters()])
+    assert all(each == values[0] for each in values)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparse_adam_sees_a_coalesced_gradient_and_needs_no_dense_parameter(
+    dtype: torch.dtype, comm: MPI.Intracomm
+) -> None:
+    torch.manual_seed(1)
+    words = nn.Embedding(WORDS, WIDTH, sparse=True, dtype=dtype)
+    sparse_adam = torch.optim.SparseAdam(words.parameters(), lr=0.1)
+    seen: list[Any] = []
+    sparse_adam.register_step_pre_hook(lambda *_: seen.append(words.weight.grad))
+    if dtype == torch.bfloat16:
+        with pytest.raises(ValueError, match="bfloat16"):  # the CPU reduces float32 alone
+            DistributedOptimizer(sparse_adam, comm, gradient_type="bfloat16")
+        return
+    optimizer = DistributedOptimizer(sparse_adam, comm, density=0.1)
+    before = words.weight.detach().clone()
+    for step in range(3):
+        optimizer.zero_grad()
+        words(batch_of(comm.rank, step)).square().sum().backward()
+        optimizer.step()
+        assert seen[-1].is_coalesced() and seen[-1].layout == torch.sparse_coo
+    touched = torch.cat([batch_of(rank, step).flatten() for rank in range(comm.size) for step in range(3)])
+    moved = (words.weight != before).any(dim=1)
+    assert moved.nonzero().flatten().tolist() == touched.unique().tolist()
+    optimizer.close()
+
+
+def test_a_weight_that_a_dense_layer_shares_is_reduced_by_its_rows(comm: MPI.Intracomm) -> None:
+    torch.manual_seed(2)
+    words, out = nn.Embedding(WORDS, WIDTH, sparse=True), nn.Linear(WIDTH, WORDS, bias=False)
+    out.weight = words.weight
+    optimizer = DistributedOptimizer(torch.optim.SGD(words.parameters(), lr=1.0), comm)
+    before = words.weight.detach().clone()
+    losses = [out(words(batch_of(rank, 0)))[..., :5].square().mean() for rank in range(comm.size)]
+    mean = torch.autograd.grad(sum(losses[1:], losses[0]) / comm.size, words.weight, retain_graph=True)[0]
+    optimizer.zero_grad()
+    losses[comm.rank].backward()
+    optimizer.step()
+    assert torch.allclose(before - words.weight, mean.to_dense(), atol=1e-6)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("where", ["table", "vector"])
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_a_nan_in_a_table_or_beside_it_changes_neither(
+    nonfinite: str, where: str, comm: MPI.Intracomm
+) -> None:
+    model = TwoTables(sparse=True)
+    optimizer = DistributedOptimizer(
+        inner("sgd", model), comm, density=0.2, nonfinite=nonfinite, row_density=0.1
+    )
+
+    def train(step: int, poison: bool = False) -> None:
+        optimizer.zero_grad()
+        loss = model(batch_of(comm.rank, step), bags=True)
+        loss.backward()
+        if poison and comm.rank == 0:
+            parameter = model.words.weight if where == "table" else model.out.weight
+            assert parameter.grad is not None
+            held = parameter.grad._values() if where == "table" else parameter.grad
+            held[0, 1] = float("nan")
+        optimizer.step()
+
+    train(0)
+    values = [p.detach().clone() for p in model.parameters()]
+    state = copy.deepcopy(optimizer.state_dict())
+    if nonfinite == "raise":
+        with pytest.raises(NonFiniteGradientError):
+            train(1, poison=True)
+    else:
+        train(1, poison=True)
+        assert optimizer.report is not None and optimizer.report.skipped
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
+    tables = optimizer.state_dict()["tables"]
+    for number, kept in state["tables"].items():
+        assert torch.equal(kept["residual"], tables[number]["residual"])
+    train(2)
+    assert optimizer.report is not None and not optimizer.report.skipped
+    optimizer.close()
+
+
+def test_a_saved_training_continues_bit_for_bit_and_a_copy_goes_on_alike(comm: MPI.Intracomm) -> None:
+    def made() -> tuple[TwoTables, DistributedOptimizer]:
+        model = TwoTables(sparse=True)
+        return model, DistributedOptimizer(inner("sgd", model), comm, density=0.2, row_density=0.1)
+
+    def train(model: nn.Module, optimizer: DistributedOptimizer, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            model(batch_of(comm.rank, step), bags=True).backward()
+            optimizer.step()
+
+    (model, optimizer), (later, continued) = made(), made()
+    train(model, optimizer, range(3))
+    later.load_state_dict(model.state_dict())
+    continued.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    copied_model, copied = copy.deepcopy((model, optimizer))
+    for each in ((model, optimizer), (later, continued), (copied_model, copied)):
+        train(*each, range(3, 6))
+    for mine, theirs, copys in zip(
+        model.parameters(), later.parameters(), copied_model.parameters(), strict=True
+    ):
+        assert torch.equal(mine, theirs) and torch.equal(mine, copys)
+    for each in (optimizer, continued, copied):
+        each.close()
+
+
+def test_what_cannot_be_is_a_sentence_on_every_rank(comm: MPI.Intracomm) -> None:
+    model = TwoTables(sparse=True)
+    for settings, text in (
+        ({"deferred": True}, "deferred steps are not for tables"),
+        ({"momentum_correction": 0.9}, "momentum_correction is not for tables"),
+        ({"sparse": [torch.zeros(2, 2)]}, "no parameter of the optimizer"),
+        ({"row_density": 2.0}, "row_density 2.0"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            DistributedOptimizer(inner("sgd", model), comm, **settings)  # type: ignore[arg-type]
+    optimizer = DistributedOptimizer(inner("sgd", model), comm, sparse=[])
+    model(batch_of(comm.rank, 0), bags=True).backward()
+    with pytest.raises(TypeError, match="name its parameter in sparse"):
+        optimizer.step()
+    optimizer.close()
