@@ -44,8 +44,8 @@ def test_the_sum_is_that_of_all_ranks(average: bool, comm: MPI.Intracomm) -> Non
     with table(comm, average=average) as reducer:
         for step in range(3):
             report = reducer.step(*gradient(comm.rank, step))
-            expected = sum(dense(*gradient(rank, step)) for rank in range(comm.size))
-            expected = expected / comm.size if average else expected
+            gradients = [dense(*gradient(rank, step)) for rank in range(comm.size)]
+            expected = np.mean(gradients, axis=0) if average else np.sum(gradients, axis=0)
             assert reducer.sum is not None
             found = dense(reducer.sum.rows, reducer.sum.values)
             assert np.allclose(found, expected, rtol=1e-5, atol=1e-4)

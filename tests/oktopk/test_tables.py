@@ -182,8 +182,8 @@ def test_a_saved_training_continues_bit_for_bit_and_a_copy_goes_on_alike(comm: M
         model.parameters(), later.parameters(), copied_model.parameters(), strict=True
     ):
         assert torch.equal(mine, theirs) and torch.equal(mine, copys)
-    for each in (optimizer, continued, copied):
-        each.close()
+    for every in (optimizer, continued, copied):
+        every.close()
 
 
 def test_what_cannot_be_is_a_sentence_on_every_rank(comm: MPI.Intracomm) -> None:
