@@ -33,7 +33,13 @@ class Rows:
 
 
 class RowKernels(Protocol):
-    """What is done to rows where they lie: by `collectives.cpu.rows` on the host, on a GPU by `collectives.cuda.rows`."""
+    """What is done to rows where they lie: by `collectives.cpu.rows` on the host, on a GPU by `collectives.cuda.rows`.
+
+    Attributes:
+        arrays: the module of these arrays, NumPy or CuPy.
+    """
+
+    arrays: Any
 
     def coalesce(self, rows: Any, values: Any, scale: float) -> tuple[Rows, int]:
         """Sort rows by their number, and add up equal ones, in the order in which they are given, in float32.
@@ -68,8 +74,9 @@ def narrow(values: Any, element_type: str) -> Any:
     """float32 rounded to a type, to nearest even; a NaN stays one."""
     if element_type == "bfloat16":
         bits = values.view(np.uint32)
-        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-        return np.where(np.isnan(values), bits >> 16 | 0x40, rounded).astype(np.uint16)
+        rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+        rounded[np.isnan(values)] = 0x7FC0
+        return rounded
     with np.errstate(over="ignore"):
         return values.astype(ELEMENT_TYPES[element_type], copy=False)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,10 @@ from collectives.connect import connect
 from collectives.cpu.compiled import load
 from collectives.cpu.rows import HostRowKernels
 from collectives.limit import Limit
-from collectives.rows import ELEMENT_TYPES, Rows, narrow, row_sparse_allreduce, row_type, widen
+from collectives.rows import ELEMENT_TYPES, RowKernels, Rows, narrow, row_sparse_allreduce, row_type, widen
 from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport
 from oktopk.allreduce import NonFiniteGradientError
+from oktopk.devices import make_backend
 from oktopk.settings import Settings
 
 if TYPE_CHECKING:
@@ -118,11 +120,35 @@ class RowSparseAllreduce:
             self.transport: Transport = connect(comm, Limit("RowSparseAllreduce(...)", self._timeout))
             opened.callback(self.transport.close)
             self.transport.agree(arguments | {"timeout": timeout}, problem)
-            load()
-            self.kernels = HostRowKernels()
+            self.kernels: RowKernels = HostRowKernels()
+            self._scope: Callable[[], AbstractContextManager[None]] = nullcontext
+            if device == "cpu":
+                load()
+            else:
+                self._use_gpu(stream)
             self._most = max(1, math.ceil(row_density * length)) if row_density < 1.0 else length
-            self._feedback = _RowFeedback(length, width, element_type) if self._most < length else None
+            self._feedback: _RowFeedback | None = None
+            if self._most < length:
+                with self._scope():
+                    self._feedback = _RowFeedback(self.kernels.arrays, length, width, element_type)
             opened.pop_all()
+
+    def _use_gpu(self, stream: Any) -> None:
+        """Put kernels and transport on the current GPU. Collective."""
+        host: Any = self.transport
+        backend: Any = None
+        problem = ""
+        try:
+            backend = make_backend("cuda", self.element_type, stream)
+        except (ValueError, RuntimeError, MemoryError) as error:
+            problem = str(error)
+        host.agree({}, problem)
+        from collectives.cuda.rows import DeviceRowKernels
+
+        self._scope = backend.stream_scope
+        self.transport = backend.connect(host)
+        self.kernels = DeviceRowKernels(backend.device, self.element_type)
+        host.close()
 
     def step(self, rows: Any, values: Any, problem: str = "") -> RowReport:
         """Sum one gradient; the result is in `sum`. Collective: every rank must call, with no rows where it touched none.
@@ -139,6 +165,10 @@ class RowSparseAllreduce:
                 rank alike, before anything is sent.
             MissingRanksError: as `GradientAllreduce.step`.
         """
+        with self._scope():
+            return self._step(rows, values, problem)
+
+    def _step(self, rows: Any, values: Any, problem: str) -> RowReport:
         began = time.perf_counter()
         problem = problem or self._given_problem(rows, values)
         own, nonfinite = self._empty(), 0
@@ -181,7 +211,8 @@ class RowSparseAllreduce:
     def take_back(self) -> None:
         """Undo the residual's part of the last step, whose sum is then not to be applied. Every rank must call. No traffic."""
         if self._feedback is not None:
-            self._feedback.take_back()
+            with self._scope():
+                self._feedback.take_back()
         self.sum = None
 
     @property
@@ -190,9 +221,8 @@ class RowSparseAllreduce:
         return None if self._feedback is None else self._feedback.residual
 
     def _empty(self) -> Rows:
-        return Rows(
-            np.empty(0, row_type(self.length)), np.empty((0, self.width), ELEMENT_TYPES[self.element_type])
-        )
+        empty, kind = self.kernels.arrays.empty, ELEMENT_TYPES[self.element_type]
+        return Rows(empty(0, row_type(self.length)), empty((0, self.width), kind))
 
     def _given_problem(self, rows: Any, values: Any) -> str:
         """What is wrong with what a step was given, in a sentence; "" if nothing is."""
@@ -211,7 +241,11 @@ class RowSparseAllreduce:
 
     def state_dict(self) -> dict[str, Any]:
         """What a restart of this rank needs: arrays and plain values."""
-        residual = None if self._feedback is None else self._feedback.residual.copy()
+        residual = None
+        if self._feedback is not None:
+            with self._scope():
+                kept = self._feedback.residual
+                residual = kept.get() if hasattr(kept, "get") else kept.copy()
         return {"length": self.length, "width": self.width, "steps": self.steps, "residual": residual}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -224,7 +258,8 @@ class RowSparseAllreduce:
         self.transport.agree({"steps": state.get("steps")}, self._state_problem(state))
         self.steps = int(state["steps"])
         if self._feedback is not None:
-            self._feedback.continue_from(state["residual"])
+            with self._scope():
+                self._feedback.continue_from(state["residual"])
 
     def _state_problem(self, state: Any) -> str:
         try:
@@ -246,7 +281,8 @@ class RowSparseAllreduce:
         """Forget residuals and the number of steps."""
         self.steps = 0
         if self._feedback is not None:
-            self._feedback.continue_from(None)
+            with self._scope():
+                self._feedback.continue_from(None)
 
     def close(self) -> None:
         """Free what the library holds. Collective."""
@@ -257,16 +293,17 @@ class _RowFeedback:
     """What of a table was not sent, and which rows of it are.
 
     Args:
+        arrays: the module of the arrays, NumPy or CuPy.
         length, width, element_type: as `RowSparseAllreduce`.
 
     Attributes:
         residual: float32[length, width].
     """
 
-    def __init__(self, length: int, width: int, element_type: str) -> None:
-        self._type = element_type
-        self.residual = np.zeros((length, width), np.float32)
-        self._norms = np.zeros(length, np.float32)  # squared, of each row
+    def __init__(self, arrays: Any, length: int, width: int, element_type: str) -> None:
+        self._arrays, self._type = arrays, element_type
+        self.residual = arrays.zeros((length, width), np.float32)
+        self._norms = arrays.zeros(length, np.float32)  # squared, of each row
         self._before: list[tuple[Any, Any]] = []  # rows and their residual, to be put back in this order
 
     def select(self, own: Rows, most: int) -> Rows:
@@ -274,7 +311,7 @@ class _RowFeedback:
         self._before = [(own.rows, self.residual[own.rows])]
         self.residual[own.rows] += widen(own.values, self._type)
         self._measure(own.rows)
-        chosen = _largest(self._norms, most).astype(own.rows.dtype)
+        chosen = _largest(self._arrays, self._norms, most).astype(own.rows.dtype)
         exact = self.residual[chosen]
         sent = narrow(exact, self._type)
         self._before.insert(0, (chosen, exact))
@@ -291,7 +328,12 @@ class _RowFeedback:
 
     def continue_from(self, residual: Any) -> None:
         """Take a residual of a state; None: zero."""
-        self.residual[...] = 0.0 if residual is None else residual
+        if residual is None:
+            self.residual[...] = 0.0
+        elif hasattr(self.residual, "set"):
+            self.residual.set(residual)
+        else:
+            self.residual[...] = residual
         self._norms = np.square(self.residual).sum(axis=1)
         self._before = []
 
@@ -299,17 +341,21 @@ class _RowFeedback:
         self._norms[rows] = np.square(self.residual[rows]).sum(axis=1)
 
 
-def _largest(norms: NDArray[np.float32], most: int) -> NDArray[np.int64]:
-    """The rows with the largest norms, ascending: at most so many, none of norm zero, of equal norms the first."""
-    if np.count_nonzero(norms) <= most:
-        return np.flatnonzero(norms)
+def _largest(arrays: Any, norms: Any, most: int) -> Any:
+    """The rows with the largest norms, ascending: at most so many, none of norm zero, of equal norms the first.
+
+    Args:
+        arrays: the module of the arrays.
+    """
     if not most:
-        return np.empty(0, np.int64)
-    least = np.partition(norms, len(norms) - most)[len(norms) - most]
+        return arrays.empty(0, np.int64)
+    if int(arrays.count_nonzero(norms)) <= most:
+        return arrays.flatnonzero(norms)
+    least = arrays.partition(norms, len(norms) - most)[len(norms) - most]
     chosen = norms > least
-    equal = np.flatnonzero(norms == least)[: most - int(chosen.sum())]
+    equal = arrays.flatnonzero(norms == least)[: most - int(chosen.sum())]
     chosen[equal] = True
-    return np.flatnonzero(chosen)
+    return arrays.flatnonzero(chosen)
 
 
 def _problem(
@@ -331,6 +377,6 @@ def _problem(
         return f"nonfinite {nonfinite!r} is not 'raise' or 'skip'"
     if isinstance(row_density, bool) or not isinstance(row_density, int | float) or not 0 < row_density <= 1:
         return f"row_density {row_density!r} is not in (0, 1]"
-    if device != "cpu":
-        return f"device {device!r} is not 'cpu'"
+    if device not in ("cpu", "cuda"):
+        return f"device {device!r} is not 'cpu' or 'cuda'"
     return ""

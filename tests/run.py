@@ -73,6 +73,7 @@ HOST_CUDA_RANKS_TESTS = (
     "tests/oktopk/test_wires.py",
     "tests/oktopk/test_levels.py",
     "tests/oktopk/test_process_group.py",
+    "tests/oktopk/test_rows.py",
 )
 ALL_TESTS = ["tests"]
 WORKERS = min(4, 1 + (os.cpu_count() or 1))  # one more than cores: some tests wait

@@ -55,6 +55,8 @@ def sum_rows(
 class HostRowKernels:
     """See `collectives.rows.RowKernels`; arrays of NumPy."""
 
+    arrays: Any = np
+
     def coalesce(self, rows: Any, values: Any, scale: float) -> tuple[Rows, int]:
         order = np.argsort(rows, kind="stable")
         ordered = rows[order]

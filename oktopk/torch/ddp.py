@@ -13,13 +13,17 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from oktopk.allreduce import NonFiniteGradientError
 from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import VECTORS
 from oktopk.results import StepReport
-from oktopk.settings import settings_problem
+from oktopk.rows import RowReport, RowSparseAllreduce
+from oktopk.settings import Settings, settings_problem
 from oktopk.torch.agreement import GRADIENT_TYPES
 from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.states import as_arrays, as_tensors
+from oktopk.torch.tables import gradient_of, rows_of, table_type, tables_problem
+from oktopk.worker import CommunicationThread
 
 _Layout = list[list[Tensor]]
 
@@ -68,9 +72,13 @@ class OkTopkState:
     What is selected is the gradient as DDP gives it, times the scale of a `torch.amp.GradScaler`: take bfloat16, which has none.
     The hook does not reduce buffers such as batch-norm statistics; DDP itself broadcasts them.
 
+    A table with sparse gradients (`torch.nn.Embedding(sparse=True)`) is reduced row by row, without loss, in a thread of its own.
+    Every rank must use it in every step: DDP itself asks for that.
+
     Args:
         comm: the ranks of the DDP; None: torch's default process group.
         method: a name in `oktopk.METHODS`.
+        row_density: of tables with sparse gradients, see `oktopk.rows.RowSparseAllreduce`.
         share: how the k entries of a step are divided among buckets, see `oktopk.buckets.BucketedAllreduce`.
         module: whose parameters' names are the keys of the state; None: that of the DDP which has this state.
         settings: keywords of `oktopk.Settings`. With nonfinite="skip" a bucket that is not finite becomes zero on all ranks, and
@@ -95,12 +103,20 @@ class OkTopkState:
         method: str = "oktopk",
         *,
         share: str = "bucket",
+        row_density: float = 1.0,
         module: nn.Module | None = None,
         **settings: Any,
     ) -> None:
         if problem := settings_problem(settings, OkTopkState, "gradient_type", "peer_memory"):
             raise ValueError(problem)
         self._arguments: dict[str, Any] = {"comm": comm, "method": method, "share": share, **settings}
+        chosen = Settings(**settings)
+        self._of_tables: dict[str, Any] = {"row_density": row_density, "nonfinite": chosen.nonfinite}
+        self._of_tables |= {"average": chosen.average, "timeout": chosen.timeout}
+        self._tables: dict[str, RowSparseAllreduce] = {}  # by the parameter's name
+        self._table_reports: dict[str, Future[RowReport]] = {}  # of this step
+        self._loaded_tables: dict[str, Any] = {}  # states of tables that were not reduced since
+        self._thread: CommunicationThread | None = None  # of the tables
         self._module = module
         self._names: dict[Tensor, str] = {}
         self._memory = TensorMemory()
@@ -129,6 +145,11 @@ class OkTopkState:
         return self._report
 
     @property
+    def table_reports(self) -> dict[str, RowReport]:
+        """The last step of each table with sparse gradients, by its name, after its backward pass."""
+        return {name: future.result() for name, future in self._table_reports.items()}
+
+    @property
     def reducer(self) -> BucketedAllreduce | None:
         """What reduces; None before the first step. Another one once DDP's buckets have changed."""
         return self._reducer
@@ -142,22 +163,65 @@ class OkTopkState:
         if bucket.index() == 0:
             self._begin_step(bucket.buffer().device)
         given = _Given(bucket)
-        self._given.append(given)
-        if self._reducer is not None:
-            self._add(given)
-        elif bucket.is_last():  # now all buckets are known
-            self._set_up([each.parameters for each in self._given])
-            for each in self._given:
-                self._add(each)
-        if bucket.is_last():
+        if given.buffer.is_sparse:
+            self._reduce_table(given)
+        else:
+            self._given.append(given)
+            if self._reducer is not None:
+                self._add(given)
+        if bucket.is_last() and self._given:
+            if self._reducer is None:  # now all buckets are known
+                self._set_up([each.parameters for each in self._given])
+                for each in self._given:
+                    self._add(each)
             self._check_complete()
             _after_backward(self._set_unused)
         reduced: torch.futures.Future[Tensor] = given.done.then(given.result)
         return reduced
 
+    def _reduce_table(self, given: _Given) -> None:
+        """Begin to reduce a sparse gradient, which is alone in its bucket. Collective."""
+        (table,) = given.parameters
+        name, gradient = self._names[table], given.buffer
+        if name not in self._tables:
+            problem = tables_problem([table], [table], {})
+            kind = table_type(table)
+            self._tables[name] = RowSparseAllreduce(
+                self._arguments["comm"],
+                *table.shape,
+                element_type=kind,
+                device=self._memory.device,
+                stream=self._memory.stream,
+                problem=problem,
+                **self._of_tables,
+            )
+        reducer = self._tables[name]
+        if name in self._loaded_tables:
+            reducer.load_state_dict(as_arrays(self._loaded_tables.pop(name)))
+        if self._thread is None:
+            self._thread = CommunicationThread("oktopk tables", together=(NonFiniteGradientError, ValueError))
+
+        filled = self._memory.after_current()
+
+        def reduce() -> RowReport:
+            if filled is not None:
+                filled()
+            with self._memory.on_stream():
+                report = reducer.step(*rows_of(gradient, table, self._memory))
+                given.buffer = gradient_of(reducer.sum, table, self._memory)
+            return report
+
+        def reduced(future: Future[RowReport]) -> None:
+            given.error = future.exception()
+            with self._memory.on_stream():
+                given.done.set_result(given.buffer)
+
+        self._table_reports[name] = self._thread.submit(reduce)
+        self._table_reports[name].add_done_callback(reduced)
+
     def _begin_step(self, device: torch.device) -> None:
         self._finish_step()
-        self._given, self._vectors = [], {}
+        self._given, self._vectors, self._table_reports = [], {}, {}
         if not self._names:
             self._names = self._parameter_names()
             self._memory = memory_of(device, beside=True)
@@ -248,6 +312,9 @@ class OkTopkState:
         if reducer is None or not given:
             return
         self._given = []
+        if any(future.exception() is not None for future in self._table_reports.values()):
+            reducer.abandon()  # the backward pass has raised it
+            return
         if reducer.started < len(self._layout):  # the backward pass was left by an error
             reducer.abandon()
             return
@@ -316,12 +383,15 @@ class OkTopkState:
         self._finish_step()
         if self._loaded is not None:
             return self._loaded
+        tables = {name: as_tensors(table.state_dict()) for name, table in self._tables.items()}
+        tables |= self._loaded_tables
         if self._reducer is None:
-            return {"buckets": [], "moves_to": None, "reducer": None}
+            return {"buckets": [], "moves_to": None, "reducer": None, "tables": tables}
         return {
             "buckets": self._named(self._layout),
             "moves_to": None if self._moves_to is None else self._named(self._moves_to),
             "reducer": as_tensors(self._reducer.state_dict()),
+            "tables": tables,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -335,6 +405,9 @@ class OkTopkState:
             raise ValueError("the state is not one of OkTopkState.state_dict()")
         self._finish_step()
         self._loaded = dict(state)
+        self._loaded_tables = dict(state.get("tables", {}))  # an earlier version has none
+        for table in self._tables.values():
+            table.reset()
         self._steps_here, self._moves_to = 0, None
 
     def _set_up_loaded(self, state: dict[str, Any]) -> None:
@@ -383,6 +456,12 @@ class OkTopkState:
         """Free what the reducer holds, residuals too. Collective. A further backward pass begins anew."""
         self._finish_step()
         self._given, self._moves_to, self._steps_here = [], None, 0
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+        for table in self._tables.values():
+            table.close()
+        self._tables, self._table_reports = {}, {}
         if self._reducer is not None:
             self._reducer.close()
             self._reducer, self._layout, self._places = None, [], {}

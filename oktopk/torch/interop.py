@@ -24,11 +24,22 @@ class TensorMemory:
     stream: Any = None
 
     def array(self, tensor: Tensor) -> Any:
-        """A flat tensor as the reducer's array; the memory is shared."""
+        """A contiguous tensor as the reducer's array; the memory is shared. bfloat16 becomes its bits in uint16."""
+        if tensor.dtype == torch.bfloat16:
+            return tensor.view(torch.int16).numpy().view("uint16")
         return tensor.numpy()
 
-    def tensor(self, array: Any) -> Tensor:
-        """An array of the reducer's as a tensor; the memory is shared."""
+    def tensor(self, array: Any, dtype: torch.dtype | None = None) -> Tensor:
+        """An array of the reducer's as a tensor; the memory is shared.
+
+        Args:
+            dtype: torch.bfloat16 for its bits in uint16; else that of the array.
+        """
+        if dtype == torch.bfloat16:
+            return self._tensor(array.view("int16")).view(torch.bfloat16)
+        return self._tensor(array)
+
+    def _tensor(self, array: Any) -> Tensor:
         return torch.from_numpy(array)
 
     def stream_scope(self) -> AbstractContextManager[None]:
@@ -80,7 +91,7 @@ class CudaMemory(TensorMemory):
             return self._cupy.from_dlpack(tensor.view(torch.int16)).view("uint16")
         return self._cupy.from_dlpack(tensor)
 
-    def tensor(self, array: Any) -> Tensor:
+    def _tensor(self, array: Any) -> Tensor:
         tensor: Tensor = torch.from_dlpack(array)
         return tensor
 

@@ -84,7 +84,7 @@ class DistributedOptimizer(WrappedOptimizer):
         bucket_mb: size of a bucket, in 1e6 bytes of float32; 0: 25 with `overlap`, else one vector. The same buckets give the
             same bits with `overlap` and without.
         share: how k is divided among buckets, see `oktopk.buckets.BucketedAllreduce`.
-        sparse: the parameters with sparse gradients; None: the weights of all modules that make such. CPU only.
+        sparse: the parameters with sparse gradients; None: the weights of all modules that make such.
         row_density: the part of a table's rows that a rank sends at most, see `oktopk.rows.RowSparseAllreduce`.
         settings: keywords of `oktopk.Settings`.
 
@@ -179,7 +179,7 @@ class DistributedOptimizer(WrappedOptimizer):
             else:
                 self.reducer = GradientAllreduce(comm, self.length, method, **options)
                 self._update = memory.tensor(self.reducer.writable_update)
-            self._tables = self._make_tables(comm, tables, row_density)
+            self._tables = self._make_tables(comm, tables, memory, row_density)
             if strangers:
                 broadcast_tensors(trained, transport)
                 if transport.rank == 0:
@@ -201,13 +201,17 @@ class DistributedOptimizer(WrappedOptimizer):
         for parameter in trained:
             parameter.grad = None  # as a new optimizer's are: torch.distributed.checkpoint looks
 
-    def _make_tables(self, comm: Any, tables: Sequence[Tensor], row_density: float) -> SparseTables | None:
+    def _make_tables(
+        self, comm: Any, tables: Sequence[Tensor], memory: TensorMemory, row_density: float
+    ) -> SparseTables | None:
         """What reduces the tables, None where there are none. Collective."""
         settings = self.reducer.settings
         shared = {name: getattr(settings, name) for name in ("average", "nonfinite", "timeout")}
         try:
             self.reducer.transport.agree({"tables with sparse gradients": len(tables)})
-            return SparseTables(comm, tables, row_density=row_density, **shared) if tables else None
+            if not tables:
+                return None
+            return SparseTables(comm, tables, memory, row_density=row_density, **shared)
         except ValueError:
             self.reducer.close()  # on every rank alike, as the error is
             raise
@@ -394,7 +398,8 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._tables is None:
             return self._reduced_vector(measure, problem)
         try:
-            reduced = self._tables.reduce(problem)
+            with self._memory.stream_scope():
+                reduced = self._tables.reduce(problem)
         except (NonFiniteGradientError, ValueError):
             self.abandon()
             raise

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from collectives.rows import Rows
 from oktopk.rows import RowReport, RowSparseAllreduce
 from oktopk.torch.agreement import GRADIENT_TYPES
+from oktopk.torch.interop import TensorMemory
 from oktopk.torch.states import as_arrays, as_tensors
 
 
@@ -50,6 +52,7 @@ class SparseTables:
     Args:
         comm: as `GradientAllreduce`. Collective.
         tables: of two dimensions, of one type.
+        memory: of the tables.
         settings: keywords of `oktopk.rows.RowSparseAllreduce`.
 
     Attributes:
@@ -57,14 +60,15 @@ class SparseTables:
         reports: of the last step, one a table.
     """
 
-    def __init__(self, comm: Any, tables: Sequence[Tensor], **settings: Any) -> None:
+    def __init__(self, comm: Any, tables: Sequence[Tensor], memory: TensorMemory, **settings: Any) -> None:
         self.tables = list(tables)
+        self._memory = memory
+        settings |= {"device": memory.device, "stream": memory.stream}
         self.reducers: list[RowSparseAllreduce] = []
         self.reports: list[RowReport] = []
         try:
             for table in self.tables:
-                kind = next(name for name, known in GRADIENT_TYPES.items() if known == table.dtype)
-                made = RowSparseAllreduce(comm, *table.shape, element_type=kind, **settings)
+                made = RowSparseAllreduce(comm, *table.shape, element_type=table_type(table), **settings)
                 self.reducers.append(made)
         except BaseException:
             self.close()
@@ -85,7 +89,7 @@ class SparseTables:
         done: list[RowSparseAllreduce] = []
         for table, reducer in zip(self.tables, self.reducers, strict=True):
             try:
-                rows, values = _rows_of(table)
+                rows, values = rows_of(table.grad, table, self._memory)
                 self.reports.append(reducer.step(rows, values, problem))
             except BaseException:
                 self._undo(done)
@@ -95,7 +99,7 @@ class SparseTables:
                 return False
             done.append(reducer)
         for table, reducer in zip(self.tables, self.reducers, strict=True):
-            table.grad = _gradient_of(table, reducer)
+            table.grad = gradient_of(reducer.sum, table, self._memory)
         return True
 
     def take_back(self) -> None:
@@ -121,7 +125,7 @@ class SparseTables:
     @property
     def has_gradients(self) -> bool:
         """Whether this rank has touched a row."""
-        return any(len(_rows_of(table)[0]) > 0 for table in self.tables)
+        return any(len(rows_of(table.grad, table, self._memory)[0]) > 0 for table in self.tables)
 
     @property
     def values(self) -> list[Tensor]:
@@ -163,8 +167,6 @@ def tables_problem(tables: Sequence[Tensor], trained: Sequence[Tensor], settings
     for table in tables:
         if id(table) not in known:
             return "sparse has a tensor that is no parameter of the optimizer, or needs no gradient"
-        if table.device.type != "cpu":
-            return f"a table with sparse gradients is on {table.device}: build it with sparse=False"
         if table.dim() != 2 or not table.is_contiguous():
             return f"a table of shape {tuple(table.shape)} with strides {table.stride()} has no rows one after the other"
     if tables and settings.get("deferred"):
@@ -174,32 +176,32 @@ def tables_problem(tables: Sequence[Tensor], trained: Sequence[Tensor], settings
     return ""
 
 
-def _rows_of(table: Tensor) -> tuple[Any, Any]:
-    """Numbers and values of the rows of a table's gradient, as NumPy's; of one that is dense those that are not zero.
+def rows_of(gradient: Tensor | None, table: Tensor, memory: TensorMemory) -> tuple[Any, Any]:
+    """Numbers and values of the rows of a table's gradient, as the reducer's arrays. A dense one has those that are not zero.
 
-    A dense one comes from a weight that a module uses which makes no sparse gradients, too.
+    A dense one comes from a weight that is used by a module which makes no sparse gradients, too.
     """
-    gradient = table.grad
     if gradient is None:
-        rows, values = torch.empty(0, dtype=torch.int64), table.new_empty(0, table.shape[1])
+        rows, values = table.new_empty(0, dtype=torch.int64), table.new_empty(0, table.shape[1])
     elif gradient.is_sparse:
         rows, values = gradient._indices()[0], gradient._values()
     else:
         rows = (gradient != 0).any(dim=1).nonzero()[:, 0]  # a NaN is not zero
         values = gradient[rows]
-    values = values.detach().contiguous()
-    if values.dtype == torch.bfloat16:
-        return rows.contiguous().numpy(), values.view(torch.int16).numpy().view("uint16")
-    return rows.contiguous().numpy(), values.numpy()
+    return memory.array(rows.contiguous()), memory.array(values.detach().contiguous())
 
 
-def _gradient_of(table: Tensor, reducer: RowSparseAllreduce) -> Tensor:
-    assert reducer.sum is not None
-    rows = torch.from_numpy(reducer.sum.rows.astype("int64"))
-    values = reducer.sum.values
-    held = (
-        torch.from_numpy(values.view("int16")).view(torch.bfloat16)
-        if values.dtype == "uint16"
-        else torch.from_numpy(values)
+def gradient_of(rows: Rows | None, table: Tensor, memory: TensorMemory) -> Tensor:
+    """A coalesced sparse gradient of a table; None: of no rows."""
+    if rows is None:
+        numbers, values = table.new_empty(0, dtype=torch.int64), table.new_empty(0, table.shape[1])
+    else:
+        numbers, values = memory.tensor(rows.rows.astype("int64")), memory.tensor(rows.values, table.dtype)
+    return torch.sparse_coo_tensor(
+        numbers[None], values.detach(), table.shape, is_coalesced=True, check_invariants=False
     )
-    return torch.sparse_coo_tensor(rows[None], held, table.shape, is_coalesced=True, check_invariants=False)
+
+
+def table_type(table: Tensor) -> str:
+    """What `oktopk.rows.RowSparseAllreduce` calls the type of a table."""
+    return next(name for name, known in GRADIENT_TYPES.items() if known == table.dtype)

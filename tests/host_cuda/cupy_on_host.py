@@ -284,6 +284,19 @@ class Pinned(bytearray):
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
 
+def _copied(make: Callable[..., Any]) -> Callable[..., Array]:
+    """A function of NumPy's whose results lie on the device."""
+
+    def made(*arguments: Any) -> Array:
+        return asarray(np.ascontiguousarray(make(*map(_on_host, arguments))))
+
+    return made
+
+
+def _on_host(array: Any) -> Any:
+    return array.view(np.ndarray) if isinstance(array, Array) else array
+
+
 def installed() -> bool:
     """Whether `cupy` is this module's."""
     return "cupy" in sys.modules and getattr(sys.modules["cupy"], "on_host", False)
@@ -329,6 +342,10 @@ def install() -> None:
     cupy.ndarray, cupy.RawModule, cupy.asarray = Array, RawModule, asarray
     cupy.asnumpy = lambda array, stream=None: array.get()
     cupy.empty = lambda shape, dtype=np.float64: Array(shape, dtype)
+    for name in ("ones", "zeros", "flatnonzero", "append", "searchsorted", "partition"):
+        setattr(cupy, name, _copied(getattr(np, name)))
+    cupy.count_nonzero = np.count_nonzero
+    cupy.argsort = _copied(lambda array: np.argsort(array, kind="stable"))
     cupy.on_host = True
     sys.modules["cupy"] = cupy
 

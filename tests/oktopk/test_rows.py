@@ -11,8 +11,10 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.rows import ELEMENT_TYPES
 from oktopk import NonFiniteGradientError
 from oktopk.rows import RowSparseAllreduce
+from tests.devices import DEVICES, get, put, use
 from tests.rows import touched, widened
 
 pytestmark = pytest.mark.mpi
@@ -177,3 +179,33 @@ def test_a_state_continues_bit_for_bit(comm: MPI.Intracomm) -> None:
         for change, text in (({"width": 3}, "of a table of"), ({"residual": None}, "no residual")):
             with pytest.raises(ValueError, match=text):
                 second.load_state_dict({**state, **change})
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("row_density", [1.0, 0.1])
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+def test_a_gpu_gives_the_bits_of_the_host(
+    kind: str, row_density: float, device: str, comm: MPI.Intracomm
+) -> None:
+    use(device, comm)
+    settings = {"element_type": kind, "row_density": row_density}
+    with table(comm, **settings) as host, table(comm, device=device, **settings) as gpu:
+        for step in range(4):
+            rows, values = gradient(comm.rank, step, kind, skewed=step == 2)
+            if step == 3:
+                rows, values = rows[: 30 * (comm.rank == 0)], values[: 30 * (comm.rank == 0)]
+            reports = [host.step(rows, values), gpu.step(put(device, rows), put(device, values))]
+            assert reports[0].bytes == reports[1].bytes and reports[0].messages == reports[1].messages
+            assert host.sum is not None and gpu.sum is not None
+            assert get(gpu.sum.rows).tobytes() == host.sum.rows.tobytes()
+            assert get(gpu.sum.values).tobytes() == host.sum.values.tobytes()
+        if row_density < 1:
+            assert np.array_equal(get(gpu.residual), host.residual)
+            gpu.load_state_dict(gpu.state_dict())
+            assert np.array_equal(get(gpu.residual), host.residual)
+        bad = gradient(comm.rank, 5, kind)[1]
+        bad[2, 1] = ELEMENT_TYPES[kind](0x7FC0) if kind == "bfloat16" else np.nan
+        with pytest.raises(NonFiniteGradientError):
+            gpu.step(put(device, gradient(comm.rank, 5, kind)[0]), put(device, bad))
+        with pytest.raises(ValueError, match="is not in"):
+            gpu.step(put(device, np.array([LENGTH])), put(device, bad[:1]))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from mpi4py import MPI
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from jobs.train.reduce.background import start_process_group, stop_process_group
 from oktopk import DistributedOptimizer, NonFiniteGradientError
+from oktopk.torch import OkTopkState, ddp_hook
 
 pytestmark = pytest.mark.mpi
 
@@ -45,7 +49,7 @@ def batch_of(rank: int, step: int) -> Tensor:
 def inner(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     if kind == "adagrad":
         return torch.optim.Adagrad(model.parameters(), lr=0.1)
-    return torch.optim.SGD(model.parameters(), lr=0.05)
+    return torch.optim.SGD(model.parameters(), lr=0.005)
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.05])
@@ -201,3 +205,78 @@ def test_what_cannot_be_is_a_sentence_on_every_rank(comm: MPI.Intracomm) -> None
     with pytest.raises(TypeError, match="name its parameter in sparse"):
         optimizer.step()
     optimizer.close()
+
+
+@pytest.fixture(scope="module")
+def group(comm: MPI.Intracomm) -> Iterator[None]:
+    start_process_group(comm, torch.device("cpu"), "gloo", "")
+    yield
+    stop_process_group()
+
+
+@pytest.mark.parametrize("row_density", [1.0, 0.2])
+def test_ddps_hook_reduces_a_table_by_its_rows_and_continues_bit_for_bit(
+    row_density: float, comm: MPI.Intracomm, group: None
+) -> None:
+    def made() -> tuple[DistributedDataParallel, OkTopkState, torch.optim.Optimizer]:
+        ddp = DistributedDataParallel(TwoTables(sparse=True))
+        state = OkTopkState(density=1.0, row_density=row_density)
+        ddp.register_comm_hook(state, ddp_hook)
+        return ddp, state, inner("sgd", ddp)
+
+    def train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            ddp(batch_of(comm.rank, step), bags=True).backward()
+            optimizer.step()
+
+    (ddp, state, optimizer), (later, continued, its) = made(), made()
+    train(ddp, optimizer, range(3))
+    later.load_state_dict(ddp.state_dict())
+    continued.load_state_dict(copy.deepcopy(state.state_dict()))
+    train(ddp, optimizer, range(3, 6))
+    train(later, its, range(3, 6))
+    assert {report.step for report in state.table_reports.values()} == {5}
+    assert set(state.table_reports) == {"words.weight", "bags.weight"}
+    for mine, theirs in zip(ddp.parameters(), later.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    if row_density == 1.0:
+        alone = TwoTables(sparse=False)
+        other = inner("sgd", alone)
+        for step in range(6):
+            other.zero_grad()
+            for rank in range(comm.size):
+                (alone(batch_of(rank, step), bags=True) / comm.size).backward()
+            other.step()
+        for mine, theirs in zip(ddp.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(mine, theirs, atol=2e-6)
+    for each in (state, continued):
+        each.close()
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_a_nan_in_a_table_under_ddp_is_seen_by_every_rank(
+    nonfinite: str, comm: MPI.Intracomm, group: None
+) -> None:
+    ddp = DistributedDataParallel(TwoTables(sparse=True))
+    state = OkTopkState(density=0.2, nonfinite=nonfinite)
+    ddp.register_comm_hook(state, ddp_hook)
+
+    def backward(poison: bool) -> None:
+        ddp.zero_grad()
+        loss = ddp(batch_of(comm.rank, 0), bags=True)
+        bad = float("nan") * ddp.module.bags.weight[0, 0].detach() if poison and comm.rank == 0 else 0.0
+        (loss + ddp.module.bags(torch.zeros(1, 1, dtype=torch.int64)).sum() * bad).backward()
+
+    backward(False)
+    if nonfinite == "raise":
+        with pytest.raises(RuntimeError, match="NaN or Inf on rank"):
+            backward(True)
+    else:
+        backward(True)
+        assert state.table_reports["bags.weight"].skipped
+        gradient = ddp.module.bags.weight.grad
+        assert gradient is not None and not gradient._nnz()
+    backward(False)
+    assert not state.table_reports["bags.weight"].skipped
+    state.close()

@@ -1,0 +1,82 @@
+"""Rows on a GPU: sort them by their number, and add up equal ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.cuda.device import Device, address_of
+from collectives.cuda.launch import Kernel, compiled
+from collectives.rows import Rows
+
+_SOURCE = Path(__file__).with_name("rows.cu")
+_TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
+_ROWS = 8
+"""Rows that a block sums at a time, a warp each."""
+
+
+class DeviceRowKernels:
+    """See `collectives.rows.RowKernels`; arrays of CuPy, in the memory of its pool. What returns a count waits for the stream.
+
+    Args:
+        device: where they run.
+        element_type: of the tables.
+    """
+
+    arrays: Any = cupy
+
+    def __init__(self, device: Device, element_type: str) -> None:
+        self._device = device
+        self._sum = Kernel(compiled(_SOURCE, f"GRADIENT={_TYPES[element_type]}"), "sum_rows")
+
+    def coalesce(self, rows: Any, values: Any, scale: float) -> tuple[Rows, int]:
+        width = values.shape[1]
+        if not len(rows):
+            return Rows(rows, values), 0
+        with self._device.gpu, self._device.stream:
+            order = cupy.argsort(rows)  # stable: by a radix sort
+            ordered = rows[order]
+            heads = cupy.ones(len(rows), np.bool_)
+            heads[1:] = ordered[1:] != ordered[:-1]
+            starts = cupy.flatnonzero(heads)
+            count = len(starts)
+            starts = cupy.append(starts, len(rows))
+            sums = cupy.empty((count, width), values.dtype)
+            nonfinite = cupy.zeros(1, np.uint32)
+            self._device.launch(
+                self._sum,
+                min(-(-count // _ROWS), 16 * self._device.processors),
+                32 * _ROWS,
+                values=address_of(values),
+                order=address_of(order),
+                starts=address_of(starts),
+                sums=address_of(sums),
+                nonfinite=address_of(nonfinite),
+                count=count,
+                width=width,
+                scale=scale,
+            )
+            numbers = ordered[starts[:-1]]
+            return Rows(numbers, sums), int(nonfinite.get()[0])
+
+    def splits(self, rows: Any, parts: int) -> NDArray[np.int64]:
+        if not len(rows):
+            return np.zeros(parts - 1, np.int64)
+        with self._device.gpu, self._device.stream:
+            places = cupy.asarray(len(rows) * np.arange(1, parts) // parts)
+            found: NDArray[np.int64] = rows[places].get().astype(np.int64)
+        return found
+
+    def offsets(self, rows: Any, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+        with self._device.gpu, self._device.stream:
+            at: NDArray[np.int64] = cupy.searchsorted(rows, cupy.asarray(boundaries.astype(rows.dtype))).get()
+        return at.astype(np.int64)
+
+    def empty(self, count: int, like: Any) -> Any:
+        with self._device.gpu, self._device.stream:
+            self._device.pending = True  # memory of the pool may still be in use on the stream
+            return cupy.empty((count, *like.shape[1:]), like.dtype)
