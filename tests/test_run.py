@@ -13,6 +13,7 @@ import pytest
 
 from tests.run import (
     ALL_TESTS,
+    FOR_ANY_RANKS,
     ON_MANY_RANKS,
     ROOT,
     Tally,
@@ -102,14 +103,17 @@ def test_a_later_run_closes_with_the_sum(tmp_path: Path) -> None:
 
 
 def test_what_test_leaves_out_long_runs_and_all_runs_both() -> None:
-    """Every file of rank tests, on each number of ranks."""
+    """Every file of rank tests on 1 and 3 ranks, those of the library on more."""
 
     def jobs(*words: str) -> set[tuple[int, str, str]]:
         groups = rank_groups(parse(words), files_with_rank_tests(ALL_TESTS))
         return {(ranks, file, mark) for ranks, files, mark in groups for file in files}
 
     files = files_with_rank_tests(ALL_TESTS)
-    everything = {(ranks, file) for ranks in (1, 2, 3, 4, 5, 8) for file in files}
+    library = [file for file in files if file.startswith(FOR_ANY_RANKS)]
+    assert 0 < len(library) < len(files)
+    everything = {(ranks, file) for ranks in (1, 3) for file in files}
+    everything |= {(ranks, file) for ranks in (2, 4, 5, 8) for file in library}
     assert jobs("--all") == {(*job, "mpi") for job in everything}
     one, other = jobs(), jobs("--long")
     assert everything <= {job[:2] for job in one | other}

@@ -71,6 +71,7 @@ def _compile() -> dict[str, Any]:
         from collectives.cuda import device
         from collectives.cuda import kernels as device_kernels
         from collectives.cuda import launch as launches
+        from collectives.cuda import rows
         from oktopk.cuda import kernels as gradient_kernels
         from oktopk.devices import GRADIENT_TYPES
     except (ImportError, RuntimeError):  # no MPI library, which the exchanges will say
@@ -81,6 +82,7 @@ def _compile() -> dict[str, Any]:
         device_kernels.DeviceKernels(gpu)
         for gradient_type in GRADIENT_TYPES["cuda"]:
             _ = gradient_kernels.DeviceKernels(gpu, gradient_type).sum_shard_kernel
+            rows.DeviceRowKernels(gpu, gradient_type)
         for source in _untyped_sources(device_kernels, gradient_kernels):
             launches.compiled(source).compile()
     except Exception as error:
