@@ -68,10 +68,9 @@ def _compile() -> dict[str, Any]:
 
     mpi4py.rc(initialize=False)
     try:
-        from collectives.cuda import device
+        from collectives.cuda import device, rows
         from collectives.cuda import kernels as device_kernels
         from collectives.cuda import launch as launches
-        from collectives.cuda import rows
         from oktopk.cuda import kernels as gradient_kernels
         from oktopk.devices import GRADIENT_TYPES
     except (ImportError, RuntimeError):  # no MPI library, which the exchanges will say
