@@ -43,7 +43,7 @@ def redistribute(
     Args:
         read: saved rank -> its `state_dict()`, of a `GradientAllreduce`, a `BucketedAllreduce`, a `DistributedOptimizer` or an
             `OkTopkState`. Called for those whose residuals this rank inherits, one at a time, and for `rank % saved_ranks`; of
-            buckets once for each.
+            buckets once for each, with tables once more.
         saved_ranks: how many ranks saved their states.
         rank, ranks: this rank, and how many there are now.
         hosts: `GradientAllreduce.hosts` of the reducer that loads it: None for flat steps.
@@ -61,8 +61,10 @@ def redistribute(
         >>> state = redistribute(lambda r: torch.load(f"optimizer-{r}.pt"), 4, comm.rank, comm.size, hosts)
         >>> optimizer.load_state_dict(state)
     """
-    inherited_ranks(rank, ranks, saved_ranks)  # refuses what is out of range
+    inherited = inherited_ranks(rank, ranks, saved_ranks)
     template = read(rank % saved_ranks)
+    if template.get("tables") and ranks != saved_ranks:
+        template = {**template, "tables": _tables(template["tables"], read, inherited)}
     own = template.get("reducer", template)
     if own is None:  # taken before the first step
         return template
@@ -99,6 +101,20 @@ def redistribute(
     if "reducer" in template:
         return {**template, "reducer": {**template["reducer"], **changed}}
     return {**template, **changed}
+
+
+def _tables(
+    template: dict[str, Any], read: Callable[[int], dict[str, Any]], inherited: range
+) -> dict[str, Any]:
+    """The states of tables with sparse gradients, whose residuals are added up: float32[length, width], or None."""
+    tables = {name: dict(state) for name, state in template.items()}
+    for state in tables.values():
+        state["residual"] = None if state["residual"] is None else 0 * state["residual"]
+    for saved in inherited:
+        for name, held in read(saved)["tables"].items():
+            if held["residual"] is not None:
+                tables[name]["residual"] = tables[name]["residual"] + held["residual"]
+    return tables
 
 
 def _of_bucket(read: Callable[[int], dict[str, Any]], number: str) -> Callable[[int], dict[str, Any]]:

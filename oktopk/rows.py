@@ -71,7 +71,7 @@ class RowSparseAllreduce:
         problem: an error that the caller found on this rank alone; every rank then raises it.
 
     Raises:
-        RuntimeError, MissingRanksError: as `GradientAllreduce`.
+        RuntimeError: as `GradientAllreduce`, and where ranks do not come.
         ValueError: an argument is out of range, or ranks disagree; on every rank alike.
 
     Attributes:
@@ -163,7 +163,7 @@ class RowSparseAllreduce:
                 before, bit for bit.
             ValueError: rows that are out of range, or not as many as values, or of another width or type, on some rank; on every
                 rank alike, before anything is sent.
-            MissingRanksError: as `GradientAllreduce.step`.
+            RuntimeError: ranks do not come within the timeout, see `GradientAllreduce.step`.
         """
         with self._scope():
             return self._step(rows, values, problem)

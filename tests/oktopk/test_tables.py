@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jobs.train.reduce.background import start_process_group, stop_process_group
 from oktopk import DistributedOptimizer, NonFiniteGradientError
+from oktopk.elastic import redistribute
 from oktopk.torch import OkTopkState, ddp_hook
 
 pytestmark = pytest.mark.mpi
@@ -182,10 +183,10 @@ def test_a_saved_training_continues_bit_for_bit_and_a_copy_goes_on_alike(comm: M
     copied_model, copied = copy.deepcopy((model, optimizer))
     for each in ((model, optimizer), (later, continued), (copied_model, copied)):
         train(*each, range(3, 6))
-    for mine, theirs, copys in zip(
+    for mine, theirs, copies in zip(
         model.parameters(), later.parameters(), copied_model.parameters(), strict=True
     ):
-        assert torch.equal(mine, theirs) and torch.equal(mine, copys)
+        assert torch.equal(mine, theirs) and torch.equal(mine, copies)
     for every in (optimizer, continued, copied):
         every.close()
 
@@ -280,3 +281,19 @@ def test_a_nan_in_a_table_under_ddp_is_seen_by_every_rank(
     backward(False)
     assert not state.table_reports["bags.weight"].skipped
     state.close()
+
+
+def test_on_another_number_of_ranks_residuals_of_tables_are_added_up(comm: MPI.Intracomm) -> None:
+    model = TwoTables(sparse=True)
+    optimizer = DistributedOptimizer(inner("sgd", model), comm, density=0.2, row_density=0.05)
+    optimizer.zero_grad()
+    model(batch_of(comm.rank, 0), bags=True).backward()
+    optimizer.step()
+    saved = comm.allgather(optimizer.state_dict())
+    expected = sum(state["tables"]["0"]["residual"] for state in saved)
+    for ranks in (1, comm.size, comm.size + 1):
+        states = [redistribute(saved.__getitem__, comm.size, rank, ranks) for rank in range(ranks)]
+        found = sum(state["tables"]["0"]["residual"] for state in states)
+        assert torch.allclose(found, expected, atol=1e-6) and found.any()
+    optimizer.load_state_dict(redistribute(saved.__getitem__, comm.size, comm.rank, comm.size))
+    optimizer.close()
