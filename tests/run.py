@@ -2,9 +2,9 @@
 
 Four checks of the sources (lint, format, types, spelling, each counts as one) beside the single-process tests, then the
 tests marked `mpi` on 1 and 3 ranks, those of communication on 8 ranks too, and last the tests of GPUs on a host that stands
-in for them (tests/host_cuda). Tests marked `long` and 2, 5 and 8 ranks for the library's are left to --long; --all runs both,
-4 ranks for the library's, and Slurm. A group that hangs is ended; a test that took its job down, a group that ran nothing and a job that failed for no
-reported reason count as failed.
+in for them (tests/host_cuda). Tests marked `long`, and 2, 5 and 8 ranks for the library's, are left to --long. --all runs both,
+4 ranks for the library's, and Slurm. A group that hangs is ended. A test that took its job down, a group that ran nothing and a
+job that failed for no reported reason count as failed.
 
     python -m tests.run --ranks 2,4 -k regions --no-lint --no-single
     python -m tests.run --long                      what is left out above, Slurm excepted
