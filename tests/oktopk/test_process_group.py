@@ -189,7 +189,7 @@ def test_a_rank_that_comes_within_the_limit_is_waited_for(comm: MPI.Intracomm, g
 def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
     comm: MPI.Intracomm, group: Any, levels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("collectives.limit._ANSWER", 10.0)
+    monkeypatch.setattr("collectives.limit._ANSWER", 1.5)
     reducer = GradientAllreduce(group, 100, density=0.1, timeout=0.5, levels=levels, ranks_per_host=2)
     gradient = np.arange(100, dtype=np.float32)
     for _ in range(2):
@@ -216,7 +216,7 @@ def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
 def test_ranks_that_do_not_come_to_a_construction_are_named_by_all(
     comm: MPI.Intracomm, group: Any, what: str, comes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("collectives.limit._ANSWER", 3.0 if comes == "never" else 10.0)
+    monkeypatch.setattr("collectives.limit._ANSWER", 1.5)
     own = dist.new_group()  # not to be used after that
     first: Any = 10 if what == "GradientAllreduce" else torch.optim.SGD(network(0).parameters(), lr=0.1)
     arguments = (own, first) if what == "GradientAllreduce" else (first, own)
