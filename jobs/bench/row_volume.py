@@ -91,7 +91,7 @@ def row_volume(source: RowSource, length: int, ranks: int) -> Record:
         of (own + summed)(P-1)/P.
     """
     kernels, row_bytes = HostRowKernels(), 8  # a number and one float32
-    mail = [[queue.SimpleQueue() for _ in range(ranks)] for _ in range(ranks)]
+    mail: list[list[Any]] = [[queue.SimpleQueue() for _ in range(ranks)] for _ in range(ranks)]
     board: list[Any] = [None] * ranks
     barrier = threading.Barrier(ranks)
 
