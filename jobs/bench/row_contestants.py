@@ -19,8 +19,8 @@ from oktopk.rows import RowSparseAllreduce
 
 V1_MOST = 4096
 """Rows above which a loop over them is left out."""
-V4_PAIRS = 1 << 33
-"""Pairs of rows above which comparing them all is left out on a CPU: some 5 s."""
+V4_PAIRS = 1 << 31
+"""Pairs of rows above which comparing them all is left out on a CPU."""
 _CHUNK = 1 << 24
 """Pairs that are compared at a time."""
 
@@ -71,6 +71,10 @@ class Contestant:
         """The sum, for a comparison; outside the timed region."""
         return self.sum
 
+    def forget(self) -> None:
+        """Free the sum: all of them together may not fit into memory."""
+        self.sum = torch.empty(0), torch.empty(0)
+
     def close(self) -> None:
         """Free what is held. Collective."""
 
@@ -99,6 +103,9 @@ class OkTopkRows(Contestant):
     def found(self) -> tuple[Tensor, Tensor]:
         assert self._reducer.sum is not None
         return torch.as_tensor(self._reducer.sum.rows).long(), torch.as_tensor(self._reducer.sum.values)
+
+    def forget(self) -> None:
+        self._reducer.sum = None
 
     def close(self) -> None:
         self._reducer.close()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+import zlib
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+from torch import Tensor
 from tqdm import tqdm
 
 from jobs.bench.device import Device
@@ -42,12 +44,16 @@ def measure_rows(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
     try:
         start_process_group(comm, device, "nccl" if cuda else "gloo", unit)
         found, left_out = contestants(options, comm, device, comm.bcast(free), sharers)
-        touched = _run(found, options, comm, device)
+        touched, differing = _run(found, options, comm, device)
         for one in found:
             one.close()
         stop_process_group()
     except (ValueError, WireError) as error:  # raised on every rank alike
         raise BenchError(str(error)) from error
+    if differing:
+        raise BenchError(
+            f"these sums differ from those of {found[0].name}, or from rank to rank: {', '.join(differing)}"
+        )
     return {
         "ranks": comm.size,
         "table": {
@@ -70,12 +76,13 @@ def measure_rows(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
 
 def _run(
     found: list[Contestant], options: Options, comm: MPI.Intracomm, device: torch.device
-) -> dict[str, float]:
-    """Rows drawn a rank, how many of them are distinct on average, and rows of the sum, on average."""
+) -> tuple[dict[str, float], list[str]]:
+    """Means of the rows that a rank drew, of those that were distinct and of those in the sum; and whose first sums differ."""
     source = RowSource(options.skew, options.table_rows, options.touched, options.seed)
     drawn = torch.Generator().manual_seed(1000 * options.seed + comm.rank)
     values = torch.randn(options.touched, options.width, generator=drawn).to(device)
     total, own, summed = options.warmup + options.steps, [], []
+    differing: list[str] = []
     bar = tqdm(total=total, unit="step", disable=comm.rank != 0 or options.quiet, ncols=100)
     for number in range(total):
         rows = torch.from_numpy(source.draw(comm.rank, number)).to(device)
@@ -90,31 +97,28 @@ def _run(
                 one.seconds.append(seconds)
                 one.bytes.append(one.sent)
                 one.stages.append(one.laps)
-        if number >= options.warmup:
-            own.append(len(torch.unique(rows)))
-            summed.append(len(found[-1].found()[0]))
-        if number == options.warmup:
-            _compare(found, comm)
+            if one is found[0]:
+                expected = one.found()
+                summed.append(len(expected[0]))
+            if number == options.warmup and not _agrees(one.found(), expected, comm):
+                differing.append(one.name)
+            one.forget()
+        own.append(len(torch.unique(rows)))
         bar.update()
     bar.close()
     distinct = comm.allreduce(float(np.mean(own))) / comm.size
-    return {"drawn": options.touched, "distinct": distinct, "summed": float(np.mean(summed))}
+    return {"drawn": options.touched, "distinct": distinct, "summed": float(np.mean(summed))}, differing
 
 
-def _compare(found: list[Contestant], comm: MPI.Intracomm) -> None:
-    """Refuse contestants whose last sum is not rank 0's of the last contestant, to rounding. Collective."""
-    rows, values = comm.bcast(tuple(part.cpu() for part in found[-1].found()))
-    atol = TOLERANCE * float(values.abs().max())
-    wrong = []
-    for one in found:
-        its_rows, its_values = (part.cpu() for part in one.found())
-        if not (torch.equal(its_rows, rows) and torch.allclose(its_values, values, rtol=0.0, atol=atol)):
-            wrong.append(one.name)
-    differing = dict.fromkeys(name for names in comm.allgather(wrong) for name in names)
-    if differing:
-        raise BenchError(
-            f"these sums differ from those of {found[-1].name} on rank 0: {', '.join(differing)}"
-        )
+def _agrees(sums: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], comm: MPI.Intracomm) -> bool:
+    """Whether a sum is what is expected, to rounding, on all ranks, and that equal bit for bit on all of them. Collective."""
+    (rows, values), (expected_rows, expected_values) = sums, expected
+    atol = TOLERANCE * float(expected_values.abs().max())
+    digest = zlib.crc32(expected_values.cpu().numpy().data)
+    return len(set(comm.allgather(digest))) == 1 and comm.allreduce(
+        torch.equal(rows, expected_rows) and torch.allclose(values, expected_values, rtol=0.0, atol=atol),
+        MPI.LAND,
+    )
 
 
 def _summary(one: Contestant, comm: MPI.Intracomm) -> dict[str, Any]:
