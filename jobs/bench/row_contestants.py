@@ -24,6 +24,13 @@ V4_PAIRS = 1 << 31
 _CHUNK = 1 << 24
 """Pairs that are compared at a time."""
 
+Lap = Callable[[str], None]
+"""Called with a stage's name when it has ended."""
+Table = tuple[int, int]
+"""Its rows, and elements of a row."""
+Sum = tuple[Tensor | None, Tensor, int]
+"""Numbers of rows, ascending, or None for a whole table; their sums; bytes that this rank sent."""
+
 
 @dataclass
 class Contestant:
@@ -31,133 +38,90 @@ class Contestant:
 
     Attributes:
         name: as the table has it.
+        run: sums int64[R] rows, each perhaps several times, with [R, width] values. Collective.
         counted: bytes were counted; else they are what a ring sends.
-        table: length and width.
-        sum: numbers of rows, ascending, and their sums, of the last step.
-        sent: bytes that this rank sent in the last step.
-        laps: seconds of the last step's stages; none on a GPU.
+        close: frees what is held. Collective.
         seconds, bytes, stages: of the steps that count.
     """
 
     name: str
-    table: tuple[int, int]
+    run: Callable[[Tensor, Tensor, Lap], Sum]
     counted: bool = False
-    sum: tuple[Tensor, Tensor] = field(default_factory=lambda: (torch.empty(0), torch.empty(0)))
-    sent: int = 0
-    laps: dict[str, float] = field(default_factory=dict)
+    close: Callable[[], None] = lambda: None
     seconds: list[float] = field(default_factory=list)
     bytes: list[int] = field(default_factory=list)
     stages: list[dict[str, float]] = field(default_factory=list)
 
-    def step(self, rows: Tensor, values: Tensor) -> None:
-        """Sum int64[R] rows, each perhaps several times, with [R, width] values. Collective."""
-        raise NotImplementedError
+    def step(self, rows: Tensor, values: Tensor) -> tuple[Sum, dict[str, float]]:
+        """The sum, and seconds by stage, which on a GPU are those of asking for it. Collective."""
+        laps, last = {}, time.perf_counter()
 
-    def begin(self) -> None:
-        """The first stage begins."""
-        self.laps, self._last = {}, time.perf_counter()
+        def lap(stage: str) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            laps[stage], last = now - last, now
 
-    def lap(self, stage: str) -> None:
-        """A stage has ended."""
-        now = time.perf_counter()
-        self.laps[stage], self._last = now - self._last, now
-
-    def coalesced(self, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Equal rows added up, by torch."""
-        found = torch.sparse_coo_tensor(rows[None], values, self.table, check_invariants=False).coalesce()
-        return found.indices()[0], found.values()
-
-    def found(self) -> tuple[Tensor, Tensor]:
-        """The sum, for a comparison; outside the timed region."""
-        return self.sum
-
-    def forget(self) -> None:
-        """Free the sum: all of them together may not fit into memory."""
-        self.sum = torch.empty(0), torch.empty(0)
-
-    def close(self) -> None:
-        """Free what is held. Collective."""
+        return self.run(rows, values, lap), laps
 
 
-class OkTopkRows(Contestant):
-    """`oktopk.rows.RowSparseAllreduce`; stages are told apart by its two calls of `coalesce`."""
+class OkTopkRows:
+    """`oktopk.rows.RowSparseAllreduce`; its stages on a CPU are told apart by its two calls of `coalesce`."""
 
-    def __init__(self, name: str, table: tuple[int, int], comm: Any, device: torch.device) -> None:
-        super().__init__(name, table, counted=True)
-        self._reducer = RowSparseAllreduce(comm, *table, average=False, device=device.type)
-        if device.type == "cpu":
-            kernels: Any = _LappedKernels(self._reducer.kernels, self)
-            self._reducer.kernels = kernels
-
-    def step(self, rows: Tensor, values: Tensor) -> None:
-        self.begin()
-        if rows.device.type == "cpu":
-            report = self._reducer.step(rows.numpy(), values.numpy())
-            self.lap("gather")
-        else:
-            import cupy
-
-            report = self._reducer.step(cupy.from_dlpack(rows), cupy.from_dlpack(values))
-        self.sent = report.bytes
-
-    def found(self) -> tuple[Tensor, Tensor]:
-        assert self._reducer.sum is not None
-        return torch.as_tensor(self._reducer.sum.rows).long(), torch.as_tensor(self._reducer.sum.values)
-
-    def forget(self) -> None:
-        self._reducer.sum = None
-
-    def close(self) -> None:
-        self._reducer.close()
-
-
-class _LappedKernels:
-    """Kernels whose `coalesce` ends stages of a contestant: called for its own rows first, then for the owner's sums."""
-
-    def __init__(self, kernels: Any, contestant: OkTopkRows) -> None:
-        self._kernels, self._contestant = kernels, contestant
+    def __init__(self, table: Table, comm: Any, device: torch.device) -> None:
+        self.reducer = RowSparseAllreduce(comm, *table, average=False, device=device.type)
+        self._kernels = self.reducer.kernels
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
 
+    def run(self, rows: Tensor, values: Tensor, lap: Lap) -> Sum:
+        """As `Contestant.run`."""
+        if rows.is_cuda:
+            import cupy
+
+            report = self.reducer.step(cupy.from_dlpack(rows), cupy.from_dlpack(values))
+        else:
+            self._stages, self._lap = iter(("", "coalesce", "exchange", "sum")), lap
+            kernels: Any = self
+            self.reducer.kernels = kernels
+            report = self.reducer.step(rows.numpy(), values.numpy())
+            lap("gather")
+        sums, self.reducer.sum = self.reducer.sum, None
+        assert sums is not None
+        return torch.as_tensor(sums.rows), torch.as_tensor(sums.values), report.bytes
+
     def coalesce(self, rows: Any, values: Any, scale: float) -> Any:
-        first = "coalesce" not in self._contestant.laps
-        if not first:
-            self._contestant.lap("exchange")
+        """As `collectives.rows.RowKernels.coalesce`: of this rank's rows first, then of those that it owns."""
+        if before := next(self._stages):
+            self._lap(before)
         result = self._kernels.coalesce(rows, values, scale)
-        self._contestant.lap("coalesce" if first else "sum")
+        self._lap(next(self._stages))
         return result
 
 
-class Dense(Contestant):
+def coalesced(table: Table, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Equal rows added up, by torch."""
+    found = torch.sparse_coo_tensor(rows[None], values, table, check_invariants=False).coalesce()
+    return found.indices()[0], found.values()
+
+
+def dense(whole: Tensor, comm: MPI.Intracomm, rows: Tensor, values: Tensor, lap: Lap) -> Sum:
     """Scatter into a whole table, and sum it: over MPI on a CPU, by NCCL on a GPU."""
-
-    def __init__(self, table: tuple[int, int], comm: MPI.Intracomm, device: torch.device) -> None:
-        super().__init__("dense", table)
-        self._table, self._comm = torch.zeros(table, device=device), comm
-        self.sent = ring_traffic(self._table.numel(), comm.size, 1).bytes
-
-    def step(self, rows: Tensor, values: Tensor) -> None:
-        self.begin()
-        self._table.zero_().index_add_(0, rows, values)
-        self.lap("scatter")
-        if self._table.is_cuda:
-            dist.all_reduce(self._table)
-        else:
-            self._comm.Allreduce(MPI.IN_PLACE, self._table.numpy())
-        self.lap("allreduce")
-
-    def found(self) -> tuple[Tensor, Tensor]:
-        rows = (self._table != 0).any(dim=1).nonzero()[:, 0]
-        return rows, self._table[rows]
+    whole.zero_().index_add_(0, rows, values)
+    lap("scatter")
+    if whole.is_cuda:
+        dist.all_reduce(whole)
+    else:
+        comm.Allreduce(MPI.IN_PLACE, whole.numpy())
+    lap("allreduce")
+    return None, whole, ring_traffic(whole.numel(), comm.size, 1).bytes
 
 
 def gathered_by_mpi(comm: MPI.Intracomm, own: Tensor) -> Tensor:
     """The ranks' tensors one after the other, by MPI's Allgatherv. Collective."""
     lengths = comm.allgather(len(own))
     everyones = own.new_empty(sum(lengths), *own.shape[1:])
-    counts = [length * own[:1].numel() for length in lengths]
-    comm.Allgatherv(own.numpy(), [everyones.numpy(), counts])
+    comm.Allgatherv(own.numpy(), [everyones.numpy(), [length * own[:1].numel() for length in lengths]])
     return everyones
 
 
@@ -173,29 +137,26 @@ def gathered_by_torch(own: Tensor) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
-class TwoAllgathers(Contestant):
-    """Gather everyone's rows, then their values, and add up all of them on every rank: as Horovod does, row by row as they come.
+def two_allgathers(
+    table: Table,
+    gather: Callable[[Tensor], Tensor],
+    first: bool,
+    rows: Tensor,
+    values: Tensor,
+    lap: Lap,
+) -> Sum:
+    """Gather everyone's rows, then their values, and add up all of them on every rank.
 
-    Args:
-        first: coalesce them before they are sent, which Horovod leaves to its caller.
+    first: coalesce them before they are sent, which Horovod does not.
     """
-
-    def __init__(
-        self, name: str, table: tuple[int, int], gather: Callable[[Tensor], Tensor], *, first: bool = False
-    ) -> None:
-        super().__init__(name, table)
-        self._gather, self._first = gather, first
-
-    def step(self, rows: Tensor, values: Tensor) -> None:
-        self.begin()
-        if self._first:
-            rows, values = self.coalesced(rows, values)
-            self.lap("coalesce")
-        everyones = self._gather(rows), self._gather(values)
-        self.lap("gather")
-        self.sum = self.coalesced(*everyones)
-        self.lap("sum")
-        self.sent = (dist.get_world_size() - 1) * (rows.nbytes + values.nbytes)
+    if first:
+        rows, values = coalesced(table, rows, values)
+        lap("coalesce")
+    everyones = gather(rows), gather(values)
+    lap("gather")
+    sums = coalesced(table, *everyones)
+    lap("sum")
+    return *sums, (dist.get_world_size() - 1) * (rows.nbytes + values.nbytes)
 
 
 def match_in_a_loop(union: Tensor, rows: Tensor) -> Tensor:
@@ -214,44 +175,33 @@ def match_sorted(union: Tensor, rows: Tensor) -> Tensor:
     return torch.searchsorted(union, rows)
 
 
-class Union(Contestant):
+def sum_over_union(
+    table: Table, match: Callable[[Tensor, Tensor], Tensor], rows: Tensor, values: Tensor, lap: Lap
+) -> Sum:
     """Gather everyone's rows, and sum the values of all of their union, zeros where a rank has none."""
-
-    def __init__(self, name: str, table: tuple[int, int], match: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__(name, table)
-        self._match = match
-
-    def step(self, rows: Tensor, values: Tensor) -> None:
-        self.begin()
-        rows, values = self.coalesced(rows, values)
-        self.lap("coalesce")
-        union = torch.unique(gathered_by_torch(rows))
-        self.lap("union")
-        places = self._match(union, rows)
-        self.lap("match")
-        filled = values.new_zeros(len(union), values.shape[1]).index_copy_(0, places, values)
-        self.lap("scatter")
-        dist.all_reduce(filled)
-        self.lap("allreduce")
-        self.sum, ranks = (union, filled), dist.get_world_size()
-        self.sent = (ranks - 1) * rows.nbytes + ring_traffic(filled.numel(), ranks, 1).bytes
+    rows, values = coalesced(table, rows, values)
+    lap("coalesce")
+    union = torch.unique(gathered_by_torch(rows))
+    lap("union")
+    places = match(union, rows)
+    lap("match")
+    filled = values.new_zeros(len(union), values.shape[1]).index_copy_(0, places, values)
+    lap("scatter")
+    dist.all_reduce(filled)
+    lap("allreduce")
+    ranks = dist.get_world_size()
+    return union, filled, (ranks - 1) * rows.nbytes + ring_traffic(filled.numel(), ranks, 1).bytes
 
 
-class GlooSparse(Contestant):
+def gloo_sparse(table: Table, rows: Tensor, values: Tensor, lap: Lap) -> Sum:
     """`torch.distributed.all_reduce` of a sparse tensor, which gloo alone takes."""
-
-    def step(self, rows: Tensor, values: Tensor) -> None:
-        self.begin()
-        rows, values = self.coalesced(rows, values)
-        self.lap("coalesce")
-        tensor = torch.sparse_coo_tensor(
-            rows[None], values, self.table, is_coalesced=True, check_invariants=False
-        )
-        dist.all_reduce(tensor)
-        found = tensor.coalesce()
-        self.sum = found.indices()[0], found.values()
-        self.lap("allreduce")
-        self.sent = (dist.get_world_size() - 1) * (rows.nbytes + values.nbytes)
+    rows, values = coalesced(table, rows, values)
+    lap("coalesce")
+    tensor = torch.sparse_coo_tensor(rows[None], values, table, is_coalesced=True, check_invariants=False)
+    dist.all_reduce(tensor)
+    found = tensor.coalesce()
+    lap("allreduce")
+    return found.indices()[0], found.values(), (dist.get_world_size() - 1) * (rows.nbytes + values.nbytes)
 
 
 def contestants(
@@ -268,33 +218,29 @@ def contestants(
     found: list[Contestant] = []
     for name, group in {"oktopk-rows": None, "oktopk-rows-mpi": comm}.items():
         try:
-            found.append(OkTopkRows(name, table, group, device))
+            ours = OkTopkRows(table, group, device)
         except ValueError as error:  # on every rank alike
             left_out[name] = str(error)
+        else:
+            found.append(Contestant(name, ours.run, True, ours.reducer.close))
     size = 4 * table[0] * table[1]
     if free is not None and 2 * size * sharers > free:  # itself, and what the library takes
-        left_out["dense"] = (
-            f"the table has {size / 2**30:.1f} GiB on each of {sharers} ranks, and {free / 2**30:.1f} GiB are free"
-        )
+        have = f"{size / 2**30:.1f} GiB on each of {sharers} ranks, and {free / 2**30:.1f} GiB are free"
+        left_out["dense"] = f"the table has {have}"
     else:
-        found.append(Dense(table, comm, device))
+        found.append(Contestant("dense", partial(dense, torch.zeros(table, device=device), comm)))
+    matches = {"union-v1": match_in_a_loop, "union-v4": match_all_pairs, "union-v6": match_sorted}
+    pairs = options.touched * min(options.touched * comm.size, table[0])
     if options.touched > V1_MOST:
         left_out["union-v1"] = f"a loop over {options.touched:,} rows, more than {V1_MOST:,}"
-    else:
-        found.append(Union("union-v1", table, match_in_a_loop))
-    pairs = options.touched * min(options.touched * comm.size, table[0])
     if not cuda and pairs > V4_PAIRS:
         left_out["union-v4"] = f"compares up to {pairs:,} pairs a step, more than {V4_PAIRS:,}"
-    else:
-        found.append(Union("union-v4", table, match_all_pairs))
-    found.append(Union("union-v6", table, match_sorted))
-    found.append(TwoAllgathers("two-allgathers", table, gathered_by_torch))
-    found.append(TwoAllgathers("two-allgathers-coalesced", table, gathered_by_torch, first=True))
+    ways: dict[str, Any] = {name: partial(sum_over_union, table, match) for name, match in matches.items()}
+    ways["two-allgathers"] = partial(two_allgathers, table, gathered_by_torch, False)
+    ways["two-allgathers-coalesced"] = partial(two_allgathers, table, gathered_by_torch, True)
     if cuda:
         left_out |= dict.fromkeys(("two-allgathers-mpi", "gloo-sparse"), "is for --device cpu")
     else:
-        found += [
-            TwoAllgathers("two-allgathers-mpi", table, partial(gathered_by_mpi, comm)),
-            GlooSparse("gloo-sparse", table),
-        ]
-    return found, left_out
+        ways["two-allgathers-mpi"] = partial(two_allgathers, table, partial(gathered_by_mpi, comm), False)
+        ways["gloo-sparse"] = partial(gloo_sparse, table)
+    return found + [Contestant(name, way) for name, way in ways.items() if name not in left_out], left_out

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from jobs.bench.device import Device
 from jobs.bench.document import BenchError
 from jobs.bench.options import Options
-from jobs.bench.row_contestants import Contestant, contestants
+from jobs.bench.row_contestants import Contestant, Sum, contestants
 from jobs.bench.row_volume import RowSource
 from jobs.train.reduce.background import WireError, start_process_group, stop_process_group
 
@@ -89,25 +89,34 @@ def _run(
         for one in found:
             dist.barrier()  # waits asleep: MPI's would take a core from ranks that are not here yet
             began = time.perf_counter()
-            one.step(rows, values)
+            sums, laps = one.step(rows, values)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - began
             if number >= options.warmup:
                 one.seconds.append(seconds)
-                one.bytes.append(one.sent)
-                one.stages.append(one.laps)
+                one.bytes.append(sums[2])
+                one.stages.append({} if device.type == "cuda" else laps)
             if one is found[0]:
-                expected = one.found()
+                expected = sparse(sums)
                 summed.append(len(expected[0]))
-            if number == options.warmup and not _agrees(one.found(), expected, comm):
+            if number == options.warmup and not _agrees(sparse(sums), expected, comm):
                 differing.append(one.name)
-            one.forget()
+            del sums  # all of them together may not fit into memory
         own.append(len(torch.unique(rows)))
         bar.update()
     bar.close()
     distinct = comm.allreduce(float(np.mean(own))) / comm.size
     return {"drawn": options.touched, "distinct": distinct, "summed": float(np.mean(summed))}, differing
+
+
+def sparse(sums: Sum) -> tuple[Tensor, Tensor]:
+    """Rows and their sums, also of a whole table."""
+    rows, values, _ = sums
+    if rows is None:
+        rows = (values != 0).any(dim=1).nonzero()[:, 0]
+        values = values[rows]
+    return rows.long(), values
 
 
 def _agrees(sums: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], comm: MPI.Intracomm) -> bool:
