@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ def allgatherv(
     counts: NDArray[np.int64],
     transport: Transport,
     own: NDArray[Any] | None = None,
+    order: list[int] | None = None,
 ) -> None:
     """Deliver every rank's block to all ranks.
 
@@ -29,19 +31,21 @@ def allgatherv(
         gathered: [sum(counts)] of entries or any other type, filled with all blocks in rank order.
         counts: int64[P], elements of each rank's block, equal on all ranks. Collective.
         own: [counts[r]], this rank's block; None: it is in `gathered` already.
+        order: all ranks, in the order by which distances are counted; equal on all ranks. None: by their number.
 
-    Traffic: all but the own block received, ceil(log2 P) rounds; a range of blocks that wraps around the end takes two
-        messages.
+    Traffic: all but the own block received, ceil(log2 P) rounds; a message for each run of blocks of neighbouring ranks, which
+        without `order` are one or two a round.
     Source: Li & Hoefler, PPoPP 2022, section 3.1.2; Bruck et al., IEEE TPDS 1997.
     """
     rank, size = transport.rank, transport.size
     offsets = [0, *counts.cumsum().tolist()]
+    order = list(range(size)) if order is None else order
+    place = order.index(rank)
 
     def blocks_from(first: int, blocks: int) -> list[NDArray[Any]]:
-        first %= size
-        last = first + blocks
-        ranges = [(first, last)] if last <= size else [(first, size), (0, last - size)]
-        return [gathered[offsets[a] : offsets[b]] for a, b in ranges]
+        ranks = sorted(order[(first + i) % size] for i in range(blocks))
+        cuts = [0, *(i for i in range(1, blocks) if ranks[i] > ranks[i - 1] + 1), blocks]
+        return [gathered[offsets[ranks[a]] : offsets[ranks[b - 1] + 1]] for a, b in pairwise(cuts)]
 
     mine = gathered[offsets[rank] : offsets[rank + 1]]
     if size == 1 and own is not None:
@@ -50,13 +54,13 @@ def allgatherv(
     distance = 1
     while distance < size:
         if power_of_two:
-            dest = source = rank ^ distance
-            outgoing = blocks_from(rank & -distance, distance)
-            incoming = blocks_from(source & -distance, distance)
+            dest = source = order[place ^ distance]
+            outgoing = blocks_from(place & -distance, distance)
+            incoming = blocks_from((place ^ distance) & -distance, distance)
         else:
-            dest, source = (rank - distance) % size, (rank + distance) % size
+            dest, source = order[(place - distance) % size], order[(place + distance) % size]
             blocks = min(distance, size - distance)
-            outgoing, incoming = blocks_from(rank, blocks), blocks_from(source, blocks)
+            outgoing, incoming = blocks_from(place, blocks), blocks_from(place + distance, blocks)
         if distance == 1 and own is not None:
             outgoing = [own]
         requests = [request for part in incoming for request in transport.receive(part, source)]
@@ -65,6 +69,25 @@ def allgatherv(
             mine[:] = own  # while the first round is on the wire
         transport.wait(requests)
         distance *= 2
+
+
+def even_order(counts: NDArray[np.int64]) -> list[int]:
+    """An `order` for `allgatherv` in which ranks pass on about equally much in every round but the first.
+
+    The largest block is paired with the smallest, the second with the last but one, and so on; then the pairs alike, by their
+    sums; and so on. An allgatherv in this order sends no more than in any other, and the busiest rank far less, where
+    neighbours have blocks of like length.
+
+    Args:
+        counts: int64[P], elements of each rank's block.
+    """
+    groups = [([rank], count) for rank, count in enumerate(counts.tolist())]
+    while len(groups) > 1:
+        groups.sort(key=lambda group: -group[1])
+        half = len(groups) // 2
+        paired = zip(groups[:half], groups[: -half - 1 : -1], strict=True)
+        groups = [(a + b, m + n) for (a, m), (b, n) in paired] + groups[half : len(groups) - half]
+    return groups[0][0]
 
 
 def needs_balancing(counts: NDArray[np.int64], trigger: float) -> bool:

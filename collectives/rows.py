@@ -8,12 +8,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.allgatherv import allgatherv
+from collectives.allgatherv import allgatherv, even_order, needs_balancing
 from collectives.sparse import MAX_LENGTH
 from collectives.transport import FlaggedRanksError, Round, Transport
 
 ELEMENT_TYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 """Type of a table's elements -> how NumPy holds them; bfloat16 by its bits."""
+
+_EVEN_ABOVE = 1.1
+"""Gather in `even_order` where the largest block of sums exceeds this times the mean: it takes more messages."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,9 @@ def row_sparse_allreduce(
 
     Memory: the rows that arrive for this rank's region, its sums, and the sums of all.
     Traffic: with r rows of its own, u in the sum, w bytes a row with its number, and regions that balance: (P-1)/P·r·w bytes in
-        2(P-1) messages, then (P-1)/P·u·w in 2·ceil(log2 P) rounds. Control: one allreduce of P - 1 int64, one alltoall of 2 and
-        one allgather of 2 a rank.
+        2(P-1) messages, then (P-1)/P·u·w in 2·ceil(log2 P) rounds. Where hot rows lie together, as by Zipf's law, the busiest
+        rank sends at most 1.3 times that (counted for 2 to 64 ranks). Control: one allreduce of P - 1 int64, one alltoall of 2
+        and one allgather of 2 a rank.
     Source: Li & Hoefler, PPoPP 2022, sections 3.1.1 and 3.1.2, with rows for entries.
     """
     rank, size = transport.rank, transport.size
@@ -158,8 +162,10 @@ def row_sparse_allreduce(
     counts = gathered[:, 0].copy()
     total = int(counts.sum())
     every = Rows(kernels.empty(total, own.rows), kernels.empty(total, own.values))
-    allgatherv(every.rows, counts, transport, own=sums.rows)
-    allgatherv(_flat(every.values), counts * width, transport, own=_flat(sums.values))
+    # rows that many ranks touched lie together, so that blocks of neighbours are small or large together
+    order = even_order(counts) if needs_balancing(counts, _EVEN_ABOVE) else None
+    allgatherv(every.rows, counts, transport, own=sums.rows, order=order)
+    allgatherv(_flat(every.values), counts * width, transport, own=_flat(sums.values), order=order)
     return every
 
 

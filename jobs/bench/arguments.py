@@ -11,6 +11,7 @@ from jobs.bench.device import DEVICES
 from jobs.bench.document import NCCL_ROWS, BenchError
 from jobs.bench.gradients import PROFILES
 from jobs.bench.mpi import ALGORITHMS
+from jobs.bench.row_volume import SKEWS
 from oktopk import METHODS
 from oktopk.devices import GRADIENT_TYPES
 from oktopk.settings import DENSE_ABOVE
@@ -39,10 +40,13 @@ KNOWN = {
 TABLES: dict[str, tuple[str, ...]] = {
     "gpu": ("rows", "budget", "gradient_type"),
     "hook": ("length", "density", "steps", "warmup", "settings"),
+    "rows": ("rows", "table_rows", "width", "skew", "steps", "warmup"),
 }
 """Table -> the options that it takes besides those of every bench, by their names in the parser's result."""
 TABLE_METHODS = ("oktopk", *OWN_ROWS, *NCCL_ROWS)
 BUDGET = 300.0
+TOUCHED, TABLE_ROWS, WIDTH, ROW_STEPS, ROW_WARMUP = 50_000, 1_000_000, 512, 10, 2
+"""Of the table of rows."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -82,9 +86,9 @@ def parser() -> argparse.ArgumentParser:
     add("--length", type=int, metavar="N", help=text)
     text = f"Share of the entries applied per step, in (0, {DENSE_ABOVE}]; default: {DENSITY}, {SWEEP_DENSITY} with --sweep-ranks"
     add("--density", type=float, help=text)
-    text = f"Number of steps to measure, at least the threshold interval; default: {STEPS}"
+    text = f"Number of steps to measure, at least the threshold interval; default: {STEPS}, {ROW_STEPS} with --table rows"
     add("--steps", type=int, metavar="STEPS", help=text)
-    text = "Number of steps discarded before those, at least 0; default: 2/density, rounded up"
+    text = f"Number of steps discarded before those, at least 0; default: 2/density, rounded up, {ROW_WARMUP} with --table rows"
     add("--warmup", type=int, metavar="STEPS", help=text)
     text = "Number of steps to measure of dense methods, from 1 to --steps; default: --steps"
     add("--dense-steps", type=int, metavar="STEPS", help=text)
@@ -113,9 +117,20 @@ def parser() -> argparse.ArgumentParser:
     add("--ranks", metavar="P,P", help=text)
     text = "Numbers of ranks to count words on, each at least 1; starts an mpiexec for each of them"
     add("--sweep-ranks", metavar="P,P,...", help=text)
-    text = "Table to measure: gpu, cells with target times; hook, training steps with communication hooks of DDP; default: none"
+    text = (
+        "Table to measure: gpu, cells with target times; hook, training steps with communication hooks of DDP; "
+        "rows, sums of the rows that ranks touched of a table; default: none"
+    )
     add("--table", choices=tuple(TABLES), default="", help=text)
-    add("--rows", metavar="I,I", help="Numbers of the rows of --table gpu to measure, from 1; default: all")
+    text = "Numbers of the rows of --table gpu to measure, from 1; default: all. With --table rows: "
+    text += f"how many rows a rank draws in a step, at least 1; default: {TOUCHED}"
+    add("--rows", metavar="I,I", help=text)
+    text = f"Rows of the table of --table rows, at least 1; default: {TABLE_ROWS}"
+    add("--table-rows", type=int, metavar="N", help=text)
+    text = f"Elements of a row of --table rows, at least 1; default: {WIDTH}"
+    add("--width", type=int, metavar="N", help=text)
+    text = "How the rows of --table rows are drawn: all alike, or row i with a chance in proportion to 1/(i + 1); "
+    add("--skew", choices=SKEWS, help=text + f"default: {SKEWS[0]}")
     text = f"Start no further cell of --table gpu after so many seconds, above 0; default: {BUDGET:g}"
     add("--budget", type=float, metavar="SECONDS", help=text)
     text = "Commit that is measured, for the record; default: the one that git names"

@@ -42,7 +42,7 @@ def draw(path: str | Path, folder: str | Path) -> list[Path]:
         BenchError: the JSON cannot be read, is none of the bench's or one that is not drawn, or the folder cannot be written.
     """
     content = read(path)
-    if content["kind"] == "hook table":
+    if content["kind"] in ("hook table", "rows table"):
         raise BenchError(f"{path} has no picture: python -m jobs.bench.tables prints it")
     target, stem = Path(folder), Path(path).stem
     files = [target / f"{stem}.png", target / f"{stem}-methods.csv", target / f"{stem}-stages.csv"]

@@ -56,6 +56,10 @@ def _run(options: Options, comm: MPI.Intracomm) -> int:
             from jobs.bench.hook import measure_hooks  # torch
 
             kind, result = "hook table", measure_hooks(options, comm)
+        elif options.table == "rows":
+            from jobs.bench.rows import measure_rows  # torch
+
+            kind, result = "rows table", measure_rows(options, comm)
         else:
             kind, result = "ablation" if options.ablate else "bench", measure_run(options, comm)
         if comm.rank == 0:

@@ -18,15 +18,21 @@ from jobs.bench.arguments import (
     DENSITY,
     KNOWN,
     LIBRARY_METHODS,
+    ROW_STEPS,
+    ROW_WARMUP,
     STEPS,
     SWEEP_DENSITY,
     SWEEP_LENGTH,
     TABLE_METHODS,
+    TABLE_ROWS,
     TABLES,
+    TOUCHED,
     VGG_LENGTH,
+    WIDTH,
     parser,
 )
 from jobs.bench.document import NCCL_ROWS, BenchError
+from jobs.bench.row_volume import SKEWS
 from oktopk import METHODS, Settings
 from oktopk.devices import GRADIENT_TYPES
 from oktopk.settings import DENSE_ABOVE
@@ -56,6 +62,8 @@ class Options:
         rows: numbers of the table's rows from 1; empty: all.
         types: gradient types of the table; empty: both.
         budget: seconds after which no further cell is begun.
+        touched, table_rows, width: of the table of rows: drawn a rank and step, in the table, elements of one.
+        skew: how they are drawn, a name in SKEWS.
         commit: what is measured, where this is no checkout that knows.
     """
 
@@ -82,6 +90,10 @@ class Options:
     rows: tuple[int, ...] = ()
     types: tuple[str, ...] = ()
     budget: float = BUDGET
+    touched: int = TOUCHED
+    table_rows: int = TABLE_ROWS
+    width: int = WIDTH
+    skew: str = SKEWS[0]
     commit: str = ""
 
     @property
@@ -119,9 +131,11 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
         _check_table(given)
     if given.table == "gpu":
         return _table(given)
-    for name in ("rows", "budget"):
+    if given.table == "rows":
+        return _rows_table(given)
+    for name in ("rows", "budget", "table_rows", "width", "skew"):
         if getattr(given, name) is not None:
-            raise BenchError(f"--{name} is for --table")
+            raise BenchError(f"--{name.replace('_', '-')} is for --table")
     device = given.device or "cpu"
     gradient_type = given.gradient_type or "float32"
     if gradient_type not in GRADIENT_TYPES[device]:
@@ -211,6 +225,34 @@ def _table(given: argparse.Namespace) -> Options:
         table=given.table,
         rows=_numbers("--rows", given.rows, "numbers of rows such as 1,4", "row"),
         budget=budget,
+        **{name: getattr(given, name) for name in _RECORD},
+    )
+
+
+def _rows_table(given: argparse.Namespace) -> Options:
+    """Of the table of rows."""
+    touched = _numbers("--rows", given.rows, "numbers such as 50000", "number of rows") or (TOUCHED,)
+    if len(touched) > 1:
+        raise BenchError(f"--rows {given.rows!r} is not one number, which --table rows takes")
+    defaults = {"table_rows": TABLE_ROWS, "width": WIDTH, "steps": ROW_STEPS, "warmup": ROW_WARMUP}
+    numbers = {name: getattr(given, name) for name in defaults}
+    numbers |= {name: default for name, default in defaults.items() if numbers[name] is None}
+    for name, value in numbers.items():
+        least = int(name != "warmup")
+        if value < least:
+            raise BenchError(f"{name.replace('_', '-')} {value} is not at least {least}")
+    return Options(
+        methods=(),
+        length=None,
+        density=DENSITY,
+        dense_steps=numbers["steps"],
+        gradients="heavy",
+        replay=None,
+        device=given.device or "cpu",
+        table=given.table,
+        touched=touched[0],
+        skew=given.skew or SKEWS[0],
+        **numbers,
         **{name: getattr(given, name) for name in _RECORD},
     )
 

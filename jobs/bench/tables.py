@@ -208,6 +208,42 @@ def hook_table(run: Record) -> str:
     return f"{heading}\n\n{columns_table(columns, run['methods'])}"
 
 
+def rows_table(run: Record) -> str:
+    """Milliseconds of a sum of rows by each contestant, by stage, and what a rank sends."""
+    ours = next((method for method in run["methods"] if method["name"] == "oktopk-rows"), None)
+    columns: list[Column] = [
+        ("step, ms", NAME),
+        ("median", figure("seconds.median", "{:.1f}", 1e3)),
+        ("mean", figure("seconds.mean", "{:.1f}", 1e3)),
+        (
+            "median / oktopk-rows'",
+            lambda method: shown(ratio(at(method, "seconds.median"), at(ours, "seconds.median")), "{:.2f}"),
+        ),
+        (
+            "MB a rank",
+            lambda method: _megabytes(method, "mean") + ("" if method["counted"] else " by formula"),
+        ),
+        ("busiest", lambda method: _megabytes(method, "busiest")),
+        (
+            "stages, ms",
+            lambda method: ", ".join(f"{stage} {1e3 * time:.1f}" for stage, time in method["stages"].items()),
+        ),
+    ]
+    table, touched = run["table"], run["touched"]
+    heading = (
+        f"{run['ranks']} ranks, {run['backend']} on {run['device']}, table of {table['rows']:,} x {table['width']} float32, "
+        f"{run['skew']}: {touched['drawn']:,} rows drawn a rank, {touched['distinct']:,.0f} distinct, "
+        f"{touched['summed']:,.0f} in the sum, {run['course']['steps']} steps after {run['course']['warmup']} discarded"
+    )
+    heading += f", {run['network']}" if run["network"] else ""
+    heading += "".join(f"\nwithout {name}: {reason}" for name, reason in run["left_out"].items())
+    return f"{heading}\n\n{columns_table(columns, run['methods'])}"
+
+
+def _megabytes(method: Record, part: str) -> str:
+    return figure(f"bytes.{part}", "{:,.2f}", 1e-6)(method)
+
+
 def document_tables(content: Record) -> str:
     """All tables of a document."""
     if content["kind"] == "gpu table":
@@ -216,6 +252,8 @@ def document_tables(content: Record) -> str:
         return sweep_table(content["runs"])
     if content["kind"] == "hook table":
         return "\n\n".join(hook_table(run) for run in content["runs"])
+    if content["kind"] == "rows table":
+        return "\n\n".join(rows_table(run) for run in content["runs"])
     return "\n\n".join(run_tables(run, content["machine"]) for run in content["runs"])
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.allgatherv import allgatherv
+from collectives.allgatherv import allgatherv, even_order
 from collectives.mpi import MpiTransport
 from collectives.sparse import ENTRY
 from collectives.traffic import Traffic
@@ -28,7 +28,9 @@ def transport(comm: MPI.Intracomm) -> Iterator[MpiTransport]:
     made.close()
 
 
-def gather(counts: list[int], transport: MpiTransport) -> tuple[NDArray[np.void], NDArray[np.void], Traffic]:
+def gather(
+    counts: list[int], transport: MpiTransport, order: list[int] | None = None
+) -> tuple[NDArray[np.void], NDArray[np.void], Traffic]:
     """What arrived, what should have, and what this rank sent."""
     rank = transport.rank
     expected = np.zeros(sum(counts), ENTRY)
@@ -38,7 +40,7 @@ def gather(counts: list[int], transport: MpiTransport) -> tuple[NDArray[np.void]
     gathered = np.zeros_like(expected)
     gathered[own] = expected[own]
     transport.take_traffic()
-    allgatherv(gathered, np.array(counts, np.int64), transport)
+    allgatherv(gathered, np.array(counts, np.int64), transport, order=order)
     return gathered, expected, transport.take_traffic()
 
 
@@ -52,6 +54,41 @@ def test_every_block_arrives_everywhere_once(transport: MpiTransport, counts: li
     # each rank receives everything but its own block
     assert words == 2 * sum(counts[:size]) * (size - 1)
     assert messages <= size * 2 * (size - 1).bit_length()
+
+
+def _busiest(counts: NDArray[np.int64], order: list[int]) -> int:
+    """Elements that the busiest of a power of two of ranks sends."""
+    size = len(counts)
+    rounds = range(size.bit_length() - 1)
+    sent = [
+        sum(counts[order[place >> j << j : (place >> j) + 1 << j]].sum() for j in rounds)
+        for place in range(size)
+    ]
+    return max(sent)
+
+
+@given(st.integers(1, 5), st.data())
+def test_an_even_order_has_every_rank_and_sends_less_where_neighbours_are_alike(
+    bits: int, data: st.DataObject
+) -> None:
+    size = 1 << bits
+    counts = np.sort(data.draw(st.lists(st.integers(0, 99), min_size=size, max_size=size)))
+    order = even_order(counts)
+    assert sorted(order) == list(range(size))
+    assert _busiest(counts, order) <= _busiest(counts, list(range(size)))
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 40), min_size=RANKS, max_size=RANKS), st.permutations(range(RANKS)))
+def test_every_block_arrives_once_in_any_order_of_ranks(
+    transport: MpiTransport, counts: list[int], order: list[int]
+) -> None:
+    size = transport.size
+    order = [rank for rank in order if rank < size]
+    gathered, expected, sent = gather(counts[:size], transport, order)
+    assert np.array_equal(gathered, expected)
+    assert transport.comm.allreduce(sent.words) == 2 * sum(counts[:size]) * (size - 1)
+    assert sent.messages <= 2 * (size - 1)
 
 
 @pytest.mark.parametrize("holder", [0, 1, -1])

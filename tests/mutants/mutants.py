@@ -175,8 +175,8 @@ MUTANTS = (
     Mutant(
         "bruck-direction",
         "collectives/allgatherv.py",
-        "dest, source = (rank - distance) % size, (rank + distance) % size",
-        "dest, source = (rank + distance) % size, (rank - distance) % size",
+        "order[(place - distance) % size], order[(place + distance) % size]",
+        "order[(place + distance) % size], order[(place - distance) % size]",
         "swapped ranks in an allgatherv whose ranks are no power of two",
         "--no-single --no-host-cuda --ranks 8 tests/collectives/test_balance_and_allgatherv.py",
     ),

@@ -1,0 +1,246 @@
+"""Ways to sum the rows that the ranks touched of a table: ours, and those that one finds elsewhere, in torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+from jobs.bench.options import Options
+from jobs.train.reduce.background import ring_traffic
+from oktopk.rows import RowSparseAllreduce
+
+V1_MOST = 4096
+"""Rows above which a loop over them is left out."""
+V4_PAIRS = 1 << 31
+"""Pairs of rows above which comparing them all is left out on a CPU."""
+_CHUNK = 1 << 24
+"""Pairs that are compared at a time."""
+
+Lap = Callable[[str], None]
+"""Called with a stage's name when it has ended."""
+Table = tuple[int, int]
+"""Its rows, and elements of a row."""
+Sum = tuple[Tensor | None, Tensor, int]
+"""Numbers of rows, ascending, or None for a whole table; their sums; bytes that this rank sent."""
+
+
+@dataclass
+class Contestant:
+    """One way to the sum.
+
+    Attributes:
+        name: as the table has it.
+        run: sums int64[R] rows, each perhaps several times, with [R, width] values. Collective.
+        counted: bytes were counted; else they are what a ring sends.
+        close: frees what is held. Collective.
+        seconds, bytes, stages: of the steps that count.
+    """
+
+    name: str
+    run: Callable[[Tensor, Tensor, Lap], Sum]
+    counted: bool = False
+    close: Callable[[], None] = lambda: None
+    seconds: list[float] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)
+    stages: list[dict[str, float]] = field(default_factory=list)
+
+    def step(self, rows: Tensor, values: Tensor) -> tuple[Sum, dict[str, float]]:
+        """The sum, and seconds by stage, which on a GPU are those of asking for it. Collective."""
+        laps, last = {}, time.perf_counter()
+
+        def lap(stage: str) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            laps[stage], last = now - last, now
+
+        return self.run(rows, values, lap), laps
+
+
+class OkTopkRows:
+    """`oktopk.rows.RowSparseAllreduce`; its stages on a CPU are told apart by its two calls of `coalesce`."""
+
+    def __init__(self, table: Table, comm: Any, device: torch.device) -> None:
+        self.reducer = RowSparseAllreduce(comm, *table, average=False, device=device.type)
+        self._kernels = self.reducer.kernels
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+    def run(self, rows: Tensor, values: Tensor, lap: Lap) -> Sum:
+        """As `Contestant.run`."""
+        if rows.is_cuda:
+            import cupy
+
+            report = self.reducer.step(cupy.from_dlpack(rows), cupy.from_dlpack(values))
+        else:
+            self._stages, self._lap = iter(("", "coalesce", "exchange", "sum")), lap
+            kernels: Any = self
+            self.reducer.kernels = kernels
+            report = self.reducer.step(rows.numpy(), values.numpy())
+            lap("gather")
+        sums, self.reducer.sum = self.reducer.sum, None
+        assert sums is not None
+        return torch.as_tensor(sums.rows), torch.as_tensor(sums.values), report.bytes
+
+    def coalesce(self, rows: Any, values: Any, scale: float) -> Any:
+        """As `collectives.rows.RowKernels.coalesce`: of this rank's rows first, then of those that it owns."""
+        if before := next(self._stages):
+            self._lap(before)
+        result = self._kernels.coalesce(rows, values, scale)
+        self._lap(next(self._stages))
+        return result
+
+
+def coalesced(table: Table, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Equal rows added up, by torch."""
+    found = torch.sparse_coo_tensor(rows[None], values, table, check_invariants=False).coalesce()
+    return found.indices()[0], found.values()
+
+
+def dense(whole: Tensor, comm: MPI.Intracomm, rows: Tensor, values: Tensor, lap: Lap) -> Sum:
+    """Scatter into a whole table, and sum it: over MPI on a CPU, by NCCL on a GPU."""
+    whole.zero_().index_add_(0, rows, values)
+    lap("scatter")
+    if whole.is_cuda:
+        dist.all_reduce(whole)
+    else:
+        comm.Allreduce(MPI.IN_PLACE, whole.numpy())
+    lap("allreduce")
+    return None, whole, ring_traffic(whole.numel(), comm.size, 1).bytes
+
+
+def gathered_by_mpi(comm: MPI.Intracomm, own: Tensor) -> Tensor:
+    """The ranks' tensors one after the other, by MPI's Allgatherv. Collective."""
+    lengths = comm.allgather(len(own))
+    everyones = own.new_empty(sum(lengths), *own.shape[1:])
+    comm.Allgatherv(own.numpy(), [everyones.numpy(), [length * own[:1].numel() for length in lengths]])
+    return everyones
+
+
+def gathered_by_torch(own: Tensor) -> Tensor:
+    """The same by torch's all_gather, whose tensors are of one length: padded. Collective."""
+    lengths = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.full_like(lengths[0], len(own)))
+    counts = [int(length) for length in lengths]
+    padded = own.new_zeros(max(counts), *own.shape[1:])
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def two_allgathers(
+    table: Table,
+    gather: Callable[[Tensor], Tensor],
+    first: bool,
+    rows: Tensor,
+    values: Tensor,
+    lap: Lap,
+) -> Sum:
+    """Gather everyone's rows, then their values, and add up all of them on every rank.
+
+    first: coalesce them before they are sent, which Horovod does not.
+    """
+    if first:
+        rows, values = coalesced(table, rows, values)
+        lap("coalesce")
+    everyones = gather(rows), gather(values)
+    lap("gather")
+    sums = coalesced(table, *everyones)
+    lap("sum")
+    return *sums, (dist.get_world_size() - 1) * (rows.nbytes + values.nbytes)
+
+
+def match_in_a_loop(union: Tensor, rows: Tensor) -> Tensor:
+    """Where each of int64[m] rows stands in int64[u], the union: v1, a search of the union per row."""
+    return torch.cat([(union == row).nonzero()[0] for row in rows])
+
+
+def match_all_pairs(union: Tensor, rows: Tensor) -> Tensor:
+    """The same: v4, all pairs compared, in chunks."""
+    most = max(1, _CHUNK // len(union))
+    return torch.cat([(union == chunk[:, None]).nonzero()[:, 1] for chunk in rows.split(most)])
+
+
+def match_sorted(union: Tensor, rows: Tensor) -> Tensor:
+    """The same: v6, a binary search in the sorted union."""
+    return torch.searchsorted(union, rows)
+
+
+def sum_over_union(
+    table: Table, match: Callable[[Tensor, Tensor], Tensor], rows: Tensor, values: Tensor, lap: Lap
+) -> Sum:
+    """Gather everyone's rows, and sum the values of all of their union, zeros where a rank has none."""
+    rows, values = coalesced(table, rows, values)
+    lap("coalesce")
+    union = torch.unique(gathered_by_torch(rows))
+    lap("union")
+    places = match(union, rows)
+    lap("match")
+    filled = values.new_zeros(len(union), values.shape[1]).index_copy_(0, places, values)
+    lap("scatter")
+    dist.all_reduce(filled)
+    lap("allreduce")
+    ranks = dist.get_world_size()
+    return union, filled, (ranks - 1) * rows.nbytes + ring_traffic(filled.numel(), ranks, 1).bytes
+
+
+def gloo_sparse(table: Table, rows: Tensor, values: Tensor, lap: Lap) -> Sum:
+    """`torch.distributed.all_reduce` of a sparse tensor, which gloo alone takes."""
+    rows, values = coalesced(table, rows, values)
+    lap("coalesce")
+    tensor = torch.sparse_coo_tensor(rows[None], values, table, is_coalesced=True, check_invariants=False)
+    dist.all_reduce(tensor)
+    found = tensor.coalesce()
+    lap("allreduce")
+    return found.indices()[0], found.values(), (dist.get_world_size() - 1) * (rows.nbytes + values.nbytes)
+
+
+def contestants(
+    options: Options, comm: MPI.Intracomm, device: torch.device, free: int | None, sharers: int
+) -> tuple[list[Contestant], dict[str, str]]:
+    """All that take part, and why others do not. Collective, in a process group.
+
+    Args:
+        free: bytes of memory, equal on all ranks; None if unknown.
+        sharers: ranks that share it.
+    """
+    table, cuda = (options.table_rows, options.width), device.type == "cuda"
+    left_out: dict[str, str] = {}
+    found: list[Contestant] = []
+    for name, group in {"oktopk-rows": None, "oktopk-rows-mpi": comm}.items():
+        try:
+            ours = OkTopkRows(table, group, device)
+        except ValueError as error:  # on every rank alike
+            left_out[name] = str(error)
+        else:
+            found.append(Contestant(name, ours.run, True, ours.reducer.close))
+    size = 4 * table[0] * table[1]
+    if free is not None and 2 * size * sharers > free:  # itself, and what the library takes
+        have = f"{size / 2**30:.1f} GiB on each of {sharers} ranks, and {free / 2**30:.1f} GiB are free"
+        left_out["dense"] = f"the table has {have}"
+    else:
+        found.append(Contestant("dense", partial(dense, torch.zeros(table, device=device), comm)))
+    matches = {"union-v1": match_in_a_loop, "union-v4": match_all_pairs, "union-v6": match_sorted}
+    pairs = options.touched * min(options.touched * comm.size, table[0])
+    if options.touched > V1_MOST:
+        left_out["union-v1"] = f"a loop over {options.touched:,} rows, more than {V1_MOST:,}"
+    if not cuda and pairs > V4_PAIRS:
+        left_out["union-v4"] = f"compares up to {pairs:,} pairs a step, more than {V4_PAIRS:,}"
+    ways: dict[str, Any] = {name: partial(sum_over_union, table, match) for name, match in matches.items()}
+    ways["two-allgathers"] = partial(two_allgathers, table, gathered_by_torch, False)
+    ways["two-allgathers-coalesced"] = partial(two_allgathers, table, gathered_by_torch, True)
+    if cuda:
+        left_out |= dict.fromkeys(("two-allgathers-mpi", "gloo-sparse"), "is for --device cpu")
+    else:
+        ways["two-allgathers-mpi"] = partial(two_allgathers, table, partial(gathered_by_mpi, comm), False)
+        ways["gloo-sparse"] = partial(gloo_sparse, table)
+    return found + [Contestant(name, way) for name, way in ways.items() if name not in left_out], left_out
