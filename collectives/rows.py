@@ -56,14 +56,21 @@ class RowKernels(Protocol):
             The sums, and how many of their elements are Inf or NaN.
         """
 
-    def splits(self, rows: Any, parts: int) -> NDArray[np.int64]:
-        """int64[parts - 1]: the numbers that cut ascending rows into equally many; zeros where there are none."""
+    def at(self, rows: Any, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64, on the host: the rows at these places."""
 
     def offsets(self, rows: Any, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
         """How many of ascending rows are below each boundary."""
 
     def empty(self, count: int, like: Any) -> Any:
         """[count] or [count, width] of the type of `like`, contents undefined."""
+
+    def copy(self, target: Any, source: Any) -> None:
+        """Copy an array to another of the same shape; on a GPU before anything that a transport sends after it."""
+
+
+_POINTS = 16
+"""Rows of its own that a rank shows the others, to cut the table by."""
 
 
 def widen(values: Any, element_type: str) -> Any:
@@ -100,9 +107,9 @@ def row_sparse_allreduce(
 ) -> Rows:
     """Sum rows over the ranks. Collective: every rank must call.
 
-    The table is cut into a region a rank, balanced by the rows that the ranks touched: the boundaries are the mean of what the
-    ranks propose. Every rank sends each region's rows to its owner, in rotated order; the owner adds them up in the order of
-    ranks, in float32, so that the bits depend on the rows alone; an allgather brings the sums to all.
+    The table is cut into a region a rank, balanced by the rows that the ranks touched, see `balanced_boundaries`. Every rank
+    sends each region's rows to its owner, in rotated order. The owner adds them up in the order of ranks, in float32, so that the
+    bits depend on the rows alone. An allgather brings the sums to all. All of it is messages, also where ranks share a host.
 
     Args:
         own: this rank's rows, as `coalesce` returns them; perhaps none.
@@ -122,15 +129,15 @@ def row_sparse_allreduce(
     Memory: the rows that arrive for this rank's region, its sums, and the sums of all.
     Traffic: with r rows of its own, u in the sum, w bytes a row with its number, and regions that balance: (P-1)/P·r·w bytes in
         2(P-1) messages, then (P-1)/P·u·w in 2·ceil(log2 P) rounds. Where hot rows lie together, as by Zipf's law, the busiest
-        rank sends at most 1.3 times that (counted for 2 to 64 ranks). Control: one allreduce of P - 1 int64, one alltoall of 2
-        and one allgather of 2 a rank.
+        rank sends at most 1.3 times that (counted for 2 to 64 ranks). Control: one allgather of 17 int64, one alltoall of 2 and
+        one allgather of 2 a rank.
     Source: Li & Hoefler, PPoPP 2022, sections 3.1.1 and 3.1.2, with rows for entries.
     """
     rank, size = transport.rank, transport.size
     width = own.values.shape[1]
-    boundaries = np.zeros(size + 1, np.int64)
-    boundaries[1:-1] = transport.allreduce_control(kernels.splits(own.rows, size)) // size
-    boundaries[-1] = length
+    boundaries = balanced_boundaries(
+        transport.allgather_control(_points(own.rows, transport, kernels)), length
+    )
     at = kernels.offsets(own.rows, boundaries)
     outgoing = np.stack([np.diff(at), np.full(size, flag, np.int64)], axis=1)
     incoming = transport.alltoall_control(outgoing)
@@ -149,8 +156,8 @@ def row_sparse_allreduce(
         rounds.append(Round(dest, _flat(own.values[sent]), source, _flat(pool.values[taken])))
     arrivals = transport.exchange(rounds, max(1, len(rounds)))
     mine = slice(begins[rank], ends[rank])
-    pool.rows[mine] = own.rows[at[rank] : at[rank + 1]]
-    pool.values[mine] = own.values[at[rank] : at[rank + 1]]
+    kernels.copy(pool.rows[mine], own.rows[at[rank] : at[rank + 1]])
+    kernels.copy(pool.values[mine], own.values[at[rank] : at[rank + 1]])
     for _ in arrivals:
         pass
     sums, nonfinite = kernels.coalesce(pool.rows, pool.values, scale)
@@ -164,9 +171,48 @@ def row_sparse_allreduce(
     every = Rows(kernels.empty(total, own.rows), kernels.empty(total, own.values))
     # rows that many ranks touched lie together, so that blocks of neighbours are small or large together
     order = even_order(counts) if needs_balancing(counts, _EVEN_ABOVE) else None
-    allgatherv(every.rows, counts, transport, own=sums.rows, order=order)
-    allgatherv(_flat(every.values), counts * width, transport, own=_flat(sums.values), order=order)
+    first = int(counts[:rank].sum())
+    block = slice(first, first + len(sums))
+    kernels.copy(every.rows[block], sums.rows)
+    kernels.copy(every.values[block], sums.values)
+    allgatherv(every.rows, counts, transport, order=order)
+    allgatherv(_flat(every.values), counts * width, transport, order=order)
     return every
+
+
+def _points(rows: Any, transport: Transport, kernels: RowKernels) -> NDArray[np.int64]:
+    """int64[1 + _POINTS]: how many ascending rows there are, and some of them, evenly spaced, at other places on each rank."""
+    points = np.zeros(1 + _POINTS, np.int64)
+    points[0] = len(rows)
+    if len(rows):
+        size = transport.size
+        places = (np.arange(_POINTS) * size + transport.rank) * len(rows) // (_POINTS * size)
+        points[1:] = kernels.at(rows, places)
+    return points
+
+
+def balanced_boundaries(points: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Cut a table into one contiguous region per rank, of about equally many rows of all ranks together.
+
+    Args:
+        points: int64[P, 1 + m], of each rank the number of its rows, and m of them, each for as many.
+        length: rows of the table.
+
+    Returns:
+        int64[P + 1], ascending; rank r owns [boundaries[r], boundaries[r + 1]).
+    """
+    size = len(points)
+    rows = points[:, 1:].ravel()
+    weights = np.repeat(points[:, 0], points.shape[1] - 1)
+    order = np.argsort(rows, kind="stable")
+    weights = weights[order]
+    below = weights.cumsum() - weights
+    total = int(weights.sum())
+    boundaries = length * np.arange(size + 1, dtype=np.int64) // size
+    if total:
+        cuts = np.searchsorted(below, total * np.arange(1, size) // size)
+        boundaries[1:-1] = np.append(rows[order], length)[cuts]
+    return boundaries
 
 
 def _flat(values: Any) -> Any:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -248,6 +249,34 @@ class BucketedAllreduce:
         for gradient in gradients:
             self.start(gradient, problem=problem)
         return self.finish()
+
+    def discard(self, gradients: Sequence[Any]) -> StepReport:
+        """Start the buckets that were not started, and undo all, since something else of the step failed. Every rank must call.
+
+        Args:
+            gradients: of the buckets that were not started.
+
+        Returns:
+            The report of the step, which is skipped.
+
+        Raises:
+            RuntimeError: as `finish`.
+        """
+        for gradient in gradients:
+            self.start(gradient)
+        futures, self._started = self._started, []
+        self._take_back(futures)  # waits
+        self._drawn = []
+        reports = []
+        for future in futures:
+            error = future.exception()
+            if error is None:
+                reports.append(future.result())
+            elif not isinstance(error, _TOGETHER):
+                raise error
+        if not reports:
+            raise NonFiniteGradientError([], self.steps - 1)
+        return replace(_sum_of(reports, 0.0), skipped=True)
 
     def abandon(self) -> None:
         """Undo a step of which some buckets were started and the others will not be. Every rank must call. No traffic."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -20,7 +19,7 @@ from collectives.rows import ELEMENT_TYPES, RowKernels, Rows, narrow, row_sparse
 from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport
 from oktopk.allreduce import NonFiniteGradientError
 from oktopk.devices import make_backend
-from oktopk.settings import Settings
+from oktopk.settings import Settings, entries_kept, plain
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
@@ -31,9 +30,9 @@ class RowReport:
     """What a step did.
 
     Attributes:
-        step: counted from 0.
+        step: counted from 0, skipped ones apart.
         touched: rows of this rank's gradient, each counted once.
-        sent: those that took part, all but with `row_density` below 1.
+        sent: rows that this rank gave to the sum.
         summed: rows of the sum, equal on all ranks.
         skipped: whether nothing was summed, since a gradient or the sum was not finite.
         bytes, messages: that this rank sent.
@@ -78,8 +77,9 @@ class RowSparseAllreduce:
         transport: where the ranks meet.
         sum: the rows of the last step, ascending, equal on all ranks; None before the first one, and where it was skipped.
 
-    Memory: with u rows in the sum and r of its own at most 2u + r rows in a step. With `row_density` below 1 a residual of
-        length x width float32, and a float32 a row.
+    Memory: in a step the rows of its own, those that arrive for its region, that region's sums, and the sums of all: with r rows
+        a rank and u in the sum, about 2(r + u) where regions balance. With `row_density` below 1 a residual of length x width
+        float32, a float64 a row, and float32 copies of the rows that the last step has touched or sent.
     Traffic: see `collectives.rows.row_sparse_allreduce`.
     Source: Li & Hoefler, PPoPP 2022, section 3.1, with rows for entries; error feedback as in algorithm 2.
 
@@ -104,6 +104,7 @@ class RowSparseAllreduce:
         timeout: float = Settings.timeout,
         problem: str = "",
     ) -> None:
+        row_density = plain(row_density)
         arguments = {"length": length, "width": width, "element_type": element_type, "average": average}
         arguments |= {"nonfinite": nonfinite, "row_density": row_density, "device": device}
         problem = problem or _problem(**arguments)
@@ -126,11 +127,13 @@ class RowSparseAllreduce:
                 load()
             else:
                 self._use_gpu(stream)
-            self._most = max(1, math.ceil(row_density * length)) if row_density < 1.0 else length
+            self._most = entries_kept(row_density, length)
             self._feedback: _RowFeedback | None = None
             if self._most < length:
                 with self._scope():
-                    self._feedback = _RowFeedback(self.kernels.arrays, length, width, element_type)
+                    self._feedback = _RowFeedback(
+                        self.kernels.arrays, length, width, element_type, self.transport.size
+                    )
             opened.pop_all()
 
     def _use_gpu(self, stream: Any) -> None:
@@ -197,9 +200,9 @@ class RowSparseAllreduce:
             self.transport.expect_none()
         traffic = asdict(self.transport.take_traffic())
         del traffic["bytes_between"]
-        self.steps += 1
+        self.steps += self.sum is not None
         return RowReport(
-            step=self.steps - 1,
+            step=self.steps - (self.sum is not None),
             touched=touched,
             sent=0 if self.sum is None else len(own),
             summed=0 if self.sum is None else len(self.sum),
@@ -213,6 +216,7 @@ class RowSparseAllreduce:
         if self._feedback is not None:
             with self._scope():
                 self._feedback.take_back()
+        self.steps -= self.sum is not None
         self.sum = None
 
     @property
@@ -226,7 +230,10 @@ class RowSparseAllreduce:
 
     def _given_problem(self, rows: Any, values: Any) -> str:
         """What is wrong with what a step was given, in a sentence; "" if nothing is."""
-        kind = np.dtype(ELEMENT_TYPES[self.element_type])
+        kind, array = np.dtype(ELEMENT_TYPES[self.element_type]), self.kernels.arrays.ndarray
+        for name, given in (("rows", rows), ("values", values)):
+            if not isinstance(given, array):
+                return f"{name} are a {type(given).__name__}, not a {array.__module__}.{array.__name__}"
         if rows.ndim != 1 or rows.dtype.kind != "i" or rows.dtype.itemsize < 4:
             return f"rows are {rows.dtype}{list(rows.shape)}, not int32 or int64 of one dimension"
         if values.dtype != kind or values.ndim != 2 or values.shape[1] != self.width:
@@ -254,28 +261,33 @@ class RowSparseAllreduce:
         Raises:
             ValueError: the state is of another table, or of another `row_density` kind, on some rank; on every rank alike.
         """
+        problem = self.state_problem(state)
         self.transport.expect_all("load_state_dict", self._timeout)
-        self.transport.agree({"steps": state.get("steps")}, self._state_problem(state))
+        self.transport.agree({} if problem else {"steps": state["steps"]}, problem)
         self.steps = int(state["steps"])
         if self._feedback is not None:
             with self._scope():
                 self._feedback.continue_from(state["residual"])
 
-    def _state_problem(self, state: Any) -> str:
+    def state_problem(self, state: Any) -> str:
+        """Why `load_state_dict` would refuse a state on this rank, in a sentence; "" if it would not."""
         try:
-            shape, residual = (state["length"], state["width"]), state["residual"]
-            int(state["steps"])
-        except (KeyError, TypeError, ValueError) as error:
+            shape, steps, residual = (state["length"], state["width"]), state["steps"], state["residual"]
+        except (KeyError, TypeError) as error:
             return f"the state is not that of a table: {type(error).__name__} {error}"
         if shape != (self.length, self.width):
             return f"the state is of a table of {shape[0]} x {shape[1]}, this one has {self.length} x {self.width}"
+        if not isinstance(steps, int) or steps < 0:
+            return f"the state is damaged: {steps!r} steps"
         if (residual is None) != (self._feedback is None):
             return (
                 f"the state has {'no ' * (residual is None)}residual, and row_density is {self._row_density}"
             )
-        if residual is not None and np.shape(residual) != shape:
-            return f"the state's residual has shape {np.shape(residual)}"
-        return ""
+        if residual is None:
+            return ""
+        if not isinstance(residual, np.ndarray) or residual.shape != shape or residual.dtype != np.float32:
+            return "the state is damaged: its residual is not float32 of the table's shape"
+        return "" if np.isfinite(residual).all() else "the state is damaged: its residual has NaN or Inf"
 
     def reset(self) -> None:
         """Forget residuals and the number of steps."""
@@ -289,21 +301,32 @@ class RowSparseAllreduce:
         self.transport.close()
 
 
+_LARGEST = {"float32": 2.0**127, "bfloat16": 2.0**127, "float16": 65504.0}
+"""Magnitudes that are finite in each type."""
+
+_BLOCK_ROWS = 4096
+
+
 class _RowFeedback:
     """What of a table was not sent, and which rows of it are.
 
     Args:
         arrays: the module of the arrays, NumPy or CuPy.
         length, width, element_type: as `RowSparseAllreduce`.
+        ranks: how many there are.
 
     Attributes:
         residual: float32[length, width].
+
+    Memory: beside that a float64 a row, and the rows that the last step has changed, until the next one.
     """
 
-    def __init__(self, arrays: Any, length: int, width: int, element_type: str) -> None:
+    def __init__(self, arrays: Any, length: int, width: int, element_type: str, ranks: int) -> None:
         self._arrays, self._type = arrays, element_type
+        # what all ranks send at most still has a finite sum
+        self._largest = _LARGEST[element_type] / ranks
         self.residual = arrays.zeros((length, width), np.float32)
-        self._norms = arrays.zeros(length, np.float32)  # squared, of each row
+        self._norms = arrays.zeros(length, np.float64)  # squared, of each row
         self._before: list[tuple[Any, Any]] = []  # rows and their residual, to be put back in this order
 
     def select(self, own: Rows, most: int) -> Rows:
@@ -313,7 +336,7 @@ class _RowFeedback:
         self._measure(own.rows)
         chosen = _largest(self._arrays, self._norms, most).astype(own.rows.dtype)
         exact = self.residual[chosen]
-        sent = narrow(exact, self._type)
+        sent = narrow(exact.clip(-self._largest, self._largest), self._type)
         self._before.insert(0, (chosen, exact))
         self.residual[chosen] = exact - widen(sent, self._type)
         self._measure(chosen)
@@ -334,11 +357,12 @@ class _RowFeedback:
             self.residual.set(residual)
         else:
             self.residual[...] = residual
-        self._norms = np.square(self.residual).sum(axis=1)
+        for first in range(0, len(self.residual), _BLOCK_ROWS):
+            self._measure(slice(first, first + _BLOCK_ROWS))
         self._before = []
 
     def _measure(self, rows: Any) -> None:
-        self._norms[rows] = np.square(self.residual[rows]).sum(axis=1)
+        self._norms[rows] = np.square(self.residual[rows], dtype=np.float64).sum(axis=1)
 
 
 def _largest(arrays: Any, norms: Any, most: int) -> Any:

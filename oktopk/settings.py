@@ -87,7 +87,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            name, value = field.name, _plain(getattr(self, field.name))
+            name, value = field.name, plain(getattr(self, field.name))
             object.__setattr__(self, name, value)
             number = isinstance(value, int | float) and not isinstance(value, bool)
             least = 0 if name.endswith("_steps") or name == "ranks_per_host" else 1
@@ -166,7 +166,7 @@ def entries_kept(density: float, length: int) -> int:
     return max(1, math.ceil(Fraction(repr(float(density))) * length))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A NumPy scalar as a Python number, a float32 as the shortest decimal that it prints as."""
     if isinstance(value, np.floating):
         return float(str(value))

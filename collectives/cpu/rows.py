@@ -69,16 +69,17 @@ class HostRowKernels:
             nonfinite = _sum_halves(values, order, starts, scale, sums)
         return Rows(ordered[firsts], sums), nonfinite
 
-    def splits(self, rows: Any, parts: int) -> NDArray[np.int64]:
-        if not len(rows):
-            return np.zeros(parts - 1, np.int64)
-        return rows[len(rows) * np.arange(1, parts) // parts].astype(np.int64)
+    def at(self, rows: Any, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        return rows[places].astype(np.int64)
 
     def offsets(self, rows: Any, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.searchsorted(rows, boundaries).astype(np.int64)
 
     def empty(self, count: int, like: Any) -> Any:
         return np.empty((count, *like.shape[1:]), like.dtype)
+
+    def copy(self, target: Any, source: Any) -> None:
+        target[...] = source
 
 
 def _sum_halves(

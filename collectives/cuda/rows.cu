@@ -1,8 +1,8 @@
 // rows: sums of rows of a table whose numbers are equal. GRADIENT is float, __nv_bfloat16 or __half.
 //
-// Shapes   values[m * width], sums[count * width] of GRADIENT; order[m], starts[count + 1]; report in host memory.
+// Shapes   values[m * width], sums[count * width] of GRADIENT; order[m], starts[count + 1]; nonfinite[1], all on the device.
 // Units    row j of the sums: that of rows order[starts[j]] to order[starts[j + 1] - 1], from left to right in float, times scale,
-//          rounded once to nearest even. report[0] grows by the elements of sums that are Inf or NaN.
+//          rounded once to nearest even. nonfinite grows by the elements of sums that are Inf or NaN.
 // Launch   grid-stride, a warp a row.
 // Overflow none: there is a sum for each pair of starts. NaN and Inf are summed as they are, and counted.
 // Traffic  sizeof(GRADIENT) * (m + count) * width bytes, and 8 bytes a row.

@@ -63,13 +63,10 @@ class DeviceRowKernels:
             numbers = ordered[starts[:-1]]
             return Rows(numbers, sums), int(nonfinite.get()[0])
 
-    def splits(self, rows: Any, parts: int) -> NDArray[np.int64]:
-        if not len(rows):
-            return np.zeros(parts - 1, np.int64)
+    def at(self, rows: Any, places: NDArray[np.int64]) -> NDArray[np.int64]:
         with self._device.gpu, self._device.stream:
-            places = cupy.asarray(len(rows) * np.arange(1, parts) // parts)
-            found: NDArray[np.int64] = rows[places].get().astype(np.int64)
-        return found
+            shown: NDArray[np.int64] = rows[cupy.asarray(places)].get().astype(np.int64)
+        return shown
 
     def offsets(self, rows: Any, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
         with self._device.gpu, self._device.stream:
@@ -80,3 +77,7 @@ class DeviceRowKernels:
         with self._device.gpu, self._device.stream:
             self._device.pending = True  # memory of the pool may still be in use on the stream
             return cupy.empty((count, *like.shape[1:]), like.dtype)
+
+    def copy(self, target: Any, source: Any) -> None:
+        if target.nbytes:
+            self._device.copy(address_of(target), address_of(source), target.nbytes)

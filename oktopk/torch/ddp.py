@@ -114,7 +114,8 @@ class OkTopkState:
         self._of_tables: dict[str, Any] = {"row_density": row_density, "nonfinite": chosen.nonfinite}
         self._of_tables |= {"average": chosen.average, "timeout": chosen.timeout}
         self._tables: dict[str, RowSparseAllreduce] = {}  # by the parameter's name
-        self._table_reports: dict[str, Future[RowReport]] = {}  # of this step
+        self._table_reports: dict[str, Future[RowReport]] = {}  # of the last step
+        self._reducing_tables: dict[str, Future[RowReport]] = {}  # of a step that was not finished
         self._loaded_tables: dict[str, Any] = {}  # states of tables that were not reduced since
         self._thread: CommunicationThread | None = None  # of the tables
         self._module = module
@@ -185,7 +186,7 @@ class OkTopkState:
         name, gradient = self._names[table], given.buffer
         if name not in self._tables:
             problem = tables_problem([table], [table], {})
-            kind = table_type(table)
+            kind = "float32" if problem else table_type(table)
             self._tables[name] = RowSparseAllreduce(
                 self._arguments["comm"],
                 *table.shape,
@@ -194,6 +195,11 @@ class OkTopkState:
                 stream=self._memory.stream,
                 problem=problem,
                 **self._of_tables,
+            )
+            transport = self._tables[name].transport
+            # a rank without a state would reduce while the others load theirs
+            transport.agree(
+                {"whether a state was loaded": name in self._loaded_tables}, transport.threads_problem
             )
         reducer = self._tables[name]
         if name in self._loaded_tables:
@@ -216,7 +222,7 @@ class OkTopkState:
             with self._memory.on_stream():
                 given.done.set_result(given.buffer)
 
-        self._table_reports[name] = self._thread.submit(reduce)
+        self._table_reports[name] = self._reducing_tables[name] = self._thread.submit(reduce)
         self._table_reports[name].add_done_callback(reduced)
 
     def _begin_step(self, device: torch.device) -> None:
@@ -308,25 +314,32 @@ class OkTopkState:
 
     def _finish_step(self) -> None:
         """Take the report of a step whose backward pass has ended. Talks to no other rank."""
+        tables, self._reducing_tables = self._reducing_tables, {}
+        failed = {name for name, future in tables.items() if future.exception() is not None}  # waits
+        reduced = self._finish_buckets(bool(failed))
+        if failed or not reduced:  # the backward pass has raised it
+            for name in tables.keys() - failed:
+                self._tables[name].take_back()
+
+    def _finish_buckets(self, tables_failed: bool) -> bool:
+        """As `_finish_step`, of the dense buckets. Returns whether their step holds."""
         reducer, given = self._reducer, self._given
         if reducer is None or not given:
-            return
+            return True
         self._given = []
-        if any(future.exception() is not None for future in self._table_reports.values()):
-            reducer.abandon()  # the backward pass has raised it
-            return
-        if reducer.started < len(self._layout):  # the backward pass was left by an error
+        if tables_failed or reducer.started < len(self._layout):  # the backward pass was left by an error
             reducer.abandon()
-            return
+            return False
         try:
             self._report = reducer.finish(all_or_none=False)
         except Exception:  # the backward pass has raised it
-            return
+            return False
         self._steps_here += 1
         layout = [each.parameters for each in given]
         # a process that continues a run begins with the buckets of a first step once more
         if self._steps_here > 1 and not _same(layout, self._layout):
             self._moves_to = layout
+        return True
 
     def _set_up(self, layout: _Layout, loading: bool = False) -> None:
         """Make the reducer of these buckets. Collective."""

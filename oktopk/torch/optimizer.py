@@ -136,9 +136,11 @@ class DistributedOptimizer(WrappedOptimizer):
         super().__init__(optimizer)
         every = [p for group in optimizer.param_groups for p in group["params"]]
         trained = [p for p in every if p.requires_grad]
-        tables = sparse_tables(trained) if sparse is None else list(sparse)
-        among = set(map(id, tables))
-        self._parameters = [p for p in trained if id(p) not in among]
+        named = sparse_tables(trained) if sparse is None else list(sparse)
+        numbers = set(map(id, named))
+        tables = [p for p in trained if id(p) in numbers]  # in one order on all ranks, each once
+        self._parameters = [p for p in trained if id(p) not in numbers]
+        self._trained = trained
         if tables and not self._parameters:  # the reducer then has this one
             self._parameters = [torch.zeros(1, dtype=tables[0].dtype, device=tables[0].device)]
         self._every, self._frozen = every, [p for p in every if not p.requires_grad]
@@ -153,7 +155,7 @@ class DistributedOptimizer(WrappedOptimizer):
                 "a DistributedOptimizer is around this optimizer already: use that one, or close() it first"
             )
         problem = problem or wrapping_problem(optimizer, trained, clip_norm, settings)
-        problem = problem or tables_problem(tables, trained, settings)
+        problem = problem or tables_problem(named, trained, settings)
         problem = problem or buckets_problem(overlap, bucket_mb, share)
         if not problem:
             gradient_type = gradient_type or _type_name(self._parameters[0].dtype)
@@ -401,21 +403,30 @@ class DistributedOptimizer(WrappedOptimizer):
             with self._memory.stream_scope():
                 reduced = self._tables.reduce(problem)
         except (NonFiniteGradientError, ValueError):
-            self.abandon()
+            if self._buckets is not None:
+                self._discard_buckets()
             raise
         if not reduced:
-            self.abandon()
-            report = self.reducer.skip_together(True)
-            assert report is not None
-            return report
+            if self._buckets is not None:
+                return self._discard_buckets()
+            skipped = self.reducer.skip_together(True)
+            assert skipped is not None
+            return skipped
         try:
             report = self._reduced_vector(measure, problem)
-        except (NonFiniteGradientError, ValueError):
+        except BaseException:
             self._tables.take_back()
             raise
         if report.skipped:
             self._tables.take_back()
         return report
+
+    def _discard_buckets(self) -> StepReport:
+        """End a step whose tables were not reduced: ranks may have started different buckets. Collective."""
+        assert self._buckets is not None and isinstance(self.reducer, BucketedAllreduce)
+        rest = self._buckets.rest()
+        with self._memory.stream_scope():
+            return self.reducer.discard(rest)
 
     def _reduced_vector(self, measure: bool, problem: str) -> StepReport:
         if self._buckets is not None:
@@ -465,7 +476,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if len(now) == len(self._every) and all(map(operator.is_, now, self._every)):
             unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
         else:
-            wrapped = set(self._parameters)
+            wrapped = set(self._trained)
             unfrozen = [
                 parameter for parameter in now if parameter.requires_grad and parameter not in wrapped
             ]
@@ -525,7 +536,10 @@ class DistributedOptimizer(WrappedOptimizer):
         reducer, tables = state.pop("reducer", None), state.pop("tables", None)
         self.reducer.transport.expect_all("load_state_dict", self.reducer.settings.timeout)
         problem = groups_problem(self.inner, state)
-        self.reducer.transport.agree({"whether the state has residuals": reducer is not None}, problem)
+        if tables is not None and not problem:
+            problem = self._tables_state_problem(tables)
+        given = {"whether the state has residuals": reducer is not None}
+        self.reducer.transport.agree(given | {"whether the state has tables": tables is not None}, problem)
         if reducer is None:
             self.reducer.reset()
             if self.reducer.transport.rank == 0:
@@ -538,6 +552,11 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._tables is not None:
             self._tables.load(tables)
         load_state(self.inner, state)
+
+    def _tables_state_problem(self, state: Any) -> str:
+        if self._tables is None:
+            return f"the state has {len(state)} tables with sparse gradients, and the optimizer has none"
+        return self._tables.state_problem(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
         """A copy of the optimizer, its parameters and this rank's reducer; without hooks, as torch's. Collective.

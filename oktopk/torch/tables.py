@@ -18,32 +18,12 @@ from oktopk.torch.states import as_arrays, as_tensors
 
 def sparse_tables(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Those of the parameters that are the weight of a module which makes sparse gradients, in their order."""
-    wanted = set(map(id, parameters))
-    found = {
+    weights = {
         id(module.weight)
-        for module in _modules_of(parameters)
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        and module.sparse
-        and id(module.weight) in wanted
+        for module in gc.get_objects()
+        if issubclass(type(module), nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
-    return [parameter for parameter in parameters if id(parameter) in found]
-
-
-def _modules_of(parameters: Sequence[Tensor]) -> list[nn.Module]:
-    """The modules that hold some of the parameters: a parameter lies in a dictionary, and that in its module's."""
-    held = [each for each in gc.get_referrers(*parameters) if isinstance(each, dict)]
-    modules: list[nn.Module] = []
-    for each in gc.get_referrers(*held) if held else []:
-        # before Python 3.13 a module's attributes are a dictionary of their own; later ones refer to the module itself
-        owners = (
-            [each]
-            if isinstance(each, nn.Module)
-            else gc.get_referrers(each)
-            if isinstance(each, dict)
-            else []
-        )
-        modules += [owner for owner in owners if isinstance(owner, nn.Module)]
-    return modules
+    return [parameter for parameter in parameters if id(parameter) in weights]
 
 
 class SparseTables:
@@ -57,7 +37,7 @@ class SparseTables:
 
     Attributes:
         reducers: one a table.
-        reports: of the last step, one a table.
+        reports: of the last step, one a table; none where it was skipped.
     """
 
     def __init__(self, comm: Any, tables: Sequence[Tensor], memory: TensorMemory, **settings: Any) -> None:
@@ -73,7 +53,7 @@ class SparseTables:
         except BaseException:
             self.close()
             raise
-        self._gradients: list[Tensor | None] = []
+        self._gradients: list[Tensor | None] = [None] * len(self.tables)
 
     def reduce(self, problem: str = "") -> bool:
         """Make each gradient that over the ranks, a coalesced sparse tensor. Collective. One that is missing counts as no rows.
@@ -98,8 +78,9 @@ class SparseTables:
                 self._undo(done)
                 return False
             done.append(reducer)
-        for table, reducer in zip(self.tables, self.reducers, strict=True):
-            table.grad = gradient_of(reducer.sum, table, self._memory)
+        with self._memory.on_stream():
+            for table, reducer in zip(self.tables, self.reducers, strict=True):
+                table.grad = gradient_of(reducer.sum, table, self._memory)
         return True
 
     def take_back(self) -> None:
@@ -107,8 +88,8 @@ class SparseTables:
         self._undo(self.reducers)
         self.put_back()
 
-    @staticmethod
-    def _undo(done: Sequence[RowSparseAllreduce]) -> None:
+    def _undo(self, done: Sequence[RowSparseAllreduce]) -> None:
+        self.reports = []
         for reducer in done:
             reducer.take_back()
 
@@ -116,11 +97,12 @@ class SparseTables:
         """Give each table what this rank alone computed."""
         for table, gradient in zip(self.tables, self._gradients, strict=True):
             table.grad = gradient
+        self._gradients = [None] * len(self.tables)  # `zero_grad` of the model frees what it was
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        self._gradients = [None] * len(self.tables)
-        self.put_back()
+        for table in self.tables:
+            table.grad = None
 
     @property
     def has_gradients(self) -> bool:
@@ -143,11 +125,21 @@ class SparseTables:
             ValueError: it is of other tables; on every rank alike.
         """
         for number, reducer in enumerate(self.reducers):
-            reducer.transport.agree({"whether the state has tables": state is not None})
             if state is None:
                 reducer.reset()
             else:
-                reducer.load_state_dict(as_arrays(state.get(str(number), {})))
+                reducer.load_state_dict(as_arrays(state[str(number)]))
+
+    def state_problem(self, state: Any) -> str:
+        """Why `load` would refuse a state on this rank, in a sentence; "" if it would not."""
+        wanted = {str(number) for number in range(len(self.tables))}
+        if not isinstance(state, dict) or state.keys() != wanted:
+            return f"the state is not that of {len(wanted)} tables with sparse gradients"
+        problems = (
+            reducer.state_problem(as_arrays(state[str(number)]))
+            for number, reducer in enumerate(self.reducers)
+        )
+        return next((problem for problem in problems if problem), "")
 
     def close(self) -> None:
         """Free what the library holds. Collective."""
@@ -167,6 +159,8 @@ def tables_problem(tables: Sequence[Tensor], trained: Sequence[Tensor], settings
     for table in tables:
         if id(table) not in known:
             return "sparse has a tensor that is no parameter of the optimizer, or needs no gradient"
+        if table.dtype not in GRADIENT_TYPES.values():
+            return f"a table with sparse gradients is {table.dtype}, not of {', '.join(GRADIENT_TYPES)}"
         if table.dim() != 2 or not table.is_contiguous():
             return f"a table of shape {tuple(table.shape)} with strides {table.stride()} has no rows one after the other"
     if tables and settings.get("deferred"):
@@ -196,7 +190,7 @@ def gradient_of(rows: Rows | None, table: Tensor, memory: TensorMemory) -> Tenso
     if rows is None:
         numbers, values = table.new_empty(0, dtype=torch.int64), table.new_empty(0, table.shape[1])
     else:
-        numbers, values = memory.tensor(rows.rows.astype("int64")), memory.tensor(rows.values, table.dtype)
+        numbers, values = memory.tensor(rows.rows).long(), memory.tensor(rows.values, table.dtype)
     return torch.sparse_coo_tensor(
         numbers[None], values.detach(), table.shape, is_coalesced=True, check_invariants=False
     )

@@ -81,8 +81,12 @@ def test_with_row_density_nothing_is_lost_and_the_largest_rows_go_first(
         residual = reducer.residual
         assert residual is not None
         left = comm.allreduce(given - residual)
-    tolerance = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}[kind]
-    assert np.allclose(applied, left, rtol=tolerance, atol=tolerance * np.abs(given).max())
+    # each sum is rounded once, in proportion to what a rank gave
+    tolerance = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}[kind]
+    largest = comm.allreduce(np.abs(given).max(axis=1, keepdims=True)) + np.abs(left).max(
+        axis=1, keepdims=True
+    )
+    assert (np.abs(applied - left) <= 2 * comm.size * tolerance * largest).all()
 
 
 @pytest.mark.parametrize("row_density", [1.0, 0.2])
@@ -125,6 +129,8 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "another width": (np.array([1]), np.zeros((1, WIDTH + 1), np.float32), "values are float32"),
     "another type": (np.array([1]), np.zeros((1, WIDTH)), "values are float64"),
     "no whole numbers": (np.array([1.0]), np.zeros((1, WIDTH), np.float32), "rows are float64"),
+    "a list": ([1], [[1.0]], "rows are a list"),
+    "no values": (np.array([1]), None, "values are a NoneType"),
     "strided": (np.array([1, 2]), np.zeros((4, WIDTH), np.float32)[::2], "not C-contiguous"),
 }
 
@@ -176,9 +182,39 @@ def test_a_state_continues_bit_for_bit(comm: MPI.Intracomm) -> None:
             assert first.sum.rows.tobytes() == second.sum.rows.tobytes()
         assert np.array_equal(first.residual, second.residual)
         state = first.state_dict()
-        for change, text in (({"width": 3}, "of a table of"), ({"residual": None}, "no residual")):
+        assert state["residual"] is not None
+        changes: list[tuple[dict[str, Any], str]] = [
+            ({"width": 3}, "of a table of"),
+            ({"residual": None}, "no residual"),
+            ({"residual": state["residual"] * np.nan}, "NaN or Inf"),
+            ({"residual": state["residual"].astype(np.float64)}, "not float32"),
+            ({"steps": -5}, "-5 steps"),
+        ]
+        last = comm.rank == comm.size - 1
+        for change, text in changes:
             with pytest.raises(ValueError, match=text):
-                second.load_state_dict({**state, **change})
+                second.load_state_dict({**state, **change} if last else state)
+        with pytest.raises(ValueError, match="not that of a table"):
+            second.load_state_dict(None if last else state)  # type: ignore[arg-type]
+
+
+def test_a_residual_that_a_type_cannot_hold_is_sent_in_parts(comm: MPI.Intracomm) -> None:
+    with table(comm, row_density=0.01, element_type="float16", nonfinite="skip") as reducer:
+        rows, values = np.array([5, 9]), np.full((2, WIDTH), 60000, np.float16)
+        for _ in range(3):  # row 5 goes first, so that row 9 grows beyond 65504
+            assert not reducer.step(rows, values).skipped
+        nothing = rows[:0], values[:0]
+        for _ in range(20 * comm.size):
+            assert not reducer.step(*nothing).skipped
+        assert reducer.residual is not None and not reducer.residual.any()
+
+
+def test_the_part_of_the_rows_is_that_of_the_density_as_it_is_written(comm: MPI.Intracomm) -> None:
+    for density in (0.07, np.float32(0.07)):
+        reducer = RowSparseAllreduce(comm, 100, 1, row_density=density)
+        report = reducer.step(np.arange(50), np.ones((50, 1), np.float32))
+        assert report.sent == 7
+        reducer.close()
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

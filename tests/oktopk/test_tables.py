@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from jobs.train.reduce.background import start_process_group, stop_process_group
 from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.elastic import redistribute
 from oktopk.torch import OkTopkState, ddp_hook
+from oktopk.torch.tables import sparse_tables
 
 pytestmark = pytest.mark.mpi
 
@@ -25,14 +27,14 @@ WORDS, WIDTH = 40, 6
 class TwoTables(nn.Module):
     """Two tables, one of them used twice, and a dense layer."""
 
-    def __init__(self, sparse: bool, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, sparse: bool) -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.words = nn.Embedding(WORDS, WIDTH, sparse=sparse, padding_idx=0, dtype=dtype)
-        self.again = nn.Embedding(WORDS, WIDTH, sparse=sparse, dtype=dtype)
+        self.words = nn.Embedding(WORDS, WIDTH, sparse=sparse, padding_idx=0)
+        self.again = nn.Embedding(WORDS, WIDTH, sparse=sparse)
         self.again.weight = self.words.weight
-        self.bags = nn.EmbeddingBag(WORDS // 2, WIDTH, mode="sum", sparse=sparse, dtype=dtype)
-        self.out = nn.Linear(WIDTH, 1, dtype=dtype)
+        self.bags = nn.EmbeddingBag(WORDS // 2, WIDTH, mode="sum", sparse=sparse)
+        self.out = nn.Linear(WIDTH, 1)
 
     def forward(self, batch: Tensor, bags: bool) -> Tensor:
         hidden = self.words(batch).sum(1) + self.again(batch.flip(0)).sum(1)
@@ -85,19 +87,12 @@ def test_training_is_that_of_one_process_on_the_mean_gradient(
     optimizer.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sparse_adam_sees_a_coalesced_gradient_and_needs_no_dense_parameter(
-    dtype: torch.dtype, comm: MPI.Intracomm
-) -> None:
+def test_sparse_adam_sees_a_coalesced_gradient_and_needs_no_dense_parameter(comm: MPI.Intracomm) -> None:
     torch.manual_seed(1)
-    words = nn.Embedding(WORDS, WIDTH, sparse=True, dtype=dtype)
+    words = nn.Embedding(WORDS, WIDTH, sparse=True)
     sparse_adam = torch.optim.SparseAdam(words.parameters(), lr=0.1)
     seen: list[Any] = []
     sparse_adam.register_step_pre_hook(lambda *_: seen.append(words.weight.grad))
-    if dtype == torch.bfloat16:
-        with pytest.raises(ValueError, match="bfloat16"):  # the CPU reduces float32 alone
-            DistributedOptimizer(sparse_adam, comm, gradient_type="bfloat16")
-        return
     optimizer = DistributedOptimizer(sparse_adam, comm, density=0.1)
     before = words.weight.detach().clone()
     for step in range(3):
@@ -126,25 +121,29 @@ def test_a_weight_that_a_dense_layer_shares_is_reduced_by_its_rows(comm: MPI.Int
     optimizer.close()
 
 
-@pytest.mark.parametrize("where", ["table", "vector"])
+@pytest.mark.parametrize(
+    ("where", "overlap"), [("words", False), ("bags", False), ("bags", True), ("out", False), ("out", True)]
+)
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 def test_a_nan_in_a_table_or_beside_it_changes_neither(
-    nonfinite: str, where: str, comm: MPI.Intracomm
+    nonfinite: str, where: str, overlap: bool, comm: MPI.Intracomm
 ) -> None:
     model = TwoTables(sparse=True)
+    buckets = {"overlap": True, "bucket_mb": 1e-5} if overlap else {}
     optimizer = DistributedOptimizer(
-        inner("sgd", model), comm, density=0.2, nonfinite=nonfinite, row_density=0.1
+        inner("sgd", model), comm, density=0.2, nonfinite=nonfinite, row_density=0.1, **buckets
     )
 
     def train(step: int, poison: bool = False) -> None:
         optimizer.zero_grad()
+        poisoned = poison and comm.rank == 0
         loss = model(batch_of(comm.rank, step), bags=True)
+        if poisoned and where == "out":
+            loss = loss * float("nan")
         loss.backward()
-        if poison and comm.rank == 0:
-            parameter = model.words.weight if where == "table" else model.out.weight
-            assert parameter.grad is not None
-            held = parameter.grad._values() if where == "table" else parameter.grad
-            held[0, 1] = float("nan")
+        if poisoned and where != "out":
+            gradient = getattr(model, where).weight.grad
+            gradient._values()[0, 1] = float("nan")
         optimizer.step()
 
     train(0)
@@ -162,7 +161,63 @@ def test_a_nan_in_a_table_or_beside_it_changes_neither(
         assert torch.equal(kept["residual"], tables[number]["residual"])
     train(2)
     assert optimizer.report is not None and not optimizer.report.skipped
+    assert all(not report.skipped for report in optimizer.table_reports) and optimizer.table_reports
     optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_table_that_is_skipped_ends_a_step_in_which_ranks_started_other_buckets(
+    comm: MPI.Intracomm,
+) -> None:
+    torch.manual_seed(0)
+    words, layers = nn.Embedding(10, 4, sparse=True), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD([*words.parameters(), *layers.parameters()], lr=0.1),
+        comm,
+        "dense",
+        overlap=True,
+        bucket_mb=1e-5,
+        nonfinite="skip",
+        timeout=20.0,
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        hidden = layers[1](layers[0](words(torch.tensor([1, 2]))))
+        (layers[2](hidden) if comm.rank == 0 else hidden).sum().backward()
+        assert words.weight.grad is not None
+        if step == 1 and comm.rank == 0:
+            words.weight.grad._values()[0, 0] = float("nan")
+        optimizer.step()
+        assert optimizer.report is not None and optimizer.report.skipped == (step == 1)
+    values = comm.allgather([p.detach().numpy().tobytes() for p in layers.parameters()])
+    assert all(each == values[0] for each in values)
+    optimizer.close()
+
+
+def test_tables_that_are_named_in_another_order_or_twice_are_the_same(comm: MPI.Intracomm) -> None:
+    torch.manual_seed(0)
+    first, second = nn.Embedding(10, 2, sparse=True), nn.Embedding(10, 2, sparse=True)
+    tables = [first.weight, second.weight]
+    inside = torch.optim.SGD(tables, lr=1.0)
+    optimizer = DistributedOptimizer(
+        inside, comm, sparse=[*(tables if comm.rank else tables[::-1]), first.weight]
+    )
+    inside.param_groups.append({**inside.param_groups[0], "params": [nn.Parameter(torch.ones(1), False)]})
+    before = second.weight.detach().clone()
+    first(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert torch.equal(second.weight, before) and len(optimizer.table_reports) == 2
+    optimizer.close()
+
+
+def test_wrapping_does_not_look_through_the_heap_once_a_module(comm: MPI.Intracomm) -> None:
+    few, many = (nn.ModuleList(nn.Linear(1, 1) for _ in range(count)) for count in (5, 500))
+    taken = []
+    for modules in (few, many):
+        began = time.perf_counter()
+        sparse_tables(list(modules.parameters()))
+        taken.append(time.perf_counter() - began)
+    assert taken[1] < 20 * taken[0] + 1.0
 
 
 def test_a_saved_training_continues_bit_for_bit_and_a_copy_goes_on_alike(comm: MPI.Intracomm) -> None:
@@ -280,6 +335,27 @@ def test_a_nan_in_a_table_under_ddp_is_seen_by_every_rank(
         assert gradient is not None and not gradient._nnz()
     backward(False)
     assert not state.table_reports["bags.weight"].skipped
+    state.close()
+
+
+def test_under_ddp_a_step_that_raises_leaves_every_tables_residual(comm: MPI.Intracomm, group: None) -> None:
+    ddp = DistributedDataParallel(TwoTables(sparse=True))
+    state = OkTopkState(density=0.5, row_density=0.05)
+    ddp.register_comm_hook(state, ddp_hook)
+
+    def backward(step: int, factor: float) -> None:
+        ddp.zero_grad()
+        loss = ddp(batch_of(comm.rank, step), bags=True)
+        (loss + factor * ddp.module.bags(torch.zeros(1, 1, dtype=torch.int64)).sum()).backward()
+
+    backward(0, 0.0)
+    before = {name: table["residual"] for name, table in state.state_dict()["tables"].items()}
+    assert set(before) == {"words.weight", "bags.weight"}
+    with pytest.raises(RuntimeError, match="NaN or Inf on rank"):
+        backward(1, float("nan") if comm.rank == 0 else 0.0)
+    after = {name: table["residual"] for name, table in state.state_dict()["tables"].items()}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    backward(2, 0.0)
     state.close()
 
 
