@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -127,41 +128,46 @@ def row_sparse_allreduce(
             finite.
 
     Memory: the rows that arrive for this rank's region, its sums, and the sums of all.
-    Traffic: with r rows of its own, u in the sum, w bytes a row with its number, and regions that balance: (P-1)/P·r·w bytes in
-        2(P-1) messages, then (P-1)/P·u·w in 2·ceil(log2 P) rounds. Where hot rows lie together, as by Zipf's law, the busiest
-        rank sends at most 1.3 times that (counted for 2 to 64 ranks). Control: one allgather of 17 int64, one alltoall of 2 and
-        one allgather of 2 a rank.
+    Traffic: for 2 ranks all rows of its own, in 2 messages. For more, with r rows of its own, u in the sum, w bytes a row with
+        its number, and regions that balance: (P-1)/P·r·w bytes in 2(P-1) messages, then (P-1)/P·u·w in 2·ceil(log2 P) rounds.
+        Where hot rows lie together, as by Zipf's law, the busiest rank sends at most 1.3 times that (counted for 2 to 64 ranks).
+        Control: one alltoall of 2 int64; for more than 2 ranks an allgather of 17 before it, and one of 2 at the end.
     Source: Li & Hoefler, PPoPP 2022, sections 3.1.1 and 3.1.2, with rows for entries.
     """
     rank, size = transport.rank, transport.size
     width = own.values.shape[1]
-    boundaries = balanced_boundaries(
-        transport.allgather_control(_points(own.rows, transport, kernels)), length
-    )
-    at = kernels.offsets(own.rows, boundaries)
-    outgoing = np.stack([np.diff(at), np.full(size, flag, np.int64)], axis=1)
+    if size == 2:  # both ranks sum all rows: r of them are sent, which are fewer than (r + u)/2
+        parts = [slice(0, len(own))] * 2
+    else:
+        points = transport.allgather_control(_points(own.rows, transport, kernels))
+        at = kernels.offsets(own.rows, balanced_boundaries(points, length)).tolist()
+        parts = [slice(*ends) for ends in pairwise(at)]
+    outgoing = np.array([[part.stop - part.start, flag] for part in parts], np.int64)
     incoming = transport.alltoall_control(outgoing)
     if incoming[:, 1].any():
         raise FlaggedRanksError(np.flatnonzero(incoming[:, 1]).tolist())
 
     # the lists of all ranks in their order, which is that of the sums
-    ends = incoming[:, 0].cumsum()
-    begins = ends - incoming[:, 0]
-    pool = Rows(kernels.empty(int(ends[-1]), own.rows), kernels.empty(int(ends[-1]), own.values))
+    stops = incoming[:, 0].cumsum()
+    lists = [slice(int(stop - count), int(stop)) for stop, count in zip(stops, incoming[:, 0], strict=True)]
+    pool = Rows(kernels.empty(int(stops[-1]), own.rows), kernels.empty(int(stops[-1]), own.values))
     rounds: list[Round] = []
     for i in range(1, size):
         dest, source = (rank + i) % size, (rank - i) % size
-        sent, taken = slice(at[dest], at[dest + 1]), slice(begins[source], ends[source])
-        rounds.append(Round(dest, own.rows[sent], source, pool.rows[taken]))
-        rounds.append(Round(dest, _flat(own.values[sent]), source, _flat(pool.values[taken])))
+        part, place = parts[dest], lists[source]
+        rounds.append(Round(dest, own.rows[part], source, pool.rows[place]))
+        rounds.append(Round(dest, _flat(own.values[part]), source, _flat(pool.values[place])))
     arrivals = transport.exchange(rounds, max(1, len(rounds)))
-    mine = slice(begins[rank], ends[rank])
-    kernels.copy(pool.rows[mine], own.rows[at[rank] : at[rank + 1]])
-    kernels.copy(pool.values[mine], own.values[at[rank] : at[rank + 1]])
+    kernels.copy(pool.rows[lists[rank]], own.rows[parts[rank]])
+    kernels.copy(pool.values[lists[rank]], own.values[parts[rank]])
     for _ in arrivals:
         pass
     sums, nonfinite = kernels.coalesce(pool.rows, pool.values, scale)
     del pool
+    if size <= 2:
+        if nonfinite:  # on both ranks, which have summed the same
+            raise FlaggedRanksError([])
+        return sums
 
     gathered = transport.allgather_control(np.array([len(sums), nonfinite], np.int64))
     if gathered[:, 1].any():
