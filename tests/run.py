@@ -2,9 +2,9 @@
 
 Four checks of the sources (lint, format, types, spelling, each counts as one) beside the single-process tests, then the
 tests marked `mpi` on 1 and 3 ranks, those of communication on 8 ranks too, and last the tests of GPUs on a host that stands
-in for them (tests/host_cuda). Tests marked `long`, and 2, 5 and 8 ranks for the library's, are left to --long. --all runs both,
-4 ranks for the library's, and Slurm. A group that hangs is ended. A test that took its job down, a group that ran nothing and a
-job that failed for no reported reason count as failed.
+in for them (tests/host_cuda). Tests marked `long`, and 2 and 5 ranks for the library's, are left to --long. --all runs both,
+4 and 8 ranks for the library's, and Slurm. A group that hangs is ended. A test that took its job down, a group that ran nothing
+and a job that failed for no reported reason count as failed.
 
     python -m tests.run --ranks 2,4 -k regions --no-lint --no-single
     python -m tests.run --long                      what is left out above, Slurm excepted
@@ -41,8 +41,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RANKS = (1, 3)
 MANY_RANKS = 8
 OTHER_RANKS = (2, 5)  # left to --long
-ONLY_ALL_RANKS = (4,)  # left to --all: between 2 and 8, the powers of two of the others
-FOR_ANY_RANKS = ("tests/collectives", "tests/oktopk")  # whose tests OTHER_RANKS and MANY_RANKS are for
+ONLY_ALL_RANKS = (4, MANY_RANKS)  # left to --all, as they take as long as all of the others
+FOR_ANY_RANKS = ("tests/collectives", "tests/oktopk")  # whose tests these numbers of ranks are for
 # on MANY_RANKS in every run: communication, and tests that need four ranks or more
 ON_MANY_RANKS = (
     "tests/collectives/test_balance_and_allgatherv.py",
@@ -326,17 +326,15 @@ def rank_groups(options: argparse.Namespace, files: Sequence[str]) -> list[tuple
     """(ranks, files, expression of marks) of each job that runs the tests marked mpi."""
     everything = list(files)
     many = [file for file in ON_MANY_RANKS if file.partition("::")[0] in files]
-    rest = [file for file in files if file not in many and file.startswith(FOR_ANY_RANKS)]
     if options.ranks:
         mark = "mpi" if options.all else "mpi and long" if options.long else "mpi and not long"
         return [(ranks, everything, mark) for ranks in options.ranks]
     library = [file for file in everything if file.startswith(FOR_ANY_RANKS)]
     if options.all:
         few = [(ranks, everything, "mpi") for ranks in RANKS]
-        return few + [(ranks, library, "mpi") for ranks in (*OTHER_RANKS, *ONLY_ALL_RANKS, MANY_RANKS)]
+        return few + [(ranks, library, "mpi") for ranks in (*OTHER_RANKS, *ONLY_ALL_RANKS)]
     if options.long:
         others = [(ranks, library, "mpi") for ranks in OTHER_RANKS]
-        others.append((MANY_RANKS, rest, "mpi"))
         repeated = [(ranks, everything, "mpi and long") for ranks in RANKS]
         return others + (
             repeated if any("mark.long" in Path(file).read_text("utf-8") for file in files) else []
@@ -365,12 +363,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--long",
         action="store_true",
-        help="Run only what is left out by default: tests marked long, and 2, 5 and 8 ranks for the library's",
+        help="Run only what is left out by default: tests marked long, and 2 and 5 ranks for the library's",
     )
     parser.add_argument(
         "--all",
         action="store_true",
-        help="Run everything: the tests of --long and --slurm too, and the library's on 4 ranks",
+        help="Run everything: the tests of --long and --slurm too, and the library's on 4 and 8 ranks",
     )
     parser.add_argument(
         "--workers",

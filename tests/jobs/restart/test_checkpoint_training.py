@@ -47,6 +47,7 @@ def interrupted(path: Path, number: signal.Signals, step: int, settings: tuple[s
     return done
 
 
+@pytest.mark.long
 def test_a_run_that_a_signal_stopped_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
     done = interrupted(path, signal.SIGUSR1, 13)
