@@ -2,8 +2,8 @@
 
 Four checks of the sources (lint, format, types, spelling, each counts as one) beside the single-process tests, then the
 tests marked `mpi` on 1 and 3 ranks, those of communication on 8 ranks too, and last the tests of GPUs on a host that stands
-in for them (tests/host_cuda). Tests marked `long`, and 2 and 5 ranks for the library's, are left to --long. --all runs both,
-4 and 8 ranks for the library's, and Slurm. A group that hangs is ended. A test that took its job down, a group that ran nothing
+in for them (tests/host_cuda). Tests marked `long`, and 2 ranks for the library's, are left to --long. --all runs both, 4, 5
+and 8 ranks for the library's, and Slurm. A group that hangs is ended. A test that took its job down, a group that ran nothing
 and a job that failed for no reported reason count as failed.
 
     python -m tests.run --ranks 2,4 -k regions --no-lint --no-single
@@ -40,8 +40,8 @@ from tests.outcomes import WITHOUT_GPU, read_outcomes
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = (1, 3)
 MANY_RANKS = 8
-OTHER_RANKS = (2, 5)  # left to --long
-ONLY_ALL_RANKS = (4, MANY_RANKS)  # left to --all, as they take as long as all of the others
+OTHER_RANKS = (2,)  # left to --long
+ONLY_ALL_RANKS = (4, 5, MANY_RANKS)  # left to --all, as they take as long as all of the others
 FOR_ANY_RANKS = ("tests/collectives", "tests/oktopk")  # whose tests these numbers of ranks are for
 # on MANY_RANKS in every run: communication, and tests that need four ranks or more
 ON_MANY_RANKS = (
@@ -363,12 +363,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--long",
         action="store_true",
-        help="Run only what is left out by default: tests marked long, and 2 and 5 ranks for the library's",
+        help="Run only what is left out by default: tests marked long, and 2 ranks for the library's",
     )
     parser.add_argument(
         "--all",
         action="store_true",
-        help="Run everything: the tests of --long and --slurm too, and the library's on 4 and 8 ranks",
+        help="Run everything: the tests of --long and --slurm too, and the library's on 4, 5 and 8 ranks",
     )
     parser.add_argument(
         "--workers",
