@@ -59,6 +59,7 @@ class SymmetricMemory:
 
     Attributes:
         windows: device address of uint64[P], the address of each rank's window as this rank maps it.
+        window_addresses: the same on the host.
         first: bytes from the start of a window to its payload.
 
     Traffic: control: two allgathers, at construction only.
@@ -102,6 +103,7 @@ class SymmetricMemory:
             texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
             raise RuntimeError(f"no peer memory: {texts}")
         self.windows = int(self._table.data.ptr)
+        self.window_addresses = tuple(self._bases)
 
     def entries(self, at: int, count: int) -> DeviceEntries:
         """ENTRY[count] of this rank's own window, `at` bytes from its start."""
@@ -127,12 +129,18 @@ class SymmetricMemory:
     def aborted(self) -> bool:
         """Whether some rank has ended the waiting of this rank's kernels; waits for them."""
         self._device.synchronize()
-        word = np.empty(1, np.uint32)
+        return bool(self._read(WindowHead.aborted.offset, 1)[0])
+
+    def reasons(self) -> list[int]:
+        """Why ranks are behind an abort, a word a rank, see `abort_reasons`."""
+        return self._read(WindowHead.reasons.offset, self.size)
+
+    def _read(self, at: int, words: int) -> list[int]:
+        """Words of this rank's window."""
+        read = np.empty(words, np.uint32)
         device_to_host = cupy.cuda.runtime.memcpyDeviceToHost
-        cupy.cuda.runtime.memcpy(
-            word.ctypes.data, self._memory.ptr + WindowHead.aborted.offset, 4, device_to_host
-        )
-        return bool(word[0])
+        cupy.cuda.runtime.memcpy(read.ctypes.data, self._memory.ptr + at, read.nbytes, device_to_host)
+        return read.tolist()
 
     def close(self) -> None:
         """Wait for all ranks' kernels, unmap the other ranks' windows and free this one's. Collective.

@@ -67,6 +67,7 @@ HOST_CUDA_SINGLE = (
     "tests/oktopk/test_one_rule.py",
 )
 HOST_CUDA_RANKS_TESTS = (
+    "tests/collectives/test_cuda_dense_p2p.py",
     "tests/oktopk/test_device.py",
     "tests/oktopk/test_deferred_peers.py",
     "tests/oktopk/test_gradient_tensors.py",

@@ -33,6 +33,8 @@ NUM_COUNTERS = NUM_CANDIDATES + 1  # of sums: at the candidates, and those that 
 DECISION_WORDS = 4  # before a decision's counts
 COMPACT_THREADS, COMPACT_TILE = 256, 2048  # of a block that compacts; entries that it compacts
 DECODE_WORDS = 128  # of a coded list's bitmap that a block decodes
+MOST_DENSE_RANKS = 8  # of a dense allreduce over symmetric memory
+DENSE_ABORT = 1  # the epoch from which on it is aborted: its launches have epochs of their own
 
 
 class Struct(ctypes.Structure):
@@ -136,6 +138,11 @@ Region = struct("Region", "long long lower; int tiles; int shift; unsigned thres
 SumsState = struct("SumsState", """
     unsigned finished; unsigned overflowed; unsigned entries; unsigned kept_blocks;
     unsigned counters[NUM_COUNTERS];""")
+# windows: as those of p2p, where a kernel finds them without a trip to memory
+struct("DenseAllreduce", """
+    P2P p2p; unsigned long long windows[MOST_DENSE_RANKS]; unsigned long long area; unsigned long long flags;
+    long long capacity; const void* in; void* out; const void* addend; long long n; float scale; int aligned;
+    unsigned long long* epochs; unsigned* nonfinite; volatile unsigned* report;""", "dense_one_shot", "dense_pushed", "dense_two_shot")
 struct("PutSelection", """
     P2P p2p; const Entry* entries; long long nnz; unsigned nonfinite; const long long* boundaries; unsigned* header;
     volatile unsigned long long* mailbox;""", "put_selection")

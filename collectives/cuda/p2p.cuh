@@ -63,19 +63,29 @@ __device__ __noinline__ void abort_for_all(const P2P& p2p, int missing, unsigned
   }
 }
 
-// Whether the signal of one rank has come; false where the step is aborted, or waited past the time limit and aborted then.
-__device__ __forceinline__ bool arrives(const P2P& p2p, const WindowHead* head, int signal, int source, unsigned epoch) {
-  constexpr int SPINS = 1024;  // between two looks at the clock
+// How long one thread has waited for another rank.
+struct Wait {
   unsigned long long begun = 0;
-  for (int spins = 1; static_cast<int>(load_acquire(&head->signals[signal][source]) - epoch) < 0; ++spins) {
-    if (spins % SPINS) continue;
-    if (is_aborted(head, epoch)) return false;
+  int spins = 0;
+
+  // Whether to wait no longer, asked after each look: the step is aborted, or waited past the time limit and is aborted now.
+  __device__ __forceinline__ bool is_over(const P2P& p2p, const WindowHead* head, int source, unsigned epoch) {
+    constexpr int SPINS = 1024;  // between two looks at the clock
+    if (++spins % SPINS) return false;
+    if (is_aborted(head, epoch)) return true;
     const unsigned long long now = nanoseconds();
     if (!begun) begun = now;
-    if (now - begun < p2p.timeout) continue;
+    if (now - begun < p2p.timeout) return false;
     abort_for_all(p2p, source, epoch);
-    return false;
+    return true;
   }
+};
+
+// Whether the signal of one rank has come; false where the step is aborted, or waited past the time limit and aborted then.
+__device__ __forceinline__ bool arrives(const P2P& p2p, const WindowHead* head, int signal, int source, unsigned epoch) {
+  Wait wait;
+  while (static_cast<int>(load_acquire(&head->signals[signal][source]) - epoch) < 0)
+    if (wait.is_over(p2p, head, source, epoch)) return false;
   return true;
 }
 

@@ -304,6 +304,10 @@ T __ldcs(const T* from) {
   return value;
 }
 template <class T>
+T __ldcg(const T* from) {
+  return __ldcs(from);
+}
+template <class T>
 void __stcs(T* to, T value) {
   host_cuda::misaligned = host_cuda::misaligned || reinterpret_cast<uintptr_t>(to) % sizeof(T);
   memcpy(reinterpret_cast<char*>(to), &value, sizeof value);
@@ -346,6 +350,9 @@ struct float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
 inline int2 make_int2(int x, int y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -369,3 +376,21 @@ inline unsigned ptx_ld_acquire_sys_global_u32(const unsigned* from) {
 }
 inline unsigned long long ptx_mov_u64() { return static_cast<unsigned long long>(1e9 * host_cuda::now()); }  // of %globaltimer
 inline void ptx_st_release_sys_global_u32(unsigned* to, unsigned value) { __atomic_store_n(to, value, __ATOMIC_RELEASE); }
+inline unsigned long long ptx_ld_acquire_sys_global_u64(unsigned long long from) {
+  host_cuda::spinning = true;
+  host_cuda::give_way();
+  return __atomic_load_n(reinterpret_cast<const unsigned long long*>(from), __ATOMIC_ACQUIRE);
+}
+inline void ptx_st_release_sys_global_u64(unsigned long long to, unsigned long long value) {
+  __atomic_store_n(reinterpret_cast<unsigned long long*>(to), value, __ATOMIC_RELEASE);
+}
+inline void ptx_ld_relaxed_sys_global_v2_u64(unsigned long long& a, unsigned long long& b, unsigned long long from) {
+  host_cuda::spinning = true;
+  host_cuda::give_way();
+  a = __atomic_load_n(reinterpret_cast<const unsigned long long*>(from), __ATOMIC_RELAXED);
+  b = __atomic_load_n(reinterpret_cast<const unsigned long long*>(from) + 1, __ATOMIC_RELAXED);
+}
+inline void ptx_st_relaxed_sys_global_v2_u64(unsigned long long to, unsigned long long a, unsigned long long b) {
+  __atomic_store_n(reinterpret_cast<unsigned long long*>(to), a, __ATOMIC_RELAXED);
+  __atomic_store_n(reinterpret_cast<unsigned long long*>(to) + 1, b, __ATOMIC_RELAXED);
+}

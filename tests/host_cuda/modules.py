@@ -71,9 +71,12 @@ def without_ptx(source: str) -> str:
 
     def call(found: re.Match[str]) -> str:
         operands = _OPERAND.findall(found[2])
-        given = ", ".join(name for written, name in operands if not written)
-        to = "".join(f"{name} = " for written, name in operands if written)
-        return f"{to}ptx_{found[1].replace('.', '_')}({given});"
+        written = [name for sign, name in operands if sign]
+        given = [name for sign, name in operands if not sign]
+        function = f"ptx_{found[1].replace('.', '_')}"
+        if len(written) == 1:
+            return f"{written[0]} = {function}({', '.join(given)});"
+        return f"{function}({', '.join(written + given)});"
 
     return _ASM.sub(call, source)
 

@@ -1,0 +1,304 @@
+"""Dense allreduce among the GPUs of a host: kernels that write into each other's symmetric memory, see `dense_p2p.cu`."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+
+from collectives.cuda.device import Device
+from collectives.cuda.launch import Kernel, compiled
+from collectives.cuda.layouts import DENSE_ABORT, MOST_DENSE_RANKS, P2P
+from collectives.symmetric_memory import SymmetricMemory, abort_reasons
+from collectives.transport import Transport
+
+ELEMENT_TYPES = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16", np.dtype(np.uint16): "bfloat16"}
+"""Element type of a CuPy array; bfloat16 is given as its bits."""
+
+ALGORITHMS = ("one_shot", "pushed", "two_shot")
+
+_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
+_CUDA = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
+_SOURCE = Path(__file__).with_name("dense_p2p.cu")
+_THREADS, _VECTORS, _SLOTS = 512, 1, 4  # of a block; packs of 16 bytes a thread of a tile; tiles of a ring
+_MOST_BLOCKS = 512  # of any launch
+_RING_BLOCKS = 128
+_TILE = _THREADS * _VECTORS * 16  # bytes
+_FLAGGED = 2 << 20  # bytes of data that all sources together may send by `one_shot`
+# bytes that are measured; a vector takes what is best for the next one
+_MEASURED = (*(4096 << i for i in range(0, 9)), 4 << 20, 16 << 20, 64 << 20)
+_UNMEASURED = ((256 << 10, "one_shot"), (None, "two_shot"))
+
+
+class Choice(NamedTuple):
+    """Which algorithm vectors of at most so many bytes take; None: all that are longer."""
+
+    nbytes: int | None
+    algorithm: str
+
+
+class DenseP2P:
+    """Sums of vectors over the ranks of one host, the same bits whatever the length, the algorithm or the alignment.
+
+    Neighbouring ranks are added first, then neighbouring pairs, in float32, and the sum is rounded once to the vector's type. A call
+    puts one kernel on a stream and does not wait. It can be captured in a CUDA graph. All ranks make the same calls in the same
+    order, a replay of a captured one included; calls on several streams must be ordered by their caller.
+
+    Args:
+        transport: of the ranks, at most 8, which must be able to use symmetric memory. Collective: every rank must construct.
+        device: the GPU of this rank and the stream that calls go to.
+        timeout: seconds that a kernel waits for another rank.
+        measure: measure once which algorithm is fastest at which length, some 50 ms; else a table for two GPUs is taken.
+
+    Raises:
+        ValueError: more ranks; on every rank alike.
+        RuntimeError: a window cannot be allocated or mapped; on every rank alike, naming the ranks.
+
+    Attributes:
+        choices: by length in bytes, see `Choice`.
+
+    Memory: a window of about 4 MB, and 17 MB for each rank.
+    Traffic: none but of `dense_allreduce`; control: allgathers at construction.
+    """
+
+    def __init__(self, transport: Transport, device: Device, timeout: float = 600.0, measure: bool = True) -> None:
+        ranks = transport.size
+        if ranks > MOST_DENSE_RANKS:
+            raise ValueError(f"{ranks} ranks are more than {MOST_DENSE_RANKS}, the most of a dense allreduce over peer memory")
+        self._transport, self._device, self._timeout = transport, device, timeout
+        self._most_units = _FLAGGED // ranks // 8
+        flagged = 2 * ranks * self._most_units * 16
+        rings = 4 * ranks * _RING_BLOCKS * _SLOTS
+        nbytes = flagged + rings * (_TILE + 8)
+        self._memory = SymmetricMemory(transport, device, nbytes)
+        device.zero(self._memory.array(nbytes, np.uint8).data.ptr, nbytes)
+        self._epochs = device.allocate(_MOST_BLOCKS, np.uint64)
+        self._epochs.set(np.ones(_MOST_BLOCKS, np.uint64), stream=device.stream)
+        device.report("dense abort", 1)
+        self._report = device.view("dense abort", ctypes.c_uint32)
+        device.synchronize()
+        transport.barrier()  # no rank writes before all have zeroed
+        windows = self._memory.window_addresses
+        p2p = P2P(
+            windows=self._memory.windows, ranks=ranks, rank=transport.rank, timeout=int(1e9 * timeout)
+        )
+        first = SymmetricMemory.first
+        self._fields = {
+            "p2p": p2p, "windows": (ctypes.c_uint64 * MOST_DENSE_RANKS)(*windows), "capacity": self._most_units,
+            "epochs": self._epochs.data.ptr, "report": device.address("dense abort"),
+        }  # fmt: skip
+        self._areas = {
+            "one_shot": {"area": first},
+            "pushed": {"area": first + flagged, "flags": first + flagged + rings * _TILE},
+        }
+        self._areas["two_shot"] = self._areas["pushed"]
+        self.choices = tuple(Choice(*choice) for choice in _UNMEASURED)
+        if measure and ranks > 1:
+            self.choices = self._measured()
+
+    def dense_allreduce(
+        self, array: Any, out: Any = None, *, addend: Any = None, scale: float = 1.0, nonfinite: Any = None
+    ) -> Any:
+        """Put the sum over the ranks on the device's stream. Collective: every rank must call, with the same length and type.
+
+        Args:
+            array: CuPy array of float32, float16, or uint16 for bfloat16; contiguous, on this GPU.
+            out: of the same type and length, where the result goes; None: into `array`. It may be `array`, and else not overlap it.
+            addend: of the same type and length, or None: is added to the scaled and rounded sum.
+            scale: of the sum, in float32.
+            nonfinite: uint32[1] on the GPU, to which the number of results that are not finite is added; or None.
+
+        Returns:
+            `out`.
+
+        Raises:
+            TypeError, ValueError: an argument is none of these; on this rank alone.
+            RuntimeError: an earlier call was aborted, since a rank did not come within `timeout` or raised; see `check`.
+
+        Traffic: `nbytes_sent`, in one message to each other rank.
+        """
+        out = array if out is None else out
+        kind = _element_type(array, out, addend)
+        addresses = [0 if vector is None else vector.data.ptr for vector in (array, out, addend)]
+        if addresses[0] != addresses[1] and addresses[1] < addresses[0] + array.nbytes and addresses[0] < addresses[1] + array.nbytes:
+            raise ValueError("out overlaps array and is not array")
+        flag = 0 if nonfinite is None else nonfinite.data.ptr
+        self.enqueue(*addresses, array.size, kind, scale=scale, nonfinite=flag)
+        return out
+
+    def enqueue(
+        self,
+        array: int,
+        out: int,
+        addend: int,
+        length: int,
+        element_type: str,
+        *,
+        scale: float = 1.0,
+        nonfinite: int = 0,
+        stream: int | None = None,
+        algorithm: str | None = None,
+    ) -> None:
+        """As `dense_allreduce`, by device addresses; 0 for what is not there.
+
+        Args:
+            element_type: "float32", "bfloat16" or "float16".
+            stream: None: the device's.
+            algorithm: one of ALGORITHMS; None: by `choices`.
+
+        Raises:
+            ValueError: `one_shot` for a vector longer than it takes.
+        """
+        self._raise_if_aborted()
+        if not length:
+            return
+        nbytes = length * _SIZES[element_type]
+        algorithm = algorithm or self.algorithm_for(nbytes)
+        if not self.can_run(algorithm, nbytes):
+            raise ValueError(f"{nbytes} bytes are more than the {8 * self._most_units} that one_shot takes")
+        addresses = array | out | addend
+        width = 8 if algorithm == "one_shot" else 16
+        launch = _kernels(element_type, self._transport.size)[algorithm].prepare(
+            **self._fields, **self._areas[algorithm], n=length, scale=scale, aligned=addresses % width == 0, nonfinite=nonfinite,
+            out=out, addend=addend, **{"in": array},
+        )  # fmt: skip
+        stream = self._device.stream.ptr if stream is None else stream
+        launch(self._blocks(algorithm, nbytes), _THREADS, stream)
+        self._device.pending = True
+        others = self._transport.size - 1
+        self._transport.traffic.count(self.nbytes_sent(algorithm, nbytes), others)
+
+    def algorithm_for(self, nbytes: int) -> str:
+        """Which algorithm a vector of so many bytes takes."""
+        return next(choice.algorithm for choice in self.choices if choice.nbytes is None or nbytes <= choice.nbytes)
+
+    def can_run(self, algorithm: str, nbytes: int) -> bool:
+        """Whether an algorithm takes a vector of so many bytes."""
+        return algorithm != "one_shot" or nbytes <= 8 * self._most_units
+
+    def nbytes_sent(self, algorithm: str, nbytes: int) -> int:
+        """Bytes that a rank sends in a call, without signals."""
+        ranks = self._transport.size
+        if algorithm == "two_shot":
+            return 2 * nbytes * (ranks - 1) // ranks
+        return nbytes * (ranks - 1) * (2 if algorithm == "one_shot" else 1)
+
+    def check(self) -> None:
+        """Wait for the calls so far on the device's stream.
+
+        Raises:
+            RuntimeError: one was aborted: the sentence names the ranks that did not come or raised. No call can follow.
+        """
+        self._device.synchronize()
+        self._raise_if_aborted()
+
+    def abort(self) -> None:
+        """End the waiting of all ranks' kernels, now and later. Not collective; for a rank that raises between calls."""
+        self._memory.abort(DENSE_ABORT)
+
+    def close(self) -> None:
+        """Free the windows. Collective, but after an abort."""
+        self._memory.close()
+
+    def _raise_if_aborted(self) -> None:
+        if self._report.value:
+            reasons = self._memory.reasons()
+            raise RuntimeError(f"a dense allreduce over peer memory was aborted: {abort_reasons(reasons, self._timeout)}")
+
+    def _blocks(self, algorithm: str, nbytes: int) -> int:
+        if algorithm == "one_shot":
+            return min(-(-nbytes // (8 * _THREADS)), _MOST_BLOCKS)
+        tile = _TILE * (self._transport.size if algorithm == "two_shot" else 1)
+        return min(-(-nbytes // tile), _RING_BLOCKS)
+
+    def _measured(self) -> tuple[Choice, ...]:
+        """The fastest algorithm at each of _MEASURED lengths, by the slowest rank. Collective."""
+        vector = self._device.allocate(_MEASURED[-1] // 4, np.float32)
+        with self._device.gpu:
+            stream = cupy.cuda.Stream(non_blocking=True)
+            with stream:
+                vector.fill(0)
+            times = {
+                (nbytes, name): _graph_seconds(self._repeatable(vector.data.ptr, nbytes, name, stream.ptr), stream)
+                for nbytes in _MEASURED
+                for name in ALGORITHMS
+                if self.can_run(name, nbytes)
+            }
+        slowest = [max(each) for each in zip(*self._transport.allgather_objects(list(times.values())), strict=True)]
+        return choices_by({key: seconds for key, seconds in zip(times, slowest, strict=True)})
+
+    def _repeatable(self, address: int, nbytes: int, algorithm: str, stream: int) -> Callable[[], None]:
+        return functools.partial(
+            self.enqueue, address, address, 0, nbytes // 4, "float32", scale=0.5, stream=stream, algorithm=algorithm
+        )
+
+
+def choices_by(seconds: Mapping[tuple[int, str], float]) -> tuple[Choice, ...]:
+    """The table of choices from measured times.
+
+    Args:
+        seconds: by length in bytes and algorithm.
+    """
+    fastest: dict[int, str] = {}
+    for nbytes in sorted({nbytes for nbytes, _ in seconds}):
+        fastest[nbytes] = min((time, name) for (size, name), time in seconds.items() if size == nbytes)[1]
+    lengths = list(fastest)
+    joined = [
+        Choice(nbytes, fastest[nbytes])
+        for nbytes, longer in zip(lengths, lengths[1:], strict=False)
+        if fastest[longer] != fastest[nbytes]
+    ]
+    return (*joined, Choice(None, fastest[lengths[-1]]))
+
+
+def _graph_seconds(call: Callable[[], None], stream: Any, calls: int = 10, replays: int = 5) -> float:
+    """Seconds of a call in a CUDA graph of several, the shortest of several replays."""
+    call()
+    with stream:
+        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
+        for _ in range(calls):
+            call()
+        graph = stream.end_capture()
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    times = []
+    for _ in range(replays):
+        begin.record(stream)
+        graph.launch(stream)
+        end.record(stream)
+        end.synchronize()
+        times.append(cupy.cuda.get_elapsed_time(begin, end) / 1e3 / calls)
+    return float(min(times))
+
+
+@functools.cache
+def _kernels(element_type: str, ranks: int) -> dict[str, Kernel]:
+    constants = {
+        "THREADS": _THREADS, "VECTORS": _VECTORS, "SLOTS": _SLOTS, "BLOCKS": _MOST_BLOCKS, "RING_BLOCKS": _RING_BLOCKS,
+    }  # fmt: skip
+    defines = (f"DENSE_{name}={value}" for name, value in constants.items())
+    module = compiled(_SOURCE, f"GRADIENT={_CUDA[element_type]}", f"RANKS={ranks}", *defines)
+    return {name: Kernel(module, f"dense_{name}") for name in ALGORITHMS}
+
+
+def _element_type(array: Any, out: Any, addend: Any) -> str:
+    """The element type that all vectors have.
+
+    Raises:
+        TypeError, ValueError: they are not CuPy arrays of one type and length.
+    """
+    for name, vector in (("array", array), ("out", out), ("addend", addend)):
+        if vector is None:
+            continue
+        if not isinstance(vector, cupy.ndarray):
+            raise TypeError(f"{name} is a {type(vector).__name__}, not a CuPy array")
+        if vector.dtype not in ELEMENT_TYPES or vector.dtype != array.dtype:
+            known = ", ".join(map(str, ELEMENT_TYPES))
+            raise TypeError(f"{name} dtype {vector.dtype} is not one of {known}, or not that of array, {array.dtype}")
+        if vector.size != array.size or not vector.flags.c_contiguous:
+            raise ValueError(f"{name} of shape {vector.shape} is not contiguous with the {array.size} elements of array")
+    return ELEMENT_TYPES[array.dtype]

@@ -1,0 +1,341 @@
+"""Dense allreduce over symmetric memory: bits that depend on the inputs alone, replays, and ranks that are missing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from tests.devices import get, gpus, put, use
+
+pytestmark = [pytest.mark.skipif(not gpus(), reason="no GPU"), pytest.mark.mpi(max_size=8)]
+TYPES = ("float32", "bfloat16", "float16")
+LENGTHS = (1, 2, 7, 8, 9, 1000, 4097, 70_001)
+"""With a length of a few tiles, so that rings go round; see `short_rings`."""
+
+
+@pytest.fixture
+def dense(comm: MPI.Intracomm) -> Iterator[Any]:
+    """A DenseP2P of the ranks, which are told apart by GPUs or share one."""
+    made = make(comm)
+    yield made
+    made.close()
+
+
+def make(comm: MPI.Intracomm, **arguments: Any) -> Any:
+    use("cuda", comm)
+    from collectives.cuda.dense_p2p import DenseP2P
+    from collectives.cuda.device import Device
+    from collectives.mpi_cuda import StagedCudaTransport
+
+    transport = StagedCudaTransport(comm, Device())
+    return DenseP2P(transport, transport.device, **({"measure": False} | arguments))
+
+
+def algorithms(dense: Any, nbytes: int) -> list[str]:
+    from collectives.cuda.dense_p2p import ALGORITHMS
+
+    return [name for name in ALGORITHMS if dense.can_run(name, nbytes)]
+
+
+def stored(values: NDArray[np.float32], element_type: str) -> NDArray[Any]:
+    """As a vector of the element type holds them: bfloat16 by its bits, rounded to nearest even."""
+    if element_type == "float32":
+        return values
+    if element_type == "float16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16)
+    bits = values.view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    rounded[np.isnan(values)] = 0x7FFF
+    return rounded
+
+
+def widened(vector: NDArray[Any]) -> NDArray[np.float32]:
+    if vector.dtype == np.uint16:
+        return (vector.astype(np.uint32) << 16).view(np.float32)
+    return vector.astype(np.float32)
+
+
+def tree_sum(vectors: list[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Neighbours first, in float32: what every algorithm must give, bit for bit."""
+    while len(vectors) > 1:
+        pairs = [a + b for a, b in zip(vectors[::2], vectors[1::2], strict=False)]
+        vectors = pairs + vectors[2 * len(pairs) :]
+    return vectors[0]
+
+
+def expected(
+    vectors: list[NDArray[Any]], element_type: str, scale: float = 1.0, addend: NDArray[Any] | None = None
+) -> NDArray[Any]:
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = stored(tree_sum([widened(each) for each in vectors]) * np.float32(scale), element_type)
+        return total if addend is None else stored(widened(total) + widened(addend), element_type)
+
+
+def vector_of(rank: int, length: int, element_type: str, seed: int = 0) -> NDArray[Any]:
+    """Heavy-tailed, with zeros of both signs, denormals, and the words that flags are."""
+    rng = np.random.default_rng((seed, rank, length))
+    values = (rng.standard_normal(length) ** 3).astype(np.float32)
+    values[::7] = -0.0
+    values[3::11] = np.float32(1e-41) * (rank + 1)
+    vector = stored(values, element_type)
+    if element_type == "float32":
+        vector.view(np.uint32)[5::13] = 1 + np.arange(len(vector[5::13]), dtype=np.uint32) % 40
+    return vector
+
+
+def misaligned(array: NDArray[Any], elements: int) -> Any:
+    """On the GPU, that many elements behind a multiple of 16 bytes."""
+    import cupy
+
+    whole = cupy.empty(len(array) + elements, array.dtype)
+    whole[elements:] = put("cuda", array)
+    return whole[elements:]
+
+
+@pytest.mark.parametrize("element_type", TYPES)
+def test_sums_are_those_of_the_tree_whatever_the_length_and_the_algorithm(
+    comm: MPI.Intracomm, dense: Any, element_type: str
+) -> None:
+    for length in LENGTHS:
+        vectors = [vector_of(rank, length, element_type) for rank in range(comm.size)]
+        want = expected(vectors, element_type)
+        for algorithm in algorithms(dense, vectors[0].nbytes):
+            array, out = put("cuda", vectors[comm.rank]), put("cuda", np.full_like(vectors[0], 77))
+            dense.enqueue(array.data.ptr, out.data.ptr, 0, length, element_type, algorithm=algorithm)
+            dense.check()
+            np.testing.assert_array_equal(get(out).view(np.uint8), want.view(np.uint8), f"{algorithm} {length}")
+            assert get(array).tobytes() == vectors[comm.rank].tobytes()
+
+
+@pytest.mark.parametrize("element_type", TYPES)
+def test_neither_alignment_nor_place_nor_neighbours_change_a_bit(
+    comm: MPI.Intracomm, dense: Any, element_type: str
+) -> None:
+    length = 5003
+    vectors = [vector_of(rank, length, element_type, 1) for rank in range(comm.size)]
+    want = expected(vectors, element_type)
+    for elements in (0, 1, 3):
+        # the ranks need not be aligned alike
+        array = misaligned(vectors[comm.rank], elements if comm.rank % 2 else 0)
+        for algorithm in algorithms(dense, vectors[0].nbytes):
+            kept = array.copy()
+            out = misaligned(np.zeros_like(vectors[0]), elements)
+            dense.enqueue(kept.data.ptr, kept.data.ptr, 0, length, element_type, algorithm=algorithm)
+            dense.enqueue(array.data.ptr, out.data.ptr, 0, length, element_type, algorithm=algorithm)
+            dense.check()
+            assert get(kept).tobytes() == get(out).tobytes() == want.tobytes()
+    part = [vector[1000:1777] for vector in vectors]  # as a vector of its own
+    out = dense.dense_allreduce(put("cuda", part[comm.rank].copy()))
+    dense.check()
+    assert get(out).tobytes() == want[1000:1777].tobytes()
+
+
+@pytest.mark.parametrize("element_type", TYPES)
+def test_a_scale_and_an_addend_are_rounded_the_same_in_every_algorithm(
+    comm: MPI.Intracomm, dense: Any, element_type: str
+) -> None:
+    length = 3001
+    vectors = [vector_of(rank, length, element_type, 2) for rank in range(comm.size)]
+    addend = vector_of(9 + comm.rank, length, element_type, 3)
+    want = expected(vectors, element_type, 1 / comm.size, addend)
+    for algorithm in algorithms(dense, vectors[0].nbytes):
+        array, more = put("cuda", vectors[comm.rank]), put("cuda", addend)
+        pointer = array.data.ptr
+        dense.enqueue(
+            pointer, pointer, more.data.ptr, length, element_type, scale=1 / comm.size, algorithm=algorithm
+        )
+        dense.check()
+        assert get(array).tobytes() == want.tobytes(), algorithm
+
+
+def test_what_is_not_finite_is_counted_alike_on_all_ranks_and_stays(comm: MPI.Intracomm, dense: Any) -> None:
+    vector = np.ones(2500, np.float32)
+    largest = np.float32(3e38)
+    if comm.rank == comm.size - 1:
+        vector[[3, 1700]] = np.nan, np.inf
+    vector[9] = largest  # whose sum overflows on two ranks or more
+    bad = 2 + (comm.size > 1)
+    for algorithm in algorithms(dense, vector.nbytes):
+        array, count = put("cuda", vector), put("cuda", np.zeros(1, np.uint32))
+        pointer = array.data.ptr
+        dense.enqueue(
+            pointer, pointer, 0, len(vector), "float32", nonfinite=count.data.ptr, algorithm=algorithm
+        )
+        dense.check()
+        assert get(count)[0] == bad
+        total = get(array)
+        assert np.isnan(total[3])
+        assert total[1700] == np.inf
+        assert np.isinf(total[9]) == (comm.size > 1)
+        assert (np.delete(total, [3, 9, 1700]) == comm.size).all()
+
+
+def test_many_calls_of_many_lengths_never_read_what_another_call_sent(
+    comm: MPI.Intracomm, dense: Any
+) -> None:
+    """Each call's data differ, ranks are apart by turns, and algorithms change between calls."""
+    rng = np.random.default_rng(4)  # the same on all ranks
+    for call in range(60):
+        length = int(rng.choice([1, 300, 2048, 9000, 40_000]))
+        choices = algorithms(dense, 4 * length)
+        algorithm = choices[rng.integers(len(choices))]
+        vectors = [vector_of(rank, length, "float32", call) for rank in range(comm.size)]
+        array = put("cuda", vectors[comm.rank])
+        if call % 7 == comm.rank:
+            time.sleep(0.002)
+        dense.enqueue(array.data.ptr, array.data.ptr, 0, length, "float32", algorithm=algorithm)
+        if call % 3 == 0:
+            dense.check()
+        assert get(array).tobytes() == expected(vectors, "float32").tobytes(), (call, algorithm)
+
+
+def test_a_captured_call_is_replayed_with_new_contents(comm: MPI.Intracomm, dense: Any) -> None:
+    import cupy
+
+    length = 6000
+    for algorithm in algorithms(dense, 4 * length):
+        array, out = put("cuda", np.zeros(length, np.float32)), put("cuda", np.zeros(length, np.float32))
+        stream = cupy.cuda.Stream(non_blocking=True)
+        dense.check()
+        with stream:
+            stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
+            dense.enqueue(
+                array.data.ptr, out.data.ptr, 0, length, "float32", stream=stream.ptr, algorithm=algorithm
+            )
+            graph = stream.end_capture()
+        for replay in range(5):
+            vectors = [vector_of(rank, length, "float32", replay) for rank in range(comm.size)]
+            array.set(vectors[comm.rank])
+            graph.launch(stream)
+            stream.synchronize()
+            assert get(out).tobytes() == expected(vectors, "float32").tobytes()
+            if replay == 2:  # a call between replays takes an epoch of its own
+                other = dense.dense_allreduce(put("cuda", vectors[comm.rank]))
+                dense.check()
+                assert get(other).tobytes() == expected(vectors, "float32").tobytes()
+
+
+def test_ten_thousand_replays_give_the_same_bits(comm: MPI.Intracomm, dense: Any) -> None:
+    import cupy
+
+    from tests import host_cuda
+
+    calls = 20 if host_cuda.installed() else 10_000
+    length = 3000
+    vectors = [vector_of(rank, length, "float32", 5) for rank in range(comm.size)]
+    want = put("cuda", expected(vectors, "float32"))
+    for algorithm in algorithms(dense, 4 * length):
+        array, out = put("cuda", vectors[comm.rank]), put("cuda", np.zeros(length, np.float32))
+        wrong = cupy.zeros(1, np.int64)
+        for _ in range(calls):
+            dense.enqueue(array.data.ptr, out.data.ptr, 0, length, "float32", algorithm=algorithm)
+            wrong += cupy.count_nonzero(out.view(np.uint32) != want.view(np.uint32))
+            out[...] = 0
+        dense.check()
+        assert int(get(wrong)[0]) == 0
+
+
+def test_traffic_is_counted(comm: MPI.Intracomm, dense: Any) -> None:
+    length, others = 4096, comm.size - 1
+    array = put("cuda", np.ones(length, np.float32))
+    times = {"one_shot": 2 * others, "pushed": others, "two_shot": 2 * others / comm.size}
+    for algorithm in algorithms(dense, 4 * length):
+        before = dense._transport.traffic.bytes
+        dense.enqueue(array.data.ptr, array.data.ptr, 0, length, "float32", algorithm=algorithm)
+        dense.check()
+        assert dense._transport.traffic.bytes - before == int(4 * length * times[algorithm])
+
+
+def test_measured_choices_are_the_same_on_all_ranks_and_give_the_same_sum(comm: MPI.Intracomm) -> None:
+    from collectives.cuda import dense_p2p
+
+    sizes = dense_p2p._MEASURED
+    dense_p2p._MEASURED = (4096, 16384)  # type: ignore[assignment]
+    try:
+        dense = make(comm, measure=True)
+    finally:
+        dense_p2p._MEASURED = sizes
+    assert len(set(comm.allgather(dense.choices))) == 1
+    assert dense.choices[-1].nbytes is None
+    vectors = [vector_of(rank, 900, "float32") for rank in range(comm.size)]
+    out = dense.dense_allreduce(put("cuda", vectors[comm.rank]))
+    dense.check()
+    assert get(out).tobytes() == expected(vectors, "float32").tobytes()
+    dense.close()
+
+
+def test_choices_join_lengths_that_take_the_same() -> None:
+    from collectives.cuda.dense_p2p import choices_by
+
+    seconds = {(1, "one_shot"): 1.0, (1, "pushed"): 2.0, (2, "one_shot"): 2.0, (2, "pushed"): 3.0, (4, "pushed"): 5.0}
+    assert choices_by(seconds) == ((2, "one_shot"), (None, "pushed"))
+    assert choices_by({(1, "two_shot"): 1.0}) == ((None, "two_shot"),)
+
+
+@pytest.mark.mpi(min_size=2, max_size=8)
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(
+    comm: MPI.Intracomm, algorithm: str
+) -> None:
+    dense = make(comm, timeout=6.0)
+    array = put("cuda", np.ones(5000, np.float32))
+    comm.Barrier()
+    begun = time.monotonic()
+    if comm.rank != 1:
+        with pytest.raises(RuntimeError, match="rank 1 did not come within 6 s"):
+            dense.enqueue(array.data.ptr, array.data.ptr, 0, 5000, "float32", algorithm=algorithm)
+            dense.check()
+        assert 5.9 <= time.monotonic() - begun < 60
+        with pytest.raises(RuntimeError, match="aborted"):
+            dense.dense_allreduce(array)
+    comm.Barrier()
+    if comm.rank == 1 and comm.size > 2:  # too late; with two ranks the other one had sent its part before it gave up
+        with pytest.raises(RuntimeError, match="rank 1 did not come"):
+            dense.enqueue(array.data.ptr, array.data.ptr, 0, 5000, "float32", algorithm="two_shot")
+            dense.check()
+    comm.Barrier()
+    dense.close()
+
+
+@pytest.mark.mpi(min_size=2, max_size=8)
+def test_a_rank_that_raises_ends_the_others_at_once(comm: MPI.Intracomm) -> None:
+    dense = make(comm)
+    array = put("cuda", np.ones(5000, np.float32))
+    comm.Barrier()
+    if comm.rank == 0:
+        dense.abort()
+    else:
+        with pytest.raises(RuntimeError, match="rank 0 raised an error of its own"):
+            dense.dense_allreduce(array)
+            dense.check()
+    comm.Barrier()
+    dense.close()
+
+
+def test_arguments_that_do_not_fit_are_refused_before_anything_is_launched(
+    comm: MPI.Intracomm, dense: Any
+) -> None:
+    import cupy
+
+    array = put("cuda", np.ones(64, np.float32))
+    with pytest.raises(TypeError, match="not a CuPy array"):
+        dense.dense_allreduce(np.ones(3, np.float32) if not isinstance(array, np.ndarray) else [1.0])
+    with pytest.raises(TypeError, match="float64"):
+        dense.dense_allreduce(cupy.zeros(4, np.float64))
+    with pytest.raises(TypeError, match="out dtype"):
+        dense.dense_allreduce(array, cupy.zeros(64, np.float16))
+    with pytest.raises(ValueError, match="64 elements of array"):
+        dense.dense_allreduce(array, addend=cupy.zeros(63, np.float32))
+    with pytest.raises(ValueError, match="out overlaps array"):
+        dense.dense_allreduce(array[:32], array[16:48])
+    with pytest.raises(ValueError, match="one_shot takes"):
+        dense.enqueue(array.data.ptr, array.data.ptr, 0, 10**6, "float32", algorithm="one_shot")
+    dense.dense_allreduce(array[:0])  # nothing to sum
+    dense.check()
