@@ -26,7 +26,8 @@ class DenseAllreduce:
 
     Recursive-halving reduce-scatter, then recursive-doubling allgather, over the largest power of two p <= P. Each of the
     P - p surplus ranks splits the vector with a partner before, and gets the result from it after. Each element is
-    summed on one rank only, so that all ranks hold the same bits. All messages are persistent requests.
+    summed on one rank only, so that all ranks hold the same bits: those of a tree in rank order, which adds the first P - p pairs
+    of neighbours, then neighbours among the p that are left, then pairs of those. All messages are persistent requests.
 
     Args:
         vector: float32[n], summed in place by `run`; must not move.
@@ -88,8 +89,8 @@ class DenseAllreduce:
     def _add_core_steps(self, number: int, core: int, surplus: int) -> None:
         """Halve and double as number `number` of `core` ranks; those with a surplus partner come first."""
         start, stop = 0, len(self.vector)
-        distance = core // 2
-        while distance:
+        distance = 1  # neighbours first, as `dense_p2p.cu` adds
+        while distance < core:
             middle = (start + stop) // 2
             kept, sent = slice(start, middle), slice(middle, stop)
             if number & distance:
@@ -100,7 +101,7 @@ class DenseAllreduce:
             self._add_sum_step(partner, outgoing=theirs, kept=mine)
             self._gather_steps.insert(0, self._round(partner, mine, theirs))
             start, stop = kept.start, kept.stop
-            distance //= 2
+            distance *= 2
         self._owned = self.vector[start:stop]
 
     def _add_sum_step(self, partner: int, outgoing: NDArray[np.float32], kept: NDArray[np.float32]) -> None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from collectives.cuda.dense_p2p import P2PDenseAllreduce
 from collectives.cuda.device import Device, DeviceWorkspace
 from collectives.cuda.kernels import DeviceKernels
+from collectives.cuda.layouts import MOST_DENSE_RANKS
 from collectives.host_transport import HostTransport
 from collectives.symmetric_memory import SymmetricMemory, symmetric_memory_problem
 
@@ -27,6 +29,11 @@ class DeviceTransport(HostTransport):
         self.device = device
         self.workspace = DeviceWorkspace(device)
         self.kernels = DeviceKernels(device)
+
+    def dense_allreduce(self, vector: Any, timeout: float) -> Any:
+        if self.p2p and 1 < self.size <= MOST_DENSE_RANKS:
+            return P2PDenseAllreduce(vector, self, self.device, timeout)
+        return super().dense_allreduce(vector, timeout)
 
     def allocate(self, length: int) -> Any:
         return self.device.allocate(length, np.float32)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cpu import kernels as host_kernels
+from collectives.dense_allreduce import DenseAllreduce
 from collectives.limit import GivenUp, Limit, Notes, missing_ranks, wait_within
 from collectives.traffic import WORD_BYTES, Traffic
 from collectives.transport import EVERY_RANK_CALLS, MissingRanksError, Transport
@@ -43,6 +44,9 @@ class HostTransport(Transport):
         self._expected: Limit | None = None
         self._given_up = GivenUp(notes)
         self._last_collected = time.monotonic()  # when an expected operation ended
+
+    def dense_allreduce(self, vector: NDArray[np.float32], timeout: float) -> Any:
+        return DenseAllreduce(vector, self)
 
     def allocate(self, length: int) -> NDArray[np.float32]:
         return np.empty(length, np.float32)

@@ -118,6 +118,15 @@ class Transport(ABC):
         return "gradients are on the host"
 
     @abstractmethod
+    def dense_allreduce(self, vector: NDArray[np.float32], timeout: float) -> Any:
+        """What sums one fixed vector over the ranks in place, as `collectives.dense_allreduce.DenseAllreduce`. Collective.
+
+        Args:
+            vector: float32[n] where this transport's arrays live; must not move.
+            timeout: seconds that a kernel which reads other ranks' memory waits for one.
+        """
+
+    @abstractmethod
     def allocate(self, length: int) -> NDArray[np.float32]:
         """float32[length] where this transport's arrays live, contents undefined."""
 

@@ -302,9 +302,8 @@ class GradientAllreduce:
     def can_read_tensors(self) -> bool:
         """Whether some steps read a tensor list: those of Ok-Topk through peer memory. Equal on all ranks."""
         settings = self.settings
-        return not (
-            self.p2p_unavailable_reason or settings.momentum_correction or settings.density > DENSE_ABOVE
-        )
+        sparse = METHODS[self.method].sparse and settings.density <= DENSE_ABOVE
+        return sparse and not (self.p2p_unavailable_reason or settings.momentum_correction)
 
     def reads_tensors(self, measure: bool = False) -> bool:
         """Whether the next step may be given a tensor list, see `gradient_tensors`: not where it is dense or measured."""

@@ -9,13 +9,15 @@
 //          [2 parities][RANKS sources][capacity] of 16 bytes (one_shot); or rings [2 parities][2 phases][RANKS sources][DENSE_RING_BLOCKS][SLOTS]
 //          of tiles, and behind them, from `flags` on, 64 bits for each tile of them. p: struct of layouts.py.
 // Units    area, flags: bytes from the start of a window. capacity: 8 bytes of data each. timeout: ns.
-// Sum      x0 + x1, x2 + x3, ... of neighbouring ranks, then of neighbouring pairs: the same tree in rank order and in float32 in
-//          every algorithm, rounded once to GRADIENT; so the bits depend on neither length, algorithm nor alignment. out becomes
-//          round(scale * sum), with an addend round(round(scale * sum) + addend).
+// Sum      x0 + x1, x2 + x3, ... of neighbouring ranks, then of neighbouring pairs: the tree of DenseAllreduce in rank order and in
+//          float32 in every algorithm, rounded once to GRADIENT; so the bits depend on neither length, algorithm nor alignment. out
+//          becomes round(scale * sum), with an addend round(round(scale * sum) + addend).
 // Epochs   one a launch, counted in device memory, so that a captured launch can be replayed: block b reads epochs[b], all are
 //          advanced by the launch. Two parities alternate: a rank that ends a launch has heard from every rank in it, whose kernel of
 //          the launch before has then ended, and with it every read of that launch's parity.
-// Rings    a block sends tile j + 1 before it waits for tile j. So who sends tile j + SLOTS knows that tile j was read.
+// Rings    a block sends AHEAD tiles more before it waits for a tile. Who sends tile j has received tile j - 1 - AHEAD, in two shots
+//          the sum of tile j - 1 - 2 AHEAD; its sender had then read what this block sent 2 AHEAD + 2 tiles ago, whose place tile j
+//          takes.
 // Launch   blocks of DENSE_THREADS, at most DENSE_BLOCKS, in tiles at most DENSE_RING_BLOCKS; as many on every rank. All ranks launch alike, in the same order.
 // Abort    a wait past the time limit aborts all ranks, as in p2p.cuh; so does the host. `report` becomes 1, `out` is undefined.
 // Overflow a sum that overflows is Inf. The host sees to it that the vector fits.
@@ -29,12 +31,13 @@
 #define RANKS 2
 #define DENSE_THREADS 512
 #define DENSE_VECTORS 1
-#define DENSE_SLOTS 4
+#define DENSE_AHEAD 2
 #define DENSE_BLOCKS 512
 #define DENSE_RING_BLOCKS 128
 #endif
 
-constexpr int SLOTS = DENSE_SLOTS;
+constexpr int AHEAD = DENSE_AHEAD;       // tiles that a block sends before it waits for the first
+constexpr int SLOTS = 2 * AHEAD + 2;
 constexpr int TILE = DENSE_THREADS * DENSE_VECTORS;  // packs of 16 bytes
 
 __device__ __forceinline__ void narrow(float x, float& to) { to = x; }
@@ -81,16 +84,18 @@ __device__ __forceinline__ void store_pack(void* vector, long long i, long long 
   }
 }
 
+// Neighbours are added until as many terms are left as the largest power of two below COUNT, then all neighbours again and again.
 template <int COUNT>
 __device__ __forceinline__ float tree_sum(const float (&x)[COUNT]) {
   if constexpr (COUNT == 1) {
     return x[0];
   } else {
-    float pairs[(COUNT + 1) / 2];
+    constexpr int PAIRS = COUNT & (COUNT - 1) ? COUNT - (COUNT > 4 ? 4 : 2) : COUNT / 2;
+    static_assert(COUNT <= 8);
+    float terms[COUNT - PAIRS];
 #pragma unroll
-    for (int i = 0; i < COUNT / 2; ++i) pairs[i] = add(x[2 * i], x[2 * i + 1]);
-    if constexpr (COUNT % 2) pairs[COUNT / 2] = x[COUNT - 1];
-    return tree_sum(pairs);
+    for (int i = 0; i < COUNT - PAIRS; ++i) terms[i] = i < PAIRS ? add(x[2 * i], x[2 * i + 1]) : x[PAIRS + i];
+    return tree_sum(terms);
   }
 }
 
@@ -253,80 +258,67 @@ __device__ __forceinline__ void reduce_in_tiles(const DenseAllreduce& p) {
     return here;
   };
 
-  Vector own[DENSE_VECTORS], before[DENSE_VECTORS];  // of this rank, in tiles j and j - 1
-  for (long long j = 0; j < tiles + PHASES; ++j) {
+  for (long long j = 0; j < tiles + PHASES * AHEAD; ++j) {
     if (j < tiles) {
 #pragma unroll
       for (int v = 0; v < DENSE_VECTORS; ++v) {
-        if (TWO_SHOT) {
+        Vector own;
 #pragma unroll
-          for (int k = 1; k < RANKS; ++k) {
-            const int peer = rank_after(rank, k);
-            const long long i = pack_of(j, peer, v);
-            if (i >= packs) continue;
-            *reinterpret_cast<uint4*>(at(peer, slot(0, rank, j), v)) = load_pack<uint4>(p.in, i, p.n, p.aligned).raw;
-          }
-        }
-        const long long i = pack_of(j, TWO_SHOT ? rank : 0, v);
-        if (i >= packs) continue;
-        own[v] = load_pack<uint4>(p.in, i, p.n, p.aligned);
-        if (!TWO_SHOT) {
-#pragma unroll
-          for (int k = 1; k < RANKS; ++k) {
-            const int peer = rank_after(rank, k);
-            *reinterpret_cast<uint4*>(at(peer, slot(0, rank, j), v)) = own[v].raw;
-          }
+        for (int k = 1; k < RANKS; ++k) {
+          const int peer = rank_after(rank, k);
+          const long long i = pack_of(j, TWO_SHOT ? peer : 0, v);
+          if (i >= packs) continue;
+          if (TWO_SHOT || k == 1) own = load_pack<uint4>(p.in, i, p.n, p.aligned);
+          *reinterpret_cast<uint4*>(at(peer, slot(0, rank, j), v)) = own.raw;
         }
       }
       __syncthreads();
       signal(0, j);
     }
-    if (j >= 1 && j <= tiles) {
-      if (!arrived(0, j - 1)) return;
+    if (const long long r = j - AHEAD; r >= 0 && r < tiles) {
+      if (!arrived(0, r)) return;
 #pragma unroll
       for (int v = 0; v < DENSE_VECTORS; ++v) {
-        const long long i = pack_of(j - 1, TWO_SHOT ? rank : 0, v);
+        const long long i = pack_of(r, TWO_SHOT ? rank : 0, v);
         if (i >= packs) continue;
         Vector all[RANKS];
 #pragma unroll
         for (int q = 0; q < RANKS; ++q) {
           if (q == rank)
-            all[q] = before[v];
+            all[q] = load_pack<uint4>(p.in, i, p.n, p.aligned);
           else
-            all[q].raw = load_uncached(at(rank, slot(0, q, j - 1), v));
+            all[q].raw = load_uncached(at(rank, slot(0, q, r), v));
         }
         const Vector sum = sum_packs<uint4>(all, p.scale);
         if (TWO_SHOT) {
 #pragma unroll
           for (int k = 1; k < RANKS; ++k) {
             const int peer = rank_after(rank, k);
-            *reinterpret_cast<uint4*>(at(peer, slot(1, rank, j - 1), v)) = sum.raw;
+            *reinterpret_cast<uint4*>(at(peer, slot(1, rank, r), v)) = sum.raw;
           }
         }
         finish_pack<uint4>(p, i, sum);
       }
       if (TWO_SHOT) {
         __syncthreads();
-        signal(1, j - 1);
+        signal(1, r);
       }
     }
-    if (TWO_SHOT && j >= 2) {
-      if (!arrived(1, j - 2)) return;
+    if (const long long r = j - 2 * AHEAD; TWO_SHOT && r >= 0) {
+      if (!arrived(1, r)) return;
 #pragma unroll
       for (int v = 0; v < DENSE_VECTORS; ++v) {
 #pragma unroll
         for (int k = 1; k < RANKS; ++k) {
           const int source = rank_after(rank, k);
-          const long long i = pack_of(j - 2, source, v);
+          const long long i = pack_of(r, source, v);
           if (i >= packs) continue;
           Vector sum;
-          sum.raw = load_uncached(at(rank, slot(1, source, j - 2), v));
+          sum.raw = load_uncached(at(rank, slot(1, source, r), v));
           finish_pack<uint4>(p, i, sum);
         }
       }
     }
-#pragma unroll
-    for (int v = 0; v < DENSE_VECTORS; ++v) before[v] = own[v];
   }
 }
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,11 @@ from collectives.cuda.layouts import DENSE_ABORT, MOST_DENSE_RANKS, P2P
 from collectives.symmetric_memory import SymmetricMemory, abort_reasons
 from collectives.transport import Transport
 
-ELEMENT_TYPES = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16", np.dtype(np.uint16): "bfloat16"}
+ELEMENT_TYPES = {
+    np.dtype(np.float32): "float32",
+    np.dtype(np.float16): "float16",
+    np.dtype(np.uint16): "bfloat16",
+}
 """Element type of a CuPy array; bfloat16 is given as its bits."""
 
 ALGORITHMS = ("one_shot", "pushed", "two_shot")
@@ -25,14 +30,15 @@ ALGORITHMS = ("one_shot", "pushed", "two_shot")
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
 _CUDA = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 _SOURCE = Path(__file__).with_name("dense_p2p.cu")
-_THREADS, _VECTORS, _SLOTS = 512, 1, 4  # of a block; packs of 16 bytes a thread of a tile; tiles of a ring
+_THREADS, _VECTORS, _AHEAD = 512, 1, 2  # of a block; packs of 16 bytes a thread of a tile; see `dense_p2p.cu`
 _MOST_BLOCKS = 512  # of any launch
-_RING_BLOCKS = 128
+_RING_BLOCKS = 256
 _TILE = _THREADS * _VECTORS * 16  # bytes
 _FLAGGED = 2 << 20  # bytes of data that all sources together may send by `one_shot`
-# bytes that are measured; a vector takes what is best for the next one
-_MEASURED = (*(4096 << i for i in range(0, 9)), 4 << 20, 16 << 20, 64 << 20)
-_UNMEASURED = ((256 << 10, "one_shot"), (None, "two_shot"))
+MEASURED = (*(4096 << i for i in range(0, 9)), 2 << 20, 4 << 20, 16 << 20, 64 << 20)
+"""Lengths in bytes that are measured; a vector takes what is fastest at the next one."""
+
+_UNMEASURED = ((1 << 20, "one_shot"), (None, "two_shot"))
 
 
 class Choice(NamedTuple):
@@ -45,15 +51,17 @@ class Choice(NamedTuple):
 class DenseP2P:
     """Sums of vectors over the ranks of one host, the same bits whatever the length, the algorithm or the alignment.
 
-    Neighbouring ranks are added first, then neighbouring pairs, in float32, and the sum is rounded once to the vector's type. A call
-    puts one kernel on a stream and does not wait. It can be captured in a CUDA graph. All ranks make the same calls in the same
-    order, a replay of a captured one included; calls on several streams must be ordered by their caller.
+    Neighbouring ranks are added first, then neighbouring pairs, in float32, as `collectives.dense_allreduce.DenseAllreduce` adds;
+    the sum is rounded once to the vector's type. A call puts one kernel on a stream and does not wait. It can be captured in a
+    CUDA graph. All ranks make the same calls in the same order, replays of captured ones included. Who calls on several streams
+    must order them.
 
     Args:
         transport: of the ranks, at most 8, which must be able to use symmetric memory. Collective: every rank must construct.
         device: the GPU of this rank and the stream that calls go to.
         timeout: seconds that a kernel waits for another rank.
-        measure: measure once which algorithm is fastest at which length, some 50 ms; else a table for two GPUs is taken.
+        measure: lengths in bytes at which it is measured, once, which algorithm is fastest: 50 ms for MEASURED. () takes a table
+            that was measured on two GPUs.
 
     Raises:
         ValueError: more ranks; on every rank alike.
@@ -66,14 +74,18 @@ class DenseP2P:
     Traffic: none but of `dense_allreduce`; control: allgathers at construction.
     """
 
-    def __init__(self, transport: Transport, device: Device, timeout: float = 600.0, measure: bool = True) -> None:
+    def __init__(
+        self, transport: Transport, device: Device, timeout: float = 600.0, measure: Sequence[int] = MEASURED
+    ) -> None:
         ranks = transport.size
         if ranks > MOST_DENSE_RANKS:
-            raise ValueError(f"{ranks} ranks are more than {MOST_DENSE_RANKS}, the most of a dense allreduce over peer memory")
+            raise ValueError(
+                f"{ranks} ranks are more than {MOST_DENSE_RANKS}, the most of a dense allreduce over peer memory"
+            )
         self._transport, self._device, self._timeout = transport, device, timeout
         self._most_units = _FLAGGED // ranks // 8
         flagged = 2 * ranks * self._most_units * 16
-        rings = 4 * ranks * _RING_BLOCKS * _SLOTS
+        rings = 4 * ranks * _RING_BLOCKS * (2 * _AHEAD + 2)
         nbytes = flagged + rings * (_TILE + 8)
         self._memory = SymmetricMemory(transport, device, nbytes)
         device.zero(self._memory.array(nbytes, np.uint8).data.ptr, nbytes)
@@ -84,9 +96,7 @@ class DenseP2P:
         device.synchronize()
         transport.barrier()  # no rank writes before all have zeroed
         windows = self._memory.window_addresses
-        p2p = P2P(
-            windows=self._memory.windows, ranks=ranks, rank=transport.rank, timeout=int(1e9 * timeout)
-        )
+        p2p = P2P(windows=self._memory.windows, ranks=ranks, rank=transport.rank, timeout=int(1e9 * timeout))
         first = SymmetricMemory.first
         self._fields = {
             "p2p": p2p, "windows": (ctypes.c_uint64 * MOST_DENSE_RANKS)(*windows), "capacity": self._most_units,
@@ -98,8 +108,8 @@ class DenseP2P:
         }
         self._areas["two_shot"] = self._areas["pushed"]
         self.choices = tuple(Choice(*choice) for choice in _UNMEASURED)
-        if measure and ranks > 1:
-            self.choices = self._measured()
+        if len(measure) and ranks > 1:
+            self.choices = self._measured(measure)
 
     def dense_allreduce(
         self, array: Any, out: Any = None, *, addend: Any = None, scale: float = 1.0, nonfinite: Any = None
@@ -108,7 +118,7 @@ class DenseP2P:
 
         Args:
             array: CuPy array of float32, float16, or uint16 for bfloat16; contiguous, on this GPU.
-            out: of the same type and length, where the result goes; None: into `array`. It may be `array`, and else not overlap it.
+            out: of the same type and length, where the result goes; None: into `array`. It is `array`, or does not overlap it.
             addend: of the same type and length, or None: is added to the scaled and rounded sum.
             scale: of the sum, in float32.
             nonfinite: uint32[1] on the GPU, to which the number of results that are not finite is added; or None.
@@ -124,11 +134,12 @@ class DenseP2P:
         """
         out = array if out is None else out
         kind = _element_type(array, out, addend)
-        addresses = [0 if vector is None else vector.data.ptr for vector in (array, out, addend)]
-        if addresses[0] != addresses[1] and addresses[1] < addresses[0] + array.nbytes and addresses[0] < addresses[1] + array.nbytes:
+        source, target, more, count = (
+            0 if each is None else each.data.ptr for each in (array, out, addend, nonfinite)
+        )
+        if source != target and abs(source - target) < array.nbytes:
             raise ValueError("out overlaps array and is not array")
-        flag = 0 if nonfinite is None else nonfinite.data.ptr
-        self.enqueue(*addresses, array.size, kind, scale=scale, nonfinite=flag)
+        self.enqueue(source, target, more, array.size, kind, scale=scale, nonfinite=count)
         return out
 
     def enqueue(
@@ -161,32 +172,28 @@ class DenseP2P:
         algorithm = algorithm or self.algorithm_for(nbytes)
         if not self.can_run(algorithm, nbytes):
             raise ValueError(f"{nbytes} bytes are more than the {8 * self._most_units} that one_shot takes")
-        addresses = array | out | addend
-        width = 8 if algorithm == "one_shot" else 16
-        launch = _kernels(element_type, self._transport.size)[algorithm].prepare(
-            **self._fields, **self._areas[algorithm], n=length, scale=scale, aligned=addresses % width == 0, nonfinite=nonfinite,
-            out=out, addend=addend, **{"in": array},
-        )  # fmt: skip
         stream = self._device.stream.ptr if stream is None else stream
-        launch(self._blocks(algorithm, nbytes), _THREADS, stream)
+        self._launch(array, out, addend, length, element_type, scale, nonfinite, stream, algorithm)
         self._device.pending = True
-        others = self._transport.size - 1
-        self._transport.traffic.count(self.nbytes_sent(algorithm, nbytes), others)
+        sent = self.nbytes_sent(algorithm, nbytes)
+        self._transport.traffic.count(sent, self._transport.size - 1)
+        if algorithm == "one_shot":
+            self._transport.traffic.count_control(sent, 0)
 
     def algorithm_for(self, nbytes: int) -> str:
         """Which algorithm a vector of so many bytes takes."""
-        return next(choice.algorithm for choice in self.choices if choice.nbytes is None or nbytes <= choice.nbytes)
+        return next(
+            choice.algorithm for choice in self.choices if choice.nbytes is None or nbytes <= choice.nbytes
+        )
 
     def can_run(self, algorithm: str, nbytes: int) -> bool:
         """Whether an algorithm takes a vector of so many bytes."""
         return algorithm != "one_shot" or nbytes <= 8 * self._most_units
 
     def nbytes_sent(self, algorithm: str, nbytes: int) -> int:
-        """Bytes that a rank sends in a call, without signals."""
+        """Bytes of data that a rank sends in a call; by `one_shot` as many flags besides, which count as control traffic."""
         ranks = self._transport.size
-        if algorithm == "two_shot":
-            return 2 * nbytes * (ranks - 1) // ranks
-        return nbytes * (ranks - 1) * (2 if algorithm == "one_shot" else 1)
+        return 2 * nbytes * (ranks - 1) // ranks if algorithm == "two_shot" else nbytes * (ranks - 1)
 
     def check(self) -> None:
         """Wait for the calls so far on the device's stream.
@@ -208,7 +215,20 @@ class DenseP2P:
     def _raise_if_aborted(self) -> None:
         if self._report.value:
             reasons = self._memory.reasons()
-            raise RuntimeError(f"a dense allreduce over peer memory was aborted: {abort_reasons(reasons, self._timeout)}")
+            raise RuntimeError(
+                f"a dense allreduce over peer memory was aborted: {abort_reasons(reasons, self._timeout)}"
+            )
+
+    def _launch(
+        self, array: int, out: int, addend: int, length: int, element_type: str, scale: float, nonfinite: int, stream: int,
+        algorithm: str,
+    ) -> None:  # fmt: skip
+        width = 8 if algorithm == "one_shot" else 16
+        launch = _kernels(element_type, self._transport.size)[algorithm].prepare(
+            **self._fields, **self._areas[algorithm], n=length, scale=scale, aligned=(array | out | addend) % width == 0,
+            nonfinite=nonfinite, out=out, addend=addend, **{"in": array},
+        )  # fmt: skip
+        launch(self._blocks(algorithm, length * _SIZES[element_type]), _THREADS, stream)
 
     def _blocks(self, algorithm: str, nbytes: int) -> int:
         if algorithm == "one_shot":
@@ -216,26 +236,72 @@ class DenseP2P:
         tile = _TILE * (self._transport.size if algorithm == "two_shot" else 1)
         return min(-(-nbytes // tile), _RING_BLOCKS)
 
-    def _measured(self) -> tuple[Choice, ...]:
-        """The fastest algorithm at each of _MEASURED lengths, by the slowest rank. Collective."""
-        vector = self._device.allocate(_MEASURED[-1] // 4, np.float32)
+    def _measured(self, lengths: Sequence[int]) -> tuple[Choice, ...]:
+        """The fastest algorithm at each length, by the slowest rank. Collective."""
+        vector = self._device.allocate(max(lengths) // 4, np.float32)
         with self._device.gpu:
             stream = cupy.cuda.Stream(non_blocking=True)
             with stream:
                 vector.fill(0)
             times = {
-                (nbytes, name): _graph_seconds(self._repeatable(vector.data.ptr, nbytes, name, stream.ptr), stream)
-                for nbytes in _MEASURED
+                (nbytes, name): _graph_seconds(
+                    self._repeatable(vector.data.ptr, nbytes, name, stream.ptr), stream
+                )
+                for nbytes in lengths
                 for name in ALGORITHMS
                 if self.can_run(name, nbytes)
             }
-        slowest = [max(each) for each in zip(*self._transport.allgather_objects(list(times.values())), strict=True)]
-        return choices_by({key: seconds for key, seconds in zip(times, slowest, strict=True)})
+        slowest = [
+            max(each) for each in zip(*self._transport.allgather_objects(list(times.values())), strict=True)
+        ]
+        return choices_by(dict(zip(times, slowest, strict=True)))
 
     def _repeatable(self, address: int, nbytes: int, algorithm: str, stream: int) -> Callable[[], None]:
         return functools.partial(
-            self.enqueue, address, address, 0, nbytes // 4, "float32", scale=0.5, stream=stream, algorithm=algorithm
+            self._launch, address, address, 0, nbytes // 4, "float32", 0.5, 0, stream, algorithm
         )
+
+
+class P2PDenseAllreduce:
+    """As `collectives.dense_allreduce.DenseAllreduce`, through peer memory: the sum of one fixed vector, in place.
+
+    Args:
+        vector: CuPy float32[n] on the GPU of `device`; must not move.
+        transport, device, timeout: as `DenseP2P`. Collective: every rank must construct.
+
+    Memory: windows, see `DenseP2P`.
+    Traffic: `DenseP2P.nbytes_sent`.
+    """
+
+    def __init__(self, vector: Any, transport: Transport, device: Device, timeout: float) -> None:
+        length = min(max(vector.nbytes, 4), MEASURED[-1])
+        self._sum = DenseP2P(transport, device, timeout, measure=(length,))
+        self._vector, self._device = vector, device
+        self._nonfinite = device.report("dense nonfinite", 1)
+
+    def run(self, scale: float = 1.0) -> bool:
+        """Sum over the ranks, times `scale`; waits. Collective. Returns whether all sums are finite.
+
+        Raises:
+            RuntimeError: as `DenseP2P.check`.
+        """
+        self._nonfinite[0] = 0
+        pointer, device = self._vector.data.ptr, self._device
+        self._sum.enqueue(
+            pointer,
+            pointer,
+            0,
+            self._vector.size,
+            "float32",
+            scale=scale,
+            nonfinite=device.address("dense nonfinite"),
+        )
+        self._sum.check()
+        return not self._nonfinite[0]
+
+    def free(self) -> None:
+        """Free the windows. Collective."""
+        self._sum.close()
 
 
 def choices_by(seconds: Mapping[tuple[int, str], float]) -> tuple[Choice, ...]:
@@ -250,7 +316,7 @@ def choices_by(seconds: Mapping[tuple[int, str], float]) -> tuple[Choice, ...]:
     lengths = list(fastest)
     joined = [
         Choice(nbytes, fastest[nbytes])
-        for nbytes, longer in zip(lengths, lengths[1:], strict=False)
+        for nbytes, longer in itertools.pairwise(lengths)
         if fastest[longer] != fastest[nbytes]
     ]
     return (*joined, Choice(None, fastest[lengths[-1]]))
@@ -278,7 +344,7 @@ def _graph_seconds(call: Callable[[], None], stream: Any, calls: int = 10, repla
 @functools.cache
 def _kernels(element_type: str, ranks: int) -> dict[str, Kernel]:
     constants = {
-        "THREADS": _THREADS, "VECTORS": _VECTORS, "SLOTS": _SLOTS, "BLOCKS": _MOST_BLOCKS, "RING_BLOCKS": _RING_BLOCKS,
+        "THREADS": _THREADS, "VECTORS": _VECTORS, "AHEAD": _AHEAD, "BLOCKS": _MOST_BLOCKS, "RING_BLOCKS": _RING_BLOCKS,
     }  # fmt: skip
     defines = (f"DENSE_{name}={value}" for name, value in constants.items())
     module = compiled(_SOURCE, f"GRADIENT={_CUDA[element_type]}", f"RANKS={ranks}", *defines)
@@ -298,7 +364,11 @@ def _element_type(array: Any, out: Any, addend: Any) -> str:
             raise TypeError(f"{name} is a {type(vector).__name__}, not a CuPy array")
         if vector.dtype not in ELEMENT_TYPES or vector.dtype != array.dtype:
             known = ", ".join(map(str, ELEMENT_TYPES))
-            raise TypeError(f"{name} dtype {vector.dtype} is not one of {known}, or not that of array, {array.dtype}")
+            raise TypeError(
+                f"{name} dtype {vector.dtype} is not one of {known}, or not that of array, {array.dtype}"
+            )
         if vector.size != array.size or not vector.flags.c_contiguous:
-            raise ValueError(f"{name} of shape {vector.shape} is not contiguous with the {array.size} elements of array")
+            raise ValueError(
+                f"{name} of shape {vector.shape} is not contiguous with the {array.size} elements of array"
+            )
     return ELEMENT_TYPES[array.dtype]

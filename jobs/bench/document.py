@@ -1,6 +1,6 @@
 """The bench's JSON: what was measured, on what, by which command.
 
-    {"format": "oktopk bench 1", "kind": "bench" | "ablation" | "sweep" | "gpu table" | "hook table" | "rows table",
+    {"format": "oktopk bench 1", "kind": "bench" | "ablation" | "sweep" | "gpu table" | "hook table" | "rows table" | "dense table",
      "command": "...", "date": UTC, "commit": ..., "dirty": ...,
      "machine": {...}, "versions": {...}, "mpi": library, "environment": {...},
      "runs": [{"ranks", "length", "density", "k", "gradients": {...}, "settings": {...}, "course": {...},

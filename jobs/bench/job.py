@@ -60,6 +60,10 @@ def _run(options: Options, comm: MPI.Intracomm) -> int:
             from jobs.bench.rows import measure_rows  # torch
 
             kind, result = "rows table", measure_rows(options, comm)
+        elif options.table == "dense":
+            from jobs.bench.dense import measure_dense  # torch and CuPy
+
+            kind, result = "dense table", measure_dense(options, comm)
         else:
             kind, result = "ablation" if options.ablate else "bench", measure_run(options, comm)
         if comm.rank == 0:

@@ -129,7 +129,7 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
     given = parser().parse_args(words)
     if given.table:
         _check_table(given)
-    if given.table == "gpu":
+    if given.table in ("dense", "gpu"):
         return _table(given)
     if given.table == "rows":
         return _rows_table(given)
@@ -203,7 +203,7 @@ def _check_table(given: argparse.Namespace) -> None:
 
 
 def _table(given: argparse.Namespace) -> Options:
-    """Of the table of GPUs, whose cells say all that matters."""
+    """Of the tables of GPUs, whose cells say all that matters."""
     if given.device not in (None, "cuda"):
         raise BenchError(f"--table {given.table} is measured on --device cuda, not {given.device}")
     if given.gradient_type == "float16":

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.dense_allreduce import DenseAllreduce
 from collectives.transport import FlaggedRanksError
 from oktopk.methods.base import Method
+from oktopk.settings import Settings
 from oktopk.step import Plan, StepResult
 
 
 class Dense(Method):
     """The exact sum; nothing stays behind.
 
-    Traffic: `collectives.dense_allreduce.dense_words`. Control: one allgather and one allreduce of a flag.
+    Traffic: `collectives.dense_allreduce.dense_words`; through peer memory `collectives.cuda.dense_p2p.DenseP2P.nbytes_sent`.
+    Control: one allgather and one allreduce of a flag.
     """
 
     name = "dense"
     sparse = False
-    _allreduce: DenseAllreduce | None = None
+    _allreduce: Any = None
+
+    @classmethod
+    def p2p_unavailable_reason(cls, settings: Settings) -> str:
+        return ""
 
     def prepare(self, out: NDArray[np.float32]) -> None:
-        self._allreduce = DenseAllreduce(out, self.transport)
+        self._allreduce = self.transport.dense_allreduce(out, self.settings.timeout)
 
     def reduce(
         self,
@@ -37,7 +44,6 @@ class Dense(Method):
         flags = self.transport.allgather_control(np.array([nonfinite > 0 or overflowed], np.int64))
         if flags.any():
             raise FlaggedRanksError(np.flatnonzero(flags).tolist())
-        assert self._allreduce is not None
         finite = self._allreduce.run(plan.scale)
         if self.transport.allreduce_control(np.array([not finite], np.int64))[0]:
             raise FlaggedRanksError([])

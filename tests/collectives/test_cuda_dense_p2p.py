@@ -34,7 +34,7 @@ def make(comm: MPI.Intracomm, **arguments: Any) -> Any:
     from collectives.mpi_cuda import StagedCudaTransport
 
     transport = StagedCudaTransport(comm, Device())
-    return DenseP2P(transport, transport.device, **({"measure": False} | arguments))
+    return DenseP2P(transport, transport.device, **({"measure": ()} | arguments))
 
 
 def algorithms(dense: Any, nbytes: int) -> list[str]:
@@ -65,8 +65,10 @@ def widened(vector: NDArray[Any]) -> NDArray[np.float32]:
 def tree_sum(vectors: list[NDArray[np.float32]]) -> NDArray[np.float32]:
     """Neighbours first, in float32: what every algorithm must give, bit for bit."""
     while len(vectors) > 1:
-        pairs = [a + b for a, b in zip(vectors[::2], vectors[1::2], strict=False)]
-        vectors = pairs + vectors[2 * len(pairs) :]
+        core = 1 << (len(vectors).bit_length() - 1)
+        pairs = len(vectors) - core or core // 2
+        added = [a + b for a, b in zip(vectors[: 2 * pairs : 2], vectors[1 : 2 * pairs : 2], strict=True)]
+        vectors = added + vectors[2 * pairs :]
     return vectors[0]
 
 
@@ -110,7 +112,9 @@ def test_sums_are_those_of_the_tree_whatever_the_length_and_the_algorithm(
             array, out = put("cuda", vectors[comm.rank]), put("cuda", np.full_like(vectors[0], 77))
             dense.enqueue(array.data.ptr, out.data.ptr, 0, length, element_type, algorithm=algorithm)
             dense.check()
-            np.testing.assert_array_equal(get(out).view(np.uint8), want.view(np.uint8), f"{algorithm} {length}")
+            np.testing.assert_array_equal(
+                get(out).view(np.uint8), want.view(np.uint8), f"{algorithm} {length}"
+            )
             assert get(array).tobytes() == vectors[comm.rank].tobytes()
 
 
@@ -245,23 +249,18 @@ def test_ten_thousand_replays_give_the_same_bits(comm: MPI.Intracomm, dense: Any
 def test_traffic_is_counted(comm: MPI.Intracomm, dense: Any) -> None:
     length, others = 4096, comm.size - 1
     array = put("cuda", np.ones(length, np.float32))
-    times = {"one_shot": 2 * others, "pushed": others, "two_shot": 2 * others / comm.size}
+    times = {"one_shot": others, "pushed": others, "two_shot": 2 * others / comm.size}
     for algorithm in algorithms(dense, 4 * length):
-        before = dense._transport.traffic.bytes
+        traffic = dense._transport.traffic
+        before, flags = traffic.bytes, traffic.control_bytes
         dense.enqueue(array.data.ptr, array.data.ptr, 0, length, "float32", algorithm=algorithm)
         dense.check()
-        assert dense._transport.traffic.bytes - before == int(4 * length * times[algorithm])
+        assert traffic.bytes - before == int(4 * length * times[algorithm])
+        assert traffic.control_bytes - flags == (4 * length * others if algorithm == "one_shot" else 0)
 
 
 def test_measured_choices_are_the_same_on_all_ranks_and_give_the_same_sum(comm: MPI.Intracomm) -> None:
-    from collectives.cuda import dense_p2p
-
-    sizes = dense_p2p._MEASURED
-    dense_p2p._MEASURED = (4096, 16384)  # type: ignore[assignment]
-    try:
-        dense = make(comm, measure=True)
-    finally:
-        dense_p2p._MEASURED = sizes
+    dense = make(comm, measure=(4096, 16384))
     assert len(set(comm.allgather(dense.choices))) == 1
     assert dense.choices[-1].nbytes is None
     vectors = [vector_of(rank, 900, "float32") for rank in range(comm.size)]
@@ -274,7 +273,13 @@ def test_measured_choices_are_the_same_on_all_ranks_and_give_the_same_sum(comm: 
 def test_choices_join_lengths_that_take_the_same() -> None:
     from collectives.cuda.dense_p2p import choices_by
 
-    seconds = {(1, "one_shot"): 1.0, (1, "pushed"): 2.0, (2, "one_shot"): 2.0, (2, "pushed"): 3.0, (4, "pushed"): 5.0}
+    seconds = {
+        (1, "one_shot"): 1.0,
+        (1, "pushed"): 2.0,
+        (2, "one_shot"): 2.0,
+        (2, "pushed"): 3.0,
+        (4, "pushed"): 5.0,
+    }
     assert choices_by(seconds) == ((2, "one_shot"), (None, "pushed"))
     assert choices_by({(1, "two_shot"): 1.0}) == ((None, "two_shot"),)
 
@@ -296,7 +301,9 @@ def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(
         with pytest.raises(RuntimeError, match="aborted"):
             dense.dense_allreduce(array)
     comm.Barrier()
-    if comm.rank == 1 and comm.size > 2:  # too late; with two ranks the other one had sent its part before it gave up
+    if (
+        comm.rank == 1 and comm.size > 2
+    ):  # too late; with two ranks the other one had sent its part before it gave up
         with pytest.raises(RuntimeError, match="rank 1 did not come"):
             dense.enqueue(array.data.ptr, array.data.ptr, 0, 5000, "float32", algorithm="two_shot")
             dense.check()

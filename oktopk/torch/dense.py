@@ -1,0 +1,130 @@
+"""Dense allreduce of torch tensors among the GPUs of a host, without NCCL."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from collectives.connect import communicator, connect
+from collectives.cuda.environment import gpu_problem
+from collectives.limit import Limit
+from collectives.symmetric_memory import symmetric_memory_problem
+from oktopk.settings import Settings
+
+if TYPE_CHECKING:
+    from collectives.connect import Communicator
+
+_TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class DenseAllreduce:
+    """Sums of tensors over the ranks of one host; the bits depend on the values alone, not on the length or the alignment.
+
+    A call puts one kernel on torch's current stream and does not wait. `torch.cuda.graph` captures it. All ranks make the same
+    calls in the same order, replays included. Who calls on several streams must order them.
+
+    Args:
+        comm: as `oktopk.GradientAllreduce` takes it; at most 8 ranks, each with a GPU of its own, which is torch's current one.
+            Collective: every rank must construct.
+        timeout: seconds that a rank may come late, to the construction or to a call.
+        shared_gpus: allow ranks to share a GPU, which is slow.
+
+    Raises:
+        RuntimeError: the ranks cannot read each other's memory; on every rank alike, with the reason.
+        MissingRanksError: ranks did not come in time; on the others, and on a missing rank when it comes.
+
+    Memory, traffic: of `collectives.cuda.dense_p2p.DenseP2P`.
+
+    Example:
+        >>> allreduce = oktopk.torch.DenseAllreduce()
+        >>> allreduce(activations)  # in place
+    """
+
+    def __init__(
+        self, comm: Communicator | None = None, timeout: float = Settings.timeout, shared_gpus: bool = False
+    ) -> None:
+        self._transport = connect(communicator(comm), Limit("DenseAllreduce(...)", timeout))
+        try:
+            problems = {
+                rank: each
+                for rank, each in enumerate(self._transport.allgather_objects(gpu_problem()))
+                if each
+            }
+            problem = "; ".join(f"rank {rank}: {text}" for rank, text in problems.items())
+            if not problem:
+                import cupy
+
+                from collectives.cuda.dense_p2p import DenseP2P
+                from collectives.cuda.device import Device
+
+                cupy.cuda.Device(torch.cuda.current_device()).use()
+                problem = symmetric_memory_problem(self._transport, shared_gpus=shared_gpus)
+            if problem:
+                raise RuntimeError(f"no dense allreduce through peer memory: {problem}")
+            self._dense = DenseP2P(self._transport, Device(), timeout)
+        except BaseException:
+            self._transport.close()
+            raise
+
+    def __call__(
+        self, tensor: Tensor, out: Tensor | None = None, *, addend: Tensor | None = None, scale: float = 1.0
+    ) -> Tensor:
+        """Sum a tensor over the ranks. Collective: every rank must call, with as many elements of the same type.
+
+        Args:
+            tensor: float32, bfloat16 or float16 on this rank's GPU; contiguous.
+            out: of the same type and number of elements, where the result goes; None: into `tensor`. It is `tensor`, or does not
+                overlap it.
+            addend: of the same type and number of elements, or None: is added to the scaled and rounded sum.
+            scale: of the sum, in float32.
+
+        Returns:
+            `out`.
+
+        Raises:
+            TypeError, ValueError: an argument is none of these; on this rank alone.
+            RuntimeError: an earlier call was aborted, since a rank did not come within `timeout`.
+        """
+        out = tensor if out is None else out
+        for name, given in (("tensor", tensor), ("out", out), ("addend", addend)):
+            if given is None:
+                continue
+            if given.dtype not in _TYPES or given.dtype != tensor.dtype:
+                raise TypeError(
+                    f"{name} is {given.dtype}, not {tensor.dtype} of float32, bfloat16 and float16"
+                )
+            if not given.is_cuda or not given.is_contiguous() or given.numel() != tensor.numel():
+                raise ValueError(
+                    f"{name} of shape {tuple(given.shape)} on {given.device} is not contiguous on this rank's GPU with the "
+                    f"{tensor.numel()} elements of tensor"
+                )
+        source, target = tensor.data_ptr(), out.data_ptr()
+        if source != target and abs(source - target) < tensor.nbytes:
+            raise ValueError("out overlaps tensor and is not tensor")
+        self._dense.enqueue(
+            source,
+            target,
+            0 if addend is None else addend.data_ptr(),
+            tensor.numel(),
+            _TYPES[tensor.dtype],
+            scale=scale,
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
+        return out
+
+    def check(self) -> None:
+        """Wait for all work on the GPU.
+
+        Raises:
+            RuntimeError: a call was aborted; the sentence names the ranks that did not come. No call can follow.
+        """
+        torch.cuda.synchronize()
+        self._dense.check()
+
+    def close(self) -> None:
+        """Free the windows. Collective, but after an abort."""
+        torch.cuda.synchronize()
+        self._dense.close()
+        self._transport.close()
