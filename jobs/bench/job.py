@@ -114,9 +114,7 @@ def _run_all(options: Options) -> tuple[list[dict[str, Any]], str, int]:
     runs: list[dict[str, Any]] = []
     library = ""
     sweep = options.sweep_ranks
-    # a sweep's table comes at its end; relative paths are ours, not the checkout's
-    replay = options.replay and options.replay.absolute()
-    child = dataclasses.replace(options, quiet=options.quiet or bool(sweep), replay=replay)
+    child = dataclasses.replace(options, quiet=options.quiet or bool(sweep))  # its table comes at its end
     with tempfile.TemporaryDirectory() as folder:
         for ranks in sweep or options.ranks:
             path = Path(folder) / f"{ranks}.json"

@@ -47,11 +47,10 @@ class Options:
 
     Attributes:
         methods: names in KNOWN[device], each once.
-        length: n; None with a recording, whose it is.
+        length: n; None with a table that has its own.
         warmup: steps discarded.
         dense_steps: steps measured of dense methods.
         gradients: a name in PROFILES.
-        replay: a folder written by jobs.run.gradient_file, instead.
         gradient_type: a name in GRADIENT_TYPES[device].
         settings: keywords of oktopk.Settings besides density, for all methods.
         ranks: numbers of ranks that an ablation is started on; empty: the surrounding mpiexec's.
@@ -74,7 +73,6 @@ class Options:
     warmup: int
     dense_steps: int
     gradients: str
-    replay: Path | None
     seed: int
     device: str
     gradient_type: str = "float32"
@@ -106,7 +104,7 @@ class Options:
         words = ["--methods", *self.methods, "--density", str(self.density), "--steps", str(self.steps)]
         words += ["--warmup", str(self.warmup), "--dense-steps", str(self.dense_steps)]
         words += ["--seed", str(self.seed), "--device", self.device]
-        words += ["--replay", str(self.replay)] if self.replay else ["--gradients", self.gradients]
+        words += ["--gradients", self.gradients]
         words += [] if self.length is None else ["--length", str(self.length)]
         words += [f"--set={name}={json.dumps(value)}" for name, value in self.settings.items()]
         words += ["--gradient-type", self.gradient_type]
@@ -162,7 +160,7 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
     if warmup < 0:
         raise BenchError(f"warmup {warmup} is not at least 0")
     length = given.length
-    if length is None and given.replay is None:
+    if length is None:
         length = SWEEP_LENGTH if sweep else VGG_LENGTH
     if length is not None:
         try:
@@ -178,7 +176,6 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
         warmup=warmup,
         dense_steps=steps if given.dense_steps is None else given.dense_steps,
         gradients=given.gradients or ("clustered" if given.ablate else "heavy"),
-        replay=given.replay,
         device=device,
         gradient_type=gradient_type,
         settings=_settings(given.settings, density),
@@ -219,7 +216,6 @@ def _table(given: argparse.Namespace) -> Options:
         warmup=0,
         dense_steps=STEPS,
         gradients="heavy",
-        replay=None,
         device="cuda",
         types=() if given.gradient_type is None else (given.gradient_type,),
         table=given.table,
@@ -247,7 +243,6 @@ def _rows_table(given: argparse.Namespace) -> Options:
         density=DENSITY,
         dense_steps=numbers["steps"],
         gradients="heavy",
-        replay=None,
         device=given.device or "cpu",
         table=given.table,
         touched=touched[0],

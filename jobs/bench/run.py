@@ -15,7 +15,6 @@ from jobs.bench.contestants import contestants, make_reducer, takes_part
 from jobs.bench.device import Device
 from jobs.bench.document import BASELINES, BenchError, command_line, document
 from jobs.bench.floors import Speeds
-from jobs.bench.gradients import GradientSource
 from jobs.bench.measure import Contestant, Course, measure
 from jobs.bench.options import Options
 from jobs.bench.summary import summarize
@@ -58,14 +57,10 @@ def _measure(
     present: list[Contestant],
     left_out: dict[str, str],
 ) -> dict[str, Any]:
-    if options.replay is None:
-        assert options.length is not None
-        length = options.length
-        _check_memory(comm, device, length, present)
-    source = together(comm, lambda: _source(options, comm, device))
-    length = source.length
-    if options.replay is not None:
-        _check_memory(comm, device, length, present)
+    assert options.length is not None
+    length = options.length
+    _check_memory(comm, device, length, present)
+    source = together(comm, lambda: device.source(options.gradients, length, comm.rank, options.seed))
     speeds = device.measure_speeds(comm, length)
     try:
         reducers = [(one, make_reducer(one, options, length, device, comm)) for one in present]
@@ -125,21 +120,6 @@ def _bounds(k: int, length: int, ranks: int) -> dict[str, float]:
         "step_limit": step_limit(k, ranks),
         "dense": dense_words(length, ranks),
     }
-
-
-def _source(options: Options, comm: MPI.Intracomm, device: Device) -> GradientSource:
-    if options.replay is None:
-        assert options.length is not None
-        return device.source(options.gradients, options.length, comm.rank, options.seed)
-    from jobs.run.gradient_file import GradientFileError, RecordedGradients
-
-    try:
-        source = RecordedGradients(options.replay, comm.rank, comm.size)
-    except GradientFileError as error:
-        raise BenchError(str(error)) from None
-    if options.length not in (None, source.length):
-        raise BenchError(f"length {options.length} is not {source.length}, that of {options.replay}")
-    return source
 
 
 def _check_memory(comm: MPI.Intracomm, device: Device, length: int, present: list[Contestant]) -> None:

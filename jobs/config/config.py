@@ -67,7 +67,6 @@ class Config(Section):
             ("reduction.wire", "auto"),
             ("reduction.levels", "auto"),
             ("reduction.ranks_per_host", 0),
-            ("run.record_gradients", ""),
             ("run.measure_every", 0),
         ):
             section, _, name = key.partition(".")

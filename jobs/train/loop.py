@@ -22,7 +22,6 @@ from jobs.restart.state import BatchStream, Progress, capture
 from jobs.run import provenance
 from jobs.run.columns import BETWEEN, Gathered, Span, Step, gather
 from jobs.run.file import RunFile, RunFileError
-from jobs.run.gradient_file import GradientRecorder
 from jobs.train.agreement import NonFiniteLossError, check_same_parameters, decide_on_root
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.reduction import settling
@@ -51,7 +50,6 @@ class TrainingLoop:
     Args:
         setup: what is trained, with what; learning rates of its optimizer follow the schedule.
         file: where rank 0 records, None on the others.
-        gradients: where this rank's gradients are recorded, None for nowhere.
         progress: what earlier jobs of the run have done.
         safeguard: what is called after every step, None for nothing.
     """
@@ -60,14 +58,13 @@ class TrainingLoop:
         self,
         setup: Setup,
         file: RunFile | None,
-        gradients: GradientRecorder | None = None,
         progress: Progress = Progress(),  # noqa: B008 - frozen
         safeguard: Safeguard | None = None,
     ) -> None:
         config, comm, workload = setup.config, setup.comm, setup.workload
         self.config, self.comm, self.workload = config, comm, workload
         self.optimizer, self.placement = setup.optimizer, setup.placement
-        self.file, self.gradients = file, gradients
+        self.file = file
         self.steps_per_epoch = workload.steps_per_epoch // config.training.accumulate
         self.safeguard = safeguard
         self.batches = BatchStream(
@@ -174,8 +171,6 @@ class TrainingLoop:
         with self.placement.range("optimizer"):
             self.optimizer.apply()
         timer.record("optimizer")
-        if self.gradients is not None and not self.gradients.full:
-            self.gradients.add(self.optimizer.gradient)
         # read when the run file is written: until then a GPU need not be waited for
         self.timed.append(TimedStep(report, losses, timer, rate))
         self.bar.update()

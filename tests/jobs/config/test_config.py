@@ -346,7 +346,6 @@ def test_training_modes_are_methods_without_what_they_cannot_do() -> None:
             "reduction.momentum_correction=0.9",
             "reduction.average=false",
             "reduction.wire=int8",
-            "run.record_gradients=folder",
             "run.measure_every=7",
         ):
             key = override.partition("=")[0]
