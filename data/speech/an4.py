@@ -134,8 +134,8 @@ def read_utterances(
             yield _raw(content, byte_order or "little", utterance.path)
 
 
-def parts_of(output: Path, found: Mapping[str, Sequence[Utterance]], byte_order: str | None) -> Parts:
-    """What was read so far of these utterances; it belongs to their names, sizes, times of change and transcripts."""
+def identity(found: Mapping[str, Sequence[Utterance]], byte_order: str | None) -> list[str]:
+    """Names, sizes, times of change and transcripts of all utterances: what parts of their file belong to."""
     sources = [str(byte_order)]
     for split, utterances in found.items():
         for each in utterances:
@@ -143,7 +143,7 @@ def parts_of(output: Path, found: Mapping[str, Sequence[Utterance]], byte_order:
             sources.append(
                 f"{split} {each.name} {facts.st_size} {facts.st_mtime_ns} {each.labels.tobytes().hex()}"
             )
-    return Parts(output, sources)
+    return sources
 
 
 def read_by_parts(

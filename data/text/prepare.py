@@ -110,12 +110,8 @@ def prepare_text(source: Path, output: Path, recipe: Recipe = Recipe(), *, force
     wanted = "what this text and these settings make"
     if line := kept(output, open_text_file, description, wanted, same, force=force):
         return line
-    try:
+    with parts.kept_until_done():
         _write_text(source, output, recipe, files, parts)
-    except DataError:
-        parts.remove()  # the text that can be used will be another one
-        raise
-    parts.remove()
     return f"{output}: wrote {description(*open_text_file(output))}"
 
 
