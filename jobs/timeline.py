@@ -14,7 +14,6 @@ Exit status: 0; 2 when the run file cannot be read or has no timeline, or the ou
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import html
 import json
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from data.command import command_parser
 from data.durable import replaced
 from jobs.report.style import COLOURS, GREY, STAGES
 from jobs.run.columns import BETWEEN, PHASES, Columns
@@ -218,12 +218,8 @@ def colour_of(name: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.timeline",
-        description="Write when each rank of a run did what, as a file for Perfetto and as a page.",
-        epilog="example:\n  python -m jobs.timeline runs/vgg.h5 -o vgg --first 40",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    title = "Write when each rank of a run did what, as a file for Perfetto and as a page."
+    parser = command_parser("jobs.timeline", title, "runs/vgg.h5 -o vgg --first 40")
     parser.add_argument("run", type=Path, metavar="RUN.h5", help="Run file of a run with run.timeline=true")
     text = "Write STEM.json.gz and STEM.html; default: RUN-timeline beside the run file"
     parser.add_argument("-o", "--output", type=Path, metavar="STEM", help=text)

@@ -10,7 +10,6 @@ Exit status: 0; 2 when what was asked for cannot be done.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -22,13 +21,14 @@ import torch
 from mpi4py import MPI
 from tqdm import tqdm
 
+from data.command import command_parser
+from jobs.cluster.agreement import Refused, decide_on_root, say
 from jobs.config.config import Config
 from jobs.config.file import ConfigError, load
 from jobs.restart.checkpoint import Checkpointer, Due, Interval
 from jobs.restart.files import Identity, list_sets, remove_sets
 from jobs.restart.signals import leave
 from jobs.restart.state import BatchStream, Position, capture, model_digest
-from jobs.train.agreement import Refused, decide_on_root
 from jobs.train.setup import set_up
 
 
@@ -133,37 +133,21 @@ def bench(config: Config, comm: MPI.Intracomm, folder: Path, *, steps: int, ever
 
 def main(argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:
     """Bench as the command line says; collective. Returns the exit status, the same on all ranks."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.launch -n RANKS -m jobs.bench.checkpoint",
-        description="Time steps of a training run with and without checkpoints, in alternating blocks of one run.",
-        epilog="example:\n"
-        "  python -m jobs.launch -n 4 -m jobs.bench.checkpoint jobs/configs/digits.toml --set model.width=1.0",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "jobs.bench.checkpoint",
+        "Time steps of a training run with and without checkpoints, in alternating blocks of one run.",
+        "python -m jobs.launch -n 4 -m jobs.bench.checkpoint jobs/configs/digits.toml --set model.width=1.0",
+        program="python -m jobs.launch -n RANKS -m",
     )
-    parser.add_argument("config", metavar="CONFIG.toml", help="Configuration of the training run")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        metavar="section.key=value",
-        nargs="+",
-        default=[],
-        help="Values of keys that replace those of the configuration",
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=200,
-        help="Steps with checkpoints, and as many without, at least --every; default: %(default)s",
-    )
-    parser.add_argument(
-        "--every", type=int, default=50, help="Steps per checkpoint, at least 2; default: %(default)s"
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        metavar="DIR",
-        help="Folder that checkpoints are written in and removed from; default: that of temporary files",
-    )
+    add = parser.add_argument
+    add("config", metavar="CONFIG.toml", help="Configuration of the training run")
+    text = "Values of keys that replace those of the configuration"
+    add("--set", dest="overrides", metavar="section.key=value", nargs="+", default=[], help=text)
+    text = "Steps with checkpoints, and as many without, at least --every; default: %(default)s"
+    add("--steps", type=int, default=200, help=text)
+    add("--every", type=int, default=50, help="Steps per checkpoint, at least 2; default: %(default)s")
+    text = "Folder that checkpoints are written in and removed from; default: that of temporary files"
+    add("--folder", type=Path, metavar="DIR", help=text)
     options = parser.parse_args(argv)
     if not 2 <= options.every <= options.steps:
         parser.error(f"--every {options.every} is not in [2, {options.steps}], the steps")
@@ -178,11 +162,9 @@ def main(argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WO
                 remove_sets(folder)
                 folder.rmdir()
     except Refused as refusal:
-        if comm.rank == 0:
-            print(f"jobs.bench.checkpoint: {refusal}", file=sys.stderr, flush=True)
+        say(comm, f"jobs.bench.checkpoint: {refusal}")
         return 2
-    if comm.rank == 0:
-        print(table(figures), flush=True)
+    say(comm, table(figures), sys.stdout)
     return 0
 
 

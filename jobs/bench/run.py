@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from mpi4py import MPI
 from tqdm import tqdm
@@ -18,10 +17,12 @@ from jobs.bench.floors import Speeds
 from jobs.bench.measure import Contestant, Course, measure
 from jobs.bench.options import Options
 from jobs.bench.summary import summarize
+from jobs.cluster.agreement import decide_together, require
 from jobs.run.provenance import mpi_library
 from oktopk.settings import entries_kept
 
-Result = TypeVar("Result")
+FAULTS = (BenchError, ValueError, OSError, MemoryError)
+"""What ends a bench with a message where it happens before the first step."""
 
 
 def written(kind: str, runs: list[dict[str, Any]], options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
@@ -60,7 +61,9 @@ def _measure(
     assert options.length is not None
     length = options.length
     _check_memory(comm, device, length, present)
-    source = together(comm, lambda: device.source(options.gradients, length, comm.rank, options.seed))
+    source = decide_together(
+        comm, lambda: device.source(options.gradients, length, comm.rank, options.seed), FAULTS, BenchError
+    )
     speeds = device.measure_speeds(comm, length)
     try:
         reducers = [(one, make_reducer(one, options, length, device, comm)) for one in present]
@@ -135,7 +138,7 @@ def _check_memory(comm: MPI.Intracomm, device: Device, length: int, present: lis
                 f"try fewer methods or a length below {length}"
             )
 
-    together(comm, check)
+    decide_together(comm, check, FAULTS, BenchError)
 
 
 def open_device(name: str, gradient_type: str, comm: MPI.Intracomm) -> Device:
@@ -149,12 +152,12 @@ def open_device(name: str, gradient_type: str, comm: MPI.Intracomm) -> Device:
         sharers = node.size
         node.Free()
         return Device(sharers)
-    _agree_on(comm, no_gpu())
+    require(comm, lambda: _with_option(no_gpu()), BenchError)
     from jobs.bench.gpu.device import open_cuda  # CuPy
 
     # the first call that makes a context comes after each rank has its GPU
     device = open_cuda(gradient_type, comm)
-    _agree_on(comm, gpu_problem())
+    require(comm, lambda: _with_option(gpu_problem()), BenchError)
     return device
 
 
@@ -169,34 +172,5 @@ def no_gpu() -> str:
     return "" if there else gpu_problem()
 
 
-def _agree_on(comm: MPI.Intracomm, problem: str) -> None:
-    problems = comm.allgather(problem)
-    found = list(dict.fromkeys(text for text in problems if text))
-    if found:
-        which = ", ".join(str(rank) for rank, text in enumerate(problems) if text)
-        where = "" if all(problems) else f" on rank(s) {which}"
-        raise BenchError(f"--device cuda cannot be used{where}: {'; '.join(found)}")
-
-
-def together(comm: MPI.Intracomm, action: Callable[[], Result]) -> Result:
-    """Run the action on every rank; if it fails on any, it fails on all of them with the same message.
-
-    An action that communicates must fail on all ranks or on none.
-    """
-    result: Result | None = None
-    message: str | None = None
-    try:
-        result = action()
-    except (BenchError, ValueError, OSError, MemoryError) as error:
-        message = str(error) or type(error).__name__
-    messages = comm.allgather(message)
-    distinct = list(dict.fromkeys(text for text in messages if text is not None))
-    if distinct:
-        raise BenchError("\n".join(distinct))
-    return result  # type: ignore[return-value]
-
-
-def say(comm: MPI.Intracomm, message: str, stream: Any) -> None:
-    """Print on rank 0."""
-    if comm.rank == 0:
-        print(message, file=stream, flush=True)
+def _with_option(problem: str) -> str:
+    return problem and f"--device cuda cannot be used: {problem}"

@@ -8,12 +8,12 @@ The second puts them between the lines <!-- FILE.json --> and <!-- end of FILE.j
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from data.command import command_parser
 from jobs.bench.document import BenchError, read
 from jobs.bench.format import (
     MISSING,
@@ -272,24 +272,12 @@ def insert(text: str, name: str, tables: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a document's tables, or put them into a text. Returns the exit status: 0, or 2 with one message."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.bench.tables",
-        description="Print the tables of a document of jobs.bench, or put them into a text.",
-        epilog="examples:\n"
-        "  python -m jobs.bench.tables bench.json\n"
-        "  python -m jobs.bench.tables bench.json --into README.md",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "document", type=Path, metavar="FILE.json", help="JSON file that jobs.bench wrote with --json"
-    )
-    parser.add_argument(
-        "--into",
-        type=Path,
-        metavar="FILE.md",
-        help="Text that gets the tables, between its lines <!-- FILE.json --> and <!-- end of FILE.json -->",
-    )
+    title = "Print the tables of a document of jobs.bench, or put them into a text."
+    parser = command_parser("jobs.bench.tables", title, "bench.json", "bench.json --into README.md")
+    text = "JSON file that jobs.bench wrote with --json"
+    parser.add_argument("document", type=Path, metavar="FILE.json", help=text)
+    text = "Text that gets the tables, between its lines <!-- FILE.json --> and <!-- end of FILE.json -->"
+    parser.add_argument("--into", type=Path, metavar="FILE.md", help=text)
     given = parser.parse_args(argv)
     try:
         tables = document_tables(read(given.document))

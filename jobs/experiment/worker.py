@@ -24,11 +24,11 @@ import torch
 from mpi4py import MPI
 
 from data.durable import replaced
+from jobs.cluster.agreement import decide_on_root, decide_together
 from jobs.config.file import ConfigError, validate
 from jobs.experiment.trials import Pace, Trial
-from jobs.restart.signals import EXIT_STATUS, Interrupted, heed_again
+from jobs.restart.signals import EXIT_STATUS, Interrupted, heed_again, leave
 from jobs.restart.start import checkpoint_folder
-from jobs.train.agreement import decide_on_root, decide_together
 from jobs.train.job import FAULTS, train
 from jobs.train.reduce.background import stop_process_group
 from jobs.train.setup import Build, build_workload
@@ -122,8 +122,4 @@ def _forget(comm: MPI.Intracomm) -> None:
 
 
 if __name__ == "__main__":
-    status = main()
-    if status:
-        # All ranks leave alike; finalized, so that the runner does not turn the status into an abort.
-        MPI.Finalize()
-    sys.exit(status)
+    leave(main())

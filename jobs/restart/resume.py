@@ -10,9 +10,9 @@ from typing import Any
 
 from mpi4py import MPI
 
+from jobs.cluster.agreement import Refused, decide_on_root
 from jobs.restart import files
 from jobs.restart.files import BadCheckpointError, Identity
-from jobs.train.agreement import Refused, decide_on_root
 from oktopk.elastic import inherited_ranks, redistribute
 
 

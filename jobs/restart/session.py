@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from mpi4py import MPI
 from torch import nn
 
 from data.durable import sync
+from jobs.cluster.agreement import decide_on_root, say
 from jobs.config.config import Config
 from jobs.restart.checkpoint import Checkpointer, Interval
 from jobs.restart.files import Identity
@@ -34,7 +34,6 @@ from jobs.restart.watchdog import Watchdog
 from jobs.run import provenance
 from jobs.run.file import RunFile, RunFileError, RunInfo
 from jobs.run.reader import read_record
-from jobs.train.agreement import decide_on_root
 from jobs.train.reduce.reduction import ReducingOptimizer
 
 
@@ -173,8 +172,7 @@ class Session:
         return differing_settings(self._config, self._comm.size, saved, int(manifest["ranks"]))
 
     def _say(self, message: str) -> None:
-        if self._comm.rank == 0:
-            print(f"jobs.train: {message}", file=sys.stderr, flush=True)
+        say(self._comm, f"jobs.train: {message}")
 
     def __enter__(self) -> Self:
         return self

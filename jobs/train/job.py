@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -12,6 +11,7 @@ import torch
 from mpi4py import MPI
 
 from data.prepared_file import data_checksum
+from jobs.cluster.agreement import Refused, decide_on_root, say
 from jobs.config.config import Config
 from jobs.restart.checkpoint import CheckpointError
 from jobs.restart.session import Resumed, Session
@@ -19,7 +19,7 @@ from jobs.restart.signals import Interrupted
 from jobs.restart.watchdog import Watchdog
 from jobs.run import provenance
 from jobs.run.file import RunFile, RunFileError, RunInfo
-from jobs.train.agreement import NonFiniteLossError, RanksDiverged, Refused, decide_on_root
+from jobs.train.agreement import NonFiniteLossError, RanksDiverged
 from jobs.train.loop import TrainingLoop
 from jobs.train.reduce.reduction import compile_kernels
 from jobs.train.setup import Build, Setup, set_up
@@ -101,9 +101,3 @@ def open_run_file(setup: Setup, session: Session, resumed: Resumed) -> Iterator[
     with file or nullcontext():
         yield file
         decide_on_root(comm, lambda: file.close("complete") if file else None, (RunFileError,), RunFileError)
-
-
-def say(comm: MPI.Intracomm, message: str) -> None:
-    """Print on rank 0, to standard error."""
-    if comm.rank == 0:
-        print(message, file=sys.stderr, flush=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import sys
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -16,13 +15,14 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 from collectives.dense_allreduce import dense_words
+from jobs.cluster.agreement import decide_on_root, say
 from jobs.config.config import Config
 from jobs.restart.safeguard import Safeguard
 from jobs.restart.state import BatchStream, Progress, capture
 from jobs.run import provenance
 from jobs.run.columns import BETWEEN, Gathered, Span, Step, gather
 from jobs.run.file import RunFile, RunFileError
-from jobs.train.agreement import NonFiniteLossError, check_same_parameters, decide_on_root
+from jobs.train.agreement import NonFiniteLossError, check_same_parameters
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.reduction import settling
 from jobs.train.schedule import learning_rate_factor
@@ -281,8 +281,7 @@ class TrainingLoop:
             problem = f"the held-out loss after step {done} is {loss}"
             if self.config.reduction.nonfinite == "raise":
                 raise NonFiniteLossError(problem)
-            if self.comm.rank == 0:
-                print(f"jobs.train: {problem}", file=sys.stderr, flush=True)
+            say(self.comm, f"jobs.train: {problem}")
         if self.file is None:
             return
         self.figures["held-out"] = f"{correct / max(1.0, samples):.2%}"

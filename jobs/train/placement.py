@@ -14,7 +14,7 @@ import torch
 from mpi4py import MPI
 
 from collectives.cuda.environment import gpu_problem
-from jobs.train.agreement import Refused, decide_together
+from jobs.cluster.agreement import Refused, decide_together
 
 
 class PlacementError(RuntimeError):

@@ -9,8 +9,8 @@ import torch
 from mpi4py import MPI
 
 from data import DataError
+from jobs.cluster.agreement import Refused, decide_together
 from jobs.config.config import Config
-from jobs.train.agreement import Refused, decide_together
 from jobs.train.optimizers import build_optimizer
 from jobs.train.placement import Placement, find_placement
 from jobs.train.reduce.baselines import DdpTraining

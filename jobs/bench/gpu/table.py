@@ -12,7 +12,8 @@ from mpi4py import MPI
 from jobs.bench.document import BASELINES, BenchError, Output
 from jobs.bench.gpu.markdown import cell_line, gpu_tables
 from jobs.bench.options import Options
-from jobs.bench.run import measure_run, say, written
+from jobs.bench.run import measure_run, written
+from jobs.cluster.agreement import say
 
 TARGET_RANKS = 4
 """The targets are for this many ranks, a GPU each."""

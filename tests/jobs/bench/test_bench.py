@@ -15,6 +15,7 @@ from mpi4py import MPI
 from collectives.dense_allreduce import dense_words
 from jobs.bench.document import read
 from jobs.bench.figures import draw
+from jobs.bench.gradients import DrawnGradients
 from jobs.bench.job import run
 from jobs.bench.mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
 from jobs.bench.options import Options, parse

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
 
-import h5py
 import pytest
 
 from jobs.restart.signals import EXIT_STATUS
