@@ -6,12 +6,7 @@ import torch
 
 from data.batches import EpochLoader
 from data.images.dataset import Augment, ImageSet
-from data.sharding import (
-    AUGMENTATION,
-    ShardedBatches,
-    check_rank,
-    evaluation_batches,
-)
+from data.sharding import AUGMENTATION, ShardedBatches, check_rank, evaluation_batches
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -56,13 +56,7 @@ class LengthBuckets(ShardedBatches):
     """
 
     def __init__(
-        self,
-        lengths: NDArray[np.int64],
-        *,
-        batch_size: int,
-        rank: int,
-        size: int,
-        seed: int,
+        self, lengths: NDArray[np.int64], *, batch_size: int, rank: int, size: int, seed: int
     ) -> None:
         super().__init__(len(lengths), batch_size=batch_size, rank=rank, size=size, seed=seed)
         self._lengths = lengths

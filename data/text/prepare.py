@@ -16,14 +16,7 @@ from data import DataError
 from data.durable import replaced
 from data.prepared_file import SPLITS, Parts, kept
 from data.text.corpus import read_documents, split_sentences, text_files
-from data.text.file import (
-    MOST_WORDS,
-    SPECIAL,
-    TextSet,
-    check_vocabulary,
-    open_text_file,
-    write_text_file,
-)
+from data.text.file import MOST_WORDS, SPECIAL, TextSet, check_vocabulary, open_text_file, write_text_file
 from data.text.packing import Frame, Packer, Sequences
 
 if TYPE_CHECKING:

@@ -48,10 +48,7 @@ class CheckpointBench:
         self.workload, self.optimizer = setup.workload, setup.optimizer
         self.workload.model.train()
         self.batches = BatchStream(
-            self.workload,
-            config.training.batch_size * comm.size,
-            Position(),
-            self.workload.steps_per_epoch,
+            self.workload, config.training.batch_size * comm.size, Position(), self.workload.steps_per_epoch
         )
         identity = Identity(model_digest(self.workload.model), config.reduction.method, self.optimizer.length)
         self.checkpointer = Checkpointer(comm, folder, identity, {}, interval=Interval(), keep=2)

@@ -52,11 +52,7 @@ def measure_run(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
 
 
 def _measure(
-    options: Options,
-    comm: MPI.Intracomm,
-    device: Device,
-    present: list[Contestant],
-    left_out: dict[str, str],
+    options: Options, comm: MPI.Intracomm, device: Device, present: list[Contestant], left_out: dict[str, str]
 ) -> dict[str, Any]:
     assert options.length is not None
     length = options.length

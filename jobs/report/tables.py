@@ -90,14 +90,10 @@ SPEECH = [
     Column(head, "held out, at the end", partial(_spread, name, False)) for name, head in ERROR_RATES.items()
 ]
 WORDS = Column(
-    "Words",
-    "per rank and step",
-    pair("words", "{:,.0f}".format, "share_of_dense", "{:.1%} of dense".format),
+    "Words", "per rank and step", pair("words", "{:,.0f}".format, "share_of_dense", "{:.1%} of dense".format)
 )
 STEP = Column(
-    "Step, ms",
-    "mean; median",
-    pair("step_seconds", milliseconds, "step_seconds_median", milliseconds),
+    "Step, ms", "mean; median", pair("step_seconds", milliseconds, "step_seconds_median", milliseconds)
 )
 DEVIATION = Column(
     "|nnz−k|/k",

@@ -14,14 +14,7 @@ from jobs.report.page import Claim, Section, Table, render
 from jobs.report.panels import write_columns, write_rows
 from jobs.report.speed_tables import speed_tables
 from jobs.report.summary import Run, figures, read_readable
-from jobs.report.tables import (
-    closing_table,
-    method_figures,
-    methods_table,
-    regions_table,
-    sweep_table,
-    swept,
-)
+from jobs.report.tables import closing_table, method_figures, methods_table, regions_table, sweep_table, swept
 from jobs.run.file import RunFileError
 
 PAGE = "index.html"

@@ -78,10 +78,7 @@ def set_up(config: Config, comm: MPI.Intracomm, build: Build = build_workload) -
     workload = _build_workload(config, comm, build, placement)
     broadcast_parameters(workload.model, comm)
     inner = build_optimizer(
-        config.optimizer,
-        workload.model.parameters(),
-        fused=placement.fused,
-        captured=config.captured,
+        config.optimizer, workload.model.parameters(), fused=placement.fused, captured=config.captured
     )
     optimizer = build_reduction(config, workload.network, inner, placement, comm)
     if isinstance(optimizer, DdpTraining):
