@@ -198,10 +198,24 @@ def measure(
         name -> samples on rank 0, nothing on the others.
     """
     logs = {contestant.name: _Log(contestant) for contestant, _ in contestants}
+    begun: set[str] = set()
+    block = _BLOCK if device.asynchronous else 1
     gc.collect()
     gc.disable()  # a collection takes as long as many a step
     try:
-        _run(comm, contestants, source, device, course, progress, logs)
+        for first in range(-course.warmup, course.steps, block):
+            steps = range(first, min(first + block, course.steps))
+            shared = device.to_device(source.next()) if block == 1 else None
+            for turn, (contestant, reducer) in enumerate(in_turn(contestants, first // block)):
+                for step in steps:
+                    if turn == 0:
+                        progress()
+                    if not course.runs(contestant, step):
+                        continue
+                    gradient = device.to_device(source.next()) if shared is None else shared
+                    watched = -course.watched <= step < 0 and contestant.name in begun
+                    begun.add(contestant.name)
+                    _one_step(comm, reducer, gradient, device, logs[contestant.name], watched, step >= 0)
     finally:
         gc.enable()
     for contestant, reducer in contestants:
@@ -213,32 +227,6 @@ def measure(
     if everyone is None:
         return {}
     return {name: _combine([theirs[name] for theirs in everyone]) for name in logs}
-
-
-def _run(
-    comm: MPI.Intracomm,
-    contestants: Sequence[tuple[Contestant, Reducer]],
-    source: GradientSource,
-    device: Device,
-    course: Course,
-    progress: Callable[[], object],
-    logs: dict[str, _Log],
-) -> None:
-    begun: set[str] = set()
-    block = _BLOCK if device.asynchronous else 1
-    for first in range(-course.warmup, course.steps, block):
-        steps = range(first, min(first + block, course.steps))
-        shared = device.to_device(source.next()) if block == 1 else None
-        for turn, (contestant, reducer) in enumerate(in_turn(contestants, first // block)):
-            for step in steps:
-                if turn == 0:
-                    progress()
-                if not course.runs(contestant, step):
-                    continue
-                gradient = device.to_device(source.next()) if shared is None else shared
-                watched = -course.watched <= step < 0 and contestant.name in begun
-                begun.add(contestant.name)
-                _one_step(comm, reducer, gradient, device, logs[contestant.name], watched, step >= 0)
 
 
 def _one_step(

@@ -13,7 +13,6 @@ from collectives.traffic import lower_bound, step_limit, upper_bound
 from jobs.bench.contestants import contestants, make_reducer, takes_part
 from jobs.bench.device import Device
 from jobs.bench.document import BASELINES, BenchError, command_line, document
-from jobs.bench.floors import Speeds
 from jobs.bench.measure import Contestant, Course, measure
 from jobs.bench.options import Options
 from jobs.bench.summary import summarize
@@ -82,7 +81,7 @@ def _measure(
         samples = measure(comm, reducers, source, device, course, bar.update)
     for _, reducer in reducers:
         reducer.close()
-    k = entries_kept(options.density, length)
+    k, width = entries_kept(options.density, length), 4 if options.gradient_type == "float32" else 2
     return {
         "ranks": comm.size,
         "length": length,
@@ -98,26 +97,15 @@ def _measure(
         "settings": options.settings,
         "course": vars(course),
         "speeds": vars(speeds),
-        "bounds": _bounds(k, length, comm.size),
-        "methods": _summaries(present, samples, length, speeds, options.gradient_type),
-    }
-
-
-def _summaries(
-    present: list[Contestant], samples: dict[str, Any], length: int, speeds: Speeds, gradient_type: str
-) -> list[dict[str, Any]]:
-    width = 4 if gradient_type == "float32" else 2
-    return [
-        summarize(one, samples[one.name], length, speeds, width) for one in present if one.name in samples
-    ]
-
-
-def _bounds(k: int, length: int, ranks: int) -> dict[str, float]:
-    return {
-        "lower": lower_bound(k, ranks),
-        "upper": upper_bound(k, ranks),
-        "step_limit": step_limit(k, ranks),
-        "dense": dense_words(length, ranks),
+        "bounds": {
+            "lower": lower_bound(k, comm.size),
+            "upper": upper_bound(k, comm.size),
+            "step_limit": step_limit(k, comm.size),
+            "dense": dense_words(length, comm.size),
+        },
+        "methods": [
+            summarize(one, samples[one.name], length, speeds, width) for one in present if one.name in samples
+        ],
     }
 
 

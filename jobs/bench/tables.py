@@ -44,7 +44,7 @@ def run_tables(run: Record, machine: Record) -> str:
     gradients = run["gradients"]["name"]
     heading = (
         f"{run['ranks']} ranks, n = {run['length']:,}, density {run['density']:g}, k = {run['k']:,}, "
-        f"{gradients} gradients, {run['course']['steps']} steps after {run['course']['warmup']} discarded"
+        f"{gradients} gradients, {_course(run)}"
     )
     methods = run["methods"]
     on_gpu = run.get("device") == "cuda"
@@ -199,13 +199,7 @@ def hook_table(run: Record) -> str:
             lambda method: figure("bytes")(method) + ("" if method["counted"] else " by formula"),
         ),
     ]
-    heading = (
-        f"{run['ranks']} ranks, {run['backend']} on {run['device']}, n = {run['length']:,}, density {run['density']:g}, "
-        f"{run['course']['steps']} steps after {run['course']['warmup']} discarded"
-    )
-    heading += f", {run['network']}" if run["network"] else ""
-    heading += "".join(f"\nwithout {name}: {reason}" for name, reason in run["left_out"].items())
-    return f"{heading}\n\n{columns_table(columns, run['methods'])}"
+    return _headed(run, f"n = {run['length']:,}, density {run['density']:g}", columns)
 
 
 def rows_table(run: Record) -> str:
@@ -230,14 +224,25 @@ def rows_table(run: Record) -> str:
         ),
     ]
     table, touched = run["table"], run["touched"]
-    heading = (
-        f"{run['ranks']} ranks, {run['backend']} on {run['device']}, table of {table['rows']:,} x {table['width']} float32, "
-        f"{run['skew']}: {touched['drawn']:,} rows drawn a rank, {touched['distinct']:,.0f} distinct, "
-        f"{touched['summed']:,.0f} in the sum, {run['course']['steps']} steps after {run['course']['warmup']} discarded"
+    what = (
+        f"table of {table['rows']:,} x {table['width']} float32, {run['skew']}: {touched['drawn']:,} rows drawn a rank, "
+        f"{touched['distinct']:,.0f} distinct, {touched['summed']:,.0f} in the sum"
     )
+    return _headed(run, what, columns)
+
+
+def _headed(run: Record, what: str, columns: list[Column]) -> str:
+    heading = f"{run['ranks']} ranks, {run['backend']} on {run['device']}, {what}, {_course(run)}"
     heading += f", {run['network']}" if run["network"] else ""
-    heading += "".join(f"\nwithout {name}: {reason}" for name, reason in run["left_out"].items())
-    return f"{heading}\n\n{columns_table(columns, run['methods'])}"
+    return f"{heading}{_left_out(run)}\n\n{columns_table(columns, run['methods'])}"
+
+
+def _course(run: Record) -> str:
+    return f"{run['course']['steps']} steps after {run['course']['warmup']} discarded"
+
+
+def _left_out(run: Record) -> str:
+    return "".join(f"\nwithout {name}: {reason}" for name, reason in run.get("left_out", {}).items())
 
 
 def _megabytes(method: Record, part: str) -> str:

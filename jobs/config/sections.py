@@ -36,6 +36,13 @@ class Section(BaseModel):
             raise ValueError("an integer has 64 bits at most")
         return value
 
+    def _check_owners(self, owners: Mapping[str, tuple[str, ...]], kind: str) -> None:
+        """Refuse keys that were set and are for other kinds than this one."""
+        for key, names in owners.items():
+            default = type(self).model_fields[key].get_default(call_default_factory=True)
+            if kind not in names and getattr(self, key) != default:
+                raise ValueError(f"{key} is for {' and '.join(names)}, not for {kind}")
+
 
 _FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -101,10 +108,7 @@ class ModelConfig(Section):
             raise ValueError(
                 f"name {self.name!r} and a factory are two networks: leave one out, or set name to 'own'"
             )
-        for key, owners in self._OWNERS.items():
-            default = type(self).model_fields[key].get_default(call_default_factory=True)
-            if self.name not in owners and getattr(self, key) != default:
-                raise ValueError(f"{key} is for {' and '.join(owners)}, not for {self.name}")
+        self._check_owners(self._OWNERS, self.name)
         if self.name == "own" and not self.factory:
             raise ValueError("name 'own' needs a factory")
         return self
@@ -172,19 +176,14 @@ class DataConfig(Section):
             raise ValueError(
                 f"path is {self.path!r}, but {what} are read from no file: set data.name to 'prepared'"
             )
-        for key in ("classes", "samples"):
-            default = type(self).model_fields[key].default
-            if self.name != "synthetic" and (value := getattr(self, key)) != default:
-                raise ValueError(f"{key} is {value}, which is for synthetic images, not for {self.name!r}")
-        owned = {
-            **dict.fromkeys(("crop", "flip", "resize"), "images"),
-            "eval_sequences": "text",
-            "tempo": "an4",
-        }
+        self._check_owners(dict.fromkeys(("classes", "samples"), ("synthetic",)), self.name)
         kind = self.name if self.name in ("an4", "text") else "images"
-        for key, owner in owned.items():
-            if owner != kind and (value := getattr(self, key)):
-                raise ValueError(f"{key} is {value}, which is not for the data set {self.name!r}")
+        owners = {
+            **dict.fromkeys(("crop", "flip", "resize"), ("images",)),
+            "eval_sequences": ("text",),
+            "tempo": ("an4",),
+        }
+        self._check_owners(owners, kind)
         return self
 
 

@@ -53,18 +53,7 @@ def plan(experiment: Experiment, options: argparse.Namespace) -> list[Planned]:
             base = shortened(base, unit, length, given)
     # what cannot be continued is begun again
     begins_again = not base.get("checkpoint", {}).get("enabled", True)
-    every = trials(
-        experiment,
-        ranks=options.ranks,
-        seeds=options.seeds,
-        methods=options.methods or (*experiment.methods, *experiment.rivals),
-        speed_ranks=options.speed_ranks,
-        speed_steps=options.speed_steps,
-        region_steps=options.region_steps,
-        elsewhere=not options.no_gpu_methods,
-        speed_batches=options.speed_batches,
-        usual=_values(base, experiment.swept),
-    )
+    every = trials(experiment, options, _values(base, experiment.swept))
     if options.kinds is not None:
         wanted = [trial for trial in every if trial.kind in options.kinds]
         every = sorted(wanted, key=lambda trial: options.kinds.index(trial.kind))

@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mpi4py import MPI
 
@@ -91,24 +92,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace | int:
         "  python -m jobs.train --show-config",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "config", metavar="CONFIG.toml", nargs="?", help="Configuration of the run, as in jobs/configs"
-    )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        metavar="section.key=value",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="Values of keys that replace those of the configuration; --show-config lists the keys",
-    )
-    parser.add_argument(
-        "--show-config",
-        action="store_true",
-        help="Print every key of the configuration with its meaning, type and default, as TOML, and leave. The values are those "
-        "of CONFIG.toml and --set where given",
-    )
+    add = parser.add_argument
+    add("config", metavar="CONFIG.toml", nargs="?", help="Configuration of the run, as in jobs/configs")
+    text = "Values of keys that replace those of the configuration; --show-config lists the keys"
+    settings: dict[str, Any] = {
+        "nargs": "+",
+        "action": "extend",
+        "default": [],
+        "metavar": "section.key=value",
+    }
+    add("--set", dest="overrides", help=text, **settings)
+    text = "Print every key of the configuration with its meaning, type and default, as TOML, and leave. The values are those "
+    add("--show-config", action="store_true", help=text + "of CONFIG.toml and --set where given")
     try:
         options = parser.parse_args(argv)
         if options.config is None and not options.show_config:
