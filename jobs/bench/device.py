@@ -51,7 +51,7 @@ class Device:
         self.sharers = sharers
 
     def source(self, name: str, length: int, rank: int, seed: int) -> GradientSource:
-        """Drawn gradients, where the reducers want them; arguments as `jobs.bench.gradients.Draws`."""
+        """Drawn gradients, where the reducers want them; arguments as `jobs.bench.gradients.GradientSource`."""
         return DrawnGradients(name, length, rank, seed)
 
     def to_device(self, gradient: Any) -> Any:

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -69,7 +69,11 @@ def dense_report(step: int, method: str, length: int, words: float, seconds: flo
 
 
 class Reducer(Protocol):
-    """What is measured: oktopk.GradientAllreduce, or anything of its shape."""
+    """What is measured: oktopk.GradientAllreduce, or anything of its shape.
+
+    One that overwrites the gradient has `load(gradient)` besides: it copies the gradient to where it is overwritten, and returns
+    that; called outside the timed region.
+    """
 
     @property
     def update(self) -> Any:
@@ -82,15 +86,6 @@ class Reducer(Protocol):
 
     def close(self) -> None:
         """Free what MPI holds; collective."""
-        ...
-
-
-@runtime_checkable
-class InPlace(Protocol):
-    """A reducer that overwrites the gradient, which must be filled anew before each step."""
-
-    def load(self, gradient: Any) -> Any:
-        """Copy a gradient to where it is overwritten, and return that; called outside the timed region."""
         ...
 
 
@@ -239,7 +234,8 @@ def _one_step(
     counted: bool,
 ) -> None:
     """One step of one contestant: watched for what it allocates, or timed."""
-    given = reducer.load(gradient) if isinstance(reducer, InPlace) else gradient
+    load: Callable[[Any], Any] = getattr(reducer, "load", lambda gradient: gradient)
+    given = load(gradient)
     device.finish()
     if watched:
         with device.watch() as growth:

@@ -108,6 +108,7 @@ class Config(Section):
 _GONE: dict[str, dict[str, object]] = {
     "model": {"recompute": False},
     "data": {"mask_bins": 0, "mask_frames": 0, "snr": [], "ascending_epochs": 0},
+    "schedule": {"final": 0.0},
     "training": {"compile": "", "beam": 1},
 }
 """Keys of earlier versions, with their defaults."""

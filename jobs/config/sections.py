@@ -229,7 +229,7 @@ class ScheduleConfig(Section):
 
     warmup and milestones count in `unit`, of which "run" is the whole run. The warm-up rises linearly from
     warmup_start (a fraction, or "1/ranks") to 1; then `step` multiplies by gamma at each milestone and
-    `exponential` after each unit of the run, `cosine` and `linear` fall to `final` at the last step. `one-cycle` is
+    `exponential` after each unit of the run, `cosine` and `linear` fall to 0 at the last step. `one-cycle` is
     `cosine` with a warm-up along a cosine.
     """
 
@@ -245,8 +245,6 @@ class ScheduleConfig(Section):
     """For step: where the rate is multiplied by gamma, ascending, in `unit`"""
     gamma: float = Field(default=0.1, gt=0.0, le=1.0)
     """For step and exponential: factor that the rate is multiplied by"""
-    final: float = Field(default=0.0, ge=0.0, le=1.0)
-    """For cosine, linear and one-cycle: factor at the last step"""
 
     @field_validator("warmup_start")
     @classmethod

@@ -65,9 +65,6 @@ class Snapshot:
         while self._pending:
             self._pending.pop()()
 
-    def restore(self) -> dict[str, Any]:
-        return unpack(self.tree, self.tensors)
-
 
 def unpack(tree: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The state that `Snapshot.take` took; its arrays and tensors are those given.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from mpi4py import MPI
@@ -39,12 +39,8 @@ def build_workload(config: Config, *, rank: int, size: int, load: Load | None = 
     return build_images(config, rank=rank, size=size, load=load)
 
 
-class Build(Protocol):
-    """What makes the workload of a rank; build_workload unless the caller gives another."""
-
-    def __call__(self, config: Config, *, rank: int, size: int) -> Workload:
-        """See build_workload."""
-        ...
+Build = Callable[..., Workload]
+"""What makes the workload of a rank, as build_workload(config, rank=, size=)."""
 
 
 @dataclass(frozen=True)
