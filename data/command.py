@@ -1,4 +1,4 @@
-"""The parser of a command: its name, a description, and examples that can be typed."""
+"""Builds the parser of a command: name, description, examples."""
 
 from __future__ import annotations
 

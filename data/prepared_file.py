@@ -1,4 +1,4 @@
-"""What all prepared HDF5 files share: created whole or not at all, checked when opened, mapped into memory."""
+"""What all prepared HDF5 files share: atomic creation, checksums, memory maps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run file for other tools: every series that it holds, as CSV, for TensorBoard or for Weights & Biases.
+"""Exports every series of a run file as CSV, for TensorBoard or for Weights & Biases.
 
     python -m jobs.export runs/vgg.h5 --csv vgg.csv
     python -m jobs.export runs/vgg.h5 --tensorboard logs/vgg      then: tensorboard --logdir logs

@@ -1,4 +1,4 @@
-"""What each rank did when: one file for Perfetto and one picture, from the times that a run recorded itself.
+"""Draws what each rank did when, from the times in a run file: a file for Perfetto and a page.
 
     python -m jobs.launch -n 4 -m jobs.train CONFIG.toml --set run.timeline=true run.file=runs/vgg.h5
     python -m jobs.timeline runs/vgg.h5 -o vgg

@@ -1,4 +1,4 @@
-"""A live view of a run in the terminal, while it runs and across its restarts.
+"""Shows a run in the terminal while it runs and across its restarts.
 
     python -m jobs.watch RUN.h5 [RUN.h5 ...]
 

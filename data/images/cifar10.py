@@ -1,4 +1,4 @@
-"""CIFAR-10: the official binary layout, and the image file made of it.
+"""Reads CIFAR-10's official binary layout.
 
 A batch file is a row of records, each of one label byte and 3072 pixel bytes: 32x32 red, then green, then
 blue. The Python version is pickled and never read.

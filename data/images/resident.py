@@ -1,4 +1,4 @@
-"""Batches of images that never leave a device: the same bytes as data.images.loader gives, cut there."""
+"""Batches of images cut on a device: the same bytes as data.images.loader's."""
 
 from __future__ import annotations
 

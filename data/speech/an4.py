@@ -1,4 +1,4 @@
-"""CMU AN4: the published layout, judged file by file, and the speech file made of it.
+"""Reads CMU AN4's published layout, and checks it file by file.
 
     etc/an4_train.fileids, etc/an4_test.fileids                a path below wav/ per line, without its ending
     etc/an4_train.transcription, etc/an4_test.transcription    <s> SO IT IS SPELT </s> (last part of the path)

@@ -1,4 +1,4 @@
-"""Batches of recordings as torch tensors: of like length, sharded by rank, on the device where there is one."""
+"""Batches of recordings of similar length as torch tensors, sharded by rank."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Plain text into packed sequences of numbered words, in steps that an interruption does not undo."""
+"""Packs plain text into sequences of numbered words; an interrupted call continues where it stopped."""
 
 from __future__ import annotations
 

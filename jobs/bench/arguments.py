@@ -1,4 +1,4 @@
-"""What the bench's command line takes: names, defaults and the parser."""
+"""Names, defaults and parser of the bench's command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step time over the bandwidth of the links, from documents of the bench at several rates: `python -m jobs.bench.bandwidth`."""
+"""Draws step time over link bandwidth, from bench documents at several rates: `python -m jobs.bench.bandwidth`."""
 
 from __future__ import annotations
 

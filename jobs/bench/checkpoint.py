@@ -1,4 +1,4 @@
-"""What checkpoints cost: steps with and without them, in turns within one run.
+"""Measures what checkpoints cost: alternating blocks of steps with and without them, in one run.
 
     python -m jobs.launch -n 4 -m jobs.bench.checkpoint jobs/configs/digits.toml --set model.width=1.0
 

@@ -1,4 +1,4 @@
-"""Where the bench runs: the CPU, and what another device must offer; and what a device reports."""
+"""Device interface of the bench, with its CPU implementation."""
 
 from __future__ import annotations
 

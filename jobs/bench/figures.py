@@ -1,4 +1,4 @@
-"""Pictures and CSV files of what the bench measured."""
+"""Draws bench documents, and writes them as CSV files."""
 
 from __future__ import annotations
 

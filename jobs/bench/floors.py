@@ -1,4 +1,4 @@
-"""What a stage must take at least: the bytes it must move and the messages it must wait for, at this run's speeds.
+"""Computes the least time of each stage, from bytes and messages and the measured speeds of the run.
 
 The speeds are measured with all ranks at work at once, as they are in a step, so that a floor holds for cores and
 links that are shared.

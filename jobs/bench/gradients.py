@@ -1,4 +1,4 @@
-"""Gradients to measure on: drawn fresh in every step, one pass over the vector, the same from run to run.
+"""Draws a new gradient for every step in one pass over the vector, equal from run to run.
 
 A gradient is `memory` times the last one plus an innovation, which is the sum of a part that all ranks share and
 a part of this rank's own, each block of BLOCK elements with a scale of its own. The innovations are read from a

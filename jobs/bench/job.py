@@ -1,4 +1,4 @@
-"""The bench on the ranks of an mpiexec: one run, or the table of GPUs; or on several mpiexecs that it starts itself."""
+"""Runs the bench on the ranks of an mpiexec, or starts an mpiexec for each number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measuring loop: every contestant reduces the same gradients, one after another within each step.
+"""Measuring loop: every contestant reduces the same gradients, one after another within each step.
 
 The time of a step is that of its slowest rank, from a barrier until all ranks have finished, the device's work included;
 drawing the gradient, filling one that is overwritten, and the first barrier are outside.

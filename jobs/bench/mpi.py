@@ -1,4 +1,4 @@
-"""The MPI library's own Allreduce, as a method among the others."""
+"""The MPI library's own Allreduce as a method of the bench."""
 
 from __future__ import annotations
 

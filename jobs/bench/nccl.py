@@ -1,4 +1,4 @@
-"""NCCL's dense allreduce through torch.distributed, as a method among the others."""
+"""NCCL's dense allreduce through torch.distributed as a method of the bench."""
 
 from __future__ import annotations
 

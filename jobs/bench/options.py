@@ -1,4 +1,4 @@
-"""The bench's command line, checked as a whole before anything starts."""
+"""Checks the bench's command line as a whole, before anything starts."""
 
 from __future__ import annotations
 

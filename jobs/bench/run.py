@@ -1,4 +1,4 @@
-"""One run of the bench on the ranks of an mpiexec."""
+"""Measures one run of the bench on the ranks of an mpiexec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bench prints: times, traffic, stages beside their floors, memory; of a sweep, words.
+"""Renders a bench document as text: times, traffic, stages with floors, memory; of a sweep, words.
 
     python -m jobs.bench.tables FILE.json                   the tables of a document again
     python -m jobs.bench.tables FILE.json --into README.md

@@ -1,4 +1,4 @@
-"""Decisions that all ranks of a job take alike, so that an error of one is an error of all and nobody waits in vain."""
+"""Makes all ranks of a job decide alike: an error on one rank is raised on all."""
 
 from __future__ import annotations
 

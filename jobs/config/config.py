@@ -1,4 +1,4 @@
-"""What a training run is: typed, validated, frozen. What is of one section alone is in jobs.config.sections.
+"""The configuration of a training run: all sections, and the checks between them.
 
 jobs.config.file reads it from a file and a command line.
 """

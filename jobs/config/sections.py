@@ -1,4 +1,4 @@
-"""The sections of a training run's configuration: every key with its type, its bounds and its default.
+"""Sections of a training run's configuration: each key with its type, bounds and default.
 
 Those of the reduction have their defaults in oktopk.Settings.
 """

@@ -1,4 +1,4 @@
-"""A whole table of results by one command, which may be given again until the table is complete.
+"""Makes a whole table of results by one command, which continues the table when repeated.
 
     python -m jobs.experiment vgg --data cifar10.h5 -o vgg --budget 540
     python -m jobs.experiment bert --data text.h5 -o bert --steps 2000

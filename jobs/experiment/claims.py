@@ -1,4 +1,4 @@
-"""What experiments are to show, held against what was measured: the verdicts of a report.
+"""Compares what experiments should show with what was measured: the verdicts of a report.
 
 A figure that was not measured is NaN, and a claim that needs one is open.
 """

@@ -1,4 +1,4 @@
-"""What Ok-Topk is to show beside dense where a language is learnt: losses of held-out masked words, and time."""
+"""Claims of the BERT experiment: held-out losses of masked words, and times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an experiment is going to do: each run with its configuration, whether it is done, and how long it takes."""
+"""Plans an experiment: each run with its configuration, whether it is done, and how long it takes."""
 
 from __future__ import annotations
 

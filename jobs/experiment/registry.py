@@ -1,4 +1,4 @@
-"""The experiments. One entry of EXPERIMENTS is one table of results; jobs.experiment runs it."""
+"""The experiments: an entry of EXPERIMENTS for each table of results."""
 
 from __future__ import annotations
 

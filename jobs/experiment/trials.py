@@ -1,4 +1,4 @@
-"""The runs of an experiment: which methods are trained, how often and on how many ranks, and how long that takes."""
+"""The runs of an experiment, and their expected durations."""
 
 from __future__ import annotations
 

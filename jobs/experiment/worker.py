@@ -1,4 +1,4 @@
-"""What jobs.experiment starts: trains several runs one after the other on the same ranks.
+"""Trains several runs of an experiment one after the other on the same ranks.
 
     mpiexec -n 4 python -m mpi4py -m jobs.experiment.worker PLAN.json OUTCOME.json
 

@@ -1,4 +1,4 @@
-"""Runs that differ in nothing but their seed, seen as one: what a line of a picture or a row of a table stands for."""
+"""Groups runs that differ in their seed alone: a line of a picture, a row of a table."""
 
 from __future__ import annotations
 

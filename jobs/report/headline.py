@@ -1,4 +1,4 @@
-"""What Ok-Topk gains and costs beside a dense allreduce, in four figures for the top of a page."""
+"""Compares Ok-Topk with a dense allreduce in four figures, for the top of a page."""
 
 from __future__ import annotations
 

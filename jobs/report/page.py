@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing beside it: pictures are embedded, nothing is fetched."""
+"""Renders the report as one self-contained HTML page."""
 
 from __future__ import annotations
 

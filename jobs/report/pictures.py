@@ -1,4 +1,4 @@
-"""The pictures of the report: which figures of the groups each shows."""
+"""Selects the data of each picture of the report."""
 
 from __future__ import annotations
 

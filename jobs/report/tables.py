@@ -1,4 +1,4 @@
-"""The tables of the report: methods, settings, regions and speeds; for the terminal, the page and a Markdown file."""
+"""Tables of the report (methods, regions, sweep), and their text for terminal and Markdown."""
 
 from __future__ import annotations
 

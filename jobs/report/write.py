@@ -1,4 +1,4 @@
-"""Writes the report of some runs: page, picture, CSV files; and the table that closes it in the terminal."""
+"""Writes a report: page, picture, CSV files; returns the closing table."""
 
 from __future__ import annotations
 

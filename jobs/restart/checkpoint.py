@@ -1,4 +1,4 @@
-"""Checkpoints of a run on many ranks: taken between two steps, written behind the next ones, valid when every rank's part is.
+"""Writes checkpoints of a run on many ranks, behind the steps that follow.
 
 Each rank copies its state to host memory and goes on; a thread writes the copy. What one rank alone knows (a signal, the time,
 that its part is on disk, that the disk is full) travels in a reduction of a few integers that is begun after one step and read

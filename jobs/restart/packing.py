@@ -1,4 +1,4 @@
-"""State as named tensors and a JSON tree: what a checkpoint can hold without pickle.
+"""Packs a state into named tensors and a JSON tree, without pickle.
 
 A state is nested dictionaries, lists and tuples of tensors, arrays and plain values. Everything else is refused when it is
 packed, so nothing that is read back can be more than data.

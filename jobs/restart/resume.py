@@ -1,4 +1,4 @@
-"""Where a run continues: the newest checkpoint that is whole, on as many ranks or on another number of them."""
+"""Finds the newest checkpoint that is whole, for as many ranks or another number."""
 
 from __future__ import annotations
 

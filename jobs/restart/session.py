@@ -1,4 +1,4 @@
-"""One job of a run that may take several: what it finds of the earlier ones, and what it leaves for the next."""
+"""Start, resume and checkpointing of one job of a restartable run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noted here, acted on when all ranks have agreed on the step."""
+"""Notes signals that ask a run to stop; ranks act when all have agreed on the step."""
 
 from __future__ import annotations
 

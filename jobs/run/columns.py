@@ -1,4 +1,4 @@
-"""The columns of a run file: name, type, unit, where the value comes from, and how it is reduced over the ranks."""
+"""Columns of a run file: name, type, unit, source, and reduction over the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of one run: an HDF5 file in SWMR mode, readable while it grows and after its writer was killed.
+"""Writes the record of a run: an HDF5 file in SWMR mode, readable while it grows and after its writer was killed.
 
 Layout:
     attributes            format, config (JSON), versions (JSON), method, ranks, length, k, batch_size, seed,

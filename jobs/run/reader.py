@@ -1,4 +1,4 @@
-"""Reading a run file, whatever became of its writer."""
+"""Reads a run file, also one whose writer is at work or was killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One job of a training run: set it up, take it on from where it was, and guard its steps."""
+"""Runs one job of a training run: set-up, resume, guarded steps."""
 
 from __future__ import annotations
 

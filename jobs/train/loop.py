@@ -1,4 +1,4 @@
-"""The training loop: what every rank does in every step, and the evaluations in between."""
+"""The training loop: steps and evaluations of every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forward and the backward pass of a training step: asked for kernel by kernel, or replayed as CUDA graphs."""
+"""Forward and backward pass of a step: eager, or replayed as CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a rank computes: the one place among the jobs that knows a GPU from the host, but for what CUDA graphs replay."""
+"""Device interface of training: CPU and CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning rate of every step."""
+"""Computes the learning rate of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run trains with: a device, a task and a reduction of its gradients."""
+"""Builds what a run trains with: device, task and reduction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench's gradients drawn on a GPU: those of jobs.bench.gradients, to rounding, without a trip through the host."""
+"""Draws the gradients of jobs.bench.gradients on a GPU, equal to rounding."""
 
 from __future__ import annotations
 

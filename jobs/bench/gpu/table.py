@@ -1,4 +1,4 @@
-"""The table that Ok-Topk on GPUs is held to: each cell is a run of its own, written as soon as it is done."""
+"""Measures the table of GPU targets: each cell is a run, written as soon as it is done."""
 
 from __future__ import annotations
 

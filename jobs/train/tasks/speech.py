@@ -1,4 +1,4 @@
-"""Speech into text by CTC: a workload."""
+"""Speech recognition by CTC: a Workload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training task offers: its network, its batches, its loss and its score."""
+"""Interface of a training task: network, batches, loss, score."""
 
 from __future__ import annotations
 
