@@ -165,11 +165,9 @@ class TrainingLoop:
         timer = PhaseTimer(self.placement)
         losses = [self._accumulate(timer, number) for number in range(self.config.training.accumulate)]
         every = self.config.run.measure_every
-        with self.placement.range("reduction"):
-            report = self.optimizer.reduce(measure=bool(every) and (step + 1) % every == 0)
+        report = self.optimizer.reduce(measure=bool(every) and (step + 1) % every == 0)
         timer.record("reduction")
-        with self.placement.range("optimizer"):
-            self.optimizer.apply()
+        self.optimizer.apply()
         timer.record("optimizer")
         # read when the run file is written: until then a GPU need not be waited for
         self.timed.append(TimedStep(report, losses, timer, rate))
@@ -177,18 +175,15 @@ class TrainingLoop:
 
     def _accumulate(self, timer: PhaseTimer, number: int) -> torch.Tensor:
         """One backward pass of a step, on top of those before; returns the loss."""
-        with self.placement.range("data"):
-            batch = next(self.batches)
+        batch = next(self.batches)
         timer.record("data")
         if not number:
             self.optimizer.zero_grad()
         last = number + 1 == self.config.training.accumulate
         with nullcontext() if last else self.optimizer.no_sync():
-            with self.placement.range("forward"):
-                loss = self.passes.forward(batch, last=last)
+            loss = self.passes.forward(batch, last=last)
             timer.record("forward")
-            with self.placement.range("backward"):
-                self.passes.backward()
+            self.passes.backward()
             timer.record("backward")
         return loss
 

@@ -7,7 +7,6 @@ import platform
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,10 +42,6 @@ class Placement:
     def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:
         self.description = platform.processor() or platform.machine()
         self.unit = socket.gethostname()
-
-    def range(self, name: str) -> AbstractContextManager[object]:
-        """Within it what is asked for has that name in a profiler."""
-        return nullcontext()
 
     def mark(self) -> Any:
         """Now, after all work that was asked for before; for `read`. Waits for nothing."""
@@ -98,9 +93,6 @@ class CudaPlacement(Placement):
         )
         # convolutions have fixed shapes here, so that the search for their fastest algorithm pays
         torch.backends.cudnn.benchmark = not deterministic
-
-    def range(self, name: str) -> AbstractContextManager[object]:
-        return torch.cuda.nvtx.range(name)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
