@@ -147,9 +147,8 @@ def is_done(file: Path, document: Mapping[str, Any], trial: Trial) -> bool:
             steps, evaluated = reader.steps()["step"], reader.evaluations()["seconds"]
     except (RunFileError, *DAMAGE):
         return False
-    if trial.kind in SHORT and not (
-        len(steps) and len(evaluated) and steps[-1] == config["training"]["steps"]
-    ):
+    ended = len(steps) and len(evaluated) and steps[-1] == config["training"]["steps"]
+    if trial.kind in SHORT and not ended:
         return False
     differing = [
         f"{section}.{key} {found.get(section, {}).get(key)!r}, not {value!r}"
