@@ -68,11 +68,8 @@ def run_path(options: argparse.Namespace, method: str, seed: int) -> Path:
 def train(options: argparse.Namespace, seed: int) -> int:
     """Train with each method on this host; returns the status of the first job that failed."""
     for method in METHODS:
-        print(
-            f"{method} on {options.ranks} ranks and {available_cores()} cores"
-            + (f", seed {seed}" if options.seeds > 1 else ""),
-            flush=True,
-        )
+        which = f", seed {seed}" if options.seeds > 1 else ""
+        print(f"{method} on {options.ranks} ranks and {available_cores()} cores{which}", flush=True)
         settings = {
             "training.steps": options.steps,
             "training.eval_every": EVALUATE_EVERY,
@@ -106,9 +103,8 @@ def train_over_links(options: argparse.Namespace, patience: float) -> SlowLinks:
         paths.append(options.output / f"{method}-1gbit.h5")
         settings = {"training.steps": LINK_STEPS, "training.eval_every": LINK_STEPS, "training.device": "cpu"}
         try:
-            problem = _over_links(
-                options.ranks, training_arguments(options, method, paths[-1], settings), patience
-            )
+            arguments = training_arguments(options, method, paths[-1], settings)
+            problem = _over_links(options.ranks, arguments, patience)
             if not problem:
                 read_runs(paths[-1:])
         except (OSError, LaunchError, RunFileError) as error:

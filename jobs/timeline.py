@@ -85,21 +85,11 @@ def trace(spans: Columns, title: str) -> dict[str, Any]:
     for rank in np.unique(spans["rank"]).tolist():
         events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
         for thread, name in enumerate(("steps", "between steps")):
-            events.append(
-                {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}}
-            )
+            thread_name = {"ph": "M", "name": "thread_name", "args": {"name": name}}
+            events.append(thread_name | {"pid": rank, "tid": thread})
     for step, rank, name, _, start, seconds in zip(*(spans[key].tolist() for key in spans), strict=True):
-        events.append(
-            {
-                "ph": "X",
-                "pid": rank,
-                "tid": int(name in BETWEEN),
-                "name": name,
-                "ts": 1e6 * start,
-                "dur": 1e6 * seconds,
-                "args": {"step": step},
-            }
-        )
+        span = {"ph": "X", "pid": rank, "tid": int(name in BETWEEN), "name": name, "args": {"step": step}}
+        events.append(span | {"ts": 1e6 * start, "dur": 1e6 * seconds})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"run": title}}
 
 

@@ -109,10 +109,8 @@ def progress(done: int, total: int) -> Table | str:
     if not total:
         return f"{done:,} steps"
     bar = Table.grid(padding=(0, 1))
-    bar.add_row(
-        ProgressBar(total=total, completed=done, width=40),
-        f"{done:,} of {total:,} steps ({done / total:.1%})",
-    )
+    text = f"{done:,} of {total:,} steps ({done / total:.1%})"
+    bar.add_row(ProgressBar(total=total, completed=done, width=40), text)
     return bar
 
 

@@ -77,9 +77,8 @@ def runs_in_words(group: Group) -> str:
     """How many seeds a group has, and how many of its runs are unfinished."""
     unfinished = sum(not run.complete for run in group.runs)
     seeds = len({run.info.seed for run in group.runs})
-    parts = [f"{seeds} seeds"] * (seeds > 1) + [f"{unfinished} of {len(group.runs)} unfinished"] * (
-        unfinished > 0
-    )
+    parts = [f"{seeds} seeds"] * (seeds > 1)
+    parts += [f"{unfinished} of {len(group.runs)} unfinished"] * (unfinished > 0)
     return ", ".join(parts)
 
 
@@ -158,18 +157,12 @@ def methods_table(groups: Sequence[Group], target: float | None = None) -> Table
     words = max((int(run.evaluations["samples"][-1]) for run in evaluated), default=1)
     heard = f" Error rates are of {words} words: one of them is {1 / words:.4f}." if speech else ""
     seeds = any(len(group.counted) > 1 for group in groups)
-    spread = (
-        "Accuracy, error rates and loss: mean over the seeds ± sample standard deviation. " if seeds else ""
-    )
+    spread = "Accuracy, error rates and loss: mean over the seeds ± sample standard deviation. " * seeds
     combined = any(group.mean("part_combined_seconds") for group in groups)
     both = "Both: selection and exchange in one stream of kernels. " if combined else ""
-    return table(
-        "Methods",
-        columns,
-        groups,
-        f"{spread}Times leave out the first steps, evaluations and measurements. {both}Words: "
-        f"payload; a share is that of a dense allreduce, 2n(P−1)/P.{heard}",
-    )
+    note = f"{spread}Times leave out the first steps, evaluations and measurements. {both}Words: "
+    note += f"payload; a share is that of a dense allreduce, 2n(P−1)/P.{heard}"
+    return table("Methods", columns, groups, note)
 
 
 def _to_target(target: float, group: Group) -> Cell:
@@ -207,13 +200,9 @@ def regions_table(groups: Sequence[Group]) -> Table:
         WORDS,
         STEP,
     ]
-    return table(
-        "Regions",
-        columns,
-        groups,
-        "Entries: what all ranks selected in a region, which its rank receives and sums; in measured steps. Equal "
-        "regions always go through MPI, balanced ones through peer memory where there is any.",
-    )
+    note = "Entries: what all ranks selected in a region, which its rank receives and sums; in measured steps. Equal "
+    note += "regions always go through MPI, balanced ones through peer memory where there is any."
+    return table("Regions", columns, groups, note)
 
 
 def swept(usual: Sequence[Run], others: Sequence[Run]) -> dict[Group, dict[str, Any]]:
@@ -250,12 +239,8 @@ def sweep_table(settings: dict[Group, dict[str, Any]], dense: Group | None) -> T
         note = runs_in_words if not columns else lambda group: ""
         columns.append(Column(name.split(".")[-1], "", partial(setting, name, note)))
     columns += [LOSS, Column("Above dense's", "", above), DEVIATION, XI, WORDS, STEP]
-    return table(
-        "Sweep",
-        columns,
-        list(settings),
-        "Ok-Topk, all else as above; the same figures and more in sweep.csv.",
-    )
+    said = "Ok-Topk, all else as above; the same figures and more in sweep.csv."
+    return table("Sweep", columns, list(settings), said)
 
 
 def markdown(table: Table) -> str:

@@ -108,14 +108,8 @@ class Session:
                 )
             seed_generators(self._config.training.seed, self._comm.rank)
             return Resumed(Progress(), begun, identity)
-        progress = restore(
-            found,
-            model,
-            optimizer,
-            rank=self._comm.rank,
-            ranks=self._comm.size,
-            seed=self._config.training.seed,
-        )
+        place = {"rank": self._comm.rank, "ranks": self._comm.size, "seed": self._config.training.seed}
+        progress = restore(found, model, optimizer, **place)
         self._say(f"resumed after step {found.step} from {found.path}")
         if found.ranks != self._comm.size:
             self._say(
