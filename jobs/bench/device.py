@@ -67,7 +67,7 @@ class Device:
 
     @contextmanager
     def watch(self) -> Iterator[Growth]:
-        """Within it a Growth is measured, filled in when it ends.
+        """Measure the memory growth of the block; the Growth is filled in when it ends.
 
         On the CPU NumPy's and Python's allocations are counted, and the resident set, which sees those of MPI and kernels.
         """

@@ -90,7 +90,7 @@ class _Variable:
 
 @contextmanager
 def _tuned_algorithm(number: int, method: str) -> Iterator[None]:
-    """Within it, Open MPI gives new communicators this allreduce algorithm."""
+    """Let Open MPI give communicators that are made in the block this allreduce algorithm."""
     library = _loaded_library()
     level = ctypes.c_int()
     # the level that MPI has: Open MPI takes a lower one for its own from then on
