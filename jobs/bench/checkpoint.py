@@ -25,7 +25,8 @@ from data.command import command_parser
 from jobs.cluster.agreement import Refused, decide_on_root, say
 from jobs.config.config import Config
 from jobs.config.file import ConfigError, load
-from jobs.restart.checkpoint import Checkpointer, Due, Interval
+from jobs.config.sections import CheckpointConfig
+from jobs.restart.checkpoint import Checkpointer, Due
 from jobs.restart.files import Identity, list_sets, remove_sets
 from jobs.restart.signals import leave
 from jobs.restart.state import BatchStream, Position, capture, model_digest
@@ -46,7 +47,7 @@ def bench(config: Config, comm: MPI.Intracomm, folder: Path, *, steps: int, ever
         workload, config.training.batch_size * comm.size, Position(), workload.steps_per_epoch
     )
     identity = Identity(model_digest(workload.model), config.reduction.method, optimizer.length)
-    checkpointer = Checkpointer(comm, folder, identity, {}, interval=Interval(), keep=2)
+    checkpointer = Checkpointer(comm, folder, identity, {}, CheckpointConfig(every_minutes=0.0, keep=2))
 
     def block(count: int, save: bool) -> tuple[float, float]:
         """Seconds of some steps on the slowest rank, and those that training stood still to copy."""

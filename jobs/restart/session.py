@@ -16,7 +16,7 @@ from torch import nn
 from data.durable import sync
 from jobs.cluster.agreement import decide_on_root, say
 from jobs.config.config import Config
-from jobs.restart.checkpoint import Checkpointer, Interval
+from jobs.restart.checkpoint import Checkpointer
 from jobs.restart.files import Identity
 from jobs.restart.resume import find
 from jobs.restart.safeguard import Safeguard
@@ -149,8 +149,7 @@ class Session:
                 "host": provenance.host(),
                 "commit": config.run.commit or provenance.commit(),
             },
-            interval=Interval(config.checkpoint.every_steps, config.checkpoint.every_minutes),
-            keep=config.checkpoint.keep,
+            config.checkpoint,
             patience=config.run.watchdog,
             received=lambda: note.received,
             # a set must not say more steps are done than the run file on the disk
