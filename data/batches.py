@@ -1,4 +1,4 @@
-"""One rank's training batches of an epoch, one by one, or cut in blocks on a device."""
+"""Training batches of one rank, one at a time or cut in blocks on a device."""
 
 from __future__ import annotations
 

@@ -76,14 +76,7 @@ def fetch_rest(url: str, part: Path, timeout: float) -> None:
         length = response.headers.get("Content-Length")
         total = arrived + int(length) if length else None
         # disable=None: no bar where the output is not a terminal.
-        bar = tqdm(
-            total=total,
-            initial=arrived,
-            unit="B",
-            unit_scale=True,
-            desc=part.stem,
-            disable=None,
-        )
+        bar = tqdm(total=total, initial=arrived, unit="B", unit_scale=True, desc=part.stem, disable=None)
         with open(part, "ab" if arrived else "wb") as file, bar:
             while chunk := response.read(CHUNK_BYTES):
                 file.write(chunk)

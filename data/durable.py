@@ -1,4 +1,4 @@
-"""Files that outlive a machine that fails, and have one writer: brought to the disk before they count, locked while written."""
+"""Writes files durably (fsync, atomic rename) and locks them for one writer."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from data import DataError
+from data.command import command_parser
 from data.download import download, md5_of
 from data.durable import exclusive
 from data.images import cifar10, digits
@@ -52,6 +53,12 @@ def prepare_cifar10(source: Path, output: Path, *, partial: bool = False, force:
         return line
     batches = cifar10.find_batches(source, partial=partial)
     counts = {split: sum(b.records for b in batches if b.split == split) for split in ("train", "test")}
+    known = source.is_file() and md5_of(source) == cifar10.MD5
+    origin = (
+        f"official archive, md5 {cifar10.MD5}"
+        if known
+        else f"{source.name}, not compared with the official archive"
+    )
     # disable=None: no bar where the output is not a terminal.
     with tqdm(total=sum(counts.values()), unit="image", desc="cifar10", disable=None) as bar:
 
@@ -65,11 +72,22 @@ def prepare_cifar10(source: Path, output: Path, *, partial: bool = False, force:
             parts(),
             name="cifar10",
             classes=cifar10.CLASSES,
-            source=f"CIFAR-10 binary version, {provenance(source)}",
+            source=f"CIFAR-10 binary version, {origin}",
             shape=cifar10.SHAPE,
             counts=counts,
         )
     return f"{output}: wrote {description(*cifar10.open_cifar10(output))}"
+
+
+def kept_cifar10(output: Path, *, partial: bool, force: bool) -> str | None:
+    """As data.prepared_file.kept, for CIFAR-10: whole, or (partial) any part of it."""
+    counts = len(cifar10.TRAIN_FILES) * cifar10.BATCH_RECORDS, cifar10.BATCH_RECORDS
+
+    def same(train: ImageSet, test: ImageSet) -> bool:
+        return train.name == "cifar10" and ((len(train), len(test)) == counts or partial)
+
+    wanted = f"'cifar10' of {counts[0]} training and {counts[1]} test images"
+    return kept(output, open_image_file, description, wanted, same, force=force)
 
 
 def prepare_digits(output: Path, *, size: int, held_out: float, seed: int, force: bool = False) -> str:
@@ -93,17 +111,18 @@ def prepare_digits(output: Path, *, size: int, held_out: float, seed: int, force
     return f"{output}: wrote {description(*open_image_file(output))}"
 
 
+def description(train: ImageSet, test: ImageSet) -> str:
+    """A prepared data set in words."""
+    channels, height, width = train.shape
+    return f"{train.name!r} of {len(train)} training and {len(test)} test images, {channels}x{height}x{width}"
+
+
 def prepare_an4(
-    source: Path,
-    output: Path,
-    *,
-    byte_order: str | None = None,
-    partial: bool = False,
-    force: bool = False,
+    source: Path, output: Path, *, byte_order: str | None = None, partial: bool = False, force: bool = False
 ) -> str:
     """Write AN4 from its published layout.
 
-    What was read when it is interrupted stays in a folder beside the output, and the same call continues from there.
+    An interrupted call keeps what it has read in a folder beside the output; the same call continues from there.
 
     Args:
         source: directory with etc/ and wav/.
@@ -128,24 +147,10 @@ def prepare_an4(
             )
     if not output.parent.is_dir():
         raise DataError(f"{output.parent}: no such directory")
-    parts = an4.parts_of(output, found, byte_order)
-    try:
-        _write_an4(output, source, found, byte_order, parts)
-    except DataError:
-        parts.remove()  # a recording that cannot be used: the rest is read again with the one that replaces it
-        raise
-    parts.remove()
-    return f"{output}: wrote {speech_description(*an4.open_an4(output))}"
-
-
-def _write_an4(
-    output: Path,
-    source: Path,
-    found: dict[str, tuple[an4.Utterance, ...]],
-    byte_order: str | None,
-    parts: Parts,
-) -> None:
-    with tqdm(total=sum(map(len, found.values())), unit="utterance", desc="an4", disable=None) as bar:
+    with (
+        Parts(output, an4.identity(found, byte_order)).kept_until_done() as parts,
+        tqdm(total=sum(map(len, found.values())), unit="utterance", desc="an4", disable=None) as bar,
+    ):
 
         def samples(split: str) -> Iterator[NDArray[np.int16]]:
             for utterance in an4.read_by_parts(split, found[split], byte_order, parts):
@@ -161,6 +166,7 @@ def _write_an4(
             labels={split: [each.labels for each in found[split]] for split in found},
             samples=samples,
         )
+    return f"{output}: wrote {speech_description(*an4.open_an4(output))}"
 
 
 def speech_description(train: SpeechSet, test: SpeechSet) -> str:
@@ -169,105 +175,76 @@ def speech_description(train: SpeechSet, test: SpeechSet) -> str:
     return f"{train.name!r} of {len(train)} training and {len(test)} test utterances, {hours} hours"
 
 
-def kept_cifar10(output: Path, *, partial: bool, force: bool) -> str | None:
-    """As data.prepared_file.kept, for CIFAR-10: whole, or (partial) any part of it."""
-    counts = len(cifar10.TRAIN_FILES) * cifar10.BATCH_RECORDS, cifar10.BATCH_RECORDS
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    title = "Write a data set into the HDF5 layout that training reads."
+    top = command_parser("data.prepare", title, "digits -o digits.h5", "cifar10 --download -o cifar10.h5")
+    sets = top.add_subparsers(dest="set", required=True)
 
-    def same(train: ImageSet, test: ImageSet) -> bool:
-        return train.name == "cifar10" and ((len(train), len(test)) == counts or partial)
+    def data_set(name: str, description: str, *examples: str) -> argparse.ArgumentParser:
+        like = command_parser("data.prepare", description, *examples)
+        parser = sets.add_parser(
+            name,
+            help=description,
+            description=description,
+            epilog=like.epilog,
+            formatter_class=like.formatter_class,
+        )
+        parser.add_argument(
+            "-o", "--output", type=Path, required=True, metavar="FILE.h5", help="HDF5 file to write"
+        )
+        parser.add_argument("--force", action="store_true", help="Replace the output file if it exists")
+        return parser
 
-    wanted = f"'cifar10' of {counts[0]} training and {counts[1]} test images"
-    return kept(output, open_image_file, description, wanted, same, force=force)
+    text = "cifar10 cifar-10-binary.tar.gz -o cifar10.h5"
+    parser = data_set(
+        "cifar10", "CIFAR-10, from its official binary version.", text, "cifar10 --download -o cifar10.h5"
+    )
+    origin = parser.add_mutually_exclusive_group(required=True)
+    origin.add_argument("source", nargs="?", type=Path, help="Folder of the binary version, or its .tar.gz")
+    text = "Fetch the archive of 170 MB into the folder of the output"
+    origin.add_argument("--download", action="store_true", help=text)
+    add = parser.add_argument
+    add("--url", default=cifar10.URL, help="Address of the archive for --download; default: %(default)s")
+    add("--partial", action="store_true", help="Accept fewer than 50,000 training and 10,000 test images")
 
+    text = "The handwritten digits of scikit-learn; no network needed."
+    add = data_set("digits", text, "digits -o digits.h5").add_argument
+    add("--size", type=int, default=32, help="Pixels per side, at least 8; default: %(default)s")
+    text = "Share of the test split, in (0, 1); default: %(default)s"
+    add("--held-out", type=float, default=0.5, help=text)
+    add("--seed", type=int, default=0, help="Seed of the random split; default: %(default)s")
 
-def description(train: ImageSet, test: ImageSet) -> str:
-    """A prepared data set in words."""
-    channels, height, width = train.shape
-    return f"{train.name!r} of {len(train)} training and {len(test)} test images, {channels}x{height}x{width}"
+    text = "CMU AN4, from its published layout. An interrupted call continues when repeated."
+    add = data_set("an4", text, "an4 an4 -o an4.h5").add_argument
+    add("source", type=Path, help="Folder with etc/ and wav/, the recordings as WAV or raw files")
+    text = "Byte order of raw files, which do not state it; required for them"
+    add("--byte-order", choices=an4.ORDERS, help=text)
+    add("--partial", action="store_true", help="Accept fewer than 948 training and 130 test utterances")
 
-
-def provenance(source: Path) -> str:
-    """Where the pixels come from, and whether they are known to be the published ones."""
-    if source.is_file() and md5_of(source) == cifar10.MD5:
-        return f"official archive, md5 {cifar10.MD5}"
-    return f"{source.name}, not compared with the official archive"
+    text = "Plain text, packed for BERT. An interrupted call continues when repeated."
+    add = data_set("text", text, "text articles -o text.h5 --vocabulary-size 30522").add_argument
+    add("source", type=Path, help="Folder or file of UTF-8 text; a blank line ends a document")
+    text = "Tokens per sequence, at least 8; default: %(default)s"
+    add("--length", type=int, default=Recipe.length, help=text)
+    text = "File with one word per line; default: a vocabulary trained on the text"
+    add("--vocabulary", type=Path, metavar="FILE", help=text)
+    text = (
+        f"Most words of a trained vocabulary, from {len(SPECIAL) + 1} to {MOST_WORDS}; default: %(default)s"
+    )
+    add("--vocabulary-size", type=int, default=Recipe.vocabulary_size, help=text)
+    text = "Share of the documents that is held out, in (0, 1); default: %(default)s"
+    add("--held-out", type=float, default=Recipe.held_out, help=text)
+    text = "Pattern of the names of files to hold out, instead of a share; default: none"
+    add("--held-out-files", metavar="PATTERN", default="", help=text)
+    text = "Seed of the random sentence pairs; default: %(default)s"
+    add("--seed", type=int, default=Recipe.seed, help=text)
+    return top.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data.prepare",
-        description="Write a data set into the HDF5 layout that training reads.",
-        epilog="examples:\n"
-        "  python -m data.prepare digits -o digits.h5\n"
-        "  python -m data.prepare cifar10 --download -o cifar10.h5",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sets = parser.add_subparsers(dest="set", required=True)
-
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="FILE.h5", help="HDF5 file to write"
-    )
-    common.add_argument("--force", action="store_true", help="Replace the output file if it exists")
-
-    cifar = _add_set(
-        sets,
-        "cifar10",
-        common,
-        "CIFAR-10, from its official binary version.",
-        "cifar10 cifar-10-binary.tar.gz -o cifar10.h5",
-        "cifar10 --download -o cifar10.h5",
-    )
-    origin = cifar.add_mutually_exclusive_group(required=True)
-    origin.add_argument("source", nargs="?", type=Path, help="Folder of the binary version, or its .tar.gz")
-    origin.add_argument(
-        "--download", action="store_true", help="Fetch the archive of 170 MB into the folder of the output"
-    )
-    cifar.add_argument(
-        "--url", default=cifar10.URL, help="Address of the archive for --download; default: %(default)s"
-    )
-    cifar.add_argument(
-        "--partial", action="store_true", help="Accept fewer than 50,000 training and 10,000 test images"
-    )
-
-    digit = _add_set(
-        sets,
-        "digits",
-        common,
-        "The handwritten digits of scikit-learn; no network needed.",
-        "digits -o digits.h5",
-    )
-    digit.add_argument(
-        "--size", type=int, default=32, help="Pixels per side, at least 8; default: %(default)s"
-    )
-    digit.add_argument(
-        "--held-out", type=float, default=0.5, help="Share of the test split, in (0, 1); default: %(default)s"
-    )
-    digit.add_argument("--seed", type=int, default=0, help="Seed of the random split; default: %(default)s")
-
-    speech = _add_set(
-        sets,
-        "an4",
-        common,
-        "CMU AN4, from its published layout. An interrupted call continues when repeated.",
-        "an4 an4 -o an4.h5",
-    )
-    speech.add_argument(
-        "source", type=Path, help="Folder with etc/ and wav/, the recordings as WAV or raw files"
-    )
-    speech.add_argument(
-        "--byte-order",
-        choices=an4.ORDERS,
-        help="Byte order of raw files, which do not state it; required for them",
-    )
-    speech.add_argument(
-        "--partial", action="store_true", help="Accept fewer than 948 training and 130 test utterances"
-    )
-
-    _add_text(sets, common)
-
-    options = parser.parse_args(arguments)
+    options = parse(arguments)
     try:
         with exclusive(options.output):
             line = _prepared(options)
@@ -279,94 +256,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _prepared(options: argparse.Namespace) -> str:
-    """What the command line asks for, done; in a line."""
+    """Write what the command line names; returns what was done, in a line."""
+    given = {name: value for name, value in vars(options).items() if name not in ("set", "download", "url")}
     if options.set == "digits":
-        return prepare_digits(
-            options.output,
-            size=options.size,
-            held_out=options.held_out,
-            seed=options.seed,
-            force=options.force,
-        )
+        return prepare_digits(**given)
     if options.set == "text":
-        recipe = Recipe(**{key.name: getattr(options, key.name) for key in fields(Recipe)})
+        recipe = Recipe(**{key.name: given[key.name] for key in fields(Recipe)})
         return prepare_text(options.source, options.output, recipe, force=options.force)
-    how = {"partial": options.partial, "force": options.force}
     if options.set == "an4":
-        return prepare_an4(options.source, options.output, byte_order=options.byte_order, **how)
-    source = options.source
+        return prepare_an4(**given)
     if options.download:
-        source = options.output.parent / PurePosixPath(cifar10.URL).name
-        if not kept_cifar10(options.output, **how):
-            download(options.url, source, cifar10.MD5)
-    return prepare_cifar10(source, options.output, **how)
-
-
-def _add_set(
-    sets: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    name: str,
-    common: argparse.ArgumentParser,
-    description: str,
-    *examples: str,
-) -> argparse.ArgumentParser:
-    """The parser of one data set. `examples`: what follows `python -m data.prepare`."""
-    return sets.add_parser(
-        name,
-        parents=[common],
-        help=description,
-        description=description,
-        epilog="\n  ".join(["examples:", *(f"python -m data.prepare {each}" for each in examples)]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
-def _add_text(
-    sets: "argparse._SubParsersAction[argparse.ArgumentParser]", common: argparse.ArgumentParser
-) -> None:
-    text = _add_set(
-        sets,
-        "text",
-        common,
-        "Plain text, packed for BERT. An interrupted call continues when repeated.",
-        "text articles -o text.h5 --vocabulary-size 30522",
-    )
-    text.add_argument("source", type=Path, help="Folder or file of UTF-8 text; a blank line ends a document")
-    text.add_argument(
-        "--length",
-        type=int,
-        default=Recipe.length,
-        help="Tokens per sequence, at least 8; default: %(default)s",
-    )
-    text.add_argument(
-        "--vocabulary",
-        type=Path,
-        metavar="FILE",
-        help="File with one word per line; default: a vocabulary trained on the text",
-    )
-    text.add_argument(
-        "--vocabulary-size",
-        type=int,
-        default=Recipe.vocabulary_size,
-        help=f"Most words of a trained vocabulary, from {len(SPECIAL) + 1} to {MOST_WORDS}; default: %(default)s",
-    )
-    text.add_argument(
-        "--held-out",
-        type=float,
-        default=Recipe.held_out,
-        help="Share of the documents that is held out, in (0, 1); default: %(default)s",
-    )
-    text.add_argument(
-        "--held-out-files",
-        metavar="PATTERN",
-        default="",
-        help="Pattern of the names of files to hold out, instead of a share; default: none",
-    )
-    text.add_argument(
-        "--seed",
-        type=int,
-        default=Recipe.seed,
-        help="Seed of the random sentence pairs; default: %(default)s",
-    )
+        given["source"] = options.output.parent / PurePosixPath(cifar10.URL).name
+        if not kept_cifar10(options.output, partial=options.partial, force=options.force):
+            download(options.url, given["source"], cifar10.MD5)
+    return prepare_cifar10(**given)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What all prepared HDF5 files share: created whole or not at all, checked when opened, mapped into memory."""
+"""What all prepared HDF5 files share: atomic creation, checksums, memory maps."""
 
 from __future__ import annotations
 
@@ -209,7 +209,20 @@ class Parts:
         except (OSError, ValueError, EOFError, zipfile.BadZipFile):
             return None
 
-    def remove(self) -> None:
-        """Remove all parts, also those made from other sources for the same output."""
+    @contextmanager
+    def kept_until_done(self) -> Iterator[Parts]:
+        """Remove all parts when the block ends, also those made from other sources; an interruption keeps them.
+
+        A DataError removes them, too: what is then read again will be another source.
+        """
+        try:
+            yield self
+        except BaseException as error:
+            if isinstance(error, DataError):
+                self._remove()
+            raise
+        self._remove()
+
+    def _remove(self) -> None:
         for folder in self._output.parent.glob(f".{glob.escape(self._output.name)}.*.parts"):
             shutil.rmtree(folder)

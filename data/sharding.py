@@ -1,4 +1,4 @@
-"""Which samples belong to which rank, in which order: index arithmetic that every rank repeats alike.
+"""Assigns samples to ranks and steps: index arithmetic that every rank computes alike.
 
 All of it is a function of its arguments. No generator advances, so a run resumes at any (epoch, step) without
 replaying what went before.

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from data.command import command_parser
 from jobs.launch import run_job
 from jobs.report.headline import SlowLinks
 from jobs.report.summary import read_runs
@@ -67,11 +68,8 @@ def run_path(options: argparse.Namespace, method: str, seed: int) -> Path:
 def train(options: argparse.Namespace, seed: int) -> int:
     """Train with each method on this host; returns the status of the first job that failed."""
     for method in METHODS:
-        print(
-            f"{method} on {options.ranks} ranks and {available_cores()} cores"
-            + (f", seed {seed}" if options.seeds > 1 else ""),
-            flush=True,
-        )
+        which = f", seed {seed}" if options.seeds > 1 else ""
+        print(f"{method} on {options.ranks} ranks and {available_cores()} cores{which}", flush=True)
         settings = {
             "training.steps": options.steps,
             "training.eval_every": EVALUATE_EVERY,
@@ -105,9 +103,8 @@ def train_over_links(options: argparse.Namespace, patience: float) -> SlowLinks:
         paths.append(options.output / f"{method}-1gbit.h5")
         settings = {"training.steps": LINK_STEPS, "training.eval_every": LINK_STEPS, "training.device": "cpu"}
         try:
-            problem = _over_links(
-                options.ranks, training_arguments(options, method, paths[-1], settings), patience
-            )
+            arguments = training_arguments(options, method, paths[-1], settings)
+            problem = _over_links(options.ranks, arguments, patience)
             if not problem:
                 read_runs(paths[-1:])
         except (OSError, LaunchError, RunFileError) as error:
@@ -150,60 +147,27 @@ def _over_links(ranks: int, arguments: Sequence[str], patience: float) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; paths made absolute, because jobs run in the checkout's root."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.demo",
-        description="Train VGG-16 with each method on several ranks of this machine, and compare the methods on one page.",
-        epilog="example:\n  python -m jobs.demo --ranks 4 --output demo",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    title = (
+        "Train VGG-16 with each method on several ranks of this machine, and compare the methods on one page."
     )
-    parser.add_argument(
-        "--ranks", type=int, default=4, help="Number of ranks, at least 1; default: %(default)s"
-    )
-    parser.add_argument(
-        "--width",
-        type=float,
-        default=0.1875,
-        help="Factor on the channels of VGG-16, in (0, 8]; default: %(default)s",
-    )
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        default=2,
-        help="Number of seeds to train from, as far as the time limit allows; default: %(default)s",
-    )
-    parser.add_argument(
-        "--time-limit",
-        type=float,
-        default=170.0,
-        metavar="SECONDS",
-        help="Start no further seed that would end later; the first one always runs; default: %(default)s",
-    )
-    parser.add_argument(
-        "--no-links",
-        dest="links",
-        action="store_false",
-        help="Do not train over links of 1 Gb/s; project that time from the words counted",
-    )
-    parser.add_argument(
-        "--density",
-        type=float,
-        default=0.02,
-        help="Share of the gradient's entries applied per step, in (0, 1]; default: %(default)s",
-    )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="FILE.h5",
-        help="Images written by data.prepare; default: the digits, which need no file",
-    )
-    parser.add_argument("--steps", type=int, default=STEPS, help="Steps of each run; default: %(default)s")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("demo"),
-        metavar="DIR",
-        help="Folder of the run files and the page; default: %(default)s",
-    )
+    parser = command_parser("jobs.demo", title, "--ranks 4 --output demo")
+    add = parser.add_argument
+    add("--ranks", type=int, default=4, help="Number of ranks, at least 1; default: %(default)s")
+    text = "Factor on the channels of VGG-16, in (0, 8]; default: %(default)s"
+    add("--width", type=float, default=0.1875, help=text)
+    text = "Number of seeds to train from, as far as the time limit allows; default: %(default)s"
+    add("--seeds", type=int, default=2, help=text)
+    text = "Start no further seed that would end later; the first one always runs; default: %(default)s"
+    add("--time-limit", type=float, default=170.0, metavar="SECONDS", help=text)
+    text = "Do not train over links of 1 Gb/s; project that time from the words counted"
+    add("--no-links", dest="links", action="store_false", help=text)
+    text = "Share of the gradient's entries applied per step, in (0, 1]; default: %(default)s"
+    add("--density", type=float, default=0.02, help=text)
+    text = "Images written by data.prepare; default: the digits, which need no file"
+    add("--data", type=Path, metavar="FILE.h5", help=text)
+    add("--steps", type=int, default=STEPS, help="Steps of each run; default: %(default)s")
+    text = "Folder of the run files and the page; default: %(default)s"
+    add("--output", type=Path, default=Path("demo"), metavar="DIR", help=text)
     options = parser.parse_args(argv)
     options.output = options.output.absolute()
     options.data = None if options.data is None else options.data.absolute()

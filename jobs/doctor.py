@@ -1,4 +1,4 @@
-"""`python -m jobs.doctor` is `oktopk-doctor`, which then looks for the packages of this checkout's programs too."""
+"""`python -m jobs.doctor` is `oktopk-doctor` that also looks for the packages of the jobs."""
 
 from __future__ import annotations
 

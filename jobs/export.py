@@ -1,4 +1,4 @@
-"""A run file for other tools: every series that it holds, as CSV, for TensorBoard or for Weights & Biases.
+"""Exports every series of a run file as CSV, for TensorBoard or for Weights & Biases.
 
     python -m jobs.export runs/vgg.h5 --csv vgg.csv
     python -m jobs.export runs/vgg.h5 --tensorboard logs/vgg      then: tensorboard --logdir logs
@@ -10,7 +10,6 @@ cannot be read, a library is missing or the output cannot be written.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import math
@@ -20,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data.command import command_parser
 from jobs.run.file import RunFileError
 from jobs.run.probe import check_readable
 from jobs.run.reader import RunReader
@@ -88,34 +88,20 @@ def write_wandb(export: Export, folder: Path, name: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.export",
-        description="Write the series of a run for another tool: CSV, TensorBoard or Weights & Biases.",
-        epilog="examples:\n"
-        "  python -m jobs.export runs/vgg.h5 --csv vgg.csv\n"
-        "  python -m jobs.export runs/vgg.h5 --tensorboard events",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "jobs.export",
+        "Write the series of a run for another tool: CSV, TensorBoard or Weights & Biases.",
+        "runs/vgg.h5 --csv vgg.csv",
+        "runs/vgg.h5 --tensorboard events",
     )
     parser.add_argument("run", type=Path, metavar="RUN.h5", help="Run file, finished or still being written")
-    to = parser.add_mutually_exclusive_group(required=True)
-    to.add_argument(
-        "--csv",
-        type=Path,
-        metavar="FILE",
-        help="CSV file to write, with a row for each step and a column for each series",
-    )
-    to.add_argument(
-        "--tensorboard",
-        type=Path,
-        metavar="DIR",
-        help="Folder for event files, which tensorboard --logdir DIR shows",
-    )
-    to.add_argument(
-        "--wandb-offline",
-        type=Path,
-        metavar="DIR",
-        help="Folder for an offline run, which wandb sync uploads",
-    )
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    text = "CSV file to write, with a row for each step and a column for each series"
+    add("--csv", type=Path, metavar="FILE", help=text)
+    text = "Folder for event files, which tensorboard --logdir DIR shows"
+    add("--tensorboard", type=Path, metavar="DIR", help=text)
+    text = "Folder for an offline run, which wandb sync uploads"
+    add("--wandb-offline", type=Path, metavar="DIR", help=text)
     options = parser.parse_args(argv)
     try:
         export = read_export(options.run)

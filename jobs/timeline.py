@@ -1,4 +1,4 @@
-"""What each rank did when: one file for Perfetto and one picture, from the times that a run recorded itself.
+"""Draws what each rank did when, from the times in a run file: a file for Perfetto and a page.
 
     python -m jobs.launch -n 4 -m jobs.train CONFIG.toml --set run.timeline=true run.file=runs/vgg.h5
     python -m jobs.timeline runs/vgg.h5 -o vgg
@@ -14,7 +14,6 @@ Exit status: 0; 2 when the run file cannot be read or has no timeline, or the ou
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import html
 import json
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from data.command import command_parser
 from data.durable import replaced
 from jobs.report.style import COLOURS, GREY, STAGES
 from jobs.run.columns import BETWEEN, PHASES, Columns
@@ -85,21 +85,11 @@ def trace(spans: Columns, title: str) -> dict[str, Any]:
     for rank in np.unique(spans["rank"]).tolist():
         events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
         for thread, name in enumerate(("steps", "between steps")):
-            events.append(
-                {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}}
-            )
+            thread_name = {"ph": "M", "name": "thread_name", "args": {"name": name}}
+            events.append(thread_name | {"pid": rank, "tid": thread})
     for step, rank, name, _, start, seconds in zip(*(spans[key].tolist() for key in spans), strict=True):
-        events.append(
-            {
-                "ph": "X",
-                "pid": rank,
-                "tid": int(name in BETWEEN),
-                "name": name,
-                "ts": 1e6 * start,
-                "dur": 1e6 * seconds,
-                "args": {"step": step},
-            }
-        )
+        span = {"ph": "X", "pid": rank, "tid": int(name in BETWEEN), "name": name, "args": {"step": step}}
+        events.append(span | {"ts": 1e6 * start, "dur": 1e6 * seconds})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"run": title}}
 
 
@@ -218,12 +208,8 @@ def colour_of(name: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.timeline",
-        description="Write when each rank of a run did what, as a file for Perfetto and as a page.",
-        epilog="example:\n  python -m jobs.timeline runs/vgg.h5 -o vgg --first 40",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    title = "Write when each rank of a run did what, as a file for Perfetto and as a page."
+    parser = command_parser("jobs.timeline", title, "runs/vgg.h5 -o vgg --first 40")
     parser.add_argument("run", type=Path, metavar="RUN.h5", help="Run file of a run with run.timeline=true")
     text = "Write STEM.json.gz and STEM.html; default: RUN-timeline beside the run file"
     parser.add_argument("-o", "--output", type=Path, metavar="STEM", help=text)

@@ -1,4 +1,4 @@
-"""A live view of a run in the terminal, while it runs and across its restarts.
+"""Shows a run in the terminal while it runs and across its restarts.
 
     python -m jobs.watch RUN.h5 [RUN.h5 ...]
 
@@ -10,7 +10,6 @@ Exit status: 0; 2 when a file is no run file.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -29,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from collectives.dense_allreduce import dense_words
+from data.command import command_parser
 from jobs.run.columns import PHASES
 from jobs.run.file import RunFileError
 from jobs.run.reader import RunReader
@@ -109,10 +109,8 @@ def progress(done: int, total: int) -> Table | str:
     if not total:
         return f"{done:,} steps"
     bar = Table.grid(padding=(0, 1))
-    bar.add_row(
-        ProgressBar(total=total, completed=done, width=40),
-        f"{done:,} of {total:,} steps ({done / total:.1%})",
-    )
+    text = f"{done:,} of {total:,} steps ({done / total:.1%})"
+    bar.add_row(ProgressBar(total=total, completed=done, width=40), text)
     return bar
 
 
@@ -187,25 +185,18 @@ def follow(paths: Sequence[Path], console: Console, *, every: float, once: bool)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.watch",
-        description="Show the progress of runs in the terminal until all of them have ended.",
-        epilog="examples:\n  python -m jobs.watch runs/oktopk.h5\n  python -m jobs.watch --once runs/dense.h5 runs/oktopk.h5",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "jobs.watch",
+        "Show the progress of runs in the terminal until all of them have ended.",
+        "runs/oktopk.h5",
+        "--once runs/dense.h5 runs/oktopk.h5",
     )
-    parser.add_argument(
-        "runs", metavar="RUN.h5", nargs="+", type=Path, help="Run files that jobs.train writes"
-    )
-    parser.add_argument(
-        "--every",
-        type=float,
-        default=2.0,
-        metavar="SECONDS",
-        help="Seconds between updates; default: %(default)s",
-    )
-    parser.add_argument(
-        "--once", action="store_true", help="Print the view once and exit, as where the output is no terminal"
-    )
+    add = parser.add_argument
+    add("runs", metavar="RUN.h5", nargs="+", type=Path, help="Run files that jobs.train writes")
+    text = "Seconds between updates; default: %(default)s"
+    add("--every", type=float, default=2.0, metavar="SECONDS", help=text)
+    text = "Print the view once and exit, as where the output is no terminal"
+    add("--once", action="store_true", help=text)
     options = parser.parse_args(argv)
     # a batch job's output is no terminal
     console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "100")))

@@ -1,4 +1,4 @@
-"""CIFAR-10: the official binary layout, and the image file made of it.
+"""Reads CIFAR-10's official binary layout.
 
 A batch file is a row of records, each of one label byte and 3072 pixel bytes: 32x32 red, then green, then
 blue. The Python version is pickled and never read.
@@ -7,9 +7,9 @@ Source: https://www.cs.toronto.edu/~kriz/cifar.html, "binary version".
 
 import tarfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -77,13 +77,13 @@ def find_batches(source: Path, *, partial: bool = False) -> tuple[BatchFile, ...
     """
     if not source.exists():
         raise DataError(f"{source}: no such file or directory")
-    if source.is_dir():
-        folder = binary_folder(source)
-        sizes = {name: (folder / name).stat().st_size for name in FILES if (folder / name).is_file()}
-        where = {name: str(folder / name) for name in FILES}
-    else:
-        sizes = archive_sizes(source)
-        where = {name: f"{source}:{name}" for name in FILES}
+    within = f"{binary_folder(source)}/" if source.is_dir() else f"{source}:"
+    where = {name: within + name for name in FILES}
+    sizes: dict[str, int] = {}
+    for name, size, _ in _contents(source):
+        if name in sizes:
+            raise DataError(f"{source}: {name} is there more than once")
+        sizes[name] = size
     if not sizes:
         raise DataError(f"{source}: none of {', '.join(FILES)} found{pickle_hint(source)}")
     missing = [name for name in FILES if name not in sizes]
@@ -113,16 +113,43 @@ def read_batches(
     Raises:
         DataError: a file shorter than its size was, an archive that is damaged, or a label above 9.
     """
-    contents = (
-        read_folder(binary_folder(source), batches) if source.is_dir() else read_archive(source, batches)
-    )
-    for batch, content in contents:
+    wanted = {batch.name: batch for batch in batches}
+    for name, _, read in _contents(source):
+        if name not in wanted:
+            continue
+        batch = wanted[name]
         expected = batch.records * RECORD_BYTES
+        content = read(expected + 1)
         if len(content) != expected:
             raise DataError(f"{batch.where}: {len(content)} bytes were read, not {expected}")
         records = np.frombuffer(content, np.uint8).reshape(batch.records, RECORD_BYTES)
         check_labels(records[:, 0], len(CLASSES), batch.where)
         yield batch, records[:, 1:].reshape(-1, *SHAPE), records[:, 0]
+
+
+def _contents(source: Path) -> Iterator[tuple[str, int, Callable[[int], bytes]]]:
+    """Name, size in bytes, and a function that reads so many of them, of each batch file, in the order in which they lie there.
+
+    An archive is read in place: nothing is extracted, and going back would decompress it again.
+    """
+    if source.is_dir():
+        for path in (binary_folder(source) / name for name in FILES):
+            if path.is_file():
+                yield path.name, path.stat().st_size, partial(_read, path)
+        return
+    try:
+        with tarfile.open(source, "r:*") as tar:
+            for member in tar:
+                name = PurePosixPath(member.name).name
+                if name in FILES and member.isfile() and (stream := tar.extractfile(member)) is not None:
+                    yield name, member.size, stream.read
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise DataError(f"{source}: not a whole tar archive: {error}") from error
+
+
+def _read(path: Path, most: int) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(most)
 
 
 def record_count(size: int, where: str, partial: bool) -> int:
@@ -153,51 +180,3 @@ def pickle_hint(source: Path) -> str:
     if source.is_dir() and any(source.rglob("data_batch_1*")):
         return "; this looks like the Python or MATLAB version, take the binary one"
     return "; the directory is empty" if source.is_dir() and not any(source.iterdir()) else ""
-
-
-@contextmanager
-def archive(source: Path) -> Iterator[tarfile.TarFile]:
-    """The archive, open for reading in place, nothing is extracted; damage becomes a DataError."""
-    try:
-        with tarfile.open(source, "r:*") as tar:
-            yield tar
-    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        raise DataError(f"{source}: not a whole tar archive: {error}") from error
-
-
-def batch_members(tar: tarfile.TarFile) -> Iterator[tuple[str, tarfile.TarInfo]]:
-    """The batch files among an archive's members, whatever folder they are in."""
-    for member in tar:
-        name = PurePosixPath(member.name).name
-        if member.isfile() and name in FILES:
-            yield name, member
-
-
-def archive_sizes(source: Path) -> dict[str, int]:
-    """Bytes of each batch file in an archive; DataError when one is there twice."""
-    sizes: dict[str, int] = {}
-    with archive(source) as tar:
-        for name, member in batch_members(tar):
-            if name in sizes:
-                raise DataError(f"{source}: {name} is there more than once")
-            sizes[name] = member.size
-    return sizes
-
-
-def read_folder(folder: Path, batches: tuple[BatchFile, ...]) -> Iterator[tuple[BatchFile, bytes]]:
-    """The bytes of each batch file in a folder."""
-    for batch in batches:
-        try:
-            yield batch, (folder / batch.name).read_bytes()
-        except OSError as error:
-            raise DataError(f"{batch.where}: {error.strerror}") from error
-
-
-def read_archive(source: Path, batches: tuple[BatchFile, ...]) -> Iterator[tuple[BatchFile, bytes]]:
-    """The bytes of each batch file in an archive, in its own order: going back would decompress it again."""
-    wanted = {batch.name: batch for batch in batches}
-    with archive(source) as tar:
-        for name, member in batch_members(tar):
-            stream = tar.extractfile(member)
-            if name in wanted and stream is not None:
-                yield wanted[name], stream.read(wanted[name].records * RECORD_BYTES + 1)

@@ -1,4 +1,4 @@
-"""Labelled images in memory (or mapped into it), standardised and augmented by the batch."""
+"""Labelled images in memory or in a memory map, standardised and augmented per batch."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits, enlarged: a real data set that needs no file and no network."""
+"""scikit-learn's handwritten digits, enlarged: a real data set without a file or a network."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The one HDF5 layout of all image sets: written whole or not at all, mapped into memory by its readers.
+"""HDF5 layout of image sets: written atomically, read through a memory map.
 
 /               attributes: format, version, name, source, classes str[], mean float64[C], std float64[C]
 /train, /test   attribute: crc32, of the images' bytes followed by the labels'

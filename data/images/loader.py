@@ -6,12 +6,7 @@ import torch
 
 from data.batches import EpochLoader
 from data.images.dataset import Augment, ImageSet
-from data.sharding import (
-    AUGMENTATION,
-    ShardedBatches,
-    check_rank,
-    evaluation_batches,
-)
+from data.sharding import AUGMENTATION, ShardedBatches, evaluation_batches, evaluation_shard
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -74,15 +69,9 @@ class EvaluationLoader:
     """
 
     def __init__(self, images: ImageSet, *, batch_size: int, rank: int, size: int) -> None:
-        check_rank(rank, size)
-        if batch_size < 1:
-            raise ValueError(f"batch_size {batch_size} is not at least 1")
-        self.images = images
-        self.batch_size = batch_size
-        self.rank = rank
-        self.size = size
+        self.images, self.batch_size = images, batch_size
+        self.shard = evaluation_shard(len(images), rank=rank, size=size)
+        self._batches = list(evaluation_batches(len(images), batch_size=batch_size, rank=rank, size=size))
 
     def __iter__(self) -> Iterator[Batch]:
-        count = len(self.images)
-        for indices in evaluation_batches(count, batch_size=self.batch_size, rank=self.rank, size=self.size):
-            yield self.images.batch(indices)
+        return (self.images.batch(indices) for indices in self._batches)

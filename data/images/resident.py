@@ -1,4 +1,4 @@
-"""Batches of images that never leave a device: the same bytes as data.images.loader gives, cut there."""
+"""Batches of images cut on a device: the same bytes as data.images.loader's."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from data import DataError
 from data.batches import BlockLoader
-from data.images.dataset import ImageSet
 from data.images.loader import Batch, EvaluationLoader, TrainingLoader
-from data.sharding import AUGMENTATION, evaluation_shard
+from data.sharding import AUGMENTATION
 
 BLOCK = 4096
 """Samples that are cut and augmented together: their launches are shared by all the batches among them."""
@@ -48,7 +47,7 @@ class ResidentTrainingLoader(BlockLoader[Batch]):
         height, width = loader.images.shape[1:]
         self._images = on_device(loader.images.images, device, crop)
         self._labels = torch.from_numpy(loader.images.labels).to(device)
-        self._scale, self._shift = standardisation(loader.images, device)
+        self._scale, self._shift = (each.to(device) for each in loader.images.standardisation())
         self._channels = torch.arange(loader.images.shape[0], device=device)[:, None, None]
         self._rows = torch.arange(height, device=device)
         self._columns = torch.arange(width, device=device)
@@ -110,12 +109,12 @@ class ResidentEvaluationLoader:
         device: torch.device,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> None:
-        shard = evaluation_shard(len(loader.images), rank=loader.rank, size=loader.size)
+        shard = slice(loader.shard.start, loader.shard.stop)
         self.batch_size = loader.batch_size
         self._format = memory_format
-        self._images = on_device(loader.images.images[shard.start : shard.stop], device, 0)
-        self._labels = torch.from_numpy(loader.images.labels[shard.start : shard.stop]).to(device)
-        self._scale, self._shift = standardisation(loader.images, device)
+        self._images = on_device(loader.images.images[shard], device, 0)
+        self._labels = torch.from_numpy(loader.images.labels[shard]).to(device)
+        self._scale, self._shift = (each.to(device) for each in loader.images.standardisation())
 
     def __iter__(self) -> Iterator[Batch]:
         for start in range(0, len(self._labels), self.batch_size):
@@ -142,9 +141,3 @@ def on_device(images: NDArray[np.uint8], device: torch.device, padding: int) -> 
         piece = torch.from_numpy(np.array(images[start : start + BLOCK]))
         padded[start : start + BLOCK, :, padding : padding + height, padding : padding + width] = piece
     return padded
-
-
-def standardisation(images: ImageSet, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32[C, 1, 1] each: what pixels are multiplied with, and what is added then."""
-    scale, shift = images.standardisation()
-    return scale.to(device), shift.to(device)

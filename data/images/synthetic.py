@@ -1,4 +1,4 @@
-"""Images that are made up: as many classes and samples as asked for, from no file."""
+"""Generates images: as many classes and samples as asked for."""
 
 from collections.abc import Iterator
 

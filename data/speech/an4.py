@@ -1,4 +1,4 @@
-"""CMU AN4: the published layout, judged file by file, and the speech file made of it.
+"""Reads CMU AN4's published layout, and checks it file by file.
 
     etc/an4_train.fileids, etc/an4_test.fileids                a path below wav/ per line, without its ending
     etc/an4_train.transcription, etc/an4_test.transcription    <s> SO IT IS SPELT </s> (last part of the path)
@@ -134,8 +134,8 @@ def read_utterances(
             yield _raw(content, byte_order or "little", utterance.path)
 
 
-def parts_of(output: Path, found: Mapping[str, Sequence[Utterance]], byte_order: str | None) -> Parts:
-    """What was read so far of these utterances; it belongs to their names, sizes, times of change and transcripts."""
+def identity(found: Mapping[str, Sequence[Utterance]], byte_order: str | None) -> list[str]:
+    """Names, sizes, times of change and transcripts of all utterances: what parts of their file belong to."""
     sources = [str(byte_order)]
     for split, utterances in found.items():
         for each in utterances:
@@ -143,7 +143,7 @@ def parts_of(output: Path, found: Mapping[str, Sequence[Utterance]], byte_order:
             sources.append(
                 f"{split} {each.name} {facts.st_size} {facts.st_mtime_ns} {each.labels.tobytes().hex()}"
             )
-    return Parts(output, sources)
+    return sources
 
 
 def read_by_parts(

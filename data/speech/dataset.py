@@ -1,4 +1,4 @@
-"""Utterances with their transcripts in memory, and what is checked of them."""
+"""Utterances with their transcripts in memory, and their checks."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The one HDF5 layout of speech sets: written whole or not at all, mapped into memory by its readers.
+"""HDF5 layout of speech sets: written atomically, read through a memory map.
 
 /               attributes: format, version, name, source, alphabet
 /train, /test   attribute: crc32, of all arrays' bytes in the order below

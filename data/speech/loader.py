@@ -1,4 +1,4 @@
-"""Batches of recordings as torch tensors: of like length, sharded by rank, on the device where there is one."""
+"""Batches of recordings of similar length as torch tensors, sharded by rank."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,6 @@ from data.sharding import (
     ORDER,
     TEMPO,
     ShardedBatches,
-    check_rank,
     epoch_draws,
     evaluation_batches,
     evaluation_shard,
@@ -56,13 +55,7 @@ class LengthBuckets(ShardedBatches):
     """
 
     def __init__(
-        self,
-        lengths: NDArray[np.int64],
-        *,
-        batch_size: int,
-        rank: int,
-        size: int,
-        seed: int,
+        self, lengths: NDArray[np.int64], *, batch_size: int, rank: int, size: int, seed: int
     ) -> None:
         super().__init__(len(lengths), batch_size=batch_size, rank=rank, size=size, seed=seed)
         self._lengths = lengths
@@ -160,14 +153,11 @@ class SpeechEvaluationLoader:
     """
 
     def __init__(self, speech: SpeechSet, *, batch_size: int, rank: int, size: int) -> None:
-        check_rank(rank, size)
-        if batch_size < 1:
-            raise ValueError(f"batch_size {batch_size} is not at least 1")
         self.utterances = Utterances(speech)
         shard = np.array(evaluation_shard(len(speech), rank=rank, size=size), np.int64)
-        self._sorted = shard[np.argsort(speech.lengths[shard], kind="stable")]
-        self._batch_size = batch_size
+        by_length = shard[np.argsort(speech.lengths[shard], kind="stable")]
+        places = evaluation_batches(len(shard), batch_size=batch_size, rank=0, size=1)
+        self._batches = [by_length[each] for each in places]
 
     def __iter__(self) -> Iterator[SpeechBatch]:
-        for places in evaluation_batches(len(self._sorted), batch_size=self._batch_size, rank=0, size=1):
-            yield self.utterances.batch(self._sorted[places])
+        return map(self.utterances.batch, self._batches)

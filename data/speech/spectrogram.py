@@ -1,4 +1,4 @@
-"""Log-spectrograms of a padded batch of recordings, on the device of the samples; at another tempo if asked."""
+"""Computes log-spectrograms of a padded batch of recordings, on their device; changes the tempo."""
 
 from collections.abc import Sequence
 

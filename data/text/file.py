@@ -1,4 +1,4 @@
-"""The HDF5 layout of packed text: written whole or not at all, mapped into memory by its readers.
+"""HDF5 layout of packed text: written atomically, read through a memory map.
 
 /               attributes: format, version, name, source, key (of what it was made from)
 /vocabulary     str[V], in the order of their numbers

@@ -1,4 +1,4 @@
-"""What is lost by knowing no more of a language than how frequent its words are: a model must get below that."""
+"""The loss of a model that knows word frequencies alone: an upper bound for any trained model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of packed text with words masked anew in every epoch, on whatever device the text lies."""
+"""Batches of packed text on any device; words are masked anew in every epoch."""
 
 from __future__ import annotations
 

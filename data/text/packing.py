@@ -1,4 +1,4 @@
-"""Documents of numbered words into sequences of a fixed length, pairs of segments where a document allows it."""
+"""Packs documents of numbered words into sequences of a fixed length, as pairs of segments where possible."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Plain text into packed sequences of numbered words, in steps that an interruption does not undo."""
+"""Packs plain text into sequences of numbered words; an interrupted call continues where it stopped."""
 
 from __future__ import annotations
 
@@ -16,14 +16,7 @@ from data import DataError
 from data.durable import replaced
 from data.prepared_file import SPLITS, Parts, kept
 from data.text.corpus import read_documents, split_sentences, text_files
-from data.text.file import (
-    MOST_WORDS,
-    SPECIAL,
-    TextSet,
-    check_vocabulary,
-    open_text_file,
-    write_text_file,
-)
+from data.text.file import MOST_WORDS, SPECIAL, TextSet, check_vocabulary, open_text_file, write_text_file
 from data.text.packing import Frame, Packer, Sequences
 
 if TYPE_CHECKING:
@@ -110,12 +103,8 @@ def prepare_text(source: Path, output: Path, recipe: Recipe = Recipe(), *, force
     wanted = "what this text and these settings make"
     if line := kept(output, open_text_file, description, wanted, same, force=force):
         return line
-    try:
+    with parts.kept_until_done():
         _write_text(source, output, recipe, files, parts)
-    except DataError:
-        parts.remove()  # the text that can be used will be another one
-        raise
-    parts.remove()
     return f"{output}: wrote {description(*open_text_file(output))}"
 
 

@@ -24,10 +24,7 @@ from jobs.bench.document import BenchError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Bench as the command line says. Under mpiexec collective; returns the exit status, the same on all ranks.
-
-    Finalize MPI before leaving with another status than 0: else mpi4py's runner aborts the job.
-    """
+    """Bench as the command line says. Under mpiexec collective; returns the exit status, the same on all ranks."""
     words = list(sys.argv[1:] if argv is None else argv)
     launched = is_launched()
     drives = not launched and any(word.split("=")[0] in ("--ablate", "--sweep-ranks") for word in words)
@@ -63,9 +60,6 @@ def is_launched() -> bool:
 
 if __name__ == "__main__":
     status = main()
-    from mpi4py import MPI
+    from jobs.restart.signals import leave
 
-    if status and MPI.Is_initialized():
-        # All ranks leave alike; finalized, so that the runner does not turn the status into an abort.
-        MPI.Finalize()
-    sys.exit(status)
+    leave(status)

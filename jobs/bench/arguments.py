@@ -1,4 +1,4 @@
-"""What the bench's command line takes: names, defaults and the parser."""
+"""Names, defaults and parser of the bench's command line."""
 
 from __future__ import annotations
 
@@ -95,10 +95,6 @@ def parser() -> argparse.ArgumentParser:
     add("--dense-steps", type=int, metavar="STEPS", help=text)
     text = "Kind of the random gradients; default: heavy, with --ablate clustered"
     add("--gradients", choices=tuple(PROFILES), help=text)
-    text = (
-        "Folder of gradients that jobs.train recorded (run.record_gradients), to use instead of random ones"
-    )
-    add("--replay", type=Path, metavar="DIR", help=text)
     add("--seed", type=int, default=1, help="Seed of the random gradients; default: %(default)s")
     add("--device", choices=DEVICES, help="Device that gradients lie on; default: cpu, with --table gpu cuda")
     text = "Type of the gradients, on a CPU float32 alone; default: float32, with --table both of its types"

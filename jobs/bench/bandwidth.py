@@ -1,8 +1,7 @@
-"""Step time over the bandwidth of the links, from documents of the bench at several rates: `python -m jobs.bench.bandwidth`."""
+"""Draws step time over link bandwidth, from bench documents at several rates: `python -m jobs.bench.bandwidth`."""
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from data.command import command_parser
 from jobs.bench.document import BenchError, read
 from jobs.bench.figures import TITLES
 from jobs.report.style import GREY, STYLE, colour_of, title_of
@@ -88,29 +88,14 @@ def draw(documents: Sequence[dict[str, Any]], methods: Sequence[str], output: Pa
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw the documents named on the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.bench.bandwidth",
-        description="Draw the time of a step over the bandwidth of the links, from documents of make bench-net.",
-        epilog="example:\n  python -m jobs.bench.bandwidth 100mbit.json 1gbit.json --output bandwidth.svg",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "documents",
-        nargs="+",
-        type=Path,
-        metavar="JSON",
-        help="Documents that make bench-net wrote, one for each rate.",
-    )
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        default=["mpi-ring", "oktopk"],
-        metavar="NAME",
-        help="Methods to draw, as the bench names them; default: mpi-ring oktopk.",
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="Picture to write, SVG or PNG."
-    )
+    title = "Draw the time of a step over the bandwidth of the links, from documents of make bench-net."
+    parser = command_parser("jobs.bench.bandwidth", title, "100mbit.json 1gbit.json --output bandwidth.svg")
+    add = parser.add_argument
+    text = "Documents that make bench-net wrote, one for each rate."
+    add("documents", nargs="+", type=Path, metavar="JSON", help=text)
+    text = "Methods to draw, as the bench names them; default: mpi-ring oktopk."
+    add("--methods", nargs="+", default=["mpi-ring", "oktopk"], metavar="NAME", help=text)
+    add("--output", type=Path, required=True, metavar="FILE", help="Picture to write, SVG or PNG.")
     options = parser.parse_args(arguments)
     try:
         draw([read(path) for path in options.documents], options.methods, options.output)

@@ -1,4 +1,4 @@
-"""Where the bench runs: the CPU, and what another device must offer; and what a device reports."""
+"""Device interface of the bench, with its CPU implementation."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Device:
         self.sharers = sharers
 
     def source(self, name: str, length: int, rank: int, seed: int) -> GradientSource:
-        """Drawn gradients, where the reducers want them; arguments as `jobs.bench.gradients.Draws`."""
+        """Drawn gradients, where the reducers want them; arguments as `jobs.bench.gradients.GradientSource`."""
         return DrawnGradients(name, length, rank, seed)
 
     def to_device(self, gradient: Any) -> Any:
@@ -67,7 +67,7 @@ class Device:
 
     @contextmanager
     def watch(self) -> Iterator[Growth]:
-        """Within it a Growth is measured, filled in when it ends.
+        """Measure the memory growth of the block; the Growth is filled in when it ends.
 
         On the CPU NumPy's and Python's allocations are counted, and the resident set, which sees those of MPI and kernels.
         """

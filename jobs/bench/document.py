@@ -1,4 +1,4 @@
-"""The bench's JSON: what was measured, on what, by which command.
+"""Format of the bench's JSON: results, machine, command.
 
     {"format": "oktopk bench 1", "kind": "bench" | "ablation" | "sweep" | "gpu table" | "hook table" | "rows table" | "dense table",
      "command": "...", "date": UTC, "commit": ..., "dirty": ...,

@@ -1,4 +1,4 @@
-"""Pictures and CSV files of what the bench measured."""
+"""Draws bench documents, and writes them as CSV files."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ TITLES = {
 """Of rows that are no method; those of methods are in jobs.report.style."""
 MARKERS = {"oktopk": "o", "dense": "s", "topka": "D", "topkdsa": "^", "gtopk": "v", "gaussiank": "X"}
 """Of methods' lines."""
+LABEL: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9}
 
 
 def draw(path: str | Path, folder: str | Path) -> list[Path]:
@@ -111,27 +112,19 @@ def _draw_times(axes: Axes, run: dict[str, Any]) -> None:
         for kind, offset, height in (("regular", -0.12, 0.46), ("exact", 0.26, 0.2)):
             left = 0.0
             for stage, seconds in _ordered(method["stages"][kind] or {}):
-                axes.barh(
-                    row + offset,
-                    seconds["mean"] * 1e3,
-                    height,
-                    left=left,
-                    color=STAGES.get(stage, GREY),
-                    edgecolor="white",
-                    linewidth=0.4,
-                )
-                left += seconds["mean"] * 1e3
+                width = seconds["mean"] * 1e3
+                look: dict[str, Any] = {
+                    "color": STAGES.get(stage, GREY),
+                    "edgecolor": "white",
+                    "linewidth": 0.4,
+                }
+                axes.barh(row + offset, width, height, left=left, **look)
+                left += width
         mean = method["seconds"]["all"]["mean"] * 1e3
         axes.plot([mean, mean], [row - 0.42, row + 0.4], color="black", linewidth=1.6)
-        axes.annotate(
-            f"{mean:.0f}" if mean >= 1000 else f"{mean:.3g}",
-            (mean, row - 0.12),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "alpha": 0.75, "linewidth": 0},
-        )
+        text = f"{mean:.0f}" if mean >= 1000 else f"{mean:.3g}"
+        box = {"boxstyle": "square,pad=0.1", "facecolor": "white", "alpha": 0.75, "linewidth": 0}
+        axes.annotate(text, (mean, row - 0.12), xytext=(4, 0), va="center", bbox=box, **LABEL)
     axes.set_yticks(range(len(methods)), [_title(method["name"]) for method in methods])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -148,13 +141,8 @@ def _ordered(stages: dict[str, dict[str, float]]) -> list[tuple[str, dict[str, f
 
 
 def _stage_legend(figure: Figure, runs: Sequence[dict[str, Any]]) -> None:
-    found = {
-        stage
-        for run in runs
-        for method in run["methods"]
-        for kind in method["stages"].values()
-        for stage in kind or {}
-    }
+    methods = [method for run in runs for method in run["methods"]]
+    found = {stage for method in methods for kind in method["stages"].values() for stage in kind or {}}
     handles: list[mpl.artist.Artist] = [
         mpl.patches.Patch(color=colour) for stage, colour in STAGES.items() if stage in found
     ]
@@ -180,15 +168,9 @@ def _draw_volume(axes: Axes, run: dict[str, Any]) -> None:
         axes.plot(words["mean"], row, "o", color="#0072B2", markersize=7)
         if words["busiest"] > BUSIER * words["mean"]:
             axes.plot(words["busiest"], row, ">", color="#D55E00", markersize=7)
-        axes.annotate(
-            EngFormatter(places=1, sep="")(words["mean"]),
-            (words["mean"], row),
-            xytext=(0, 9),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-            bbox={"boxstyle": "square,pad=0.05", "facecolor": "white", "linewidth": 0},
-        )
+        text = EngFormatter(places=1, sep="")(words["mean"])
+        box = {"boxstyle": "square,pad=0.05", "facecolor": "white", "linewidth": 0}
+        axes.annotate(text, (words["mean"], row), xytext=(0, 9), ha="center", bbox=box, **LABEL)
     if run["ranks"] > 1:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -209,9 +191,8 @@ def _draw_sweep(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
     axes.fill_between(ranks, lower, upper, color="#dddddd", linewidth=0, label="2k(P−1)/P … 6k(P−1)/P")
     names = list(dict.fromkeys(method["name"] for run in runs for method in run["methods"]))
     for i, name in enumerate(names):
-        entries = [next((m for m in run["methods"] if m["name"] == name), None) for run in runs]
-        mean = np.array([np.nan if entry is None else entry["words"]["mean"] for entry in entries])
-        busiest = np.array([np.nan if entry is None else entry["words"]["busiest"] for entry in entries])
+        words = [{m["name"]: m["words"] for m in run["methods"]}.get(name, {}) for run in runs]
+        mean, busiest = (np.array([each.get(k, np.nan) for each in words]) for k in ("mean", "busiest"))
         # Ok-Topk and gTopk's mean coincide: a wide line shows from under a narrow one
         width = 3.5 if name == "oktopk" else 1.6
         look: dict[str, Any] = {

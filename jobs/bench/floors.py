@@ -1,4 +1,4 @@
-"""What a stage must take at least: the bytes it must move and the messages it must wait for, at this run's speeds.
+"""Computes the least time of each stage, from bytes and messages and the measured speeds of the run.
 
 The speeds are measured with all ranks at work at once, as they are in a step, so that a floor holds for cores and
 links that are shared.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,23 +34,6 @@ class Speeds:
     memory: float
     wire: float
     message: float
-
-
-@dataclass(frozen=True)
-class Floor:
-    """The least that a stage of one rank can do.
-
-    Attributes:
-        memory_bytes: read and written.
-        wire_bytes: sent, or received where that is more.
-        messages: that must be waited for one after another.
-        seconds: all three at the run's speeds, none hidden behind another.
-    """
-
-    memory_bytes: float
-    wire_bytes: float
-    messages: int
-    seconds: float
 
 
 def measure_speeds(comm: MPI.Intracomm, length: int) -> Speeds:
@@ -120,9 +103,13 @@ class Workload:
 
 
 def stage_floors(method: str, work: Workload, speeds: Speeds) -> dict[str, dict[str, float]]:
-    """The floor of every stage that has one: stage -> Floor as a dict. Stages that only exchange control have none.
+    """The least that every stage of one rank can do; stages that only exchange control have no floor.
 
     Nor has NCCL: where a switch adds up, it sends less than any formula of ours.
+
+    Returns:
+        Stage -> "memory_bytes", read and written; "wire_bytes", sent, or received where that is more; "messages" that must be
+        waited for one after another; and "seconds" of all three at the run's speeds, none hidden behind another.
     """
     n, ranks = work.length, work.ranks
     share, rounds = (ranks - 1) / ranks, (ranks - 1).bit_length()
@@ -173,13 +160,11 @@ def stage_floors(method: str, work: Workload, speeds: Speeds) -> dict[str, dict[
     for library in ("mpi", "mpi-ring", "mpi-rabenseifner"):
         stages[library] = {"allreduce": stages["dense"]["allreduce"]}
     return {
-        stage: asdict(
-            Floor(
-                memory,
-                wire,
-                messages,
-                memory / speeds.memory + wire / speeds.wire + messages * speeds.message,
-            )
-        )
+        stage: {
+            "memory_bytes": memory,
+            "wire_bytes": wire,
+            "messages": messages,
+            "seconds": memory / speeds.memory + wire / speeds.wire + messages * speeds.message,
+        }
         for stage, (memory, wire, messages) in stages.get(method, {}).items()
     }

@@ -1,4 +1,4 @@
-"""How the bench's tables are made of a document: columns, and figures found by their path."""
+"""Columns, cells and figures of the bench's tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients to measure on: drawn fresh in every step, one pass over the vector, the same from run to run.
+"""Draws a new gradient for every step in one pass over the vector, equal from run to run.
 
 A gradient is `memory` times the last one plus an innovation, which is the sum of a part that all ranks share and
 a part of this rank's own, each block of BLOCK elements with a scale of its own. The innovations are read from a
@@ -8,8 +8,9 @@ than reducing them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -18,23 +19,6 @@ from numpy.typing import NDArray
 BLOCK = 4096
 POOL = 1 << 20
 """Draws to read from, 4 MB: they stay in the cache."""
-
-
-class GradientSource(Protocol):
-    """What the bench takes its gradients from."""
-
-    length: int
-
-    def next(self) -> Any:
-        """float32[n]: this rank's gradient of the next step, on the host or on the device that it was made for.
-
-        Valid, and writable by nobody, until the next call.
-        """
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """Plain values that say what they are, for the record."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -67,8 +51,8 @@ PROFILES = {
 """The kinds of drawn gradients, by name."""
 
 
-class Draws:
-    """What the gradients of one profile are put together from on one rank, on whatever device that happens.
+class GradientSource(ABC):
+    """Drawn gradients of one profile on one rank, on whatever device they are put together.
 
     Args:
         name: of PROFILES.
@@ -77,12 +61,14 @@ class Draws:
         seed: equal on all ranks.
 
     Attributes:
+        length: n.
         memory: share of the last gradient that is kept.
         pool: float32[POOL + BLOCK].
         common_weights, own_weights: float32[blocks].
     """
 
     def __init__(self, name: str, length: int, rank: int, seed: int) -> None:
+        self.length = length
         self._name, self._seed = name, seed
         self._profile = profile = PROFILES[name]
         self.memory = profile.memory
@@ -108,32 +94,26 @@ class Draws:
         return self._common.integers(0, POOL, blocks), self._own.integers(0, POOL, (2, blocks))
 
     def describe(self) -> dict[str, Any]:
+        """Plain values that say what they are, for the record."""
         return {"name": self._name, "seed": self._seed, **asdict(self._profile)}
 
+    @abstractmethod
+    def next(self) -> Any:
+        """float32[n]: this rank's gradient of the next step; valid, and not to be written, until the next call."""
 
-class DrawnGradients:
-    """Gradients of one profile on one rank, in host memory.
 
-    Args:
-        name, length, rank, seed: as `Draws`.
-
-    Memory: n words for the gradient, 4 MB for the pool.
-    """
+class DrawnGradients(GradientSource):
+    """Gradients in host memory. Memory: n words for the gradient, 4 MB for the pool."""
 
     def __init__(self, name: str, length: int, rank: int, seed: int) -> None:
-        self.length = length
-        self._draws = Draws(name, length, rank, seed)
+        super().__init__(name, length, rank, seed)
         self._vector = np.zeros(length, np.float32)
 
     def next(self) -> NDArray[np.float32]:
-        draws = self._draws
-        common, own = draws.starts()
-        memory = np.float32(draws.memory)
-        _advance(self._vector, draws.pool, memory, draws.common_weights, common, draws.own_weights, own)
+        common, own = self.starts()
+        memory = np.float32(self.memory)
+        _advance(self._vector, self.pool, memory, self.common_weights, common, self.own_weights, own)
         return self._vector
-
-    def describe(self) -> dict[str, Any]:
-        return self._draws.describe()
 
 
 def _draw_pool(tail: float, generator: np.random.Generator) -> NDArray[np.float32]:

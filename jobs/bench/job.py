@@ -1,9 +1,8 @@
-"""The bench on the ranks of an mpiexec: one run, or the table of GPUs; or on several mpiexecs that it starts itself."""
+"""Runs the bench on the ranks of an mpiexec, or starts an mpiexec for each number of ranks."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -15,9 +14,9 @@ from jobs.bench.document import BenchError, Output, command_line, document, read
 from jobs.bench.gpu.table import run_table
 from jobs.bench.nccl import leave
 from jobs.bench.options import Options
-from jobs.bench.run import measure_run, say, together, written
+from jobs.bench.run import FAULTS, measure_run, written
 from jobs.bench.tables import document_tables, sweep_table
-from jobs.cluster.rank_check import launch_problem
+from jobs.cluster.agreement import check_launch, decide_on_root, say
 from jobs.launch import run_job
 from oktopk import NonFiniteGradientError
 from oktopk.launch import LaunchError, end_on_sigterm
@@ -45,10 +44,10 @@ def run(options: Options | str, comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:
 def _run(options: Options, comm: MPI.Intracomm) -> int:
     output: Output | None = None
     try:
-        _check_launch(comm)
+        check_launch(comm, raises=BenchError)
         path = options.json
         if path is not None:
-            output = together(comm, lambda: Output(path) if comm.rank == 0 else None)
+            output = decide_on_root(comm, lambda: Output(path), FAULTS, BenchError)
         if options.table == "gpu":
             run_table(options, comm, output)
             return 0
@@ -76,13 +75,6 @@ def _run(options: Options, comm: MPI.Intracomm) -> int:
         say(comm, f"jobs.bench: {error}", sys.stderr)
         return 2
     return 0
-
-
-def _check_launch(comm: MPI.Intracomm) -> None:
-    """Refuse to run as many jobs of one rank each, which is what a launcher of another MPI makes of a job."""
-    problem = comm.bcast(launch_problem(MPI.COMM_WORLD.size, os.environ) if comm.rank == 0 else None)
-    if problem:
-        raise BenchError(problem)
 
 
 def drive(options: Options) -> int:
@@ -118,9 +110,7 @@ def _run_all(options: Options) -> tuple[list[dict[str, Any]], str, int]:
     runs: list[dict[str, Any]] = []
     library = ""
     sweep = options.sweep_ranks
-    # a sweep's table comes at its end; relative paths are ours, not the checkout's
-    replay = options.replay and options.replay.absolute()
-    child = dataclasses.replace(options, quiet=options.quiet or bool(sweep), replay=replay)
+    child = dataclasses.replace(options, quiet=options.quiet or bool(sweep))  # its table comes at its end
     with tempfile.TemporaryDirectory() as folder:
         for ranks in sweep or options.ranks:
             path = Path(folder) / f"{ranks}.json"

@@ -1,4 +1,4 @@
-"""The measuring loop: every contestant reduces the same gradients, one after another within each step.
+"""Measuring loop: every contestant reduces the same gradients, one after another within each step.
 
 The time of a step is that of its slowest rank, from a barrier until all ranks have finished, the device's work included;
 drawing the gradient, filling one that is overwritten, and the first barrier are outside.
@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -69,7 +69,11 @@ def dense_report(step: int, method: str, length: int, words: float, seconds: flo
 
 
 class Reducer(Protocol):
-    """What is measured: oktopk.GradientAllreduce, or anything of its shape."""
+    """What is measured: oktopk.GradientAllreduce, or anything of its shape.
+
+    One that overwrites the gradient has `load(gradient)` besides: it copies the gradient to where it is overwritten, and returns
+    that; called outside the timed region.
+    """
 
     @property
     def update(self) -> Any:
@@ -82,15 +86,6 @@ class Reducer(Protocol):
 
     def close(self) -> None:
         """Free what MPI holds; collective."""
-        ...
-
-
-@runtime_checkable
-class InPlace(Protocol):
-    """A reducer that overwrites the gradient, which must be filled anew before each step."""
-
-    def load(self, gradient: Any) -> Any:
-        """Copy a gradient to where it is overwritten, and return that; called outside the timed region."""
         ...
 
 
@@ -198,10 +193,24 @@ def measure(
         name -> samples on rank 0, nothing on the others.
     """
     logs = {contestant.name: _Log(contestant) for contestant, _ in contestants}
+    begun: set[str] = set()
+    block = _BLOCK if device.asynchronous else 1
     gc.collect()
     gc.disable()  # a collection takes as long as many a step
     try:
-        _run(comm, contestants, source, device, course, progress, logs)
+        for first in range(-course.warmup, course.steps, block):
+            steps = range(first, min(first + block, course.steps))
+            shared = device.to_device(source.next()) if block == 1 else None
+            for turn, (contestant, reducer) in enumerate(in_turn(contestants, first // block)):
+                for step in steps:
+                    if turn == 0:
+                        progress()
+                    if not course.runs(contestant, step):
+                        continue
+                    gradient = device.to_device(source.next()) if shared is None else shared
+                    watched = -course.watched <= step < 0 and contestant.name in begun
+                    begun.add(contestant.name)
+                    _one_step(comm, reducer, gradient, device, logs[contestant.name], watched, step >= 0)
     finally:
         gc.enable()
     for contestant, reducer in contestants:
@@ -215,32 +224,6 @@ def measure(
     return {name: _combine([theirs[name] for theirs in everyone]) for name in logs}
 
 
-def _run(
-    comm: MPI.Intracomm,
-    contestants: Sequence[tuple[Contestant, Reducer]],
-    source: GradientSource,
-    device: Device,
-    course: Course,
-    progress: Callable[[], object],
-    logs: dict[str, _Log],
-) -> None:
-    begun: set[str] = set()
-    block = _BLOCK if device.asynchronous else 1
-    for first in range(-course.warmup, course.steps, block):
-        steps = range(first, min(first + block, course.steps))
-        shared = device.to_device(source.next()) if block == 1 else None
-        for turn, (contestant, reducer) in enumerate(in_turn(contestants, first // block)):
-            for step in steps:
-                if turn == 0:
-                    progress()
-                if not course.runs(contestant, step):
-                    continue
-                gradient = device.to_device(source.next()) if shared is None else shared
-                watched = -course.watched <= step < 0 and contestant.name in begun
-                begun.add(contestant.name)
-                _one_step(comm, reducer, gradient, device, logs[contestant.name], watched, step >= 0)
-
-
 def _one_step(
     comm: MPI.Intracomm,
     reducer: Reducer,
@@ -251,7 +234,8 @@ def _one_step(
     counted: bool,
 ) -> None:
     """One step of one contestant: watched for what it allocates, or timed."""
-    given = reducer.load(gradient) if isinstance(reducer, InPlace) else gradient
+    load: Callable[[Any], Any] = getattr(reducer, "load", lambda gradient: gradient)
+    given = load(gradient)
     device.finish()
     if watched:
         with device.watch() as growth:

@@ -1,4 +1,4 @@
-"""The MPI library's own Allreduce, as a method among the others."""
+"""The MPI library's own Allreduce as a method of the bench."""
 
 from __future__ import annotations
 
@@ -66,50 +66,39 @@ class MpiAllreduce:
         self._comm.Free()
 
 
-class _Variable:
-    """A control variable of MPI's tool interface, which mpi4py lacks."""
-
-    def __init__(
-        self, library: ctypes.CDLL, name: str, kind: type[ctypes.c_bool] | type[ctypes.c_int]
-    ) -> None:
-        index, count = ctypes.c_int(), ctypes.c_int()
-        self._library, self._kind, self._handle = library, kind, ctypes.c_void_p()
-        if library.MPI_T_cvar_get_index(name.encode(), ctypes.byref(index)):
-            raise LookupError(name)
-        if library.MPI_T_cvar_handle_alloc(index, None, ctypes.byref(self._handle), ctypes.byref(count)):
-            raise LookupError(name)
-
-    def read(self) -> int:
-        value = self._kind()
-        self._library.MPI_T_cvar_read(self._handle, ctypes.byref(value))
-        return int(value.value)
-
-    def write(self, value: int) -> None:
-        self._library.MPI_T_cvar_write(self._handle, ctypes.byref(self._kind(value)))
-
-
 @contextmanager
 def _tuned_algorithm(number: int, method: str) -> Iterator[None]:
-    """Within it, Open MPI gives new communicators this allreduce algorithm."""
+    """Let Open MPI give communicators that are made in the block this allreduce algorithm."""
     library = _loaded_library()
     level = ctypes.c_int()
     # the level that MPI has: Open MPI takes a lower one for its own from then on
     if library is None or library.MPI_T_init_thread(MPI.Query_thread(), ctypes.byref(level)):
         raise AlgorithmError(f"method {method!r}: this MPI has no tool interface to choose the algorithm by")
+
+    def handle(name: str) -> ctypes.c_void_p:
+        """Of a control variable of MPI's tool interface, which mpi4py lacks."""
+        index, count, found = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+        if library.MPI_T_cvar_get_index(name.encode(), ctypes.byref(index)):
+            raise LookupError(name)
+        if library.MPI_T_cvar_handle_alloc(index, None, ctypes.byref(found), ctypes.byref(count)):
+            raise LookupError(name)
+        return found
+
     try:
-        forced = _Variable(library, "coll_tuned_use_dynamic_rules", ctypes.c_bool)
-        algorithm = _Variable(library, "coll_tuned_allreduce_algorithm", ctypes.c_int)
+        forced, algorithm = handle("coll_tuned_use_dynamic_rules"), handle("coll_tuned_allreduce_algorithm")
     except LookupError as missing:
         words = MPI.Get_library_version().splitlines()[0].rstrip("\0")
         raise AlgorithmError(f"method {method!r} needs Open MPI: {words!r} has no {missing}") from None
-    before = forced.read(), algorithm.read()
-    forced.write(True)
-    algorithm.write(number)
+    before = (forced, ctypes.c_bool()), (algorithm, ctypes.c_int())
+    for variable, value in before:
+        library.MPI_T_cvar_read(variable, ctypes.byref(value))
+    library.MPI_T_cvar_write(forced, ctypes.byref(ctypes.c_bool(True)))
+    library.MPI_T_cvar_write(algorithm, ctypes.byref(ctypes.c_int(number)))
     try:
         yield
     finally:
-        forced.write(before[0])
-        algorithm.write(before[1])
+        for variable, value in before:
+            library.MPI_T_cvar_write(variable, ctypes.byref(value))
 
 
 def _loaded_library() -> ctypes.CDLL | None:

@@ -1,4 +1,4 @@
-"""NCCL's dense allreduce through torch.distributed, as a method among the others."""
+"""NCCL's dense allreduce through torch.distributed as a method of the bench."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mpi4py import MPI
 from collectives.dense_allreduce import dense_words
 from jobs.bench.document import NCCL_ROWS, BenchError
 from jobs.bench.measure import dense_report
+from jobs.cluster.agreement import require
 from oktopk import StepReport
 
 
@@ -36,53 +37,30 @@ def torch_problem() -> str:
 
 def require_nccl(comm: MPI.Intracomm) -> None:
     """Raises BenchError on every rank alike where NCCL cannot be used on some rank. Collective."""
-    problems = [problem for problem in comm.allgather(torch_problem()) if problem]
-    if problems:
-        raise BenchError("; ".join(dict.fromkeys(problems)))
-
-
-def rendezvous(comm: MPI.Intracomm) -> Any:
-    """A key-value store for torch.distributed that rank 0 serves, on a port that was free. Collective.
-
-    Raises:
-        RuntimeError: the others do not reach rank 0.
-    """
-    from torch.distributed import TCPStore
-
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    host = "127.0.0.1" if node.size == comm.size else socket.gethostname()
-    node.Free()
-    host = comm.bcast(host)
-    store = None
-    if comm.rank == 0:
-        # rank 0 binds before anybody knows the number: a port that was looked for beforehand may be taken by then
-        store = TCPStore(host, 0, comm.size, is_master=True, wait_for_workers=False)
-    port = comm.bcast(store.port if store is not None else None)
-    if store is None:
-        store = TCPStore(host, port, comm.size, is_master=False, wait_for_workers=False)
-    return store
+    require(comm, torch_problem, BenchError)
 
 
 def join(comm: MPI.Intracomm) -> None:
     """Make the ranks NCCL's process group, once a process, on the GPUs that are current. Collective."""
     import cupy
     import torch
-    from torch import distributed
 
-    if distributed.is_initialized():
+    from jobs.train.reduce.background import start_process_group
+
+    if torch.distributed.is_initialized():
         return
-    device = torch.device("cuda", cupy.cuda.Device().id)
-    torch.cuda.set_device(device)
-    distributed.init_process_group(
-        "nccl", store=rendezvous(comm), rank=comm.rank, world_size=comm.size, device_id=device
-    )
+    number = cupy.cuda.Device().id
+    torch.cuda.set_device(number)
+    unit = f"{socket.gethostname()} {cupy.cuda.runtime.deviceGetPCIBusId(number)}"
+    start_process_group(comm, torch.device("cuda", number), "nccl", unit)
 
 
 def leave() -> None:
     """End the process group, if there is one. Collective."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    if "torch" in sys.modules:
+        from jobs.train.reduce.background import stop_process_group
+
+        stop_process_group()
 
 
 class NcclAllreduce:

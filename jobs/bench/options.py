@@ -1,4 +1,4 @@
-"""The bench's command line, checked as a whole before anything starts."""
+"""Checks the bench's command line as a whole, before anything starts."""
 
 from __future__ import annotations
 
@@ -37,46 +37,38 @@ from oktopk import METHODS, Settings
 from oktopk.devices import GRADIENT_TYPES
 from oktopk.settings import DENSE_ABOVE
 
-_RECORD = ("seed", "json", "network", "quiet", "commit")
+_RECORD = ("table", "seed", "json", "network", "quiet", "commit")
 """Options of every bench, taken as they are."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for; the same on all ranks.
+    """What was asked for; the same on all ranks. Without a meaning here, as `--help` explains it.
 
     Attributes:
         methods: names in KNOWN[device], each once.
-        length: n; None with a recording, whose it is.
-        warmup: steps discarded.
-        dense_steps: steps measured of dense methods.
+        length: n; None for a table that has its own.
         gradients: a name in PROFILES.
-        replay: a folder written by jobs.run.gradient_file, instead.
         gradient_type: a name in GRADIENT_TYPES[device].
         settings: keywords of oktopk.Settings besides density, for all methods.
-        ranks: numbers of ranks that an ablation is started on; empty: the surrounding mpiexec's.
-        sweep_ranks: numbers of ranks of a sweep; empty: no sweep.
+        ranks, sweep_ranks: numbers of ranks to start an ablation or a sweep on; empty: none are started.
         memory: watch allocations in the last steps of the warm-up.
-        network: what joins the ranks, in words for the record.
         table: a name in TABLES; "" for none.
         rows: numbers of the table's rows from 1; empty: all.
         types: gradient types of the table; empty: both.
-        budget: seconds after which no further cell is begun.
         touched, table_rows, width: of the table of rows: drawn a rank and step, in the table, elements of one.
-        skew: how they are drawn, a name in SKEWS.
-        commit: what is measured, where this is no checkout that knows.
+        skew: a name in SKEWS.
     """
 
-    methods: tuple[str, ...]
-    length: int | None
-    density: float
-    steps: int
-    warmup: int
-    dense_steps: int
-    gradients: str
-    replay: Path | None
-    seed: int
-    device: str
+    methods: tuple[str, ...] = ()
+    length: int | None = None
+    density: float = DENSITY
+    steps: int = STEPS
+    warmup: int = 0
+    dense_steps: int = STEPS
+    gradients: str = "heavy"
+    seed: int = 1
+    device: str = "cpu"
     gradient_type: str = "float32"
     settings: dict[str, Any] = field(default_factory=dict)
     ablate: bool = False
@@ -103,17 +95,29 @@ class Options:
 
     def words(self) -> list[str]:
         """The command line of one run of these, on ranks that are started already."""
-        words = ["--methods", *self.methods, "--density", str(self.density), "--steps", str(self.steps)]
-        words += ["--warmup", str(self.warmup), "--dense-steps", str(self.dense_steps)]
-        words += ["--seed", str(self.seed), "--device", self.device]
-        words += ["--replay", str(self.replay)] if self.replay else ["--gradients", self.gradients]
-        words += [] if self.length is None else ["--length", str(self.length)]
+        words = ["--methods", *self.methods]
+        names = (
+            "length",
+            "density",
+            "steps",
+            "warmup",
+            "dense_steps",
+            "gradients",
+            "seed",
+            "device",
+            "gradient_type",
+            "network",
+        )
+        for name in names:
+            if (value := getattr(self, name)) not in (None, ""):
+                words += [_option(name), str(value)]
         words += [f"--set={name}={json.dumps(value)}" for name, value in self.settings.items()]
-        words += ["--gradient-type", self.gradient_type]
-        words += ["--network", self.network] if self.network else []
-        words += [] if self.memory else ["--no-memory"]
-        words += ["--ablate"] if self.ablate else []
-        return words + (["--quiet"] if self.quiet else [])
+        flags = {"--no-memory": not self.memory, "--ablate": self.ablate, "--quiet": self.quiet}
+        return words + [flag for flag, given in flags.items() if given]
+
+
+def _option(name: str) -> str:
+    return "--" + {"settings": "set", "memory": "no-memory"}.get(name, name.replace("_", "-"))
 
 
 def parse(words: Sequence[str], *, launched: bool) -> Options:
@@ -124,61 +128,44 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
         launched: by mpiexec; then nothing that starts one can be done.
 
     Raises:
-        BenchError: it cannot be done; the message says what and why.
+        BenchError: it cannot be done; the message names the value and the bound.
     """
     given = parser().parse_args(words)
     if given.table:
         _check_table(given)
-    if given.table in ("dense", "gpu"):
-        return _table(given)
-    if given.table == "rows":
-        return _rows_table(given)
+    if given.table in ("dense", "gpu", "rows"):
+        return _rows_table(given) if given.table == "rows" else _gpu_table(given)
     for name in ("rows", "budget", "table_rows", "width", "skew"):
         if getattr(given, name) is not None:
-            raise BenchError(f"--{name.replace('_', '-')} is for --table")
-    device = given.device or "cpu"
-    gradient_type = given.gradient_type or "float32"
+            raise BenchError(f"{_option(name)} is for --table")
+    device, gradient_type = given.device or "cpu", given.gradient_type or "float32"
     if gradient_type not in GRADIENT_TYPES[device]:
         taken = ", ".join(GRADIENT_TYPES[device])
         raise BenchError(f"gradient type {gradient_type!r} is not one of {taken} on --device {device}")
-    sweep = _numbers("--sweep-ranks", given.sweep_ranks)
-    ranks = _numbers("--ranks", given.ranks)
+    sweep, ranks = _numbers("--sweep-ranks", given.sweep_ranks), _numbers("--ranks", given.ranks)
     if sweep and given.ablate:
         raise BenchError("--ablate and --sweep-ranks are two different benches: ask for one")
     if launched and (sweep or ranks):
-        raise BenchError(
-            f"{'--sweep-ranks' if sweep else '--ranks'} starts mpiexec itself: run it without one"
-        )
+        name = "--sweep-ranks" if sweep else "--ranks"
+        raise BenchError(f"{name} starts mpiexec itself: run it without one")
     if ranks and not given.ablate:
         raise BenchError("--ranks is for --ablate; else start the bench with mpiexec")
     default = ("oktopk",) if given.ablate else tuple(METHODS) if sweep else None
     methods = _methods(given.methods, default, device)
     if given.ablate and methods != ("oktopk",):
         raise BenchError(f"--ablate compares settings of oktopk, not methods {', '.join(methods)}")
-    density = given.density if given.density is not None else SWEEP_DENSITY if sweep else DENSITY
+    density = _given(given.density, SWEEP_DENSITY if sweep else DENSITY)
     if not 0 < density <= DENSE_ABOVE:
         raise BenchError(f"density {density} is not in (0, {DENSE_ABOVE}]: above, every method runs densely")
-    warmup = math.ceil(2 / density) if given.warmup is None else given.warmup
-    if warmup < 0:
-        raise BenchError(f"warmup {warmup} is not at least 0")
-    length = given.length
-    if length is None and given.replay is None:
-        length = SWEEP_LENGTH if sweep else VGG_LENGTH
-    if length is not None:
-        try:
-            check_length(length)
-        except ValueError as error:
-            raise BenchError(str(error)) from None
-    steps = STEPS if given.steps is None else given.steps
+    steps = _given(given.steps, STEPS)
     options = Options(
         methods=methods,
-        length=length,
+        length=_given(given.length, SWEEP_LENGTH if sweep else VGG_LENGTH),
         density=density,
         steps=steps,
-        warmup=warmup,
-        dense_steps=steps if given.dense_steps is None else given.dense_steps,
+        warmup=_given(given.warmup, math.ceil(2 / density)),
+        dense_steps=_given(given.dense_steps, steps),
         gradients=given.gradients or ("clustered" if given.ablate else "heavy"),
-        replay=given.replay,
         device=device,
         gradient_type=gradient_type,
         settings=_settings(given.settings, density),
@@ -186,78 +173,27 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
         ranks=ranks or (ABLATION_RANKS if given.ablate and not launched else ()),
         sweep_ranks=sweep,
         memory=given.memory and not sweep,
-        table=given.table,
-        **{name: getattr(given, name) for name in _RECORD},
+        **_record(given),
     )
-    _check_steps(options)
+    _check_course(options)
     return options
 
 
-def _check_table(given: argparse.Namespace) -> None:
-    free = {"table", "device", *TABLES[given.table], *_RECORD}
-    silent = parser().parse_args([])
-    for name, value in vars(given).items():
-        if name not in free and value != getattr(silent, name):
-            option = {"settings": "set", "memory": "no-memory"}.get(name, name.replace("_", "-"))
-            raise BenchError(f"--{option} is not for --table {given.table}: it says how it is measured")
+def _given(value: Any, default: Any) -> Any:
+    return default if value is None else value
 
 
-def _table(given: argparse.Namespace) -> Options:
-    """Of the tables of GPUs, whose cells say all that matters."""
-    if given.device not in (None, "cuda"):
-        raise BenchError(f"--table {given.table} is measured on --device cuda, not {given.device}")
-    if given.gradient_type == "float16":
-        raise BenchError("gradient type 'float16' is not one of float32, bfloat16, the table's")
-    budget = BUDGET if given.budget is None else given.budget
-    if not budget > 0:
-        raise BenchError(f"budget {budget:g} is not above 0 seconds")
-    return Options(
-        methods=TABLE_METHODS,
-        length=None,
-        density=DENSITY,
-        steps=STEPS,
-        warmup=0,
-        dense_steps=STEPS,
-        gradients="heavy",
-        replay=None,
-        device="cuda",
-        types=() if given.gradient_type is None else (given.gradient_type,),
-        table=given.table,
-        rows=_numbers("--rows", given.rows, "numbers of rows such as 1,4", "row"),
-        budget=budget,
-        **{name: getattr(given, name) for name in _RECORD},
-    )
+def _record(given: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(given, name) for name in _RECORD}
 
 
-def _rows_table(given: argparse.Namespace) -> Options:
-    """Of the table of rows."""
-    touched = _numbers("--rows", given.rows, "numbers such as 50000", "number of rows") or (TOUCHED,)
-    if len(touched) > 1:
-        raise BenchError(f"--rows {given.rows!r} is not one number, which --table rows takes")
-    defaults = {"table_rows": TABLE_ROWS, "width": WIDTH, "steps": ROW_STEPS, "warmup": ROW_WARMUP}
-    numbers = {name: getattr(given, name) for name in defaults}
-    numbers |= {name: default for name, default in defaults.items() if numbers[name] is None}
-    for name, value in numbers.items():
-        least = int(name != "warmup")
-        if value < least:
-            raise BenchError(f"{name.replace('_', '-')} {value} is not at least {least}")
-    return Options(
-        methods=(),
-        length=None,
-        density=DENSITY,
-        dense_steps=numbers["steps"],
-        gradients="heavy",
-        replay=None,
-        device=given.device or "cpu",
-        table=given.table,
-        touched=touched[0],
-        skew=given.skew or SKEWS[0],
-        **numbers,
-        **{name: getattr(given, name) for name in _RECORD},
-    )
-
-
-def _check_steps(options: Options) -> None:
+def _check_course(options: Options) -> None:
+    if options.warmup < 0:
+        raise BenchError(f"warmup {options.warmup} is not at least 0")
+    try:
+        check_length(options.length or 0)
+    except ValueError as error:
+        raise BenchError(str(error)) from None
     interval = options.threshold_interval
     if options.steps < interval:
         raise BenchError(
@@ -266,6 +202,52 @@ def _check_steps(options: Options) -> None:
         )
     if not 1 <= options.dense_steps <= options.steps:
         raise BenchError(f"dense-steps {options.dense_steps} is not in [1, {options.steps}], the steps")
+
+
+def _check_table(given: argparse.Namespace) -> None:
+    free = {"device", *TABLES[given.table], *_RECORD}
+    silent = parser().parse_args([])
+    for name, value in vars(given).items():
+        if name not in free and value != getattr(silent, name):
+            raise BenchError(f"{_option(name)} is not for --table {given.table}: it says how it is measured")
+
+
+def _gpu_table(given: argparse.Namespace) -> Options:
+    if given.device not in (None, "cuda"):
+        raise BenchError(f"--table {given.table} is measured on --device cuda, not {given.device}")
+    if given.gradient_type == "float16":
+        raise BenchError("gradient type 'float16' is not one of float32, bfloat16, the table's")
+    budget = _given(given.budget, BUDGET)
+    if not budget > 0:
+        raise BenchError(f"budget {budget:g} is not above 0 seconds")
+    return Options(
+        methods=TABLE_METHODS,
+        device="cuda",
+        types=() if given.gradient_type is None else (given.gradient_type,),
+        rows=_numbers("--rows", given.rows, "numbers of rows such as 1,4", "row"),
+        budget=budget,
+        **_record(given),
+    )
+
+
+def _rows_table(given: argparse.Namespace) -> Options:
+    touched = _numbers("--rows", given.rows, "numbers such as 50000", "number of rows") or (TOUCHED,)
+    if len(touched) > 1:
+        raise BenchError(f"--rows {given.rows!r} is not one number, which --table rows takes")
+    defaults = {"table_rows": TABLE_ROWS, "width": WIDTH, "steps": ROW_STEPS, "warmup": ROW_WARMUP}
+    numbers = {name: _given(getattr(given, name), default) for name, default in defaults.items()}
+    for name, value in numbers.items():
+        least = int(name != "warmup")
+        if value < least:
+            raise BenchError(f"{name.replace('_', '-')} {value} is not at least {least}")
+    return Options(
+        dense_steps=numbers["steps"],
+        device=given.device or "cpu",
+        touched=touched[0],
+        skew=given.skew or SKEWS[0],
+        **numbers,
+        **_record(given),
+    )
 
 
 def _numbers(

@@ -1,4 +1,4 @@
-"""Top-k with error feedback as a communication hook in plain torch: what Ok-Topk's hook is compared with."""
+"""Top-k with error feedback as a DDP communication hook in plain torch, to compare Ok-Topk's hook with."""
 
 # No `from __future__ import annotations`: torch compares a hook's annotations with its classes.
 

@@ -1,9 +1,8 @@
-"""One run of the bench on the ranks of an mpiexec."""
+"""Measures one run of the bench on the ranks of an mpiexec."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from mpi4py import MPI
 from tqdm import tqdm
@@ -14,15 +13,15 @@ from collectives.traffic import lower_bound, step_limit, upper_bound
 from jobs.bench.contestants import contestants, make_reducer, takes_part
 from jobs.bench.device import Device
 from jobs.bench.document import BASELINES, BenchError, command_line, document
-from jobs.bench.floors import Speeds
-from jobs.bench.gradients import GradientSource
 from jobs.bench.measure import Contestant, Course, measure
 from jobs.bench.options import Options
 from jobs.bench.summary import summarize
+from jobs.cluster.agreement import decide_together, require
 from jobs.run.provenance import mpi_library
 from oktopk.settings import entries_kept
 
-Result = TypeVar("Result")
+FAULTS = (BenchError, ValueError, OSError, MemoryError)
+"""What ends a bench with a message where it happens before the first step."""
 
 
 def written(kind: str, runs: list[dict[str, Any]], options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
@@ -52,20 +51,14 @@ def measure_run(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
 
 
 def _measure(
-    options: Options,
-    comm: MPI.Intracomm,
-    device: Device,
-    present: list[Contestant],
-    left_out: dict[str, str],
+    options: Options, comm: MPI.Intracomm, device: Device, present: list[Contestant], left_out: dict[str, str]
 ) -> dict[str, Any]:
-    if options.replay is None:
-        assert options.length is not None
-        length = options.length
-        _check_memory(comm, device, length, present)
-    source = together(comm, lambda: _source(options, comm, device))
-    length = source.length
-    if options.replay is not None:
-        _check_memory(comm, device, length, present)
+    assert options.length is not None
+    length = options.length
+    _check_memory(comm, device, length, present)
+    source = decide_together(
+        comm, lambda: device.source(options.gradients, length, comm.rank, options.seed), FAULTS, BenchError
+    )
     speeds = device.measure_speeds(comm, length)
     try:
         reducers = [(one, make_reducer(one, options, length, device, comm)) for one in present]
@@ -88,7 +81,7 @@ def _measure(
         samples = measure(comm, reducers, source, device, course, bar.update)
     for _, reducer in reducers:
         reducer.close()
-    k = entries_kept(options.density, length)
+    k, width = entries_kept(options.density, length), 4 if options.gradient_type == "float32" else 2
     return {
         "ranks": comm.size,
         "length": length,
@@ -104,42 +97,16 @@ def _measure(
         "settings": options.settings,
         "course": vars(course),
         "speeds": vars(speeds),
-        "bounds": _bounds(k, length, comm.size),
-        "methods": _summaries(present, samples, length, speeds, options.gradient_type),
+        "bounds": {
+            "lower": lower_bound(k, comm.size),
+            "upper": upper_bound(k, comm.size),
+            "step_limit": step_limit(k, comm.size),
+            "dense": dense_words(length, comm.size),
+        },
+        "methods": [
+            summarize(one, samples[one.name], length, speeds, width) for one in present if one.name in samples
+        ],
     }
-
-
-def _summaries(
-    present: list[Contestant], samples: dict[str, Any], length: int, speeds: Speeds, gradient_type: str
-) -> list[dict[str, Any]]:
-    width = 4 if gradient_type == "float32" else 2
-    return [
-        summarize(one, samples[one.name], length, speeds, width) for one in present if one.name in samples
-    ]
-
-
-def _bounds(k: int, length: int, ranks: int) -> dict[str, float]:
-    return {
-        "lower": lower_bound(k, ranks),
-        "upper": upper_bound(k, ranks),
-        "step_limit": step_limit(k, ranks),
-        "dense": dense_words(length, ranks),
-    }
-
-
-def _source(options: Options, comm: MPI.Intracomm, device: Device) -> GradientSource:
-    if options.replay is None:
-        assert options.length is not None
-        return device.source(options.gradients, options.length, comm.rank, options.seed)
-    from jobs.run.gradient_file import GradientFileError, RecordedGradients
-
-    try:
-        source = RecordedGradients(options.replay, comm.rank, comm.size)
-    except GradientFileError as error:
-        raise BenchError(str(error)) from None
-    if options.length not in (None, source.length):
-        raise BenchError(f"length {options.length} is not {source.length}, that of {options.replay}")
-    return source
 
 
 def _check_memory(comm: MPI.Intracomm, device: Device, length: int, present: list[Contestant]) -> None:
@@ -155,7 +122,7 @@ def _check_memory(comm: MPI.Intracomm, device: Device, length: int, present: lis
                 f"try fewer methods or a length below {length}"
             )
 
-    together(comm, check)
+    decide_together(comm, check, FAULTS, BenchError)
 
 
 def open_device(name: str, gradient_type: str, comm: MPI.Intracomm) -> Device:
@@ -169,12 +136,12 @@ def open_device(name: str, gradient_type: str, comm: MPI.Intracomm) -> Device:
         sharers = node.size
         node.Free()
         return Device(sharers)
-    _agree_on(comm, no_gpu())
+    require(comm, lambda: _with_option(no_gpu()), BenchError)
     from jobs.bench.gpu.device import open_cuda  # CuPy
 
     # the first call that makes a context comes after each rank has its GPU
     device = open_cuda(gradient_type, comm)
-    _agree_on(comm, gpu_problem())
+    require(comm, lambda: _with_option(gpu_problem()), BenchError)
     return device
 
 
@@ -189,34 +156,5 @@ def no_gpu() -> str:
     return "" if there else gpu_problem()
 
 
-def _agree_on(comm: MPI.Intracomm, problem: str) -> None:
-    problems = comm.allgather(problem)
-    found = list(dict.fromkeys(text for text in problems if text))
-    if found:
-        which = ", ".join(str(rank) for rank, text in enumerate(problems) if text)
-        where = "" if all(problems) else f" on rank(s) {which}"
-        raise BenchError(f"--device cuda cannot be used{where}: {'; '.join(found)}")
-
-
-def together(comm: MPI.Intracomm, action: Callable[[], Result]) -> Result:
-    """Run the action on every rank; if it fails on any, it fails on all of them with the same message.
-
-    An action that communicates must fail on all ranks or on none.
-    """
-    result: Result | None = None
-    message: str | None = None
-    try:
-        result = action()
-    except (BenchError, ValueError, OSError, MemoryError) as error:
-        message = str(error) or type(error).__name__
-    messages = comm.allgather(message)
-    distinct = list(dict.fromkeys(text for text in messages if text is not None))
-    if distinct:
-        raise BenchError("\n".join(distinct))
-    return result  # type: ignore[return-value]
-
-
-def say(comm: MPI.Intracomm, message: str, stream: Any) -> None:
-    """Print on rank 0."""
-    if comm.rank == 0:
-        print(message, file=stream, flush=True)
+def _with_option(problem: str) -> str:
+    return problem and f"--device cuda cannot be used: {problem}"

@@ -1,4 +1,4 @@
-"""From what the ranks measured to what a reader compares: one plain dict per contestant, as it stands in the JSON.
+"""Summarises the samples of all ranks: one dict per contestant, as the JSON has it.
 
 Time is seconds. Words and messages are those that a rank sends: their mean over the ranks, and the rank that sends
 most, both averaged over the steps. Control traffic is apart.

@@ -1,4 +1,4 @@
-"""What the bench prints: times, traffic, stages beside their floors, memory; of a sweep, words.
+"""Renders a bench document as text: times, traffic, stages with floors, memory; of a sweep, words.
 
     python -m jobs.bench.tables FILE.json                   the tables of a document again
     python -m jobs.bench.tables FILE.json --into README.md
@@ -8,12 +8,12 @@ The second puts them between the lines <!-- FILE.json --> and <!-- end of FILE.j
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from data.command import command_parser
 from jobs.bench.document import BenchError, read
 from jobs.bench.format import (
     MISSING,
@@ -44,7 +44,7 @@ def run_tables(run: Record, machine: Record) -> str:
     gradients = run["gradients"]["name"]
     heading = (
         f"{run['ranks']} ranks, n = {run['length']:,}, density {run['density']:g}, k = {run['k']:,}, "
-        f"{gradients} gradients, {run['course']['steps']} steps after {run['course']['warmup']} discarded"
+        f"{gradients} gradients, {_course(run)}"
     )
     methods = run["methods"]
     on_gpu = run.get("device") == "cuda"
@@ -199,13 +199,7 @@ def hook_table(run: Record) -> str:
             lambda method: figure("bytes")(method) + ("" if method["counted"] else " by formula"),
         ),
     ]
-    heading = (
-        f"{run['ranks']} ranks, {run['backend']} on {run['device']}, n = {run['length']:,}, density {run['density']:g}, "
-        f"{run['course']['steps']} steps after {run['course']['warmup']} discarded"
-    )
-    heading += f", {run['network']}" if run["network"] else ""
-    heading += "".join(f"\nwithout {name}: {reason}" for name, reason in run["left_out"].items())
-    return f"{heading}\n\n{columns_table(columns, run['methods'])}"
+    return _headed(run, f"n = {run['length']:,}, density {run['density']:g}", columns)
 
 
 def rows_table(run: Record) -> str:
@@ -230,14 +224,25 @@ def rows_table(run: Record) -> str:
         ),
     ]
     table, touched = run["table"], run["touched"]
-    heading = (
-        f"{run['ranks']} ranks, {run['backend']} on {run['device']}, table of {table['rows']:,} x {table['width']} float32, "
-        f"{run['skew']}: {touched['drawn']:,} rows drawn a rank, {touched['distinct']:,.0f} distinct, "
-        f"{touched['summed']:,.0f} in the sum, {run['course']['steps']} steps after {run['course']['warmup']} discarded"
+    what = (
+        f"table of {table['rows']:,} x {table['width']} float32, {run['skew']}: {touched['drawn']:,} rows drawn a rank, "
+        f"{touched['distinct']:,.0f} distinct, {touched['summed']:,.0f} in the sum"
     )
+    return _headed(run, what, columns)
+
+
+def _headed(run: Record, what: str, columns: list[Column]) -> str:
+    heading = f"{run['ranks']} ranks, {run['backend']} on {run['device']}, {what}, {_course(run)}"
     heading += f", {run['network']}" if run["network"] else ""
-    heading += "".join(f"\nwithout {name}: {reason}" for name, reason in run["left_out"].items())
-    return f"{heading}\n\n{columns_table(columns, run['methods'])}"
+    return f"{heading}{_left_out(run)}\n\n{columns_table(columns, run['methods'])}"
+
+
+def _course(run: Record) -> str:
+    return f"{run['course']['steps']} steps after {run['course']['warmup']} discarded"
+
+
+def _left_out(run: Record) -> str:
+    return "".join(f"\nwithout {name}: {reason}" for name, reason in run.get("left_out", {}).items())
 
 
 def _megabytes(method: Record, part: str) -> str:
@@ -272,24 +277,12 @@ def insert(text: str, name: str, tables: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a document's tables, or put them into a text. Returns the exit status: 0, or 2 with one message."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.bench.tables",
-        description="Print the tables of a document of jobs.bench, or put them into a text.",
-        epilog="examples:\n"
-        "  python -m jobs.bench.tables bench.json\n"
-        "  python -m jobs.bench.tables bench.json --into README.md",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "document", type=Path, metavar="FILE.json", help="JSON file that jobs.bench wrote with --json"
-    )
-    parser.add_argument(
-        "--into",
-        type=Path,
-        metavar="FILE.md",
-        help="Text that gets the tables, between its lines <!-- FILE.json --> and <!-- end of FILE.json -->",
-    )
+    title = "Print the tables of a document of jobs.bench, or put them into a text."
+    parser = command_parser("jobs.bench.tables", title, "bench.json", "bench.json --into README.md")
+    text = "JSON file that jobs.bench wrote with --json"
+    parser.add_argument("document", type=Path, metavar="FILE.json", help=text)
+    text = "Text that gets the tables, between its lines <!-- FILE.json --> and <!-- end of FILE.json -->"
+    parser.add_argument("--into", type=Path, metavar="FILE.md", help=text)
     given = parser.parse_args(argv)
     try:
         tables = document_tables(read(given.document))

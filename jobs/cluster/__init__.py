@@ -1,1 +1,1 @@
-"""Batch scripts for Slurm, and the check of what a launcher started."""
+"""Batch scripts for Slurm, the launch check, and decisions of all ranks."""

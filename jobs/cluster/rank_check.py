@@ -1,4 +1,4 @@
-"""Whether the launcher and MPI agree on the number of ranks; without torch, which takes seconds to import.
+"""Checks that launcher and MPI agree on the number of ranks. Imports no torch, which takes seconds.
 
     srun --mpi=pmix python -m mpi4py -m jobs.cluster.rank_check
 

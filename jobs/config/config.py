@@ -1,4 +1,4 @@
-"""What a training run is: typed, validated, frozen. What is of one section alone is in jobs.config.sections.
+"""The configuration of a training run: all sections, and the checks between them.
 
 jobs.config.file reads it from a file and a command line.
 """
@@ -67,7 +67,6 @@ class Config(Section):
             ("reduction.wire", "auto"),
             ("reduction.levels", "auto"),
             ("reduction.ranks_per_host", 0),
-            ("run.record_gradients", ""),
             ("run.measure_every", 0),
         ):
             section, _, name = key.partition(".")
@@ -109,6 +108,7 @@ class Config(Section):
 _GONE: dict[str, dict[str, object]] = {
     "model": {"recompute": False},
     "data": {"mask_bins": 0, "mask_frames": 0, "snr": [], "ascending_epochs": 0},
+    "schedule": {"final": 0.0},
     "training": {"compile": "", "beam": 1},
 }
 """Keys of earlier versions, with their defaults."""

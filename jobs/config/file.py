@@ -1,4 +1,4 @@
-"""From a TOML file, with overrides `section.key=value` of the command line on top, to a validated Config."""
+"""Reads a configuration from a TOML file and overrides `section.key=value`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways of training that are no methods of oktopk. Imports nothing: what reads results knows them without starting MPI."""
+"""Names of the baseline reductions (nccl, ddp, ...). No imports, so reports need no MPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections of a training run's configuration: every key with its type, its bounds and its default.
+"""Sections of a training run's configuration: each key with its type, bounds and default.
 
 Those of the reduction have their defaults in oktopk.Settings.
 """
@@ -21,7 +21,9 @@ class Section(BaseModel):
     """Keys that are typed, known and never change."""
 
     # strict: "16" is not 16. A string that reads as a number is more often a slip than an intention.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @field_validator("*")
     @classmethod
@@ -34,6 +36,13 @@ class Section(BaseModel):
             raise ValueError("an integer has 64 bits at most")
         return value
 
+    def _check_owners(self, owners: Mapping[str, tuple[str, ...]], kind: str) -> None:
+        """Refuse keys that were set and are for other kinds than this one."""
+        for key, names in owners.items():
+            default = type(self).model_fields[key].get_default(call_default_factory=True)
+            if kind not in names and getattr(self, key) != default:
+                raise ValueError(f"{key} is for {' and '.join(names)}, not for {kind}")
+
 
 _FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -44,34 +53,24 @@ class ModelConfig(Section):
     With `factory` the network is one's own. It trains on what the data set needs: images, speech (`an4`) or text.
     """
 
-    name: Literal["vgg16", "lstm", "bert", "vit", "own"] = Field(
-        default="vgg16", description="The network to train; `own` is the one that `factory` makes"
-    )
-    width: float = Field(
-        default=1.0,
-        gt=0.0,
-        le=8.0,
-        description="For vgg16 and lstm: factor on the channels of every layer",
-    )
-    layers: int = Field(default=12, ge=1, description="For bert and vit: number of layers of the encoder")
-    hidden: int = Field(
-        default=768, ge=64, multiple_of=64, description="For bert and vit: number of channels, 64 to a head"
-    )
-    patch: int = Field(default=32, ge=1, description="For vit: pixels per side of a patch")
-    dropout: float = Field(
-        default=0.1, ge=0.0, lt=1.0, description="For bert: probability of dropout in every layer"
-    )
-    vocabulary: int = Field(
-        default=0, ge=0, description="For bert: words that the text file must have; 0: as many as it has"
-    )
-    factory: str = Field(
-        default="",
-        description='Your own network, "my_package.my_module:build": a callable that returns a torch.nn.Module',
-    )
-    arguments: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Keywords that `factory` is called with, a table [model.arguments]",
-    )
+    name: Literal["vgg16", "lstm", "bert", "vit", "own"] = "vgg16"
+    """The network to train; `own` is the one that `factory` makes"""
+    width: float = Field(default=1.0, gt=0.0, le=8.0)
+    """For vgg16 and lstm: factor on the channels of every layer"""
+    layers: int = Field(default=12, ge=1)
+    """For bert and vit: number of layers of the encoder"""
+    hidden: int = Field(default=768, ge=64, multiple_of=64)
+    """For bert and vit: number of channels, 64 to a head"""
+    patch: int = Field(default=32, ge=1)
+    """For vit: pixels per side of a patch"""
+    dropout: float = Field(default=0.1, ge=0.0, lt=1.0)
+    """For bert: probability of dropout in every layer"""
+    vocabulary: int = Field(default=0, ge=0)
+    """For bert: words that the text file must have; 0: as many as it has"""
+    factory: str = ""
+    """Your own network, "my_package.my_module:build": a callable that returns a torch.nn.Module"""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keywords that `factory` is called with, a table [model.arguments]"""
 
     _OWNERS: ClassVar[dict[str, tuple[str, ...]]] = {
         "width": ("vgg16", "lstm"),
@@ -109,10 +108,7 @@ class ModelConfig(Section):
             raise ValueError(
                 f"name {self.name!r} and a factory are two networks: leave one out, or set name to 'own'"
             )
-        for key, owners in self._OWNERS.items():
-            default = type(self).model_fields[key].get_default(call_default_factory=True)
-            if self.name not in owners and getattr(self, key) != default:
-                raise ValueError(f"{key} is for {' and '.join(owners)}, not for {self.name}")
+        self._check_owners(self._OWNERS, self.name)
         if self.name == "own" and not self.factory:
             raise ValueError("name 'own' needs a factory")
         return self
@@ -136,51 +132,29 @@ class DataConfig(Section):
     `an4` is for lstm and `text` for bert, all others are images.
     """
 
-    name: Literal["digits", "synthetic", "cifar10", "prepared", "an4", "text"] = Field(
-        default="digits",
-        description="The data set to train on; `synthetic` is made up, `prepared` any file of images that data.prepare wrote",
-    )
-    path: str = Field(
-        default="", description="File that data.prepare wrote; empty for digits and synthetic images"
-    )
-    size: int = Field(default=32, ge=32, le=512, description="For digits and synthetic: pixels per side")
-    held_out: float = Field(
-        default=0.5,
-        gt=0.0,
-        lt=1.0,
-        description="For digits and synthetic: share of the images that is never trained on",
-    )
-    classes: int = Field(default=1000, ge=2, description="For synthetic: number of classes")
-    samples: int = Field(
-        default=50_000,
-        ge=4,
-        description="For synthetic: number of images, those held out included; 3 size\u00b2 bytes each",
-    )
-    resize: int = Field(
-        default=0,
-        ge=0,
-        le=1024,
-        description="For images: pixels per side that they are scaled to, bilinearly, on the device; 0: as they are",
-    )
-    crop: int = Field(
-        default=0,
-        ge=0,
-        description="For images: pixels of padding that training images are cropped from at random",
-    )
-    flip: bool = Field(
-        default=False, description="For images: mirror training images at random; not for digits"
-    )
-    tempo: tuple[float, ...] = Field(
-        default=(),
-        strict=False,
-        description="For an4: [least, most] factor on the tempo of a training utterance, drawn at random, within [0.5, 2]; "
-        "empty: tempo as recorded",
-    )
-    eval_sequences: int = Field(
-        default=0,
-        ge=0,
-        description="For text: held-out sequences per evaluation, spread evenly over all of them; 0: all",
-    )
+    name: Literal["digits", "synthetic", "cifar10", "prepared", "an4", "text"] = "digits"
+    """The data set to train on; `synthetic` is made up, `prepared` any file of images that data.prepare wrote"""
+    path: str = ""
+    """File that data.prepare wrote; empty for digits and synthetic images"""
+    size: int = Field(default=32, ge=32, le=512)
+    """For digits and synthetic: pixels per side"""
+    held_out: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """For digits and synthetic: share of the images that is never trained on"""
+    classes: int = Field(default=1000, ge=2)
+    """For synthetic: number of classes"""
+    samples: int = Field(default=50_000, ge=4)
+    """For synthetic: number of images, those held out included; 3 size² bytes each"""
+    resize: int = Field(default=0, ge=0, le=1024)
+    """For images: pixels per side that they are scaled to, bilinearly, on the device; 0: as they are"""
+    crop: int = Field(default=0, ge=0)
+    """For images: pixels of padding that training images are cropped from at random"""
+    flip: bool = False
+    """For images: mirror training images at random; not for digits"""
+    tempo: tuple[float, ...] = Field(default=(), strict=False)
+    """For an4: [least, most] factor on the tempo of a training utterance, drawn at random, within [0.5, 2]; empty: tempo as
+    recorded"""
+    eval_sequences: int = Field(default=0, ge=0)
+    """For text: held-out sequences per evaluation, spread evenly over all of them; 0: all"""
 
     @field_validator("tempo")
     @classmethod
@@ -202,61 +176,42 @@ class DataConfig(Section):
             raise ValueError(
                 f"path is {self.path!r}, but {what} are read from no file: set data.name to 'prepared'"
             )
-        for key in ("classes", "samples"):
-            default = type(self).model_fields[key].default
-            if self.name != "synthetic" and (value := getattr(self, key)) != default:
-                raise ValueError(f"{key} is {value}, which is for synthetic images, not for {self.name!r}")
-        owned = {
-            **dict.fromkeys(("crop", "flip", "resize"), "images"),
-            "eval_sequences": "text",
-            "tempo": "an4",
-        }
+        self._check_owners(dict.fromkeys(("classes", "samples"), ("synthetic",)), self.name)
         kind = self.name if self.name in ("an4", "text") else "images"
-        for key, owner in owned.items():
-            if owner != kind and (value := getattr(self, key)):
-                raise ValueError(f"{key} is {value}, which is not for the data set {self.name!r}")
+        owners = {
+            **dict.fromkeys(("crop", "flip", "resize"), ("images",)),
+            "eval_sequences": ("text",),
+            "tempo": ("an4",),
+        }
+        self._check_owners(owners, kind)
         return self
 
 
 class OptimizerConfig(Section):
     """The torch optimizer that sees the reduced, averaged gradient."""
 
-    name: Literal["sgd", "adam", "adamw"] = Field(
-        default="sgd", description="The torch optimizer of that name"
-    )
-    lr: float = Field(default=0.1, gt=0.0, description="Learning rate, which the schedule multiplies")
-    momentum: float = Field(
-        default=0.0, ge=0.0, lt=1.0, description="For sgd: momentum of the reduced gradient"
-    )
-    nesterov: bool = Field(default=False, description="For sgd: use Nesterov's form of momentum")
-    weight_decay: float = Field(
-        default=0.0,
-        ge=0.0,
-        description="Factor of the weight decay, which adamw applies to the parameters and the others add to the gradient",
-    )
-    beta1: float = Field(
-        default=0.9, ge=0.0, lt=1.0, description="For adam and adamw: decay of the gradient's running mean"
-    )
-    beta2: float = Field(
-        default=0.999,
-        ge=0.0,
-        lt=1.0,
-        description="For adam and adamw: decay of the running mean of its square",
-    )
-    eps: float = Field(
-        default=1e-8, gt=0.0, description="For adam and adamw: term added to the root of that mean"
-    )
-    bias_correction: bool = Field(
-        default=True, description="For adamw: correct the running means for their start from zero"
-    )
-    decay_vectors: bool = Field(
-        default=True, description="Whether biases and the weights of norms decay as well"
-    )
-    clip_norm: float = Field(
-        default=0.0,
-        ge=0.0,
-        description="Largest Euclidean norm of the reduced gradient, equal on all ranks; 0: no clipping",
-    )
+    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    """The torch optimizer of that name"""
+    lr: float = Field(default=0.1, gt=0.0)
+    """Learning rate, which the schedule multiplies"""
+    momentum: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """For sgd: momentum of the reduced gradient"""
+    nesterov: bool = False
+    """For sgd: use Nesterov's form of momentum"""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """Factor of the weight decay, which adamw applies to the parameters and the others add to the gradient"""
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """For adam and adamw: decay of the gradient's running mean"""
+    beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
+    """For adam and adamw: decay of the running mean of its square"""
+    eps: float = Field(default=1e-8, gt=0.0)
+    """For adam and adamw: term added to the root of that mean"""
+    bias_correction: bool = True
+    """For adamw: correct the running means for their start from zero"""
+    decay_vectors: bool = True
+    """Whether biases and the weights of norms decay as well"""
+    clip_norm: float = Field(default=0.0, ge=0.0)
+    """Largest Euclidean norm of the reduced gradient, equal on all ranks; 0: no clipping"""
 
     @model_validator(mode="after")
     def _momentum_is_used(self) -> Self:
@@ -274,34 +229,22 @@ class ScheduleConfig(Section):
 
     warmup and milestones count in `unit`, of which "run" is the whole run. The warm-up rises linearly from
     warmup_start (a fraction, or "1/ranks") to 1; then `step` multiplies by gamma at each milestone and
-    `exponential` after each unit of the run, `cosine` and `linear` fall to `final` at the last step. `one-cycle` is
+    `exponential` after each unit of the run, `cosine` and `linear` fall to 0 at the last step. `one-cycle` is
     `cosine` with a warm-up along a cosine.
     """
 
-    name: Literal["constant", "step", "exponential", "cosine", "linear", "one-cycle"] = Field(
-        default="constant", description="Course of the learning rate after the warm-up"
-    )
-    unit: Literal["steps", "epochs", "run"] = Field(
-        default="steps", description="Unit of warmup and milestones; `run` counts in shares of the whole run"
-    )
-    warmup: float = Field(default=0.0, ge=0.0, description="Length of the rise at the start, in `unit`")
-    warmup_start: float | Literal["1/ranks"] = Field(
-        default=0.0, description="Factor that the rise starts from, in [0, 1]"
-    )
-    milestones: tuple[float, ...] = Field(
-        default=(),
-        strict=False,
-        description="For step: where the rate is multiplied by gamma, ascending, in `unit`",
-    )
-    gamma: float = Field(
-        default=0.1,
-        gt=0.0,
-        le=1.0,
-        description="For step and exponential: factor that the rate is multiplied by",
-    )
-    final: float = Field(
-        default=0.0, ge=0.0, le=1.0, description="For cosine, linear and one-cycle: factor at the last step"
-    )
+    name: Literal["constant", "step", "exponential", "cosine", "linear", "one-cycle"] = "constant"
+    """Course of the learning rate after the warm-up"""
+    unit: Literal["steps", "epochs", "run"] = "steps"
+    """Unit of warmup and milestones; `run` counts in shares of the whole run"""
+    warmup: float = Field(default=0.0, ge=0.0)
+    """Length of the rise at the start, in `unit`"""
+    warmup_start: float | Literal["1/ranks"] = 0.0
+    """Factor that the rise starts from, in [0, 1]"""
+    milestones: tuple[float, ...] = Field(default=(), strict=False)
+    """For step: where the rate is multiplied by gamma, ascending, in `unit`"""
+    gamma: float = Field(default=0.1, gt=0.0, le=1.0)
+    """For step and exponential: factor that the rate is multiplied by"""
 
     @field_validator("warmup_start")
     @classmethod
@@ -369,39 +312,21 @@ class ReductionConfig(Section):
     balanced_regions: bool = _setting("balanced_regions")
     rotate: bool = _setting("rotate")
     wire: Literal["auto", "plain", "float32", "bfloat16", "int8", "int4"] = _setting("wire")
-    gradient_type: Literal["", "float32", "bfloat16", "float16"] = Field(
-        default="",
-        description="Type of the gradients that are reduced, others than float32 on GPUs only; empty: float32, that of the "
-        "parameters",
-    )
-    overlap: bool = Field(
-        default=False,
-        description="For methods of oktopk: reduce gradients in buckets behind the backward pass",
-    )
-    share: Literal["bucket", "model"] = Field(
-        default="bucket",
-        description="With overlap: how entries are divided among buckets, by their lengths or by where the model's largest lie",
-    )
-    bucket_mb: float = Field(
-        default=25.0,
-        gt=0.0,
-        description="For overlap, dense-ovlp, ddp and powersgd: size of a bucket of gradients, in 1e6 bytes",
-    )
-    powersgd_rank: int = Field(
-        default=1,
-        ge=1,
-        description="For powersgd: rank of the matrices that approximate a parameter's gradient",
-    )
-    powersgd_start: int = Field(
-        default=1000,
-        ge=2,
-        description="For powersgd: number of steps that sum the whole gradient first, as torch advises a tenth of the run",
-    )
-    nccl_p2p: bool = Field(
-        default=True,
-        description="For nccl, ddp, powersgd and dense-ovlp on GPUs: let NCCL copy from GPU to GPU; false: through host memory "
-        "(NCCL_P2P_DISABLE=1), a stand-in for hosts without NVLink",
-    )
+    gradient_type: Literal["", "float32", "bfloat16", "float16"] = ""
+    """Type of the gradients that are reduced, others than float32 on GPUs only; empty: float32, that of the parameters"""
+    overlap: bool = False
+    """For methods of oktopk: reduce gradients in buckets behind the backward pass"""
+    share: Literal["bucket", "model"] = "bucket"
+    """With overlap: how entries are divided among buckets, by their lengths or by where the model's largest lie"""
+    bucket_mb: float = Field(default=25.0, gt=0.0)
+    """For overlap, dense-ovlp, ddp and powersgd: size of a bucket of gradients, in 1e6 bytes"""
+    powersgd_rank: int = Field(default=1, ge=1)
+    """For powersgd: rank of the matrices that approximate a parameter's gradient"""
+    powersgd_start: int = Field(default=1000, ge=2)
+    """For powersgd: number of steps that sum the whole gradient first, as torch advises a tenth of the run"""
+    nccl_p2p: bool = True
+    """For nccl, ddp, powersgd and dense-ovlp on GPUs: let NCCL copy from GPU to GPU; false: through host memory
+    (NCCL_P2P_DISABLE=1), a stand-in for hosts without NVLink"""
 
     @field_validator("method")
     @classmethod
@@ -431,53 +356,35 @@ class ReductionConfig(Section):
 class TrainingConfig(Section):
     """How long and on what: the run ends after `steps` or `epochs`, whichever comes first."""
 
-    batch_size: int = Field(default=16, ge=1, description="Samples per rank and backward pass")
-    accumulate: int = Field(
-        default=1,
-        ge=1,
-        description="Backward passes per step, each on batch_size samples; nothing is communicated in between",
-    )
-    precision: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="Type of the network's arithmetic; bfloat16 where torch's autocast deems it safe, with parameters in "
-        "float32",
-    )
-    label_smoothing: float = Field(
-        default=0.0,
-        ge=0.0,
-        lt=1.0,
-        description="For images: share of a training label that is spread evenly over all classes; not in evaluations",
-    )
-    channels_last: bool = Field(
-        default=False, description="Store images and convolutions with their channels last"
-    )
-    cuda_graph: bool = Field(
-        default=False,
-        description="Replay the passes and the optimizer's step as CUDA graphs, which helps where Python launches many small "
-        "kernels; no effect with ddp and powersgd",
-    )
-    deterministic: bool = Field(
-        default=False, description="Compute the same bits from run to run on a GPU too, at the price of speed"
-    )
-    steps: int = Field(default=0, ge=0, description="Number of steps of the run; 0: no limit")
-    epochs: int = Field(default=0, ge=0, description="Number of epochs of the run; 0: no limit")
-    seed: int = Field(
-        default=0,
-        ge=0,
-        lt=2**31,
-        description="Seed of the weights, the order of samples, dropout and augmentation",
-    )
-    eval_every: int = Field(
-        default=0, ge=0, description="Number of steps between evaluations; 0: at the end of each epoch"
-    )
-    eval_batch_size: int = Field(
-        default=128, ge=1, description="Samples per rank and forward pass of an evaluation"
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto",
-        description="Device of each rank; `auto` is the GPU of the rank's place on its host, or the CPU where there is none",
-    )
-    threads: int = Field(default=1, ge=1, le=4096, description="Number of torch threads per rank")
+    batch_size: int = Field(default=16, ge=1)
+    """Samples per rank and backward pass"""
+    accumulate: int = Field(default=1, ge=1)
+    """Backward passes per step, each on batch_size samples; nothing is communicated in between"""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Type of the network's arithmetic; bfloat16 where torch's autocast deems it safe, with parameters in float32"""
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """For images: share of a training label that is spread evenly over all classes; not in evaluations"""
+    channels_last: bool = False
+    """Store images and convolutions with their channels last"""
+    cuda_graph: bool = False
+    """Replay the passes and the optimizer's step as CUDA graphs, which helps where Python launches many small kernels; no
+    effect with ddp and powersgd"""
+    deterministic: bool = False
+    """Compute the same bits from run to run on a GPU too, at the price of speed"""
+    steps: int = Field(default=0, ge=0)
+    """Number of steps of the run; 0: no limit"""
+    epochs: int = Field(default=0, ge=0)
+    """Number of epochs of the run; 0: no limit"""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed of the weights, the order of samples, dropout and augmentation"""
+    eval_every: int = Field(default=0, ge=0)
+    """Number of steps between evaluations; 0: at the end of each epoch"""
+    eval_batch_size: int = Field(default=128, ge=1)
+    """Samples per rank and forward pass of an evaluation"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of each rank; `auto` is the GPU of the rank's place on its host, or the CPU where there is none"""
+    threads: int = Field(default=1, ge=1, le=4096)
+    """Number of torch threads per rank"""
 
     @model_validator(mode="after")
     def _ends(self) -> Self:
@@ -489,48 +396,26 @@ class TrainingConfig(Section):
 class RunConfig(Section):
     """The run file."""
 
-    file: str = Field(default="runs/run.h5", description="Run file to write; its folder is made if need be")
-    overwrite: bool = Field(
-        default=False, description="Replace the run file of another run; else an interrupted run continues"
-    )
-    flush_every: int = Field(default=20, ge=1, description="Number of steps between writes to the run file")
-    measure_every: int = Field(
-        default=0,
-        ge=0,
-        description="Number of steps between measurements of xi and fill-in, at two dense allreduces each; 0: none. A multiple "
-        "of reduction.threshold_interval would meet only exact steps, or none",
-    )
-    time_stages: bool = Field(
-        default=False,
-        description="Time the stages of Ok-Topk's steps where they run as one on the GPUs, which slows them a little",
-    )
-    timeline: bool = Field(
-        default=False,
-        description="Record when each rank began each phase of each step, for jobs.timeline; 57 bytes a phase or stage of a rank",
-    )
-    commit: str = Field(
-        default="",
-        description="Commit of the sources, for the record; empty: the one that git names",
-    )
-    record_gradients: str = Field(
-        default="", description="Folder to record gradients in, for jobs.bench --replay; empty: none"
-    )
-    record_steps: int = Field(
-        default=16, ge=1, description="Number of gradients to record on every rank, 4n bytes each"
-    )
-
-    watchdog: float = Field(
-        default=600.0,
-        ge=0.0,
-        description="Seconds without a step after which every rank's stack is printed and the job ended; 0: never. A checkpoint"
-        " that takes longer to write is an error",
-    )
-    watchdog_around: float = Field(
-        default=1800.0,
-        ge=0.0,
-        description="Seconds of the same limit for the start of a job up to its first step, for an evaluation, and for its end;"
-        " 0: never",
-    )
+    file: str = "runs/run.h5"
+    """Run file to write; its folder is made if need be"""
+    overwrite: bool = False
+    """Replace the run file of another run; else an interrupted run continues"""
+    flush_every: int = Field(default=20, ge=1)
+    """Number of steps between writes to the run file"""
+    measure_every: int = Field(default=0, ge=0)
+    """Number of steps between measurements of xi and fill-in, at two dense allreduces each; 0: none. A multiple of
+    reduction.threshold_interval would meet only exact steps, or none"""
+    time_stages: bool = False
+    """Time the stages of Ok-Topk's steps where they run as one on the GPUs, which slows them a little"""
+    timeline: bool = False
+    """Record when each rank began each phase of each step, for jobs.timeline; 57 bytes a phase or stage of a rank"""
+    commit: str = ""
+    """Commit of the sources, for the record; empty: the one that git names"""
+    watchdog: float = Field(default=600.0, ge=0.0)
+    """Seconds without a step after which every rank's stack is printed and the job ended; 0: never. A checkpoint that takes
+    longer to write is an error"""
+    watchdog_around: float = Field(default=1800.0, ge=0.0)
+    """Seconds of the same limit for the start of a job up to its first step, for an evaluation, and for its end; 0: never"""
 
     @field_validator("file")
     @classmethod
@@ -543,19 +428,13 @@ class RunConfig(Section):
 class CheckpointConfig(Section):
     """What a run that is started again continues from; also taken at the end, and on SIGUSR1 and SIGTERM."""
 
-    enabled: bool = Field(
-        default=True, description="Whether checkpoints are taken and a run resumes from them"
-    )
-    folder: str = Field(
-        default="",
-        description="Folder of this run's checkpoints alone, on a file system that all ranks share; empty: beside the run file",
-    )
-    every_steps: int = Field(
-        default=0, ge=0, description="Number of steps between checkpoints; 0: not by steps"
-    )
-    every_minutes: float = Field(
-        default=10.0, ge=0.0, description="Number of minutes between checkpoints; 0: not by time"
-    )
-    keep: int = Field(
-        default=2, ge=1, description="Number of newest checkpoints to keep; older ones are removed"
-    )
+    enabled: bool = True
+    """Whether checkpoints are taken and a run resumes from them"""
+    folder: str = ""
+    """Folder of this run's checkpoints alone, on a file system that all ranks share; empty: beside the run file"""
+    every_steps: int = Field(default=0, ge=0)
+    """Number of steps between checkpoints; 0: not by steps"""
+    every_minutes: float = Field(default=10.0, ge=0.0)
+    """Number of minutes between checkpoints; 0: not by time"""
+    keep: int = Field(default=2, ge=1)
+    """Number of newest checkpoints to keep; older ones are removed"""

@@ -1,4 +1,4 @@
-"""A configuration as TOML in which a comment before each key gives its meaning, type, bounds and default."""
+"""Renders a configuration as TOML with a comment per key: meaning, type, bounds, default."""
 
 from __future__ import annotations
 

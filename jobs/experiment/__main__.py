@@ -1,4 +1,4 @@
-"""A whole table of results by one command, which may be given again until the table is complete.
+"""Makes a whole table of results by one command, which continues the table when repeated.
 
     python -m jobs.experiment vgg --data cifar10.h5 -o vgg --budget 540
     python -m jobs.experiment bert --data text.h5 -o bert --steps 2000
@@ -120,15 +120,11 @@ def _launch(planned: Sequence[Planned], pace: Pace, deadline: float | None, runs
     # a folder of its own: another job may be at other runs of this table
     folder = Path(tempfile.mkdtemp(prefix="launch-", dir=runs))
     plan_file, outcome_file = folder / "plan.json", folder / "outcome.json"
-    plan_file.write_text(
-        json.dumps(
-            {"deadline": deadline, "guesses": pace.guesses, "measured": pace.measured, "trials": entries}
-        )
-    )
+    facts = {"deadline": deadline, "guesses": pace.guesses, "measured": pace.measured, "trials": entries}
+    plan_file.write_text(json.dumps(facts))
+    words = ["-m", "jobs.experiment.worker", str(plan_file), str(outcome_file)]
     try:
-        status = run_job(
-            ranks, ["-m", "jobs.experiment.worker", str(plan_file), str(outcome_file)], patience=PATIENCE
-        )
+        status = run_job(ranks, words, patience=PATIENCE)
         if not outcome_file.exists():
             raise LaunchError(
                 f"the job of {ranks} ranks ended with status {status} before its first run of {plan_file}"

@@ -1,4 +1,4 @@
-"""What experiments are to show, held against what was measured: the verdicts of a report.
+"""Compares what experiments should show with what was measured: the verdicts of a report.
 
 A figure that was not measured is NaN, and a claim that needs one is open.
 """
@@ -22,23 +22,13 @@ DEVIATION = 0.05  # of nnz from k
 def sparse_claims(experiment: Experiment, groups: Sequence[Group], fast: Sequence[Group]) -> list[Claim]:
     """What Ok-Topk is to show beside dense where images are classified; dense is to reach the target, if there is one."""
     dense, oktopk = accuracy(only(groups, "dense")), accuracy(only(groups, "oktopk"))
-    target = experiment.target
+    target, claims = experiment.target, []
+    if target is not None:
+        text = f"dense reaches {target:.0%} held-out accuracy"
+        claims.append(claim(text, dense >= target, "{:.2%} on average", dense))
     text = f"Ok-Topk's mean accuracy is at least dense's − {100 * MARGIN:.1f} points"
-    reached = (
-        []
-        if target is None
-        else [
-            claim(
-                f"dense reaches {target:.0%} held-out accuracy", dense >= target, "{:.2%} on average", dense
-            )
-        ]
-    )
-    return [
-        *reached,
-        claim(text, oktopk >= dense - MARGIN, "{:+.2f} points", 100 * (oktopk - dense)),
-        *volume_claims(groups),
-        step_claim(fast),
-    ]
+    claims.append(claim(text, oktopk >= dense - MARGIN, "{:+.2f} points", 100 * (oktopk - dense)))
+    return [*claims, *volume_claims(groups), step_claim(fast)]
 
 
 def speech_claims(experiment: Experiment, groups: Sequence[Group], fast: Sequence[Group]) -> list[Claim]:
@@ -64,32 +54,16 @@ def volume_claims(groups: Sequence[Group]) -> list[Claim]:
     complete = [group for group in groups if group.counted[0].complete]
     shares = [figure(group, "part_data_seconds") / figure(group, "step_seconds") for group in complete]
     waiting = max(shares, default=math.nan)
+    bound = "Ok-Topk sends at most 6k(P−1)/P words a step, mean over its steps after the warm-ups"
+    below = oktopk is not None and xi < oktopk.ranks
+    samples = "{:.2f} at most; {:.1%} of the samples are not below P"
+    waits = f"waiting for data takes less than {SHARE_OF_DATA:.0%} of a step, with any method"
+    applied = f"Ok-Topk applies k entries to within {DEVIATION:.0%} on average"
     return [
-        claim(
-            "Ok-Topk sends at most 6k(P−1)/P words a step, mean over its steps after the warm-ups",
-            words <= 1,
-            "{:.2f} of the bound",
-            words,
-        ),
-        claim(
-            "Ok-Topk's ξ stays below P",
-            oktopk is not None and xi < oktopk.ranks,
-            "{:.2f} at most; {:.1%} of the samples are not below P",
-            xi,
-            high,
-        ),
-        claim(
-            f"Ok-Topk applies k entries to within {DEVIATION:.0%} on average",
-            deviation <= DEVIATION,
-            "{:.2%}",
-            deviation,
-        ),
-        claim(
-            f"waiting for data takes less than {SHARE_OF_DATA:.0%} of a step, with any method",
-            waiting < SHARE_OF_DATA,
-            "{:.2%} at most",
-            waiting,
-        ),
+        claim(bound, words <= 1, "{:.2f} of the bound", words),
+        claim("Ok-Topk's ξ stays below P", below, samples, xi, high),
+        claim(applied, deviation <= DEVIATION, "{:.2%}", deviation),
+        claim(waits, waiting < SHARE_OF_DATA, "{:.2%} at most", waiting),
     ]
 
 
@@ -100,12 +74,8 @@ def step_claim(fast: Sequence[Group], where: str = "") -> Claim:
     oktopk, nccl, ddp = (figure(group, "step_seconds") for group in compared)
     eager = " without CUDA graphs" if compared[0] is not None and is_captured(compared[0]) else ""
     beside = "" if math.isnan(oktopk / ddp) else f", {oktopk / ddp:.2f} of DDP's{eager}"
-    return claim(
-        f"Ok-Topk's step is at least as fast as with NCCL's flat allreduce, exact steps included{where}",
-        oktopk <= nccl,
-        f"{{:.2f}} of NCCL's time{beside} on {size} GPUs",
-        oktopk / nccl,
-    )
+    text = f"Ok-Topk's step is at least as fast as with NCCL's flat allreduce, exact steps included{where}"
+    return claim(text, oktopk <= nccl, f"{{:.2f}} of NCCL's time{beside} on {size} GPUs", oktopk / nccl)
 
 
 def region_claim(groups: Sequence[Group]) -> Claim:
@@ -116,13 +86,8 @@ def region_claim(groups: Sequence[Group]) -> Claim:
         if group.counted[0].complete
     }
     balanced, equal = (figure(by_kind.get(kind), "region_balance") for kind in (True, False))
-    return claim(
-        "Balanced regions leave the busiest one fewer entries than regions of equal length",
-        balanced < equal,
-        "{:.2f} of the mean, with equal ones {:.2f}",
-        balanced,
-        equal,
-    )
+    text = "Balanced regions leave the busiest one fewer entries than regions of equal length"
+    return claim(text, balanced < equal, "{:.2f} of the mean, with equal ones {:.2f}", balanced, equal)
 
 
 def claim(text: str, holds: bool, form: str, *values: float) -> Claim:

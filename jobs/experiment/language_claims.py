@@ -1,4 +1,4 @@
-"""What Ok-Topk is to show beside dense where a language is learnt: losses of held-out masked words, and time."""
+"""Claims of the BERT experiment: held-out losses of masked words, and times."""
 
 from __future__ import annotations
 
@@ -29,23 +29,13 @@ def language_claims(experiment: Experiment, groups: Sequence[Group], fast: Seque
     dense, oktopk = only(groups, "dense"), only(groups, "oktopk")
     dense_loss, loss = figure(dense, "held_out_loss"), figure(oktopk, "held_out_loss")
     by_frequency = _frequency_loss(dense)
+    learnt = f"dense's held-out loss is {LEARNT} nats or more below that of word frequencies alone"
+    close = f"Ok-Topk's held-out loss is at most {LOSS_MARGIN:.0%} above dense's after as many steps, means over the seeds"
+    near, above = loss <= (1 + LOSS_MARGIN) * dense_loss, loss / dense_loss - 1
     claims = [
         # before that, all methods look alike
-        claim(
-            f"dense's held-out loss is {LEARNT} nats or more below that of word frequencies alone",
-            dense_loss <= by_frequency - LEARNT,
-            "{:.4f} and {:.4f}",
-            dense_loss,
-            by_frequency,
-        ),
-        claim(
-            f"Ok-Topk's held-out loss is at most {LOSS_MARGIN:.0%} above dense's after as many steps, means over the seeds",
-            loss <= (1 + LOSS_MARGIN) * dense_loss,
-            "{:+.2%}: {:.4f} and {:.4f}",
-            loss / dense_loss - 1,
-            loss,
-            dense_loss,
-        ),
+        claim(learnt, dense_loss <= by_frequency - LEARNT, "{:.4f} and {:.4f}", dense_loss, by_frequency),
+        claim(close, near, "{:+.2%}: {:.4f} and {:.4f}", above, loss, dense_loss),
         *(_sooner(oktopk, only(groups, method), method) for method in ("dense", "dense-ovlp")),
         *volume_claims(groups),
     ]
@@ -71,13 +61,10 @@ def _frequency_loss(group: Group | None) -> float:
 def _sooner(oktopk: Group | None, dense: Group | None, method: str) -> Claim:
     seconds = min(figure(group, "training_seconds") for group in (oktopk, dense))
     losses = [_loss_after(group, seconds) for group in (oktopk, dense)]
+    text = f"Ok-Topk's held-out loss is below {title_of(method)}'s in equal time: when the faster of the two has ended, the "
+    text += "other one being as far in its schedule as it got"
     return claim(
-        f"Ok-Topk's held-out loss is below {title_of(method)}'s in equal time: when the faster of the two has ended, the "
-        "other one being as far in its schedule as it got",
-        losses[0] < losses[1],
-        "after {:.1f} s of training {:.4f} and {:.4f}",
-        seconds,
-        *losses,
+        text, losses[0] < losses[1], "after {:.1f} s of training {:.4f} and {:.4f}", seconds, *losses
     )
 
 

@@ -1,4 +1,4 @@
-"""What an experiment is: the table of results that a set of runs makes."""
+"""What an experiment is: the runs of a table of results, and its claims."""
 
 from __future__ import annotations
 

@@ -5,33 +5,27 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from data.command import command_parser
 from jobs.experiment.registry import EXPERIMENTS
 from jobs.experiment.trials import KINDS
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.experiment",
-        description="Train and time every method for one table of results. The same command continues an interrupted table.",
-        epilog="examples:\n"
-        "  python -m jobs.experiment vgg --data cifar10.h5 -o vgg --budget 540\n"
-        "  python -m jobs.experiment bert --data text.h5 -o bert --steps 2000",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "jobs.experiment",
+        "Train and time every method for one table of results. The same command continues an interrupted table.",
+        "vgg --data cifar10.h5 -o vgg --budget 540",
+        "bert --data text.h5 -o bert --steps 2000",
     )
     add = parser.add_argument
     add("experiment", choices=EXPERIMENTS, help="Network that the table is about, with the paper's settings")
     text = "Data set that data.prepare wrote; required unless --set data.path names it, or for vit, whose images are made up"
     add("--data", type=Path, metavar="FILE.h5", help=text)
-    add(
-        "-o",
-        "--output",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="Folder of the runs and of their report",
-    )
+    text = "Folder of the runs and of their report"
+    add("-o", "--output", type=Path, required=True, metavar="DIR", help=text)
     add("--ranks", type=int, default=4, help="Number of ranks to train on, at least 1; default: %(default)s")
     text = "Start no run that would end later than so many seconds from now; default: no limit"
     add("--budget", type=float, metavar="SECONDS", help=text)
@@ -43,11 +37,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         text = f"Length of the training in {unit}, at least 1, for {experiments}; shortens the {shortened} in proportion, except "
         text += "for keys given with --set; default: that of the configuration"
         length.add_argument(f"--{unit}", type=int, help=text)
-    add(
-        "--seeds",
-        type=int,
-        help="Number of seeds of dense and oktopk, at least 1; default: 3, for bert and vit 2",
-    )
+    text = "Number of seeds of dense and oktopk, at least 1; default: 3, for bert and vit 2"
+    add("--seeds", type=int, help=text)
     add("--methods", nargs="+", metavar="METHOD", help="Methods to train and time; default: all")
     text = "Numbers of ranks to compare speeds on; default: 1, 2, 4 … up to --ranks, for bert and vit --ranks alone"
     add("--speed-ranks", type=int, nargs="*", metavar="RANKS", help=text)
@@ -63,23 +54,19 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "Names of the runs to do, as --plan prints them, so that several jobs can share a table; default: all"
     )
     add("--runs", nargs="+", metavar="NAME", help=text)
-    add(
-        "--no-gpu-methods",
-        action="store_true",
-        help="Leave out NCCL, DistributedDataParallel and its hooks, which need GPUs",
-    )
+    text = "Leave out NCCL, DistributedDataParallel and its hooks, which need GPUs"
+    add("--no-gpu-methods", action="store_true", help=text)
     for unit in ("an epoch", "a step"):
         text = f"Seconds that {unit} is expected to take, for the plan until a run has been measured"
         add(f"--{unit.split()[1]}-seconds", type=float, metavar="SECONDS", help=text)
-    add(
-        "--set",
-        dest="overrides",
-        metavar="section.key=value",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="Values of keys of the configuration, for all runs; the keys are in jobs/config/sections.py",
-    )
+    text = "Values of keys of the configuration, for all runs; the keys are in jobs/config/sections.py"
+    settings: dict[str, Any] = {
+        "nargs": "+",
+        "action": "extend",
+        "default": [],
+        "metavar": "section.key=value",
+    }
+    add("--set", dest="overrides", help=text, **settings)
     text = "Sentence for the top of the report, on the data for instance; may be repeated"
     add("--note", action="append", default=[], metavar="TEXT", help=text)
     add("--plan", action="store_true", help="Print the plan and exit without a run")

@@ -1,4 +1,4 @@
-"""What an experiment is going to do: each run with its configuration, whether it is done, and how long it takes."""
+"""Plans an experiment: each run with its configuration, whether it is done, and how long it takes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from jobs.config.config import as_saved_now
 from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
 from jobs.experiment.model import Experiment
 from jobs.experiment.trials import KINDS, RUN_SECONDS, SHORT, START_SECONDS, Pace, Trial, launches, trials
+from jobs.restart.resume import differences
 from jobs.restart.start import other_data
 from jobs.run.file import RunFileError
 from jobs.run.reader import DAMAGE, RunReader
@@ -53,18 +54,7 @@ def plan(experiment: Experiment, options: argparse.Namespace) -> list[Planned]:
             base = shortened(base, unit, length, given)
     # what cannot be continued is begun again
     begins_again = not base.get("checkpoint", {}).get("enabled", True)
-    every = trials(
-        experiment,
-        ranks=options.ranks,
-        seeds=options.seeds,
-        methods=options.methods or (*experiment.methods, *experiment.rivals),
-        speed_ranks=options.speed_ranks,
-        speed_steps=options.speed_steps,
-        region_steps=options.region_steps,
-        elsewhere=not options.no_gpu_methods,
-        speed_batches=options.speed_batches,
-        usual=_values(base, experiment.swept),
-    )
+    every = trials(experiment, options, _values(base, experiment.swept))
     if options.kinds is not None:
         wanted = [trial for trial in every if trial.kind in options.kinds]
         every = sorted(wanted, key=lambda trial: options.kinds.index(trial.kind))
@@ -148,34 +138,31 @@ def is_done(file: Path, document: Mapping[str, Any], trial: Trial) -> bool:
     The data may lie elsewhere, but must have the name of their file and, where they are there and the run file knows it, their
     checksum.
     """
-    config = json.loads(validate(document).to_json())
+    config = validate(document)
+    wanted_config = config.to_json()
     try:
         with RunReader(file) as reader:
             if reader.status != "complete":
                 return False
             info = reader.info
-            found, ranks = json.loads(as_saved_now(info.config)), info.ranks
+            found, ranks = as_saved_now(info.config), info.ranks
             steps, evaluated = reader.steps()["step"], reader.evaluations()["seconds"]
     except (RunFileError, *DAMAGE):
         return False
-    if trial.kind in SHORT and not (
-        len(steps) and len(evaluated) and steps[-1] == config["training"]["steps"]
-    ):
+    ended = len(steps) and len(evaluated) and steps[-1] == config.training.steps
+    if trial.kind in SHORT and not ended:
         return False
-    differing = [
-        f"{section}.{key} {found.get(section, {}).get(key)!r}, not {value!r}"
-        for section, keys in config.items()
-        if section not in ("run", "checkpoint")
-        for key, value in keys.items()
-        if found.get(section, {}).get(key) != value and f"{section}.{key}" not in _of_no_consequence(trial)
-    ]
+    differing = differences(
+        found, wanted_config, frozenset({"run", "checkpoint", *_of_no_consequence(trial)})
+    )
     if ranks != trial.ranks:
-        differing.append(f"ranks {ranks}, not {trial.ranks}")
-    data, wanted = (Path(each.get("data", {}).get("path") or "").name for each in (found, config))
+        differing.append(f"ranks: {ranks} there, {trial.ranks} here")
+    paths = [json.loads(each).get("data", {}).get("path") or "" for each in (found, wanted_config)]
+    data, wanted = (Path(path).name for path in paths)
     if data != wanted:
-        differing.append(f"data {data!r}, not {wanted!r}")
+        differing.append(f"data: {data!r} there, {wanted!r} here")
     else:
-        differing += other_data(config["data"]["path"], info)
+        differing += other_data(config.data.path, info)
     if differing:
         raise RunFileError(
             f"{file} is a complete run of another experiment ({'; '.join(differing)}): choose another -o"

@@ -1,4 +1,4 @@
-"""The experiments. One entry of EXPERIMENTS is one table of results; jobs.experiment runs it."""
+"""The experiments: an entry of EXPERIMENTS for each table of results."""
 
 from __future__ import annotations
 
@@ -62,10 +62,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         speed_batches=(8, 256),  # the paper's, and one that keeps an H200 busy
         scaling=False,
         staged=True,
-        swept={
-            "reduction.threshold_interval": (32, 64, 128, 256),
-            "reduction.density": (0.001, 0.01, 0.05),
-        },
+        swept={"reduction.threshold_interval": (32, 64, 128, 256), "reduction.density": (0.001, 0.01, 0.05)},
         **_COMMON,
     ),
     "vit": Experiment(

@@ -1,4 +1,4 @@
-"""What an experiment leaves: the report's page and CSV files, and its tables as Markdown."""
+"""Writes an experiment's report: page, CSV files, tables as Markdown."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The runs of an experiment: which methods are trained, how often and on how many ranks, and how long that takes."""
+"""The runs of an experiment, and their expected durations."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,45 +51,31 @@ class Trial:
 
 
 def trials(
-    experiment: Experiment,
-    *,
-    ranks: int,
-    seeds: int,
-    methods: Sequence[str],
-    speed_ranks: Sequence[int],
-    speed_steps: int,
-    region_steps: int,
-    elsewhere: bool,
-    speed_batches: Sequence[int] = (),
-    usual: Mapping[str, Any] | None = None,
+    experiment: Experiment, options: argparse.Namespace, usual: Mapping[str, Any] | None = None
 ) -> list[Trial]:
     """Every run of an experiment, the most telling first, so that a table that is cut short is still one.
 
     Args:
         experiment: an entry of EXPERIMENTS.
-        ranks: of the runs to the end.
-        seeds: of the repeated methods.
-        methods: those of the experiment that are wanted, rivals among them.
-        speed_ranks, speed_steps: of the runs that are compared by speed; none where either is empty or 0.
-        region_steps: of the two runs that compare regions, where the experiment does; 0: none.
-        elsewhere: whether NCCL, DDP and the rivals can run here, which are of GPUs.
-        speed_batches: samples per rank of these runs; empty: the configuration's.
+        options: the command line, as jobs.experiment.options.parse returns it.
         usual: "section.key" -> value of the settings that are swept, as the configuration has them: that value is not
             trained with again. None: nothing is swept.
     """
+    ranks, elsewhere = options.ranks, not options.no_gpu_methods
+    methods = options.methods or (*experiment.methods, *experiment.rivals)
     planned = []
-    for seed in range(seeds):
+    for seed in range(options.seeds):
         for method in experiment.methods:
             if method in methods and (not seed or method in experiment.repeated):
                 planned.append(_trial(f"{method}-{seed}", "train", method, ranks, seed, {}))
     rivals = {name: settings for name, settings in experiment.rivals.items() if elsewhere and name in methods}
     for name, settings in rivals.items():
         planned.append(_trial(f"{name}-0", "train", settings["reduction.method"], ranks, 0, settings))
-    if experiment.compares_regions and region_steps and ranks > 1 and "oktopk" in methods:
+    if experiment.compares_regions and options.region_steps and ranks > 1 and "oktopk" in methods:
         for balanced in (True, False):
             # with the dense warm-up: regions that are cut by the very first gradients say little of later ones
             settings = {
-                **_short(region_steps),
+                **_short(options.region_steps),
                 "reduction.density_warmup_steps": 0,
                 "run.measure_every": REGIONS_EVERY,
                 "reduction.balanced_regions": balanced,
@@ -96,16 +83,17 @@ def trials(
             name = f"regions-{'balanced' if balanced else 'equal'}"
             planned.append(_trial(name, "regions", "oktopk", ranks, 0, settings))
     fast = [name for name in experiment.fast if name in (*methods, *SUMMED_ELSEWHERE)]
-    for size in sorted(speed_ranks, reverse=True) if speed_steps else ():
-        for batch in speed_batches or (None,):
+    steps = options.speed_steps
+    for size in sorted(options.speed_ranks, reverse=True) if steps else ():
+        for batch in options.speed_batches or (None,):
             for method in fast:
                 if elsewhere or method not in SUMMED_ELSEWHERE:
-                    planned.append(_speed_trial(method, size, batch, speed_steps))
+                    planned.append(_speed_trial(method, size, batch, steps))
             for name, settings in rivals.items():
                 for bucket in experiment.buckets or (None,):
-                    planned.append(_rival_speed_trial(name, settings, size, batch, bucket, speed_steps))
+                    planned.append(_rival_speed_trial(name, settings, size, batch, bucket, steps))
             if experiment.staged and "oktopk" in fast:
-                planned.append(_speed_trial("oktopk", size, batch, speed_steps, staged=True))
+                planned.append(_speed_trial("oktopk", size, batch, steps, staged=True))
     if usual is not None and "oktopk" in methods:
         for name, values in experiment.swept.items():
             for value in values:

@@ -1,4 +1,4 @@
-"""What jobs.experiment starts: trains several runs one after the other on the same ranks.
+"""Trains several runs of an experiment one after the other on the same ranks.
 
     mpiexec -n 4 python -m mpi4py -m jobs.experiment.worker PLAN.json OUTCOME.json
 
@@ -17,6 +17,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,18 @@ import torch
 from mpi4py import MPI
 
 from data.durable import replaced
+from jobs.cluster.agreement import decide_on_root, decide_together
 from jobs.config.file import ConfigError, validate
 from jobs.experiment.trials import Pace, Trial
-from jobs.restart.signals import EXIT_STATUS, Interrupted, heed_again
+from jobs.restart.signals import EXIT_STATUS, Interrupted, heed_again, leave
 from jobs.restart.start import checkpoint_folder
-from jobs.train.agreement import decide_on_root, decide_together
 from jobs.train.job import FAULTS, train
 from jobs.train.reduce.background import stop_process_group
 from jobs.train.setup import Build, build_workload
 from jobs.train.tasks.images import load_images
 
 
+@dataclass
 class Outcome:
     """What became of the runs so far: a JSON file that is whole at any time. On rank 0.
 
@@ -44,16 +46,13 @@ class Outcome:
         stopped: name of the run that no longer fitted or that a signal stopped, "" if all were done.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.current = ""
-        self.failed: dict[str, str] = {}
-        self.stopped = ""
+    current: str = ""
+    failed: dict[str, str] = field(default_factory=dict)
+    stopped: str = ""
 
-    def write(self) -> None:
-        content = {"current": self.current, "failed": self.failed, "stopped": self.stopped}
-        with replaced(self._path) as draft:
-            draft.write_text(json.dumps(content))
+    def write(self, path: Path) -> None:
+        with replaced(path) as draft:
+            draft.write_text(json.dumps(vars(self)))
 
 
 def main(argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:
@@ -61,7 +60,7 @@ def main(argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WO
     words = list(sys.argv[1:] if argv is None else argv)
     plan_path, outcome_path = (Path(word) for word in words)
     plan: dict[str, Any] = decide_on_root(comm, lambda: json.loads(plan_path.read_text()), (OSError,))
-    outcome = Outcome(outcome_path)
+    outcome = Outcome()
     pace = Pace(plan["guesses"], [tuple(each) for each in plan["measured"]])
     build = functools.partial(build_workload, load=functools.cache(load_images))
     status = 0
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WO
             break
         outcome.current = trial.name
         if comm.rank == 0:
-            outcome.write()
+            outcome.write(outcome_path)
             print(f"[{number}/{len(plan['trials'])}] {trial.name}", file=sys.stderr, flush=True)
         began = time.perf_counter()
         try:
@@ -90,7 +89,7 @@ def main(argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WO
         _forget(comm)
     outcome.current = ""
     if comm.rank == 0:
-        outcome.write()
+        outcome.write(outcome_path)
     return status
 
 
@@ -122,8 +121,4 @@ def _forget(comm: MPI.Intracomm) -> None:
 
 
 if __name__ == "__main__":
-    status = main()
-    if status:
-        # All ranks leave alike; finalized, so that the runner does not turn the status into an abort.
-        MPI.Finalize()
-    sys.exit(status)
+    leave(main())

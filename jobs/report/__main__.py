@@ -14,11 +14,11 @@ their seed alone are one line of a picture and one row of a table. Writes into D
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from data.command import command_parser
 from jobs.bench.document import BenchError
 from jobs.bench.figures import report_bench
 from jobs.report.write import PAGE, report
@@ -27,43 +27,22 @@ from jobs.run.file import RunFileError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m jobs.report RUN... -o DIR`. Returns the exit status, 2 for input that cannot be used."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.report",
-        description="Compare runs of jobs.train on one HTML page, with the same figures as CSV files.",
-        epilog="example:\n  python -m jobs.report runs/dense.h5 runs/oktopk.h5 -o report --target 0.9",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "jobs.report",
+        "Compare runs of jobs.train on one HTML page, with the same figures as CSV files.",
+        "runs/dense.h5 runs/oktopk.h5 -o report --target 0.9",
     )
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="Run files of jobs.train, or JSON files of jobs.bench"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        default="report",
-        metavar="DIR",
-        help="Folder of the page and its CSV files; default: %(default)s",
-    )
-    parser.add_argument(
-        "--target",
-        type=float,
-        metavar="ACCURACY",
-        help="Held-out accuracy, in (0, 1], that the page gives the time to; default: none",
-    )
-    parser.add_argument(
-        "--throughput",
-        nargs="+",
-        default=[],
-        metavar="RUN",
-        help="Run files compared by their speed alone, over the number of ranks; default: none",
-    )
-    parser.add_argument("--title", default="", help="Heading of the page; default: Runs compared")
-    parser.add_argument(
-        "--note",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="Sentence for the top of the page; may be repeated",
-    )
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="Run files of jobs.train, or JSON files of jobs.bench")
+    text = "Folder of the page and its CSV files; default: %(default)s"
+    add("-o", "--output", default="report", metavar="DIR", help=text)
+    text = "Held-out accuracy, in (0, 1], that the page gives the time to; default: none"
+    add("--target", type=float, metavar="ACCURACY", help=text)
+    text = "Run files compared by their speed alone, over the number of ranks; default: none"
+    add("--throughput", nargs="+", default=[], metavar="RUN", help=text)
+    add("--title", default="", help="Heading of the page; default: Runs compared")
+    text = "Sentence for the top of the page; may be repeated"
+    add("--note", action="append", default=[], metavar="TEXT", help=text)
     options = parser.parse_args(argv)
     if options.target is not None and not 0.0 < options.target <= 1.0:
         print(f"jobs.report: --target {options.target} is not in (0, 1]", file=sys.stderr)

@@ -24,6 +24,7 @@ LEGEND_CHARACTERS = 48  # fit into one of its lines at WIDTH
 ACCURACY_SHOWN = 0.3  # below the best
 LABEL_ROOM = 0.055  # of the axes' height that the label of a level needs
 PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.4g}%")
+LABEL: dict[str, Any] = {"va": "center", "fontsize": "small", "color": GREY}
 PAGE: dict[Any, Any] = {**STYLE, "font.size": 12, "legend.fontsize": 11, "axes.labelsize": 12}
 
 
@@ -79,17 +80,9 @@ def _draw_lines(axes: Axes, panel: LinePanel) -> None:
         group = line.group
         ours = stands_out(group, [each.group for each in panel.lines])
         mark = "o" if panel.marks and len(line.x) <= 12 else None
-        axes.plot(
-            line.x,
-            line.y,
-            color=group.colour,
-            linestyle=group.dashes,
-            linewidth=2.6 if ours else 1.6,
-            marker=mark,
-            markersize=4,
-            label=line.label,
-            zorder=3 if ours else 2,
-        )
+        width, order = (2.6, 3) if ours else (1.6, 2)
+        look: dict[str, Any] = {"linestyle": group.dashes, "marker": mark, "markersize": 4, "zorder": order}
+        axes.plot(line.x, line.y, color=group.colour, linewidth=width, label=line.label, **look)
         if np.any(line.high > line.low):
             axes.fill_between(line.x, line.low, line.high, color=group.colour, alpha=0.18, linewidth=0)
     if panel.log_x:
@@ -139,14 +132,7 @@ def _name_levels(axes: Axes, levels: Sequence[Level]) -> None:
         height = (float(transform.transform((axes.get_xlim()[0], level.value))[1]) - bottom) / (top - bottom)
         lowest = max(height, lowest + LABEL_ROOM)
         axes.annotate(
-            level.label,
-            (1.01, lowest),
-            xycoords="axes fraction",
-            ha="left",
-            va="center",
-            color=GREY,
-            fontsize="small",
-            annotation_clip=False,
+            level.label, (1.01, lowest), xycoords="axes fraction", ha="left", annotation_clip=False, **LABEL
         )
 
 
@@ -155,27 +141,16 @@ def _draw_bars(axes: Axes, panel: BarPanel) -> None:
     begin = np.zeros(len(panel.groups))
     for part, seconds in panel.parts.items():
         width = np.array(seconds) * 1e3
-        axes.barh(
-            rows,
-            width,
-            0.72,
-            left=begin,
-            color=panel.colours[part],
-            label=part,
-            edgecolor="white",
-            linewidth=0.5,
-        )
+        look: dict[str, Any] = {
+            "color": panel.colours[part],
+            "label": part,
+            "edgecolor": "white",
+            "linewidth": 0.5,
+        }
+        axes.barh(rows, width, 0.72, left=begin, **look)
         begin += width
     for row, total in zip(rows, begin, strict=True):
-        axes.annotate(
-            f"{total:.3g}",
-            (total, row),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize="small",
-            color=GREY,
-        )
+        axes.annotate(f"{total:.3g}", (total, row), xytext=(4, 0), textcoords="offset points", **LABEL)
     _name_rows(axes, panel.groups)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
@@ -188,14 +163,7 @@ def _draw_dots(axes: Axes, panel: DotPanel) -> None:
         axes.scatter(values, [row] * len(values), s=44, color=group.colour, alpha=0.75, linewidth=0)
         mean = float(np.mean(values))
         axes.plot([mean, mean], [row - 0.3, row + 0.3], color=group.colour, linewidth=2.2)
-        axes.annotate(
-            f"{mean:.2%}",
-            (1.01, row),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize="small",
-            color=GREY,
-        )
+        axes.annotate(f"{mean:.2%}", (1.01, row), xycoords=("axes fraction", "data"), **LABEL)
     _name_rows(axes, panel.groups)
     axes.set_ylim(len(panel.groups) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")

@@ -1,4 +1,4 @@
-"""The terms of the page, explained where they stand and once more in a list, for screens without a pointer."""
+"""Explains the page's terms: as hovers, and in a list for screens without a pointer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that differ in nothing but their seed, seen as one: what a line of a picture or a row of a table stands for."""
+"""Groups runs that differ in their seed alone: a line of a picture, a row of a table."""
 
 from __future__ import annotations
 
@@ -106,23 +106,22 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 def by_batch(groups: Sequence[Group]) -> dict[int, list[Group]]:
     """Samples per rank -> the groups that train on as many, labelled by what else tells them apart."""
-    found: dict[int, list[Run]] = {}
-    for group in groups:
-        found.setdefault(group.runs[0].info.batch_size, []).extend(group.runs)
-    return {batch: group_runs(runs) for batch, runs in sorted(found.items())}
+    return _divided(groups, lambda run: run.info.batch_size)
+
+
+def by_ranks(groups: Sequence[Group]) -> dict[int, list[Group]]:
+    """Number of ranks -> its groups, labelled by what else tells them apart."""
+    return _divided(groups, lambda run: run.info.ranks)
+
+
+def _divided(groups: Sequence[Group], key: Callable[[Run], int]) -> dict[int, list[Group]]:
+    runs = [run for group in groups for run in group.runs]
+    return {value: group_runs([r for r in runs if key(r) == value]) for value in sorted(set(map(key, runs)))}
 
 
 def stands_out(group: Group, among: Sequence[Group]) -> bool:
     """Whether it is of the method that the others are held against; where all are of that method, none stands out."""
     return group.method == OURS and any(other.method != OURS for other in among)
-
-
-def by_ranks(groups: Sequence[Group]) -> dict[int, list[Group]]:
-    """Number of ranks -> its groups, labelled by what else tells them apart."""
-    found: dict[int, list[Run]] = {}
-    for group in groups:
-        found.setdefault(group.ranks, []).extend(group.runs)
-    return {ranks: group_runs(runs) for ranks, runs in sorted(found.items())}
 
 
 def on_most_ranks(groups: Sequence[Group]) -> list[Group]:

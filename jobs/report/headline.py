@@ -1,4 +1,4 @@
-"""What Ok-Topk gains and costs beside a dense allreduce, in four figures for the top of a page."""
+"""Compares Ok-Topk with a dense allreduce in four figures, for the top of a page."""
 
 from __future__ import annotations
 
@@ -121,17 +121,22 @@ def _method(groups: Sequence[Group], method: str) -> Group | None:
     return next((group for group in groups if group.method == method), None)
 
 
+def _both(ours: Group, dense: Group, figure: str) -> tuple[float, float] | None:
+    own, theirs = ours.mean(figure), dense.mean(figure)
+    return (own, theirs) if own and theirs else None
+
+
 def _words(ours: Group, dense: Group) -> Figure | None:
-    own, theirs = ours.mean("words"), dense.mean("words")
-    if not own or not theirs:
+    if (both := _both(ours, dense, "words")) is None:
         return None
-    comparison = (
-        f"{_times(theirs / own)} times fewer" if own < theirs else f"{_times(own / theirs)} times more"
+    own, theirs = both
+    short = (
+        f"{_times(theirs / own)} times fewer words"
+        if own < theirs
+        else f"{_times(own / theirs)} times more words"
     )
-    return Figure(
-        f"{comparison} words",
-        f"A rank sends {own:,.0f} words in a step, with the dense allreduce {theirs:,.0f}. Mean over all steps.",
-    )
+    text = f"A rank sends {own:,.0f} words in a step, with the dense allreduce {theirs:,.0f}. Mean over all steps."
+    return Figure(short, text)
 
 
 def _accuracy(ours: Group, dense: Group) -> Figure | None:
@@ -151,40 +156,33 @@ def _accuracy(ours: Group, dense: Group) -> Figure | None:
     )
     if seeds == 1:
         return Figure(short, f"{text}. One seed: how far seeds differ is not known.")
-    apart = max(
-        max(values) - min(values) for values in (g.values("held_out_accuracy") for g in (ours, dense))
-    )
+    rates = [group.values("held_out_accuracy") for group in (ours, dense)]
+    apart = 100 * max(max(values) - min(values) for values in rates)
     return Figure(
-        short,
-        f"{text}, means of {seeds} seeds. Seeds of one method are up to {100 * apart:.2g} points apart.",
+        short, f"{text}, means of {seeds} seeds. Seeds of one method are up to {apart:.2g} points apart."
     )
 
 
 def _step(ours: Group, dense: Group) -> Figure | None:
-    own, theirs = ours.mean("step_seconds"), dense.mean("step_seconds")
-    if not own or not theirs:
+    if (both := _both(ours, dense, "step_seconds")) is None:
         return None
-    reductions = _ms(ours.mean("reduction_seconds") or 0.0), _ms(dense.mean("reduction_seconds") or 0.0)
-    return Figure(
-        f"a step {_longer(own, theirs)} here",
-        f"{_ms(own)}, with the dense allreduce {_ms(theirs)}; the reduction alone {reductions[0]} and "
-        f"{reductions[1]}. Here all ranks share one host's memory, where words are nearly free.",
-    )
+    alone = [_ms(group.mean("reduction_seconds") or 0.0) for group in (ours, dense)]
+    text = f"{_beside(*both)}; the reduction alone {alone[0]} and {alone[1]}. "
+    text += "Here all ranks share one host's memory, where words are nearly free."
+    return Figure(f"a step {_longer(*both)} here", text)
 
 
 def _over_links(ours: Group | None, dense: Group | None, links: SlowLinks) -> Figure | None:
     if ours is None or dense is None or not (ours.counted[0].complete and dense.counted[0].complete):
         return None
-    own, theirs = ours.mean("step_seconds"), dense.mean("step_seconds")
-    own_reduction, their_reduction = ours.mean("reduction_seconds"), dense.mean("reduction_seconds")
-    if not own or not theirs or not own_reduction or not their_reduction:
+    step, reduction = (_both(ours, dense, f"{what}_seconds") for what in ("step", "reduction"))
+    if step is None or reduction is None:
         return None
     run = dense.counted[0]
     return Figure(
-        f"a step {_longer(own, theirs)} at {links.rate}",
-        f"Measured: {_ms(own)}, with the dense allreduce {_ms(theirs)}; the reduction alone {_ms(own_reduction)} and "
-        f"{_ms(their_reduction)}. {ours.ranks} ranks in network namespaces, TCP over links shaped to {links.rate}, "
-        f"{len(run.warm(run.step_seconds))} steps.",
+        f"a step {_longer(*step)} at {links.rate}",
+        f"Measured: {_beside(*step)}; the reduction alone {_ms(reduction[0])} and {_ms(reduction[1])}. {ours.ranks} ranks in "
+        f"network namespaces, TCP over links shaped to {links.rate}, {len(run.warm(run.step_seconds))} steps.",
     )
 
 
@@ -192,12 +190,9 @@ def _projected(ours: Group, dense: Group, links: SlowLinks) -> Figure | None:
     own, theirs = _seconds_over(ours, links), _seconds_over(dense, links)
     if own is None or theirs is None:
         return None
-    return Figure(
-        f"a step {_longer(own, theirs)} at {links.rate}",
-        f"{_ms(own)}, with the dense allreduce {_ms(theirs)}: a step as measured here, plus the time that the words of the "
-        f"busiest rank take at {links.rate}. Latency is left out.",
-        projected=True,
-    )
+    text = f"{_beside(own, theirs)}: a step as measured here, plus the time that the words of the busiest rank take at "
+    text += f"{links.rate}. Latency is left out."
+    return Figure(f"a step {_longer(own, theirs)} at {links.rate}", text, projected=True)
 
 
 def _seconds_over(group: Group, links: SlowLinks) -> float | None:
@@ -205,6 +200,10 @@ def _seconds_over(group: Group, links: SlowLinks) -> float | None:
     if step is None or words is None:
         return None
     return step + (words + (control or 0.0)) * _BITS / links.bits_per_second
+
+
+def _beside(own: float, theirs: float) -> str:
+    return f"{_ms(own)}, with the dense allreduce {_ms(theirs)}"
 
 
 def _ms(seconds: float) -> str:

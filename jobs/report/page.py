@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing beside it: pictures are embedded, nothing is fetched."""
+"""Renders the report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def render(
         claims=claims,
         tables=tables,
         sections=[
-            {"title": section.title, "pictures": [_picture(panel) for panel in section.panels]}
-            for section in sections
-            if section.panels
+            {"title": each.title, "pictures": list(map(_picture, each.panels))}
+            for each in sections
+            if each.panels
         ],
         facts=_facts(runs),
         runs=_runs_table(everything),
@@ -217,20 +217,11 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 def _runs_table(groups: Sequence[Group]) -> Table:
     heads = [Cell(text) for text in ("Run", "Method", "Seed", "Ranks", "Steps", "Ended", "Started", "Commit")]
-    rows = [
-        [
-            Cell(run.stem),
-            Cell(group.label),
-            Cell(str(run.info.seed)),
-            Cell(str(run.info.ranks)),
-            Cell(f"{run.count:,}"),
-            Cell("complete" if run.complete else run.status),
-            Cell(run.info.started.replace("T", " ").removesuffix("+00:00")),
-            Cell(short_commit(run)),
-        ]
-        for group in groups
-        for run in group.runs
-    ]
+    rows = []
+    for label, run in [(group.label, run) for group in groups for run in group.runs]:
+        started = run.info.started.replace("T", " ").removesuffix("+00:00")
+        cells = [run.stem, label, str(run.info.seed), str(run.info.ranks), f"{run.count:,}"]
+        rows.append([Cell(text) for text in (*cells, run.status, started, short_commit(run))])
     return Table("Runs", heads, rows)
 
 

@@ -1,4 +1,4 @@
-"""What a picture shows, as numbers: a panel is drawn by jobs.report.draw and written as a CSV file alike."""
+"""The data of each picture, which jobs.report.draw draws and a CSV file holds."""
 
 from __future__ import annotations
 

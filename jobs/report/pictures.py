@@ -1,4 +1,4 @@
-"""The pictures of the report: which figures of the groups each shows."""
+"""Selects the data of each picture of the report."""
 
 from __future__ import annotations
 
@@ -92,6 +92,12 @@ def _over(
     )
 
 
+def _by_step(
+    file: str, title: str, note: str, y_label: str, column: str, lines: Sequence[Line], **look: Any
+) -> LinePanel:
+    return LinePanel(file, title, note, "step", y_label, ("step", column), tuple(lines), **look)
+
+
 def loss(groups: Sequence[Group], over: Over) -> LinePanel:
     """Training loss over steps, time or words."""
     lines = _curves(groups, over.values, lambda run: run.steps["loss"])
@@ -158,15 +164,9 @@ def final_accuracy(groups: Sequence[Group]) -> DotPanel:
 
 def learning_rate(groups: Sequence[Group]) -> LinePanel:
     """The schedule."""
-    return LinePanel(
-        "learning-rate",
-        "Learning rate",
-        "the schedule, one for all methods unless lines part",
-        "step",
-        "learning rate",
-        ("step", "learning_rate"),
-        _curves(groups, _step, lambda run: run.steps["learning_rate"], first=True),
-    )
+    lines = _curves(groups, _step, lambda run: run.steps["learning_rate"], first=True)
+    note = "the schedule, one for all methods unless lines part"
+    return _by_step("learning-rate", "Learning rate", note, "learning rate", "learning_rate", lines)
 
 
 def words(groups: Sequence[Group]) -> LinePanel:
@@ -179,15 +179,14 @@ def words(groups: Sequence[Group]) -> LinePanel:
         if run.sparse.any():
             levels[upper_bound(k, size)] = "6k(P−1)/P"
             levels[lower_bound(k, size)] = "2k(P−1)/P"
-    return LinePanel(
+    return _by_step(
         "words-over-steps",
         "Words per step against the bounds",
         "payload words a rank sends, mean over the ranks",
-        "step",
         "words per rank and step",
-        ("step", "words"),
+        "words",
         lines,
-        tuple(Level(value, label) for value, label in levels.items()),
+        levels=tuple(Level(value, label) for value, label in levels.items()),
         log_y=True,
     )
 
@@ -195,33 +194,31 @@ def words(groups: Sequence[Group]) -> LinePanel:
 def threshold(groups: Sequence[Group], which: str) -> LinePanel:
     """The local or global threshold over the steps."""
     lines = _curves(groups, _step, lambda run: _sparse(run, f"{which}_threshold"))
-    return LinePanel(
-        f"{which}-threshold",
+    lines = tuple(line for line in lines if line.y.max() > 0)
+    title, end = (
         f"{which.capitalize()} threshold",
-        "magnitude that an entry must reach to be "
-        + ("sent, mean over the ranks" if which == "local" else "applied"),
-        "step",
-        "magnitude",
-        ("step", f"{which}_threshold"),
-        tuple(line for line in lines if line.y.max() > 0),
-        log_y=True,
+        "sent, mean over the ranks" if which == "local" else "applied",
     )
+    note = f"magnitude that an entry must reach to be {end}"
+    return _by_step(f"{which}-threshold", title, note, "magnitude", f"{which}_threshold", lines, log_y=True)
 
 
 def entries(groups: Sequence[Group], which: str) -> LinePanel:
     """Entries selected locally or applied globally, over k."""
-    return LinePanel(
-        f"{which}-nnz",
-        "Entries selected, over k" if which == "local" else "Entries applied, over k",
-        "selected by a rank before anything is sent, mean over the ranks"
-        if which == "local"
-        else "entries of the update; a method that prunes nothing exceeds k by its fill-in",
-        "step",
-        "nnz / k",
-        ("step", f"{which}_nnz_over_k"),
-        _curves(groups, _step, lambda run: _sparse(run, f"{which}_nnz") / run.steps["k"], points=FEW_POINTS),
-        levels=(Level(1.0, "k"),),
+    title, note = (
+        "Entries selected, over k",
+        "selected by a rank before anything is sent, mean over the ranks",
     )
+    if which == "global":
+        title, note = (
+            "Entries applied, over k",
+            "entries of the update; a method that prunes nothing exceeds k by its fill-in",
+        )
+    lines = _curves(
+        groups, _step, lambda run: _sparse(run, f"{which}_nnz") / run.steps["k"], points=FEW_POINTS
+    )
+    column, levels = f"{which}_nnz_over_k", (Level(1.0, "k"),)
+    return _by_step(f"{which}-nnz", title, note, "nnz / k", column, lines, levels=levels)
 
 
 def _sparse(run: Run, column: str) -> NDArray[Any]:
@@ -238,19 +235,13 @@ def measure(groups: Sequence[Group], column: str) -> LinePanel:
         if (line := binned(group, FEW_POINTS, steps, steps, values)) is not None:
             lines.append(line)
     sizes = sorted({line.group.ranks for line in lines})
-    is_xi = column == "xi"
-    return LinePanel(
-        column.replace("_", "-"),
-        "ξ, the error that the paper assumes bounded" if is_xi else "Fill-in",
-        "‖top k of the mean accumulated gradient − applied update‖ / ‖mean gradient‖; the paper saw ξ < P"
-        if is_xi
-        else "entries that any rank selected, counted once, over k: 1 where all supports coincide, P where none meet",
-        "step",
-        "ξ" if is_xi else "union of supports / k",
-        ("step", column),
-        tuple(lines),
-        tuple(Level(float(size), f"P = {size}") for size in sizes),
-    )
+    title, unit = "ξ, the error that the paper assumes bounded", "ξ"
+    note = "‖top k of the mean accumulated gradient − applied update‖ / ‖mean gradient‖; the paper saw ξ < P"
+    if column == "fill_in":
+        title, unit = "Fill-in", "union of supports / k"
+        note = "entries that any rank selected, counted once, over k: 1 where all supports coincide, P where none meet"
+    levels = tuple(Level(float(size), f"P = {size}") for size in sizes)
+    return _by_step(column.replace("_", "-"), title, note, unit, column, lines, levels=levels)
 
 
 def speed(groups: Sequence[Group]) -> list[Panel]:

@@ -1,4 +1,4 @@
-"""The tables of speed: samples per second over the ranks, and what a step of each method is made of."""
+"""Tables of speed: samples per second over the ranks, phases and stages of a step."""
 
 from __future__ import annotations
 

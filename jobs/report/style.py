@@ -1,4 +1,4 @@
-"""How everything drawn looks: one colour for each method in all pictures, told apart with any colour vision."""
+"""Colours, dashes and order of methods, parts and stages in all pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run as the report sees it: read once, summed up in a handful of figures."""
+"""Reads a run once and sums it up in single figures."""
 
 from __future__ import annotations
 

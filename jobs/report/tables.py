@@ -1,4 +1,4 @@
-"""The tables of the report: methods, settings, regions and speeds; for the terminal, the page and a Markdown file."""
+"""Tables of the report (methods, regions, sweep), and their text for terminal and Markdown."""
 
 from __future__ import annotations
 
@@ -77,9 +77,8 @@ def runs_in_words(group: Group) -> str:
     """How many seeds a group has, and how many of its runs are unfinished."""
     unfinished = sum(not run.complete for run in group.runs)
     seeds = len({run.info.seed for run in group.runs})
-    parts = [f"{seeds} seeds"] * (seeds > 1) + [f"{unfinished} of {len(group.runs)} unfinished"] * (
-        unfinished > 0
-    )
+    parts = [f"{seeds} seeds"] * (seeds > 1)
+    parts += [f"{unfinished} of {len(group.runs)} unfinished"] * (unfinished > 0)
     return ", ".join(parts)
 
 
@@ -90,14 +89,10 @@ SPEECH = [
     Column(head, "held out, at the end", partial(_spread, name, False)) for name, head in ERROR_RATES.items()
 ]
 WORDS = Column(
-    "Words",
-    "per rank and step",
-    pair("words", "{:,.0f}".format, "share_of_dense", "{:.1%} of dense".format),
+    "Words", "per rank and step", pair("words", "{:,.0f}".format, "share_of_dense", "{:.1%} of dense".format)
 )
 STEP = Column(
-    "Step, ms",
-    "mean; median",
-    pair("step_seconds", milliseconds, "step_seconds_median", milliseconds),
+    "Step, ms", "mean; median", pair("step_seconds", milliseconds, "step_seconds_median", milliseconds)
 )
 DEVIATION = Column(
     "|nnz−k|/k",
@@ -162,18 +157,12 @@ def methods_table(groups: Sequence[Group], target: float | None = None) -> Table
     words = max((int(run.evaluations["samples"][-1]) for run in evaluated), default=1)
     heard = f" Error rates are of {words} words: one of them is {1 / words:.4f}." if speech else ""
     seeds = any(len(group.counted) > 1 for group in groups)
-    spread = (
-        "Accuracy, error rates and loss: mean over the seeds ± sample standard deviation. " if seeds else ""
-    )
+    spread = "Accuracy, error rates and loss: mean over the seeds ± sample standard deviation. " * seeds
     combined = any(group.mean("part_combined_seconds") for group in groups)
     both = "Both: selection and exchange in one stream of kernels. " if combined else ""
-    return table(
-        "Methods",
-        columns,
-        groups,
-        f"{spread}Times leave out the first steps, evaluations and measurements. {both}Words: "
-        f"payload; a share is that of a dense allreduce, 2n(P−1)/P.{heard}",
-    )
+    note = f"{spread}Times leave out the first steps, evaluations and measurements. {both}Words: "
+    note += f"payload; a share is that of a dense allreduce, 2n(P−1)/P.{heard}"
+    return table("Methods", columns, groups, note)
 
 
 def _to_target(target: float, group: Group) -> Cell:
@@ -211,13 +200,9 @@ def regions_table(groups: Sequence[Group]) -> Table:
         WORDS,
         STEP,
     ]
-    return table(
-        "Regions",
-        columns,
-        groups,
-        "Entries: what all ranks selected in a region, which its rank receives and sums; in measured steps. Equal "
-        "regions always go through MPI, balanced ones through peer memory where there is any.",
-    )
+    note = "Entries: what all ranks selected in a region, which its rank receives and sums; in measured steps. Equal "
+    note += "regions always go through MPI, balanced ones through peer memory where there is any."
+    return table("Regions", columns, groups, note)
 
 
 def swept(usual: Sequence[Run], others: Sequence[Run]) -> dict[Group, dict[str, Any]]:
@@ -254,12 +239,8 @@ def sweep_table(settings: dict[Group, dict[str, Any]], dense: Group | None) -> T
         note = runs_in_words if not columns else lambda group: ""
         columns.append(Column(name.split(".")[-1], "", partial(setting, name, note)))
     columns += [LOSS, Column("Above dense's", "", above), DEVIATION, XI, WORDS, STEP]
-    return table(
-        "Sweep",
-        columns,
-        list(settings),
-        "Ok-Topk, all else as above; the same figures and more in sweep.csv.",
-    )
+    said = "Ok-Topk, all else as above; the same figures and more in sweep.csv."
+    return table("Sweep", columns, list(settings), said)
 
 
 def markdown(table: Table) -> str:

@@ -1,4 +1,4 @@
-"""Writes the report of some runs: page, picture, CSV files; and the table that closes it in the terminal."""
+"""Writes a report: page, picture, CSV files; returns the closing table."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ from jobs.report.page import Claim, Section, Table, render
 from jobs.report.panels import write_columns, write_rows
 from jobs.report.speed_tables import speed_tables
 from jobs.report.summary import Run, figures, read_readable
-from jobs.report.tables import (
-    closing_table,
-    method_figures,
-    methods_table,
-    regions_table,
-    sweep_table,
-    swept,
-)
+from jobs.report.tables import closing_table, method_figures, methods_table, regions_table, sweep_table, swept
 from jobs.run.file import RunFileError
 
 PAGE = "index.html"
@@ -58,48 +51,43 @@ def report(
     Raises:
         RunFileError: none of the files is a run; or the folder cannot be written.
     """
-    runs, problems = read_readable(paths)
-    cut, cut_problems = read_readable(regions)
-    fast, slow_problems = read_readable(throughput)
-    others, other_problems = read_readable(sweep)
-    slow, link_problems = read_readable(links.paths) if links else ([], [])
-    problems += link_problems + other_problems + cut_problems + slow_problems
-    if not runs and not cut and not fast:
+    given = {"train": paths, "sweep": sweep, "regions": regions, "speed": throughput}
+    given["slow"] = links.paths if links else ()
+    runs: dict[str, list[Run]] = {}
+    problems: list[str] = []
+    for kind, files in given.items():
+        runs[kind], unread = read_readable(files)
+        problems += unread
+    if not (runs["train"] or runs["regions"] or runs["speed"]):
         raise RunFileError("; ".join(problems) or "no run file was named")
-    groups, cut_groups, fast_groups = group_runs(runs), group_runs(cut), group_runs(fast)
-    every = [*groups, *cut_groups, *fast_groups]
-    shown = groups or fast_groups or cut_groups
-    remarks = [*notes(groups), *(f"left out: {problem}" for problem in problems)]
-    sections = _sections(groups, fast_groups, target)
-    slow_groups = group_runs(slow)
-    figures_on_top = headline(groups, slow_groups, links) if links else []
+    groups = {kind: group_runs(found) for kind, found in runs.items()}
+    shown = groups["train"] or groups["speed"] or groups["regions"]
+    remarks = [*notes(groups["train"]), *(f"left out: {problem}" for problem in problems)]
+    sections = _sections(groups["train"], groups["speed"], target)
+    figures_on_top = headline(groups["train"], groups["slow"], links) if links else []
     if links:
-        remarks += headline_notes(figures_on_top, links, groups, slow_groups)
-    folder = Path(folder)
+        remarks += headline_notes(figures_on_top, links, groups["train"], groups["slow"])
+    compared = [group for kind in ("train", "regions", "speed") for group in groups[kind]]
+    folder, every = Path(folder), [run for found in runs.values() for run in found]
     try:
         (folder / SERIES).mkdir(parents=True, exist_ok=True)
-        for run in runs + others + cut + fast + slow:
+        for run in every:
             _write_series(run, folder / SERIES)
-        write_rows([figures(run) for run in runs + others + cut + fast + slow], folder / "summary.csv")
-        write_rows([method_figures(group, target) for group in every], folder / "methods.csv")
-        if rows := swept(runs, others):
-            write_rows(
-                [settings | method_figures(group) for group, settings in rows.items()], folder / "sweep.csv"
-            )
+        write_rows([figures(run) for run in every], folder / "summary.csv")
+        write_rows([method_figures(group, target) for group in compared], folder / "methods.csv")
+        if rows := swept(runs["train"], runs["sweep"]):
+            settings = [settings | method_figures(group) for group, settings in rows.items()]
+            write_rows(settings, folder / "sweep.csv")
         for panel in (panel for section in sections for panel in section.panels):
             write_rows(panel.rows(), folder / f"{panel.name}.csv")
-        if groups:
-            overview = (
-                pictures.loss(groups, pictures.STEPS),
-                pictures.loss(groups, pictures.WORDS),
-                pictures.words(groups),
-            )
-            draw_overview(overview, folder / "report.png")
+        if trained := groups["train"]:
+            losses = [pictures.loss(trained, over) for over in (pictures.STEPS, pictures.WORDS)]
+            draw_overview([*losses, pictures.words(trained)], folder / "report.png")
         page = render(
             title or "Runs compared",
             groups=shown,
-            besides=[*group_runs(others), *(group for group in every if group not in shown), *slow_groups],
-            tables=tables({"train": runs, "sweep": others, "regions": cut, "speed": fast}, target),
+            besides=[*groups["sweep"], *(group for group in compared if group not in shown), *groups["slow"]],
+            tables=tables(runs, target),
             sections=sections,
             notes=[*remarks, *notes_besides],
             claims=claims,
@@ -116,7 +104,7 @@ def tables(runs: Mapping[str, Sequence[Run]], target: float | None) -> list[Tabl
     """The tables of a report, those with nothing to show left out.
 
     Args:
-        runs: "train", "sweep", "regions" and "speed" -> runs of that kind, see report().
+        runs: "train", "sweep", "regions" and "speed" -> runs of that kind, see report(); others are not looked at.
         target: an accuracy to which times are taken.
     """
     groups, found = group_runs(runs["train"]), []

@@ -1,4 +1,4 @@
-"""Checkpoints of a run on many ranks: taken between two steps, written behind the next ones, valid when every rank's part is.
+"""Writes checkpoints of a run on many ranks, behind the steps that follow.
 
 Each rank copies its state to host memory and goes on; a thread writes the copy. What one rank alone knows (a signal, the time,
 that its part is on disk, that the disk is full) travels in a reduction of a few integers that is begun after one step and read
@@ -11,7 +11,6 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +19,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
+from jobs.config.sections import CheckpointConfig
 from jobs.restart import files
 from jobs.restart.files import Identity, Part
 from jobs.restart.packing import Snapshot
@@ -39,14 +39,6 @@ class Due(enum.Enum):
     SAVE = enum.auto()
     STOP = enum.auto()
     """Save, and leave."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """When checkpoints are due besides at the end; 0: not by this measure. Whichever comes first counts anew for both."""
-
-    steps: int = 0
-    minutes: float = 0.0
 
 
 class _Task(Generic[Result]):
@@ -92,8 +84,7 @@ class Checkpointer:
         folder: of the sets, on a file system that all ranks share; None: nothing is written, and signals still stop the run.
         identity: what the sets are of.
         about: what else the manifest says.
-        interval: when they are due.
-        keep: sets to keep, >= 1.
+        config: when they are due, besides at the end, and how many to keep. Whichever is first due counts anew for both measures.
         patience: seconds that a set's files, and then rank 0's making a set of them, may take; 0: for ever.
         received: the number of the last signal that asks to stop, 0 for none.
         before_sealing: run by rank 0 before a set becomes valid: what must be on disk by then.
@@ -106,9 +97,8 @@ class Checkpointer:
         folder: Path | None,
         identity: Identity,
         about: Mapping[str, Any],
+        config: CheckpointConfig,
         *,
-        interval: Interval,
-        keep: int,
         patience: float = 0.0,
         received: Callable[[], int] = lambda: 0,
         before_sealing: Callable[[], object] = lambda: None,
@@ -118,7 +108,7 @@ class Checkpointer:
         self.folder = folder
         self.stop_signal = 0
         self._about = {**vars(identity), **about, "ranks": comm.size}
-        self._interval, self._keep, self._patience = interval, keep, patience
+        self._config, self._patience = config, patience
         self._received, self._before_sealing, self._moved = received, before_sealing, moved
         self._common, self._own = Snapshot(), Snapshot()
         self._task: _Task[list[Part]] | None = None  # every rank's writing
@@ -134,7 +124,7 @@ class Checkpointer:
 
     def start(self, step: int) -> None:
         """Count the interval from `step`, where the run begins or resumes."""
-        self._next = step + self._interval.steps
+        self._next = step + self._config.every_steps
         self._timed = time.monotonic()
 
     def due(self, done: int, *, last: bool) -> Due:
@@ -148,7 +138,7 @@ class Checkpointer:
         if flags[_SIGNAL] and not last:
             self.stop_signal = int(flags[_SIGNAL])
             return Due.STOP
-        by_steps = self._interval.steps > 0 and done >= self._next
+        by_steps = self._config.every_steps > 0 and done >= self._next
         wanted = last or by_steps or bool(flags[_TIME])
         # One at a time. The next one stays due until this one is on disk.
         return Due.SAVE if wanted and (last or self._writing is None) else Due.NOTHING
@@ -201,7 +191,7 @@ class Checkpointer:
             flags[_TIME], flags[_PROBLEM], flags[_BUSY] = 0, 0, 1
             self._stale = False
         # by rank 0's clock alone
-        minutes = self._interval.minutes if self.comm.rank == 0 else 0.0
+        minutes = self._config.every_minutes if self.comm.rank == 0 else 0.0
         by_time = minutes > 0 and time.monotonic() - self._timed >= 60.0 * minutes
         busy = self._busy()  # first: a thread that fails in between must not look like one that is done
         self._sent[:] = (self._received(), by_time, bool(self._problem()), busy)
@@ -266,7 +256,7 @@ class Checkpointer:
 
         def seal() -> Path:
             self._before_sealing()
-            return files.seal(folder, step, parts, self._about, self._keep)
+            return files.seal(folder, step, parts, self._about, self._config.keep)
 
         self._sealing = _Task(seal)
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: one folder per set, valid only as a whole.
+"""Files of a checkpoint: one folder per set, valid as a whole or not at all.
 
     FOLDER/step-00000050/common.safetensors        what is equal on all ranks: parameters, optimizer
                          rank-00000.safetensors    one rank's own: residual, thresholds, boundaries, batch norm, RNG

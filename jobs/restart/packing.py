@@ -1,4 +1,4 @@
-"""State as named tensors and a JSON tree: what a checkpoint can hold without pickle.
+"""Packs a state into named tensors and a JSON tree, without pickle.
 
 A state is nested dictionaries, lists and tuples of tensors, arrays and plain values. Everything else is refused when it is
 packed, so nothing that is read back can be more than data.
@@ -64,9 +64,6 @@ class Snapshot:
         """Return when the copies are complete; any thread may wait."""
         while self._pending:
             self._pending.pop()()
-
-    def restore(self) -> dict[str, Any]:
-        return unpack(self.tree, self.tensors)
 
 
 def unpack(tree: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where a run continues: the newest checkpoint that is whole, on as many ranks or on another number of them."""
+"""Finds the newest checkpoint that is whole, for as many ranks or another number."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from mpi4py import MPI
 
+from jobs.cluster.agreement import Refused, decide_on_root
 from jobs.restart import files
 from jobs.restart.files import BadCheckpointError, Identity
-from jobs.train.agreement import Refused, decide_on_root
 from oktopk.elastic import inherited_ranks, redistribute
 
 

@@ -1,4 +1,4 @@
-"""What keeps a run from being lost: checkpoints, an orderly end on a signal, and a watchdog, behind one call per step."""
+"""Guards the steps of a run: checkpoints, signals and watchdog behind one call per step."""
 
 from __future__ import annotations
 

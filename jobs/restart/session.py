@@ -1,10 +1,9 @@
-"""One job of a run that may take several: what it finds of the earlier ones, and what it leaves for the next."""
+"""Start, resume and checkpointing of one job of a restartable run."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,9 @@ from mpi4py import MPI
 from torch import nn
 
 from data.durable import sync
+from jobs.cluster.agreement import decide_on_root, say
 from jobs.config.config import Config
-from jobs.restart.checkpoint import Checkpointer, Interval
+from jobs.restart.checkpoint import Checkpointer
 from jobs.restart.files import Identity
 from jobs.restart.resume import find
 from jobs.restart.safeguard import Safeguard
@@ -34,7 +34,6 @@ from jobs.restart.watchdog import Watchdog
 from jobs.run import provenance
 from jobs.run.file import RunFile, RunFileError, RunInfo
 from jobs.run.reader import read_record
-from jobs.train.agreement import decide_on_root
 from jobs.train.reduce.reduction import ReducingOptimizer
 
 
@@ -109,14 +108,8 @@ class Session:
                 )
             seed_generators(self._config.training.seed, self._comm.rank)
             return Resumed(Progress(), begun, identity)
-        progress = restore(
-            found,
-            model,
-            optimizer,
-            rank=self._comm.rank,
-            ranks=self._comm.size,
-            seed=self._config.training.seed,
-        )
+        place = {"rank": self._comm.rank, "ranks": self._comm.size, "seed": self._config.training.seed}
+        progress = restore(found, model, optimizer, **place)
         self._say(f"resumed after step {found.step} from {found.path}")
         if found.ranks != self._comm.size:
             self._say(
@@ -156,8 +149,7 @@ class Session:
                 "host": provenance.host(),
                 "commit": config.run.commit or provenance.commit(),
             },
-            interval=Interval(config.checkpoint.every_steps, config.checkpoint.every_minutes),
-            keep=config.checkpoint.keep,
+            config.checkpoint,
             patience=config.run.watchdog,
             received=lambda: note.received,
             # a set must not say more steps are done than the run file on the disk
@@ -173,8 +165,7 @@ class Session:
         return differing_settings(self._config, self._comm.size, saved, int(manifest["ranks"]))
 
     def _say(self, message: str) -> None:
-        if self._comm.rank == 0:
-            print(f"jobs.train: {message}", file=sys.stderr, flush=True)
+        say(self._comm, f"jobs.train: {message}")
 
     def __enter__(self) -> Self:
         return self

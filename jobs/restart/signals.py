@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noted here, acted on when all ranks have agreed on the step."""
+"""Notes signals that ask a run to stop; ranks act when all have agreed on the step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def leave(status: int) -> NoReturn:
     At the first status that is not 0 a launcher ends the ranks that are still there, and srun then reports their SIGTERM
     instead. They are about to leave by themselves, so they ignore it, and a SIGUSR1 that comes late.
     """
-    if status:
+    if status and MPI.Is_initialized():
         for number in STOPPING:
             signal.signal(number, signal.SIG_IGN)
         MPI.COMM_WORLD.Barrier()

@@ -1,4 +1,4 @@
-"""How a run begins: afresh, where an interrupted one left off, or not at all because it is complete."""
+"""Decides how a run begins: afresh, from an earlier job, or not at all because it is complete."""
 
 from __future__ import annotations
 

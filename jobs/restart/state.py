@@ -1,4 +1,4 @@
-"""Everything that the next step of a run depends on, out of its objects and back into them."""
+"""Captures and restores everything that the next step of a run depends on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds ranks that hang, from a job's start to its end: after a set time every rank's stack is printed and the job ended."""
+"""Finds ranks that hang: prints every rank's stacks after a set time and ends the job."""
 
 from __future__ import annotations
 

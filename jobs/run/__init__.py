@@ -1,1 +1,1 @@
-"""What a run writes and what it depends on: run files, recorded gradients, provenance."""
+"""Run files, their reader, and provenance."""

@@ -1,4 +1,4 @@
-"""The columns of a run file: name, type, unit, where the value comes from, and how it is reduced over the ranks."""
+"""Columns of a run file: name, type, unit, source, and reduction over the ranks."""
 
 from __future__ import annotations
 
@@ -77,6 +77,10 @@ class Step:
         """Words sent over a bound of traffic; NaN where it is 0."""
         words = bound(self.report.k, self.ranks)
         return self.report.words / words if words else math.nan
+
+    def deviation(self, count: str) -> float:
+        """Of a count of entries in the report from k, relative to k."""
+        return float(abs(getattr(self.report, count) - self.report.k) / self.report.k)
 
 
 class Column(NamedTuple):
@@ -168,17 +172,9 @@ MEASURE_COLUMNS: dict[str, Column] = {
     "region_balance": _of_measures(
         "entries selected in the busiest region over the mean region; NaN without regions", "region_balance"
     ),
-    "local_deviation": Column(
-        "f8",
-        "|local nnz - k| / k",
-        "mean",
-        lambda step: abs(step.report.local_nnz - step.report.k) / step.report.k,
-    ),
+    "local_deviation": Column("f8", "|local nnz - k| / k", "mean", lambda step: step.deviation("local_nnz")),
     "global_deviation": Column(
-        "f8",
-        "|global nnz - k| / k",
-        "mean",
-        lambda step: abs(step.report.global_nnz - step.report.k) / step.report.k,
+        "f8", "|global nnz - k| / k", "mean", lambda step: step.deviation("global_nnz")
     ),
     "words_over_lower": Column(
         "f8", "words / (2k(P-1)/P)", "mean", lambda step: step.words_over(lower_bound)

@@ -1,4 +1,4 @@
-"""The record of one run: an HDF5 file in SWMR mode, readable while it grows and after its writer was killed.
+"""Writes the record of a run: an HDF5 file in SWMR mode, readable while it grows and after its writer was killed.
 
 Layout:
     attributes            format, config (JSON), versions (JSON), method, ranks, length, k, batch_size, seed,
@@ -28,6 +28,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partialmethod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -198,23 +199,18 @@ class RunFile:
             self._stage_seconds[done:] = seconds
             self._file.flush()
 
+    def append(self, group: str, columns: Mapping[str, NDArray[Any]]) -> None:
+        """Append some rows of a group of GROUPS, every column of it, and flush. Raises as append_steps."""
+        with self._writing():
+            _append(self._groups[group], columns)
+            self._file.flush()
+
+    append_measures = partialmethod(append, "measures")
+    append_timeline = partialmethod(append, "timeline")
+
     def append_evaluation(self, **values: float) -> None:
-        """Append one evaluation, every name of EVALUATION_COLUMNS, and flush. Raises as append_steps."""
-        with self._writing():
-            _append(self._groups["evaluations"], {name: np.array([value]) for name, value in values.items()})
-            self._file.flush()
-
-    def append_measures(self, columns: Mapping[str, NDArray[Any]]) -> None:
-        """Append some measured steps, every name of MEASURE_COLUMNS, and flush. Raises as append_steps."""
-        with self._writing():
-            _append(self._groups["measures"], columns)
-            self._file.flush()
-
-    def append_timeline(self, columns: Mapping[str, NDArray[Any]]) -> None:
-        """Append some spans, every name of TIMELINE_COLUMNS, and flush. Raises as append_steps."""
-        with self._writing():
-            _append(self._groups["timeline"], columns)
-            self._file.flush()
+        """Append one evaluation, every name of EVALUATION_COLUMNS, as append."""
+        self.append("evaluations", {name: np.array([value]) for name, value in values.items()})
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

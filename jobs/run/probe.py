@@ -1,4 +1,4 @@
-"""Whether a run file can be read, tried in a process of its own: in a damaged file HDF5 may hang or crash.
+"""Tries to read a run file in a child process: HDF5 may hang or crash on a damaged one.
 
 python -m jobs.run.probe FILE       status 0; else 1, with what is wrong with the file on standard error
 """

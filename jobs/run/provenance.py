@@ -1,4 +1,4 @@
-"""What a result depends on besides its settings: the machine, the software, the state of the checkout.
+"""Machine, software, checkout, job and command of a result.
 
 Without torch, which takes every rank seconds to import.
 """

@@ -1,10 +1,11 @@
-"""Reading a run file, whatever became of its writer."""
+"""Reads a run file, also one whose writer is at work or was killed."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
+from functools import partialmethod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -116,26 +117,6 @@ class RunReader:
             raise ValueError(f"its status is {status!r}")
         return status
 
-    def steps(self) -> Columns:
-        """Every column of STEP_COLUMNS as of now, all of one length. Raises RunFileError: one is missing."""
-        return self.columns("steps")
-
-    def evaluations(self) -> Columns:
-        """Every column of EVALUATION_COLUMNS, as steps()."""
-        return self.columns("evaluations")
-
-    def measures(self) -> Columns:
-        """Every column of MEASURE_COLUMNS, as steps(); empty in an older file."""
-        return self.columns("measures")
-
-    def segments(self) -> Columns:
-        """Every column of SEGMENT_COLUMNS, as steps(); empty in an older file."""
-        return self.columns("segments")
-
-    def timeline(self) -> Columns:
-        """Every column of TIMELINE_COLUMNS, as steps(); empty where run.timeline was off, or in an older file."""
-        return self.columns("timeline")
-
     def stages(self) -> dict[str, NDArray[np.float64]]:
         """Stage of the reduction -> seconds[steps], mean over the ranks."""
         for name in ("stages/names", "stages/seconds"):
@@ -145,7 +126,11 @@ class RunReader:
         return {name: seconds for name, seconds in zip(names, slots, strict=False) if name}
 
     def columns(self, group: str) -> Columns:
-        """Every column of a group of GROUPS, as steps()."""
+        """Every column of a group of GROUPS as of now, all of one length; empty for a group that an older file lacks.
+
+        Raises:
+            RunFileError: a column is missing.
+        """
         known = GROUPS[group]
         if group in LATER_GROUPS and group not in self._file:
             return {name: np.zeros(0, column.dtype) for name, column in known.items()}
@@ -162,6 +147,12 @@ class RunReader:
                 raise RunFileError(f"{self.path} is not a whole run file: no column {group}/{name}")
             columns[name] = np.full(shortest, before)
         return {name: columns[name] for name in known}
+
+    steps = partialmethod(columns, "steps")
+    evaluations = partialmethod(columns, "evaluations")
+    measures = partialmethod(columns, "measures")
+    segments = partialmethod(columns, "segments")
+    timeline = partialmethod(columns, "timeline")
 
     def _values(self, name: str, dimensions: int) -> NDArray[Any]:
         dataset = self._file[name]

@@ -18,19 +18,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mpi4py import MPI
 
-from jobs.cluster.rank_check import launch_problem
+from jobs.cluster.agreement import Refused, check_launch, decide_on_root, say
 from jobs.config.file import ConfigError, load, shown
 from jobs.config.show import commented_toml
 from jobs.restart.checkpoint import CheckpointError
 from jobs.restart.signals import EXIT_STATUS, Interrupted, leave, show_when_asked
 from jobs.run.file import RunFileError
-from jobs.train.agreement import NonFiniteLossError, RanksDiverged, Refused, decide_on_root
-from jobs.train.job import say, train
+from jobs.train.agreement import NonFiniteLossError, RanksDiverged
+from jobs.train.job import train
 from jobs.train.setup import Build, build_workload
 from oktopk import NonFiniteGradientError
 
@@ -54,7 +55,7 @@ def main(
     if isinstance(options, int):
         return options
     try:
-        check_launch(comm, os.environ)
+        check_launch(comm)
         config = decide_on_root(comm, lambda: load(options.config, options.overrides), (ConfigError,))
         train(config, comm, build)
     except Refused as refusal:
@@ -91,24 +92,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace | int:
         "  python -m jobs.train --show-config",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "config", metavar="CONFIG.toml", nargs="?", help="Configuration of the run, as in jobs/configs"
-    )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        metavar="section.key=value",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="Values of keys that replace those of the configuration; --show-config lists the keys",
-    )
-    parser.add_argument(
-        "--show-config",
-        action="store_true",
-        help="Print every key of the configuration with its meaning, type and default, as TOML, and leave. The values are those "
-        "of CONFIG.toml and --set where given",
-    )
+    add = parser.add_argument
+    add("config", metavar="CONFIG.toml", nargs="?", help="Configuration of the run, as in jobs/configs")
+    text = "Values of keys that replace those of the configuration; --show-config lists the keys"
+    settings: dict[str, Any] = {
+        "nargs": "+",
+        "action": "extend",
+        "default": [],
+        "metavar": "section.key=value",
+    }
+    add("--set", dest="overrides", help=text, **settings)
+    text = "Print every key of the configuration with its meaning, type and default, as TOML, and leave. The values are those "
+    add("--show-config", action="store_true", help=text + "of CONFIG.toml and --set where given")
     try:
         options = parser.parse_args(argv)
         if options.config is None and not options.show_config:
@@ -124,17 +119,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace | int:
     except SystemExit as leaving:
         # Printed already. The other ranks must hear of it, so it must not leave from here.
         return leaving.code if isinstance(leaving.code, int) else 0
-
-
-def check_launch(comm: MPI.Intracomm, environ: Mapping[str, str]) -> None:
-    """Refuse to run as many jobs of one rank each, which is what a launcher of another MPI makes of a job; collective.
-
-    Raises:
-        Refused: on every rank: the launcher started another number of ranks than this MPI knows of.
-    """
-    problem = comm.bcast(launch_problem(MPI.COMM_WORLD.size, environ) if comm.rank == 0 else None)
-    if problem:
-        raise Refused(problem)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,16 @@
-"""What all ranks must decide alike: whether to go on, and whether they still hold the same parameters."""
+"""Errors that end a training run on all ranks, and the check that they hold the same parameters."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 from mpi4py import MPI
 from torch import nn
 
-Result = TypeVar("Result")
+from jobs.cluster.agreement import Refused
 
-
-class Refused(Exception):  # noqa: N818 - a decision of all ranks together, not one rank's error
-    """What was asked for cannot be done; raised on every rank together, the message meant for the user."""
+__all__ = ["NonFiniteLossError", "RanksDiverged", "Refused", "check_same_parameters"]
 
 
 class RanksDiverged(RuntimeError):  # noqa: N818
@@ -23,68 +19,6 @@ class RanksDiverged(RuntimeError):  # noqa: N818
 
 class NonFiniteLossError(ArithmeticError):
     """A loss is NaN or Inf on some rank; raised on every rank alike."""
-
-
-def decide_on_root(
-    comm: MPI.Intracomm,
-    action: Callable[[], Result],
-    faults: tuple[type[Exception], ...],
-    raises: type[Exception] = Refused,
-) -> Result:
-    """Run the action on rank 0 alone and give its result to every rank.
-
-    Args:
-        comm: collective.
-        action: returns something that pickles.
-        faults: what counts as the user's fault; any other exception ends the job as usual.
-        raises: on every rank, with the fault's message.
-
-    Raises:
-        Refused, or what `raises` says instead.
-
-    Traffic: one broadcast.
-    """
-    results: list[Result] = []
-    message: str | None = None
-    if comm.rank == 0:
-        try:
-            results.append(action())
-        except faults as fault:
-            message = str(fault)
-    message, results = comm.bcast((message, results))
-    if message is not None:
-        raise raises(message)
-    return results[0]
-
-
-def decide_together(
-    comm: MPI.Intracomm, action: Callable[[], Result], faults: tuple[type[Exception], ...]
-) -> Result:
-    """Run the action on every rank; when it fails on any, all of them give up with the same message.
-
-    The action must not communicate: a rank whose action failed would be missing.
-
-    Returns:
-        This rank's own result.
-
-    Raises:
-        Refused: on every rank, naming the ranks unless the fault is the same on all.
-
-    Traffic: one allgather.
-    """
-    results: list[Result] = []
-    message: str | None = None
-    try:
-        results.append(action())
-    except faults as fault:
-        message = str(fault)
-    messages = comm.allgather(message)
-    distinct = {text for text in messages if text is not None}
-    if not distinct:
-        return results[0]
-    if len(distinct) == 1 and None not in messages:
-        raise Refused(distinct.pop())
-    raise Refused("\n".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None))
 
 
 def check_same_parameters(module: nn.Module, comm: MPI.Intracomm, step: int, *, buffers: bool = True) -> None:

@@ -1,17 +1,17 @@
-"""One job of a training run: set it up, take it on from where it was, and guard its steps."""
+"""Runs one job of a training run: set-up, resume, guarded steps."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from mpi4py import MPI
 
 from data.prepared_file import data_checksum
+from jobs.cluster.agreement import Refused, decide_on_root, say
 from jobs.config.config import Config
 from jobs.restart.checkpoint import CheckpointError
 from jobs.restart.session import Resumed, Session
@@ -19,8 +19,7 @@ from jobs.restart.signals import Interrupted
 from jobs.restart.watchdog import Watchdog
 from jobs.run import provenance
 from jobs.run.file import RunFile, RunFileError, RunInfo
-from jobs.run.gradient_file import GradientFileError, GradientRecorder, check_recordable, steps_recorded
-from jobs.train.agreement import NonFiniteLossError, RanksDiverged, Refused, decide_on_root, decide_together
+from jobs.train.agreement import NonFiniteLossError, RanksDiverged
 from jobs.train.loop import TrainingLoop
 from jobs.train.reduce.reduction import compile_kernels
 from jobs.train.setup import Build, Setup, set_up
@@ -52,56 +51,13 @@ def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
             return
         setup = set_up(config, comm, build)
         resumed = session.resume(setup.workload.model, setup.optimizer)
-        check_gradient_file(config, comm, resumed.continues)
         compile_kernels(config, setup.placement, comm)
         with (
             open_run_file(setup, session, resumed) as file,
-            open_gradient_file(config, comm, setup.optimizer.length, resumed.progress.done) as gradients,
             session.safeguard(resumed, watchdog) as safeguard,
         ):
-            TrainingLoop(setup, file, gradients, resumed.progress, safeguard).run()
+            TrainingLoop(setup, file, resumed.progress, safeguard).run()
         setup.optimizer.close()
-
-
-def check_gradient_file(config: Config, comm: MPI.Intracomm, continues: bool) -> None:
-    """Before anything of the run is written: no recording of another one is in the way; collective. Raises Refused."""
-    folder = config.run.record_gradients
-    if folder and not config.run.overwrite and not continues:
-        decide_together(comm, lambda: check_recordable(folder, comm.rank), (GradientFileError,))
-
-
-def open_gradient_file(
-    config: Config, comm: MPI.Intracomm, length: int, done: int
-) -> AbstractContextManager[GradientRecorder | None]:
-    """This rank's recording of gradients, None if there is nothing to record; collective. Raises Refused.
-
-    Args:
-        done: steps that the run has behind it: the recording keeps as many, and goes on from there.
-    """
-    folder, steps = config.run.record_gradients, config.run.record_steps
-    kept = min(done, steps)
-    if folder and comm.allreduce(steps_recorded(folder, comm.rank, comm.size, length), MPI.MIN) < kept:
-        say(
-            comm,
-            f"jobs.train: {folder} does not hold the gradients of steps 1 to {kept}: begins again with {done + 1}",
-        )
-        kept = 0
-    if not folder or kept == steps:
-        return nullcontext()
-
-    def create() -> GradientRecorder:
-        return GradientRecorder(
-            folder,
-            comm.rank,
-            comm.size,
-            length,
-            steps=steps,
-            source=f"{config.model.description} on {config.data.name}",
-            overwrite=True,
-            kept=kept,
-        )
-
-    return decide_together(comm, create, (GradientFileError,))
 
 
 @contextmanager
@@ -145,9 +101,3 @@ def open_run_file(setup: Setup, session: Session, resumed: Resumed) -> Iterator[
     with file or nullcontext():
         yield file
         decide_on_root(comm, lambda: file.close("complete") if file else None, (RunFileError,), RunFileError)
-
-
-def say(comm: MPI.Intracomm, message: str) -> None:
-    """Print on rank 0, to standard error."""
-    if comm.rank == 0:
-        print(message, file=sys.stderr, flush=True)

@@ -1,11 +1,10 @@
-"""The training loop: what every rank does in every step, and the evaluations in between."""
+"""The training loop: steps and evaluations of every rank."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-import sys
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -16,14 +15,14 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 from collectives.dense_allreduce import dense_words
+from jobs.cluster.agreement import decide_on_root, say
 from jobs.config.config import Config
 from jobs.restart.safeguard import Safeguard
 from jobs.restart.state import BatchStream, Progress, capture
 from jobs.run import provenance
 from jobs.run.columns import BETWEEN, Gathered, Span, Step, gather
 from jobs.run.file import RunFile, RunFileError
-from jobs.run.gradient_file import GradientRecorder
-from jobs.train.agreement import NonFiniteLossError, check_same_parameters, decide_on_root
+from jobs.train.agreement import NonFiniteLossError, check_same_parameters
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.reduction import settling
 from jobs.train.schedule import learning_rate_factor
@@ -51,7 +50,6 @@ class TrainingLoop:
     Args:
         setup: what is trained, with what; learning rates of its optimizer follow the schedule.
         file: where rank 0 records, None on the others.
-        gradients: where this rank's gradients are recorded, None for nowhere.
         progress: what earlier jobs of the run have done.
         safeguard: what is called after every step, None for nothing.
     """
@@ -60,14 +58,13 @@ class TrainingLoop:
         self,
         setup: Setup,
         file: RunFile | None,
-        gradients: GradientRecorder | None = None,
         progress: Progress = Progress(),  # noqa: B008 - frozen
         safeguard: Safeguard | None = None,
     ) -> None:
         config, comm, workload = setup.config, setup.comm, setup.workload
         self.config, self.comm, self.workload = config, comm, workload
         self.optimizer, self.placement = setup.optimizer, setup.placement
-        self.file, self.gradients = file, gradients
+        self.file = file
         self.steps_per_epoch = workload.steps_per_epoch // config.training.accumulate
         self.safeguard = safeguard
         self.batches = BatchStream(
@@ -168,32 +165,25 @@ class TrainingLoop:
         timer = PhaseTimer(self.placement)
         losses = [self._accumulate(timer, number) for number in range(self.config.training.accumulate)]
         every = self.config.run.measure_every
-        with self.placement.range("reduction"):
-            report = self.optimizer.reduce(measure=bool(every) and (step + 1) % every == 0)
+        report = self.optimizer.reduce(measure=bool(every) and (step + 1) % every == 0)
         timer.record("reduction")
-        with self.placement.range("optimizer"):
-            self.optimizer.apply()
+        self.optimizer.apply()
         timer.record("optimizer")
-        if self.gradients is not None and not self.gradients.full:
-            self.gradients.add(self.optimizer.gradient)
         # read when the run file is written: until then a GPU need not be waited for
         self.timed.append(TimedStep(report, losses, timer, rate))
         self.bar.update()
 
     def _accumulate(self, timer: PhaseTimer, number: int) -> torch.Tensor:
         """One backward pass of a step, on top of those before; returns the loss."""
-        with self.placement.range("data"):
-            batch = next(self.batches)
+        batch = next(self.batches)
         timer.record("data")
         if not number:
             self.optimizer.zero_grad()
         last = number + 1 == self.config.training.accumulate
         with nullcontext() if last else self.optimizer.no_sync():
-            with self.placement.range("forward"):
-                loss = self.passes.forward(batch, last=last)
+            loss = self.passes.forward(batch, last=last)
             timer.record("forward")
-            with self.placement.range("backward"):
-                self.passes.backward()
+            self.passes.backward()
             timer.record("backward")
         return loss
 
@@ -286,8 +276,7 @@ class TrainingLoop:
             problem = f"the held-out loss after step {done} is {loss}"
             if self.config.reduction.nonfinite == "raise":
                 raise NonFiniteLossError(problem)
-            if self.comm.rank == 0:
-                print(f"jobs.train: {problem}", file=sys.stderr, flush=True)
+            say(self.comm, f"jobs.train: {problem}")
         if self.file is None:
             return
         self.figures["held-out"] = f"{correct / max(1.0, samples):.2%}"

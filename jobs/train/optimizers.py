@@ -1,4 +1,4 @@
-"""The torch optimizers of a run, whose step may be one CUDA graph."""
+"""Builds the torch optimizer of a run, whose step may be replayed as a CUDA graph."""
 
 from __future__ import annotations
 

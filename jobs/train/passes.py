@@ -1,9 +1,9 @@
-"""The forward and the backward pass of a training step: asked for kernel by kernel, or replayed as CUDA graphs."""
+"""Forward and backward pass of a step: eager, or replayed as CUDA graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +16,8 @@ WARM_UP = 3
 """Passes before the capture: libraries choose their algorithms and make their buffers in the first ones."""
 
 
-class Passes(Protocol):
-    """What adds the gradients of one batch to those of the parameters. The two take turns."""
-
-    def forward(self, batch: Any, *, last: bool = True) -> Tensor:
-        """The loss of a batch, detached, and the caller's to keep; whether it is the last one of its step."""
-
-    def backward(self) -> None:
-        """Add the gradients of that batch."""
-
-    def close(self) -> None:
-        """Free what is held on the device; before a process group that took part is ended."""
-
-
 class EagerPasses:
-    """As Python goes.
+    """Adds the gradients of one batch to those of the parameters, kernel by kernel; `forward` and `backward` take turns.
 
     Args:
         workload: whose loss.
@@ -42,15 +29,18 @@ class EagerPasses:
         self._loss: Tensor | None = None
 
     def forward(self, batch: Any, *, last: bool = True) -> Tensor:
+        """The loss of a batch, detached, and the caller's to keep; whether it is the last one of its step."""
         self._loss = self._workload.loss(batch)
         return self._loss.detach()
 
     def backward(self) -> None:
+        """Add the gradients of that batch."""
         assert self._loss is not None
         self._loss.backward(self._share)
         self._loss = None
 
     def close(self) -> None:
+        """Free what is held on the device; before a process group that took part is ended."""
         self._loss = None
 
 
@@ -95,9 +85,12 @@ class CapturedPasses:
         self._current = None
 
     def close(self) -> None:
-        """As the protocol says: NCCL ends no communicator while a graph holds some of its kernels."""
+        """As EagerPasses.close: NCCL ends no communicator while a graph holds some of its kernels."""
         self._captured.clear()
         self._current = None
+
+
+Passes = EagerPasses | CapturedPasses
 
 
 class _Capture:

@@ -1,4 +1,4 @@
-"""Where a rank computes: the one place among the jobs that knows a GPU from the host, but for what CUDA graphs replay."""
+"""Device interface of training: CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import platform
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
 from collectives.cuda.environment import gpu_problem
-from jobs.train.agreement import Refused, decide_together
+from jobs.cluster.agreement import Refused, decide_together
 
 
 class PlacementError(RuntimeError):
@@ -43,10 +42,6 @@ class Placement:
     def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:
         self.description = platform.processor() or platform.machine()
         self.unit = socket.gethostname()
-
-    def range(self, name: str) -> AbstractContextManager[object]:
-        """Within it what is asked for has that name in a profiler."""
-        return nullcontext()
 
     def mark(self) -> Any:
         """Now, after all work that was asked for before; for `read`. Waits for nothing."""
@@ -98,9 +93,6 @@ class CudaPlacement(Placement):
         )
         # convolutions have fixed shapes here, so that the search for their fastest algorithm pays
         torch.backends.cudnn.benchmark = not deterministic
-
-    def range(self, name: str) -> AbstractContextManager[object]:
-        return torch.cuda.nvtx.range(name)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -1,16 +1,16 @@
-"""What a run trains with: a device, a task and a reduction of its gradients."""
+"""Builds what a run trains with: device, task and reduction."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from mpi4py import MPI
 
 from data import DataError
+from jobs.cluster.agreement import Refused, decide_together
 from jobs.config.config import Config
-from jobs.train.agreement import Refused, decide_together
 from jobs.train.optimizers import build_optimizer
 from jobs.train.placement import Placement, find_placement
 from jobs.train.reduce.baselines import DdpTraining
@@ -39,12 +39,8 @@ def build_workload(config: Config, *, rank: int, size: int, load: Load | None = 
     return build_images(config, rank=rank, size=size, load=load)
 
 
-class Build(Protocol):
-    """What makes the workload of a rank; build_workload unless the caller gives another."""
-
-    def __call__(self, config: Config, *, rank: int, size: int) -> Workload:
-        """See build_workload."""
-        ...
+Build = Callable[..., Workload]
+"""What makes the workload of a rank, as build_workload(config, rank=, size=)."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +74,7 @@ def set_up(config: Config, comm: MPI.Intracomm, build: Build = build_workload) -
     workload = _build_workload(config, comm, build, placement)
     broadcast_parameters(workload.model, comm)
     inner = build_optimizer(
-        config.optimizer,
-        workload.model.parameters(),
-        fused=placement.fused,
-        captured=config.captured,
+        config.optimizer, workload.model.parameters(), fused=placement.fused, captured=config.captured
     )
     optimizer = build_reduction(config, workload.network, inner, placement, comm)
     if isinstance(optimizer, DdpTraining):

@@ -1,4 +1,4 @@
-"""Times each phase of a step on the clock of the device; reads the clock once for many steps, so that none stalls."""
+"""Times each phase with device events; reads them once per flush, so steps never stall."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_parts_of_other_recordings_or_damaged_ones_are_read_again(
 
 def read_by_parts(source: Path, output: Path) -> Parts:
     found = an4.find_utterances(source)
-    parts = an4.parts_of(output, found, None)
+    parts = Parts(output, an4.identity(found, None))
     list(an4.read_by_parts("train", found["train"], None, parts))
     return parts
 

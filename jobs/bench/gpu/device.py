@@ -1,4 +1,4 @@
-"""A GPU to bench on, and what a measurement there depends on besides the machine."""
+"""GPU implementation of the bench's device, and facts about GPU and driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench's gradients drawn on a GPU: those of jobs.bench.gradients, to rounding, without a trip through the host."""
+"""Draws the gradients of jobs.bench.gradients on a GPU, equal to rounding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import cupy
 import numpy as np
 
 from collectives.cuda.launch import compiled
-from jobs.bench.gradients import Draws
+from jobs.bench.gradients import GradientSource
 
 STORED: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 """Gradient type -> what CuPy holds it in; bfloat16 as its bits."""
@@ -18,34 +18,24 @@ _KERNELS = Path(__file__).parent / "gradients.cu"
 _THREADS = 256
 
 
-class DeviceGradients:
-    """Gradients of one profile on one rank, in device memory.
-
-    Args:
-        name, length, rank, seed: as `jobs.bench.gradients.Draws`.
-
-    Memory: n words for the gradient, 4 MB for the pool.
-    """
+class DeviceGradients(GradientSource):
+    """Gradients in device memory. Memory: n words for the gradient, 4 MB for the pool."""
 
     def __init__(self, name: str, length: int, rank: int, seed: int) -> None:
-        self.length = length
-        self._draws = draws = Draws(name, length, rank, seed)
+        super().__init__(name, length, rank, seed)
         self._vector = cupy.zeros(length, np.float32)
-        self._pool = cupy.asarray(draws.pool)
-        self._weights = cupy.asarray(draws.common_weights), cupy.asarray(draws.own_weights)
+        self._pool = cupy.asarray(self.pool)
+        self._weights = cupy.asarray(self.common_weights), cupy.asarray(self.own_weights)
         self._advance = compiled(_KERNELS).get_function("advance")
 
     def next(self) -> Any:
-        """cupy float32[n]; see GradientSource. Put on the current stream, not waited for."""
-        common, own = (cupy.asarray(starts.astype(np.int32)) for starts in self._draws.starts())
-        length, memory = np.int64(self.length), np.float32(self._draws.memory)
+        """cupy float32[n]; put on the current stream, not waited for."""
+        common, own = (cupy.asarray(starts.astype(np.int32)) for starts in self.starts())
+        length, memory = np.int64(self.length), np.float32(self.memory)
         common_weights, own_weights = self._weights
         arguments = (self._vector, length, self._pool, memory, common_weights, common, own_weights, own)
         self._advance((len(common),), (_THREADS,), arguments)
         return self._vector
-
-    def describe(self) -> dict[str, Any]:
-        return self._draws.describe()
 
 
 def convert(source: Any, out: Any) -> None:

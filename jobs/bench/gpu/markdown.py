@@ -58,37 +58,32 @@ def gpu_tables(content: Record) -> str:
     if content["kind"] != "gpu table":
         raise BenchError(f"the document is a {content['kind']!r}, not a 'gpu table'")
     runs = content["runs"]
-    parts = [_heading(content), _targets(runs), *_left_out(runs)]
-    parts += [
+    parts = [
+        _heading(content),
+        _targets(runs),
+        *_left_out(runs),
         _contract(runs),
         _select(runs),
         _on_device(runs),
-        _stages(runs, "regular"),
-        _stages(runs, "exact"),
     ]
+    parts += [_stages(runs, kind) for kind in ("regular", "exact")]
     return "\n\n".join(part for part in parts if part)
 
 
 def _heading(content: Record) -> str:
     runs, versions, gpu = content["runs"], content["versions"], content.get("gpu")
     commit = (content["commit"] or "unknown")[:12]
-    state = {True: " with changes", False: "", None: " (as told)" if content["commit"] else ""}[
-        content["dirty"]
-    ]
+    told = " (as told)" if content["commit"] else ""
+    state = {True: " with changes", False: "", None: told}[content["dirty"]]
     ranks = runs[0]["ranks"]
     library = content["mpi"].split(",")[0]
     where = content["machine"]["cpu"]
     software = [f"{name} {versions[name]}" for name in ("torch", "mpi4py", "numpy") if name in versions]
     if gpu is not None:
         where = f"{ranks} ranks, {runs[0]['ranks_per_device']} to a GPU, {gpu['count']} x {gpu['name']}"
-        software = [
-            f"driver {gpu['driver']}",
-            f"CUDA {_cuda(gpu['runtime_cuda'])}",
-            f"CuPy {gpu['cupy']}",
-            f"NCCL {gpu['nccl']}",
-            *software,
-            *([f"UCX {gpu['ucx']}"] if gpu["ucx"] else []),
-        ]
+        cuda = f"driver {gpu['driver']}", f"CUDA {_cuda(gpu['runtime_cuda'])}"
+        software = [*cuda, f"CuPy {gpu['cupy']}", f"NCCL {gpu['nccl']}", *software]
+        software += [f"UCX {gpu['ucx']}"] if gpu["ucx"] else []
     done = f"{len(runs)} of {content['cells']} cells, " if len(runs) < content["cells"] else ""
     taken = sum(run["seconds_taken"] for run in runs)
     return (
@@ -108,12 +103,10 @@ def _targets(runs: Sequence[Record]) -> str:
 
     columns: list[Column] = [("step, us", cell_title)]
     for name, kind in NCCL_ROWS.items():
-        title = "NCCL fp32: mean" if kind == "float32" else "NCCL bf16: mean"
-        columns.append((title, step(name, "all", "mean")))
+        columns.append((f"NCCL {'fp32' if kind == 'float32' else 'bf16'}: mean", step(name, "all", "mean")))
     for kind, which in (("all", "mean"), ("regular", "median"), ("exact", "median")):
-        columns.append(
-            (f"Ok-Topk, {'every step' if kind == 'all' else kind}: {which}", step(OURS, kind, which))
-        )
+        title = f"Ok-Topk, {'every step' if kind == 'all' else kind}: {which}"
+        columns.append((title, step(OURS, kind, which)))
     columns += [
         ("times NCCL's", times(OURS)),
         ("target", figure("target.at_least", "≥ {:.1f}x")),

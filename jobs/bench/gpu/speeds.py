@@ -1,4 +1,4 @@
-"""What a GPU can do at best, and what the fused select kernel makes of it; timed by events, on all ranks at once."""
+"""Measures a GPU's copy and link bandwidth, and the fused select kernel, by events on all ranks at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table that Ok-Topk on GPUs is held to: each cell is a run of its own, written as soon as it is done."""
+"""Measures the table of GPU targets: each cell is a run, written as soon as it is done."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from mpi4py import MPI
 from jobs.bench.document import BASELINES, BenchError, Output
 from jobs.bench.gpu.markdown import cell_line, gpu_tables
 from jobs.bench.options import Options
-from jobs.bench.run import measure_run, say, written
+from jobs.bench.run import measure_run, written
+from jobs.cluster.agreement import say
 
 TARGET_RANKS = 4
 """The targets are for this many ranks, a GPU each."""

@@ -1,4 +1,4 @@
-"""From CTC's scores to text, and from texts to error rates."""
+"""Decodes CTC's scores to text, and counts errors between texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A network of one's own: the callable that model.factory names."""
+"""Calls the user's model.factory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images into classes: one rank's side of it."""
+"""Image classification: a Workload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speech into text by CTC: a workload."""
+"""Speech recognition by CTC: a Workload."""
 
 from __future__ import annotations
 
@@ -75,11 +75,7 @@ class Speech:
                 references += [held_out.transcript(index) for index in batch.indices.tolist()]
         errors = count_errors(references, hypotheses)
         return Score(
-            loss,
-            errors.words - errors.word_errors,
-            errors.words,
-            errors.character_errors,
-            errors.characters,
+            loss, errors.words - errors.word_errors, errors.words, errors.character_errors, errors.characters
         )
 
     def _scores(self, network: nn.Module, batch: SpeechBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,11 +117,7 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
         least = 2 if split == "train" else 1
         check_lengths(speech, f"{config.data.path}, split {split!r}", fastest, least)
     training = SpeechTrainingLoader(
-        train,
-        batch_size=config.training.batch_size,
-        rank=rank,
-        size=size,
-        seed=config.training.seed,
+        train, batch_size=config.training.batch_size, rank=rank, size=size, seed=config.training.seed
     )
     evaluation = SpeechEvaluationLoader(
         held_out, batch_size=config.training.eval_batch_size, rank=rank, size=size

@@ -1,4 +1,4 @@
-"""What a training task offers: its network, its batches, its loss and its score."""
+"""Interface of a training task: network, batches, loss, score."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Workload(Protocol):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within it the model is measured, not trained."""
+    """Set the model to evaluation in the block, and back to training after it."""
     model.eval()
     try:
         with torch.inference_mode():
@@ -75,7 +75,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def naming(section: str) -> Iterator[None]:
-    """Within it a ValueError that is no DataError becomes a WorkloadError that names the section of the configuration."""
+    """Turn a ValueError in the block, unless a DataError, into a WorkloadError that names the section of the configuration."""
     try:
         yield
     except DataError:
@@ -85,7 +85,7 @@ def naming(section: str) -> Iterator[None]:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Within it torch computes in that precision what is safe in it."""
+    """torch's autocast to that precision; nothing for float32."""
     if precision == "float32":
         return nullcontext()
     return torch.autocast(device.type, getattr(torch, precision))

@@ -15,10 +15,10 @@ from mpi4py import MPI
 from collectives.dense_allreduce import dense_words
 from jobs.bench.document import read
 from jobs.bench.figures import draw
+from jobs.bench.gradients import DrawnGradients
 from jobs.bench.job import run
 from jobs.bench.mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
 from jobs.bench.options import Options, parse
-from jobs.run.gradient_file import GradientRecorder
 from oktopk import METHODS
 from oktopk.methods.topka import topka_words
 from tests.launched import PATIENCE, run_alone, run_ranks
@@ -164,50 +164,14 @@ def test_a_wire_is_given_to_the_method_that_takes_it() -> None:
     assert run(options("--methods", "oktopk,topka", "--set", "wire=int8"), comm=MPI.COMM_SELF) == 0
 
 
-def test_recorded_gradients_are_replayed(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    with GradientRecorder(tmp_path / "recording", 0, 1, 500, steps=3, source="a test") as recorder:
-        for _ in range(3):
-            recorder.add(rng.standard_normal(500).astype(np.float32))
-    replay = [
-        "--methods",
-        "oktopk",
-        "--steps",
-        "9",
-        "--warmup",
-        "2",
-        "--set",
-        "threshold_interval=8",
-        "--quiet",
-    ]
-    replay += ["--replay", str(tmp_path / "recording")]
-    path = tmp_path / "bench.json"
-    assert run(parse([*replay, "--json", str(path)], launched=True), comm=MPI.COMM_SELF) == 0
-    (entry,) = read(path)["runs"]
-    assert (entry["length"], entry["k"]) == (500, 5)
-    assert entry["gradients"]["name"] == "recorded"
-    assert entry["gradients"]["source"] == "a test"
-
-
-def test_a_recording_that_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(options("--replay", str(tmp_path)), comm=MPI.COMM_SELF) == 2
-    assert f"{tmp_path} is no recording" in capsys.readouterr().err
-    with GradientRecorder(tmp_path, 0, 1, 500, steps=1) as recorder:
-        recorder.add(np.ones(500, np.float32))
-    assert run(options("--replay", str(tmp_path)), comm=MPI.COMM_SELF) == 2
-    assert f"length 20000 is not 500, that of {tmp_path}" in capsys.readouterr().err
-
-
 def test_gradients_that_are_not_finite_end_the_bench(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with GradientRecorder(tmp_path / "r", 0, 1, 20000, steps=1) as recorder:
-        recorder.add(np.full(20000, math.nan, np.float32))
-    path = tmp_path / "bench.json"
-    words = ["--methods", "oktopk", "--replay", str(tmp_path / "r"), "--json", str(path)]
+    monkeypatch.setattr(DrawnGradients, "next", lambda self: np.full(20000, math.nan, np.float32))
+    words = ["--methods", "oktopk", "--json", str(tmp_path / "bench.json")]
     assert run(options(*words), comm=MPI.COMM_SELF) == 2
     assert "is NaN or Inf on rank(s) 0" in capsys.readouterr().err
-    assert [left.name for left in tmp_path.iterdir()] == ["r"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_more_memory_than_there_is_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

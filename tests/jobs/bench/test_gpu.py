@@ -15,7 +15,7 @@ from jobs.bench.gpu.markdown import gpu_tables
 from jobs.bench.gpu.table import Cell, run_table
 from jobs.bench.gradients import DrawnGradients
 from jobs.bench.job import run
-from jobs.bench.nccl import leave, rendezvous, require_nccl, torch_problem
+from jobs.bench.nccl import require_nccl, torch_problem
 from jobs.bench.options import parse
 from jobs.bench.run import open_device
 from tests.devices import gpus
@@ -43,20 +43,6 @@ def test_without_a_torch_with_cuda_nccl_is_refused_on_every_rank(comm: MPI.Intra
     assert "NCCL's rows need a torch with CUDA" in torch_problem()
     with pytest.raises(BenchError, match="NCCL's rows need a torch with CUDA"):
         require_nccl(comm)
-
-
-@pytest.mark.mpi
-def test_torch_distributed_meets_at_a_port_that_was_free(comm: MPI.Intracomm) -> None:
-    torch = pytest.importorskip("torch")
-    leave()  # what another test may have left
-    store = rendezvous(comm)
-    group = torch.distributed
-    group.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
-    total = torch.full((3,), float(comm.rank))
-    group.all_reduce(total)
-    comm.Barrier()
-    group.destroy_process_group()
-    assert total.tolist() == [sum(range(comm.size))] * 3
 
 
 @on_a_gpu

@@ -15,9 +15,10 @@ from jobs.bench.document import BenchError, read
 from jobs.bench.figures import draw
 from jobs.bench.job import run
 from jobs.bench.options import parse
-from jobs.bench.row_volume import SKEWS, RowSource, row_volume, volume_table
+from jobs.bench.row_volume import SKEWS, RowSource
 from jobs.bench.rows import measure_rows
 from jobs.bench.tables import document_tables
+from tests.jobs.bench.row_volume import row_volume, volume_table
 
 TINY = ["--table", "rows", "--rows", "90", "--table-rows", "200", "--width", "3", "--steps", "2", "--quiet"]
 NAMES = [

@@ -86,7 +86,10 @@ def test_an_experiment_grows_over_several_calls(tmp_path: Path, capfd: pytest.Ca
     assert changed == {"topka-0"}
 
     assert main([*small(tmp_path), "--set", "optimizer.lr=0.05"]) == 2
-    assert "is a complete run of another experiment (optimizer.lr 0.1, not 0.05)" in capfd.readouterr().err
+    assert (
+        "is a complete run of another experiment (optimizer.lr: 0.1 there, 0.05 here)"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.long

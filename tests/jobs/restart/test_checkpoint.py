@@ -16,8 +16,9 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from jobs.config.sections import CheckpointConfig
 from jobs.restart import files
-from jobs.restart.checkpoint import Checkpointer, CheckpointError, Due, Interval
+from jobs.restart.checkpoint import Checkpointer, CheckpointError, Due
 from jobs.restart.files import Identity
 from jobs.restart.resume import Found, find
 from jobs.train.agreement import Refused
@@ -38,8 +39,10 @@ def folder(comm: MPI.Intracomm) -> Iterator[Path]:
 
 
 def checkpointer(comm: MPI.Intracomm, folder: Path | None, **arguments: Any) -> Checkpointer:
-    interval = Interval(arguments.pop("steps", 0), arguments.pop("minutes", 0.0))
-    made = Checkpointer(comm, folder, IDENTITY, {}, interval=interval, keep=2, patience=30.0, **arguments)
+    config = CheckpointConfig(
+        every_steps=arguments.pop("steps", 0), every_minutes=arguments.pop("minutes", 0.0), keep=2
+    )
+    made = Checkpointer(comm, folder, IDENTITY, {}, config, patience=30.0, **arguments)
     made.start(0)
     return made
 

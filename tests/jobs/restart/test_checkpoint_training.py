@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
 
-import h5py
 import pytest
 
 from jobs.restart.signals import EXIT_STATUS
 from jobs.restart.start import FolderLock
 from jobs.run.file import RunFileError
-from jobs.run.gradient_file import gradient_path
 from jobs.run.reader import RunReader
 from tests.tiny_runs import Job, assert_same_outcome, checkpoints, steps_done
 
@@ -82,32 +79,6 @@ def test_a_job_that_overwrites_and_is_queued_again_destroys_nothing_before_it_be
     assert job.wait() == 0, job.said
     assert f"resumed after step {done} from" in job.said
     assert_same_outcome(undisturbed, path)
-
-
-@pytest.mark.long
-def test_recorded_gradients_continue_without_gap_or_doubled_step(tmp_path: Path) -> None:
-    folders = tmp_path / "undisturbed", tmp_path / "run"
-    recorded = [("run.record_steps=25", f"run.record_gradients={folder}") for folder in folders]
-    job = Job(tmp_path / "undisturbed.h5", RANKS, [*recorded[0], "training.steps=30"])
-    assert job.wait() == 0, job.said
-    path, settings = tmp_path / "run.h5", ("training.steps=30", *recorded[1])
-    # before its first checkpoint, and then after one that is lost: its steps come once more
-    job = Job(path, RANKS, [*settings, *SLOW[0]], SLOW[1])
-    job.wait_for_step(3)
-    os.kill(job.rank_processes()[0], signal.SIGKILL)
-    assert job.wait() not in (0, 2, EXIT_STATUS), job.said
-    interrupted(path, signal.SIGUSR1, 13, settings)
-    shutil.rmtree(checkpoints(path)[0])
-    job = Job(path, RANKS, settings)
-    assert job.wait() == 0, job.said
-    assert "resumed after step 10 from" in job.said
-    for rank in range(RANKS):
-        rows = []
-        for folder in folders:
-            with h5py.File(gradient_path(folder, rank), "r") as file:
-                rows.append(file["gradients"][...])
-        assert rows[0].shape[0] == 25
-        assert rows[0].tobytes() == rows[1].tobytes()
 
 
 def test_a_second_job_is_kept_from_the_same_checkpoints(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from torch import nn
 
 from jobs.report.summary import read_runs
-from jobs.restart.packing import Snapshot
+from jobs.restart.packing import Snapshot, unpack
 from jobs.train.__main__ import main
 from jobs.train.reduce.background import (
     WireError,
@@ -134,7 +134,7 @@ def test_a_state_goes_on_bit_for_bit(group: MPI.Intracomm, done: int) -> None:
     resumed_model = network()
     resumed_model.load_state_dict(model.state_dict())
     resumed = training_of(resumed_model, group.size)
-    resumed.load_state_dict(snapshot.restore()["optimizer"])
+    resumed.load_state_dict(unpack(snapshot.tree, snapshot.tensors)["optimizer"])
     for each in (training, resumed):
         steps(each, group.rank, range(done, done + 4))
     assert flat(model).tobytes() == flat(resumed_model).tobytes()
