@@ -419,6 +419,7 @@ class DistributedOptimizer(WrappedOptimizer):
             raise
         if report.skipped:
             self._tables.take_back()
+        report.row_bytes = sum(each.bytes for each in self._tables.reports)
         return report
 
     def _discard_buckets(self) -> StepReport:
