@@ -41,8 +41,8 @@ class RowSource:
         rng = np.random.default_rng((self._seed, step, rank))
         if self._chances is None:
             return rng.integers(0, self._length, self._touched)
-        found = np.searchsorted(self._chances, rng.random(self._touched) * self._chances[-1])
-        return np.minimum(found, self._length - 1)
+        drawn = np.searchsorted(self._chances, rng.random(self._touched) * self._chances[-1])
+        return np.minimum(drawn, self._length - 1)
 
 
 class _ThreadTransport:
@@ -90,7 +90,7 @@ def row_volume(source: RowSource, length: int, ranks: int) -> Record:
         "ranks"; "own", distinct rows a rank, on average; "summed"; "mean" and "busiest", rows that a rank sends, each as a part
         of (own + summed)(P-1)/P.
     """
-    kernels, row_bytes = HostRowKernels(), 8  # a number and one float32
+    kernels, row_bytes = HostRowKernels(), 8  # an id and one float32
     mail: list[list[Any]] = [[queue.SimpleQueue() for _ in range(ranks)] for _ in range(ranks)]
     board: list[Any] = [None] * ranks
     barrier = threading.Barrier(ranks)

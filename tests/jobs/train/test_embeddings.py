@@ -19,8 +19,10 @@ from data.text.masking import POSITIVE, mixed
 from jobs.config.file import ConfigError, load
 from jobs.report.summary import read_runs
 from jobs.train.__main__ import main
+from jobs.train.placement import find_placement
 from jobs.train.setup import set_up
 from jobs.train.tasks.embeddings import build_embeddings
+from tests.devices import asynchronous
 from tests.documents import write_documents
 
 CONFIG = Path(__file__).parents[3] / "jobs" / "configs" / "embeddings.toml"
@@ -122,6 +124,18 @@ def test_the_score_is_that_of_all_pairs_however_they_are_shared(prepared: Path) 
     assert sum(part.correct for part in parts) == whole.correct
     assert sum(part.loss for part in parts) == pytest.approx(whole.loss, rel=1e-5)
     assert whole.loss / whole.samples == pytest.approx((1 + NEGATIVES) * np.log(2), rel=1e-6)  # untrained
+
+
+@pytest.mark.skipif(not asynchronous(), reason="no GPU")
+def test_a_gpu_sees_the_same_batches_and_the_same_loss(prepared: Path) -> None:
+    config = load(CONFIG, [*TINY, f"data.path={prepared}"])
+    host, device = (build_embeddings(config, rank=1, size=2) for _ in range(2))
+    device.move_to(find_placement("cuda", MPI.COMM_SELF))
+    for left, right in zip(host.batches(2), device.batches(2), strict=True):
+        assert torch.equal(left.centers, right.centers.cpu())
+        assert torch.equal(left.words, right.words.cpu())
+        assert device.loss(right).item() == pytest.approx(host.loss(left).item(), rel=1e-5)
+    assert device.score().samples == host.score().samples
 
 
 @pytest.mark.mpi
