@@ -46,7 +46,7 @@ class RowKernels(Protocol):
     arrays: Any
 
     def coalesce(self, rows: Any, values: Any, scale: float) -> tuple[Rows, int]:
-        """Sort rows by their number, and add up equal ones, in the order in which they are given, in float32.
+        """Sort rows by their id, and add up equal ones, in the order in which they are given, in float32.
 
         Args:
             rows: int32[m] or int64[m], in any order, more than once each perhaps.
@@ -93,32 +93,64 @@ def narrow(values: Any, element_type: str) -> Any:
 
 
 def row_type(length: int) -> Any:
-    """Of the numbers of rows of a table of so many."""
+    """Of the row ids of a table of so many rows."""
     return np.int32 if length <= MAX_LENGTH else np.int64
 
 
+class RowWindows(Protocol):
+    """Rows of every rank where all ranks of a host can read them, see `collectives.row_windows`.
+
+    A rank may change what it has published when it publishes the second time after that: the others have read it by then, if
+    each of them has waited for its own reads before a collective operation in between, as `publish` does.
+    """
+
+    def publish(self, rows: Rows) -> None:
+        """Put rows where the others read them after the next collective operation, if there is room. Waits for the copy."""
+
+    def reserve(self, most: int, rows: Rows) -> bool:
+        """Make room for `most` rows on each rank, and publish this rank's again where it lacked. Collective.
+
+        Returns:
+            False where there is no memory, on every rank alike.
+        """
+
+    def sum_lists(
+        self, starts: NDArray[np.int64], counts: NDArray[np.int64], like: Rows, scale: float
+    ) -> tuple[Rows, int]:
+        """As `RowKernels.coalesce`, of counts[r] rows of each rank r, from its starts[r] on, one rank after the other."""
+
+    def gather(self, counts: NDArray[np.int64], like: Rows) -> Rows:
+        """The first counts[r] rows of each rank r, one after the other."""
+
+    def close(self) -> None:
+        """Free the windows. Collective."""
+
+
 def row_sparse_allreduce(
-    own: Rows,
+    local: Rows,
     length: int,
     transport: Transport,
     kernels: RowKernels,
     *,
     scale: float = 1.0,
     flag: bool = False,
+    windows: RowWindows | None = None,
 ) -> Rows:
     """Sum rows over the ranks. Collective: every rank must call.
 
     The table is cut into a region a rank, balanced by the rows that the ranks touched, see `balanced_boundaries`. Every rank
     sends each region's rows to its owner, in rotated order. The owner adds them up in the order of ranks, in float32, so that the
-    bits depend on the rows alone. An allgather brings the sums to all. All of it is messages, also where ranks share a host.
+    bits depend on the rows alone. An allgather brings the sums to all. With windows the owner reads the others' rows while it
+    adds them up, and all read the owners' sums; the bits are the same.
 
     Args:
-        own: this rank's rows, as `coalesce` returns them; perhaps none.
+        local: this rank's rows, as `coalesce` returns them; perhaps none.
         length: rows of the table, equal on all ranks.
         transport: where the ranks meet, and where the rows lie.
         kernels: of where the rows lie.
         scale: that each sum is multiplied by before it is rounded.
         flag: raise FlaggedRanksError on all ranks; it travels with the counts.
+        windows: that all ranks read; None: rows travel as messages.
 
     Returns:
         The sums of all rows that a rank touched, equal on all ranks.
@@ -127,54 +159,93 @@ def row_sparse_allreduce(
         FlaggedRanksError: on every rank alike: those that raised their flag, before a row was sent; none where a sum is not
             finite.
 
-    Memory: the rows that arrive for this rank's region, its sums, and the sums of all.
+    Memory: the rows that arrive for this rank's region (with windows their ids), its sums, and the sums of all.
     Traffic: for 2 ranks all rows of its own, in 2 messages. For more, with r rows of its own, u in the sum, w bytes a row with
-        its number, and regions that balance: (P-1)/P·r·w bytes in 2(P-1) messages, then (P-1)/P·u·w in 2·ceil(log2 P) rounds.
+        its id, and regions that balance: (P-1)/P·r·w bytes in 2(P-1) messages, then (P-1)/P·u·w in 2·ceil(log2 P) rounds.
         Where hot rows lie together, as by Zipf's law, the busiest rank sends at most 1.3 times that (counted for 2 to 64 ranks).
         Control: one alltoall of 2 int64; for more than 2 ranks an allgather of 17 before it, and one of 2 at the end.
+        With windows the same bytes on average, counted where they are read from, 4 int64 in the alltoall, and what it takes to
+        open larger windows now and then.
     Source: Li & Hoefler, PPoPP 2022, sections 3.1.1 and 3.1.2, with rows for entries.
     """
-    rank, size = transport.rank, transport.size
-    width = own.values.shape[1]
+    size = transport.size
     if size == 2:  # both ranks sum all rows: r of them are sent, which are fewer than (r + u)/2
-        parts = [slice(0, len(own))] * 2
+        parts = [slice(0, len(local))] * 2
     else:
-        points = transport.allgather_control(_points(own.rows, transport, kernels))
-        at = kernels.offsets(own.rows, balanced_boundaries(points, length)).tolist()
-        parts = [slice(*ends) for ends in pairwise(at)]
-    outgoing = np.array([[part.stop - part.start, flag] for part in parts], np.int64)
-    incoming = transport.alltoall_control(outgoing)
+        points = transport.allgather_control(_points(local.rows, transport, kernels))
+        offsets = kernels.offsets(local.rows, balanced_boundaries(points, length)).tolist()
+        parts = [slice(*ends) for ends in pairwise(offsets)]
+    outgoing = np.array([[part.stop - part.start, flag, part.start, len(local)] for part in parts], np.int64)
+    if windows is not None:
+        windows.publish(local)
+    incoming = transport.alltoall_control(outgoing if windows is not None else outgoing[:, :2].copy())
     if incoming[:, 1].any():
         raise FlaggedRanksError(np.flatnonzero(incoming[:, 1]).tolist())
 
-    # the lists of all ranks in their order, which is that of the sums
-    stops = incoming[:, 0].cumsum()
-    lists = [slice(int(stop - count), int(stop)) for stop, count in zip(stops, incoming[:, 0], strict=True)]
-    pool = Rows(kernels.empty(int(stops[-1]), own.rows), kernels.empty(int(stops[-1]), own.values))
-    rounds: list[Round] = []
-    for i in range(1, size):
-        dest, source = (rank + i) % size, (rank - i) % size
-        part, place = parts[dest], lists[source]
-        rounds.append(Round(dest, own.rows[part], source, pool.rows[place]))
-        rounds.append(Round(dest, _flat(own.values[part]), source, _flat(pool.values[place])))
-    arrivals = transport.exchange(rounds, max(1, len(rounds)))
-    kernels.copy(pool.rows[lists[rank]], own.rows[parts[rank]])
-    kernels.copy(pool.values[lists[rank]], own.values[parts[rank]])
-    for _ in arrivals:
-        pass
-    sums, nonfinite = kernels.coalesce(pool.rows, pool.values, scale)
-    del pool
+    counts = incoming[:, 0]
+    if windows is not None and windows.reserve(int(incoming[:, 3].max()), local):
+        _count_reads(transport, outgoing[:, 0], local)
+        sums, nonfinite = windows.sum_lists(incoming[:, 2], counts, local, scale)
+    else:
+        sums, nonfinite = _sum_messages(local, parts, counts, transport, kernels, scale)
     if size <= 2:
         if nonfinite:  # on both ranks, which have summed the same
             raise FlaggedRanksError([])
         return sums
 
+    if windows is not None:
+        windows.publish(sums)
     gathered = transport.allgather_control(np.array([len(sums), nonfinite], np.int64))
     if gathered[:, 1].any():
         raise FlaggedRanksError([])
     counts = gathered[:, 0].copy()
+    if windows is not None and windows.reserve(int(counts.max()), sums):
+        _count_reads(transport, np.full(size, len(sums)), sums)
+        return windows.gather(counts, sums)
+    return _gather_messages(sums, counts, transport, kernels)
+
+
+def _count_reads(transport: Transport, counts: NDArray[np.int64], rows: Rows) -> None:
+    """Count what the other ranks read: so many of these rows each."""
+    row_bytes = rows.rows.itemsize + rows.values.shape[1] * rows.values.itemsize
+    others = np.delete(counts, transport.rank)
+    transport.traffic.count(int(others.sum()) * row_bytes, 2 * int(np.count_nonzero(others)))
+
+
+def _sum_messages(
+    local: Rows,
+    parts: list[slice],
+    counts: NDArray[np.int64],
+    transport: Transport,
+    kernels: RowKernels,
+    scale: float,
+) -> tuple[Rows, int]:
+    """Exchange parts[r] of the rows for counts[r] of each rank r, and add up what arrived, in the order of ranks. Collective."""
+    rank, size = transport.rank, transport.size
+    stops = counts.cumsum()
+    lists = [slice(int(stop - count), int(stop)) for stop, count in zip(stops, counts, strict=True)]
+    pool = Rows(kernels.empty(int(stops[-1]), local.rows), kernels.empty(int(stops[-1]), local.values))
+    rounds: list[Round] = []
+    for i in range(1, size):
+        dest, source = (rank + i) % size, (rank - i) % size
+        part, place = parts[dest], lists[source]
+        rounds.append(Round(dest, local.rows[part], source, pool.rows[place]))
+        rounds.append(Round(dest, _flat(local.values[part]), source, _flat(pool.values[place])))
+    arrivals = transport.exchange(rounds, max(1, len(rounds)))
+    kernels.copy(pool.rows[lists[rank]], local.rows[parts[rank]])
+    kernels.copy(pool.values[lists[rank]], local.values[parts[rank]])
+    for _ in arrivals:
+        pass
+    return kernels.coalesce(pool.rows, pool.values, scale)
+
+
+def _gather_messages(
+    sums: Rows, counts: NDArray[np.int64], transport: Transport, kernels: RowKernels
+) -> Rows:
+    """Everyone's sums, counts[r] of each rank r. Collective."""
+    rank, width = transport.rank, sums.values.shape[1]
     total = int(counts.sum())
-    every = Rows(kernels.empty(total, own.rows), kernels.empty(total, own.values))
+    every = Rows(kernels.empty(total, sums.rows), kernels.empty(total, sums.values))
     # rows that many ranks touched lie together, so that blocks of neighbours are small or large together
     order = even_order(counts) if needs_balancing(counts, _EVEN_ABOVE) else None
     first = int(counts[:rank].sum())
@@ -201,7 +272,7 @@ def balanced_boundaries(points: NDArray[np.int64], length: int) -> NDArray[np.in
     """Cut a table into one contiguous region per rank, of about equally many rows of all ranks together.
 
     Args:
-        points: int64[P, 1 + m], of each rank the number of its rows, and m of them, each for as many.
+        points: int64[P, 1 + m], of each rank how many rows it has, and m of them, each for as many.
         length: rows of the table.
 
     Returns:

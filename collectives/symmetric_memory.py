@@ -59,7 +59,7 @@ class SymmetricMemory:
 
     Attributes:
         windows: device address of uint64[P], the address of each rank's window as this rank maps it.
-        window_addresses: the same on the host.
+        bases: the same addresses on the host.
         first: bytes from the start of a window to its payload.
 
     Traffic: control: two allgathers, at construction only.
@@ -72,7 +72,7 @@ class SymmetricMemory:
         self._transport = transport
         self._device = device
         self._opened: list[int] = []
-        self._bases: list[int] = []
+        self.bases: list[int] = []
         self._memory: Any = None
         handle, problem = b"", ""
         try:
@@ -91,9 +91,9 @@ class SymmetricMemory:
         if not any(theirs for theirs, _, _ in everyone):
             device.epoch = max(epoch for _, _, epoch in everyone)  # an aborted step may have left them apart
             try:
-                self._bases = [self._map(rank, theirs) for rank, (_, theirs, _) in enumerate(everyone)]
+                self.bases = [self._map(rank, theirs) for rank, (_, theirs, _) in enumerate(everyone)]
                 self._table = device.allocate(self.size, np.uint64)
-                self._table.set(np.array(self._bases, np.uint64), stream=device.stream)
+                self._table.set(np.array(self.bases, np.uint64), stream=device.stream)
                 device.synchronize()
             except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
                 problem = str(error)
@@ -103,7 +103,6 @@ class SymmetricMemory:
             texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
             raise RuntimeError(f"no peer memory: {texts}")
         self.windows = int(self._table.data.ptr)
-        self.window_addresses = tuple(self._bases)
 
     def entries(self, at: int, count: int) -> DeviceEntries:
         """ENTRY[count] of this rank's own window, `at` bytes from its start."""
@@ -119,7 +118,7 @@ class SymmetricMemory:
         at = WindowHead.reasons.offset + 4 * self.rank, WindowHead.aborted.offset  # in this order
         host_to_device = cupy.cuda.runtime.memcpyHostToDevice
         with self._device.gpu:
-            for base in self._bases:
+            for base in self.bases:
                 for i, offset in enumerate(at):
                     source = words[i:].ctypes.data
                     cupy.cuda.runtime.memcpyAsync(base + offset, source, 4, host_to_device, self._aside.ptr)
@@ -149,7 +148,7 @@ class SymmetricMemory:
         """
         if self._transport.gave_up:
             return
-        if not self._bases:
+        if not self.bases:
             self._device.synchronize()
         elif self.aborted:
             return

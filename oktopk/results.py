@@ -54,6 +54,7 @@ class StepReport:
         local_threshold, global_threshold: magnitudes selected by; NaN where the method has none.
         words, messages: payload this rank sent.
         bytes: payload bytes this rank sent, as coded; bytes_between: those of them that went to other hosts.
+        row_bytes: payload bytes this rank sent for tables with sparse gradients, which are in none of the figures above.
         wire: how entries travel, one of `collectives.codec.WIRES`.
         rounded: of the magnitudes that this rank encoded, to send them, the share that was rounded away; 0 for a wire that does
             not round.
@@ -87,6 +88,7 @@ class StepReport:
     complete: bool = True
     bytes: int = 0
     bytes_between: int = 0
+    row_bytes: int = 0
     levels: str = "flat"
     shards: int = 1
     wire: str = "plain"

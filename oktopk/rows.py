@@ -15,7 +15,16 @@ from collectives.connect import connect
 from collectives.cpu.compiled import load
 from collectives.cpu.rows import HostRowKernels
 from collectives.limit import Limit
-from collectives.rows import ELEMENT_TYPES, RowKernels, Rows, narrow, row_sparse_allreduce, row_type, widen
+from collectives.rows import (
+    ELEMENT_TYPES,
+    RowKernels,
+    Rows,
+    RowWindows,
+    narrow,
+    row_sparse_allreduce,
+    row_type,
+    widen,
+)
 from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport
 from oktopk.allreduce import NonFiniteGradientError
 from oktopk.devices import make_backend
@@ -67,6 +76,7 @@ class RowSparseAllreduce:
         device: "cpu" for NumPy arrays, "cuda" for CuPy arrays on the current GPU.
         stream: as `GradientAllreduce`.
         timeout: seconds that ranks may come late to a step.
+        peer_memory: as `GradientAllreduce`; the bits are those of messages.
         problem: an error that the caller found on this rank alone; every rank then raises it.
 
     Raises:
@@ -75,11 +85,14 @@ class RowSparseAllreduce:
 
     Attributes:
         transport: where the ranks meet.
+        p2p_unavailable_reason: why rows travel as messages; "" where kernels read them in the memory of the other GPUs.
+        windows: where kernels of the other GPUs read this rank's rows; None where they travel as messages.
         sum: the rows of the last step, ascending, equal on all ranks; None before the first one, and where it was skipped.
 
     Memory: in a step the rows of its own, those that arrive for its region, that region's sums, and the sums of all: with r rows
         a rank and u in the sum, about 2(r + u) where regions balance. With `row_density` below 1 a residual of length x width
-        float32, a float64 a row, and float32 copies of the rows that the last step has touched or sent.
+        float32, a float64 a row, and float32 copies of the rows that the last step has touched or sent. With peer memory no rows
+        that arrive, and two windows for a quarter more rows than a rank has ever sent, or summed for its region.
     Traffic: see `collectives.rows.row_sparse_allreduce`.
     Source: Li & Hoefler, PPoPP 2022, section 3.1, with rows for entries; error feedback as in algorithm 2.
 
@@ -102,12 +115,14 @@ class RowSparseAllreduce:
         device: str = "cpu",
         stream: Any = None,
         timeout: float = Settings.timeout,
+        peer_memory: bool | None = None,
         problem: str = "",
     ) -> None:
         row_density = plain(row_density)
         arguments = {"length": length, "width": width, "element_type": element_type, "average": average}
         arguments |= {"nonfinite": nonfinite, "row_density": row_density, "device": device}
         problem = problem or _problem(**arguments)
+        arguments["peer_memory"] = peer_memory
         try:
             settings = Settings(average=average, timeout=timeout)
         except ValueError as error:
@@ -123,10 +138,12 @@ class RowSparseAllreduce:
             self.transport.agree(arguments | {"timeout": timeout}, problem)
             self.kernels: RowKernels = HostRowKernels()
             self._scope: Callable[[], AbstractContextManager[None]] = nullcontext
+            self.windows: RowWindows | None = None
+            self.p2p_unavailable_reason = "gradients are on the host"
             if device == "cpu":
                 load()
             else:
-                self._use_gpu(stream)
+                self._use_gpu(stream, peer_memory)
             self._most = entries_kept(row_density, length)
             self._feedback: _RowFeedback | None = None
             if self._most < length:
@@ -136,8 +153,8 @@ class RowSparseAllreduce:
                     )
             opened.pop_all()
 
-    def _use_gpu(self, stream: Any) -> None:
-        """Put kernels and transport on the current GPU. Collective."""
+    def _use_gpu(self, stream: Any, peer_memory: bool | None) -> None:
+        """Put kernels, transport and windows on the current GPU. Collective."""
         host: Any = self.transport
         backend: Any = None
         problem = ""
@@ -150,14 +167,21 @@ class RowSparseAllreduce:
 
         self._scope = backend.stream_scope
         self.transport = backend.connect(host)
-        self.kernels = DeviceRowKernels(backend.device, self.element_type)
+        self.kernels = kernels = DeviceRowKernels(backend.device, self.element_type)
         host.close()
+        with self._scope():
+            self.p2p_unavailable_reason = self.transport.open_p2p(peer_memory)
+        if self.transport.p2p and self.transport.size > 1:
+            from collectives.row_windows import DeviceRowWindows
+
+            types = row_type(self.length), ELEMENT_TYPES[self.element_type]
+            self.windows = DeviceRowWindows(self.transport, backend.device, kernels, *types, self.width)
 
     def step(self, rows: Any, values: Any, problem: str = "") -> RowReport:
         """Sum one gradient; the result is in `sum`. Collective: every rank must call, with no rows where it touched none.
 
         Args:
-            rows: int32[m] or int64[m], numbers of rows in any order; values of one that comes several times are added up.
+            rows: int32[m] or int64[m], row ids in any order; values of one that comes several times are added up.
             values: [m, width] of the element type, C-contiguous.
             problem: as `GradientAllreduce.step`.
 
@@ -174,20 +198,26 @@ class RowSparseAllreduce:
     def _step(self, rows: Any, values: Any, problem: str) -> RowReport:
         began = time.perf_counter()
         problem = problem or self._given_problem(rows, values)
-        own, nonfinite = self._empty(), 0
+        local, nonfinite = self._empty(), 0
         if not problem:
-            own, nonfinite = self.kernels.coalesce(rows, values, 1.0)
-            own = Rows(own.rows.astype(row_type(self.length), copy=False), own.values)
-        touched, flagged = len(own), bool(problem or nonfinite)
+            ids = rows.astype(row_type(self.length), copy=False)
+            local, nonfinite = self.kernels.coalesce(ids, values, 1.0)
+        touched, flagged = len(local), bool(problem or nonfinite)
         if self._feedback is not None:
-            own = self._feedback.select(self._empty() if flagged else own, 0 if flagged else self._most)
+            local = self._feedback.select(self._empty() if flagged else local, 0 if flagged else self._most)
         self.transport.take_traffic()
         self.transport.expect_all(f"step {self.steps}", self._timeout, EVERY_RANK_CALLS)
         scale = 1.0 / self.transport.size if self._average else 1.0
         self.sum = None
         try:
             self.sum = row_sparse_allreduce(
-                own, self.length, self.transport, self.kernels, scale=scale, flag=flagged
+                local,
+                self.length,
+                self.transport,
+                self.kernels,
+                scale=scale,
+                flag=flagged,
+                windows=self.windows,
             )
         except FlaggedRanksError as error:
             if self._feedback is not None:
@@ -204,7 +234,7 @@ class RowSparseAllreduce:
         return RowReport(
             step=self.steps - (self.sum is not None),
             touched=touched,
-            sent=0 if self.sum is None else len(own),
+            sent=0 if self.sum is None else len(local),
             summed=0 if self.sum is None else len(self.sum),
             skipped=self.sum is None,
             seconds=time.perf_counter() - began,
@@ -239,7 +269,7 @@ class RowSparseAllreduce:
         if values.dtype != kind or values.ndim != 2 or values.shape[1] != self.width:
             return f"values are {values.dtype}{list(values.shape)}, not {kind}[{len(rows)}, {self.width}]"
         if len(values) != len(rows):
-            return f"there are {len(rows)} numbers of rows and {len(values)} rows of values"
+            return f"there are {len(rows)} row ids and {len(values)} rows of values"
         if not values.flags.c_contiguous:
             return "values are not C-contiguous"
         if len(rows) and not 0 <= (low := int(rows.min())) <= (high := int(rows.max())) < self.length:
@@ -298,6 +328,8 @@ class RowSparseAllreduce:
 
     def close(self) -> None:
         """Free what the library holds. Collective."""
+        if self.windows is not None:
+            self.windows.close()
         self.transport.close()
 
 
@@ -329,12 +361,12 @@ class _RowFeedback:
         self._norms = arrays.zeros(length, np.float64)  # squared, of each row
         self._before: list[tuple[Any, Any]] = []  # rows and their residual, to be put back in this order
 
-    def select(self, own: Rows, most: int) -> Rows:
+    def select(self, local: Rows, most: int) -> Rows:
         """Add rows to the residual, and take the largest out of it."""
-        self._before = [(own.rows, self.residual[own.rows])]
-        self.residual[own.rows] += widen(own.values, self._type)
-        self._measure(own.rows)
-        chosen = _largest(self._arrays, self._norms, most).astype(own.rows.dtype)
+        self._before = [(local.rows, self.residual[local.rows])]
+        self.residual[local.rows] += widen(local.values, self._type)
+        self._measure(local.rows)
+        chosen = _largest(self._arrays, self._norms, most).astype(local.rows.dtype)
         exact = self.residual[chosen]
         sent = narrow(exact.clip(-self._largest, self._largest), self._type)
         self._before.insert(0, (chosen, exact))

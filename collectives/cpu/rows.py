@@ -1,4 +1,4 @@
-"""Rows on the host: sort them by their number, and add up equal ones."""
+"""Rows on the host: sort them by their id, and add up equal ones."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def sum_rows(
             row = order[i]
             for column in range(width):
                 sums[j, column] += values[row, column]
-        found = np.float32(0.0)
+        excess = np.float32(0.0)
         for column in range(width):
             sums[j, column] *= factor
-            found += sums[j, column] - sums[j, column]  # NaN of Inf and of NaN
-        if found != np.float32(0.0):
+            excess += sums[j, column] - sums[j, column]  # NaN of Inf and of NaN
+        if excess != np.float32(0.0):
             for column in range(width):
                 nonfinite += not np.isfinite(sums[j, column])
     return nonfinite

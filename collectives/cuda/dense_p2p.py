@@ -95,7 +95,7 @@ class DenseP2P:
         self._report = device.view("dense abort", ctypes.c_uint32)
         device.synchronize()
         transport.barrier()  # no rank writes before all have zeroed
-        windows = self._memory.window_addresses
+        windows = self._memory.bases
         p2p = P2P(windows=self._memory.windows, ranks=ranks, rank=transport.rank, timeout=int(1e9 * timeout))
         first = SymmetricMemory.first
         self._fields = {

@@ -179,7 +179,9 @@ struct("DecodeEntries", """
     const unsigned* wire; Entry* out; long long lower; unsigned length; unsigned count; unsigned bits; unsigned low_bits;
     unsigned values; unsigned lows; unsigned bitmap; unsigned words; Scan scan; CodecState* state;
     volatile double* report;""", "decode_entries")
+# lists: that lie one after the other in the order that indexes them, the first row of each, and its address less that many rows
 struct("SumRows", """
-    const void* values; const long long* order; const long long* starts; void* sums; unsigned* nonfinite; long long count;
-    long long width; float scale;""", "sum_rows")
+    unsigned long long values[MOST_PEERS]; long long firsts[MOST_PEERS]; int lists; int vectors;
+    const long long* order; const long long* starts; void* sums; unsigned* nonfinite; long long count; long long width;
+    float scale;""", "sum_rows")
 struct("CutValues", "Entry* entries; const Entry* others; long long n;", "cut_values")

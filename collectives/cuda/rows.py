@@ -1,7 +1,8 @@
-"""Rows on a GPU: sort them by their number, and add up equal ones."""
+"""Rows on a GPU: sort them by their id, and add up equal ones."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,25 @@ class DeviceRowKernels:
         self._sum = Kernel(compiled(_SOURCE, f"GRADIENT={_TYPES[element_type]}"), "sum_rows")
 
     def coalesce(self, rows: Any, values: Any, scale: float) -> tuple[Rows, int]:
-        width = values.shape[1]
+        return self.coalesce_lists(rows, [(0, address_of(values))], values, scale)
+
+    def coalesce_lists(
+        self, rows: Any, lists: Sequence[tuple[int, int]], like: Any, scale: float
+    ) -> tuple[Rows, int]:
+        """As `coalesce`, where the values lie in several lists.
+
+        Args:
+            rows: ids of all lists, one after the other.
+            lists: of each how many rows are before it, and its address, which may be in another rank's memory.
+            like: its type and width are those of the values.
+        """
+        width = like.shape[1]
         if not len(rows):
-            return Rows(rows, values), 0
+            return Rows(rows, self.empty(0, like)), 0
+        row_bytes = width * like.itemsize
+        bases = [address - first * row_bytes for first, address in lists]
+        four = 4 * like.itemsize
+        vectors = width % 4 == 0 and all(address % four == 0 for _, address in lists)
         with self._device.gpu, self._device.stream:
             order = cupy.argsort(rows)  # stable: by a radix sort
             ordered = rows[order]
@@ -44,14 +61,18 @@ class DeviceRowKernels:
             heads[1:] = ordered[1:] != ordered[:-1]
             starts = cupy.flatnonzero(heads)
             count = len(starts)
+            ids = ordered[starts]
             starts = cupy.append(starts, len(rows))
-            sums = cupy.empty((count, width), values.dtype)
+            sums = cupy.empty((count, width), like.dtype)
             nonfinite = cupy.zeros(1, np.uint32)
             self._device.launch(
                 self._sum,
                 min(-(-count // _ROWS), 16 * self._device.processors),
                 32 * _ROWS,
-                values=address_of(values),
+                values=np.array(bases, np.int64).tobytes(),
+                firsts=np.array([first for first, _ in lists], np.int64).tobytes(),
+                lists=len(lists),
+                vectors=vectors,
                 order=address_of(order),
                 starts=address_of(starts),
                 sums=address_of(sums),
@@ -60,8 +81,7 @@ class DeviceRowKernels:
                 width=width,
                 scale=scale,
             )
-            numbers = ordered[starts[:-1]]
-            return Rows(numbers, sums), int(nonfinite.get()[0])
+            return Rows(ids, sums), int(nonfinite.get()[0])
 
     def at(self, rows: Any, places: NDArray[np.int64]) -> NDArray[np.int64]:
         with self._device.gpu, self._device.stream:

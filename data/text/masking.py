@@ -89,16 +89,16 @@ class MaskedText:
         for special in self._apart:
             words &= tokens != special
 
-        order = mixed(draws[:, None] + _GOLDEN * (self._columns + 1)) & _POSITIVE
-        ranked = order.masked_fill(~words, _POSITIVE).sort(dim=1, stable=True).indices
+        order = mixed(draws[:, None] + GOLDEN * (self._columns + 1)) & POSITIVE
+        ranked = order.masked_fill(~words, POSITIVE).sort(dim=1, stable=True).indices
         places = ranked[:, : self.count]
         share = (words.sum(1, keepdim=True) * PART).round().clamp(1, self.count)
         predicted = (self._columns[: self.count] < share) & words.gather(1, places)
         original = tokens.gather(1, places)
         labels = original.masked_fill(~predicted, IGNORED)
 
-        fate = mixed(order.gather(1, places)) & _POSITIVE
-        any_word = (mixed(fate) & _POSITIVE) % self._words
+        fate = mixed(order.gather(1, places)) & POSITIVE
+        any_word = (mixed(fate) & POSITIVE) % self._words
         replaced = torch.where(fate % 10 < 8, self._mask, torch.where(fate % 10 == 8, any_word, original))
         masked = tokens.scatter(1, places, torch.where(predicted, replaced, original))
         follows = self._follows[samples]
@@ -109,9 +109,9 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
+GOLDEN = _signed(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
-_POSITIVE = (1 << 63) - 1
+POSITIVE = (1 << 63) - 1
 
 
 def mixed(bits: torch.Tensor) -> torch.Tensor:

@@ -18,18 +18,18 @@ from jobs.train.reduce.background import ring_traffic
 from oktopk.rows import RowSparseAllreduce
 
 V1_MOST = 4096
-"""Rows above which a loop over them is left out."""
+"""Rows above which a loop over them is left out on a CPU, and measured in one step on a GPU."""
 V4_PAIRS = 1 << 31
 """Pairs of rows above which comparing them all is left out on a CPU."""
-_CHUNK = 1 << 24
-"""Pairs that are compared at a time."""
+_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 28}
+"""Pairs that are compared at a time, by device."""
 
 Lap = Callable[[str], None]
 """Called with a stage's name when it has ended."""
 Table = tuple[int, int]
 """Its rows, and elements of a row."""
 Sum = tuple[Tensor | None, Tensor, int]
-"""Numbers of rows, ascending, or None for a whole table; their sums; bytes that this rank sent."""
+"""Row ids, ascending, or None for a whole table; their sums; bytes that this rank sent."""
 
 
 @dataclass
@@ -41,23 +41,36 @@ class Contestant:
         run: sums int64[R] rows, each perhaps several times, with [R, width] values. Collective.
         counted: bytes were counted; else they are what a ring sends.
         close: frees what is held. Collective.
-        seconds, bytes, stages: of the steps that count.
+        once: is measured in a single step, without a warm-up of its own, as it takes seconds.
+        held: bytes of memory between steps: a whole table.
+        seconds, bytes: of the steps that count.
+        stages: seconds by stage, of the same steps on a CPU; on a GPU of one more, which waits for the GPU after each stage.
+        peak: bytes by which the memory of this rank or its GPU grew in one more step, and `held`; None if unknown.
     """
 
     name: str
     run: Callable[[Tensor, Tensor, Lap], Sum]
     counted: bool = False
     close: Callable[[], None] = lambda: None
+    once: bool = False
+    held: int = 0
+    peak: int | None = None
     seconds: list[float] = field(default_factory=list)
     bytes: list[int] = field(default_factory=list)
     stages: list[dict[str, float]] = field(default_factory=list)
 
-    def step(self, rows: Tensor, values: Tensor) -> tuple[Sum, dict[str, float]]:
-        """The sum, and seconds by stage, which on a GPU are those of asking for it. Collective."""
+    def step(
+        self, rows: Tensor, values: Tensor, finish: Callable[[], None] = lambda: None
+    ) -> tuple[Sum, dict[str, float]]:
+        """The sum, and seconds by stage. Collective.
+
+        finish: waits for the device at the end of each stage.
+        """
         laps, last = {}, time.perf_counter()
 
         def lap(stage: str) -> None:
             nonlocal last
+            finish()
             now = time.perf_counter()
             laps[stage], last = now - last, now
 
@@ -65,44 +78,36 @@ class Contestant:
 
 
 class OkTopkRows:
-    """`oktopk.rows.RowSparseAllreduce`; its stages on a CPU are told apart by its two calls of `coalesce`."""
+    """`oktopk.rows.RowSparseAllreduce`. Its stages are told apart by its two sums: of this rank's rows, then of all ranks'."""
 
     def __init__(self, table: Table, comm: Any, device: torch.device) -> None:
         self.reducer = RowSparseAllreduce(comm, *table, average=False, device=device.type)
-        self._kernels = self.reducer.kernels
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernels, name)
+        for part, name in ((self.reducer.kernels, "coalesce"), (self.reducer.windows, "sum_lists")):
+            if part is not None:
+                setattr(part, name, partial(self._timed, getattr(part, name)))
 
     def run(self, rows: Tensor, values: Tensor, lap: Lap) -> Sum:
         """As `Contestant.run`."""
-        if rows.is_cuda:
-            import cupy
-
-            report = self.reducer.step(cupy.from_dlpack(rows), cupy.from_dlpack(values))
-        else:
-            self._stages, self._lap = iter(("", "coalesce", "exchange", "sum")), lap
-            kernels: Any = self
-            self.reducer.kernels = kernels
-            report = self.reducer.step(rows.numpy(), values.numpy())
-            lap("gather")
+        self._stages, self._lap = iter(("", "coalesce", "exchange", "sum")), lap
+        share = self.reducer.kernels.arrays.from_dlpack
+        report = self.reducer.step(share(rows), share(values))
+        lap("gather")
         sums, self.reducer.sum = self.reducer.sum, None
         assert sums is not None
         return torch.as_tensor(sums.rows), torch.as_tensor(sums.values), report.bytes
 
-    def coalesce(self, rows: Any, values: Any, scale: float) -> Any:
-        """As `collectives.rows.RowKernels.coalesce`: of this rank's rows first, then of those that it owns."""
+    def _timed(self, add_up: Callable[..., Any], *given: Any) -> Any:
         if before := next(self._stages):
             self._lap(before)
-        result = self._kernels.coalesce(rows, values, scale)
+        result = add_up(*given)
         self._lap(next(self._stages))
         return result
 
 
 def coalesced(table: Table, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Equal rows added up, by torch."""
-    found = torch.sparse_coo_tensor(rows[None], values, table, check_invariants=False).coalesce()
-    return found.indices()[0], found.values()
+    summed = torch.sparse_coo_tensor(rows[None], values, table, check_invariants=False).coalesce()
+    return summed.indices()[0], summed.values()
 
 
 def dense(whole: Tensor, comm: MPI.Intracomm, rows: Tensor, values: Tensor, lap: Lap) -> Sum:
@@ -117,21 +122,21 @@ def dense(whole: Tensor, comm: MPI.Intracomm, rows: Tensor, values: Tensor, lap:
     return None, whole, ring_traffic(whole.numel(), comm.size, 1).bytes
 
 
-def gathered_by_mpi(comm: MPI.Intracomm, own: Tensor) -> Tensor:
+def gathered_by_mpi(comm: MPI.Intracomm, local: Tensor) -> Tensor:
     """The ranks' tensors one after the other, by MPI's Allgatherv. Collective."""
-    lengths = comm.allgather(len(own))
-    everyones = own.new_empty(sum(lengths), *own.shape[1:])
-    comm.Allgatherv(own.numpy(), [everyones.numpy(), [length * own[:1].numel() for length in lengths]])
+    lengths = comm.allgather(len(local))
+    everyones = local.new_empty(sum(lengths), *local.shape[1:])
+    comm.Allgatherv(local.numpy(), [everyones.numpy(), [length * local[:1].numel() for length in lengths]])
     return everyones
 
 
-def gathered_by_torch(own: Tensor) -> Tensor:
+def gathered_by_torch(local: Tensor) -> Tensor:
     """The same by torch's all_gather, whose tensors are of one length: padded. Collective."""
-    lengths = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.full_like(lengths[0], len(own)))
+    lengths = [torch.zeros(1, dtype=torch.int64, device=local.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.full_like(lengths[0], len(local)))
     counts = [int(length) for length in lengths]
-    padded = own.new_zeros(max(counts), *own.shape[1:])
-    padded[: len(own)] = own
+    padded = local.new_zeros(max(counts), *local.shape[1:])
+    padded[: len(local)] = local
     parts = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(parts, padded)
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
@@ -166,7 +171,7 @@ def match_in_a_loop(union: Tensor, rows: Tensor) -> Tensor:
 
 def match_all_pairs(union: Tensor, rows: Tensor) -> Tensor:
     """The same: v4, all pairs compared, in chunks."""
-    most = max(1, _CHUNK // len(union))
+    most = max(1, _CHUNK[rows.device.type] // len(union))
     return torch.cat([(union == chunk[:, None]).nonzero()[:, 1] for chunk in rows.split(most)])
 
 
@@ -199,9 +204,9 @@ def gloo_sparse(table: Table, rows: Tensor, values: Tensor, lap: Lap) -> Sum:
     lap("coalesce")
     tensor = torch.sparse_coo_tensor(rows[None], values, table, is_coalesced=True, check_invariants=False)
     dist.all_reduce(tensor)
-    found = tensor.coalesce()
+    summed = tensor.coalesce()
     lap("allreduce")
-    return found.indices()[0], found.values(), (dist.get_world_size() - 1) * (rows.nbytes + values.nbytes)
+    return summed.indices()[0], summed.values(), (dist.get_world_size() - 1) * (rows.nbytes + values.nbytes)
 
 
 def contestants(
@@ -215,23 +220,25 @@ def contestants(
     """
     table, cuda = (options.table_rows, options.width), device.type == "cuda"
     left_out: dict[str, str] = {}
-    found: list[Contestant] = []
+    entrants: list[Contestant] = []
     for name, group in {"oktopk-rows": None, "oktopk-rows-mpi": comm}.items():
         try:
             ours = OkTopkRows(table, group, device)
         except ValueError as error:  # on every rank alike
             left_out[name] = str(error)
         else:
-            found.append(Contestant(name, ours.run, True, ours.reducer.close))
+            entrants.append(Contestant(name, ours.run, True, ours.reducer.close))
     size = 4 * table[0] * table[1]
     if free is not None and 2 * size * sharers > free:  # itself, and what the library takes
         have = f"{size / 2**30:.1f} GiB on each of {sharers} ranks, and {free / 2**30:.1f} GiB are free"
         left_out["dense"] = f"the table has {have}"
     else:
-        found.append(Contestant("dense", partial(dense, torch.zeros(table, device=device), comm)))
+        whole = torch.zeros(table, device=device)
+        entrants.append(Contestant("dense", partial(dense, whole, comm), held=whole.nbytes))
     matches = {"union-v1": match_in_a_loop, "union-v4": match_all_pairs, "union-v6": match_sorted}
     pairs = options.touched * min(options.touched * comm.size, table[0])
-    if options.touched > V1_MOST:
+    loops = options.touched > V1_MOST
+    if loops and not cuda:
         left_out["union-v1"] = f"a loop over {options.touched:,} rows, more than {V1_MOST:,}"
     if not cuda and pairs > V4_PAIRS:
         left_out["union-v4"] = f"compares up to {pairs:,} pairs a step, more than {V4_PAIRS:,}"
@@ -243,4 +250,9 @@ def contestants(
     else:
         ways["two-allgathers-mpi"] = partial(two_allgathers, table, partial(gathered_by_mpi, comm), False)
         ways["gloo-sparse"] = partial(gloo_sparse, table)
-    return found + [Contestant(name, way) for name, way in ways.items() if name not in left_out], left_out
+    entrants += [
+        Contestant(name, way, once=loops and name == "union-v1")
+        for name, way in ways.items()
+        if name not in left_out
+    ]
+    return entrants, left_out

@@ -26,5 +26,5 @@ class RowSource:
         rng = np.random.default_rng((self._seed, step, rank))
         if self._chances is None:
             return rng.integers(0, self._length, self._touched)
-        found = np.searchsorted(self._chances, rng.random(self._touched) * self._chances[-1])
-        return np.minimum(found, self._length - 1)
+        drawn = np.searchsorted(self._chances, rng.random(self._touched) * self._chances[-1])
+        return np.minimum(drawn, self._length - 1)

@@ -218,6 +218,7 @@ def rows_table(run: Record) -> str:
             lambda method: _megabytes(method, "mean") + ("" if method["counted"] else " by formula"),
         ),
         ("busiest", lambda method: _megabytes(method, "busiest")),
+        ("memory, MB", figure("peak", "{:,.0f}", 1e-6)),
         (
             "stages, ms",
             lambda method: ", ".join(f"{stage} {1e3 * time:.1f}" for stage, time in method["stages"].items()),

@@ -40,13 +40,14 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_go_together(self) -> Self:
-        if self.model.name != "own" and (self.model.name == "bert") != (self.data.name == "text"):
+        reads_text = self.model.name in ("bert", "skipgram")
+        if self.model.name != "own" and reads_text != (self.data.name == "text"):
             raise ValueError(f"model.name {self.model.name!r} does not take data.name {self.data.name!r}")
         if self.training.label_smoothing and self.task != "images":
             raise ValueError(f"training.label_smoothing is for images, not for {self.task}")
-        if self.training.cuda_graph and self.task == "speech":
+        if self.training.cuda_graph and self.task in ("speech", "embeddings"):
             raise ValueError(
-                "training.cuda_graph needs batches of one shape, and utterances differ: not for speech"
+                f"training.cuda_graph needs batches of one shape, and those of {self.task} differ"
             )
         correction = self.reduction.momentum_correction
         if correction and (self.optimizer.momentum or self.optimizer.name != "sgd"):
@@ -54,6 +55,29 @@ class Config(Section):
                 f"reduction.momentum_correction {correction} is the run's momentum: it needs optimizer.name "
                 f"'sgd' with momentum 0, not {self.optimizer.name!r} with {self.optimizer.momentum}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _sparse_tables_are_reduced_by_row(self) -> Self:
+        if self.task != "embeddings" or not self.model.sparse:
+            if self.reduction.row_density != 1.0 and self.model.name != "own":
+                raise ValueError("reduction.row_density is for a model with sparse gradients")
+            return self
+        if self.reduction.method not in METHODS:
+            raise ValueError(
+                f"model.sparse true is for the methods of oktopk, not for {self.reduction.method!r}"
+            )
+        for key, needed in (
+            ("optimizer.name", "sgd"),  # torch's others take no sparse gradients
+            ("optimizer.momentum", 0.0),
+            ("optimizer.weight_decay", 0.0),
+            ("reduction.momentum_correction", 0.0),
+            ("reduction.deferred", False),
+        ):
+            section, _, name = key.partition(".")
+            value = getattr(getattr(self, section), name)
+            if value != needed:
+                raise ValueError(f"model.sparse true needs {key} {needed!r}, not {value!r}")
         return self
 
     @model_validator(mode="after")
@@ -87,8 +111,10 @@ class Config(Section):
         return self
 
     @property
-    def task(self) -> Literal["images", "speech", "text"]:
+    def task(self) -> Literal["images", "speech", "text", "embeddings"]:
         """What is trained: what the network is for; with one's own network what the data set is."""
+        if self.model.name == "skipgram":
+            return "embeddings"
         if self.model.name in ("lstm", "bert"):
             return "speech" if self.model.name == "lstm" else "text"
         if self.model.name == "own" and self.data.name in ("an4", "text"):

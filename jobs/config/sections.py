@@ -53,20 +53,29 @@ class ModelConfig(Section):
     With `factory` the network is one's own. It trains on what the data set needs: images, speech (`an4`) or text.
     """
 
-    name: Literal["vgg16", "lstm", "bert", "vit", "own"] = "vgg16"
+    name: Literal["vgg16", "lstm", "bert", "vit", "skipgram", "own"] = "vgg16"
     """The network to train; `own` is the one that `factory` makes"""
     width: float = Field(default=1.0, gt=0.0, le=8.0)
     """For vgg16 and lstm: factor on the channels of every layer"""
     layers: int = Field(default=12, ge=1)
     """For bert and vit: number of layers of the encoder"""
     hidden: int = Field(default=768, ge=64, multiple_of=64)
-    """For bert and vit: number of channels, 64 to a head"""
+    """For bert and vit: number of channels, 64 to a head; for skipgram elements of a row"""
     patch: int = Field(default=32, ge=1)
     """For vit: pixels per side of a patch"""
     dropout: float = Field(default=0.1, ge=0.0, lt=1.0)
     """For bert: probability of dropout in every layer"""
     vocabulary: int = Field(default=0, ge=0)
     """For bert: words that the text file must have; 0: as many as it has"""
+    rows: int = Field(default=200_000, ge=1)
+    """For skipgram: rows of the table of word pairs, which share rows by hashing"""
+    sparse: bool = True
+    """For skipgram: make gradients of the rows that a batch touches, which methods of oktopk sum row by row; false: of the whole
+    tables"""
+    window: int = Field(default=5, ge=1)
+    """For skipgram: words on either side of a pair that its context is drawn from"""
+    negatives: int = Field(default=5, ge=1)
+    """For skipgram: words drawn at random that a context is told from"""
     factory: str = ""
     """Your own network, "my_package.my_module:build": a callable that returns a torch.nn.Module"""
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -74,7 +83,9 @@ class ModelConfig(Section):
 
     _OWNERS: ClassVar[dict[str, tuple[str, ...]]] = {
         "width": ("vgg16", "lstm"),
-        **dict.fromkeys(("layers", "hidden"), ("bert", "vit")),
+        "layers": ("bert", "vit"),
+        "hidden": ("bert", "vit", "skipgram"),
+        **dict.fromkeys(("rows", "sparse", "window", "negatives"), ("skipgram",)),
         **dict.fromkeys(("dropout", "vocabulary"), ("bert",)),
         "patch": ("vit",),
         **dict.fromkeys(("factory", "arguments"), ("own",)),
@@ -117,6 +128,8 @@ class ModelConfig(Section):
     def description(self) -> str:
         if self.name in ("bert", "vit"):
             return f"{self.name} of {self.layers} layers of {self.hidden}"
+        if self.name == "skipgram":
+            return f"skipgram of {self.rows} rows of {self.hidden}"
         return self.factory or f"{self.name} of width {self.width}"
 
 
@@ -129,7 +142,7 @@ def _is_json(value: Any) -> bool:
 class DataConfig(Section):
     """What is trained on. `digits` and `synthetic` need no file; the others are read from `path`, written by data.prepare.
 
-    `an4` is for lstm and `text` for bert, all others are images.
+    `an4` is for lstm, `text` for bert and skipgram, all others are images.
     """
 
     name: Literal["digits", "synthetic", "cifar10", "prepared", "an4", "text"] = "digits"
@@ -286,8 +299,8 @@ def _setting(name: str) -> Any:
 class ReductionConfig(Section):
     """How gradients are summed over the ranks: `method` is one of oktopk.METHODS or of TRAINING_MODES.
 
-    The keys besides `method`, `gradient_type`, `overlap`, `share`, `bucket_mb`, `powersgd_rank`, `powersgd_start` and `nccl_p2p`
-    are those of oktopk.Settings, and for oktopk.METHODS.
+    The keys besides `method`, `gradient_type`, `overlap`, `share`, `bucket_mb`, `powersgd_rank`, `powersgd_start`, `row_density`
+    and `nccl_p2p` are those of oktopk.Settings, and for oktopk.METHODS.
     """
 
     method: str = Field(
@@ -324,6 +337,9 @@ class ReductionConfig(Section):
     """For powersgd: rank of the matrices that approximate a parameter's gradient"""
     powersgd_start: int = Field(default=1000, ge=2)
     """For powersgd: number of steps that sum the whole gradient first, as torch advises a tenth of the run"""
+    row_density: float = Field(default=1.0, gt=0.0, le=1.0)
+    """For tables with sparse gradients: part of a table's rows that a rank sends a step at most, those with the largest norms;
+    the rest waits in a residual"""
     nccl_p2p: bool = True
     """For nccl, ddp, powersgd and dense-ovlp on GPUs: let NCCL copy from GPU to GPU; false: through host memory
     (NCCL_P2P_DISABLE=1), a stand-in for hosts without NVLink"""

@@ -15,6 +15,9 @@ from jobs.restart import files
 from jobs.restart.files import BadCheckpointError, Identity
 from oktopk.elastic import inherited_ranks, redistribute
 
+RESIDUALS = ("reducer", "tables")
+"""Parts of an optimizer's state that differ from rank to rank, see `oktopk.DistributedOptimizer`."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -38,9 +41,14 @@ class Found:
         """What was one rank's own."""
         return files.read_part(self.path / files.rank_file(rank))
 
-    def reducer(self, rank: int, ranks: int, hosts: list[int] | None = None) -> dict[str, Any]:
-        """The reducer's state for `rank` of `ranks` on these hosts, redistributed if they were others. Raises KeyError."""
-        return redistribute(lambda saved: self.own(saved)["reducer"], self.ranks, rank, ranks, hosts)
+    def residuals(self, rank: int, ranks: int, hosts: list[int] | None = None) -> dict[str, Any]:
+        """What of RESIDUALS `rank` of `ranks` on these hosts continues from, redistributed if they were others."""
+
+        def read(saved: int) -> dict[str, Any]:
+            own = self.own(saved)
+            return {name: own[name] for name in RESIDUALS if name in own}
+
+        return redistribute(read, self.ranks, rank, ranks, hosts)
 
 
 def find(

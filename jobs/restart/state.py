@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from jobs.restart.resume import Found
+from jobs.restart.resume import RESIDUALS, Found
 from jobs.train.reduce.reduction import ReducingOptimizer
 from jobs.train.tasks.task import Workload
 
@@ -92,11 +92,12 @@ def capture(
         (batch norm), random-number generators, and the place in the data. Tensors are not copied.
     """
     state = dict(optimizer.state_dict())
-    reducer = state.pop("reducer")
+    # each rank's own: what it has not sent
+    residuals = {name: state.pop(name) for name in RESIDUALS if name in state}
     common = {"model": dict(model.named_parameters()), "optimizer": state}
     own = {
         "buffers": dict(model.named_buffers()),
-        "reducer": reducer,
+        **residuals,
         "position": asdict(position),
         "random": _random_state(),
     }
@@ -123,8 +124,8 @@ def restore(
             saved = common["model"] if kind == "model" else own["buffers"]
             for name, tensor in tensors:
                 tensor.copy_(saved[name])
-    reducer = found.reducer(rank, ranks, optimizer.hosts)
-    optimizer.load_state_dict({**common["optimizer"], "reducer": reducer})
+    residuals = found.residuals(rank, ranks, optimizer.hosts)
+    optimizer.load_state_dict({**common["optimizer"], **residuals})
     if rank < found.ranks:
         _set_random_state(own["random"])
     else:

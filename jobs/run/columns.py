@@ -121,6 +121,9 @@ STEP_COLUMNS: dict[str, Column] = {
     "loss": Column("f8", "", "mean", lambda step: step.loss),
     "words": _of_report("f8", "payload words sent", "words", "mean"),
     "words_busiest": _of_report("f8", "payload words sent", "words", "max"),
+    "row_bytes": _of_report(
+        "f8", "payload bytes sent for tables with sparse gradients", "row_bytes", "mean", 0.0
+    ),
     "bytes_between": _of_report("f8", "payload bytes sent to other hosts", "bytes_between", "mean", math.nan),
     "messages": _of_report("f8", "payload messages sent", "messages", "mean"),
     "rounded": _of_report("f8", "share of the sent magnitudes that was rounded away", "rounded", "mean", 0.0),

@@ -15,6 +15,7 @@ from jobs.train.optimizers import build_optimizer
 from jobs.train.placement import Placement, find_placement
 from jobs.train.reduce.baselines import DdpTraining
 from jobs.train.reduce.reduction import ReducingOptimizer, build_reduction
+from jobs.train.tasks.embeddings import build_embeddings
 from jobs.train.tasks.images import Load, build_images
 from jobs.train.tasks.speech import build_speech
 from jobs.train.tasks.task import Workload, WorkloadError
@@ -36,6 +37,8 @@ def build_workload(config: Config, *, rank: int, size: int, load: Load | None = 
         return build_speech(config, rank=rank, size=size)
     if config.task == "text":
         return build_language(config, rank=rank, size=size)
+    if config.task == "embeddings":
+        return build_embeddings(config, rank=rank, size=size)
     return build_images(config, rank=rank, size=size, load=load)
 
 
@@ -74,7 +77,10 @@ def set_up(config: Config, comm: MPI.Intracomm, build: Build = build_workload) -
     workload = _build_workload(config, comm, build, placement)
     broadcast_parameters(workload.model, comm)
     inner = build_optimizer(
-        config.optimizer, workload.model.parameters(), fused=placement.fused, captured=config.captured
+        config.optimizer,
+        workload.model.parameters(),
+        fused=placement.fused and not (config.task == "embeddings" and config.model.sparse),
+        captured=config.captured,
     )
     optimizer = build_reduction(config, workload.network, inner, placement, comm)
     if isinstance(optimizer, DdpTraining):

@@ -181,7 +181,9 @@ class DistributedOptimizer(WrappedOptimizer):
             else:
                 self.reducer = GradientAllreduce(comm, self.length, method, **options)
                 self._update = memory.tensor(self.reducer.writable_update)
-            self._tables = self._make_tables(comm, tables, memory, row_density)
+            self._tables = self._make_tables(
+                comm, tables, memory, row_density=row_density, peer_memory=settings.get("peer_memory")
+            )
             if strangers:
                 broadcast_tensors(trained, transport)
                 if transport.rank == 0:
@@ -204,16 +206,16 @@ class DistributedOptimizer(WrappedOptimizer):
             parameter.grad = None  # as a new optimizer's are: torch.distributed.checkpoint looks
 
     def _make_tables(
-        self, comm: Any, tables: Sequence[Tensor], memory: TensorMemory, row_density: float
+        self, comm: Any, tables: Sequence[Tensor], memory: TensorMemory, **options: Any
     ) -> SparseTables | None:
-        """What reduces the tables, None where there are none. Collective."""
+        """What reduces the tables, None where there are none. Collective. options: of `oktopk.rows.RowSparseAllreduce`."""
         settings = self.reducer.settings
         shared = {name: getattr(settings, name) for name in ("average", "nonfinite", "timeout")}
         try:
             self.reducer.transport.agree({"tables with sparse gradients": len(tables)})
             if not tables:
                 return None
-            return SparseTables(comm, tables, memory, row_density=row_density, **shared)
+            return SparseTables(comm, tables, memory, **shared, **options)
         except ValueError:
             self.reducer.close()  # on every rank alike, as the error is
             raise
@@ -419,6 +421,7 @@ class DistributedOptimizer(WrappedOptimizer):
             raise
         if report.skipped:
             self._tables.take_back()
+        report.row_bytes = sum(each.bytes for each in self._tables.reports)
         return report
 
     def _discard_buckets(self) -> StepReport:

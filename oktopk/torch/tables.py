@@ -171,7 +171,7 @@ def tables_problem(tables: Sequence[Tensor], trained: Sequence[Tensor], settings
 
 
 def rows_of(gradient: Tensor | None, table: Tensor, memory: TensorMemory) -> tuple[Any, Any]:
-    """Numbers and values of the rows of a table's gradient, as the reducer's arrays. A dense one has those that are not zero.
+    """Ids and values of the rows of a table's gradient, as the reducer's arrays. A dense one has those that are not zero.
 
     A dense one comes from a weight that is used by a module which makes no sparse gradients, too.
     """
@@ -188,11 +188,11 @@ def rows_of(gradient: Tensor | None, table: Tensor, memory: TensorMemory) -> tup
 def gradient_of(rows: Rows | None, table: Tensor, memory: TensorMemory) -> Tensor:
     """A coalesced sparse gradient of a table; None: of no rows."""
     if rows is None:
-        numbers, values = table.new_empty(0, dtype=torch.int64), table.new_empty(0, table.shape[1])
+        ids, values = table.new_empty(0, dtype=torch.int64), table.new_empty(0, table.shape[1])
     else:
-        numbers, values = memory.tensor(rows.rows).long(), memory.tensor(rows.values, table.dtype)
+        ids, values = memory.tensor(rows.rows).long(), memory.tensor(rows.values, table.dtype)
     return torch.sparse_coo_tensor(
-        numbers[None], values.detach(), table.shape, is_coalesced=True, check_invariants=False
+        ids[None], values.detach(), table.shape, is_coalesced=True, check_invariants=False
     )
 
 

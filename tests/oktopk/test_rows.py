@@ -49,8 +49,8 @@ def test_the_sum_is_that_of_all_ranks(average: bool, comm: MPI.Intracomm) -> Non
             gradients = [dense(*gradient(rank, step)) for rank in range(comm.size)]
             expected = np.mean(gradients, axis=0) if average else np.sum(gradients, axis=0)
             assert reducer.sum is not None
-            found = dense(reducer.sum.rows, reducer.sum.values)
-            assert np.allclose(found, expected, rtol=1e-5, atol=1e-4)
+            summed = dense(reducer.sum.rows, reducer.sum.values)
+            assert np.allclose(summed, expected, rtol=1e-5, atol=1e-4)
             assert report.summed == len(reducer.sum) == np.count_nonzero(expected.any(axis=1))
             assert report.touched == report.sent == len(np.unique(gradient(comm.rank, step)[0]))
             assert (report.step, report.skipped) == (step, False)
@@ -125,7 +125,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
 BAD: dict[str, tuple[Any, Any, str]] = {
     "beyond the table": (np.array([3, LENGTH]), np.zeros((2, WIDTH), np.float32), "row 60 is not in"),
     "negative": (np.array([-1, 3]), np.zeros((2, WIDTH), np.float32), "row -1 is not in"),
-    "fewer values": (np.array([1, 3]), np.zeros((1, WIDTH), np.float32), "2 numbers of rows and 1 row"),
+    "fewer values": (np.array([1, 3]), np.zeros((1, WIDTH), np.float32), "2 row ids and 1 row"),
     "another width": (np.array([1]), np.zeros((1, WIDTH + 1), np.float32), "values are float32"),
     "another type": (np.array([1]), np.zeros((1, WIDTH)), "values are float64"),
     "no whole numbers": (np.array([1.0]), np.zeros((1, WIDTH), np.float32), "rows are float64"),
@@ -218,20 +218,27 @@ def test_the_part_of_the_rows_is_that_of_the_density_as_it_is_written(comm: MPI.
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("peer_memory", [False, True])
 @pytest.mark.parametrize("row_density", [1.0, 0.1])
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
 def test_a_gpu_gives_the_bits_of_the_host(
-    kind: str, row_density: float, device: str, comm: MPI.Intracomm
+    kind: str, row_density: float, peer_memory: bool, device: str, comm: MPI.Intracomm
 ) -> None:
     use(device, comm)
     settings = {"element_type": kind, "row_density": row_density}
-    with table(comm, **settings) as host, table(comm, device=device, **settings) as gpu:
+    with (
+        table(comm, **settings) as host,
+        table(comm, device=device, peer_memory=peer_memory, **settings) as gpu,
+    ):
+        assert (gpu.p2p_unavailable_reason == "") == peer_memory
         for step in range(4):
             rows, values = gradient(comm.rank, step, kind, skewed=step == 2)
             if step == 3:
                 rows, values = rows[: 30 * (comm.rank == 0)], values[: 30 * (comm.rank == 0)]
             reports = [host.step(rows, values), gpu.step(put(device, rows), put(device, values))]
-            assert reports[0].bytes == reports[1].bytes and reports[0].messages == reports[1].messages
+            if not peer_memory:
+                assert reports[0].messages == reports[1].messages and reports[0].bytes == reports[1].bytes
+            assert comm.allreduce(reports[0].bytes) == comm.allreduce(reports[1].bytes)
             assert host.sum is not None and gpu.sum is not None
             assert get(gpu.sum.rows).tobytes() == host.sum.rows.tobytes()
             assert get(gpu.sum.values).tobytes() == host.sum.values.tobytes()
@@ -245,3 +252,46 @@ def test_a_gpu_gives_the_bits_of_the_host(
             gpu.step(put(device, gradient(comm.rank, 5, kind)[0]), put(device, bad))
         with pytest.raises(ValueError, match="is not in"):
             gpu.step(put(device, np.array([LENGTH])), put(device, bad[:1]))
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_windows_grow_by_agreement_and_are_read_before_they_are_written_again(
+    device: str, comm: MPI.Intracomm
+) -> None:
+    use(device, comm)
+    counts = [3, 30, 4, 60, 60, 7, 200, 150]
+    with table(comm) as host, table(comm, device=device, peer_memory=True) as gpu:
+        for step, most in enumerate(counts):
+            count = most if comm.rank == step % comm.size else min(most, 5)
+            each = touched(50 * step + comm.rank, LENGTH, count, WIDTH, "float32")
+            values = each.values.copy()
+            if step in (2, 5):  # nothing of it is read
+                values[0] = np.inf
+                with pytest.raises(NonFiniteGradientError):
+                    gpu.step(put(device, each.rows), put(device, values))
+                continue
+            host.step(each.rows, values)
+            gpu.step(put(device, each.rows), put(device, values))
+            assert host.sum is not None and gpu.sum is not None
+            assert get(gpu.sum.rows).tobytes() == host.sum.rows.tobytes()
+            assert get(gpu.sum.values).tobytes() == host.sum.values.tobytes()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_without_memory_for_windows_rows_travel_as_messages(
+    device: str, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(device, comm)
+
+    def none_left(*arguments: Any) -> None:
+        raise RuntimeError("no peer memory: rank 0: out of memory")
+
+    with table(comm) as host, table(comm, device=device, peer_memory=True) as gpu:
+        monkeypatch.setattr("collectives.row_windows.SymmetricMemory", none_left)
+        for step in range(3):
+            rows, values = gradient(comm.rank, step)
+            reports = [host.step(rows, values), gpu.step(put(device, rows), put(device, values))]
+            assert reports[0].messages == reports[1].messages
+            assert host.sum is not None and gpu.sum is not None
+            assert get(gpu.sum.values).tobytes() == host.sum.values.tobytes()

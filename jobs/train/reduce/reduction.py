@@ -108,6 +108,7 @@ def build_reduction(
                 settings.method,
                 gradient_type=settings.gradient_type,
                 clip_norm=config.optimizer.clip_norm,
+                row_density=settings.row_density,
                 **settings.buckets(),
                 **settings.settings(),
             )

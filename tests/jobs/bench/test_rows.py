@@ -44,10 +44,13 @@ def test_all_contestants_give_one_sum(skew: str, comm: MPI.Intracomm, tmp_path: 
         assert len(method["series"]) == 2
         assert min(method["series"]) > 0
         assert (method["bytes"]["mean"] > 0) == (comm.size > 1)
+        assert method["peak"] >= 0
     assert list(methods["oktopk-rows"]["stages"]) == ["coalesce", "exchange", "sum", "gather"]
     touched = entry["touched"]
     bytes_a_row = 4 + 4 * 3
     least = (touched["distinct"] + touched["summed"]) * (comm.size - 1) / comm.size * bytes_a_row
+    if comm.size == 2:  # which exchange all of their rows
+        least = touched["distinct"] * bytes_a_row
     assert methods["oktopk-rows"]["bytes"]["mean"] == pytest.approx(least, rel=0.1)
 
 
@@ -77,7 +80,7 @@ def test_what_is_too_large_is_left_out_with_the_reason(
 
 @pytest.mark.parametrize("match", ["match_in_a_loop", "match_all_pairs", "match_sorted"])
 def test_rows_are_found_in_the_union(match: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_contestants, "_CHUNK", 7)
+    monkeypatch.setitem(row_contestants._CHUNK, "cpu", 7)
     union, rows = torch.tensor([1, 4, 5, 9, 12]), torch.tensor([4, 9, 12])
     assert getattr(row_contestants, match)(union, rows).tolist() == [1, 3, 4]
 

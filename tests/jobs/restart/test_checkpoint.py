@@ -302,7 +302,7 @@ def test_a_set_of_more_ranks_gives_every_reducer_its_share(comm: MPI.Intracomm, 
     made.close()
     path = files.set_folder(folder, 1)
     found = Found(path, 1, comm.size)
-    assert found.reducer(0, 1)["residual"].tolist() == [float(comm.size)] * 5
-    beyond = found.reducer(comm.size, comm.size + 1)
+    assert found.residuals(0, 1)["reducer"]["residual"].tolist() == [float(comm.size)] * 5
+    beyond = found.residuals(comm.size, comm.size + 1)["reducer"]
     assert (beyond["residual"], beyond["last_k"]) == (None, None)
-    assert found.reducer(comm.rank, comm.size)["last_k"] == 3
+    assert found.residuals(comm.rank, comm.size)["reducer"]["last_k"] == 3

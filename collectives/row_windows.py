@@ -1,0 +1,136 @@
+"""Rows of a table in symmetric memory: kernels of all GPUs of a host read them there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.cuda.device import Device, address_of
+from collectives.cuda.rows import DeviceRowKernels
+from collectives.rows import Rows
+from collectives.symmetric_memory import SymmetricMemory
+from collectives.transport import MissingRanksError, Transport
+
+_ALIGNMENT = 256
+
+
+class DeviceRowWindows:
+    """See `collectives.rows.RowWindows`. A window has two slots, which take turns.
+
+    No kernel waits for another rank: hosts meet in between, and their limits on time hold.
+
+    Args:
+        transport: of the ranks of one host, each with its GPU; see `Transport.p2p`.
+        device: of this rank.
+        kernels: of the table's element type.
+        row_type, element_type: NumPy's, of ids and elements.
+        width: elements of a row.
+
+    Attributes:
+        capacity: rows that a slot has room for, equal on all ranks.
+
+    Memory: twice the most rows that a rank has published, and a quarter more.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        device: Device,
+        kernels: DeviceRowKernels,
+        row_type: Any,
+        element_type: Any,
+        width: int,
+    ) -> None:
+        self._transport, self._device, self._kernels = transport, device, kernels
+        self._id_bytes = np.dtype(row_type).itemsize
+        self._row_bytes = width * np.dtype(element_type).itemsize
+        self.capacity = 0
+        self._slot = 0
+        self._memory: SymmetricMemory | None = None
+        self._refused = False
+
+    def publish(self, rows: Rows) -> None:
+        """As the protocol says."""
+        self._slot = 1 - self._slot
+        self._write(rows)
+
+    def _write(self, rows: Rows) -> None:
+        if len(rows) <= self.capacity:
+            for target, array in zip(
+                self._addresses(self._transport.rank), (rows.rows, rows.values), strict=True
+            ):
+                if array.nbytes:
+                    self._device.copy(target, address_of(array), array.nbytes)
+        # the others read after the next collective operation of the hosts, which know no streams
+        self._device.synchronize()
+
+    def reserve(self, most: int, rows: Rows) -> bool:
+        """As the protocol says."""
+        if most <= self.capacity:
+            return True
+        if self._refused:
+            return False
+        self.close()
+        capacity = most + most // 4
+        try:
+            self._memory = SymmetricMemory(self._transport, self._device, 2 * self._slot_bytes(capacity))
+        except MissingRanksError:
+            raise
+        except RuntimeError:  # no memory; on every rank alike
+            self._refused = True
+            return False
+        self.capacity = capacity
+        self._write(rows)
+        self._transport.barrier()
+        return True
+
+    def sum_lists(
+        self, starts: NDArray[np.int64], counts: NDArray[np.int64], like: Rows, scale: float
+    ) -> tuple[Rows, int]:
+        """As the protocol says."""
+        ids = self._kernels.empty(int(counts.sum()), like.rows)
+        lists, first = [], 0
+        for rank, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+            if count:
+                theirs, values = self._addresses(rank)
+                self._copy(ids, first, theirs + start * self._id_bytes, count, self._id_bytes)
+                lists.append((first, values + start * self._row_bytes))
+                first += count
+        return self._kernels.coalesce_lists(ids, lists, like.values, scale)
+
+    def gather(self, counts: NDArray[np.int64], like: Rows) -> Rows:
+        """As the protocol says."""
+        total = int(counts.sum())
+        every = Rows(self._kernels.empty(total, like.rows), self._kernels.empty(total, like.values))
+        first = 0
+        for rank, count in enumerate(counts.tolist()):
+            ids, values = self._addresses(rank)
+            self._copy(every.rows, first, ids, count, self._id_bytes)
+            self._copy(every.values, first, values, count, self._row_bytes)
+            first += count
+        return every
+
+    def _copy(self, target: Any, first: int, source: int, count: int, row_bytes: int) -> None:
+        if count:
+            self._device.copy(address_of(target) + first * row_bytes, source, count * row_bytes)
+
+    def _slot_bytes(self, capacity: int) -> int:
+        return _aligned(capacity * self._id_bytes) + _aligned(capacity * self._row_bytes)
+
+    def _addresses(self, rank: int) -> tuple[int, int]:
+        """Of a rank's ids and of their values, in the slot whose turn it is."""
+        assert self._memory is not None
+        ids = self._memory.bases[rank] + self._memory.first + self._slot * self._slot_bytes(self.capacity)
+        return ids, ids + _aligned(self.capacity * self._id_bytes)
+
+    def close(self) -> None:
+        """As the protocol says."""
+        if self._memory is not None:
+            self._memory.close()
+        self._memory, self.capacity = None, 0
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,106 @@
+"""Embeddings of word pairs by skip-gram with negative sampling: one rank's side of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from data.text.contexts import ContextBatch, ContextEvaluationLoader, Contexts, ContextTrainingLoader
+from data.text.file import open_text_file
+from data.text.frequencies import word_counts
+from jobs.config.config import Config
+from jobs.train.placement import Placement
+from jobs.train.tasks.task import Score, autocast, evaluating, naming
+from models.skipgram import SkipGram
+
+
+class Embeddings:
+    """Words beside word pairs are told from words drawn at random: a Workload.
+
+    The loss of a pair is the sum of 1 + negatives binary cross entropies. A score's samples are pairs. One is right where the
+    word beside it scores higher than all that were drawn.
+
+    Args:
+        model: centers, words -> scores.
+        training: this rank's training batches.
+        held_out: this rank's part of the held-out sequences.
+        precision: see `jobs.train.tasks.task.autocast`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        training: ContextTrainingLoader,
+        held_out: ContextEvaluationLoader,
+        precision: str,
+    ) -> None:
+        self.model = self.network = model
+        self._training, self._held_out, self._precision = training, held_out, precision
+        self.steps_per_epoch = training.steps_per_epoch
+
+    def move_to(self, placement: Placement) -> None:
+        """Move network and text to a device. Raises DataError: they do not fit."""
+        self._training.contexts.to(placement.device)
+        self._held_out.contexts.to(placement.device)
+        self.model.to(placement.device)
+
+    def batches(self, epoch: int, first_step: int = 0) -> Iterator[ContextBatch]:
+        """This rank's batches of an epoch, or those from first_step on."""
+        return self._training.epoch(epoch, first_step)
+
+    def loss(self, batch: ContextBatch) -> torch.Tensor:
+        """Mean loss of the pairs of a batch; 0 where it has none."""
+        return self._losses(self._scores(self.network, batch)).sum() / max(1, len(batch.centers))
+
+    def _scores(self, network: nn.Module, batch: ContextBatch) -> torch.Tensor:
+        with autocast(self._precision, batch.centers.device):
+            scores: torch.Tensor = network(*batch)
+        return scores.float()
+
+    def _losses(self, scores: torch.Tensor) -> torch.Tensor:
+        """float32[m]: those of some pairs."""
+        signs = torch.full_like(scores[:1], -1.0)
+        signs[:, :1] = 1.0
+        return -nn.functional.logsigmoid(signs * scores).sum(dim=1)
+
+    def score(self) -> Score:
+        """Summed loss of the held-out pairs, and how many of them are right."""
+        device, pairs = next(self.model.parameters()).device, 0
+        # on the device, so that it is waited for once
+        loss, correct = torch.zeros(2, dtype=torch.float64, device=device)
+        with evaluating(self.model):
+            for batch in self._held_out:
+                scores = self._scores(self.model, batch)
+                loss += self._losses(scores).sum()
+                correct += (scores[:, :1] > scores[:, 1:]).all(dim=1).sum()
+                pairs += len(batch.centers)
+        return Score(float(loss), int(correct), pairs)
+
+
+def build_embeddings(config: Config, *, rank: int, size: int) -> Embeddings:
+    """The workload of a rank; the weights are equal on all ranks.
+
+    Raises:
+        DataError: text that is missing, broken, or too little for the ranks.
+        WorkloadError: a table that cannot be made.
+    """
+    settings, training = config.model, config.training
+    texts, held_out = open_text_file(config.data.path)
+    counts = word_counts(texts)
+    contexts, apart = (
+        Contexts(split, counts, rows=settings.rows, window=settings.window, negatives=settings.negatives)
+        for split in (texts, held_out)
+    )
+    with naming("data"):
+        loader = ContextTrainingLoader(
+            contexts, batch_size=training.batch_size, rank=rank, size=size, seed=training.seed
+        )
+    held_out_loader = ContextEvaluationLoader(
+        apart, batch_size=training.eval_batch_size, rank=rank, size=size, most=config.data.eval_sequences
+    )
+    torch.manual_seed(training.seed)
+    with naming("model"):
+        model = SkipGram(settings.rows, len(texts.vocabulary), width=settings.hidden, sparse=settings.sparse)
+    return Embeddings(model, loader, held_out_loader, training.precision)
