@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from collectives.host_transport import HostTransport
 from collectives.launchers import check_launcher
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from collectives.host_transport import HostTransport
     from collectives.limit import Limit
     from collectives.process_group import ProcessGroup
 
-    Communicator: TypeAlias = MPI.Intracomm | ProcessGroup
+    Communicator: TypeAlias = MPI.Intracomm | ProcessGroup | HostTransport
 
 INSTALL_MPI = "load the site's MPI module, or pip install 'oktopk[mpi]'"
 
@@ -39,6 +39,8 @@ def communicator(comm: Communicator | None) -> Communicator:
         LauncherError: a launcher started several processes, and these are only this one. What is passed as `MPI.COMM_SELF` or
             as a process group is not checked.
     """
+    if isinstance(comm, HostTransport):
+        return comm
     distributed = _torch_distributed()
     if distributed is not None:
         if comm is None and distributed.is_initialized():
@@ -65,7 +67,8 @@ def connect(comm: Communicator | None, limit: Limit | None = None) -> HostTransp
     """The transport for host arrays among the ranks of a communicator, as `communicator`. Collective: every rank must call.
 
     Args:
-        comm: it is duplicated: transports never see its messages nor each other's.
+        comm: it is duplicated: transports never see its messages nor each other's. A transport stands for its ranks, and those
+            that are made of one share an NCCL communicator: they must communicate in one order on all ranks.
         limit: on the time that ranks may come late to this call; None: they are waited for.
 
     Raises:
@@ -73,6 +76,11 @@ def connect(comm: Communicator | None, limit: Limit | None = None) -> HostTransp
             not be used after that.
     """
     chosen: Any = communicator(comm)
+    if isinstance(chosen, HostTransport):
+        if limit is not None:
+            chosen.expect_all(limit.what, limit.seconds)
+            chosen.barrier()
+        return chosen._like_this(chosen.comm)
     distributed = _torch_distributed()
     if distributed is not None and isinstance(chosen, distributed.ProcessGroup):
         from collectives import process_group

@@ -1,4 +1,4 @@
-"""Host arrays over a torch process group: gloo, on connections of our own. The only file here that imports torch."""
+"""Host arrays over a torch process group: gloo, on connections of our own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def connect(group: ProcessGroup, limit: Limit | None = None) -> ProcessGroupTran
     number = _connected[name, ranks] = _connected.get((name, ranks), 0) + 1
     base = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(f"oktopk/{name}/{ranks.hex()}/{number}", base)
-    meeting = Meeting(store, group.rank(), group.size())
+    meeting = Meeting(store, group.rank(), group.size(), "cuda:nccl" in dist.get_backend_config(group))
     if limit is not None and meeting.size > 1:
         notes = StoreNotes(meeting)
         meeting.arrive()
@@ -66,20 +66,31 @@ def connect(group: ProcessGroup, limit: Limit | None = None) -> ProcessGroupTran
 class Meeting:
     """Where some ranks find each other: part of a store. Every rank must ask for the same parts in the same order.
 
-    Attributes:
+    Args:
         store: of these ranks alone.
         rank, size: this rank's number among them, and how many there are.
+        nccl: whether the process group that was given moves device arrays by NCCL.
+
+    Attributes:
+        store, rank, size, nccl: as given.
+        whole: the meeting of all ranks that this is a part of.
+        ranks: int[size], the number of each rank there.
+        messages: of `whole`, what moves device arrays for all transports of it; None before there is any.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self.store, self.rank, self.size = store, rank, size
+    def __init__(self, store: dist.Store, rank: int, size: int, nccl: bool = False) -> None:
+        self.store, self.rank, self.size, self.nccl = store, rank, size, nccl
+        self.whole, self.ranks = self, list(range(size))
+        self.messages: Any = None
         self._parts = 0
 
     def part(self, members: list[int], name: str = "") -> Meeting:
         """Of some of the ranks, this one among them."""
         self._parts += 1
         store = dist.PrefixStore(f"{self._parts}{name}", self.store)
-        return Meeting(store, members.index(self.rank), len(members))
+        part = Meeting(store, members.index(self.rank), len(members), self.nccl)
+        part.whole, part.ranks = self.whole, [self.ranks[member] for member in members]
+        return part
 
     def again(self) -> Meeting:
         """Of the same ranks."""
@@ -156,19 +167,23 @@ class ProcessGroupTransport(HostTransport):
             requests.append(self._gloo.send([_tensor(count)], dest, _COUNT))
         if array.size:
             self._count(array.nbytes, dest)
-            requests.append(self._gloo.send([_tensor(array)], dest, _PAYLOAD))
+            requests.append(self._post("send", array, dest))
         return requests
 
     def receive(self, array: NDArray[Any], source: int) -> list[Any]:
-        return [self._gloo.recv([_tensor(array)], source, _PAYLOAD)] if array.size else []
+        return [self._post("recv", array, source)] if array.size else []
 
     def receive_counted(self, array: NDArray[Any], source: int) -> int:
-        count = np.empty(1, np.int64)
-        self._gloo.recv([_tensor(count)], source, _COUNT).wait()
-        nbytes = int(count[0])
-        if nbytes:
-            self._gloo.recv([_tensor(array)[:nbytes]], source, _PAYLOAD).wait()
-        return nbytes // array.itemsize
+        nbytes = np.empty(1, np.int64)
+        self._gloo.recv([_tensor(nbytes)], source, _COUNT).wait()
+        count = int(nbytes[0]) // array.itemsize
+        if count:
+            self.wait([self._post("recv", array[:count], source)])
+        return count
+
+    def _post(self, operation: str, array: NDArray[Any], rank: int) -> Any:
+        """The request of a "send" or a "recv" of payload."""
+        return getattr(self._gloo, operation)([_tensor(array)], rank, _PAYLOAD)
 
     def wait(self, requests: list[Any]) -> None:
         for request in requests:
@@ -237,7 +252,7 @@ class ProcessGroupTransport(HostTransport):
         work.wait()
 
     def _first_ranks_of_hosts(self) -> list[int]:
-        names = self._allgather_objects(_host_name())
+        names = self._allgather_objects(host_name())
         return [names.index(name) for name in names]
 
     def _among(self, members: list[int], color: int | None) -> HostTransport | None:
@@ -250,7 +265,7 @@ def _tensor(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(array.reshape(-1).view(np.uint8))
 
 
-def _host_name() -> str:
+def host_name() -> str:
     """What only the ranks of one host have in common: containers of a host may share its kernel, and hosts a name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"

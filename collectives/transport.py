@@ -78,7 +78,7 @@ class Transport(ABC):
     Requests are opaque to callers. Subclasses inherit `send_all`, `exchange`, `persistent` and `agree`.
 
     Attributes:
-        library: that carries messages, "MPI" or "gloo".
+        library: that carries messages, "MPI", "gloo" or "nccl".
         rank, size: this rank, and how many there are (P).
         kernels: the kernels that fit this transport's arrays, as `collectives.cpu.kernels`.
         workspace: scratch for whoever communicates through this transport.

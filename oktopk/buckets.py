@@ -53,6 +53,7 @@ class BucketedAllreduce:
 
     Attributes:
         buckets: one reducer a bucket.
+        transport: for control operations beside the thread; its `library` is that of the buckets' messages.
         lengths, length: elements of the buckets, and of all.
 
     Traffic: that of the method for each bucket; with share "model" one control allreduce of a word a bucket before exact steps.
@@ -79,8 +80,12 @@ class BucketedAllreduce:
             self.transport.agree({"lengths": self.lengths, "share": share}, problem)
             self.buckets: list[GradientAllreduce] = []
             for length, update in zip(self.lengths, updates or [None] * len(self.lengths), strict=True):
-                self.buckets.append(GradientAllreduce(comm, length, method, update=update, **options))
+                # made of one transport, they share what carries their messages: the thread takes them in turn
+                self.buckets.append(
+                    GradientAllreduce(self.transport, length, method, update=update, **options)
+                )
                 opened.callback(self.buckets[-1].close)
+            self.transport.library = self.buckets[0].transport.library
             if share == "model" and self.buckets[0].levels == "hosts":
                 raise ValueError("share 'model' is for flat steps: pass levels='flat', or share='bucket'")
             opened.pop_all()

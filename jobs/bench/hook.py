@@ -58,7 +58,7 @@ class Contestant:
         sent: bytes that this rank sent in the last step.
         counted: they were counted; else they are what a ring would send.
         synchronizes: False: gradients stay on their rank, so that a step is the computation alone.
-        close: frees what the hook holds.
+        oktopk: the hook's state, of Ok-Topk's.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Contestant:
     sent: Callable[[], int] = lambda: 0
     counted: bool = False
     synchronizes: bool = True
-    close: Callable[[], None] = lambda: None
+    oktopk: OkTopkState | None = None
     seconds: list[float] = field(default_factory=list)
     bytes: list[int] = field(default_factory=list)
 
@@ -79,6 +79,19 @@ class Contestant:
             self._optimizer.zero_grad()
             nn.functional.mse_loss(self.ddp(inputs), targets).backward()
         self._optimizer.step()
+
+    @property
+    def carrier(self) -> str:
+        """What the gradients take between ranks, of Ok-Topk: "peer memory", or the library of its messages."""
+        reducer = None if self.oktopk is None else self.oktopk.reducer
+        if reducer is None:
+            return ""
+        return reducer.transport.library if reducer.buckets[0].p2p_unavailable_reason else "peer memory"
+
+    def close(self) -> None:
+        """Free what the hook holds. Collective."""
+        if self.oktopk is not None:
+            self.oktopk.close()
 
     def digest(self) -> str:
         """Of the parameters, by their bits."""
@@ -131,10 +144,13 @@ def contestants(options: Options, device: torch.device) -> tuple[list[Contestant
         "oktopk-model": {"share": "model", "levels": "flat"},
         "oktopk-mpi": {"comm": MPI.COMM_WORLD},
     }
+    if device.type == "cuda":
+        rows["oktopk-messages"] = {"peer_memory": False}
+        rows["oktopk-mpi"]["peer_memory"] = False
     for name, own in rows.items():
         oktopk = OkTopkState(density=options.density, **{**options.settings, **own})
         sent = partial(_reported, oktopk)
-        found.append(Contestant(name, ddp(ddp_hook, oktopk), sent, counted=True, close=oktopk.close))
+        found.append(Contestant(name, ddp(ddp_hook, oktopk), sent, counted=True, oktopk=oktopk))
     return found, left_out
 
 
@@ -173,6 +189,7 @@ def measure_hooks(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
         differing = [
             one.name for one in found if one.synchronizes and len(set(comm.allgather(one.digest()))) > 1
         ]
+        methods = [_summary(one, found[0], comm) for one in found]
         for one in found:
             one.close()
         stop_process_group()
@@ -194,7 +211,7 @@ def measure_hooks(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
         "settings": options.settings,
         "course": {"warmup": options.warmup, "steps": options.steps, "block": BLOCK, "batch": BATCH},
         "bucket_mb": BUCKET_MB,
-        "methods": [_summary(one, found[0], comm) for one in found],
+        "methods": methods,
     }
 
 
@@ -236,5 +253,6 @@ def _summary(one: Contestant, compute: Contestant, comm: MPI.Intracomm) -> dict[
         },
         "bytes": float(np.mean(comm.allgather(one.bytes))),
         "counted": one.counted,
+        "carrier": one.carrier,
         "series": slowest.tolist(),
     }

@@ -189,15 +189,16 @@ def hook_table(run: Record) -> str:
 
     columns: list[Column] = [
         ("step, ms", NAME),
-        ("mean", figure("seconds.mean", "{:.1f}", 1e3)),
-        ("median", figure("seconds.median", "{:.1f}", 1e3)),
-        ("exposed", figure("seconds.exposed", "{:.1f}", 1e3)),
+        ("mean", figure("seconds.mean", "{:.2f}", 1e3)),
+        ("median", figure("seconds.median", "{:.2f}", 1e3)),
+        ("exposed", figure("seconds.exposed", "{:.2f}", 1e3)),
         ("plain-topk's median / its", times("seconds.median")),
         ("exposed / its", times("seconds.exposed")),
         (
             "bytes a rank",
             lambda method: figure("bytes")(method) + ("" if method["counted"] else " by formula"),
         ),
+        ("by", lambda method: method.get("carrier", "")),
     ]
     return _headed(run, f"n = {run['length']:,}, density {run['density']:g}", columns)
 

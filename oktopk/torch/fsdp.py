@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from collectives.connect import communicator, connect
+from collectives.connect import connect
 from collectives.limit import Limit
 from oktopk.allreduce import GradientAllreduce
 from oktopk.results import StepReport
@@ -67,7 +67,6 @@ class OkTopkReplicas:
             problem = problem or f"{refused[0]} is not for the replicas of a sharded model"
         modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         self._arguments: dict[str, Any] = {"method": method, "nonfinite": "skip", **settings}
-        self._comm = communicator(comm)
         self._reducers: dict[str, GradientAllreduce] = {}
         self._types: dict[str, torch.dtype] = {}
         self._loaded: dict[str, Any] = {}
@@ -81,10 +80,14 @@ class OkTopkReplicas:
                 "a parameter is on a mesh of two dimensions, over which FSDP reduces densely: call "
                 'fully_shard(..., mesh=mesh["shard"])'
             )
-        with closing(connect(comm, Limit("OkTopkReplicas(...)", timeout_of(settings)))) as transport:
+        with ExitStack() as opened:  # closed where this raises
+            # reducers that are made of one transport share what carries their messages: the backward pass takes them in turn
+            self._transport = connect(comm, Limit("OkTopkReplicas(...)", timeout_of(settings)))
+            opened.callback(self._transport.close)
             shapes = [(name, tuple(_local(p).shape)) for name, p in model.named_parameters()]
-            transport.agree({"shards": shapes}, problem)
-            broadcast_tensors((_local(p) for p in parameters), transport)
+            self._transport.agree({"shards": shapes}, problem)
+            broadcast_tensors((_local(p) for p in parameters), self._transport)
+            opened.pop_all()
         for name, module in modules.items():
             module.set_all_reduce_hook(partial(self._reduce, name))
 
@@ -97,7 +100,7 @@ class OkTopkReplicas:
             arguments = self._arguments | {"device": memory.device, "stream": memory.stream}
             self._types[name] = GRADIENT_TYPES[gradient_type]
             self._reducers[name] = GradientAllreduce(
-                self._comm, shard.numel(), gradient_type=gradient_type, **arguments
+                self._transport, shard.numel(), gradient_type=gradient_type, **arguments
             )
             if name in self._loaded:
                 self._reducers[name].load_state_dict(as_arrays(self._loaded.pop(name)))
@@ -135,8 +138,7 @@ class OkTopkReplicas:
             if state and others
             else ""
         )
-        with closing(connect(self._comm)) as transport:
-            transport.agree({"modules": sorted(state)}, problem)
+        self._transport.agree({"modules": sorted(state)}, problem)
         for name, reducer in self._reducers.items():
             reducer.load_state_dict(as_arrays(state.get(name)))
         self._loaded = {name: held for name, held in state.items() if name not in self._reducers}
@@ -146,6 +148,8 @@ class OkTopkReplicas:
         for reducer in self._reducers.values():
             reducer.close()
         self._reducers = {}
+        self._transport.close()
+        self._transport.close()
 
 
 def _local(parameter: Tensor) -> Tensor:

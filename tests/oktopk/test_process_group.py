@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,9 @@ from torch import nn
 import oktopk
 from collectives.transport import MissingRanksError
 from oktopk import DistributedOptimizer, GradientAllreduce, StepReport, average_buffers
+from oktopk.buckets import BucketedAllreduce
 from tests import oracle as reference
-from tests.devices import DEVICES, get, put, use
+from tests.devices import DEVICES, asynchronous, get, gpus, put, use
 from tests.inputs import SHAPES
 from tests.oktopk.test_contract import check_caps, run
 
@@ -102,6 +105,103 @@ def test_on_gpus_gloo_gives_the_bits_of_mpi(
         assert get(both[0].update).tobytes() == get(both[1].update).tobytes()
     for reducer in both:
         reducer.close()
+
+
+class GlooMessages:
+    """In place of `NcclMessages` where GPUs are on the host: a batch is over before the next one starts, as on NCCL's stream."""
+
+    def __init__(self, whole: Any, device: Any) -> None:
+        self.users = 0
+        store = dist.PrefixStore("gloo messages", whole.store)
+        self._gloo = dist.ProcessGroupGloo(store, whole.rank, whole.size, timedelta(seconds=30))
+
+    def exchange(self, operations: Any, stream: int) -> Any:
+        assert operations
+        works = [getattr(self._gloo, operation)([tensor], rank, 0) for operation, tensor, rank in operations]
+        for work in works:
+            work.wait()
+        return object()
+
+    def wait(self, work: Any, stream: int) -> None:
+        assert work is not None
+
+    def close(self) -> None:
+        """Nothing is shared with other processes."""
+
+
+@pytest.fixture
+def nccl_group(comm: MPI.Intracomm, group: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A process group that moves device arrays by NCCL; where GPUs are on the host, by what stands for it."""
+    if asynchronous():
+        if gpus() < comm.size:
+            pytest.skip("a GPU a rank")
+        use("cuda", comm)
+        return dist.new_group(backend="nccl")
+    from collectives import process_group_cuda
+
+    def tensor(array: Any, gpu: int) -> torch.Tensor:
+        memory = (ctypes.c_uint8 * array.nbytes).from_address(process_group_cuda.address_of(array))
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    monkeypatch.setattr(process_group_cuda, "NcclMessages", GlooMessages)
+    monkeypatch.setattr(process_group_cuda, "_tensor", tensor)
+    return group
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("dense", {}),
+        ("gtopk", {}),
+        ("topkdsa", {"momentum_correction": 0.5}),
+        ("oktopk", {"wire": "plain", "bucket_rounds": 1}),
+        ("oktopk", {"wire": "int8"}),
+        ("oktopk", {"levels": "hosts", "ranks_per_host": 1, "peer_memory": None}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_by_nccl_messages_give_the_bits_and_count_the_words_of_mpi(
+    comm: MPI.Intracomm, nccl_group: Any, device: str, method: str, settings: dict[str, Any]
+) -> None:
+    use(device, comm)
+    settings = {"density": 0.02, "threshold_interval": 3, "peer_memory": False, "device": device} | settings
+    both = [GradientAllreduce(over, LENGTH, method, **settings) for over in (comm, nccl_group)]
+    assert [reducer.transport.library for reducer in both] == ["MPI", "nccl"]
+    rng = np.random.default_rng(comm.rank)
+    for step in range(5):
+        gradient = rng.standard_normal(LENGTH).astype(np.float32)
+        if step % 2:
+            gradient[: LENGTH // 20] *= 50  # one region has most of it: balancing moves entries
+        reports = [counted(reducer.step(put(device, gradient))) for reducer in both]
+        assert reports[0] == reports[1]
+        assert get(both[0].update).tobytes() == get(both[1].update).tobytes()
+    for reducer in both:
+        reducer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_all_buckets_share_one_nccl_communicator(comm: MPI.Intracomm, nccl_group: Any, device: str) -> None:
+    use(device, comm)
+    lengths, settings = [700, 300, 1500], {"density": 0.05, "peer_memory": False, "device": device}
+    both = [BucketedAllreduce(over, lengths, **settings) for over in (comm, nccl_group)]
+    assert both[1].transport.library == "nccl"
+    transports: list[Any] = [bucket.transport for bucket in both[1].buckets]
+    whole = transports[0].comm.whole
+    assert all(transport.comm.whole is whole for transport in transports)
+    rng = np.random.default_rng(comm.rank)
+    for _ in range(4):
+        gradients = [put(device, rng.standard_normal(length).astype(np.float32)) for length in lengths]
+        for reducer in both:
+            reducer.step(gradients)
+        for one, other in zip(both[0].updates, both[1].updates, strict=True):
+            assert get(one).tobytes() == get(other).tobytes()
+    for reducer in both:
+        reducer.close()
+    assert whole.messages is None
 
 
 def test_no_communicator_is_the_default_process_group_where_there_is_one(

@@ -99,6 +99,7 @@ def test_a_step_with_each_hook_and_without_communication(comm: MPI.Intracomm, tm
     for method in methods.values():
         assert len(method["series"]) == 9
         assert min(method["series"]) > 0
+    assert [method["carrier"] for method in entry["methods"][4:]] == ["gloo", "gloo", "MPI"]
     n, ranks = entry["length"], comm.size
     assert methods["ddp"]["bytes"] == pytest.approx(8 * n * (ranks - 1) / ranks, abs=4)
     assert methods["plain-topk"]["bytes"] == pytest.approx(8 * 0.01 * n * (ranks - 1), rel=0.02)
