@@ -57,9 +57,6 @@ ON_MANY_RANKS = (
     "tests/oktopk/test_deferred_peers.py::test_regions_that_got_too_much_are_renewed_at_once",
     "tests/oktopk/test_overflow.py::test_inf_of_both_signs_never_meets_unseen",
 )
-# ranks -> which tests: alone those that compare all bits, odd, and as many as a region needs to get three times its share, or two
-# hosts of two ranks
-HOST_CUDA_RANKS = {1: "bits or nothing", 3: "test and not test_levels", 4: "too_much or test_levels"}
 HOST_CUDA_TEST_SECONDS = 240  # more than a kernel on the host waits for other ranks
 HOST_CUDA_SINGLE = (
     "tests/collectives/test_codec_kernels.py",
@@ -79,6 +76,13 @@ HOST_CUDA_RANKS_TESTS = (
     "tests/oktopk/test_process_group.py",
     "tests/oktopk/test_rows.py",
 )
+# ranks -> which tests of which files: alone those that compare all bits, of files that do without torch; odd; and as many as a
+# region needs to get three times its share, or two hosts of two ranks
+HOST_CUDA_RANKS = {
+    1: ("bits or nothing", HOST_CUDA_RANKS_TESTS[:2]),
+    3: ("test", tuple(file for file in HOST_CUDA_RANKS_TESTS if "levels" not in file)),
+    4: ("too_much or test_levels", ("tests/oktopk/test_deferred_peers.py", "tests/oktopk/test_levels.py")),
+}
 ALL_TESTS = ["tests"]
 WORKERS = min(4, 1 + (os.cpu_count() or 1))  # one more than cores: some tests wait
 # Generous: they end what hangs, on a slow machine too.
@@ -277,16 +281,19 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
     for ranks in sorted(chosen_ranks) if among else ():
         outcomes = folder / f"host-cuda-{ranks}"
         every = ranks == 1 and (options.all or options.long or options.ranks or options.expression)
-        expression = f"{wanted} and ({'test' if every else HOST_CUDA_RANKS[ranks]})"
+        chosen_tests, files = ("test", HOST_CUDA_RANKS_TESTS) if every else HOST_CUDA_RANKS[ranks]
+        files = tuple(file for file in files if file in among)
+        if not files:
+            continue
         marked = [
             *slow,
             "--with-mpi",
             "-m",
             "mpi" if ranks == 1 and options.long else f"mpi{length}",
             "-k",
-            expression,
+            f"{wanted} and ({chosen_tests})",
             f"--outcomes={outcomes}",
-            *among,
+            *files,
         ]
         command, environment = rank_command(ranks, [*pytest, *marked], options)
         where = f"{title}, {ranks} rank{'s' if ranks > 1 else ''}"
@@ -427,6 +434,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plain = ["-m", "pytest", colour, "-p", "no:cacheprovider", *["-x"][: options.exit_first]]
     pytest = [*plain, *selection]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks are the parallelism
+    # else each process compiles the tests and their asserts anew, in 3 s
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory() as folder:
         with nullcontext() if options.no_lint else checks_beside(tally):
             if not options.no_single:

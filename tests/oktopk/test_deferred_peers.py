@@ -1,4 +1,7 @@
-"""Steps among peers, deferred or waited for: on GPUs, and on any machine over peers by make-believe."""
+"""Steps among peers, deferred or waited for: on GPUs, and on any machine over peers by make-believe.
+
+Torch is imported where it is needed: not for eight ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
-from torch import nn
 
 from oktopk import DistributedOptimizer, GradientAllreduce, NonFiniteGradientError
 from oktopk.message_executor import MessageExecutor
@@ -477,6 +478,8 @@ def test_ranks_that_stopped_go_on_together(device: str, comm: MPI.Intracomm) -> 
         late, loud = number % comm.size == comm.rank, (number + 1) % comm.size == comm.rank
         gradient = gradients[number % 4] * np.float32(2.0**12 if loud else 1)
         if late and device == "cuda" and asynchronous():
+            import torch
+
             torch.cuda._sleep(200_000)
         reducer.complete()
         reducer._trust = TRUSTED
@@ -559,6 +562,8 @@ def test_a_state_may_be_taken_when_all_is_closed(device: str, comm: MPI.Intracom
 
 @pytest.mark.skipif(not asynchronous(), reason="no GPU")
 def test_the_host_does_not_wait_for_a_deferred_step(comm: MPI.Intracomm) -> None:
+    import torch
+
     device = "cuda"
     use(device, comm)
     reducer = among_peers(device, comm, LENGTH, threshold_interval=32)
@@ -584,6 +589,9 @@ def test_the_host_does_not_wait_for_a_deferred_step(comm: MPI.Intracomm) -> None
 def test_a_network_trains_to_the_same_bits_whenever_the_host_looks(
     device: str, comm: MPI.Intracomm, clip_norm: float
 ) -> None:
+    import torch
+    from torch import nn
+
     if comm.size == 1:
         pytest.skip("the ladder misses where this rank alone selected too little")
     if device == "cuda":

@@ -338,12 +338,13 @@ def trained(
 @pytest.mark.parametrize(
     "chosen",
     [
-        {},
-        {"deferred": True},
+        # what others have too
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"deferred": True}, marks=pytest.mark.long),
+        pytest.param({"passes": 3}, marks=pytest.mark.long),
         {"gradient_type": "bfloat16", "deferred": True},
         {"gradient_type": "float16", "parameter_type": torch.bfloat16},
         {"channels_last": True, "gradient_type": "bfloat16"},
-        {"passes": 3},
         {"zeroed_every": 4, "passes": 2, "deferred": True},
         {"dense_warmup_steps": 4, "density_warmup_steps": 8},
     ],

@@ -591,6 +591,8 @@ def test_narrow_gradients_are_summed_in_float32(comm: MPI.Intracomm, device: str
 @pytest.mark.mpi(min_size=2)
 def test_a_model_trains_as_alone_but_for_what_is_in_the_residuals(comm: MPI.Intracomm) -> None:
     """A linear loss, whose gradients depend on the data alone. Autograd writes into memory that the host shares."""
+    if comm.size > 5:
+        pytest.skip("two hosts show it, and each rank imports torch")
     torch = pytest.importorskip("torch")
     from oktopk import DistributedOptimizer
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,6 @@ import pytest
 import torch
 from mpi4py import MPI
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from oktopk import DistributedOptimizer
 from oktopk.torch.wrapped import WrappedOptimizer
@@ -131,17 +132,25 @@ def test_a_state_of_the_layout_before_this_one_is_loaded(comm: MPI.Intracomm) ->
     other.close()
 
 
-def test_torchs_distributed_checkpoint_takes_and_gives_the_optimizers_part(comm: MPI.Intracomm) -> None:
+@pytest.fixture
+def state_dicts() -> ModuleType:
+    """Of torch's distributed checkpoint, whose import costs each rank a second."""
+    return importlib.import_module("torch.distributed.checkpoint.state_dict")
+
+
+def test_torchs_distributed_checkpoint_takes_and_gives_the_optimizers_part(
+    comm: MPI.Intracomm, state_dicts: ModuleType
+) -> None:
     model = network()
     optimizer = wrapped(model, comm)
     train(model, optimizer, comm, range(2))
-    state = get_optimizer_state_dict(model, optimizer)
+    state = state_dicts.get_optimizer_state_dict(model, optimizer)
     assert set(state["state"]) == {name for name, _ in model.named_parameters()}
     other = network()
     loaded = wrapped(other, comm)
     train(other, loaded, comm, range(1))
     with pytest.warns(UserWarning) if comm.rank == 0 else pytest.MonkeyPatch.context():
-        set_optimizer_state_dict(other, loaded, state)
+        state_dicts.set_optimizer_state_dict(other, loaded, state)
     for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
         momenta = loaded.state[mine]["momentum_buffer"], optimizer.state[theirs]["momentum_buffer"]
         assert torch.equal(*momenta)
@@ -149,7 +158,9 @@ def test_torchs_distributed_checkpoint_takes_and_gives_the_optimizers_part(comm:
     loaded.close()
 
 
-def test_torchs_distributed_checkpoint_fills_the_state_of_a_new_optimizer(comm: MPI.Intracomm) -> None:
+def test_torchs_distributed_checkpoint_fills_the_state_of_a_new_optimizer(
+    comm: MPI.Intracomm, state_dicts: ModuleType
+) -> None:
     """`dcp.load` reads in place: into what a new optimizer's state holds, which torch sets up by a step."""
     model, other = network(), network()
     optimizer, loaded = (
@@ -157,16 +168,16 @@ def test_torchs_distributed_checkpoint_fills_the_state_of_a_new_optimizer(comm: 
         for m in (model, other)
     )
     train(model, optimizer, comm, range(3))
-    saved = get_optimizer_state_dict(model, optimizer)
+    saved = state_dicts.get_optimizer_state_dict(model, optimizer)
     before = flat(other)
-    state = get_optimizer_state_dict(other, loaded)
+    state = state_dicts.get_optimizer_state_dict(other, loaded)
     assert np.array_equal(flat(other), before) and loaded.reducer.steps == 0
     assert set(state["state"]) == set(saved["state"])
     for name, held in saved["state"].items():
         for key, value in held.items():
             state["state"][name][key].copy_(value)
     with pytest.warns(UserWarning) if comm.rank == 0 else pytest.MonkeyPatch.context():
-        set_optimizer_state_dict(other, loaded, state)
+        state_dicts.set_optimizer_state_dict(other, loaded, state)
     for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert {name: value.tolist() for name, value in loaded.state[mine].items()} == {
             name: value.tolist() for name, value in optimizer.state[theirs].items()

@@ -46,10 +46,10 @@ def test_torchrun_trains_to_equal_parameters_without_mpi(tmp_path: Path) -> None
     """The script leaves without closing anything, and still ends."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    done = run_torchrun(3, str(script))
+    done = run_torchrun(2, str(script))
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("trained gloo")]
-    assert len(lines) == 3 and len(set(lines)) == 1, done.stdout
+    assert len(lines) == 2 and len(set(lines)) == 1, done.stdout
 
 
 @pytest.mark.timeout(120)

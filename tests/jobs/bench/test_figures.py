@@ -97,6 +97,14 @@ def test_rows_hold_words_and_formulas() -> None:
     assert (row["words_mean"], row["words_busiest"], row["formula_most"]) == (400.0, 600.0, 500.0)
 
 
+@pytest.mark.parametrize("kind", ["hook table", "rows table"])
+def test_a_table_has_no_picture(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(content(kind, 2)))
+    with pytest.raises(BenchError, match="has no picture"):
+        draw(path, tmp_path)
+
+
 def test_bad_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="cannot be read"):
         draw(tmp_path / "none.json", tmp_path)

@@ -12,7 +12,6 @@ from mpi4py import MPI
 
 from jobs.bench import row_contestants
 from jobs.bench.document import BenchError, read
-from jobs.bench.figures import draw
 from jobs.bench.job import run
 from jobs.bench.options import parse
 from jobs.bench.row_volume import SKEWS, RowSource
@@ -35,8 +34,6 @@ def test_all_contestants_give_one_sum(skew: str, comm: MPI.Intracomm, tmp_path: 
     content = comm.bcast(read(path) if comm.rank == 0 else None)
     assert content["kind"] == "rows table"
     assert "oktopk-rows" in document_tables(content)
-    with pytest.raises(BenchError, match="has no picture"):
-        draw(path, tmp_path)
     (entry,) = content["runs"]
     methods = {method["name"]: method for method in entry["methods"]}
     assert list(methods) == NAMES and not entry["left_out"]
