@@ -88,7 +88,12 @@ def measure_dense(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
             errors[kind] = _errors(found, kind, vector, out, symmetric, stream, comm)
             for nbytes in LENGTHS:
                 n = nbytes // vector.element_size()
-                row: dict[str, Any] = {"type": kind, "nbytes": nbytes, "choice": dense.algorithm_for(nbytes), "times": {}}
+                row: dict[str, Any] = {
+                    "type": kind,
+                    "nbytes": nbytes,
+                    "choice": dense.algorithm_for(nbytes),
+                    "times": {},
+                }
                 for one in found:
                     source = symmetric if one.name.startswith("torch") and symmetric is not None else vector
                     target = source if one.place == "in" else out
@@ -116,7 +121,7 @@ def measure_dense(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
 def _vectors(
     kind: str, comm: MPI.Intracomm, left_out: dict[str, str]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """A vector of the longest length with random contents, one for results, and one in torch's symmetric memory, if there is any."""
+    """Vectors of the longest length: random contents, results, and the contents in torch's symmetric memory, if there is any."""
     n = LENGTHS[-1] // torch.empty(0, dtype=TYPES[kind]).element_size()
     torch.manual_seed(comm.rank)
     vector = torch.randn(n, device="cuda").to(TYPES[kind])
@@ -124,7 +129,9 @@ def _vectors(
     try:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        symmetric = symmetric_memory.empty(n, dtype=TYPES[kind], device=torch.device("cuda", torch.cuda.current_device()))
+        symmetric = symmetric_memory.empty(
+            n, dtype=TYPES[kind], device=torch.device("cuda", torch.cuda.current_device())
+        )
         symmetric_memory.rendezvous(symmetric, dist.group.WORLD.group_name)  # type: ignore[union-attr]
         symmetric.copy_(vector)
     except (ImportError, RuntimeError, AttributeError) as error:
@@ -201,7 +208,9 @@ def _errors(
     return errors
 
 
-def _times(call: Call, stream: torch.cuda.Stream, nbytes: int, comm: MPI.Intracomm) -> dict[str, float | None]:
+def _times(
+    call: Call, stream: torch.cuda.Stream, nbytes: int, comm: MPI.Intracomm
+) -> dict[str, float | None]:
     """Seconds of a call, see `measure_dense`; None for what could not be captured. Collective."""
     calls, repeats = (20, 11) if nbytes <= SMALL else (4, 7)
     times: dict[str, float | None] = {}

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FixedLocator, NullFormatter, NullLocator, ScalarFormatter
 
+from jobs.bench.dense_table import draw_dense
 from jobs.bench.document import BenchError, read
 from jobs.bench.format import cell_title
 from jobs.bench.tables import BUSIER, document_tables, reference
@@ -37,7 +38,8 @@ LABEL: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9}
 
 
 def draw(path: str | Path, folder: str | Path) -> list[Path]:
-    """Draw a document of the bench into STEM.png, STEM-methods.csv and STEM-stages.csv of a folder, made if need be.
+    """Draw a document of the bench into STEM.png of a folder, made if need be, and its figures into STEM-methods.csv and
+    STEM-stages.csv, but for the dense table.
 
     Raises:
         BenchError: the JSON cannot be read, is none of the bench's or one that is not drawn, or the folder cannot be written.
@@ -46,13 +48,16 @@ def draw(path: str | Path, folder: str | Path) -> list[Path]:
     if content["kind"] in ("hook table", "rows table"):
         raise BenchError(f"{path} has no picture: python -m jobs.bench.tables prints it")
     target, stem = Path(folder), Path(path).stem
-    files = [target / f"{stem}.png", target / f"{stem}-methods.csv", target / f"{stem}-stages.csv"]
+    dense = content["kind"] == "dense table"
+    files = [target / f"{stem}.png"]
+    files += [] if dense else [target / f"{stem}-methods.csv", target / f"{stem}-stages.csv"]
     try:
         target.mkdir(parents=True, exist_ok=True)
         with mpl.rc_context(STYLE):
-            _picture(content).savefig(files[0], dpi=120)
-        write_rows(method_rows(content), files[1])
-        write_rows(stage_rows(content), files[2])
+            (draw_dense(content["runs"][0]) if dense else _picture(content)).savefig(files[0], dpi=120)
+        if not dense:
+            write_rows(method_rows(content), files[1])
+            write_rows(stage_rows(content), files[2])
     except OSError as error:
         raise BenchError(f"{folder} cannot be written: {error.strerror}") from error
     return files

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.command import command_parser
+from jobs.bench.dense_table import dense_table
 from jobs.bench.document import BenchError, read
 from jobs.bench.format import (
     MISSING,
@@ -255,6 +256,8 @@ def document_tables(content: Record) -> str:
     """All tables of a document."""
     if content["kind"] == "gpu table":
         return gpu_tables(content)
+    if content["kind"] == "dense table":
+        return "\n\n".join(dense_table(run) for run in content["runs"])
     if content["kind"] == "sweep":
         return sweep_table(content["runs"])
     if content["kind"] == "hook table":
