@@ -12,7 +12,12 @@ from jobs.bench.format import Cell, Column, Record, at, columns_table, shown
 MODES = {"graph": "in a CUDA graph", "launched": "launched by the host", "waited": "launched and waited for"}
 """Key of a time -> what it is the time of, for a call."""
 
-_DRAWN = {"oktopk, out": "Ok-Topk", "nccl, in": "NCCL", "torch-one-shot, out": "torch, one shot", "torch-two-shot, in": "torch, two shots"}  # fmt: skip
+_DRAWN = {
+    "oktopk, out": "Ok-Topk",
+    "nccl, in": "NCCL",
+    "torch-one-shot, out": "torch, one shot",
+    "torch-two-shot, in": "torch, two shots",
+}
 
 
 def size(nbytes: float) -> str:
