@@ -38,7 +38,7 @@ LABEL: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9}
 
 
 def draw(path: str | Path, folder: str | Path) -> list[Path]:
-    """Draw a document into STEM.png in a folder, made if need be; but for the dense table STEM-methods.csv and STEM-stages.csv too.
+    """Draw a document into STEM.png in a folder, made if need be; all but the dense table also into two CSV files.
 
     Raises:
         BenchError: the JSON cannot be read, is none of the bench's or one that is not drawn, or the folder cannot be written.
