@@ -16,8 +16,8 @@ from collectives.rows import Rows
 
 _SOURCE = Path(__file__).with_name("rows.cu")
 _TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
-_ROWS = 8
-"""Rows that a block sums at a time, a warp each."""
+_WARPS = 8
+"""Of a block."""
 
 
 class DeviceRowKernels:
@@ -67,8 +67,8 @@ class DeviceRowKernels:
             nonfinite = cupy.zeros(1, np.uint32)
             self._device.launch(
                 self._sum,
-                min(-(-count // _ROWS), 16 * self._device.processors),
-                32 * _ROWS,
+                min(-(-count * -(-width // (128 if vectors else 32)) // _WARPS), 16 * self._device.processors),
+                32 * _WARPS,
                 values=np.array(bases, np.int64).tobytes(),
                 firsts=np.array([first for first, _ in lists], np.int64).tobytes(),
                 lists=len(lists),
