@@ -18,6 +18,7 @@ from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.elastic import redistribute
 from oktopk.torch import OkTopkState, ddp_hook
 from oktopk.torch.tables import sparse_tables
+from tests.devices import on_torchs_gpu, torch_device
 
 pytestmark = pytest.mark.mpi
 
@@ -55,24 +56,25 @@ def inner(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.005)
 
 
+@pytest.mark.parametrize("device", ["cpu", on_torchs_gpu("cuda", id="cuda")])
 @pytest.mark.parametrize("clip_norm", [0.0, 0.05])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("kind", ["sgd", "adagrad"])
 def test_training_is_that_of_one_process_on_the_mean_gradient(
-    kind: str, overlap: bool, clip_norm: float, comm: MPI.Intracomm
+    kind: str, overlap: bool, clip_norm: float, device: str, comm: MPI.Intracomm
 ) -> None:
-    model, alone = TwoTables(sparse=True), TwoTables(sparse=False)
+    place = torch_device(device, comm)
+    model, alone = TwoTables(sparse=True).to(place), TwoTables(sparse=False).to(place)
     optimizer = DistributedOptimizer(inner(kind, model), comm, "dense", overlap=overlap, clip_norm=clip_norm)
     other = inner(kind, alone)
     for step in range(4):
         optimizer.zero_grad()
-        model(
-            batch_of(comm.rank, step), bags=comm.rank != comm.size - 1
-        ).backward()  # one rank leaves it untouched
+        mine = batch_of(comm.rank, step).to(place)
+        model(mine, bags=comm.rank != comm.size - 1).backward()  # one rank leaves it untouched
         optimizer.step()
         other.zero_grad()
         for rank in range(comm.size):
-            (alone(batch_of(rank, step), bags=rank != comm.size - 1) / comm.size).backward()
+            (alone(batch_of(rank, step).to(place), bags=rank != comm.size - 1) / comm.size).backward()
         if clip_norm:
             nn.utils.clip_grad_norm_(alone.parameters(), clip_norm)
         for parameter in alone.parameters():
@@ -80,9 +82,9 @@ def test_training_is_that_of_one_process_on_the_mean_gradient(
                 parameter.grad = torch.zeros_like(parameter)
         other.step()
         assert [report.step for report in optimizer.table_reports] == [step, step]
-    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        assert torch.allclose(mine, theirs, atol=2e-6), (mine - theirs).abs().max()
-    values = comm.allgather([p.detach().numpy().tobytes() for p in model.parameters()])
+    for one, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(one, theirs, atol=2e-6), (one - theirs).abs().max()
+    values = comm.allgather([p.detach().cpu().numpy().tobytes() for p in model.parameters()])
     assert all(each == values[0] for each in values)
     optimizer.close()
 
