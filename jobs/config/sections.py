@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from jobs.config.modes import TRAINING_MODES
+from jobs.config.modes import DENSE_OVLP, TRAINING_MODES
 from oktopk import METHODS, Settings
 
 
@@ -376,7 +376,7 @@ class ReductionConfig(Section):
     )
     overlap: bool = Field(
         default=False,
-        description="For methods of oktopk: reduce gradients in buckets behind the backward pass",
+        description="For methods of oktopk and nccl: reduce gradients in buckets behind the backward pass",
     )
     share: Literal["bucket", "model"] = Field(
         default="bucket",
@@ -385,7 +385,7 @@ class ReductionConfig(Section):
     bucket_mb: float = Field(
         default=25.0,
         gt=0.0,
-        description="For overlap, dense-ovlp, ddp and powersgd: size of a bucket of gradients, in 1e6 bytes",
+        description="For overlap, ddp and powersgd: size of a bucket of gradients, in 1e6 bytes",
     )
     powersgd_rank: int = Field(
         default=1,
@@ -399,13 +399,17 @@ class ReductionConfig(Section):
     )
     nccl_p2p: bool = Field(
         default=True,
-        description="For nccl, ddp, powersgd and dense-ovlp on GPUs: let NCCL copy from GPU to GPU; false: through host memory "
+        description="For nccl, ddp and powersgd: let NCCL copy from GPU to GPU; false: through host memory "
         "(NCCL_P2P_DISABLE=1), a stand-in for hosts without NVLink",
     )
 
     @field_validator("method")
     @classmethod
     def _is_registered(cls, value: str) -> str:
+        if value == DENSE_OVLP:
+            raise ValueError(
+                f"{value!r} is overlap=true with method=nccl on GPUs, or with method=dense, whose messages are MPI's"
+            )
         if value not in METHODS and value not in TRAINING_MODES:
             raise ValueError(f"{value!r} is not one of {', '.join([*sorted(METHODS), *TRAINING_MODES])}")
         return value
@@ -413,8 +417,8 @@ class ReductionConfig(Section):
     @model_validator(mode="after")
     def _settings_hold(self) -> Self:
         Settings(**self.settings())
-        if self.overlap and self.method not in METHODS:
-            raise ValueError(f"overlap is for the methods of oktopk, not for {self.method!r}")
+        if self.overlap and self.method not in (*METHODS, "nccl"):
+            raise ValueError(f"overlap is for nccl and the methods of oktopk, not for {self.method!r}")
         if self.overlap and self.deferred:
             raise ValueError("overlap and deferred exclude each other")
         return self
