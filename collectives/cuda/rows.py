@@ -67,7 +67,9 @@ class DeviceRowKernels:
             nonfinite = cupy.zeros(1, np.uint32)
             self._device.launch(
                 self._sum,
-                min(-(-count * -(-width // (128 if vectors else 32)) // _WARPS), 16 * self._device.processors),
+                min(
+                    -(-count * -(-width // (128 if vectors else 32)) // _WARPS), 16 * self._device.processors
+                ),
                 32 * _WARPS,
                 values=np.array(bases, np.int64).tobytes(),
                 firsts=np.array([first for first, _ in lists], np.int64).tobytes(),

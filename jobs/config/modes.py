@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-TRAINING_MODES = ("dense-ovlp", "nccl", "ddp", "powersgd")
+TRAINING_MODES = ("nccl", "ddp", "powersgd")
 """Ways to sum all gradients, powersgd in low rank, that take part in the backward pass or are another library's;
 see jobs.train.reduce."""
 
-OVERLAPPED_MODES = ("dense-ovlp", "ddp", "powersgd")
-"""Those of them that reduce behind the backward pass."""
+DENSE_OVLP = "dense-ovlp"
+"""What tables call `nccl` and `dense` with `overlap`; run files of earlier versions name it as their method."""
+
+OVERLAPPED_MODES = (DENSE_OVLP, "ddp", "powersgd")
+"""Rows of tables that reduce behind the backward pass."""
 
 EAGER_MODES = ("ddp", "powersgd")
 """Those of them whose steps no CUDA graph replays."""
+
+
+def row_of(method: str, overlap: bool) -> str:
+    """What tables call a run of a method."""
+    return DENSE_OVLP if overlap and method in ("dense", "nccl") else method
 
 
 def is_replayed(training: Mapping[str, Any], method: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from jobs.config.modes import TRAINING_MODES
+from jobs.config.modes import DENSE_OVLP, TRAINING_MODES
 from oktopk import METHODS, Settings
 
 
@@ -328,11 +328,11 @@ class ReductionConfig(Section):
     gradient_type: Literal["", "float32", "bfloat16", "float16"] = ""
     """Type of the gradients that are reduced, others than float32 on GPUs only; empty: float32, that of the parameters"""
     overlap: bool = False
-    """For methods of oktopk: reduce gradients in buckets behind the backward pass"""
+    """For methods of oktopk and nccl: reduce gradients in buckets behind the backward pass"""
     share: Literal["bucket", "model"] = "bucket"
     """With overlap: how entries are divided among buckets, by their lengths or by where the model's largest lie"""
     bucket_mb: float = Field(default=25.0, gt=0.0)
-    """For overlap, dense-ovlp, ddp and powersgd: size of a bucket of gradients, in 1e6 bytes"""
+    """For overlap, ddp and powersgd: size of a bucket of gradients, in 1e6 bytes"""
     powersgd_rank: int = Field(default=1, ge=1)
     """For powersgd: rank of the matrices that approximate a parameter's gradient"""
     powersgd_start: int = Field(default=1000, ge=2)
@@ -341,12 +341,16 @@ class ReductionConfig(Section):
     """For tables with sparse gradients: part of a table's rows that a rank sends a step at most, those with the largest norms;
     the rest waits in a residual"""
     nccl_p2p: bool = True
-    """For nccl, ddp, powersgd and dense-ovlp on GPUs: let NCCL copy from GPU to GPU; false: through host memory
+    """For nccl, ddp and powersgd: let NCCL copy from GPU to GPU; false: through host memory
     (NCCL_P2P_DISABLE=1), a stand-in for hosts without NVLink"""
 
     @field_validator("method")
     @classmethod
     def _is_registered(cls, value: str) -> str:
+        if value == DENSE_OVLP:
+            raise ValueError(
+                f"{value!r} is overlap=true with method=nccl on GPUs, or with method=dense, whose messages are MPI's"
+            )
         if value not in METHODS and value not in TRAINING_MODES:
             raise ValueError(f"{value!r} is not one of {', '.join([*sorted(METHODS), *TRAINING_MODES])}")
         return value
@@ -354,8 +358,8 @@ class ReductionConfig(Section):
     @model_validator(mode="after")
     def _settings_hold(self) -> Self:
         Settings(**self.settings())
-        if self.overlap and self.method not in METHODS:
-            raise ValueError(f"overlap is for the methods of oktopk, not for {self.method!r}")
+        if self.overlap and self.method not in (*METHODS, "nccl"):
+            raise ValueError(f"overlap is for nccl and the methods of oktopk, not for {self.method!r}")
         if self.overlap and self.deferred:
             raise ValueError("overlap and deferred exclude each other")
         return self

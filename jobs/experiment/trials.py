@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jobs.config.modes import DENSE_OVLP
 from jobs.experiment.model import Experiment
 from oktopk import METHODS
 
@@ -64,10 +65,11 @@ def trials(
     ranks, elsewhere = options.ranks, not options.no_gpu_methods
     methods = options.methods or (*experiment.methods, *experiment.rivals)
     planned = []
+    own = {DENSE_OVLP: overlapped_dense("nccl" if elsewhere else "dense")}
     for seed in range(options.seeds):
         for method in experiment.methods:
             if method in methods and (not seed or method in experiment.repeated):
-                planned.append(_trial(f"{method}-{seed}", "train", method, ranks, seed, {}))
+                planned.append(_trial(f"{method}-{seed}", "train", method, ranks, seed, own.get(method, {})))
     rivals = {name: settings for name, settings in experiment.rivals.items() if elsewhere and name in methods}
     for name, settings in rivals.items():
         planned.append(_trial(f"{name}-0", "train", settings["reduction.method"], ranks, 0, settings))
@@ -88,7 +90,9 @@ def trials(
         for batch in options.speed_batches or (None,):
             for method in fast:
                 if elsewhere or method not in SUMMED_ELSEWHERE:
-                    planned.append(_speed_trial(method, size, batch, steps))
+                    trial = _speed_trial(method, size, batch, steps)
+                    changed = {**trial.settings, **own.get(method, {})}
+                    planned.append(dataclasses.replace(trial, settings=changed))
             for name, settings in rivals.items():
                 for bucket in experiment.buckets or (None,):
                     planned.append(_rival_speed_trial(name, settings, size, batch, bucket, steps))
@@ -101,6 +105,11 @@ def trials(
                     called = f"sweep-{name.split('.')[-1]}-{value}"
                     planned.append(_trial(called, "sweep", "oktopk", ranks, 0, {name: value}))
     return planned
+
+
+def overlapped_dense(method: str) -> dict[str, Any]:
+    """The settings of DenseOvlp by a method: "nccl", which is of GPUs, or "dense"."""
+    return {"reduction.method": method, "reduction.overlap": True, "reduction.deferred": False}
 
 
 def _speed_trial(method: str, size: int, batch: int | None, steps: int, *, staged: bool = False) -> Trial:

@@ -13,6 +13,7 @@ from mpi4py import MPI
 from data.prepared_file import data_checksum
 from jobs.cluster.agreement import Refused, decide_on_root, say
 from jobs.config.config import Config
+from jobs.config.modes import row_of
 from jobs.restart.checkpoint import CheckpointError
 from jobs.restart.session import Resumed, Session
 from jobs.restart.signals import Interrupted
@@ -79,7 +80,7 @@ def open_run_file(setup: Setup, session: Session, resumed: Resumed) -> Iterator[
                 provenance.versions()
                 | {"mpi": provenance.mpi_library(), "device": setup.placement.description}
             ),
-            method=config.reduction.method,
+            method=row_of(config.reduction.method, config.reduction.overlap),
             ranks=comm.size,
             length=length,
             k=entries_kept(config.reduction.density, length),

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from jobs.train.tasks.task import Workload
 
-Settle = Callable[[], None]
-
 WARM_UP = 3
 """Passes before the capture: libraries choose their algorithms and make their buffers in the first ones."""
+
+
+class Overlapped(Protocol):
+    """What reduces gradients behind the backward pass, also where that is replayed, as `oktopk.torch.overlap.BackwardBuckets`."""
+
+    def recording(self) -> AbstractContextManager[Any]:
+        """Around a backward pass that is captured, or precedes a capture; gives what `replayed` takes."""
+
+    def replayed(self, marks: Any) -> None:
+        """The pass that was captured so was replayed. Collective."""
 
 
 class EagerPasses:
@@ -53,28 +62,28 @@ class CapturedPasses:
 
     Args:
         workload, share: as EagerPasses.
-        settle: ends what a step's last backward pass has begun beside it, None for nothing; captured with it.
+        overlapped: what a step's last backward pass begins to reduce; None for nothing.
 
     Memory: the activations of one batch stay allocated, apart from those of evaluations, and gradients that the optimizer did not
         hand out; during the capture the gradients once more.
     """
 
-    def __init__(self, workload: Workload, share: Tensor, settle: Settle | None = None) -> None:
-        self._workload, self._share, self._settle = workload, share, settle
+    def __init__(self, workload: Workload, share: Tensor, overlapped: Overlapped | None = None) -> None:
+        self._workload, self._share, self._overlapped = workload, share, overlapped
         self._parameters = [p for p in workload.model.parameters() if p.requires_grad]
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        # by whether there are gradients to add to, and whether something is to be settled
+        # by whether there are gradients to add to, and whether they are reduced
         self._captured: dict[tuple[bool, bool], _Capture] = {}
         self._current: _Capture | None = None
 
     def forward(self, batch: Any, *, last: bool = True) -> Tensor:
         adds = any(parameter.grad is not None for parameter in self._parameters)
-        settle = self._settle if last else None
-        key = adds, settle is not None
+        overlapped = self._overlapped if last else None
+        key = adds, overlapped is not None
         if key not in self._captured:
             # they take turns, so that one pool serves all
             self._captured[key] = _Capture(
-                self._workload, batch, self._parameters, self._share, settle, self._stream, self._pool
+                self._workload, batch, self._parameters, self._share, overlapped, self._stream, self._pool
             )
         self._current = self._captured[key]
         return self._current.forward(batch)
@@ -102,22 +111,21 @@ class _Capture:
         batch: Sequence[Tensor],
         parameters: Sequence[Tensor],
         share: Tensor,
-        settle: Settle | None,
+        overlapped: Overlapped | None,
         stream: torch.cuda.Stream,
         pool: Any,
     ) -> None:
         self._inputs = [tensor.clone() for tensor in batch]
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         missing = [parameter.grad is None for parameter in parameters]
-        _warm_up(workload, self._inputs, parameters, share, settle, stream)
+        self._overlapped = overlapped
+        _warm_up(workload, self._inputs, parameters, share, overlapped, stream)
         # other threads, NCCL's watchdog among them, go on to ask the device what they like
         how = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(self._forward, **how):
             loss = workload.loss(self._inputs)
-        with torch.cuda.graph(self._backward, **how):
+        with torch.cuda.graph(self._backward, **how), _recording(overlapped) as self._marks:
             loss.backward(share)
-            if settle is not None:
-                settle()
         self._loss = loss.detach()
         self._created = [
             (parameter, parameter.grad)
@@ -135,6 +143,12 @@ class _Capture:
         self._backward.replay()
         for parameter, gradient in self._created:
             parameter.grad = gradient
+        if self._overlapped is not None:
+            self._overlapped.replayed(self._marks)
+
+
+def _recording(overlapped: Overlapped | None) -> AbstractContextManager[Any]:
+    return nullcontext() if overlapped is None else overlapped.recording()
 
 
 def _warm_up(
@@ -142,7 +156,7 @@ def _warm_up(
     batch: Sequence[Tensor],
     parameters: Sequence[Tensor],
     share: Tensor,
-    settle: Settle | None,
+    overlapped: Overlapped | None,
     stream: torch.cuda.Stream,
 ) -> None:
     """Some passes that leave no trace: gradients, buffers and random numbers are afterwards what they were."""
@@ -152,9 +166,8 @@ def _warm_up(
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UP):
-            workload.loss(batch).backward(share)
-            if settle is not None:
-                settle()
+            with _recording(overlapped):
+                workload.loss(batch).backward(share)
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.set_rng_state(drawn)
     _put_back(workload.model, buffers)

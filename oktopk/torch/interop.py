@@ -50,9 +50,17 @@ class TensorMemory:
         """Put torch's work in between on the reducer's stream."""
         return nullcontext()
 
-    def after_current(self) -> Callable[[], None] | None:
-        """What to call, in any thread, before the reducer reads what torch's work until now fills; None for nothing."""
+    def mark(self) -> Any:
+        """A point after torch's work until now, for `after`; in a CUDA graph that is captured, a point of every replay."""
         return None
+
+    def after(self, mark: Any) -> Callable[[], None] | None:
+        """What to call, in any thread, before the reducer reads what was filled before a mark; None for nothing."""
+        return None
+
+    def after_current(self) -> Callable[[], None] | None:
+        """As `after`, of a mark that is set now."""
+        return self.after(self.mark())
 
 
 class CudaMemory(TensorMemory):
@@ -112,14 +120,14 @@ class CudaMemory(TensorMemory):
         context: AbstractContextManager[Any] = torch.cuda.stream(self._torch_stream)
         return context
 
-    def after_current(self) -> Callable[[], None]:
-        event = torch.cuda.Event()
+    def mark(self) -> torch.cuda.Event:
+        capturing = torch.cuda.is_current_stream_capturing()
+        event = torch.cuda.Event(external=True) if capturing else torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._torch_stream.device))
+        return event
 
-        def wait() -> None:
-            self._torch_stream.wait_event(event)
-
-        return wait
+    def after(self, mark: torch.cuda.Event) -> Callable[[], None]:
+        return lambda: self._torch_stream.wait_event(mark)
 
 
 def memory_of(place: torch.device, beside: bool = False) -> TensorMemory:

@@ -265,6 +265,11 @@ class DistributedOptimizer(WrappedOptimizer):
             vector = torch.cat([vector[each] for each in reversed(self._layout.slices)])
         return vector.float().cpu().numpy()
 
+    @property
+    def overlapped(self) -> BackwardBuckets | None:
+        """What starts buckets in the backward pass, with `overlap`; for passes that a CUDA graph replays. None without it."""
+        return self._buckets if self._arguments["overlap"] else None
+
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear all gradients. `set_to_none` is ignored: each `p.grad` becomes None where steps read it in place, else zero."""
         if self._buckets is not None:

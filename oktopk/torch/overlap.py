@@ -6,12 +6,12 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from oktopk.buckets import BucketedAllreduce, bucket_ranges
+from oktopk.buckets import bucket_ranges
 from oktopk.torch.gradients import FlatGradients
 from oktopk.torch.interop import TensorMemory
 
@@ -67,8 +67,30 @@ def buckets_problem(overlap: Any, bucket_mb: Any, share: Any) -> str:
     return ""
 
 
+class BucketReducer(Protocol):
+    """What reduces buckets in their order, as `oktopk.buckets.BucketedAllreduce`."""
+
+    @property
+    def started(self) -> int:
+        """Buckets of this step that were started."""
+
+    def start(self, gradient: Any, ready: Callable[[], None] | None = None) -> Any:
+        """Begin with the next bucket. Collective."""
+
+    def abandon(self) -> None:
+        """Undo what was started."""
+
+
 class BackwardBuckets:
     """Starts a bucket when it has all its gradients, and those before it were started. The last one waits for the step.
+
+    A backward pass that is captured into a CUDA graph runs no hook when it is replayed. Put its capture, and passes before it
+    that leave nothing, into `recording()`, and call `replayed` after each replay:
+
+        >>> with buckets.recording() as marks, torch.cuda.graph(graph):
+        ...     loss.backward()
+        >>> graph.replay()
+        >>> buckets.replayed(marks)
 
     Args:
         parameters: whose gradients are reduced.
@@ -84,7 +106,7 @@ class BackwardBuckets:
         parameters: Sequence[Tensor],
         gradients: FlatGradients,
         layout: BucketLayout,
-        reducer: BucketedAllreduce,
+        reducer: BucketReducer,
         memory: TensorMemory,
         overlapped: bool,
     ) -> None:
@@ -93,6 +115,7 @@ class BackwardBuckets:
         self._sizes = [each.stop - each.start for each in layout.ranges]
         self._missing = list(self._sizes)
         self._armed = overlapped
+        self._marks: list[Any] | None = None  # of the buckets that a pass which is recorded has filled
         self._versions: dict[
             int, int
         ] = {}  # parameter -> that of its gradient, when the backward pass had accumulated it
@@ -117,11 +140,42 @@ class BackwardBuckets:
                 "a second backward pass before step(), whose first one began to reduce the gradients: put all but the last "
                 "into no_sync()"
             )
-        self._gradients.collect(only=slice(number, number + 1))
         self._versions[number] = self._version(number)
         self._missing[bucket] -= 1
-        while (first := self._reducer.started) < len(self._sizes) - 1 and not self._missing[first]:
-            self._reducer.start(self._arrays[first], self._memory.after_current())
+        while (first := self._filled) < len(self._sizes) - 1 and not self._missing[first]:
+            self._gradients.collect(only=self._layout.ranges[first])
+            if self._marks is not None:
+                self._marks.append(self._memory.mark())
+            else:
+                self._reducer.start(self._arrays[first], self._memory.after_current())
+
+    @property
+    def _filled(self) -> int:
+        """Buckets that this backward pass has filled, one after the other from the first."""
+        return self._reducer.started if self._marks is None else len(self._marks)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Any]]:
+        """Within it backward passes start nothing; gives what `replayed` takes, of the last one."""
+        self.check_nothing_started("a capture")
+        marks: list[Any] = []
+        self._marks = marks
+        try:
+            yield marks
+        finally:
+            self._marks = None
+            self._start_anew()
+
+    def replayed(self, marks: Sequence[Any]) -> None:
+        """Start the buckets of a backward pass that was captured and has just been replayed. Collective.
+
+        Raises:
+            RuntimeError: buckets of an earlier pass are being reduced.
+        """
+        self.check_nothing_started("a replay")
+        for array, mark in zip(self._arrays, marks, strict=False):
+            self._reducer.start(array, self._memory.after(mark))
+        self._missing = [0] * len(self._sizes)  # a further pass would add to what is being reduced
 
     def _version(self, number: int) -> int:
         """Of a parameter's gradient; all that lie in the vector share the vector's."""

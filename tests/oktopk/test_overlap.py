@@ -101,6 +101,34 @@ def test_overlap_changes_no_bit(
     assert np.array_equal(results[0], comm.bcast(results[0])), "ranks have other parameters"
 
 
+def test_a_recorded_backward_pass_starts_its_buckets_once_it_is_replayed(
+    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
+) -> None:
+    expected, model = network(), network()
+    train(expected, wrap(expected), comm.rank, range(4))
+    optimizer = wrap(model)
+    buckets = optimizer.overlapped
+    assert buckets is not None
+    assert wrap(network(), overlap=False).overlapped is None
+    for step in range(4):
+        for replay in (False, True):  # a pass before the capture leaves nothing
+            optimizer.zero_grad()
+            with buckets.recording() as marks:
+                loss(model, comm.rank, step).backward()
+            assert (buckets.started, len(marks)) == (0, 2)
+            if replay:
+                buckets.replayed(marks)
+        assert buckets.started == 2
+        optimizer.step()
+    assert np.array_equal(flat(model), flat(expected))
+    buckets.replayed(marks)
+    with pytest.raises(RuntimeError, match="a second backward pass before step"):
+        loss(model, comm.rank, 4).backward()
+    with pytest.raises(RuntimeError, match="a replay while the gradients"):
+        buckets.replayed(marks)
+    optimizer.abandon()
+
+
 def test_gradients_that_autograd_puts_elsewhere_are_reduced(
     comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
 ) -> None:

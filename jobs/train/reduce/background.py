@@ -1,22 +1,18 @@
-"""What carries the pieces of a dense gradient while the backward pass goes on: MPI in a thread, or a torch process group."""
+"""torch.distributed among the ranks of an MPI communicator, and its allreduce while the backward pass goes on."""
 
 from __future__ import annotations
 
 import os
-import queue
 import socket
-import threading
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from collectives.connect import connect
-from collectives.dense_allreduce import DenseAllreduce
 from collectives.traffic import WORD_BYTES, Traffic
 
 
@@ -24,122 +20,54 @@ class WireError(RuntimeError):
     """A way to communicate that is not to be had here; on every rank alike."""
 
 
-class Wire(Protocol):
-    """Sums pieces of one vector over the ranks, in place, in the background."""
-
-    def start(self, number: int) -> None:
-        """Begin with a piece, once what was asked for before has filled it. Collective, in the same order on all ranks."""
-
-    def finish(self) -> Traffic:
-        """All pieces that were started are their means over the ranks now, or before whatever a GPU is asked for next."""
-
-    def close(self) -> None:
-        """Free what was set up. Collective."""
-
-
-class MpiWire:
-    """Our own dense allreduce per piece, in a thread of its own: MPI progresses only where it is called.
-
-    Nothing else may call MPI between the first `start` and `finish`. A non-blocking allreduce of MPI's would stand still until
-    the backward pass is over, and would not promise the same bits on all ranks.
-
-    Args:
-        comm: collective.
-        pieces: float32 on the CPU; must not move.
-
-    Raises:
-        WireError: MPI does not let another thread call it.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, pieces: Sequence[Tensor]) -> None:
-        if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-            raise WireError(
-                "this MPI was not started for threads (MPI_THREAD_SERIALIZED): use reduction.method=dense"
-            )
-        self._transport = connect(comm)
-        self._allreduces = [DenseAllreduce(piece.numpy(), self._transport) for piece in pieces]
-        self._started = 0
-        self._orders: queue.SimpleQueue[DenseAllreduce | None] = queue.SimpleQueue()
-        self._outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        # a daemon: a rank that fails must not wait for a message that never comes
-        self._thread = threading.Thread(target=self._work, name="dense allreduce", daemon=True)
-        self._thread.start()
-
-    def _work(self) -> None:
-        while (allreduce := self._orders.get()) is not None:
-            try:
-                allreduce.run(1.0 / self._transport.size)
-            except BaseException as error:
-                self._outcomes.put(error)
-            else:
-                self._outcomes.put(None)
-
-    def start(self, number: int) -> None:
-        """As the protocol says."""
-        self._orders.put(self._allreduces[number])
-        self._started += 1
-
-    def finish(self) -> Traffic:
-        """As the protocol says."""
-        while self._started:
-            self._started -= 1
-            if (error := self._outcomes.get()) is not None:
-                raise error
-        return self._transport.take_traffic()
-
-    def close(self) -> None:
-        """As the protocol says."""
-        self._orders.put(None)
-        self._thread.join()
-        for allreduce in self._allreduces:
-            allreduce.free()
-        self._transport.close()
-
-
 class TorchWire:
-    """An allreduce of torch.distributed per piece, on a stream of its own on a GPU.
+    """Sums vectors over the ranks, in place, by allreduces of torch.distributed, on a GPU on a stream of its own.
 
     Args:
-        pieces: on the device of the process group; must not move.
         dtype: that they travel and are summed in.
     """
 
-    def __init__(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self._pieces = pieces
-        self._wired = [
-            piece if piece.dtype == dtype else torch.empty_like(piece, dtype=dtype) for piece in pieces
-        ]
-        self._works: list[tuple[int, Any]] = []
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._works: list[tuple[Tensor, Tensor, Any]] = []
+        self._sent: dict[int, Tensor] = {}  # by address: what goes in place of a vector of another type
         self._ranks = dist.get_world_size()
         averages = dist.get_backend() == dist.Backend.NCCL  # gloo only sums
         self._operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self._scale = 1.0 if averages else 1.0 / self._ranks
 
-    def start(self, number: int) -> None:
-        """As the protocol says."""
-        piece, wired = self._pieces[number], self._wired[number]
-        if wired is not piece:
-            wired.copy_(piece)
-        self._works.append((number, dist.all_reduce(wired, self._operation, async_op=True)))
+    @property
+    def started(self) -> int:
+        """Vectors that were started since `finish`."""
+        return len(self._works)
+
+    def start(self, gradient: Tensor, ready: Callable[[], None] | None = None) -> None:
+        """Begin with a vector, once what was asked for before has filled it. Collective, in the same order on all ranks."""
+        vector = sent = gradient
+        if vector.dtype != self._dtype:
+            sent = self._sent.setdefault(vector.data_ptr(), torch.empty_like(vector, dtype=self._dtype))
+            sent.copy_(vector)
+        self._works.append((vector, sent, dist.all_reduce(sent, self._operation, async_op=True)))
 
     def finish(self) -> Traffic:
-        """As the protocol says. Words and messages are those of a ring."""
-        words = 0
-        for number, work in self._works:
+        """All that were started are their means over the ranks now, or before whatever a GPU is asked for next.
+
+        Words and messages are those of a ring.
+        """
+        words, messages = 0, len(self._works)
+        for vector, sent, work in self._works:
             work.wait()
-            piece, wired = self._pieces[number], self._wired[number]
-            if wired is not piece:
-                piece.copy_(wired)
+            if sent is not vector:
+                vector.copy_(sent)
             if self._scale != 1.0:
-                piece.mul_(self._scale)
-            words += wired.nbytes // 4
-        messages = len(self._works)
+                vector.mul_(self._scale)
+            words += sent.nbytes // 4
         self._works.clear()
         return ring_traffic(words, self._ranks, messages)
 
-    def close(self) -> None:
-        """As the protocol says."""
-        stop_process_group()
+    def abandon(self) -> None:
+        """As `finish`."""
+        self.finish()
 
 
 def ring_traffic(words: int, ranks: int, pieces: int) -> Traffic:

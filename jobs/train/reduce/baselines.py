@@ -1,4 +1,4 @@
-"""Dense reduction as a mode of training: in buckets behind the backward pass, by NCCL in one piece, or by torch's own DDP.
+"""Dense reduction as a mode of training: by NCCL, in one piece or in buckets behind the backward pass, or by torch's own DDP.
 
 They are what a sparse method is to be compared with, and are shaped like `oktopk.DistributedOptimizer` for the loop.
 """
@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -21,10 +21,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.traffic import Traffic
-from jobs.train.reduce.background import Wire, ring_traffic, stop_process_group
+from jobs.train.reduce.background import TorchWire, ring_traffic, stop_process_group
 from oktopk import StepReport
 from oktopk.torch.gradients import FlatGradients
+from oktopk.torch.interop import TensorMemory
 from oktopk.torch.optimizer import load_state
+from oktopk.torch.overlap import BackwardBuckets, BucketLayout
 
 
 class DenseTraining(ABC):
@@ -134,97 +136,76 @@ class DenseTraining(ABC):
         """Free what was set up. Collective."""
 
 
-class BucketedTraining(DenseTraining):
-    """Gradients in one flat buffer, reduced bucket by bucket, each as soon as the backward pass has filled it.
-
-    Buckets start in one order on all ranks, last parameters first, whatever order autograd takes.
+class NcclTraining(DenseTraining):
+    """Gradients in one flat vector, reduced by torch.distributed: after the backward pass, or in buckets while it goes on.
 
     Args:
         inner, clip_norm: as DenseTraining.
-        buckets: consecutive pieces of the flat gradient, in the order in which they are to start; see `bucket_slices`.
-        wire: sums up pieces; see `jobs.train.reduce.background`.
-        flat: the gradients; the wire's pieces are slices of it.
+        dtype: that gradients travel and are summed in.
+        bucket_mb: size of a bucket, see `oktopk.torch.overlap.BucketLayout`; inf for one.
         overlapped: start in the backward pass, else after it.
 
     Attributes:
-        overlapped: as given.
+        overlapped: what starts buckets in the backward pass, also where a CUDA graph replays it; None where nothing does.
     """
 
     def __init__(
         self,
         inner: torch.optim.Optimizer,
         clip_norm: float,
-        flat: FlatGradients,
-        buckets: Sequence[slice],
-        wire: Wire,
+        dtype: torch.dtype,
         *,
-        overlapped: bool,
+        bucket_mb: float = math.inf,
+        overlapped: bool = False,
     ) -> None:
         super().__init__(inner, clip_norm)
-        self._flat = flat
-        self._wire = wire
-        self._bucket_of = _buckets_of(self._parameters, buckets)
-        self._sizes = [self._bucket_of.count(bucket) for bucket in range(len(buckets))]
-        self._missing = list(self._sizes)
-        self._started = 0
-        self.overlapped = self._armed = overlapped
-        self._captured: Traffic | None = None
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(bucket))
-            for parameter, bucket in zip(self._parameters, self._bucket_of, strict=True)
-        ]
-        flat.attach()
+        layout, like = BucketLayout(self._parameters, bucket_mb), self._parameters[0]
+        vector = torch.zeros(layout.length, dtype=like.dtype, device=like.device)
+        self._flat = FlatGradients(self._parameters, like.dtype, vector, layout.starts)
+        self._wire = TorchWire(dtype)
+        self._buckets = BackwardBuckets(
+            self._parameters, self._flat, layout, self._wire, _Tensors(), overlapped
+        )
+        self.overlapped = self if overlapped else None
+        self._captured, self._was_replayed = Traffic(), False
+        self._flat.attach()
 
     def zero_grad(self) -> None:
         self._flat.zero()
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._buckets.no_sync()
+
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        armed, self._armed = self._armed, False
-        try:
-            yield
-        finally:
-            self._armed = armed
-
-    def _hook(self, bucket: int) -> Any:
-        def filled(parameter: Tensor) -> None:
-            if not self._armed:
-                return
-            if bucket < self._started:
-                raise RuntimeError(
-                    "a backward pass after the one that reduces: put all but the last in no_sync()"
-                )
-            self._missing[bucket] -= 1
-            while self._started < len(self._missing) and not self._missing[self._started]:
-                self._wire.start(self._started)
-                self._started += 1
-
-        return filled
-
-    def settle(self) -> None:
-        """Wait for what a backward pass began, on the device's stream: the end of one that is captured, or that precedes it.
-
-        What is captured so is replayed with the pass, and `reduce` only accounts for it.
-        """
-        assert self.overlapped
+    def recording(self) -> Iterator[None]:
+        """Around a backward pass that is captured, or precedes it: what it began is waited for at its end, and captured too."""
+        yield
         self._captured = self._end()
 
+    def replayed(self, marks: None) -> None:
+        """The pass was replayed, and with it its reduction, which `reduce` only accounts for."""
+        self._was_replayed = True
+
     def _finish(self) -> Traffic:
-        untouched = not self._started and self._missing == self._sizes
-        return self._captured if untouched and self._captured is not None else self._end()
+        replayed, self._was_replayed = self._was_replayed, False
+        return self._captured if replayed else self._end()
 
     def _end(self) -> Traffic:
         # a parameter that got no gradient held its bucket, and all after it, back
-        for bucket in range(self._started, len(self._sizes)):
-            self._wire.start(bucket)
-        self._started = 0
-        self._missing = list(self._sizes)
+        for vector in self._buckets.rest():
+            self._wire.start(vector)
         return self._wire.finish()
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._wire.close()
+        self._buckets.remove()
+        stop_process_group()
+
+
+class _Tensors(TensorMemory):
+    """Tensors as they are."""
+
+    def array(self, tensor: Tensor) -> Tensor:
+        return tensor
 
 
 class DdpTraining(DenseTraining):
@@ -278,34 +259,3 @@ class DdpTraining(DenseTraining):
 
     def _finish(self) -> Traffic:
         return ring_traffic(self.length // self._elements_per_word, self._ranks, self._pieces)
-
-
-def bucket_slices(parameters: Sequence[Tensor], nbytes: float) -> list[slice]:
-    """Cut the flat gradient into buckets of whole parameters, from its end, each at least so large but for the last one.
-
-    Args:
-        parameters: in the order of the flat gradient.
-        nbytes: of a bucket.
-
-    Returns:
-        Slices of elements, those of the last parameters first; they tile the gradient.
-    """
-    slices: list[slice] = []
-    start = stop = sum(p.numel() for p in parameters)
-    for parameter in reversed(parameters):
-        start -= parameter.numel()
-        if (stop - start) * parameter.element_size() >= nbytes:
-            slices.append(slice(start, stop))
-            stop = start
-    return [*slices, slice(0, stop)] if stop else slices
-
-
-def _buckets_of(parameters: Sequence[Tensor], buckets: Sequence[slice]) -> list[int]:
-    """The number of the bucket that each parameter lies in."""
-    numbers, start = [], 0
-    for parameter in parameters:
-        numbers.append(
-            next((number for number, piece in enumerate(buckets) if piece.start <= start < piece.stop), 0)
-        )
-        start += parameter.numel()
-    return numbers

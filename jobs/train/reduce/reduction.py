@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -14,13 +15,12 @@ from torch import nn
 from collectives.launchers import LauncherError
 from jobs.config.config import Config
 from jobs.train.agreement import Refused
-from jobs.train.passes import Settle
+from jobs.train.passes import Overlapped
 from jobs.train.placement import Placement
-from jobs.train.reduce.background import MpiWire, TorchWire, Wire, WireError, allow_p2p, start_process_group
-from jobs.train.reduce.baselines import BucketedTraining, DdpTraining, bucket_slices
+from jobs.train.reduce.background import WireError, allow_p2p, start_process_group
+from jobs.train.reduce.baselines import DdpTraining, NcclTraining
 from jobs.train.reduce.powersgd import PowerSgdTraining
 from oktopk import METHODS, DistributedOptimizer, StepReport
-from oktopk.torch.gradients import FlatGradients
 
 _TRIAL_LENGTH = 4096
 _TRIAL_STEPS = 3  # one with exact thresholds, then some that reuse them
@@ -148,41 +148,32 @@ def compile_kernels(config: Config, placement: Placement, comm: MPI.Intracomm) -
         optimizer.close()
 
 
-def settling(optimizer: ReducingOptimizer) -> Settle | None:
-    """What ends the reduction that a backward pass begins; None where it begins none."""
-    if isinstance(optimizer, BucketedTraining) and optimizer.overlapped:
-        return optimizer.settle
-    return None
+def overlapped(optimizer: ReducingOptimizer) -> Overlapped | None:
+    """What a backward pass that is replayed tells of its buckets; None where it begins no reduction."""
+    found: Overlapped | None = getattr(optimizer, "overlapped", None)
+    return found
 
 
-def _overlapped(
+def _nccl(
     config: Config,
     network: nn.Module,
     inner: torch.optim.Optimizer,
     placement: Placement,
     comm: MPI.Intracomm,
 ) -> ReducingOptimizer:
-    flat = _flat_gradients(inner)
-    buckets = bucket_slices(_parameters(inner), config.reduction.bucket_mb * 1e6)
-    wire = _wire(config, flat, buckets, placement, comm)
-    return BucketedTraining(inner, config.optimizer.clip_norm, flat, buckets, wire, overlapped=True)
-
-
-def _in_one_piece(
-    config: Config,
-    network: nn.Module,
-    inner: torch.optim.Optimizer,
-    placement: Placement,
-    comm: MPI.Intracomm,
-) -> ReducingOptimizer:
+    settings = config.reduction
     if placement.process_group != "nccl":
         raise WireError(
             f"reduction.method 'nccl' needs GPUs, and this run is on {placement.device}: its like there is 'dense'"
         )
-    flat = _flat_gradients(inner)
-    whole = [slice(0, len(flat.vector))]
-    wire = _wire(config, flat, whole, placement, comm)
-    return BucketedTraining(inner, config.optimizer.clip_norm, flat, whole, wire, overlapped=False)
+    _start_process_group(config, placement, comm)
+    return NcclTraining(
+        inner,
+        config.optimizer.clip_norm,
+        getattr(torch, settings.gradient_type or "float32"),
+        bucket_mb=settings.bucket_mb if settings.overlap else math.inf,
+        overlapped=settings.overlap,
+    )
 
 
 def _ddp(
@@ -228,33 +219,10 @@ def _powersgd(
     )
 
 
-_BUILDERS = {"dense-ovlp": _overlapped, "nccl": _in_one_piece, "ddp": _ddp, "powersgd": _powersgd}
+_BUILDERS = {"nccl": _nccl, "ddp": _ddp, "powersgd": _powersgd}
 
 
 def _start_process_group(config: Config, placement: Placement, comm: MPI.Intracomm) -> None:
     if placement.process_group == "nccl":
         allow_p2p(config.reduction.nccl_p2p)
     start_process_group(comm, placement.device, placement.process_group, placement.unit)
-
-
-def _parameters(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
-
-
-def _flat_gradients(inner: torch.optim.Optimizer) -> FlatGradients:
-    parameters = _parameters(inner)
-    return FlatGradients(parameters, parameters[0].dtype)
-
-
-def _wire(
-    config: Config, flat: FlatGradients, buckets: list[slice], placement: Placement, comm: MPI.Intracomm
-) -> Wire:
-    """NCCL where there is one; else MPI, which counts its words and gives the same bits on all ranks."""
-    pieces = [flat.vector[bucket] for bucket in buckets]
-    gradient_type = config.reduction.gradient_type or "float32"
-    if placement.process_group == "nccl":
-        _start_process_group(config, placement, comm)
-        return TorchWire(pieces, getattr(torch, gradient_type))
-    if gradient_type != "float32":
-        raise WireError(f"gradient_type {gradient_type!r} on {placement.device} is not float32")
-    return MpiWire(comm, pieces)

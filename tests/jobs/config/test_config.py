@@ -339,7 +339,7 @@ def test_the_shortest_runs_have_a_finite_rate(name: str, steps: int) -> None:
 
 
 def test_training_modes_are_methods_without_what_they_cannot_do() -> None:
-    for mode in ("dense-ovlp", "nccl", "ddp", "powersgd"):
+    for mode in ("nccl", "ddp", "powersgd"):
         assert with_overrides(f"reduction.method={mode}").reduction.method == mode
         for override in (
             "reduction.nonfinite=skip",
@@ -351,6 +351,15 @@ def test_training_modes_are_methods_without_what_they_cannot_do() -> None:
             key = override.partition("=")[0]
             with pytest.raises(ConfigError, match=f"{key}.* is not for reduction.method '{mode}'"):
                 with_overrides(f"reduction.method={mode}", override)
+
+
+def test_dense_ovlp_is_refused_by_what_to_write_instead() -> None:
+    with pytest.raises(ConfigError, match="'dense-ovlp' is overlap=true with method=nccl on GPUs"):
+        with_overrides("reduction.method=dense-ovlp")
+    for method in ("dense", "nccl", "oktopk"):
+        assert with_overrides(f"reduction.method={method}", "reduction.overlap=true").reduction.overlap
+    with pytest.raises(ConfigError, match="overlap is for nccl and the methods of oktopk, not for 'ddp'"):
+        with_overrides("reduction.method=ddp", "reduction.overlap=true")
 
 
 def test_a_saved_configuration_gets_later_keys_and_loses_gone_ones_at_their_defaults() -> None:

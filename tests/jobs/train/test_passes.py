@@ -13,7 +13,6 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
-from collectives.traffic import Traffic
 from data.text.masking import TextBatch
 from jobs.config.config import Config
 from jobs.config.file import ConfigError, validate
@@ -22,14 +21,13 @@ from jobs.report.summary import Run, read_runs
 from jobs.train.__main__ import main
 from jobs.train.optimizers import CapturedOptimizer, build_optimizer
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
-from jobs.train.reduce.background import TorchWire, ring_traffic, start_process_group, stop_process_group
-from jobs.train.reduce.baselines import BucketedTraining, bucket_slices
-from jobs.train.reduce.reduction import settling
+from jobs.train.reduce.background import ring_traffic, start_process_group, stop_process_group
+from jobs.train.reduce.baselines import NcclTraining
+from jobs.train.reduce.reduction import overlapped
 from jobs.train.tasks.task import autocast
 from models.bert import BERT
 from models.vgg import VGG16
 from oktopk import DistributedOptimizer
-from oktopk.torch.gradients import FlatGradients
 from tests.devices import gpus, use
 
 DIGITS = Path(__file__).parents[3] / "jobs" / "configs" / "digits.toml"
@@ -163,9 +161,13 @@ def test_an_allreduce_within_the_backward_pass_is_replayed_with_it(
         pytest.skip("NCCL takes one rank per GPU")
     use("cuda", comm)
     start_process_group(comm, torch.device("cuda", torch.cuda.current_device()), "nccl", f"{comm.rank}")
+
+    def nccl(inner: torch.optim.Optimizer) -> NcclTraining:
+        return NcclTraining(inner, 0.0, dtype, bucket_mb=0.04, overlapped=True)
+
     try:
-        expected = overlapped(comm, EagerPasses, dtype, passes)
-        found = overlapped(comm, CapturedPasses, dtype, passes)
+        expected = reduced_gradients(comm, EagerPasses, nccl, passes)
+        found = reduced_gradients(comm, CapturedPasses, nccl, passes)
     finally:
         stop_process_group()
     for one, other in zip(expected, found, strict=True):
@@ -173,22 +175,38 @@ def test_an_allreduce_within_the_backward_pass_is_replayed_with_it(
     assert comm.allgather(found[-1].sum().item()) == [found[-1].sum().item()] * comm.size
 
 
-def overlapped(
-    comm: MPI.Intracomm, way: type[EagerPasses | CapturedPasses], dtype: torch.dtype, passes: int
+@needs_gpu
+@pytest.mark.mpi
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("gradient_type", ["", "bfloat16"])
+def test_buckets_of_a_replayed_backward_pass_are_those_of_an_eager_one(
+    comm: MPI.Intracomm, alike: None, gradient_type: str, passes: int
+) -> None:
+    use("cuda", comm)
+    settings: dict[str, Any] = {"density": 0.05, "threshold_interval": 2, "gradient_type": gradient_type}
+
+    def oktopk(inner: torch.optim.Optimizer) -> DistributedOptimizer:
+        return DistributedOptimizer(inner, comm, overlap=True, bucket_mb=0.04, **settings)
+
+    expected = reduced_gradients(comm, EagerPasses, oktopk, passes)
+    found = reduced_gradients(comm, CapturedPasses, oktopk, passes)
+    for one, other in zip(expected, found, strict=True):
+        # kernels of cuDNN may add in another order, so that a selection at the threshold differs
+        assert torch.linalg.vector_norm(one - other) <= 0.1 * torch.linalg.vector_norm(one)
+    assert comm.allgather(found[-1].sum().item()) == [found[-1].sum().item()] * comm.size
+
+
+def reduced_gradients(
+    comm: MPI.Intracomm, way: type[EagerPasses | CapturedPasses], reducing: Any, passes: int
 ) -> list[torch.Tensor]:
-    """The mean gradients of some steps, and the parameters after them."""
+    """The reduced gradients of some steps, and the parameters after them."""
     workload = Images("float32")
-    inner = torch.optim.SGD(workload.model.parameters(), lr=0.05)
     parameters = list(workload.model.parameters())
-    flat = FlatGradients(parameters, torch.float32)
-    buckets = bucket_slices(parameters, 4e4)
-    assert len(buckets) > 2
-    wire = TorchWire([flat.vector[bucket] for bucket in buckets], dtype)
-    optimizer = BucketedTraining(inner, 0.0, flat, buckets, wire, overlapped=True)
+    optimizer = reducing(torch.optim.SGD(parameters, lr=0.05))
     share = torch.tensor(1.0 / passes, device="cuda")
     turns: Passes = EagerPasses(workload, share)
     if way is CapturedPasses:
-        turns = CapturedPasses(workload, share, optimizer.settle)
+        turns = CapturedPasses(workload, share, overlapped(optimizer))
     gradients = []
     for step in range(4):
         optimizer.zero_grad()
@@ -198,17 +216,13 @@ def overlapped(
                 turns.forward(workload.batch((step * passes + number) * comm.size + comm.rank), last=last)
                 turns.backward()
         report = optimizer.reduce()
-        assert (
-            report.words
-            == ring_traffic(
-                sum(bucket.stop - bucket.start for bucket in buckets) * dtype.itemsize // 4,
-                comm.size,
-                len(buckets),
-            ).words
-        )
-        gradients.append(flat.vector.clone())
+        if isinstance(optimizer, NcclTraining):
+            elements = optimizer.length * (1 if "float32" in str(optimizer._wire._dtype) else 0.5)
+            assert report.words == pytest.approx(ring_traffic(int(elements), comm.size, 1).words, abs=20)
+        gradients.append(torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None]).clone())
         optimizer.apply()
     turns.close()
+    optimizer.close()
     return [*gradients, torch.cat([p.detach().reshape(-1) for p in parameters])]
 
 
@@ -276,7 +290,8 @@ def test_a_replayed_optimizer_takes_the_same_steps(kind: dict[str, Any]) -> None
         ["reduction.method=oktopk", "optimizer.clip_norm=1.0"],
         ["reduction.method=oktopk", "reduction.gradient_type=bfloat16", "training.precision=bfloat16"],
         ["reduction.method=nccl", "training.channels_last=true"],
-        ["reduction.method=dense-ovlp"],
+        ["reduction.method=nccl", "reduction.overlap=true"],
+        ["reduction.method=oktopk", "reduction.overlap=true", "reduction.bucket_mb=0.1"],
     ],
 )
 def test_a_captured_run_trains_as_an_eager_one(alike: None, tmp_path: Path, overrides: list[str]) -> None:
@@ -296,45 +311,13 @@ def test_a_captured_run_trains_as_an_eager_one(alike: None, tmp_path: Path, over
 
 
 @pytest.mark.parametrize(
-    ("method", "captured", "settled"),
-    [("oktopk", True, False), ("nccl", True, False), ("dense-ovlp", True, True), ("ddp", False, False)],
+    ("method", "captured"), [("oktopk", True), ("nccl", True), ("dense", True), ("ddp", False)]
 )
-def test_what_is_captured_of_a_method(method: str, captured: bool, settled: bool) -> None:
-    assert settings(reduction={"method": method}).captured == captured
-    assert not settings(reduction={"method": method}, training={"cuda_graph": False}).captured
-    first, second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
-    inner = torch.optim.SGD([first, second], lr=0.1)
-    if method not in ("nccl", "dense-ovlp"):
-        return
-    flat, wire = FlatGradients([first, second], torch.float32), NoWire()
-    optimizer = BucketedTraining(inner, 0.0, flat, [slice(0, 5)], wire, overlapped=settled)
-    assert (settling(optimizer) is not None) == settled
-    (first.sum() + second.sum()).backward()
-    if settled:
-        optimizer.settle()
-        assert (optimizer.reduce().words, wire.started) == (1, 1)
-    assert (optimizer.reduce().words, wire.started) == (1, 1)
-    # passes that are not replayed are waited for again, also where a gradient is missing
-    for count, loss in ((2, first.sum() + second.sum()), (3, first.sum())):
-        optimizer.zero_grad()
-        loss.backward()
-        assert (optimizer.reduce().words, wire.started) == (count, count)
-
-
-class NoWire:
-    """Counts what is begun and what is waited for."""
-
-    started = waited = 0
-
-    def start(self, number: int) -> None:
-        self.started += 1
-
-    def finish(self) -> Traffic:
-        self.waited += 1
-        return Traffic(4 * self.waited)
-
-    def close(self) -> None:
-        pass
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_captured_of_a_method(method: str, captured: bool, overlap: bool) -> None:
+    reduction = {"method": method, "overlap": overlap and method != "ddp"}
+    assert settings(reduction=reduction).captured == captured
+    assert not settings(reduction=reduction, training={"cuda_graph": False}).captured
 
 
 def settings(**sections: dict[str, object]) -> Config:

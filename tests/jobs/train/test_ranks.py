@@ -153,12 +153,14 @@ def test_methods_and_modes_train_alike_on_gpus(tmp_path: Path) -> None:
             "data.crop=2",
         ],
         dense=["reduction.method=dense"],
-        overlapped=["reduction.method=dense-ovlp"],
+        overlapped=["reduction.method=dense", "reduction.overlap=true"],
+        nccl_overlapped=["reduction.method=nccl", "reduction.overlap=true"],
+        oktopk_overlapped=["reduction.method=oktopk", "reduction.overlap=true"],
         nccl=["reduction.method=nccl"],
         ddp=["reduction.method=ddp"],
         oktopk=["reduction.method=oktopk"],
         nccl_half=["reduction.method=nccl", half],
-        overlapped_half=["reduction.method=dense-ovlp", half],
+        overlapped_half=["reduction.method=nccl", "reduction.overlap=true", half],
         ddp_half=["reduction.method=ddp", half],
         oktopk_half=["reduction.method=oktopk", half],
     )
@@ -176,7 +178,7 @@ FAILING = """
     from jobs.train.__main__ import check_launch, main
     from jobs.train.setup import build_workload
 
-    config, file, when, method = sys.argv[1:5]
+    config, file, when, method, overlap = sys.argv[1:6]
 
     def build(config, *, rank, size):
         workload = build_workload(config, rank=rank, size=size)
@@ -194,20 +196,23 @@ FAILING = """
         return workload
 
     main([config, "--set", f"run.file={file}", "model.width=0.0625", "run.flush_every=1",
-          f"reduction.method={method}"], build=build)
+          f"reduction.method={method}", f"reduction.overlap={overlap}"], build=build)
 """
 
 
 @pytest.mark.timeout(PATIENCE)
-@pytest.mark.parametrize("method", ["oktopk", pytest.param("dense-ovlp", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("method", "overlap"),
+    [("oktopk", "false"), pytest.param("dense", "true", marks=pytest.mark.long)],
+)
 def test_a_rank_that_raises_ends_the_job_within_ten_seconds_with_its_traceback(
-    tmp_path: Path, method: str
+    tmp_path: Path, method: str, overlap: str
 ) -> None:
     script = tmp_path / "failing.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(FAILING))
     path, when = tmp_path / "run.h5", tmp_path / "when"
     began = time.time()
-    done = run_ranks(2, str(script), str(CONFIG), str(path), str(when), method)
+    done = run_ranks(2, str(script), str(CONFIG), str(path), str(when), method, overlap)
     ended, raised = time.time(), float(when.read_text())
     # under load, where a job takes longer to start than these ten seconds, no longer than to start
     assert ended - raised < max(10, raised - began)
