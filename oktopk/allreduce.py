@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from collectives.connect import Communicator
 
 _Made = TypeVar("_Made")
-_NOTHING = StepResult(None, None)
 _SAME_STEPS = (
     "Every rank must take the same number of steps, with a gradient of zero where it has no batch left"
 )
@@ -71,18 +71,14 @@ class _BegunStep:
     """A step whose result is not known yet.
 
     Attributes:
-        number: counted from 0.
-        method: that runs.
         plan: of the step.
-        handle: None before the executor has begun it.
-        report: the caller's, where the step is deferred.
+        handle: that gives its result.
+        report: the caller's, to be completed.
     """
 
-    number: int
-    method: Method
     plan: Plan
-    handle: StepHandle | None = None
-    report: StepReport | None = None
+    handle: StepHandle
+    report: StepReport
 
 
 class GradientAllreduce:
@@ -385,9 +381,10 @@ class GradientAllreduce:
         with self.backend.stream_scope():
             self._complete()
             self._expect_step()
-            take = self._measured_step if measure else partial(self._step, may_defer=True)
             try:
-                return take(accepted, problem)
+                if measure:
+                    return self._measured_step(accepted, problem)
+                return self._step(accepted, problem, may_defer=True)
             finally:
                 self._expect_none()  # through peer memory there was no control operation
 
@@ -414,7 +411,10 @@ class GradientAllreduce:
             method, k = self._method_at(self.steps)
         plan = Plan(k, exact=False, new_boundaries=False, scale=1.0, timer=StageTimer())
         self.steps += 1
-        return self._report(_BegunStep(self.steps - 1, method, plan), skipped=True)
+        report = self._new_report(method, plan)
+        report.skipped = True
+        self._complete_report(report, StepResult(None, None))
+        return report
 
     def complete(self) -> None:
         """Complete the report of the last step, if that was deferred.
@@ -447,9 +447,7 @@ class GradientAllreduce:
         if self._open is None:
             return
         begun, self._open = self._open, None
-        known = self._end(begun)
-        for field in fields(known):
-            setattr(begun.report, field.name, getattr(known, field.name))
+        self._end(begun)
 
     def _measured_step(self, gradient: NDArray[np.float32], problem: str) -> StepReport:
         method, k = self._method_at(self.steps)
@@ -471,8 +469,8 @@ class GradientAllreduce:
         boundaries = method.boundaries
         if self._group is not None:
             selected, boundaries = self._group.in_whole_indices(selected), None
-        measures = self._sampler.after(self.update, selected, k, to_sum, boundaries)
-        return replace(report, measures=measures)
+        report.measures = self._sampler.after(self.update, selected, k, to_sum, boundaries)
+        return report
 
     def _step(self, gradient: NDArray[np.float32], problem: str, may_defer: bool = False) -> StepReport:
         settings, step = self.settings, self.steps
@@ -498,37 +496,40 @@ class GradientAllreduce:
         self._last_k = None  # where the step fails, the next one computes exact thresholds
         self._sparse_steps += method.sparse
         self._vectors.save()
-        begun = _BegunStep(step, method, plan)
         try:
-            begun.handle = self._executors[method.name].begin(gradient, plan)
+            handle = self._executors[method.name].begin(gradient, plan)
         except FlaggedRanksError as flagged:
-            return self._skipped_report(begun, flagged.ranks)
+            report = self._new_report(method, plan)
+            self._skip(report, flagged.ranks)
+            return report
         except ValueError:
             self._take_traffic()
             raise
         self._last_k = k
-        if not begun.handle.deferred:
-            return self._end(begun)
-        begun.report = self._report(begun, traffic=Traffic())
-        begun.report.complete = False
-        self._open = begun
-        return begun.report
+        report = self._new_report(method, plan)
+        begun = _BegunStep(plan, handle, report)
+        if handle.deferred:
+            self._open = begun
+        else:
+            self._end(begun)
+        return report
 
-    def _end(self, begun: _BegunStep) -> StepReport:
-        """The report of a step that has begun; waits for its result."""
-        assert begun.handle is not None
-        overwritten = begun.handle.deferred and self._vectors.support is None  # since the step began
+    def _end(self, begun: _BegunStep) -> None:
+        """Complete the report of a step that has begun; waits for its result."""
+        plan, handle, report = begun.plan, begun.handle, begun.report
+        overwritten = handle.deferred and self._vectors.support is None  # since the step began
         try:
-            result = begun.handle.result()
+            result = handle.result()
         except FlaggedRanksError as flagged:
-            return self._skipped_report(begun, flagged.ranks)
+            self._skip(report, flagged.ranks)
+            return
         finally:
             if overwritten:
                 self._vectors.support = None
         self._trust = min(self._trust + 1, _TRUSTED) if result.deferrable else 0
-        if result.given_up and begun.plan.exact:
+        if result.given_up and plan.exact:
             self._last_k = None  # the next step computes the exact thresholds
-        return self._report(begun, result)
+        self._complete_report(report, result)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, copied: plain numbers and arrays.
@@ -776,49 +777,53 @@ class GradientAllreduce:
                 warnings.warn(f"steps are flat, not in two levels: {error}", stacklevel=4)
             return None
 
-    def _skipped_report(self, begun: _BegunStep, ranks: list[int]) -> StepReport:
-        """The report of a step that no rank applied: these ranks' gradients, or the sum of all, are not finite. Or the error."""
+    def _skip(self, report: StepReport, ranks: list[int]) -> None:
+        """Complete the report of a step that no rank applied, or raise: these ranks' gradients, or the sum, are not finite."""
         self._last_k = None  # what this step was to renew, the next one renews
         if self.settings.nonfinite == "raise":
             self._take_traffic()
-            raise NonFiniteGradientError(ranks, begun.number) from None
+            raise NonFiniteGradientError(ranks, report.step) from None
         self._vectors.restore()
-        return self._report(begun, skipped=True)
+        report.skipped = True
+        self._complete_report(report, StepResult(None, None))
 
     def _take_traffic(self) -> Traffic:
         traffic = self.transport.take_traffic()
         return traffic if self._group is None else traffic + self._group.take_traffic()
 
-    def _report(
-        self,
-        begun: _BegunStep,
-        result: StepResult = _NOTHING,
-        skipped: bool = False,
-        traffic: Traffic | None = None,
-    ) -> StepReport:
-        if traffic is None:
-            traffic = self._take_traffic()
+    def _new_report(self, method: Method, plan: Plan) -> StepReport:
+        """The report of the last step that was counted, of whose outcome nothing is known yet."""
         return StepReport(
-            step=begun.number,
-            method=begun.method.name,
-            local_exact=result.local_exact,
-            global_exact=result.global_exact,
-            skipped=skipped,
-            k=begun.plan.k,
+            step=self.steps - 1,
+            method=method.name,
+            local_exact=False,
+            global_exact=False,
+            skipped=False,
+            k=plan.k,
             length=self.length,
-            local_nnz=result.local_nnz,
-            global_nnz=result.global_nnz,
-            local_threshold=result.local_threshold,
-            global_threshold=result.global_threshold,
-            words=traffic.words,
-            bytes=traffic.bytes,
-            bytes_between=traffic.bytes_between,
+            local_nnz=0,
+            global_nnz=0,
+            local_threshold=math.nan,
+            global_threshold=math.nan,
+            words=0,
+            messages=0,
+            control_words=0,
+            control_messages=0,
+            seconds=plan.timer.seconds,
+            complete=False,
             levels=self.levels,
             shards=self.shards,
             wire=self.settings.wire,
-            rounded=result.rounded,
-            messages=traffic.messages,
-            control_words=traffic.control_words,
-            control_messages=traffic.control_messages,
-            seconds=begun.plan.timer.seconds,
         )
+
+    def _complete_report(self, report: StepReport, result: StepResult) -> None:
+        """Fill in what a step gave, and its traffic. The GPU has its next step only after this: it sets fields one by one."""
+        report.local_exact, report.global_exact = result.local_exact, result.global_exact
+        report.local_nnz, report.global_nnz = result.local_nnz, result.global_nnz
+        report.local_threshold, report.global_threshold = result.local_threshold, result.global_threshold
+        report.rounded = result.rounded
+        traffic = self._take_traffic()
+        report.words, report.messages = traffic.words, traffic.messages
+        report.bytes, report.bytes_between = traffic.bytes, traffic.bytes_between
+        report.control_words, report.control_messages = traffic.control_words, traffic.control_messages
+        report.complete = True

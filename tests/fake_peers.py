@@ -6,7 +6,6 @@ on any machine. What kernels compute, and when, is not.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,8 +33,11 @@ class FakePeers:
         self._k = self._nearest = 0
         self._open = True
 
-    def abort_on_error(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def upcoming_epoch(self) -> int:
+        return 0
+
+    def abort(self, epoch: int) -> None:
+        pass
 
     def check_abort(self) -> None:
         pass

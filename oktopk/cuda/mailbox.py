@@ -28,7 +28,8 @@ class Mailbox:
     def read(self, epoch: int) -> list[int]:
         """The values of that epoch; waits until all have arrived."""
         self._device.watch(self._words, self._count - 1, epoch)
+        base = epoch << 32
         while True:
-            words = self._words[:]
-            if all(word >> 32 == epoch for word in words):
-                return [word & 0xFFFFFFFF for word in words]
+            words = [word - base for word in self._words[:]]
+            if min(words) >= 0 and max(words) <= 0xFFFFFFFF:  # else some are of another epoch
+                return words

@@ -70,8 +70,12 @@ class P2PExecutor:
         self._barrier_due = False
 
     def begin(self, gradient: Any, plan: Plan) -> _P2PHandle:
-        with self.p2p_step.abort_on_error():
+        epoch = self.p2p_step.upcoming_epoch()
+        try:
             return self._begin(gradient, plan)
+        except BaseException:
+            self.p2p_step.abort(epoch)
+            raise
 
     def _begin(self, gradient: Any, plan: Plan) -> _P2PHandle:
         method, vectors = self._method, self._vectors
@@ -90,10 +94,10 @@ class P2PExecutor:
         exact = plan.exact or threshold.bits is None
         deferred = plan.may_defer and threshold.bits is not None and not (renew and regions.splits is None)
         selection, splits = None, regions.splits
+        needed = renew or exact or overflowed or local.needs_exact or local.bits is None
         # a guess that missed once need not come near the next time: this rank alone waits
-        if not deferred or local.needs_host:
-            selection, splits = self._select_first(corrected, overflowed, plan, needed=renew or exact)
-        if selection is not None:
+        if needed and (not deferred or local.needs_host):
+            selection, splits = self._select_first(corrected, overflowed, plan)
             plan.timer.record("select")
         if renew:
             # a deferred step proposes the splits of the selection before: regions are for many steps
@@ -105,29 +109,40 @@ class P2PExecutor:
         bits = 0
         if selection is None:
             bits = local.lower_threshold() if cut_to_k else local.bits or 0
-        handle = _P2PHandle(
-            self, gradient, corrected, overflowed, plan, selection, bits, cut_to_k, exact, deferred
+        assert regions.boundaries is not None
+        self.p2p_step.launch(
+            corrected,
+            vectors,
+            (bits, threshold.lowest if exact else threshold.expected),
+            regions.boundaries,
+            selected=selection and (selection.packed.nnz, selection.nonfinite + overflowed),
+            exact=exact,
+            timed=plan.timer.detailed,
+            cut_to_k=cut_to_k,
+            deferred=deferred,
         )
-        self._launch(handle)
         if deferred:
             vectors.nothing_applied()  # as far as the host knows
             vectors.selected, vectors.pending = None, True
             plan.timer.record("step")
-        return handle
+        return _P2PHandle(
+            self, gradient, corrected, overflowed, plan, selection, bits, cut_to_k, exact, deferred
+        )
 
     def end_waited(self, step: _P2PHandle) -> StepResult:
         """The result of a step that the host waits for."""
         method, vectors, plan, k = self._method, self._vectors, step.plan, step.plan.k
+        # while kernels run: the selection is known long before the outcome
+        selection, splits = step.selection or self._selected_by(step), self._splits()
         # the one wait: the kernels run on, and need nothing that the host learns
-        outcome = self._learn_splits(self.p2p_step.outcome(step.exact))
-        selection = step.selection or self._selected_by(step)
+        outcome = self.p2p_step.outcome(step.exact)
         deferrable = True
         if outcome.stopped_at == "threshold" and not (step.exact or outcome.skewed):
             # a deferred step would have gone on with what the best candidate keeps
             deferrable = keeps_enough(outcome.nearest, k)
             step.exact = True
-            lowest = method.threshold.lowest
-            outcome = self._learn_splits(self.p2p_step.go_exact(lowest))
+            outcome = self.p2p_step.go_exact(method.threshold.lowest)
+        method.regions.splits = None if outcome.stopped_at else splits
         if not outcome.stopped_at:
             result = self._applied(step, selection, outcome)
             result.deferrable = deferrable
@@ -157,8 +172,7 @@ class P2PExecutor:
     def end_deferred(self, step: _P2PHandle) -> StepResult:
         """The result of a deferred step; not collective."""
         method, local, k = self._method, self._method.selection, step.plan.k
-        outcome, selection = self._learn_splits(self.p2p_step.outcome(step.exact)), step.selection
-        self._barrier_due, method.regions.overflowed = outcome.stopped_at == "selection", outcome.overflowed
+        selection = step.selection
         if selection is None:
             selected = self.p2p_step.selected()
             if selected.nonfinite or selected.nnz > selection_cap(k):
@@ -167,6 +181,10 @@ class P2PExecutor:
                 selection = self._selected_by(step)
                 if step.cut_to_k and not selection.exact and step.bits > 1:
                     local.force_exact()
+        splits = self._splits()
+        outcome = self.p2p_step.outcome(step.exact)
+        self._barrier_due, method.regions.overflowed = outcome.stopped_at == "selection", outcome.overflowed
+        method.regions.splits = None if outcome.stopped_at else splits
         if outcome.flagged or outcome.stopped_at == "sums":
             raise FlaggedRanksError(list(outcome.flagged))
         if outcome.stopped_at:
@@ -182,34 +200,12 @@ class P2PExecutor:
         self.p2p_step.close()
         self._method.close()
 
-    def _launch(self, step: _P2PHandle) -> None:
-        plan, selection, vectors = step.plan, step.selection, self._vectors
-        threshold, boundaries = self._method.threshold, self._method.regions.boundaries
-        put = None
-        if selection is not None:
-            put = selection.packed.nnz, selection.nonfinite + step.overflowed
-        assert boundaries is not None
-        self.p2p_step.launch(
-            step.corrected,
-            vectors,
-            (step.bits, threshold.lowest if step.exact else threshold.expected),
-            boundaries,
-            selected=put,
-            exact=step.exact,
-            timed=plan.timer.detailed,
-            cut_to_k=step.cut_to_k,
-            deferred=step.deferred,
-        )
-
-    def _learn_splits(self, outcome: Any) -> Any:
-        """The outcome; learns where the selection splits evenly, unless the kernels stopped."""
-        regions = self._method.regions
-        regions.splits = None
-        if not outcome.stopped_at:
-            selected, method = self.p2p_step.selected(), self._method
-            equal = equal_boundaries(method.length, method.transport.size)[1:-1]
-            regions.splits = np.array(selected.splits, np.int64) if selected.nnz else equal
-        return outcome
+    def _splits(self) -> NDArray[np.int64]:
+        """int64[P - 1], the indices that split the step's selection into equal counts."""
+        selected, method = self.p2p_step.selected(), self._method
+        if selected.nnz:
+            return np.array(selected.splits, np.int64)
+        return equal_boundaries(method.length, method.transport.size)[1:-1]
 
     def _applied(self, step: _P2PHandle, selection: Selection, outcome: Any) -> StepResult:
         """What a step gave that the kernels ended by themselves; learns from it."""
@@ -235,13 +231,9 @@ class P2PExecutor:
         return Selection(packed, 0, True, bits_magnitude(selected.bits), selected.offsets)
 
     def _select_first(
-        self, gradient: Any, overflowed: bool, plan: Plan, needed: bool
-    ) -> tuple[Selection | None, NDArray[np.int64] | None]:
-        """A selection that the host looks at before the step is launched, and the indices that split it evenly.
-
-        Args:
-            needed: also where the threshold of the last step will do; else (None, None) then.
-        """
+        self, gradient: Any, overflowed: bool, plan: Plan
+    ) -> tuple[Selection, NDArray[np.int64]]:
+        """A selection that the host looks at before the step is launched, and the indices that split it evenly."""
         method, local, k, residual = self._method, self._method.selection, plan.k, self._vectors.residual
         assert residual is not None
         if overflowed:
@@ -250,7 +242,7 @@ class P2PExecutor:
             return selection, method.splits(selection.packed)
         if plan.exact or local.needs_exact or local.bits is None:
             return self._select_exact(gradient, residual, k)
-        return self._select_by(local.bits, gradient, residual, k) if needed else (None, None)
+        return self._select_by(local.bits, gradient, residual, k)
 
     def _select_exact(self, gradient: Any, residual: Any, k: int) -> tuple[Selection, NDArray[np.int64]]:
         method, local, lowest = self._method, self._method.selection, self._method.selection.lower_threshold()

@@ -9,8 +9,7 @@ host waits for it when the next step begins, and gives it up where it stopped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +171,8 @@ class P2PStep:
         """
         launches = self._launches
         assert launches is not None
-        self._epoch = self._selected_at = self._device.next_epoch()
+        device = self._device
+        self._epoch = self._selected_at = epoch = device.next_epoch()
         self._selection = None
         if boundaries is not self._boundaries:
             self._boundaries = boundaries
@@ -184,19 +184,18 @@ class P2PStep:
         else:
             vectors.clear_update()
         flags = (CUT_TO_K if cut_to_k else 0) | (DEFERRED if deferred else 0)
-        launches.set_step(self._epoch, bits[0], bits[1], to_clear, flags)
-        self._device.pending = True
+        launches.set_step(epoch, bits[0], bits[1], to_clear, flags)
+        device.pending = True
         residual: Any = vectors.residual
         update: Any = vectors.update
         velocity: Any = vectors.velocity
-        pointers = (
+        self._pointers = pointers = (
             pointer_of(gradient),
             residual.data.ptr,
             update.data.ptr,
             0 if velocity is None else velocity.data.ptr,
         )
-        self._pointers = pointers
-        stream = self._device.stream
+        stream = device.stream
         reader = launches.set_gradient(gradient)
         launches.timed = timed and selected is None
         if selected is not None:
@@ -204,19 +203,19 @@ class P2PStep:
             launches.put_selection(*selected, stream.ptr)
             launches.enqueue(pointers, stream.ptr, exact=exact, deferred=deferred)
             return
-        captured = not (timed or exact)
-        graph = self._graphs.get((*pointers, reader, deferred)) if captured else None
-        if graph is None and captured:
-            graph = self._first_seen(pointers, reader, deferred)
+        graph = None
+        if not (timed or exact):
+            key = *pointers, reader, deferred
+            graph = self._graphs.get(key) or self._first_seen(key)
         if graph is None:
             launches.enqueue_whole(pointers, stream.ptr, exact=exact, deferred=deferred)
         else:
             graph.launch(stream)
 
-    def _first_seen(self, pointers: tuple[int, ...], reader: int, deferred: bool) -> Any:
-        """A graph of the step, for pointers that come a second time; None for those that may never come back."""
+    def _first_seen(self, key: tuple[int, ...]) -> Any:
+        """A graph of the step, for a key that comes a second time; None for one that may never come back."""
         assert self._launches is not None
-        key = *pointers, reader, deferred
+        *pointers, _, deferred = key
         if key not in self._graphs:
             if len(self._graphs) >= _MOST_GRAPHS:
                 self._graphs.clear()
@@ -225,7 +224,9 @@ class P2PStep:
         capturing = cupy.cuda.Stream(non_blocking=True)
         capturing.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
         try:
-            self._launches.enqueue_whole(pointers, capturing.ptr, exact=False, deferred=deferred)
+            self._launches.enqueue_whole(
+                tuple(pointers), capturing.ptr, exact=False, deferred=bool(deferred)
+            )
         except BaseException:
             with suppress(cupy.cuda.runtime.CUDARuntimeError):  # half a step is no graph
                 capturing.end_capture()
@@ -234,7 +235,7 @@ class P2PStep:
         return graph
 
     def selected(self) -> DeviceSelection:
-        """The selection that `launch` made; there once the outcome is."""
+        """The selection that `launch` made; waits for that alone, which comes long before the outcome."""
         if self._selection is None:
             assert self._launches is not None
             words = self._launches.selected.read(self._selected_at)
@@ -259,10 +260,14 @@ class P2PStep:
         """
         launches, transport = self._launches, self._transport
         assert launches is not None
-        with self.abort_on_error():
+        epoch = self.upcoming_epoch()
+        try:
             self._epoch = self._device.next_epoch()
             launches.set_step(self._epoch, 0, lowest, 0, 0)
             launches.enqueue_exact(self._pointers, self._device.stream.ptr)
+        except BaseException:
+            self.abort(epoch)
+            raise
         self._device.pending = True
         others = transport.size - 1
         transport.traffic.count_control(WORD_BYTES * others * _DIGITS, len(LEVELS))
@@ -282,23 +287,24 @@ class P2PStep:
         """
         transport, launches = self._transport, self._launches
         assert launches is not None
-        rank, ranks = transport.rank, transport.size
+        rank, ranks, traffic = transport.rank, transport.size, transport.traffic
         others = ranks - 1
+        # while kernels run: what follows the wait keeps the GPU from its next step
+        traffic.count_control(WORD_BYTES * others * (3 + ranks))
+        selected = self.selected()
+        offsets = selected.offsets or []
+        messages = sum(other != rank and offsets[other] < offsets[other + 1] for other in range(ranks))
+        nbytes = ENTRY.itemsize * (selected.nnz - offsets[rank + 1] + offsets[rank])
+        counted, levels = (_DIGITS, len(LEVELS)) if exact else (NUM_COUNTERS, 1)
         decided = launches.decided.read(self._epoch)
         stop, counts = decided[0], decided[DECISION_WORDS:]
         self._check_abort(stop, counts)
-        traffic = transport.traffic
-        traffic.count_control(WORD_BYTES * others * (3 + ranks))
         if stop in (BAD_SELECTION, NOT_FINITE, BAD_REGIONS):
             flags = counts if stop == NOT_FINITE else []
             flagged = tuple(source for source, found in enumerate(flags) if found)
             return Outcome("selection", flagged, overflowed=stop == BAD_REGIONS)
-        selected = self.selected()
-        offsets = selected.offsets or []
-        messages = sum(other != rank and offsets[other] < offsets[other + 1] for other in range(ranks))
-        traffic.count(ENTRY.itemsize * (selected.nnz - offsets[rank + 1] + offsets[rank]), messages)
-        counted = _DIGITS if exact else NUM_COUNTERS
-        traffic.count_control(WORD_BYTES * others * counted, len(LEVELS) if exact else 1)
+        traffic.count(nbytes, messages)
+        traffic.count_control(WORD_BYTES * others * counted, levels)
         return self._kept(*decided, exact=exact)
 
     def _kept(self, stop: int, nearest: int, bits: int, total: int, *counts: int, exact: bool) -> Outcome:
@@ -312,25 +318,19 @@ class P2PStep:
         missed = 0 if exact else _CANDIDATE_BITS[nearest]
         return Outcome("", bits=bits, missed=missed, gathered=self._launches.gathered[:total])
 
-    @contextmanager
-    def abort_on_error(self) -> Iterator[None]:
-        """If the body raises, abort the step on all ranks: their kernels would otherwise wait for this rank's.
-
-        Raises:
-            RuntimeError: an earlier step was aborted.
-        """
+    def upcoming_epoch(self) -> int:
+        """The epoch of what is launched next; raises RuntimeError where an earlier step was aborted."""
         if self._aborted:
             raise RuntimeError(self._aborted)
-        epoch = self._device.epoch + 1
-        try:
-            yield
-        except BaseException:
-            if self._launches is not None:
-                self._aborted = _ABORTED.format(f"rank {self._transport.rank} raised an error of its own")
-                # after a fault of the GPU this fails too, and the fault is the error to report
-                with suppress(cupy.cuda.runtime.CUDARuntimeError):
-                    self._launches.abort(epoch)
-            raise
+        return self._device.epoch + 1
+
+    def abort(self, epoch: int) -> None:
+        """Abort the step on all ranks from this epoch on, as this rank raises: their kernels would wait for its."""
+        if self._launches is not None:
+            self._aborted = _ABORTED.format(f"rank {self._transport.rank} raised an error of its own")
+            # after a fault of the GPU this fails too, and the fault is the error to report
+            with suppress(cupy.cuda.runtime.CUDARuntimeError):
+                self._launches.abort(epoch)
 
     def check_abort(self) -> None:
         """Look for an abort that no step of this rank has met; waits for its kernels. Raises RuntimeError."""
