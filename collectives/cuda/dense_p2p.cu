@@ -6,18 +6,19 @@
 // two_shot  tiles again, each summed by its owner alone, who writes the sum into the others' windows.
 //
 // Shapes   in, out, addend: [n], each aligned to its elements; out may be in. A window holds, from `area` on: flagged words
-//          [2 parities][RANKS sources][capacity] of 16 bytes (one_shot); or rings [2 parities][2 phases][RANKS sources][DENSE_RING_BLOCKS][SLOTS]
-//          of tiles, and behind them, from `flags` on, 64 bits for each tile of them. p: struct of layouts.py.
+//          [2 parities][RANKS sources][capacity] of 16 bytes (one_shot); or rings [2 phases][RANKS sources][DENSE_RING_BLOCKS][SLOTS]
+//          of tiles, and behind them, from `flags` on, 64 bits for each tile of them. counts: on this GPU, in one_shot
+//          [DENSE_BLOCKS], its launches, else [DENSE_RING_BLOCKS][2 phases], the tiles sent. p: struct of layouts.py.
 // Units    area, flags: bytes from the start of a window. capacity: 8 bytes of data each. timeout: ns.
 // Sum      x0 + x1, x2 + x3, ... of neighbouring ranks, then of neighbouring pairs: the tree of DenseAllreduce in rank order and in
 //          float32 in every algorithm, rounded once to GRADIENT; so the bits depend on neither length, algorithm nor alignment. out
 //          becomes round(scale * sum), with an addend round(round(scale * sum) + addend).
-// Epochs   one a launch, counted in device memory, so that a captured launch can be replayed: block b reads epochs[b], all are
-//          advanced by the launch. Two parities alternate: a rank that ends a launch has heard from every rank in it, whose kernel of
-//          the launch before has then ended, and with it every read of that launch's parity.
-// Rings    a block sends AHEAD tiles more before it waits for a tile. Who sends tile j has received tile j - 1 - AHEAD, in two shots
-//          the sum of tile j - 1 - 2 AHEAD; its sender had then read what this block sent 2 AHEAD + 2 tiles ago, whose place tile j
-//          takes.
+// Replays  launches and tiles are counted in device memory, so that a captured launch can be replayed. A rank that ends a launch has
+//          heard from every rank in it, whose kernels of earlier launches have then ended, and with them their reads.
+// Parities so the words of a launch of one_shot may overwrite those of the one before the last.
+// Rings    go on from launch to launch. A block sends AHEAD tiles more before it waits for a tile. Who sends tile j has received
+//          tile j - 1 - AHEAD, in two shots the sum of tile j - 1 - 2 AHEAD; its sender had then read what this block sent
+//          2 AHEAD + 2 tiles ago, whose place tile j takes.
 // Launch   blocks of DENSE_THREADS, at most DENSE_BLOCKS, in tiles at most DENSE_RING_BLOCKS; as many on every rank. All ranks launch alike, in the same order.
 // Abort    a wait past the time limit aborts all ranks, as in p2p.cuh; so does the host. `report` becomes 1, `out` is undefined.
 // Overflow a sum that overflows is Inf. The host sees to it that the vector fits.
@@ -30,10 +31,10 @@
 #ifndef RANKS
 #define RANKS 2
 #define DENSE_THREADS 512
-#define DENSE_VECTORS 1
-#define DENSE_AHEAD 2
+#define DENSE_VECTORS 4
+#define DENSE_AHEAD 1
 #define DENSE_BLOCKS 512
-#define DENSE_RING_BLOCKS 128
+#define DENSE_RING_BLOCKS 256
 #endif
 
 constexpr int AHEAD = DENSE_AHEAD;       // tiles that a block sends before it waits for the first
@@ -150,14 +151,6 @@ __device__ __forceinline__ uint4 load_uncached(unsigned long long from) {
   return __ldcg(reinterpret_cast<const uint4*>(from));
 }
 
-// The epoch of this launch. A whole block calls, before any of its threads calls `advance`.
-__device__ __forceinline__ unsigned long long begin_epoch(const DenseAllreduce& p) { return p.epochs[blockIdx.x]; }
-__device__ __forceinline__ void advance(const DenseAllreduce& p, unsigned long long epoch) {
-  if (threadIdx.x == 0) p.epochs[blockIdx.x] = epoch + 1;
-  if (blockIdx.x == 0)  // for blocks that this launch has not
-    for (int block = gridDim.x + threadIdx.x; block < DENSE_BLOCKS; block += blockDim.x) p.epochs[block] = epoch + 1;
-}
-
 __device__ __forceinline__ int rank_after(int rank, int distance) {
   return rank + distance < RANKS ? rank + distance : rank + distance - RANKS;
 }
@@ -166,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(DENSE_THREADS) dense_one_shot(const
   using Unit = Pack<uint2>;
   const int rank = p.p2p.rank;
   const long long units = (p.n + Unit::ELEMENTS - 1) / Unit::ELEMENTS;
-  const unsigned long long epoch = begin_epoch(p), flag = (epoch & 0xffffffffull) << 32;
+  const unsigned long long epoch = p.counts[blockIdx.x], flag = (epoch & 0xffffffffull) << 32;
   const unsigned long long area = p.area + (epoch & 1) * RANKS * p.capacity * 16;
   FOR_EACH(i, units) {
     const Unit mine = load_pack<uint2>(p.in, i, p.n, p.aligned);
@@ -175,7 +168,9 @@ extern "C" __global__ void __launch_bounds__(DENSE_THREADS) dense_one_shot(const
       store_relaxed(p.windows[rank_after(rank, k)] + area + (rank * p.capacity + i) * 16, flag | mine.raw.x, flag | mine.raw.y);
   }
   __syncthreads();
-  advance(p, epoch);
+  if (threadIdx.x == 0) p.counts[blockIdx.x] = epoch + 1;
+  if (blockIdx.x == 0)  // for blocks that this launch has not
+    for (int block = gridDim.x + threadIdx.x; block < DENSE_BLOCKS; block += blockDim.x) p.counts[block] = epoch + 1;
   const unsigned long long here = p.windows[rank] + area;
   FOR_EACH(i, units) {
     Unit all[RANKS];
@@ -222,15 +217,15 @@ __device__ __forceinline__ void reduce_in_tiles(const DenseAllreduce& p) {
   const long long packs = (p.n + Vector::ELEMENTS - 1) / Vector::ELEMENTS;
   const long long supertiles = (packs + PARTS * TILE - 1) / (PARTS * TILE);
   const long long tiles = (supertiles - blockIdx.x + gridDim.x - 1) / gridDim.x;  // of this block
-  const unsigned long long epoch = begin_epoch(p);
+  const unsigned long long sent[2] = {p.counts[2 * blockIdx.x], p.counts[2 * blockIdx.x + 1]};  // by this block before, in each phase
   __syncthreads();
-  advance(p, epoch);
+  if (threadIdx.x < PHASES) p.counts[2 * blockIdx.x + threadIdx.x] += tiles;
   const WindowHead* head = head_of(p.windows[rank]);
 
-  // which slot of a phase's ring tile j of a source lies in
+  // where tile j of a source lies, in the ring of a phase
   const auto slot = [&](int phase, int source, long long j) {
-    const unsigned long long ring = ((epoch & 1) * 2 + phase) * RANKS + source;
-    return (ring * DENSE_RING_BLOCKS + blockIdx.x) * SLOTS + j % SLOTS;  // where it lies does not depend on the launch
+    return ((phase * RANKS + source) * DENSE_RING_BLOCKS + blockIdx.x) * static_cast<unsigned long long>(SLOTS) +
+           (sent[phase] + j) % SLOTS;
   };
   const auto at = [&](int owner, unsigned long long slot, int v) {
     return p.windows[owner] + p.area + (slot * TILE + v * DENSE_THREADS + threadIdx.x) * 16;
@@ -238,11 +233,11 @@ __device__ __forceinline__ void reduce_in_tiles(const DenseAllreduce& p) {
   const auto pack_of = [&](long long j, int part, int v) {
     return ((j * gridDim.x + blockIdx.x) * PARTS + part) * TILE + v * DENSE_THREADS + threadIdx.x;
   };
-  const auto value = [&](long long j) { return epoch << 20 | static_cast<unsigned long long>(j); };
+  const auto value = [&](int phase, long long j) { return sent[phase] + j + 1; };
   const auto signal = [&](int phase, long long j) {  // after __syncthreads
     if (threadIdx.x + 1 < RANKS) {
       const int peer = rank_after(rank, threadIdx.x + 1);
-      store_release(p.windows[peer] + p.flags + slot(phase, rank, j) * 8, value(j));
+      store_release(p.windows[peer] + p.flags + slot(phase, rank, j) * 8, value(phase, j));
     }
   };
   const auto arrived = [&](int phase, long long j) {
@@ -251,7 +246,7 @@ __device__ __forceinline__ void reduce_in_tiles(const DenseAllreduce& p) {
       const int source = rank_after(rank, threadIdx.x + 1);
       const unsigned long long flag = p.windows[rank] + p.flags + slot(phase, source, j) * 8;
       Wait wait;
-      while (here && load_acquire(flag) != value(j)) here = !wait.is_over(p.p2p, head, source, DENSE_ABORT);
+      while (here && load_acquire(flag) != value(phase, j)) here = !wait.is_over(p.p2p, head, source, DENSE_ABORT);
     }
     here = __syncthreads_and(here);
     if (!here && threadIdx.x == 0) *p.report = 1;

@@ -30,9 +30,9 @@ ALGORITHMS = ("one_shot", "pushed", "two_shot")
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
 _CUDA = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 _SOURCE = Path(__file__).with_name("dense_p2p.cu")
-_THREADS, _VECTORS, _AHEAD = 512, 1, 2  # of a block; packs of 16 bytes a thread of a tile; see `dense_p2p.cu`
+_THREADS, _VECTORS, _AHEAD = 512, 4, 1  # of a block; packs of 16 bytes a thread of a tile; see `dense_p2p.cu`
 _MOST_BLOCKS = 512  # of any launch
-_RING_BLOCKS = 256
+_RING_BLOCKS = 256  # of a launch in tiles, for two ranks: fewer for more, which send each tile to more
 _TILE = _THREADS * _VECTORS * 16  # bytes
 _FLAGGED = 2 << 20  # bytes of data that all sources together may send by `one_shot`
 MEASURED = (*(4096 << i for i in range(0, 9)), 2 << 20, 4 << 20, 16 << 20, 64 << 20)
@@ -70,7 +70,7 @@ class DenseP2P:
     Attributes:
         choices: by length in bytes, see `Choice`.
 
-    Memory: a window of about 4 MB, and 17 MB for each rank.
+    Memory: a window of 75 to 143 MB.
     Traffic: none but of `dense_allreduce`; control: allgathers at construction.
     """
 
@@ -85,12 +85,17 @@ class DenseP2P:
         self._transport, self._device, self._timeout = transport, device, timeout
         self._most_units = _FLAGGED // ranks // 8
         flagged = 2 * ranks * self._most_units * 16
-        rings = 4 * ranks * _RING_BLOCKS * (2 * _AHEAD + 2)
+        rings = 2 * ranks * ring_blocks(ranks) * (2 * _AHEAD + 2)
         nbytes = flagged + rings * (_TILE + 8)
         self._memory = SymmetricMemory(transport, device, nbytes)
         device.zero(self._memory.array(nbytes, np.uint8).data.ptr, nbytes)
-        self._epochs = device.allocate(_MOST_BLOCKS, np.uint64)
-        self._epochs.set(np.ones(_MOST_BLOCKS, np.uint64), stream=device.stream)
+        # launches of one_shot, from 1 on; tiles of the others
+        self._counts = (
+            device.allocate(_MOST_BLOCKS, np.uint64),
+            device.allocate(2 * ring_blocks(ranks), np.uint64),
+        )
+        for counts, first in zip(self._counts, (1, 0), strict=True):
+            counts.set(np.full(counts.size, first, np.uint64), stream=device.stream)
         device.report("dense abort", 1)
         self._report = device.view("dense abort", ctypes.c_uint32)
         device.synchronize()
@@ -100,13 +105,16 @@ class DenseP2P:
         first = SymmetricMemory.first
         self._fields = {
             "p2p": p2p, "windows": (ctypes.c_uint64 * MOST_DENSE_RANKS)(*windows), "capacity": self._most_units,
-            "epochs": self._epochs.data.ptr, "report": device.address("dense abort"),
+            "report": device.address("dense abort"),
+        }  # fmt: skip
+        in_tiles = {
+            "area": first + flagged, "flags": first + flagged + rings * _TILE, "counts": self._counts[1].data.ptr,
         }  # fmt: skip
         self._areas = {
-            "one_shot": {"area": first},
-            "pushed": {"area": first + flagged, "flags": first + flagged + rings * _TILE},
+            "one_shot": {"area": first, "counts": self._counts[0].data.ptr},
+            "pushed": in_tiles,
+            "two_shot": in_tiles,
         }
-        self._areas["two_shot"] = self._areas["pushed"]
         self.choices = tuple(Choice(*choice) for choice in _UNMEASURED)
         if len(measure) and ranks > 1:
             self.choices = self._measured(measure)
@@ -234,7 +242,7 @@ class DenseP2P:
         if algorithm == "one_shot":
             return min(-(-nbytes // (8 * _THREADS)), _MOST_BLOCKS)
         tile = _TILE * (self._transport.size if algorithm == "two_shot" else 1)
-        return min(-(-nbytes // tile), _RING_BLOCKS)
+        return min(-(-nbytes // tile), ring_blocks(self._transport.size))
 
     def _measured(self, lengths: Sequence[int]) -> tuple[Choice, ...]:
         """The fastest algorithm at each length, by the slowest rank. Collective."""
@@ -304,6 +312,11 @@ class P2PDenseAllreduce:
         self._sum.close()
 
 
+def ring_blocks(ranks: int) -> int:
+    """Blocks of a launch in tiles, at most."""
+    return _RING_BLOCKS // max(1, ranks - 1)
+
+
 def choices_by(seconds: Mapping[tuple[int, str], float]) -> tuple[Choice, ...]:
     """The table of choices from measured times.
 
@@ -344,7 +357,8 @@ def _graph_seconds(call: Callable[[], None], stream: Any, calls: int = 10, repla
 @functools.cache
 def _kernels(element_type: str, ranks: int) -> dict[str, Kernel]:
     constants = {
-        "THREADS": _THREADS, "VECTORS": _VECTORS, "AHEAD": _AHEAD, "BLOCKS": _MOST_BLOCKS, "RING_BLOCKS": _RING_BLOCKS,
+        "THREADS": _THREADS, "VECTORS": _VECTORS, "AHEAD": _AHEAD, "BLOCKS": _MOST_BLOCKS,
+        "RING_BLOCKS": ring_blocks(ranks),
     }  # fmt: skip
     defines = (f"DENSE_{name}={value}" for name, value in constants.items())
     module = compiled(_SOURCE, f"GRADIENT={_CUDA[element_type]}", f"RANKS={ranks}", *defines)

@@ -142,7 +142,7 @@ SumsState = struct("SumsState", """
 struct("DenseAllreduce", """
     P2P p2p; unsigned long long windows[MOST_DENSE_RANKS]; unsigned long long area; unsigned long long flags;
     long long capacity; const void* in; void* out; const void* addend; long long n; float scale; int aligned;
-    unsigned long long* epochs; unsigned* nonfinite;
+    unsigned long long* counts; unsigned* nonfinite;
     volatile unsigned* report;""", "dense_one_shot", "dense_pushed", "dense_two_shot")
 struct("PutSelection", """
     P2P p2p; const Entry* entries; long long nnz; unsigned nonfinite; const long long* boundaries; unsigned* header;
