@@ -224,9 +224,7 @@ class P2PStep:
         capturing = cupy.cuda.Stream(non_blocking=True)
         capturing.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
         try:
-            self._launches.enqueue_whole(
-                tuple(pointers), capturing.ptr, exact=False, deferred=bool(deferred)
-            )
+            self._launches.enqueue_whole(tuple(pointers), capturing.ptr, exact=False, deferred=bool(deferred))
         except BaseException:
             with suppress(cupy.cuda.runtime.CUDARuntimeError):  # half a step is no graph
                 capturing.end_capture()
