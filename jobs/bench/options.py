@@ -32,6 +32,7 @@ from jobs.bench.arguments import (
     parser,
 )
 from jobs.bench.document import NCCL_ROWS, BenchError
+from jobs.bench.links import bits_per_second
 from jobs.bench.row_volume import SKEWS
 from oktopk import METHODS, Settings
 from oktopk.devices import GRADIENT_TYPES
@@ -47,7 +48,8 @@ class Options:
 
     Attributes:
         methods: names in KNOWN[device], each once.
-        length: n; None with a recording, whose it is.
+        length: n of the first run; None with a recording, whose it is.
+        more_lengths: of the runs that follow.
         warmup: steps discarded.
         dense_steps: steps measured of dense methods.
         gradients: a name in PROFILES.
@@ -58,6 +60,7 @@ class Options:
         sweep_ranks: numbers of ranks of a sweep; empty: no sweep.
         memory: watch allocations in the last steps of the warm-up.
         network: what joins the ranks, in words for the record.
+        link: rate of each host's link, as `jobs.bench.links.bits_per_second` takes it; "" where it is not told.
         table: a name in TABLES; "" for none.
         rows: numbers of the table's rows from 1; empty: all.
         types: gradient types of the table; empty: both.
@@ -85,6 +88,8 @@ class Options:
     json: Path | None = None
     memory: bool = True
     network: str = ""
+    link: str = ""
+    more_lengths: tuple[int, ...] = ()
     quiet: bool = False
     table: str = ""
     rows: tuple[int, ...] = ()
@@ -107,10 +112,12 @@ class Options:
         words += ["--warmup", str(self.warmup), "--dense-steps", str(self.dense_steps)]
         words += ["--seed", str(self.seed), "--device", self.device]
         words += ["--replay", str(self.replay)] if self.replay else ["--gradients", self.gradients]
-        words += [] if self.length is None else ["--length", str(self.length)]
+        lengths = [] if self.length is None else [self.length, *self.more_lengths]
+        words += ["--length", ",".join(map(str, lengths))] if lengths else []
         words += [f"--set={name}={json.dumps(value)}" for name, value in self.settings.items()]
         words += ["--gradient-type", self.gradient_type]
         words += ["--network", self.network] if self.network else []
+        words += ["--link", self.link] if self.link else []
         words += [] if self.memory else ["--no-memory"]
         words += ["--ablate"] if self.ablate else []
         return words + (["--quiet"] if self.quiet else [])
@@ -161,18 +168,18 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
     warmup = math.ceil(2 / density) if given.warmup is None else given.warmup
     if warmup < 0:
         raise BenchError(f"warmup {warmup} is not at least 0")
-    length = given.length
-    if length is None and given.replay is None:
-        length = SWEEP_LENGTH if sweep else VGG_LENGTH
-    if length is not None:
-        try:
-            check_length(length)
-        except ValueError as error:
-            raise BenchError(str(error)) from None
+    lengths = _lengths(given.length)
+    if not lengths and given.replay is None:
+        lengths = (SWEEP_LENGTH if sweep else VGG_LENGTH,)
+    if len(lengths) > 1 and (sweep or given.ablate or given.table or given.replay is not None):
+        raise BenchError("--length takes one length with --ablate, --sweep-ranks, --table or --replay")
+    if given.link:
+        bits_per_second(given.link)
     steps = STEPS if given.steps is None else given.steps
     options = Options(
         methods=methods,
-        length=length,
+        length=lengths[0] if lengths else None,
+        more_lengths=lengths[1:],
         density=density,
         steps=steps,
         warmup=warmup,
@@ -187,6 +194,7 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
         sweep_ranks=sweep,
         memory=given.memory and not sweep,
         table=given.table,
+        link=given.link,
         **{name: getattr(given, name) for name in _RECORD},
     )
     _check_steps(options)
@@ -280,6 +288,23 @@ def _numbers(
     if min(numbers) < 1:
         raise BenchError(f"{name} {text!r} has a {what} that is not at least 1")
     return numbers
+
+
+def _lengths(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    try:
+        lengths = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise BenchError(
+            f"--length {text!r} is not a number of elements, nor several such as 100,200"
+        ) from None
+    for length in lengths:
+        try:
+            check_length(length)
+        except ValueError as error:
+            raise BenchError(str(error)) from None
+    return lengths
 
 
 def _methods(given: Sequence[str] | None, default: tuple[str, ...] | None, device: str) -> tuple[str, ...]:

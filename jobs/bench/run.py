@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,9 +14,11 @@ from collectives.dense_allreduce import dense_words
 from collectives.traffic import lower_bound, step_limit, upper_bound
 from jobs.bench.contestants import contestants, make_reducer, takes_part
 from jobs.bench.device import Device
-from jobs.bench.document import BASELINES, BenchError, command_line, document
-from jobs.bench.floors import Speeds
+from jobs.bench.document import BASELINES, NCCL_ROWS, BenchError, command_line, document
+from jobs.bench.floors import ENTRY_BYTES, Speeds
+from jobs.bench.format import not_held
 from jobs.bench.gradients import GradientSource
+from jobs.bench.links import Links
 from jobs.bench.measure import Contestant, Course, measure
 from jobs.bench.options import Options
 from jobs.bench.summary import summarize
@@ -66,6 +69,11 @@ def _measure(
     length = source.length
     if options.replay is not None:
         _check_memory(comm, device, length, present)
+    links = Links(comm, options.link) if options.link else None
+    k = entries_kept(options.density, length)
+    link = links and links.transfer(ENTRY_BYTES * k)
+    if link and not link["holds"]:
+        say(comm, f"jobs.bench: {not_held(link, options.link)}", sys.stderr)
     speeds = device.measure_speeds(comm, length)
     try:
         reducers = [(one, make_reducer(one, options, length, device, comm)) for one in present]
@@ -88,7 +96,10 @@ def _measure(
         samples = measure(comm, reducers, source, device, course, bar.update)
     for _, reducer in reducers:
         reducer.close()
-    k = entries_kept(options.density, length)
+    methods = _summaries(present, samples, length, speeds, options.gradient_type)
+    if links is not None:
+        _add_links(methods, samples, links, length, comm)
+        links.close()
     return {
         "ranks": comm.size,
         "length": length,
@@ -105,7 +116,9 @@ def _measure(
         "course": vars(course),
         "speeds": vars(speeds),
         "bounds": _bounds(k, length, comm.size),
-        "methods": _summaries(present, samples, length, speeds, options.gradient_type),
+        "hosts": links and links.count,
+        "link": link and {"told": options.link, "rate": links and links.rate, "transfer": link},
+        "methods": methods,
     }
 
 
@@ -116,6 +129,26 @@ def _summaries(
     return [
         summarize(one, samples[one.name], length, speeds, width) for one in present if one.name in samples
     ]
+
+
+def _add_links(
+    methods: list[dict[str, Any]],
+    samples: dict[str, Any],
+    links: Links,
+    length: int,
+    comm: MPI.Intracomm,
+) -> None:
+    """Add "link" to each contestant: `Links.record` of what a host sends, counted or by formula. Collective."""
+
+    def sent(method: dict[str, Any]) -> float:
+        if method["counted"]:
+            return links.host_bytes(samples[method["name"]].fields["bytes_between"])
+        return links.least_dense_bytes((2 if NCCL_ROWS.get(method["method"]) == "bfloat16" else 4) * length)
+
+    todo = comm.bcast([(sent(method), method["seconds"]["all"]["mean"]) for method in methods])
+    found = [links.record(*one) for one in todo]
+    for method, record in zip(methods, found, strict=False):  # rank 0 has the methods
+        method["link"] = record
 
 
 def _bounds(k: int, length: int, ranks: int) -> dict[str, float]:
