@@ -13,8 +13,12 @@ TORCH_INDEX ?=
 PIP_ARGS ?=
 TEST_ARGS ?=
 DEMO_ARGS ?=
-# bench-net: links of this rate; where the JSON goes; further arguments of jobs.bench.
-RATE ?= 1gbit
+# bench-net: cuda for the GPUs of this machine; links of this rate (1gbit, with GPUs 10gbit); hosts (4, with GPUs 2) and ranks (one
+# a host); where the JSON goes; further arguments of jobs.bench.
+DEVICE ?=
+RATE ?=
+HOSTS ?=
+RANKS ?=
 JSON ?=
 BENCH_ARGS ?=
 
@@ -37,7 +41,7 @@ help:
 	@echo "make test-long  of that only the long tests and the other numbers of ranks"
 	@echo "make test-slurm  the batch scripts of jobs/ on a real Slurm, as root; installed by apt-get if need be"
 	@echo "make test-mpich  the same tests on MPICH instead of Open MPI, in .venv-mpich"
-	@echo "make bench-net  every method over TCP between four hosts on links of RATE=1gbit; JSON=FILE BENCH_ARGS='...'"
+	@echo "make bench-net  every method over TCP between hosts on links of RATE=1gbit; DEVICE=cuda HOSTS=2 RANKS=4 JSON=FILE BENCH_ARGS='...'"
 	@echo "make docs     the pages and the reference as HTML, in docs/_build; a broken link or name is an error"
 	@echo "make lint     the four checks alone"
 	@echo "make format   rewrite the sources as the formatter wants them"
@@ -64,7 +68,8 @@ test-slurm: $(READY)
 
 # The script checks its arguments, says what is missing, and leaves nothing behind.
 bench-net: $(READY)
-	@jobs/bench/net.sh --python $(BIN)/python --rate $(RATE) $(if $(JSON),--json $(JSON)) $(BENCH_ARGS)
+	@jobs/bench/net.sh --python $(BIN)/python $(if $(DEVICE),--device $(DEVICE)) $(if $(HOSTS),--hosts $(HOSTS)) \
+		$(if $(RANKS),--ranks $(RANKS)) $(if $(RATE),--rate $(RATE)) $(if $(JSON),--json $(JSON)) $(BENCH_ARGS)
 
 test-mpich:
 	@$(MAKE) --no-print-directory VENV=.venv-mpich EXTRAS=mpich,jobs,dev,docs test TEST_ARGS="--no-lint $(TEST_ARGS)"

@@ -23,6 +23,7 @@ An entry of value 0, which no selection holds, counts as the smallest magnitude 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -78,6 +79,7 @@ class WireLayout:
     words: int = 0
 
 
+@functools.lru_cache(256)  # a step asks for that of each list twice
 def wire_layout(bits: int, count: int, lower: int, upper: int) -> WireLayout:
     """The layout of `count` entries with indices in [lower, upper) and values of so many bits."""
     length = upper - lower

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,7 @@ def split_and_reduce(
     bucket_rounds: int = 8,
     rotate: bool = True,
     codec: Codec = PLAIN,
+    meanwhile: Callable[[], object] | None = None,
 ) -> RegionLists:
     """Send each region's entries to the rank that owns it, and collect those of this rank's own region.
 
@@ -95,6 +97,7 @@ def split_and_reduce(
         rotate: False sends to ranks 0, 1, 2, ... in the same order everywhere, for comparison.
         codec: encodes the entries sent; equal on all ranks. One that rounds leaves rounding errors for values in `packed`, and 0
             in the own region.
+        meanwhile: called once while the first bucket is on the wire, if no flag is up; it must leave alone what is exchanged.
 
     Returns:
         The contributions to [boundaries[r], boundaries[r + 1]), at most one list per rank.
@@ -122,6 +125,11 @@ def split_and_reduce(
     for dest in range(size):
         if dest != rank:
             codec.encode(selected[dest], splits[dest], splits[dest + 1], outgoing[dest], dest)
+    # their copies to the host, where a transport needs them, go on behind the exchange of counts
+    in_first_bucket = range(1, min(size, bucket_rounds + 1))
+    transport.prepare_sends(
+        [outgoing[(rank + i) % size if rotate else _other(rank, i)] for i in in_first_bucket]
+    )
     outgoing_counts = np.empty((size, 2), np.int64)
     outgoing_counts[:, 0] = offsets[1:] - offsets[:-1]
     outgoing_counts[:, 1] = flag
@@ -154,6 +162,8 @@ def split_and_reduce(
     arrivals = transport.exchange(rounds, bucket_rounds)
     # while the first bucket is on the wire
     codec.keep(selected[rank], slots[0])
+    if meanwhile is not None:
+        meanwhile()
     for bucket in arrivals:
         for i in bucket:
             codec.decode(rounds[i].incoming, lower, upper, targets[i], rounds[i].source)

@@ -122,18 +122,32 @@ class StagedTransport(HostTransport):
         library.__init__(comm)
         self.buffers = StagingBuffers(copies)
         self._copies = copies
+        self._prepared: dict[
+            int, tuple[Any, NDArray[np.uint8]]
+        ] = {}  # by the id of the array, which they keep alive
 
     def send(self, array: Any, dest: int, even_if_empty: bool = False) -> list[Any]:
         return self.send_all([(array, dest)], even_if_empty)
+
+    def prepare_sends(self, arrays: Sequence[Any]) -> None:
+        """Put the copies out on the stream. Arrays that are not sent after all keep their buffers until the next call."""
+        for _, buffer in self._prepared.values():
+            self.buffers.give_after_copy(buffer)
+        self._prepared = {id(array): (array, self._copy_out(array)) for array in arrays if array.size}
+
+    def _copy_out(self, array: Any) -> NDArray[np.uint8]:
+        buffer = self.buffers.take(array.nbytes)
+        self._copies.copy_out(buffer[: array.nbytes], array)
+        return buffer
 
     def send_all(self, messages: Sequence[tuple[Any, int]], even_if_empty: bool = False) -> list[Any]:
         library: Any = super()
         staged = []
         for array, dest in messages:
             if array.size or even_if_empty:
-                buffer = self.buffers.take(array.nbytes)
-                if array.size:
-                    self._copies.copy_out(buffer[: array.nbytes], array)
+                _, buffer = self._prepared.pop(id(array), (None, None))
+                if buffer is None:
+                    buffer = self._copy_out(array) if array.size else self.buffers.take(0)
                 staged.append((buffer, array.nbytes, dest))
         if staged:
             self.buffers.synchronize()

@@ -148,6 +148,13 @@ class Transport(ABC):
         """Start a send for each (array, dest), as `send`."""
         return [request for array, dest in messages for request in self.send(array, dest)]
 
+    def prepare_sends(self, arrays: Sequence[NDArray[Any]]) -> None:  # noqa: B027 - most transports read arrays where they lie
+        """Begin what sends of these arrays need beforehand, so that it goes on behind what comes between.
+
+        The very arrays may then be given to `send` or `send_all` before anything else is prepared, and must not change until that
+        is waited for.
+        """
+
     @abstractmethod
     def receive(self, array: NDArray[Any], source: int) -> list[Any]:
         """Start a receive of exactly `array`; returns its requests, none for an empty array."""

@@ -65,7 +65,7 @@ def modules_with_options() -> dict[str, str]:
         text = path.read_text(encoding="utf-8")
         if any(is_main(node) for node in ast.parse(text).body):
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            if "import argparse" in text or path.stem == "__main__":
+            if "import argparse" in text or "command_parser(" in text or path.stem == "__main__":
                 found[module.removesuffix(".__main__")] = module
     return found
 

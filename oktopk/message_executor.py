@@ -31,7 +31,9 @@ class MessageExecutor:
     def begin(self, gradient: Any, plan: Plan) -> CompletedStep:
         method, vectors = self._method, self._vectors
         corrected, overflowed = vectors.correct(gradient)
-        if method.sparse:
+        if method.hides_work:
+            plan.meanwhile = vectors.clear_update
+        elif method.sparse:
             vectors.clear_update()
             plan.timer.record("apply")
         residual = vectors.residual if method.sparse or vectors.pending else None

@@ -7,6 +7,7 @@ A method says what a step computes, an executor how: over messages, or by kernel
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ class Plan:
         timer: times the stages.
         may_defer: the step may return before the host knows how it went.
         problem: an error that the caller found on this rank alone, not equal on all ranks: every rank then raises it.
+        meanwhile: work for a device while messages are on the wire, of a method that takes it; see `Method.hides_work`.
     """
 
     k: int
@@ -35,6 +37,7 @@ class Plan:
     timer: StageTimer
     may_defer: bool = False
     problem: str = ""
+    meanwhile: Callable[[], object] | None = None
 
 
 @dataclass(slots=True)

@@ -203,7 +203,8 @@ class GlobalThreshold:
             return self._keep_exact(lists, k, record)
         bits = candidate_bits(expected, choice.candidate)
         self.follow(bits, int(CANDIDATES[choice.nearest]))
-        return sums.take(bits), counts[:, choice.candidate]
+        chosen = counts[:, choice.candidate]
+        return sums.take(bits, int(chosen[lists.transport.rank])), chosen
 
     @property
     def expected(self) -> int:

@@ -229,4 +229,4 @@ class FakePeers:
         if self._skewed(counts[:, rung]):
             return None
         bits = candidate_bits(expected, rung)
-        return sums.take(bits).copy(), bits, int(CANDIDATES[nearest])
+        return sums.take(bits, int(sums.counts[rung])).copy(), bits, int(CANDIDATES[nearest])

@@ -217,11 +217,12 @@ class CountedSums:
     Attributes:
         counts: int64[m + 1], the sums that reach each candidate, descending, Inf and NaN among them; then how many are
             Inf or NaN.
-        take: gives ENTRY[nnz], the sums that reach the candidate with these bits; called once, before other lists are summed.
+        take: (bits, count) -> ENTRY[count], the sums that reach the candidate with these bits; `count` is the candidate's of
+            `counts`, so that no device is waited for. Called once, before other lists are summed.
     """
 
     counts: NDArray[np.int64]
-    take: Callable[[int], Any]
+    take: Callable[[int, int], Any]
 
 
 def counted_sums(
@@ -247,7 +248,12 @@ def counted_sums(
     reached = histogram[::-1].cumsum(dtype=np.int64)[::-1]
     counts = np.append(reached[(offsets + CANDIDATE_REACH) // CANDIDATE_STEP], nonfinite)
     sums = out[:nnz]
-    return CountedSums(counts, lambda bits: sums[: take_at_least(sums, bits, nnz, sums)])
+
+    def take(bits: int, count: int) -> NDArray[np.void]:
+        take_at_least(sums, bits, nnz, sums)
+        return sums[:count]
+
+    return CountedSums(counts, take)
 
 
 @compiled(

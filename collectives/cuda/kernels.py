@@ -100,8 +100,10 @@ class DeviceKernels:
         out: DeviceEntries,
     ) -> tuple[int, int]:
         sums = self._launch_sums(pool, begins, ends, lower, upper, threshold_bits)
-        nnz = self._keep_sums(sums, out, threshold_bits)
-        return nnz, int(self.device.report("sums", _SUMS_WORDS)[-1])
+        self._keep_sums(sums, out, threshold_bits)
+        self.device.synchronize()
+        report = self.device.report("sums", _SUMS_WORDS)
+        return int(report[0]), int(report[-1])
 
     def counted_sums(
         self,
@@ -120,7 +122,12 @@ class DeviceKernels:
         counted = self.device.report("sums", _SUMS_WORDS)[1:]
         counts = counted.astype(np.int64)
         counted[-2::-1].cumsum(out=counts[-2::-1])
-        return CountedSums(counts, lambda bits: out[: self._keep_sums(sums, out, bits)])
+
+        def take(bits: int, count: int) -> DeviceEntries:
+            self._keep_sums(sums, out, bits)
+            return out[:count]
+
+        return CountedSums(counts, take)
 
     def codec_report(self, ranks: int) -> NDArray[np.float64]:
         """As the host's, in pinned memory. The kernels that write to it have ended once the stream was waited for."""
@@ -197,8 +204,8 @@ class DeviceKernels:
             )  # fmt: skip
         return sums
 
-    def _keep_sums(self, sums: DeviceEntries, out: DeviceEntries, threshold_bits: int) -> int:
-        """Keep of what the last launch summed; waits. Returns how many reach the threshold."""
+    def _keep_sums(self, sums: DeviceEntries, out: DeviceEntries, threshold_bits: int) -> None:
+        """Keep of what the last launch summed; does not wait. The report "sums" says first how many reach the threshold."""
         device = self.device
         blocks = max(1, -(-len(sums) // COMPACT_TILE))
         device.launch(
@@ -206,8 +213,6 @@ class DeviceKernels:
             sums=sums.pointer, threshold=threshold_bits, kept=out.pointer, capacity=len(out), state=self.sums_state,
             scan=device.scan("keep", blocks), report=device.address("sums"),
         )  # fmt: skip
-        device.synchronize()
-        return int(device.report("sums", _SUMS_WORDS)[0])
 
     def split_at_least(
         self,

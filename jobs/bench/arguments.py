@@ -83,8 +83,11 @@ def parser() -> argparse.ArgumentParser:
         f"mpi-rabenseifner and those that begin with oktopk-. On --device cuda of {', '.join(KNOWN['cuda'])}; default: all but "
         "those that begin with oktopk-. Rows such as oktopk-hosts-int4 name levels and wire",
     )
-    text = f"Number of elements of the gradient; default: {VGG_LENGTH}, those of VGG-16; {SWEEP_LENGTH} with --sweep-ranks"
-    add("--length", type=int, metavar="N", help=text)
+    text = (
+        f"Number of elements of the gradient, or several such as 14728266,133547324, measured one after another; default: "
+        f"{VGG_LENGTH}, those of VGG-16; {SWEEP_LENGTH} with --sweep-ranks"
+    )
+    add("--length", metavar="N", help=text)
     text = f"Share of the entries applied per step, in (0, {DENSE_ABOVE}]; default: {DENSITY}, {SWEEP_DENSITY} with --sweep-ranks"
     add("--density", type=float, help=text)
     text = f"Number of steps to measure, at least the threshold interval; default: {STEPS}, {ROW_STEPS} with --table rows"
@@ -137,5 +140,10 @@ def parser() -> argparse.ArgumentParser:
     add("--no-memory", dest="memory", action="store_false", help=text)
     text = "Network that joins the ranks, in words for the record"
     add("--network", default="", metavar="TEXT", help=text)
+    text = (
+        "Rate of the link of each host, such as 10gbit, or none where links are unshaped: the table shows floors by it, and a "
+        "transfer of a step's size shows whether it holds"
+    )
+    add("--link", default="", metavar="RATE", help=text)
     add("--quiet", action="store_true", help="Print neither tables nor progress on the terminal")
     return parser

@@ -131,13 +131,16 @@ def make_reducer(
     settings: dict[str, Any] = {**options.settings, **contestant.settings, "density": options.density}
     if not METHODS[contestant.method].coded:
         settings.pop("wire", None)
+    arguments = dict(contestant.arguments)
+    if settings.get("levels") == "hosts" and comm.allreduce(device.sharers, MPI.MAX) > 1:
+        arguments.setdefault("peer_memory", True)  # else ranks that share a GPU are refused
     reducer = GradientAllreduce(
         comm,
         length,
         contestant.method,
         device=device.name,
         gradient_type=options.gradient_type,
-        **contestant.arguments,
+        **arguments,
         **settings,
     )
     if reducer.gradient_buffer is not None:

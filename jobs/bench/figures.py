@@ -94,8 +94,9 @@ def _caption(content: dict[str, Any]) -> str:
         f"{machine['cpu']}, {machine['cores']} cores" if gpu is None else f"{gpu['count']} x {gpu['name']}"
     )
     what = f"n = {run['length']:,}, density {run['density']:g}, "
+    several = content["kind"] == "gpu table" or len({run["length"] for run in content["runs"]}) > 1
     parts = [
-        ("" if content["kind"] == "gpu table" else what) + f"{run['gradients']['name']} gradients",
+        ("" if several else what) + f"{run['gradients']['name']} gradients",
         where + (f", {run['network']}" if run["network"] else ""),
         f"commit {commit[:10]}{' with changes' if content['dirty'] else ''}, {content['date'][:10]}",
     ]

@@ -62,3 +62,11 @@ def ordered(stages: Iterable[str]) -> list[str]:
     found = list(stages)
     last = [name for name in ("finish", "between") if name in found]
     return [*(name for name in found if name not in last), *last]
+
+
+def not_held(transfer: Record, told: str) -> str:
+    """What a transfer that ran faster than the rate told means, in a sentence."""
+    return (
+        f"{transfer['bytes']:,} bytes after a pause ran at {transfer['share']:.2f} times {told}: "
+        "part of them passed unshaped, and floors by that rate are too high"
+    )

@@ -54,23 +54,27 @@ def _run(options: Options, comm: MPI.Intracomm) -> int:
         if options.table == "hook":
             from jobs.bench.hook import measure_hooks  # torch
 
-            kind, result = "hook table", measure_hooks(options, comm)
+            kind, measured = "hook table", measure_hooks
         elif options.table == "rows":
             from jobs.bench.rows import measure_rows  # torch
 
-            kind, result = "rows table", measure_rows(options, comm)
+            kind, measured = "rows table", measure_rows
         elif options.table == "dense":
             from jobs.bench.dense import measure_dense  # torch and CuPy
 
-            kind, result = "dense table", measure_dense(options, comm)
+            kind, measured = "dense table", measure_dense
         else:
-            kind, result = "ablation" if options.ablate else "bench", measure_run(options, comm)
-        if comm.rank == 0:
-            content = written(kind, [result], options, comm)
+            kind, measured = "ablation" if options.ablate else "bench", measure_run
+        runs: list[dict[str, Any]] = []
+        for length in (options.length, *options.more_lengths):
+            runs.append(measured(dataclasses.replace(options, length=length), comm))
+            if comm.rank != 0:
+                continue
+            content = written(kind, runs, options, comm)
             if not options.quiet:
-                print(document_tables(content), flush=True)
+                print("\n" * (len(runs) > 1) + document_tables(content | {"runs": runs[-1:]}), flush=True)
             if output is not None:
-                output.write(content)
+                output.write(content)  # so that what is done stays when the job is cut off
     except (BenchError, NonFiniteGradientError) as error:
         say(comm, f"jobs.bench: {error}", sys.stderr)
         return 2

@@ -214,7 +214,12 @@ def measure(
     finally:
         gc.enable()
     for contestant, reducer in contestants:
-        if device.asynchronous and isinstance(reducer, GradientAllreduce):
+        # over messages no stage is timed on the device
+        if (
+            device.asynchronous
+            and isinstance(reducer, GradientAllreduce)
+            and not reducer.p2p_unavailable_reason
+        ):
             logs[contestant.name].on_device = stages_on_device(reducer, source, device)
         logs[contestant.name].held = held_bytes(reducer)
         logs[contestant.name].checksum = device.digest(reducer.update)

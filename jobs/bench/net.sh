@@ -2,8 +2,14 @@
 # The bench over real TCP on a slow network, on one machine: hosts are network namespaces, joined by a switch through links
 # that a token bucket shapes in both directions.
 #
-#     jobs/bench/net.sh [--hosts 4] [--ranks 4] [--rate 1gbit] [--mpiexec PATH] [--python PATH] [BENCH ARGUMENT ...]
+#     jobs/bench/net.sh [--hosts 4] [--ranks 4] [--rate 1gbit] [--burst 128kb] [--mpiexec PATH] [--python PATH] [BENCH ARGUMENT ...]
+#     jobs/bench/net.sh --device cuda [--hosts 2] [--ranks 2] [--rate 10gbit] [--transport tcp|ucx] [--gpus 0,1] [...]
 #     jobs/bench/net.sh [...] --module jobs.train CONFIG.toml [ARGUMENT ...]     another module in place of jobs.bench
+#
+# --rate none leaves the links as they are. --burst is what a link lets through unshaped after a pause: by default 128kb up to
+# 10gbit, else 256kb. With --device cuda the GPUs (--gpus, or all that nvidia-smi lists) are dealt out to the hosts in equal
+# shares, and a host sees its own alone. Messages between GPUs are staged through host memory over Open MPI's tcp, or sent from
+# device memory over UCX's tcp (--transport ucx); NCCL takes the same links. Ranks beyond the GPUs of a host share them.
 #
 # Needs root, or a kernel that lets users make namespaces. Everything is made inside mount, network and process namespaces of its
 # own, of which nothing is visible outside: when the first process in them ends, by whatever means, the kernel takes links, hosts
@@ -13,40 +19,73 @@ set -uo pipefail
 say() { echo "bench-net: $*" >&2; }
 refuse() { say "$@"; exit 2; }
 
-hosts=4 ranks='' rate=1gbit mpiexec='' inside='' module=jobs.bench
+device=cpu hosts='' ranks='' rate='' burst='' transport='' gpus='' mpiexec='' inside='' module=jobs.bench
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=$here/.venv/bin/python
 while [ $# -gt 0 ]; do
     case $1 in
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;;
     --inside) inside=yes; shift; continue ;;
-    --hosts | --ranks | --rate | --mpiexec | --python | --module) [ $# -ge 2 ] || refuse "$1 needs a value" ;;
+    --device | --hosts | --ranks | --rate | --burst | --transport | --gpus | --mpiexec | --python | --module)
+        [ $# -ge 2 ] || refuse "$1 needs a value"
+        ;;
     *) break ;;
     esac
     case $1 in
+    --device) device=$2 ;;
     --hosts) hosts=$2 ;;
     --ranks) ranks=$2 ;;
     --rate) rate=$2 ;;
+    --burst) burst=$2 ;;
+    --transport) transport=$2 ;;
+    --gpus) gpus=$2 ;;
     --mpiexec) mpiexec=$2 ;;
     --python) python=$2 ;;
     --module) module=$2 ;;
     esac
     shift 2
 done
+if [ "$device" = cuda ]; then
+    hosts=${hosts:-2} rate=${rate:-10gbit} transport=${transport:-tcp}
+else
+    hosts=${hosts:-4} rate=${rate:-1gbit}
+fi
 ranks=${ranks:-$hosts}
+# a bucket of 128 KB runs empty between two turns of the kernel above 10 Gb/s
+if [ -z "$burst" ]; then
+    burst=128kb
+    [[ ! $rate =~ ^([0-9]+)[0-9.]*gbit$ || ${BASH_REMATCH[1]} -le 10 ]] || burst=256kb
+fi
 # the ranks run in the checkout, but paths are meant from here
 arguments=() before=''
 for word in "$@"; do
-    [[ $before != --json && $before != --replay || $word == /* ]] || word=$PWD/$word
+    [[ $module != jobs.bench || $word != --device* ]] || refuse "--device goes before the arguments of the bench: it makes the hosts"
+    [[ $before != --json || $word == /* ]] || word=$PWD/$word
     arguments+=("$word")
     before=$word
 done
+
+check_gpus() {
+    # as the caller may see them: by CUDA's numbers
+    gpus=${gpus:-${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}}
+    [ -n "$gpus" ] || refuse "--device cuda needs GPUs, and nvidia-smi lists none: name them by --gpus 0,1"
+    local list
+    IFS=, read -ra list <<<"$gpus"
+    [ ${#list[@]} -ge "$hosts" ] || refuse "GPU(s) $gpus are fewer than $hosts hosts, each of which has its own: try --hosts ${#list[@]}"
+    [ $((ranks % hosts)) = 0 ] || refuse "$ranks ranks are not the same number on each of $hosts hosts"
+}
 
 user=() # what unshare needs besides where this is not root
 check() {
     [[ $hosts =~ ^[1-9][0-9]?$ ]] || refuse "--hosts $hosts is not a number in [1, 99]"
     [[ $ranks =~ ^[1-9][0-9]*$ ]] || refuse "--ranks $ranks is not a number of at least 1"
-    [[ $rate =~ ^[0-9.]+[kmg]bit$ ]] || refuse "--rate $rate is not a rate such as 1gbit or 100mbit"
+    [[ $device == cpu || $device == cuda ]] || refuse "--device $device is neither cpu nor cuda"
+    [[ $rate == none || $rate =~ ^[0-9]+(\.[0-9]+)?[kmg]bit$ ]] || refuse "--rate $rate is not a rate such as 1gbit or 100mbit, nor none"
+    [[ $burst =~ ^[0-9]+(\.[0-9]+)?[km]?b$ ]] || refuse "--burst $burst is not a number of bytes such as 128kb"
+    [[ $device == cuda || -z $transport$gpus ]] || refuse "--transport and --gpus are for --device cuda"
+    [[ $device == cpu || $transport == tcp || $transport == ucx ]] || refuse "--transport $transport is neither tcp nor ucx"
+    [[ $gpus =~ ^([0-9]+(,[0-9]+)*)?$ ]] || refuse "--gpus $gpus is not a list of numbers such as 0,1"
+    [ "$device" = cpu ] || check_gpus
     [ "$(uname -s)" = Linux ] || refuse "network namespaces are Linux's; this is $(uname -s)"
     local missing=''
     command -v ip >/dev/null && command -v tc >/dev/null || missing+=' iproute2 (ip, tc)'
@@ -69,8 +108,8 @@ outside() {
     trap 'exit 130' INT
     trap 'exit 143' TERM HUP
     setpriv --pdeathsig KILL -- unshare "${user[@]}" --mount --net --uts --pid --fork --kill-child=KILL --mount-proc \
-        "$BASH" "${BASH_SOURCE[0]}" --inside --hosts "$hosts" --ranks "$ranks" --rate "$rate" \
-        --mpiexec "$mpiexec" --python "$(realpath -s "$python")" --module "$module" "${arguments[@]}" &
+        "$BASH" "${BASH_SOURCE[0]}" --inside --device "$device" --hosts "$hosts" --ranks "$ranks" --rate "$rate" --burst "$burst" \
+        --transport "$transport" --gpus "$gpus" --mpiexec "$mpiexec" --python "$(realpath -s "$python")" --module "$module" "${arguments[@]}" &
     child=$!
     wait "$child"
     local status=$?
@@ -91,14 +130,21 @@ network() {
     make 'bridge' CONFIG_BRIDGE ip link add switch type bridge
     ip addr add 10.77.0.254/24 dev switch && ip link set switch up || refuse "cannot bring the switch up"
     echo 127.0.0.1 localhost >/run/hosts
-    local i
+    local i list=()
+    IFS=, read -ra list <<<"$gpus"
+    local share=$((${#list[@]} / hosts))
     for ((i = 1; i <= hosts; i++)); do
+        # GPUs of host i; nothing on a host that has none
+        (IFS=, && echo "${list[*]:(i - 1) * share:share}") >"/run/gpus.h$i"
         make 'network namespaces' CONFIG_NET_NS ip netns add "h$i"
         make 'veth pairs' CONFIG_VETH ip link add "v$i" type veth peer name eth0 netns "h$i"
         ip link set "v$i" master switch up && ip -n "h$i" addr add "10.77.0.$i/24" dev eth0 &&
             ip -n "h$i" link set lo up && ip -n "h$i" link set eth0 up || refuse "cannot join host $i to the switch"
-        make 'token bucket' CONFIG_NET_SCH_TBF tc -n "h$i" qdisc add dev eth0 root tbf rate "$rate" burst 128kb latency 50ms
-        make 'token bucket' CONFIG_NET_SCH_TBF tc qdisc add dev "v$i" root tbf rate "$rate" burst 128kb latency 50ms
+        if [ "$rate" != none ]; then
+            local bucket=(root tbf rate "$rate" burst "$burst" latency 50ms)
+            make 'token bucket' CONFIG_NET_SCH_TBF tc -n "h$i" qdisc add dev eth0 "${bucket[@]}"
+            make 'token bucket' CONFIG_NET_SCH_TBF tc qdisc add dev "v$i" "${bucket[@]}"
+        fi
         echo "10.77.0.$i h$i" >>/run/hosts
     done
     mount --bind /run/hosts /etc/hosts || refuse "cannot give the hosts names"
@@ -108,6 +154,8 @@ network() {
 while [[ $1 == -* ]]; do shift; done
 host=h${1##*[.h]}
 shift
+gpus=$(<"/run/gpus.$host")
+[ -z "$gpus" ] || export CUDA_VISIBLE_DEVICES=$gpus
 exec ip netns exec "$host" unshare --uts bash -c "hostname $host; $*"
 AGENT
     chmod +x /run/agent
@@ -115,8 +163,14 @@ AGENT
 
 bench() {
     cd "$here" || exit 1
+    # what the MPI of this machine is told would reach the ranks
+    local name
+    for name in $(compgen -e); do
+        [[ $name != OMPI_MCA_* && $name != PRTE_MCA_* && $name != PMIX_MCA_* ]] || unset "$name"
+    done
     export TMPDIR=/run/tmp OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    export NCCL_SOCKET_IFNAME=eth0 NCCL_IB_DISABLE=1
     [ -n "$mpiexec" ] || mpiexec=$("$python" -c 'from oktopk.launch import find_mpiexec; print(find_mpiexec())') || exit 2
     local flavour
     flavour=$("$python" -c 'import sys; from oktopk.launch import mpiexec_flavour; print(mpiexec_flavour(sys.argv[1]))' "$mpiexec") || exit 2
@@ -124,33 +178,60 @@ bench() {
     for ((i = 1; i <= hosts; i++)); do names+=("10.77.0.$i"); done
     local list
     list=$(IFS=,; echo "${names[*]}")
-    local launch=("$mpiexec")
+    local launch=("$mpiexec") network="TCP over $rate links"
+    [ "$rate" != none ] || network='TCP over unshaped links'
     case $flavour in
     openmpi)
         launch+=(--prtemca plm_ssh_agent /run/agent --prtemca prte_if_include 10.77.0.0/24)
-        launch+=(--host "$list" --map-by node:OVERSUBSCRIBE --bind-to none --mca mpi_yield_when_idle 1)
+        launch+=(--host "$list" --map-by node:OVERSUBSCRIBE --bind-to none)
         # han would hide which algorithm runs between the hosts
-        local transports=self,tcp
-        [ "$ranks" -le "$hosts" ] || transports=self,sm,tcp  # shared memory inside a host
-        launch+=(--mca pml ob1 --mca btl "$transports" --mca btl_tcp_if_include 10.77.0.0/24 --mca coll ^han)
+        launch+=(--mca coll ^han)
+        [ "$device" = cuda ] || launch+=(--mca mpi_yield_when_idle 1)
+        if [ "$transport" = ucx ]; then
+            # no shared memory and no CUDA IPC: UCX would take them between hosts as well
+            export UCX_TLS=tcp,self,cuda_copy UCX_NET_DEVICES=eth0
+            launch+=(--mca pml ucx --mca opal_common_ucx_tls any --mca opal_common_ucx_devices any)
+            launch+=(-x UCX_TLS -x UCX_NET_DEVICES)
+            network+=', device memory over UCX'
+        else
+            local transports=self,tcp
+            [ "$ranks" -le "$hosts" ] || transports=self,sm,tcp  # shared memory inside a host
+            launch+=(--mca pml ob1 --mca btl "$transports" --mca btl_tcp_if_include 10.77.0.0/24)
+        fi
         methods+=(mpi-ring mpi-rabenseifner)
         ;;
     mpich)
+        [ "$device" = cpu ] || refuse "--device cuda needs Open MPI, and $mpiexec is MPICH's"
         export UCX_TLS=tcp,self UCX_NET_DEVICES=eth0
         launch+=(-launcher ssh -launcher-exec /run/agent -iface switch -hosts "$list")
         ;;
     *) refuse "$mpiexec is neither Open MPI 5's nor MPICH's" ;;
     esac
+    if [ "$device" = cuda ] && [ "$transport" = tcp ]; then
+        export OKTOPK_CUDA_AWARE_MPI=0
+        launch+=(-x OKTOPK_CUDA_AWARE_MPI)
+        network+=', staged through host memory'
+    fi
     say "$hosts hosts at $rate, $ranks ranks, $flavour"
     if [ "$module" != jobs.bench ]; then
         "${launch[@]}" -n "$ranks" "$python" -m mpi4py -m "$module" "$@" </dev/null
         return
     fi
-    # dense steps take a second each at 1 Gb/s: ten of them say as much as sixty
-    local defaults=(--methods "${methods[@]}" --dense-steps 10)
-    [[ " $* " != *" --ablate "* && " $* " != *" --table "* ]] || defaults=()
+    local defaults=(--device "$device")
+    if [[ " $* " != *" --ablate "* && " $* " != *" --table "* ]]; then
+        # dense steps take a second each at these rates: a few of them say as much as sixty
+        if [ "$device" = cuda ]; then
+            local wires=(plain float32 bfloat16 int8 int4)
+            methods=(nccl nccl-bf16 "${wires[@]/#/oktopk-flat-}")
+            [ "$ranks" -le "$hosts" ] || methods+=("${wires[@]/#/oktopk-hosts-}")
+            defaults+=(--steps 64 --warmup 64 --dense-steps 4 --no-memory --length 14728266,133547324,306535400)
+        else
+            defaults+=(--dense-steps 10)
+        fi
+        defaults+=(--methods "${methods[@]}" --link "$rate")
+    fi
     "${launch[@]}" -n "$ranks" "$python" -m mpi4py -m jobs.bench "${defaults[@]}" \
-        --network "$hosts hosts, TCP over $rate links" "$@" </dev/null
+        --network "$hosts hosts, $network" "$@" </dev/null
 }
 
 if [ -n "$inside" ]; then

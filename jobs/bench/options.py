@@ -32,6 +32,7 @@ from jobs.bench.arguments import (
     parser,
 )
 from jobs.bench.document import NCCL_ROWS, BenchError
+from jobs.bench.links import bits_per_second
 from jobs.bench.row_volume import SKEWS
 from oktopk import METHODS, Settings
 from oktopk.devices import GRADIENT_TYPES
@@ -47,12 +48,14 @@ class Options:
 
     Attributes:
         methods: names in KNOWN[device], each once.
-        length: n; None for a table that has its own.
+        length: n, of the first run; None for a table that has its own.
+        more_lengths: of the runs that follow.
         gradients: a name in PROFILES.
         gradient_type: a name in GRADIENT_TYPES[device].
         settings: keywords of oktopk.Settings besides density, for all methods.
         ranks, sweep_ranks: numbers of ranks to start an ablation or a sweep on; empty: none are started.
         memory: watch allocations in the last steps of the warm-up.
+        link: rate of each host's link, as `jobs.bench.links.bits_per_second` takes it; "" where it is not given.
         table: a name in TABLES; "" for none.
         rows: numbers of the table's rows from 1; empty: all.
         types: gradient types of the table; empty: both.
@@ -77,6 +80,8 @@ class Options:
     json: Path | None = None
     memory: bool = True
     network: str = ""
+    link: str = ""
+    more_lengths: tuple[int, ...] = ()
     quiet: bool = False
     table: str = ""
     rows: tuple[int, ...] = ()
@@ -96,8 +101,9 @@ class Options:
     def words(self) -> list[str]:
         """The command line of one run of these, on ranks that are started already."""
         words = ["--methods", *self.methods]
+        if self.length is not None:
+            words += ["--length", ",".join(map(str, (self.length, *self.more_lengths)))]
         names = (
-            "length",
             "density",
             "steps",
             "warmup",
@@ -107,6 +113,7 @@ class Options:
             "device",
             "gradient_type",
             "network",
+            "link",
         )
         for name in names:
             if (value := getattr(self, name)) not in (None, ""):
@@ -157,10 +164,16 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
     density = _given(given.density, SWEEP_DENSITY if sweep else DENSITY)
     if not 0 < density <= DENSE_ABOVE:
         raise BenchError(f"density {density} is not in (0, {DENSE_ABOVE}]: above, every method runs densely")
+    lengths = _integers("--length", given.length, "numbers of elements such as 100,200")
+    if len(lengths) > 1 and (sweep or given.ablate or given.table):
+        raise BenchError("--length takes one length with --ablate, --sweep-ranks and --table")
+    if given.link:
+        bits_per_second(given.link)
     steps = _given(given.steps, STEPS)
     options = Options(
         methods=methods,
-        length=_given(given.length, SWEEP_LENGTH if sweep else VGG_LENGTH),
+        length=lengths[0] if lengths else SWEEP_LENGTH if sweep else VGG_LENGTH,
+        more_lengths=lengths[1:],
         density=density,
         steps=steps,
         warmup=_given(given.warmup, math.ceil(2 / density)),
@@ -173,6 +186,7 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
         ranks=ranks or (ABLATION_RANKS if given.ablate and not launched else ()),
         sweep_ranks=sweep,
         memory=given.memory and not sweep,
+        link=given.link,
         **_record(given),
     )
     _check_course(options)
@@ -190,10 +204,11 @@ def _record(given: argparse.Namespace) -> dict[str, Any]:
 def _check_course(options: Options) -> None:
     if options.warmup < 0:
         raise BenchError(f"warmup {options.warmup} is not at least 0")
-    try:
-        check_length(options.length or 0)
-    except ValueError as error:
-        raise BenchError(str(error)) from None
+    for length in (options.length, *options.more_lengths):
+        try:
+            check_length(length or 0)
+        except ValueError as error:
+            raise BenchError(str(error)) from None
     interval = options.threshold_interval
     if options.steps < interval:
         raise BenchError(
@@ -253,15 +268,17 @@ def _rows_table(given: argparse.Namespace) -> Options:
 def _numbers(
     name: str, text: str | None, such: str = "numbers such as 2,4,8", what: str = "number of ranks"
 ) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    try:
-        numbers = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise BenchError(f"{name} {text!r} is not a list of {such}") from None
-    if min(numbers) < 1:
+    numbers = _integers(name, text, such)
+    if numbers and min(numbers) < 1:
         raise BenchError(f"{name} {text!r} has a {what} that is not at least 1")
     return numbers
+
+
+def _integers(name: str, text: str | None, such: str) -> tuple[int, ...]:
+    try:
+        return () if text is None else tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise BenchError(f"{name} {text!r} is not a list of {such}") from None
 
 
 def _methods(given: Sequence[str] | None, default: tuple[str, ...] | None, device: str) -> tuple[str, ...]:

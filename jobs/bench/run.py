@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from mpi4py import MPI
@@ -12,11 +13,14 @@ from collectives.dense_allreduce import dense_words
 from collectives.traffic import lower_bound, step_limit, upper_bound
 from jobs.bench.contestants import contestants, make_reducer, takes_part
 from jobs.bench.device import Device
-from jobs.bench.document import BASELINES, BenchError, command_line, document
+from jobs.bench.document import BASELINES, NCCL_ROWS, BenchError, command_line, document
+from jobs.bench.floors import ENTRY_BYTES
+from jobs.bench.format import not_held
+from jobs.bench.links import Links
 from jobs.bench.measure import Contestant, Course, measure
 from jobs.bench.options import Options
 from jobs.bench.summary import summarize
-from jobs.cluster.agreement import decide_together, require
+from jobs.cluster.agreement import decide_together, require, say
 from jobs.run.provenance import mpi_library
 from oktopk.settings import entries_kept
 
@@ -59,6 +63,11 @@ def _measure(
     source = decide_together(
         comm, lambda: device.source(options.gradients, length, comm.rank, options.seed), FAULTS, BenchError
     )
+    k, width = entries_kept(options.density, length), 4 if options.gradient_type == "float32" else 2
+    links = Links(comm, options.link) if options.link else None
+    link = links and links.transfer(ENTRY_BYTES * k)
+    if link and not link["holds"]:
+        say(comm, f"jobs.bench: {not_held(link, options.link)}", sys.stderr)
     speeds = device.measure_speeds(comm, length)
     try:
         reducers = [(one, make_reducer(one, options, length, device, comm)) for one in present]
@@ -81,7 +90,12 @@ def _measure(
         samples = measure(comm, reducers, source, device, course, bar.update)
     for _, reducer in reducers:
         reducer.close()
-    k, width = entries_kept(options.density, length), 4 if options.gradient_type == "float32" else 2
+    methods = [
+        summarize(one, samples[one.name], length, speeds, width) for one in present if one.name in samples
+    ]
+    if links is not None:
+        _add_links(methods, samples, links, length, comm)
+        links.close()
     return {
         "ranks": comm.size,
         "length": length,
@@ -103,10 +117,26 @@ def _measure(
             "step_limit": step_limit(k, comm.size),
             "dense": dense_words(length, comm.size),
         },
-        "methods": [
-            summarize(one, samples[one.name], length, speeds, width) for one in present if one.name in samples
-        ],
+        "hosts": links and links.count,
+        "link": link and {"told": options.link, "rate": links and links.rate, "transfer": link},
+        "methods": methods,
     }
+
+
+def _add_links(
+    methods: list[dict[str, Any]], samples: dict[str, Any], links: Links, length: int, comm: MPI.Intracomm
+) -> None:
+    """Add "link" to each contestant: `Links.record` of what a host sends, counted or by formula. Collective."""
+
+    def sent(method: dict[str, Any]) -> float:
+        if method["counted"]:
+            return links.host_bytes(samples[method["name"]].fields["bytes_between"])
+        return links.least_dense_bytes((2 if NCCL_ROWS.get(method["method"]) == "bfloat16" else 4) * length)
+
+    todo = comm.bcast([(sent(method), method["seconds"]["all"]["mean"]) for method in methods])
+    found = [links.record(*one) for one in todo]
+    for method, record in zip(methods, found, strict=False):  # rank 0 has the methods
+        method["link"] = record
 
 
 def _check_memory(comm: MPI.Intracomm, device: Device, length: int, present: list[Contestant]) -> None:

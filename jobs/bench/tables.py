@@ -24,6 +24,7 @@ from jobs.bench.format import (
     at,
     columns_table,
     figure,
+    not_held,
     ordered,
     ratio,
     shown,
@@ -47,15 +48,18 @@ def run_tables(run: Record, machine: Record) -> str:
         f"{run['ranks']} ranks, n = {run['length']:,}, density {run['density']:g}, k = {run['k']:,}, "
         f"{gradients} gradients, {_course(run)}"
     )
-    methods = run["methods"]
+    methods, link = run["methods"], run.get("link")
     on_gpu = run.get("device") == "cuda"
     heading += f", {run['gradient_type']} on {run['device']}" if on_gpu else ""
     heading += f"\n{machine['cpu']}"
     heading += f", vectors of {machine['vector_bits']} bits" if machine.get("vector_bits") else ""
     heading += "".join(f"\nwithout {name}: {reason}" for name, reason in run.get("left_out", {}).items())
     digits = 4 if on_gpu else 2
-    times = times_table(methods, run.get("baseline"), digits)
-    tables = [heading, times, traffic_table(methods), stages_table(methods, digits)]
+    if link:
+        tables = [heading, links_table(run)]
+    else:
+        times = times_table(methods, run.get("baseline"), digits)
+        tables = [heading, times, traffic_table(methods), stages_table(methods, digits)]
     if any(method["memory"]["regular"] for method in methods):
         tables.append(memory_table(methods))
     return "\n\n".join(tables)
@@ -94,6 +98,52 @@ def times_table(methods: list[Record], baseline: str | None = None, digits: int 
         nothing if against is None else (f"mean / {against['name']}'s", compared("all", "all", against))
     )
     return columns_table(columns, methods)
+
+
+def links_table(run: Record) -> str:
+    """Milliseconds of a step between hosts, what a host sends in it, and how long that takes at the rate of its link."""
+    methods, link, digits = run["methods"], run["link"], 3 if run["device"] == "cuda" else 1
+    ms = f"{{:,.{digits}f}}"
+
+    def times(name: str) -> Cell:
+        dense = next((method for method in methods if method["name"] == name), None)
+        return lambda method: shown(
+            ratio(at(dense, "seconds.all.mean"), at(method, "seconds.all.mean")), "{:.1f}"
+        )
+
+    def sent(method: Record) -> str:
+        return figure("link.host_bytes")(method) + ("" if method["counted"] else " by formula")
+
+    def stages(method: Record) -> str:
+        found = method["stages"]["regular"] or method["stages"]["all"] or {}
+        return ", ".join(f"{stage} {shown(found[stage]['mean'], ms, 1e3)}" for stage in ordered(found))
+
+    columns: list[Column] = [
+        ("step, ms", NAME),
+        ("mean", figure("seconds.all.mean", ms, 1e3)),
+        ("median", figure("seconds.all.median", ms, 1e3)),
+        ("bytes a host sends to others", sent),
+        ("floor", figure("link.floor", ms, 1e3)),
+        ("mean − floor", figure("link.above", ms, 1e3)),
+        ("transfer / rate", figure("link.transfer.share", "{:.2f}")),
+    ]
+    columns += [
+        (f"{title} / its", times(name))
+        for name, title in _BETWEEN_HOSTS.items()
+        if times(name)(methods[0]) != MISSING
+    ]
+    columns.append(("stages of regular steps, mean", stages))
+    transfer = link["transfer"]
+    heading = f"{run['hosts']} hosts, links: {link['told']}; {transfer['bytes']:,} bytes after a pause took "
+    heading += shown(transfer["seconds"], "{:.3f} ms", 1e3)
+    heading += "" if transfer["share"] is None else f", {transfer['share']:.2f} of that rate"
+    fast = [method for method in methods if not method["link"]["transfer"]["holds"]]
+    notes = [f"{method['name']}: {not_held(method['link']['transfer'], link['told'])}" for method in fast]
+    return "\n\n".join([heading, columns_table(columns, methods), *notes])
+
+
+_BETWEEN_HOSTS = {"nccl": "NCCL fp32", "nccl-bf16": "NCCL bf16", "mpi-ring": "MPI's ring"}
+"""Dense rows that steps between hosts are compared with."""
 
 
 def traffic_table(methods: list[Record]) -> str:

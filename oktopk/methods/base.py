@@ -35,6 +35,8 @@ class Method(ABC):
     """Whether its entries may travel in another way than plain."""
     codec: Codec = PLAIN
     """How they travel."""
+    hides_work: bool = False
+    """Whether `reduce` calls `plan.meanwhile` once while the first messages are on the wire, unless it raises before."""
 
     def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
         self.length = length
@@ -75,7 +77,8 @@ class Method(ABC):
             gradient: float32[n], unchanged.
             residual: float32[n], what earlier steps left; None counts as zero. Sparse methods need it, and leave
                 gradient + residual in it.
-            out: float32[n], zero where the method is sparse; a method whose result is dense writes it here, scaled.
+            out: float32[n], zero where the method is sparse, if need be after `plan.meanwhile`; a method whose result is dense
+                writes it here, scaled.
             overflowed: this rank knows already that its gradient is not finite.
 
         Raises:

@@ -42,6 +42,8 @@ class OkTopk(SparseMethod):
         self.codec = make_codec(
             settings.wire, transport.kernels, transport.workspace, transport.size, transport.ranks
         )
+        # a host that works moves no messages meanwhile
+        self.hides_work = transport.kernels.ASYNCHRONOUS
 
     @property
     def boundaries(self) -> NDArray[np.int64] | None:
@@ -86,6 +88,7 @@ class OkTopk(SparseMethod):
             bucket_rounds=rounds,
             rotate=rotate,
             codec=codec,
+            meanwhile=plan.meanwhile,
         )
         timer.record("exchange")
         return self.keep_and_gather(lists, selection, plan)

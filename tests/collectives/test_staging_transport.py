@@ -96,6 +96,37 @@ def test_a_device_array_may_be_sent_on_as_soon_as_it_was_waited_for(transport: F
 
 
 @pytest.mark.mpi
+def test_what_was_prepared_is_copied_once_and_sent_without_another_wait(
+    transport: FakeDeviceTransport,
+) -> None:
+    dest, source = ring(transport)
+    outgoing, incoming = np.full(50, transport.rank), np.zeros(50, np.int64)
+    transport.prepare_sends([outgoing, outgoing[:0]])
+    transport.stream.synchronize()  # behind whatever comes between
+    outgoing[:] = POISON  # has been copied
+    waits = transport.stream.waits
+    transport.wait(transport.receive(incoming, source) + transport.send(outgoing, dest))
+    assert transport.stream.waits == waits
+    transport.stream.run()
+    assert incoming.tolist() == [source] * 50
+
+
+@pytest.mark.mpi
+def test_what_was_prepared_in_vain_is_forgotten(transport: FakeDeviceTransport) -> None:
+    dest, source = ring(transport)
+    incoming = np.zeros(50, np.int64)
+    for step in range(6):
+        transport.prepare_sends([np.full(50, POISON)])  # as in a step that some rank gives up
+        outgoing = np.full(50, 10 * step + transport.rank)
+        transport.prepare_sends([outgoing])
+        transport.wait(transport.receive(incoming, source) + transport.send(outgoing, dest))
+        transport.stream.run()
+        assert incoming.tolist() == [10 * step + source] * 50
+    # no more with every step
+    assert len(transport.stream.pinned_memory) <= 5
+
+
+@pytest.mark.mpi
 def test_a_dense_allreduce_gives_the_bits_and_counts_the_words_of_the_host(
     comm: MPI.Intracomm, transport: FakeDeviceTransport
 ) -> None:

@@ -68,6 +68,48 @@ def test_messages_that_are_staged_give_the_same_bits_and_words(
         assert np.array_equal(get(staged.update), get(straight.update))
 
 
+@pytest.mark.parametrize("wire", ["plain", "float32"])
+def test_a_staged_step_waits_for_the_gpu_once_for_each_thing_that_the_host_must_know(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, wire: str
+) -> None:
+    """How many were selected, what is sent, how many sums reach each threshold, and what each round of the allgather sends."""
+    from collectives.cuda.device import Device
+    from collectives.mpi import MpiTransport
+
+    if comm.size == 1:
+        pytest.skip("nothing is sent")
+    monkeypatch.setenv("OKTOPK_CUDA_AWARE_MPI", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        staged = reducer(comm, "oktopk", peer_memory=False, wire=wire, threshold_interval=8)
+    events: list[str] = []
+
+    def noted(kind: type, name: str) -> None:
+        original = getattr(kind, name)
+
+        def call(self: Any, *arguments: Any, **named: Any) -> Any:
+            events.append(name)
+            return original(self, *arguments, **named)
+
+        monkeypatch.setattr(kind, name, call)
+
+    waits = []
+    for step in range(24):
+        if step == 8:  # a regular selection is not trimmed any more
+            noted(Device, "synchronize")
+            noted(MpiTransport, "send")
+            noted(MpiTransport, "wait")
+            noted(type(staged.backend.kernels), "clear_support")
+        events.clear()
+        report = staged.step(put("cuda", normal(comm, step)))
+        if step >= 8 and not report.exact:
+            waits.append(events.count("synchronize"))
+            # behind the wire, where the GPU has nothing else to do
+            assert events.index("send") < events.index("clear_support") < events.index("wait")
+    assert min(waits) == 3 + (comm.size - 1).bit_length()
+    assert report.wire == wire
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 @pytest.mark.parametrize("density", [0.004, 0.1])
 def test_steps_through_peer_memory_give_the_cpus_bits(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jobs.bench.bandwidth import bandwidth, lines, main
+from jobs.bench.bandwidth import bandwidth, byte_lines, lines, look, main
 from jobs.bench.document import BenchError
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
@@ -36,6 +37,73 @@ def test_every_method_has_one_point_a_document_in_the_order_of_the_rates() -> No
 def test_links_without_a_rate_are_refused_by_name() -> None:
     with pytest.raises(BenchError, match="network 'shared memory' names no rate"):
         bandwidth({"network": "shared memory"})
+
+
+def hosts_document(ranks: int, factor: float) -> dict[str, Any]:
+    """The published document of four hosts as if measured with other ranks, each of which sends more by a factor."""
+    document = json.loads((RESULTS / "hosts-1gbit.json").read_text(encoding="utf-8"))
+    (run,) = document["runs"]
+    run["ranks"] = ranks
+    for method in run["methods"]:
+        method["bytes_between"]["mean"] *= factor
+    return document
+
+
+def test_unshaped_links_are_the_fastest() -> None:
+    assert bandwidth({"network": "2 hosts, TCP over unshaped links, staged through host memory"}) == math.inf
+    assert bandwidth({"network": "2 hosts, TCP over 25gbit links, device memory over UCX"}) == 25
+
+
+def test_a_host_sends_what_all_its_ranks_send() -> None:
+    one, two = hosts_document(4, 2.0), hosts_document(8, 1.0)
+    found = byte_lines([two, one])
+    assert "mpi" not in found
+    for method in two["runs"][0]["methods"]:
+        if method["counted"]:
+            mean = 2 * method["bytes_between"]["mean"]
+            assert found[method["name"]] == [(1.0, mean), (2.0, mean)]
+    with pytest.raises(BenchError, match="network 'shared memory' names no hosts"):
+        byte_lines([{"runs": [two["runs"][0] | {"network": "shared memory"}]}])
+
+
+def test_of_several_lengths_one_is_chosen() -> None:
+    document = at_rate("1gbit", 1.0)
+    (run,) = document["runs"]
+    document["runs"].append(run | {"length": 99})
+    with pytest.raises(BenchError, match=r"several lengths: choose one of \[14728266, 99\] by --length"):
+        lines([document])
+    assert lines([document], 99) == lines([{"runs": [run]}])
+    with pytest.raises(BenchError, match="length 5 is in none of the documents"):
+        lines([document], 5)
+
+
+def test_rows_of_hosts_are_told_apart() -> None:
+    names = [f"oktopk-{levels}-{wire}" for levels in ("flat", "hosts") for wire in ("plain", "int4")]
+    looks = [look(name) for name in [*names, "nccl", "nccl-bf16", "oktopk"]]
+    assert looks[1]["label"] == "flat, int4" and looks[2]["label"] == "two levels, plain"
+    assert len({(one["color"], str(one["linestyle"])) for one in looks}) == len(looks)
+
+
+@pytest.mark.pictures
+def test_bytes_over_ranks_per_host_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = []
+    for ranks, factor in ((4, 2.0), (8, 1.0)):
+        files.append(str(tmp_path / f"{ranks}.json"))
+        Path(files[-1]).write_text(json.dumps(hosts_document(ranks, factor)), encoding="utf-8")
+    picture = tmp_path / "bytes.svg"
+    words = [
+        *files,
+        "--bytes",
+        "--output",
+        str(picture),
+        "--methods",
+        "oktopk-flat-plain",
+        "oktopk-hosts-int4",
+    ]
+    assert main(words) == 0
+    assert picture.read_bytes().count(b"<path") > 10
+    assert main([*words, "--length", "7"]) == 2
+    assert "length 7 is in none of the documents" in capsys.readouterr().err
 
 
 @pytest.mark.pictures

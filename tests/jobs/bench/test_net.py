@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from mpi4py import MPI
 
 from jobs.bench.document import read
 from oktopk.launch import launch_environment
@@ -27,8 +28,8 @@ def command(*words: str) -> list[str]:
     return [str(shutil.which("bash")), str(SCRIPT), "--python", sys.executable, *words]
 
 
-def call(words: Sequence[str], path: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = launch_environment(1, "unknown")
+def call(words: Sequence[str], path: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = launch_environment(1, "unknown") | variables
     if path is not None:
         environment["PATH"] = path
     return subprocess.run(
@@ -82,7 +83,25 @@ def networks() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--rate", "fast"], "--rate fast is not a rate such as 1gbit or 100mbit"),
+        (["--rate", "fast"], "--rate fast is not a rate such as 1gbit or 100mbit, nor none"),
+        (["--device", "abacus"], "--device abacus is neither cpu nor cuda"),
+        (["--burst", "much"], "--burst much is not a number of bytes such as 128kb"),
+        (["--gpus", "0,1"], "--transport and --gpus are for --device cuda"),
+        (["--transport", "ucx"], "--transport and --gpus are for --device cuda"),
+        (["--device", "cuda", "--transport", "rdma"], "--transport rdma is neither tcp nor ucx"),
+        (["--device", "cuda", "--gpus", "0;1"], "--gpus 0;1 is not a list of numbers such as 0,1"),
+        (
+            ["--device", "cuda", "--gpus", "0,1", "--hosts", "3"],
+            "GPU(s) 0,1 are fewer than 3 hosts, each of which has its own: try --hosts 2",
+        ),
+        (
+            ["--device", "cuda", "--gpus", "0,1", "--ranks", "3"],
+            "3 ranks are not the same number on each of 2 hosts",
+        ),
+        (
+            ["--quiet", "--device", "cuda"],
+            "--device goes before the arguments of the bench: it makes the hosts",
+        ),
         (["--hosts", "0"], "--hosts 0 is not a number in [1, 99]"),
         (["--ranks", "x"], "--ranks x is not a number of at least 1"),
         (["--rate"], "--rate needs a value"),
@@ -91,6 +110,52 @@ def networks() -> None:
 def test_bad_arguments_are_refused(words: list[str], message: str) -> None:
     done = call(command(*words))
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"bench-net: {message}\n")
+
+
+def test_without_gpus_it_says_so(tmp_path: Path) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    found = f"{tmp_path}:{os.environ['PATH']}"
+    done = call(command("--device", "cuda"), path=found, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == "bench-net: --device cuda needs GPUs, and nvidia-smi lists none: name them by --gpus 0,1\n"
+    )
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 0\necho 1\n")
+    done = call(command("--device", "cuda", "--hosts", "4"), path=found, CUDA_VISIBLE_DEVICES="")
+    assert "GPU(s) 0,1 are fewer than 4 hosts" in done.stderr
+
+
+SEEN = """
+import os, socket
+from mpi4py import MPI
+names = "CUDA_VISIBLE_DEVICES", "OKTOPK_CUDA_AWARE_MPI", "OMPI_MCA_pml", "NCCL_SOCKET_IFNAME", "UCX_TLS", "OMPI_MCA_plm"
+for seen in MPI.COMM_WORLD.gather((socket.gethostname(), *(os.environ.get(name) for name in names))) or []:
+    print(*seen)
+"""
+
+
+@pytest.mark.timeout(PATIENCE)
+@pytest.mark.parametrize(
+    ("transport", "expected"),
+    [("tcp", "0 ob1 eth0 None None"), ("ucx", "None ucx eth0 tcp,self,cuda_copy None")],
+)
+def test_each_host_sees_its_own_gpus(networks: None, tmp_path: Path, transport: str, expected: str) -> None:
+    if "Open MPI" not in MPI.Get_library_version():
+        pytest.skip("needs Open MPI")
+    (tmp_path / "seen_by_ranks.py").write_text(SEEN)
+    words = ["--device", "cuda", "--gpus", "4,5,6,7", "--ranks", "4", "--transport", transport]
+    done = call(
+        command(*words, "--module", "seen_by_ranks"),
+        PYTHONPATH=f"{ROOT}:{tmp_path}",
+        OMPI_MCA_plm="left by this machine's own MPI",
+    )
+    assert done.returncode == 0, done.stderr
+    # UCX warns that it finds no CUDA where there is none
+    seen = [line for line in done.stdout.splitlines() if not line.startswith("[")]
+    assert seen == 2 * [f"h1 4,5 {expected}", f"h2 6,7 {expected}"]
+    assert "2 hosts at 10gbit, 4 ranks, openmpi" in done.stderr
 
 
 @needs_root
@@ -149,9 +214,28 @@ def test_a_bench_over_tcp_names_the_dense_algorithms(networks: None, tmp_path: P
     assert {"dense", "oktopk", "mpi"} <= set(names)
     if "Open MPI" in content["mpi"]:
         assert {"mpi-ring", "mpi-rabenseifner"} <= set(names)
+    assert (entry["hosts"], entry["link"]["rate"]) == (2, 1e9)
+    library = next(method for method in entry["methods"] if method["name"] == "mpi")
+    assert library["link"]["host_bytes"] == 4 * 20011
+    assert library["link"]["floor"] == pytest.approx(8e-9 * 4 * 20011)
     # 4 MB pieces in both directions at once: the links are shaped
     assert entry["speeds"]["wire"] < 1.1 * 125e6
     assert not processes("--length 20011")
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_unshaped_links_of_hosts_with_two_ranks(networks: None, tmp_path: Path) -> None:
+    path = tmp_path / "net.json"
+    words = ["--hosts", "2", "--ranks", "4", "--rate", "none", *TINY, "--dense-steps", "9"]
+    done = call(command(*words, "--methods", "oktopk-flat-plain,oktopk-hosts-int4", "--json", str(path)))
+    assert done.returncode == 0, done.stderr
+    (entry,) = read(path)["runs"]
+    assert entry["network"] == "2 hosts, TCP over unshaped links"
+    assert (entry["ranks"], entry["hosts"], entry["link"]["rate"]) == (4, 2, None)
+    flat, hosts = (method["link"] for method in entry["methods"])
+    assert 0 < hosts["host_bytes"] < 0.5 * flat["host_bytes"]
+    assert flat["floor"] is None and flat["transfer"]["share"] is None
+    assert "links: none" in done.stdout
 
 
 @pytest.mark.timeout(PATIENCE)

@@ -33,6 +33,12 @@ def test_methods_may_be_separated_by_commas_or_blanks_and_count_once() -> None:
     assert options.methods == ("mpi", "oktopk", "dense")
 
 
+def test_several_lengths_are_measured_one_after_another() -> None:
+    options = parse(["--length", "77,88,99"], launched=True)
+    assert (options.length, options.more_lengths) == (77, (88, 99))
+    assert parse(options.words(), launched=True) == options
+
+
 def test_a_sweep_measures_words_only() -> None:
     options = parse(["--sweep-ranks", "2,4"], launched=False)
     assert options.sweep_ranks == (2, 4)
@@ -52,6 +58,7 @@ def test_a_job_is_started_with_the_options_of_its_driver() -> None:
     given = ["--methods", "oktopk,mpi", "--length", "77", "--density", "0.05", "--steps", "9", "--seed", "3"]
     given += ["--set", "threshold_interval=4", "--set", "balance_trigger=inf", "--set", "nonfinite=skip"]
     given += ["--dense-steps", "2", "--network", "two tin cans", "--no-memory", "--warmup", "5"]
+    given += ["--link", "10gbit"]
     options = parse([*given, "--json", "somewhere"], launched=False)
     assert options.settings == {"threshold_interval": 4, "balance_trigger": math.inf, "nonfinite": "skip"}
     again = parse(options.words(), launched=True)
@@ -68,7 +75,10 @@ def test_a_job_is_started_with_the_options_of_its_driver() -> None:
         (["--methods", ","], "no method is named"),
         (["--length", "0"], "length 0 is not in [1, 2147483647]"),
         (["--length", "-5"], "length -5 is not in"),
-        (["--length", "many"], "invalid int value: 'many'"),
+        (["--length", "many"], "--length 'many' is not a list of numbers of elements"),
+        (["--length", "5,0"], "length 0 is not in [1, 2147483647]"),
+        (["--length", "5,6", "--ablate"], "--length takes one length with --ablate"),
+        (["--link", "fast"], "link 'fast' is neither a rate such as 10gbit nor 'none'"),
         (["--density", "0"], "density 0.0 is not in (0, 0.25]"),
         (["--density", "0.5"], "density 0.5 is not in (0, 0.25]: above, every method runs densely"),
         (["--steps", "31"], "steps 31 is not at least 32, the threshold interval"),

@@ -1,0 +1,138 @@
+"""The links between hosts: their rate, whether their shaping holds at a step's size, and the floor that follows from both."""
+
+from __future__ import annotations
+
+import re
+import socket
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from jobs.bench.document import BenchError
+from jobs.bench.floors import ring_exchange
+
+UNSHAPED = "none"
+"""What `--link` is told of links whose rate nothing bounds."""
+
+TOLERANCE = 1.15
+"""Shaping holds where a transfer after a pause runs at no more than this times the rate told."""
+
+_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_RATE = re.compile(r"([0-9]+\.?[0-9]*)(kbit|mbit|gbit)")
+_PAUSE, _TRIES = 0.02, 5  # seconds; a bucket of 128 KB fills in 1 ms at 1 Gb/s
+_MOST = 8 << 20  # bytes: beyond that the bucket no longer matters
+
+
+def bits_per_second(text: str) -> float | None:
+    """The rate that `--link` tells, None where links are unshaped.
+
+    Raises:
+        BenchError: it is neither a rate nor "none".
+    """
+    if text == UNSHAPED:
+        return None
+    found = _RATE.fullmatch(text)
+    if found is None or not float(found[1]):
+        raise BenchError(f"link {text!r} is neither a rate such as 10gbit nor {UNSHAPED!r}")
+    return float(found[1]) * _BITS[found[2]]
+
+
+class Links:
+    """The links of several hosts, one each, all of one rate. Collective: every rank must construct.
+
+    Args:
+        told: as `bits_per_second` takes it.
+
+    Attributes:
+        hosts: the host of each rank, numbered by their first ranks.
+        rate: bits per second, None where they are unshaped.
+
+    Raises:
+        BenchError: `told` is no rate, or there is one host; on every rank alike.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, told: str) -> None:
+        self.told, self.rate = told, bits_per_second(told)
+        names = comm.allgather(socket.gethostname())
+        distinct = list(dict.fromkeys(names))
+        if len(distinct) == 1:
+            raise BenchError(f"--link is for links between hosts, and all ranks are on {names[0]}")
+        self.hosts = [distinct.index(name) for name in names]
+        self._comm = comm
+        first = names.index(names[comm.rank]) == comm.rank
+        ring = comm.Split(0 if first else MPI.UNDEFINED, comm.rank)
+        self._ring = ring if isinstance(ring, MPI.Intracomm) and ring != MPI.COMM_NULL else None
+
+    @property
+    def count(self) -> int:
+        """Hosts."""
+        return max(self.hosts) + 1
+
+    def host_bytes(self, between: NDArray[np.float64]) -> float:
+        """What the busiest host sends in a step, on average.
+
+        Args:
+            between: float64[ranks, steps], bytes that each rank sent to other hosts.
+        """
+        by_host = np.zeros((self.count, between.shape[1]))
+        np.add.at(by_host, self.hosts, between)
+        return float(by_host.mean(axis=1).max())
+
+    def least_dense_bytes(self, nbytes: int) -> float:
+        """What each host must send at least in an allreduce of a vector of so many bytes."""
+        return 2 * nbytes * (self.count - 1) / self.count
+
+    def transfer(self, nbytes: float) -> dict[str, Any]:
+        """What a transfer of so many bytes shows, 8 MB at most, by all hosts at once in a ring, after a pause. Collective.
+
+        Returns:
+            bytes: those sent.
+            seconds: until the last host has received all, the median of some tries.
+            share: of the rate told; None where links are unshaped.
+            holds: whether that is at most TOLERANCE.
+        """
+        sent = min(_MOST, max(1, round(nbytes)))
+        ring = self._ring
+        send = ring_exchange(ring, np.ones(sent, np.uint8), np.empty(sent, np.uint8)) if ring else None
+        spent = []
+        for _ in range(_TRIES + 1):
+            time.sleep(_PAUSE)
+            self._comm.Barrier()
+            start = time.perf_counter()
+            if send is not None:
+                send()
+            spent.append(self._comm.allreduce(time.perf_counter() - start, MPI.MAX))
+        seconds = statistics.median(spent[1:])
+        share = None if self.rate is None else 8 * sent / seconds / self.rate
+        holds = share is None or share <= TOLERANCE
+        return {"bytes": sent, "seconds": seconds, "share": share, "holds": holds}
+
+    def record(self, host_bytes: float, mean: float) -> dict[str, Any]:
+        """How a contestant's step stands to the links. Collective.
+
+        Args:
+            host_bytes: that a host sends in a step.
+            mean: seconds of a step.
+
+        Returns:
+            host_bytes.
+            floor: seconds that these take at the rate told; None where links are unshaped.
+            above: seconds that the mean step takes beyond that.
+            transfer: as `transfer`, of as many bytes.
+        """
+        floor = None if self.rate is None else 8 * host_bytes / self.rate
+        return {
+            "host_bytes": host_bytes,
+            "floor": floor,
+            "above": None if floor is None else mean - floor,
+            "transfer": self.transfer(host_bytes),
+        }
+
+    def close(self) -> None:
+        """Give the communicator back."""
+        if self._ring:
+            self._ring.Free()

@@ -1,0 +1,232 @@
+"""Links between hosts: floors, the check of their shaping, and the table that shows both."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from jobs.bench import contestants
+from jobs.bench.arguments import HOST_ROWS
+from jobs.bench.contestants import Contestant, make_reducer
+from jobs.bench.device import Device
+from jobs.bench.document import BenchError, read
+from jobs.bench.job import run
+from jobs.bench.links import Links, bits_per_second
+from jobs.bench.options import parse
+from jobs.bench.tables import document_tables
+
+
+@pytest.fixture
+def hosts(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Ranks on three hosts, as their names say: dealt out in turn. The number of hosts."""
+    monkeypatch.setattr(socket, "gethostname", lambda: f"h{comm.rank % 3}")
+    return min(3, comm.size)
+
+
+def test_rates_are_bits_per_second_and_none_bounds_nothing() -> None:
+    assert [bits_per_second(text) for text in ("10gbit", "2.5gbit", "100mbit", "8kbit")] == [
+        1e10,
+        2.5e9,
+        1e8,
+        8e3,
+    ]
+    assert bits_per_second("none") is None
+    for wrong in ("fast", "10", "0gbit", "-1gbit", "10gbits"):
+        with pytest.raises(BenchError, match=f"link '{wrong}' is neither a rate such as 10gbit nor 'none'"):
+            bits_per_second(wrong)
+
+
+@pytest.mark.mpi
+def test_links_of_one_host_are_refused_on_every_rank(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "lonely")
+    with pytest.raises(BenchError, match="--link is for links between hosts, and all ranks are on lonely"):
+        Links(comm, "10gbit")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_host_sends_what_its_ranks_send_and_the_busiest_host_counts(
+    comm: MPI.Intracomm, hosts: int
+) -> None:
+    links = Links(comm, "10gbit")
+    assert links.hosts == [rank % hosts for rank in range(comm.size)]
+    assert links.count == hosts
+    between = np.zeros((comm.size, 2))
+    between[0], between[comm.size - 1] = (100, 300), (10, 10)
+    own = 210 if (comm.size - 1) % hosts == 0 else 200
+    assert links.host_bytes(between) == own
+    assert links.least_dense_bytes(1000) == pytest.approx(2000 * (hosts - 1) / hosts)
+    links.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_transfer_faster_than_the_rate_told_does_not_hold(comm: MPI.Intracomm, hosts: int) -> None:
+    slow, none, fast = Links(comm, "1kbit"), Links(comm, "none"), Links(comm, "1000000gbit")
+    found = slow.transfer(100_000)
+    assert found["bytes"] == 100_000 and found["seconds"] > 0
+    # 800 s at the rate told
+    assert found["share"] == pytest.approx(800 / found["seconds"])
+    assert not found["holds"]
+    assert none.transfer(0)["share"] is None and none.transfer(0)["holds"]
+    assert fast.transfer(100_000)["holds"]
+    record = slow.record(250.0, mean=5.0)
+    assert (record["host_bytes"], record["floor"], record["above"]) == (250.0, 2.0, 3.0)
+    assert record["transfer"]["bytes"] == 250
+    record = none.record(250.0, mean=5.0)
+    assert (record["floor"], record["above"]) == (None, None)
+    assert slow.record(1e9, mean=1.0)["transfer"]["bytes"] == 8 << 20
+    for links in (slow, none, fast):
+        links.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_transfer_takes_as_long_as_its_last_host(
+    comm: MPI.Intracomm, hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ring_exchange(ring: MPI.Intracomm, outgoing: Any, incoming: Any) -> Any:
+        assert ring.size == hosts
+        return lambda: time.sleep(0.05 * (ring.rank == hosts - 1))
+
+    monkeypatch.setattr("jobs.bench.links.ring_exchange", ring_exchange)
+    links = Links(comm, "1gbit")
+    assert 0.05 <= links.transfer(1000)["seconds"] < 0.2
+    links.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_bench_of_two_lengths_says_what_steps_take_beyond_their_floors(
+    comm: MPI.Intracomm, hosts: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = comm.bcast(tmp_path) / "links.json"
+    words = ["--length", "20000,30000", "--steps", "9", "--warmup", "2", "--dense-steps", "2", "--no-memory"]
+    words += ["--set", "threshold_interval=8", "--methods", "oktopk-flat-plain,mpi", "--link", "1kbit"]
+    assert run(parse([*words, "--json", str(path)], launched=True), comm) == 0
+    printed = capsys.readouterr()
+    if comm.rank:
+        return
+    content = read(path)
+    assert [(entry["length"], entry["hosts"]) for entry in content["runs"]] == [
+        (20000, hosts),
+        (30000, hosts),
+    ]
+    for entry in content["runs"]:
+        assert entry["link"]["rate"] == 1000
+        assert entry["link"]["transfer"]["bytes"] == 8 * entry["k"]
+        ours, library = entry["methods"]
+        link, mean = library["link"], library["seconds"]["all"]["mean"]
+        assert link["host_bytes"] == pytest.approx(8 * entry["length"] * (hosts - 1) / hosts)
+        assert link["floor"] == pytest.approx(8 * link["host_bytes"] / 1000)
+        assert link["above"] == pytest.approx(mean - link["floor"])
+        # all ranks are on one machine: a transfer is faster than the rate told
+        assert not link["transfer"]["holds"]
+        # MPI finds one host, so that nothing goes to others
+        assert ours["link"]["host_bytes"] == 0
+    assert printed.err.count("times 1kbit: part of them passed unshaped") == 2
+    assert "20,000 by formula" in document_tables(content) or hosts > 2
+    assert printed.out.count(f"{hosts} hosts, links: 1kbit; ") == 2
+
+
+def made_up() -> dict[str, Any]:
+    """A run of two hosts at 10 Gb/s, with figures that are easy to follow."""
+
+    def method(
+        name: str, host_bytes: float, mean: float, share: float, counted: bool = True
+    ) -> dict[str, Any]:
+        floor = 8 * host_bytes / 1e10
+        return {
+            "name": name,
+            "counted": counted,
+            "seconds": {"all": {"mean": mean, "median": 0.9 * mean}},
+            "stages": {
+                "regular": {"between": {"mean": 1e-4}, "select": {"mean": 2e-4}} if counted else None,
+                "all": {"allreduce": {"mean": mean}},
+            },
+            "memory": {"regular": None},
+            "link": {
+                "host_bytes": host_bytes,
+                "floor": floor,
+                "above": mean - floor,
+                "transfer": {
+                    "bytes": int(host_bytes),
+                    "seconds": 1e-3,
+                    "share": share,
+                    "holds": share <= 1.15,
+                },
+            },
+        }
+
+    transfer = {"bytes": 1_178_264, "seconds": 1.06e-3, "share": 0.89, "holds": True}
+    return {
+        "ranks": 2,
+        "length": 14_728_266,
+        "density": 0.01,
+        "k": 147_283,
+        "device": "cuda",
+        "gradient_type": "float32",
+        "baseline": "nccl",
+        "network": "2 hosts, TCP over 10gbit links, staged through host memory",
+        "gradients": {"name": "heavy"},
+        "course": {"warmup": 64, "steps": 64},
+        "hosts": 2,
+        "link": {"told": "10gbit", "rate": 1e10, "transfer": transfer},
+        "methods": [
+            method("nccl", 5e7, 0.05, 0.99, counted=False),
+            method("nccl-bf16", 2.5e7, 0.025, 0.99, counted=False),
+            method("oktopk-flat-plain", 1.25e6, 0.0016, 0.9),
+            method("oktopk-flat-int4", 2e5, 0.001, 1.6),
+        ],
+    }
+
+
+def test_one_table_shows_steps_bytes_floors_and_stages() -> None:
+    text = document_tables({"kind": "bench", "machine": {"cpu": "Abacus"}, "runs": [made_up()]})
+    assert "2 hosts, links: 10gbit; 1,178,264 bytes after a pause took 1.060 ms, 0.89 of that rate" in text
+    rows = {line.split()[0]: line for line in text.splitlines() if line.startswith(("nccl", "oktopk"))}
+    plain = rows["oktopk-flat-plain"].split()
+    # mean, median, bytes, floor, above, of the rate, NCCL's times over its
+    assert plain[1:9] == ["1.600", "1.440", "1,250,000", "1.000", "0.600", "0.90", "31.2", "15.6"]
+    assert rows["oktopk-flat-plain"].endswith("select 0.200, between 0.100")
+    assert "50,000,000 by formula" in rows["nccl"] and rows["nccl"].endswith("allreduce 50.000")
+    notes = [line for line in text.splitlines() if "passed unshaped" in line]
+    assert len(notes) == 1
+    assert notes[0].startswith("oktopk-flat-int4: 200,000 bytes after a pause ran at 1.60 times 10gbit: ")
+
+
+def test_unshaped_links_have_no_floor() -> None:
+    entry = made_up()
+    entry["link"] = {"told": "none", "rate": None, "transfer": entry["link"]["transfer"] | {"share": None}}
+    for method in entry["methods"]:
+        method["link"] |= {"floor": None, "above": None}
+        method["link"]["transfer"] |= {"share": None, "holds": True}
+    text = document_tables({"kind": "bench", "machine": {"cpu": "Abacus"}, "runs": [entry]})
+    assert "links: none; 1,178,264 bytes after a pause took 1.060 ms\n" in text
+    plain = next(line for line in text.splitlines() if line.startswith("oktopk-flat-plain")).split()
+    assert plain[3:7] == ["1,250,000", "–", "–", "–"]
+    assert "passed unshaped" not in text
+
+
+@pytest.mark.parametrize(("sharers", "allowed"), [(1, None), (2, True)])
+def test_ranks_that_share_a_gpu_are_allowed_to_in_two_levels(
+    sharers: int, allowed: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    class Reducer:
+        gradient_buffer = None
+
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            asked.append(keywords.get("peer_memory"))
+
+    monkeypatch.setattr(contestants, "GradientAllreduce", Reducer)
+    options = parse(["--length", "1000"], launched=True)
+    for name in ("oktopk-flat-int8", "oktopk-hosts-int8"):
+        one = Contestant(name=name, method="oktopk", settings=dict(HOST_ROWS[name]))
+        make_reducer(one, options, 1000, Device(sharers), MPI.COMM_SELF)
+    assert asked == [None, allowed]
