@@ -87,8 +87,8 @@ def row_volume(source: RowSource, length: int, ranks: int) -> Record:
     """Rows that `row_sparse_allreduce` sends in a step.
 
     Returns:
-        "ranks"; "own", distinct rows a rank, on average; "summed"; "mean" and "busiest", rows that a rank sends, each as a part
-        of (own + summed)(P-1)/P.
+        "ranks"; "distinct", different rows a rank, on average; "summed"; "mean" and "busiest", rows that a rank sends, each as a part
+        of (distinct + summed)(P-1)/P.
     """
     kernels, row_bytes = HostRowKernels(), 8  # an id and one float32
     mail: list[list[Any]] = [[queue.SimpleQueue() for _ in range(ranks)] for _ in range(ranks)]
@@ -105,11 +105,11 @@ def row_volume(source: RowSource, length: int, ranks: int) -> Record:
         return len(rows), len(sums), transport.bytes
 
     with ThreadPoolExecutor(ranks) as pool:
-        own, summed, sent = np.array(list(pool.map(run, range(ranks)))).T
-    least = (own.mean() + summed[0]) * (ranks - 1) / ranks * row_bytes
+        distinct, summed, sent = np.array(list(pool.map(run, range(ranks)))).T
+    least = (distinct.mean() + summed[0]) * (ranks - 1) / ranks * row_bytes
     return {
         "ranks": ranks,
-        "own": float(own.mean()),
+        "distinct": float(distinct.mean()),
         "summed": int(summed[0]),
         "mean": float(sent.mean() / least),
         "busiest": float(sent.max() / least),
@@ -124,6 +124,6 @@ def volume_table(length: int, touched: int, ranks: tuple[int, ...] = (2, 3, 4, 6
         for size in ranks
     ]
     columns = [("rows", figure("skew", "{}")), ("ranks", figure("ranks"))]
-    columns += [("own, distinct", figure("own")), ("in the sum", figure("summed"))]
+    columns += [("distinct", figure("distinct")), ("in the sum", figure("summed"))]
     columns += [(f"{part} / (r + u)(P−1)/P", figure(part, "{:.3f}")) for part in ("mean", "busiest")]
     return columns_table(columns, counted, "pipe")
