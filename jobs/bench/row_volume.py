@@ -87,8 +87,8 @@ def row_volume(source: RowSource, length: int, ranks: int) -> Record:
     """Rows that `row_sparse_allreduce` sends in a step.
 
     Returns:
-        "ranks"; "distinct", different rows a rank, on average; "summed"; "mean" and "busiest", rows that a rank sends, each as a part
-        of (distinct + summed)(P-1)/P.
+        "ranks"; "distinct", rows that a rank touched, on average; "summed"; "mean" and "busiest", rows that a rank sends, as
+        a part of (distinct + summed)(P-1)/P.
     """
     kernels, row_bytes = HostRowKernels(), 8  # an id and one float32
     mail: list[list[Any]] = [[queue.SimpleQueue() for _ in range(ranks)] for _ in range(ranks)]
