@@ -256,10 +256,13 @@ def test_a_gpu_gives_the_bits_of_the_host(
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("pairs", [False, True], ids=["all", "two by two"])
 def test_windows_grow_by_agreement_and_are_read_before_they_are_written_again(
-    device: str, comm: MPI.Intracomm
+    pairs: bool, device: str, comm: MPI.Intracomm
 ) -> None:
     use(device, comm)
+    if pairs:  # two ranks sum alike, and publish once a step
+        comm = comm.Split(comm.rank // 2)
     counts = [3, 30, 4, 60, 60, 7, 200, 150]
     with table(comm) as host, table(comm, device=device, peer_memory=True) as gpu:
         for step, most in enumerate(counts):
@@ -276,6 +279,8 @@ def test_windows_grow_by_agreement_and_are_read_before_they_are_written_again(
             assert host.sum is not None and gpu.sum is not None
             assert get(gpu.sum.rows).tobytes() == host.sum.rows.tobytes()
             assert get(gpu.sum.values).tobytes() == host.sum.values.tobytes()
+    if pairs:
+        comm.Free()
 
 
 @pytest.mark.mpi(min_size=2)
