@@ -30,6 +30,7 @@ class DeviceRowWindows:
 
     Attributes:
         capacity: rows that a slot has room for, equal on all ranks.
+        nbytes: of this rank's window.
 
     Memory: twice the most rows that a rank has published, and a quarter more.
     """
@@ -46,7 +47,7 @@ class DeviceRowWindows:
         self._transport, self._device, self._kernels = transport, device, kernels
         self._id_bytes = np.dtype(row_type).itemsize
         self._row_bytes = width * np.dtype(element_type).itemsize
-        self.capacity = 0
+        self.capacity = self.nbytes = 0
         self._slot = 0
         self._memory: SymmetricMemory | None = None
         self._refused = False
@@ -74,14 +75,15 @@ class DeviceRowWindows:
             return False
         self.close()
         capacity = most + most // 4
+        nbytes = 2 * self._slot_bytes(capacity)
         try:
-            self._memory = SymmetricMemory(self._transport, self._device, 2 * self._slot_bytes(capacity))
+            self._memory = SymmetricMemory(self._transport, self._device, nbytes)
         except MissingRanksError:
             raise
         except RuntimeError:  # no memory; on every rank alike
             self._refused = True
             return False
-        self.capacity = capacity
+        self.capacity, self.nbytes = capacity, nbytes
         self._write(rows)
         self._transport.barrier()
         return True
@@ -129,7 +131,7 @@ class DeviceRowWindows:
         """As the protocol says."""
         if self._memory is not None:
             self._memory.close()
-        self._memory, self.capacity = None, 0
+        self._memory, self.capacity, self.nbytes = None, 0, 0
 
 
 def _aligned(nbytes: int) -> int:

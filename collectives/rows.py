@@ -102,7 +102,12 @@ class RowWindows(Protocol):
 
     A rank may change what it has published when it publishes the second time after that: the others have read it by then, if
     each of them has waited for its own reads before a collective operation in between, as `publish` does.
+
+    Attributes:
+        nbytes: of this rank's window.
     """
+
+    nbytes: int
 
     def publish(self, rows: Rows) -> None:
         """Put rows where the others read them after the next collective operation, if there is room. Waits for the copy."""

@@ -272,8 +272,10 @@ class RowSparseAllreduce:
             return f"there are {len(rows)} row ids and {len(values)} rows of values"
         if not values.flags.c_contiguous:
             return "values are not C-contiguous"
-        if len(rows) and not 0 <= (low := int(rows.min())) <= (high := int(rows.max())) < self.length:
-            return f"row {low if low < 0 else high} is not in [0, {self.length})"
+        if len(rows):
+            least, largest = rows.min(), rows.max()  # both asked for before a GPU is waited for
+            if not 0 <= (low := int(least)) <= (high := int(largest)) < self.length:
+                return f"row {low if low < 0 else high} is not in [0, {self.length})"
         return ""
 
     def state_dict(self) -> dict[str, Any]:

@@ -57,12 +57,11 @@ class DeviceRowKernels:
         with self._device.gpu, self._device.stream:
             order = cupy.argsort(rows)  # stable: by a radix sort
             ordered = rows[order]
-            heads = cupy.ones(len(rows), np.bool_)
-            heads[1:] = ordered[1:] != ordered[:-1]
+            heads = cupy.ones(len(rows) + 1, np.bool_)  # the last one is the end
+            heads[1:-1] = ordered[1:] != ordered[:-1]
             starts = cupy.flatnonzero(heads)
-            count = len(starts)
-            ids = ordered[starts]
-            starts = cupy.append(starts, len(rows))
+            count = len(starts) - 1
+            ids = ordered[starts[:-1]]
             sums = cupy.empty((count, width), like.dtype)
             nonfinite = cupy.zeros(1, np.uint32)
             self._device.launch(

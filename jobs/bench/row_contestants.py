@@ -42,7 +42,7 @@ class Contestant:
         counted: bytes were counted; else they are what a ring sends.
         close: frees what is held. Collective.
         once: is measured in a single step, without a warm-up of its own, as it takes seconds.
-        held: bytes of memory between steps: a whole table.
+        held: bytes of memory that it keeps between steps: a whole table, windows.
         seconds, bytes: of the steps that count.
         stages: seconds by stage, of the same steps on a CPU; on a GPU of one more, which waits for the GPU after each stage.
         peak: bytes by which the memory of this rank or its GPU grew in one more step, and `held`; None if unknown.
@@ -53,7 +53,7 @@ class Contestant:
     counted: bool = False
     close: Callable[[], None] = lambda: None
     once: bool = False
-    held: int = 0
+    held: Callable[[], int] = lambda: 0
     peak: int | None = None
     seconds: list[float] = field(default_factory=list)
     bytes: list[int] = field(default_factory=list)
@@ -95,6 +95,10 @@ class OkTopkRows:
         sums, self.reducer.sum = self.reducer.sum, None
         assert sums is not None
         return torch.as_tensor(sums.rows), torch.as_tensor(sums.values), report.bytes
+
+    def held(self) -> int:
+        """As `Contestant.held`."""
+        return self.reducer.windows.nbytes if self.reducer.windows is not None else 0
 
     def _timed(self, add_up: Callable[..., Any], *given: Any) -> Any:
         if before := next(self._stages):
@@ -227,14 +231,14 @@ def contestants(
         except ValueError as error:  # on every rank alike
             left_out[name] = str(error)
         else:
-            entrants.append(Contestant(name, ours.run, True, ours.reducer.close))
+            entrants.append(Contestant(name, ours.run, True, ours.reducer.close, held=ours.held))
     size = 4 * table[0] * table[1]
     if free is not None and 2 * size * sharers > free:  # itself, and what the library takes
         have = f"{size / 2**30:.1f} GiB on each of {sharers} ranks, and {free / 2**30:.1f} GiB are free"
         left_out["dense"] = f"the table has {have}"
     else:
         whole = torch.zeros(table, device=device)
-        entrants.append(Contestant("dense", partial(dense, whole, comm), held=whole.nbytes))
+        entrants.append(Contestant("dense", partial(dense, whole, comm), held=lambda: whole.nbytes))
     matches = {"union-v1": match_in_a_loop, "union-v4": match_all_pairs, "union-v6": match_sorted}
     pairs = options.touched * min(options.touched * comm.size, table[0])
     loops = options.touched > V1_MOST

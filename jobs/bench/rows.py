@@ -145,7 +145,7 @@ def _look_closer(
             one.step(rows, draws.values)
             place.finish()
         if growth.resident is not None:
-            one.peak = growth.resident + one.held
+            one.peak = growth.resident + one.held()
 
 
 def sparse(sums: Sum) -> tuple[Tensor, Tensor]:

@@ -36,13 +36,13 @@ def transport(comm: MPI.Intracomm) -> Iterator[MpiTransport]:
 
 def sums_of(lists: list[Rows], kind: str, scale: float = 1.0) -> Rows:
     """The lists one after the other, equal rows added up in float32 from left to right, row by row."""
-    found: dict[int, NDArray[np.float32]] = {}
+    sums_by_row: dict[int, NDArray[np.float32]] = {}
     for each in lists:
         for row, value in zip(each.rows.tolist(), widened(each.values, kind), strict=True):
-            found[row] = found[row] + value if row in found else value.copy()
-    rows = np.array(sorted(found), np.int64)
+            sums_by_row[row] = sums_by_row[row] + value if row in sums_by_row else value.copy()
+    rows = np.array(sorted(sums_by_row), np.int64)
     width = lists[0].values.shape[1]
-    sums = np.array([found[row] for row in sorted(found)], np.float32).reshape(len(rows), width)
+    sums = np.array([sums_by_row[row] for row in rows.tolist()], np.float32).reshape(len(rows), width)
     with np.errstate(over="ignore", invalid="ignore"):
         return Rows(rows, narrowed(sums * np.float32(scale), kind))
 
@@ -106,18 +106,18 @@ def test_sums_over_the_ranks_are_those_of_one_process_bit_for_bit(
 ) -> None:
     length, width = 97, 5
     lists = everyones(comm, shape, kind, length, width)
-    own = lists[comm.rank]
-    before = own.rows.copy(), own.values.copy()
+    local = lists[comm.rank]
+    before = local.rows.copy(), local.values.copy()
     transport.take_traffic()
-    sums = row_sparse_allreduce(own, length, transport, KERNELS, scale=1.0 / comm.size)
+    sums = row_sparse_allreduce(local, length, transport, KERNELS, scale=1.0 / comm.size)
     sent = transport.take_traffic()
     expected = sums_of(lists, kind, 1.0 / comm.size)
     assert sums.rows.tolist() == expected.rows.tolist()
     assert sums.values.tobytes() == expected.values.tobytes()
     assert sums.rows.dtype == np.int32 and sums.values.shape == expected.values.shape
-    assert np.array_equal(own.rows, before[0]) and np.array_equal(own.values, before[1])
+    assert np.array_equal(local.rows, before[0]) and np.array_equal(local.values, before[1])
     # conservation of bytes: what all ranks send is what all ranks get
-    row_bytes = own.rows.itemsize + width * own.values.itemsize
+    row_bytes = local.rows.itemsize + width * local.values.itemsize
     total = comm.allreduce(sent.bytes)
     gathered = (comm.size - 1) * len(sums) * row_bytes
     assert total - gathered <= sum(map(len, lists)) * row_bytes
@@ -141,8 +141,8 @@ def test_volume_is_that_of_the_rows_outside_and_the_sums(
     transport.take_traffic()
     sums = row_sparse_allreduce(lists[comm.rank], length, transport, KERNELS)
     sent = comm.allgather(transport.take_traffic().bytes)
-    own = np.mean([len(rows) for rows in lists])
-    mean = (own + len(sums)) * (comm.size - 1) / comm.size * (4 + 4 * width)
+    local = np.mean([len(rows) for rows in lists])
+    mean = (local + len(sums)) * (comm.size - 1) / comm.size * (4 + 4 * width)
     assert np.mean(sent) <= 1.05 * mean
     if who == "one rank":  # nobody else has anything to send to the owners
         assert max(sent) <= (1 + comm.size) * mean
@@ -187,7 +187,7 @@ def test_a_flag_and_a_sum_that_overflows_stop_every_rank(
     assert again.rows.tolist() == [3]
 
 
-def test_numbers_of_a_long_table_have_64_bits() -> None:
+def test_row_ids_of_a_long_table_have_64_bits() -> None:
     assert row_type(2**31 - 1) == np.int32
     assert row_type(2**31) == np.int64
     rows = np.array([2**40, 5, 2**40], np.int64)

@@ -342,7 +342,7 @@ def install() -> None:
     cupy.ndarray, cupy.RawModule, cupy.asarray = Array, RawModule, asarray
     cupy.asnumpy = lambda array, stream=None: array.get()
     cupy.empty = lambda shape, dtype=np.float64: Array(shape, dtype)
-    for name in ("ones", "zeros", "flatnonzero", "append", "searchsorted", "partition"):
+    for name in ("ones", "zeros", "flatnonzero", "searchsorted", "partition"):
         setattr(cupy, name, _copied(getattr(np, name)))
     cupy.count_nonzero = np.count_nonzero
     cupy.argsort = _copied(lambda array: np.argsort(array, kind="stable"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.rows import ELEMENT_TYPES
-from oktopk import NonFiniteGradientError
+from oktopk import MissingRanksError, NonFiniteGradientError
 from oktopk.rows import RowSparseAllreduce
 from tests.devices import DEVICES, get, put, use
 from tests.rows import touched, widened
@@ -255,10 +256,13 @@ def test_a_gpu_gives_the_bits_of_the_host(
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("pairs", [False, True], ids=["all", "two by two"])
 def test_windows_grow_by_agreement_and_are_read_before_they_are_written_again(
-    device: str, comm: MPI.Intracomm
+    pairs: bool, device: str, comm: MPI.Intracomm
 ) -> None:
     use(device, comm)
+    if pairs:  # two ranks sum alike, and publish once a step
+        comm = comm.Split(comm.rank // 2)
     counts = [3, 30, 4, 60, 60, 7, 200, 150]
     with table(comm) as host, table(comm, device=device, peer_memory=True) as gpu:
         for step, most in enumerate(counts):
@@ -275,6 +279,8 @@ def test_windows_grow_by_agreement_and_are_read_before_they_are_written_again(
             assert host.sum is not None and gpu.sum is not None
             assert get(gpu.sum.rows).tobytes() == host.sum.rows.tobytes()
             assert get(gpu.sum.values).tobytes() == host.sum.values.tobytes()
+    if pairs:
+        comm.Free()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -295,3 +301,20 @@ def test_without_memory_for_windows_rows_travel_as_messages(
             assert reports[0].messages == reports[1].messages
             assert host.sum is not None and gpu.sum is not None
             assert get(gpu.sum.values).tobytes() == host.sum.values.tobytes()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rank_that_does_not_come_is_named_by_all(device: str, comm: MPI.Intracomm) -> None:
+    use(device, comm)
+    peer_memory = True if device == "cuda" else None
+    with table(comm, device=device, peer_memory=peer_memory, timeout=3.0) as reducer:
+        rows, values = (put(device, array) for array in gradient(comm.rank, 0))
+        reducer.step(rows, values)
+        comm.Barrier()
+        if comm.rank == 0:
+            time.sleep(4.5)
+        with pytest.raises(MissingRanksError, match=r"step 1: rank\(s\) 0 did not come within 3 s"):
+            reducer.step(rows, values)
+        with pytest.raises(MissingRanksError):  # nothing goes on after that
+            reducer.step(rows, values)

@@ -371,7 +371,7 @@ def test_on_another_number_of_ranks_residuals_of_tables_are_added_up(comm: MPI.I
     expected = sum(state["tables"]["0"]["residual"] for state in saved)
     for ranks in (1, comm.size, comm.size + 1):
         states = [redistribute(saved.__getitem__, comm.size, rank, ranks) for rank in range(ranks)]
-        found = sum(state["tables"]["0"]["residual"] for state in states)
-        assert torch.allclose(found, expected, atol=1e-6) and found.any()
+        total = sum(state["tables"]["0"]["residual"] for state in states)
+        assert torch.allclose(total, expected, atol=1e-6) and total.any()
     optimizer.load_state_dict(redistribute(saved.__getitem__, comm.size, comm.rank, comm.size))
     optimizer.close()

@@ -43,6 +43,7 @@ def test_reduction_section_has_the_settings_and_their_defaults() -> None:
         "bucket_mb",
         "powersgd_rank",
         "powersgd_start",
+        "row_density",
         "nccl_p2p",
         *(f.name for f in dataclasses.fields(Settings)),
     }
