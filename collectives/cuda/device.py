@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from functools import cached_property
 from typing import Any
 
 import cupy
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cuda.environment import device_memory, pinned_memory
-from collectives.cuda.launch import Kernel
+from collectives.cuda.launch import Kernel, stream_of_priority, stream_priority
 from collectives.cuda.layouts import Scan
 from collectives.sparse import ENTRY
 from collectives.workspace import Workspace
@@ -86,6 +87,7 @@ class Device:
 
     Attributes:
         gpu: as a context, within which it is the current one.
+        priority: of the stream; below 0 it works beside other streams, and before them.
     """
 
     def __init__(self, stream: Any = None) -> None:
@@ -93,6 +95,7 @@ class Device:
         self.id = self.gpu.id
         self.stream = stream or cupy.cuda.get_current_stream()
         self._stream = self.stream.ptr
+        self.priority = stream_priority(self._stream)
         self.processors = cupy.cuda.Device().attributes["MultiProcessorCount"]
         self.pending = False
         """Whether work was put on the stream since the last wait for it."""
@@ -104,6 +107,12 @@ class Device:
         self.epoch = 0
         """Of the last signals and look-backs."""
         self._tables: dict[bytes, Any] = {}
+
+    @cached_property
+    def capturing(self) -> Any:
+        """A stream to capture graphs on, whose kernels keep its priority: that of `stream`."""
+        with self.gpu:
+            return stream_of_priority(self.priority)
 
     def allocate(self, count: int, dtype: Any) -> Any:
         """cupy array [count] of plain cudaMalloc memory, contents undefined."""
