@@ -87,7 +87,6 @@ class Device:
 
     Attributes:
         gpu: as a context, within which it is the current one.
-        priority: of the stream; below 0 it works beside other streams, and before them.
     """
 
     def __init__(self, stream: Any = None) -> None:
@@ -95,7 +94,6 @@ class Device:
         self.id = self.gpu.id
         self.stream = stream or cupy.cuda.get_current_stream()
         self._stream = self.stream.ptr
-        self.priority = stream_priority(self._stream)
         self.processors = cupy.cuda.Device().attributes["MultiProcessorCount"]
         self.pending = False
         """Whether work was put on the stream since the last wait for it."""
@@ -107,6 +105,11 @@ class Device:
         self.epoch = 0
         """Of the last signals and look-backs."""
         self._tables: dict[bytes, Any] = {}
+
+    @cached_property
+    def priority(self) -> int:
+        """Of the stream; below 0 it works beside other streams, and before them."""
+        return stream_priority(self._stream)
 
     @cached_property
     def capturing(self) -> Any:
