@@ -71,6 +71,7 @@ HOST_CUDA_RANKS_TESTS = (
     "tests/oktopk/test_gradients_in_place.py",
     "tests/oktopk/test_overflow.py",
     "tests/oktopk/test_abort.py",
+    "tests/oktopk/test_soak.py",
     "tests/oktopk/test_wires.py",
     "tests/oktopk/test_levels.py",
     "tests/oktopk/test_process_group.py",

@@ -33,6 +33,12 @@ extern "C" __global__ void put_kept(const __grid_constant__ PutKept p) {
   if (!p.p2p.decision->stop) put_signal(p.p2p, KEPT, nullptr, 0, p.p2p.step->epoch);
 }
 
+// Wait for a signal of all ranks in one block, so that what is launched next waits no more: its many blocks would keep other work from
+// the GPU, which other ranks may wait for.
+extern "C" __global__ void await_signal(const __grid_constant__ AwaitSignal p) {
+  if (!__syncthreads_or(read_volatile(&p.p2p.decision->stop))) wait_signal(p.p2p, p.signal, p.p2p.step->epoch);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) collect_region(const __grid_constant__ CollectRegion p) {
   __shared__ unsigned first[MOST_PEERS], length[MOST_PEERS], begin[MOST_PEERS];
   __shared__ unsigned headers[MOST_PEERS][MOST_PEERS + 3];

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from functools import cached_property
 from typing import Any
 
 import cupy
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cuda.environment import device_memory, pinned_memory
-from collectives.cuda.launch import Kernel
+from collectives.cuda.launch import Kernel, stream_of_priority, stream_priority
 from collectives.cuda.layouts import Scan
 from collectives.sparse import ENTRY
 from collectives.workspace import Workspace
@@ -104,6 +105,17 @@ class Device:
         self.epoch = 0
         """Of the last signals and look-backs."""
         self._tables: dict[bytes, Any] = {}
+
+    @cached_property
+    def priority(self) -> int:
+        """Of the stream; below 0 it works beside other streams, and before them."""
+        return stream_priority(self._stream)
+
+    @cached_property
+    def capturing(self) -> Any:
+        """A stream to capture graphs on, whose kernels keep its priority: that of `stream`."""
+        with self.gpu:
+            return stream_of_priority(self.priority)
 
     def allocate(self, count: int, dtype: Any) -> Any:
         """cupy array [count] of plain cudaMalloc memory, contents undefined."""

@@ -87,7 +87,8 @@ class DeviceKernels:
     def collect_kernels(self) -> dict[str, Kernel]:
         """The kernels of collect.cu, by name."""
         collect = compiled(_KERNELS / "collect.cu")
-        return {name: Kernel(collect, name) for name in ("put_selection", "put_kept", "collect_region")}
+        names = ("put_selection", "put_kept", "await_signal", "collect_region")
+        return {name: Kernel(collect, name) for name in names}
 
     def sum_sorted_lists(
         self,

@@ -50,6 +50,28 @@ def _driver() -> Any:
     return library
 
 
+def stream_priority(stream: int) -> int:
+    """The priority of a stream by its address: 0, or less where its work goes before that of other streams."""
+    priority = ctypes.c_int()
+    _check(
+        _driver().cuStreamGetPriority(ctypes.c_void_p(stream), ctypes.byref(priority)), "cuStreamGetPriority"
+    )
+    return priority.value
+
+
+def stream_of_priority(priority: int) -> Any:
+    """A cupy stream of that priority, which waits for no other one; it lives as long as the process."""
+    stream, non_blocking = ctypes.c_void_p(), 1
+    status = _driver().cuStreamCreateWithPriority(ctypes.byref(stream), non_blocking, priority)
+    _check(status, "cuStreamCreateWithPriority")
+    return cupy.cuda.ExternalStream(stream.value)
+
+
+def _check(status: int, call: str) -> None:
+    if status:
+        raise RuntimeError(f"{call}: CUDA error {status}")
+
+
 class Kernel:
     """One kernel of a module.
 

@@ -148,6 +148,7 @@ struct("PutSelection", """
     P2P p2p; const Entry* entries; long long nnz; unsigned nonfinite; const long long* boundaries; unsigned* header;
     volatile unsigned long long* mailbox;""", "put_selection")
 struct("PutKept", "P2P p2p;", "put_kept")
+struct("AwaitSignal", "P2P p2p; int signal;", "await_signal")
 struct("CollectRegion", """
     P2P p2p; unsigned long long packed_at; unsigned cap; unsigned capacity; Entry* pool; unsigned* splits;
     volatile unsigned* report;""", "collect_region")

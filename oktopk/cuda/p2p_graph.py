@@ -19,8 +19,10 @@ from collectives.cuda.layouts import (
     COMPACT_THREADS,
     COMPACT_TILE,
     DECISION_WORDS,
+    KEPT,
     NARROWEST,
     P2P,
+    SELECTED,
     Decision,
     Step,
 )
@@ -203,6 +205,10 @@ class P2PGraph:
             mailbox=self.selected.address,
         )  # fmt: skip
         self._put_kept = collect["put_kept"].prepare(p2p=p2p)
+        # beside computation no grid may wait for other GPUs: those may wait for what it keeps from this one
+        self._awaits = [
+            collect["await_signal"].prepare(p2p=p2p, signal=signal) for signal in (SELECTED, KEPT)
+        ]
         self._collect = collect["collect_region"].prepare(
             p2p=p2p, packed_at=packed_at, cap=selection_cap(self.k), capacity=self.pool.size, pool=self.pool.pointer,
             splits=splits, report=device.address("collected"),
@@ -305,6 +311,7 @@ class P2PGraph:
         self._clear.params.vector = vectors[2]
         self._clear(self._clear_blocks, 256, stream)
         self._mark(2, stream)
+        self._await(0, stream)
         self._collect(self._copy_blocks, 256, stream, self._transport.size)
         self._mark(3, stream)
         if exact:
@@ -356,7 +363,12 @@ class P2PGraph:
         self._kth.select_global(self.pool.size, stream)
         self._put_kept(1, 128, stream)
 
+    def _await(self, signal: int, stream: int) -> None:
+        if self._device.priority < 0:
+            self._awaits[signal](1, 128, stream)
+
     def _enqueue_apply(self, vectors: tuple[int, ...], stream: int) -> None:
+        self._await(1, stream)
         params = self._apply.params
         _, params.residual, params.update, params.velocity = vectors
         self._apply(self._apply_blocks, 256, stream, self._transport.size)

@@ -221,7 +221,7 @@ class P2PStep:
                 self._graphs.clear()
             self._graphs[key] = None
             return None
-        capturing = cupy.cuda.Stream(non_blocking=True)
+        capturing = self._device.capturing
         capturing.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
         try:
             self._launches.enqueue_whole(tuple(pointers), capturing.ptr, exact=False, deferred=bool(deferred))

@@ -275,6 +275,19 @@ def _open_handle(handle: bytes, flags: int) -> int:
     return pointer
 
 
+def _create_stream(stream: Any, flags: int, priority: int) -> int:
+    """cuStreamCreateWithPriority."""
+    stream._obj.value = next(_streams)
+    return 0
+
+
+def _external(address: int) -> Stream:
+    """A stream by its address."""
+    made = Stream()
+    made.ptr = address
+    return made
+
+
 class Pinned(bytearray):
     """Page-locked memory."""
 
@@ -334,6 +347,7 @@ def install() -> None:
         Memory=Memory,
         MemoryPointer=MemoryPointer,
         Stream=Stream,
+        ExternalStream=_external,
         Event=Event,
         get_current_stream=lambda: _null,
         get_elapsed_time=lambda begin, end: 1e3 * (end.seconds - begin.seconds),
@@ -351,5 +365,9 @@ def install() -> None:
 
     from collectives.cuda import launch as launches
 
-    driver = SimpleNamespace(cuLaunchKernel=launch)
+    driver = SimpleNamespace(
+        cuLaunchKernel=launch,
+        cuStreamGetPriority=lambda stream, priority: 0,
+        cuStreamCreateWithPriority=_create_stream,
+    )
     launches._driver = lambda: driver  # type: ignore[assignment]
