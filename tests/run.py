@@ -89,7 +89,7 @@ CHECK_SECONDS = 600
 SINGLE_SECONDS = 3600
 SLURM_SECONDS = 540
 SLURM_LEAVING = 60  # to end its jobs and daemons: ten minutes in all
-RANKS_SECONDS = 1800
+RANKS_SECONDS = 3600
 
 
 class Tally:
@@ -341,7 +341,7 @@ def rank_groups(options: argparse.Namespace, files: Sequence[str]) -> list[tuple
         few = [(ranks, everything, "mpi") for ranks in RANKS]
         return few + [(ranks, library, "mpi") for ranks in (*OTHER_RANKS, *ONLY_ALL_RANKS)]
     if options.long:
-        others = [(ranks, library, "mpi") for ranks in OTHER_RANKS]
+        others = [(ranks, library, "mpi and not long") for ranks in OTHER_RANKS]
         repeated = [(ranks, everything, "mpi and long") for ranks in RANKS]
         return others + (
             repeated if any("mark.long" in Path(file).read_text("utf-8") for file in files) else []

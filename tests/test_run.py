@@ -116,10 +116,10 @@ def test_what_test_leaves_out_long_runs_and_all_runs_both() -> None:
     everything |= {(ranks, file) for ranks in (2,) for file in library}
     more = {(ranks, file) for ranks in (4, 5, 8) for file in library}
     assert jobs("--all") == {(*job, "mpi") for job in everything | more}
-    one, other = jobs(), jobs("--long")
+    one, other, long = jobs(), jobs("--long"), "mpi and long"
     assert everything <= {job[:2] for job in one | other}
     assert {mark for _, _, mark in one} == {"mpi and not long"}
-    assert {ranks for ranks, _, mark in other if mark == "mpi"} == {2}
+    assert {(ranks, mark) for ranks, _, mark in other} == {(2, "mpi and not long"), (1, long), (3, long)}
     assert jobs("--ranks", "4") == {(4, file, "mpi and not long") for file in files}
 
 
