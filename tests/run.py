@@ -274,8 +274,6 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
         chosen = ["-k", options.expression] if options.expression else []
         command = [sys.executable, *pytest, *chosen, *single]
         run_group(tally, title, command, SINGLE_SECONDS, os.environ | asked, outcomes, may_be_empty)
-    # what stands in for peers on the host is tested without
-    wanted = f"({options.expression or 'test'}) and (test_device or cuda)"
     chosen_ranks = {*HOST_CUDA_RANKS} & {*(options.ranks or HOST_CUDA_RANKS)}
     for ranks in sorted(chosen_ranks) if among else ():
         outcomes = folder / f"host-cuda-{ranks}"
@@ -290,7 +288,7 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
             "-m",
             "mpi" if ranks == 1 and options.long else f"mpi{length}",
             "-k",
-            f"{wanted} and ({chosen_tests})",
+            f"({options.expression or 'test'}) and ({chosen_tests})",
             f"--outcomes={outcomes}",
             *files,
         ]
