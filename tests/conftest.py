@@ -26,6 +26,7 @@ import hypothesis
 import pytest
 import pytest_mpi
 
+from tests import host_cuda
 from tests.outcomes import OutcomeFile
 
 if TYPE_CHECKING:
@@ -92,7 +93,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that need a GPU where there is none: thousands of skips would hide the others."""
+    """Leave out tests that need a GPU where there is none, and on a host that stands in for GPUs all the others.
+
+    Thousands of skips would hide the others.
+    """
+    if host_cuda.installed():
+        others = [item for item in items if not for_gpus(item)]
+        items[:] = [item for item in items if for_gpus(item)]
+        config.hook.pytest_deselected(items=others)
     left_out = [item for item in items if needs_missing_gpu(item)]
     if not left_out:
         return
@@ -107,6 +115,11 @@ def pytest_collection_finish() -> None:
     """Keep what is imported by now out of garbage collections: torch and the tests are a million objects."""
     gc.collect()
     gc.freeze()
+
+
+def for_gpus(item: pytest.Item) -> bool:
+    """Whether it is only for machines with a GPU, as marks say."""
+    return any(mark.kwargs.get("reason") == NO_GPU for mark in item.iter_markers("skipif"))
 
 
 def needs_missing_gpu(item: pytest.Item) -> bool:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # a process that started MPI must not start an mpiexec
     from mpi4py import MPI
 
 ROOT = Path(__file__).parent.parent
-# Seconds for a job of several ranks that takes some 10 on two free cores.
-PATIENCE = 120
+# Seconds for a job of several ranks that takes some 10 on two free cores: it ends what hangs.
+PATIENCE = 300
 
 
 def run_ranks(ranks: int, *module_args: str) -> subprocess.CompletedProcess[str]:

@@ -91,7 +91,7 @@ CHECK_SECONDS = 600
 SINGLE_SECONDS = 3600
 SLURM_SECONDS = 540
 SLURM_LEAVING = 60  # to end its jobs and daemons: ten minutes in all
-RANKS_SECONDS = 1800
+RANKS_SECONDS = 3600
 
 
 class Tally:
@@ -276,8 +276,6 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
         chosen = ["-k", options.expression] if options.expression else []
         command = [sys.executable, *pytest, *chosen, *single]
         run_group(tally, title, command, SINGLE_SECONDS, os.environ | asked, outcomes, may_be_empty)
-    # what stands in for peers on the host is tested without
-    wanted = f"({options.expression or 'test'}) and (test_device or cuda)"
     chosen_ranks = {*HOST_CUDA_RANKS} & {*(options.ranks or HOST_CUDA_RANKS)}
     for ranks in sorted(chosen_ranks) if among else ():
         outcomes = folder / f"host-cuda-{ranks}"
@@ -292,7 +290,7 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
             "-m",
             "mpi" if ranks == 1 and options.long else f"mpi{length}",
             "-k",
-            f"{wanted} and ({chosen_tests})",
+            f"({options.expression or 'test'}) and ({chosen_tests})",
             f"--outcomes={outcomes}",
             *files,
         ]
@@ -343,7 +341,7 @@ def rank_groups(options: argparse.Namespace, files: Sequence[str]) -> list[tuple
         few = [(ranks, everything, "mpi") for ranks in RANKS]
         return few + [(ranks, library, "mpi") for ranks in (*OTHER_RANKS, *ONLY_ALL_RANKS)]
     if options.long:
-        others = [(ranks, library, "mpi") for ranks in OTHER_RANKS]
+        others = [(ranks, library, "mpi and not long") for ranks in OTHER_RANKS]
         repeated = [(ranks, everything, "mpi and long") for ranks in RANKS]
         return others + (
             repeated if any("mark.long" in Path(file).read_text("utf-8") for file in files) else []

@@ -14,6 +14,8 @@ import pytest
 from tests.run import (
     ALL_TESTS,
     FOR_ANY_RANKS,
+    HOST_CUDA_RANKS_TESTS,
+    HOST_CUDA_SINGLE,
     ON_MANY_RANKS,
     ROOT,
     Tally,
@@ -116,10 +118,10 @@ def test_what_test_leaves_out_long_runs_and_all_runs_both() -> None:
     everything |= {(ranks, file) for ranks in (2,) for file in library}
     more = {(ranks, file) for ranks in (4, 5, 8) for file in library}
     assert jobs("--all") == {(*job, "mpi") for job in everything | more}
-    one, other = jobs(), jobs("--long")
+    one, other, long = jobs(), jobs("--long"), "mpi and long"
     assert everything <= {job[:2] for job in one | other}
     assert {mark for _, _, mark in one} == {"mpi and not long"}
-    assert {ranks for ranks, _, mark in other if mark == "mpi"} == {2}
+    assert {(ranks, mark) for ranks, _, mark in other} == {(2, "mpi and not long"), (1, long), (3, long)}
     assert jobs("--ranks", "4") == {(4, file, "mpi and not long") for file in files}
 
 
@@ -133,6 +135,12 @@ def test_every_test_of_communication_or_of_four_ranks_is_run_by_default() -> Non
             ranks = re.search(r"min_size=(\d+)", marks)
             if ranks and int(ranks[1]) > 3:
                 assert {file, f"{file}::{node.name}"} & {*ON_MANY_RANKS}, f"{file}: {node.name}"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("file", [*HOST_CUDA_SINGLE, *HOST_CUDA_RANKS_TESTS])
+def test_a_file_for_kernels_on_the_host_has_tests_that_are_marked_for_gpus(file: str) -> None:
+    """Others are left out there, as tests/conftest.py does by their marks."""
+    assert re.search(r"\bDEVICES\b|\bgpus\(\)", (ROOT / file).read_text("utf-8"))
 
 
 def test_tests_that_need_a_gpu_are_left_out_where_there_is_none(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from torch import nn
 from torch.amp import GradScaler
 
-from oktopk import METHODS, DistributedOptimizer
+from oktopk import DistributedOptimizer
 from tests.devices import DEVICES, get, torch_device
 
 pytestmark = [
@@ -34,9 +34,14 @@ def gradient(comm: MPI.Intracomm, step: int, place: torch.device) -> torch.Tenso
     return torch.randint(-50, 51, (LENGTH,), generator=drawn).float().to(place)
 
 
-@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-@pytest.mark.parametrize("unscaled_by_user", [False, True])
-@pytest.mark.parametrize("method", ["oktopk", "gtopk", "dense"])
+@pytest.mark.parametrize(
+    ("method", "unscaled_by_user", "nonfinite"),
+    [  # every pair of two of them
+        *(("oktopk", False, "raise"), ("oktopk", True, "skip")),
+        *(("gtopk", True, "raise"), ("gtopk", False, "skip")),
+        *(("dense", True, "raise"), ("dense", False, "skip")),
+    ],
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_inf_on_one_rank_halves_every_scale_and_leaves_the_residual_bit_for_bit(
     comm: MPI.Intracomm, device: str, method: str, unscaled_by_user: bool, nonfinite: str
@@ -77,7 +82,7 @@ def test_an_inf_on_one_rank_halves_every_scale_and_leaves_the_residual_bit_for_b
     reference.close()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["oktopk", "dense"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_float16_autocast_trains_with_one_scale_from_one_that_overflows(
     comm: MPI.Intracomm, device: str, method: str

@@ -78,8 +78,15 @@ def test_dense_equals_torchs_own_step_on_the_averaged_gradient(comm: MPI.Intraco
     assert np.allclose(flat(model), flat(plain), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("inner", [name for name in INNER if name != "sgd in place"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "inner"),
+    [  # neither knows of the other: two of each with two
+        (method, inner)
+        for number, method in enumerate(METHODS)
+        for at, inner in enumerate(name for name in INNER if name != "sgd in place")
+        if (number + at) % 5 < 2
+    ],
+)
 def test_parameters_stay_bit_identical_and_the_update_zero_off_its_support(
     comm: MPI.Intracomm, method: str, inner: str
 ) -> None:

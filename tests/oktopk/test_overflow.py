@@ -151,7 +151,7 @@ def test_a_sum_that_overflows_is_a_nonfinite_step_on_all_ranks(
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 def test_kernels_that_read_each_others_memory_find_it(comm: MPI.Intracomm, kind: str, nonfinite: str) -> None:
     settings, first = STEPS[kind]
-    for number, places in enumerate(PLACES.values()):
+    for number, places in enumerate([*PLACES.values()][nonfinite == "skip" :: 2]):
         run = Run(comm, "cuda", "oktopk", nonfinite=nonfinite, peer_memory=True, **settings)
         overflow(run, places, first, HUGE if number % 2 else -HUGE)
 

