@@ -431,18 +431,18 @@ class GradientAllreduce:
 
     def _expect_all(self, what: str, advice: str = EVERY_RANK_CALLS) -> None:
         """Limit the time that ranks may come late to what begins now."""
-        for each in (self.transport, self._group):
-            if each is not None:
-                each.expect_all(what, self.settings.timeout, advice)
+        self.transport.expect_all(what, self.settings.timeout, advice)
+        if self._group is not None:
+            self._group.expect_all(what, self.settings.timeout, advice)
 
     def _expect_step(self) -> None:
         """Limit the time that ranks may come late to the step that begins now."""
         self._expect_all(f"step {self.steps}", _SAME_STEPS)
 
     def _expect_none(self) -> None:
-        for each in (self.transport, self._group):
-            if each is not None:
-                each.expect_none()
+        self.transport.expect_none()
+        if self._group is not None:
+            self._group.expect_none()
 
     def _complete(self) -> None:
         if self._open is None:
