@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.connect import communicator, connect
-from collectives.cuda.environment import is_cuda_error
-from collectives.limit import Limit
-from collectives.sparse import check_length
 from collectives.traffic import Traffic
 from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport
-from oktopk.backend import Backend
+from oktopk.construction import Parts, make_together
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_executor import P2PExecutor
-from oktopk.devices import GRADIENT_TYPES, make_backend
-from oktopk.error_feedback import ErrorFeedback
+from oktopk.devices import GRADIENT_TYPES
 from oktopk.host_executor import HostExecutor
-from oktopk.host_group import HostGroup
-from oktopk.levels import Layout, levels_taken
 from oktopk.message_executor import MessageExecutor
 from oktopk.methods import METHODS, Method
 from oktopk.methods.oktopk import OkTopk
 from oktopk.metrics import Sampler
 from oktopk.results import StageTimer, StepReport
-from oktopk.settings import DENSE_ABOVE, Settings, entries_kept, timeout_of, unknown_setting
+from oktopk.settings import DENSE_ABOVE, entries_kept, unknown_setting
 from oktopk.state import state_problem
 from oktopk.step import Executor, Plan, StepHandle, StepResult
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
 
-_Made = TypeVar("_Made")
 _SAME_STEPS = (
     "Every rank must take the same number of steps, with a gradient of zero where it has no batch left"
 )
@@ -64,21 +53,6 @@ class NonFiniteGradientError(ArithmeticError):
         super().__init__(f"step {step}: {problem}")
         self.ranks = ranks
         self.step = step
-
-
-@dataclass(slots=True)
-class _BegunStep:
-    """A step whose result is not known yet.
-
-    Attributes:
-        plan: of the step.
-        handle: that gives its result.
-        report: the caller's, to be completed.
-    """
-
-    plan: Plan
-    handle: StepHandle
-    report: StepReport
 
 
 class GradientAllreduce:
@@ -132,50 +106,17 @@ class GradientAllreduce:
         problem: str = "",
         **settings: Any,
     ) -> None:
-        comm = communicator(comm)
-        backend: Backend | None = None
-        try:
-            if unknown := unknown_setting(settings, GradientAllreduce):
-                raise TypeError(unknown)
-            self.settings = Settings(**settings)
-            check_length(length)
-            if method not in METHODS:
-                raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
-            if self.settings.wire not in ("auto", "plain") and not METHODS[method].coded:
-                raise ValueError(
-                    f"wire {self.settings.wire!r} is not for {method}, which sends plain entries"
-                )
-            backend = make_backend(device, gradient_type, stream)
-        except (TypeError, ValueError, RuntimeError, MemoryError) as error:
-            problem = problem or str(error) or type(error).__name__
-        with ExitStack() as opened:  # closed where this raises
-            host = connect(comm, Limit("GradientAllreduce(...)", timeout_of(settings)))
-            opened.callback(host.close)
-            resolved = settings if problem else asdict(self.settings)
-            means = {"length": length, "method": method, "device": device, "gradient_type": gradient_type}
-            host.agree(means | {"peer_memory": peer_memory} | resolved, problem)
-            assert backend is not None
-            self.backend = backend
-            self.transport: Transport = host
-            self.transport = self._together(partial(backend.connect, host))
-            opened.callback(self.transport.close)
-            self._group = self._host_group(length, method, peer_memory)
-            if self._group is not None:
-                opened.callback(self._group.close)
-            # now, when a rank without room for them can still tell the others
-            sparse = METHODS[method].sparse and self.settings.density <= DENSE_ABOVE
-            carried = None if self._group is None else self._group.shard_length
-            vectors = partial(ErrorFeedback, backend, length, self.settings, sparse, carried, update)
-            self._vectors = self._together(vectors)
-            self.settings = replace(self.settings, wire=self._agreed_wire(METHODS[method]))
-            unavailable = METHODS[method].p2p_unavailable_reason(self.settings)
-            if self._group is not None:
-                unavailable = unavailable or "steps in two levels exchange messages between hosts"
-            self.p2p_unavailable_reason = unavailable or self.transport.open_p2p(peer_memory)
-            """Why this instance does not use peer memory, in a sentence; "" if it does."""
-            if self.transport is not host:
-                host.close()
-            opened.pop_all()
+        problem = problem or unknown_setting(settings, GradientAllreduce)
+        parts = Parts(
+            comm, length, method, device, gradient_type, stream, peer_memory, update, problem, settings
+        )
+        self.settings, self.backend = parts.settings, parts.backend
+        self.transport: Transport = parts.transport
+        self._group, self._vectors = parts.group, parts.vectors
+        self.flat_reason = parts.flat_reason
+        """Why steps are flat though levels is "auto", in a sentence; "" if they are not, or are meant to be."""
+        self.p2p_unavailable_reason = parts.p2p_unavailable_reason
+        """Why this instance does not use peer memory, in a sentence; "" if it does."""
         self.length = length
         self.method = method
         self.time_stages = False
@@ -190,15 +131,9 @@ class GradientAllreduce:
         self._sparse_steps = 0
         self._last_k: int | None = None
         self._said_dense = False
-        self._open: _BegunStep | None = None  # the deferred step whose result is not known yet
+        # the deferred step whose result is not known yet, and the caller's report of it
+        self._open: tuple[Plan, StepHandle, StepReport] | None = None
         self._trust = 0  # deferrable steps in a row, up to _TRUSTED
-
-    def _agreed_wire(self, method: type[Method]) -> Any:
-        """The wire of the settings; for "auto" one that does not round, by where the ranks are."""
-        if self.settings.wire != "auto":
-            return self.settings.wire
-        one_host = len(set(self.transport.hosts)) == 1
-        return "plain" if one_host or not method.coded else "float32"
 
     @property
     def update(self) -> NDArray[np.float32]:
@@ -335,7 +270,9 @@ class GradientAllreduce:
         elif sum(sizes) != self.length:
             problem = f"sizes add up to {sum(sizes)}, not to {self.length}"
         with self.backend.stream_scope():
-            return self._together(partial(self.backend.gradient_tensors, sizes, element_type), problem)
+            return make_together(
+                self.transport, partial(self.backend.gradient_tensors, sizes, element_type), problem
+            )
 
     def step(
         self, gradient: NDArray[np.float32] | GradientTensors, *, measure: bool = False, problem: str = ""
@@ -430,24 +367,24 @@ class GradientAllreduce:
 
     def _expect_all(self, what: str, advice: str = EVERY_RANK_CALLS) -> None:
         """Limit the time that ranks may come late to what begins now."""
-        for each in (self.transport, self._group):
-            if each is not None:
-                each.expect_all(what, self.settings.timeout, advice)
+        self.transport.expect_all(what, self.settings.timeout, advice)
+        if self._group is not None:
+            self._group.expect_all(what, self.settings.timeout, advice)
 
     def _expect_step(self) -> None:
         """Limit the time that ranks may come late to the step that begins now."""
         self._expect_all(f"step {self.steps}", _SAME_STEPS)
 
     def _expect_none(self) -> None:
-        for each in (self.transport, self._group):
-            if each is not None:
-                each.expect_none()
+        self.transport.expect_none()
+        if self._group is not None:
+            self._group.expect_none()
 
     def _complete(self) -> None:
         if self._open is None:
             return
         begun, self._open = self._open, None
-        self._end(begun)
+        self._end(*begun)
 
     def _measured_step(self, gradient: NDArray[np.float32], problem: str) -> StepReport:
         method, k = self._method_at(self.steps)
@@ -455,7 +392,9 @@ class GradientAllreduce:
             return self._step(gradient, problem)
         self.transport.barrier()  # the sampler's payload has no limit on the time that ranks come late
         if self._sampler is None:
-            self._sampler = self._together(partial(Sampler, self.length, self.backend, self.transport))
+            self._sampler = make_together(
+                self.transport, partial(Sampler, self.length, self.backend, self.transport)
+            )
         residual, velocity = self.residual, self.velocity
         if self._group is not None:
             residual, velocity = self._group.in_whole(residual), self._group.in_whole(velocity)
@@ -507,16 +446,14 @@ class GradientAllreduce:
             raise
         self._last_k = k
         report = self._new_report(method, plan)
-        begun = _BegunStep(plan, handle, report)
         if handle.deferred:
-            self._open = begun
+            self._open = plan, handle, report
         else:
-            self._end(begun)
+            self._end(plan, handle, report)
         return report
 
-    def _end(self, begun: _BegunStep) -> None:
+    def _end(self, plan: Plan, handle: StepHandle, report: StepReport) -> None:
         """Complete the report of a step that has begun; waits for its result."""
-        plan, handle, report = begun.plan, begun.handle, begun.report
         overwritten = handle.deferred and self._vectors.support is None  # since the step began
         try:
             result = handle.result()
@@ -635,7 +572,7 @@ class GradientAllreduce:
         self._trust = state.get("unaided", 0)
         self._open = None
         self._take_traffic()
-        self._together(partial(self._vectors.load_state_dict, state))
+        make_together(self.transport, partial(self._vectors.load_state_dict, state))
         for name, method_state in state["methods"].items():
             self._instance(name).load_state_dict(method_state)
 
@@ -718,35 +655,9 @@ class GradientAllreduce:
             if self._group is not None:
                 length, transport = self._group.shard_length, self._group.between or self._group.host
             method = METHODS[name](length, transport, self.backend.kernels, self.settings)
-            self._executors[name] = self._together(partial(self._executor, method))
+            self._executors[name] = make_together(self.transport, partial(self._executor, method))
             self._methods[name] = method
         return self._methods[name]
-
-    def _together(self, make: Callable[[], _Made], problem: str = "") -> _Made:
-        """What `make` returns, once no rank has run out of memory over it. Collective.
-
-        Args:
-            make: called unless there is a problem already; talks to no other rank after it has taken memory.
-            problem: of this rank.
-
-        Raises:
-            ValueError: a rank has a problem or no memory; on every rank alike.
-        """
-        made: _Made | None = None
-        if not problem:
-            try:
-                made = make()
-            except Exception as error:
-                if not isinstance(error, MemoryError) and not is_cuda_error(error):
-                    raise
-                problem = str(error) or type(error).__name__
-        try:
-            self.transport.agree({}, problem)
-        except ValueError:
-            if isinstance(made, Transport):
-                made.close()
-            raise
-        return made  # type: ignore[return-value]
 
     def _executor(self, method: Method) -> Executor:
         if self._group is not None:
@@ -756,26 +667,6 @@ class GradientAllreduce:
             if p2p_step is not None:
                 return P2PExecutor(method, self._vectors, p2p_step)
         return MessageExecutor(method, self._vectors)
-
-    def _host_group(self, length: int, method: str, peer_memory: bool | None) -> HostGroup | None:
-        """The ranks of this host, where steps are in two levels. Collective."""
-        settings = self.settings
-        self.transport.group_by_host(settings.ranks_per_host)
-        layout = Layout(tuple(self.transport.hosts), length)
-        reason = METHODS[method].flat_reason()
-        levels, self.flat_reason = levels_taken(settings.levels, layout, reason)
-        """Why steps are flat though levels is "auto", in a sentence; "" if they are not, or are meant to be."""
-        if levels == "flat":
-            return None
-        try:
-            return HostGroup(self.transport, layout, self.backend, peer_memory)
-        except ValueError as error:
-            if settings.levels == "hosts":
-                raise
-            self.flat_reason = str(error)
-            if self.transport.rank == 0:
-                warnings.warn(f"steps are flat, not in two levels: {error}", stacklevel=4)
-            return None
 
     def _skip(self, report: StepReport, ranks: list[int]) -> None:
         """Complete the report of a step that no rank applied, or raise: these ranks' gradients, or the sum, are not finite."""
@@ -793,28 +684,11 @@ class GradientAllreduce:
 
     def _new_report(self, method: Method, plan: Plan) -> StepReport:
         """The report of the last step that was counted, of whose outcome nothing is known yet."""
-        return StepReport(
-            step=self.steps - 1,
-            method=method.name,
-            local_exact=False,
-            global_exact=False,
-            skipped=False,
-            k=plan.k,
-            length=self.length,
-            local_nnz=0,
-            global_nnz=0,
-            local_threshold=math.nan,
-            global_threshold=math.nan,
-            words=0,
-            messages=0,
-            control_words=0,
-            control_messages=0,
-            seconds=plan.timer.seconds,
-            complete=False,
-            levels=self.levels,
-            shards=self.shards,
-            wire=self.settings.wire,
+        report = StepReport(
+            self.steps - 1, method.name, plan.k, self.length, plan.timer.seconds, complete=False
         )
+        report.levels, report.shards, report.wire = self.levels, self.shards, self.settings.wire
+        return report
 
     def _complete_report(self, report: StepReport, result: StepResult) -> None:
         """Fill in what a step gave, and its traffic. The GPU has its next step only after this: it sets fields one by one."""

@@ -70,20 +70,20 @@ class StepReport:
 
     step: int
     method: str
-    local_exact: bool
-    global_exact: bool
-    skipped: bool
     k: int
     length: int
-    local_nnz: int
-    global_nnz: int
-    local_threshold: float
-    global_threshold: float
-    words: int
-    messages: int
-    control_words: int
-    control_messages: int
     seconds: dict[str, float]
+    local_exact: bool = False
+    global_exact: bool = False
+    skipped: bool = False
+    local_nnz: int = 0
+    global_nnz: int = 0
+    local_threshold: float = math.nan
+    global_threshold: float = math.nan
+    words: int = 0
+    messages: int = 0
+    control_words: int = 0
+    control_messages: int = 0
     measures: Measures | None = None
     complete: bool = True
     bytes: int = 0

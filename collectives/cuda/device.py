@@ -23,6 +23,7 @@ from collectives.workspace import Workspace
 
 _SPINS, _NAP = 50_000, 2e-5  # polls (some milliseconds), then seconds of sleep between two polls
 _RUNNING = 600  # cudaErrorNotReady
+_NO_REPORT: tuple[Any, NDArray[np.uint32]] = None, np.empty(0, np.uint32)
 
 
 class DeviceEntries:
@@ -139,7 +140,7 @@ class Device:
         Raises:
             RuntimeError: the report is viewed and has fewer words; growing would leave the view behind.
         """
-        memory, report = self._reports.get(name, (None, np.empty(0, np.uint32)))
+        memory, report = self._reports.get(name, _NO_REPORT)
         if memory is None or len(report) < words:
             if name in self._viewed:
                 raise RuntimeError(

@@ -48,24 +48,10 @@ DENSE_WARMUP = 2
 
 def dense_report(step: int, method: str, length: int, words: float, seconds: float) -> StepReport:
     """The report of a library's dense allreduce, whose messages are not seen."""
-    return StepReport(
-        step=step,
-        method=method,
-        local_exact=True,
-        global_exact=False,
-        skipped=False,
-        k=length,
-        length=length,
-        local_nnz=length,
-        global_nnz=length,
-        local_threshold=float("nan"),
-        global_threshold=float("nan"),
-        words=round(words),
-        messages=0,
-        control_words=0,
-        control_messages=0,
-        seconds={"allreduce": seconds},
-    )
+    report = StepReport(step, method, length, length, {"allreduce": seconds}, local_exact=True)
+    report.local_nnz = report.global_nnz = length
+    report.words = round(words)
+    return report
 
 
 class Reducer(Protocol):

@@ -131,8 +131,8 @@ class DeviceBackend(Backend):
     def share_memory(self, one: Any, other: Any) -> bool:
         if isinstance(one, GradientTensors):
             return False
-        begin, end = one.data.ptr, one.data.ptr + one.nbytes
-        return begin < other.data.ptr + other.nbytes and other.data.ptr < end
+        begin, others = one.data.ptr, other.data.ptr
+        return begin < others + other.nbytes and others < begin + one.nbytes
 
     def indices(self, entries: Any) -> NDArray[np.int32]:
         return np.asarray(entries.get()["index"])

@@ -151,9 +151,12 @@ class SparseMethod(Method):
 
     def result(self, selection: Selection, update: SparseVector | None, **more: Any) -> StepResult:
         """The result of a step that applied `update`. `more`: fields of `StepResult`."""
-        nnz = 0 if update is None else update.nnz
-        fields = {"local_exact": selection.exact, "local_nnz": selection.packed.nnz, "global_nnz": nnz} | more
-        return StepResult(update, selection.packed, local_threshold=selection.threshold, **fields)
+        result = StepResult(update, selection.packed, **more)
+        result.local_exact, result.local_threshold = selection.exact, selection.threshold
+        result.local_nnz = selection.packed.nnz
+        if update is not None:
+            result.global_nnz = update.nnz
+        return result
 
     def known_regions(self, plan: Plan) -> NDArray[np.int64] | None:
         """int64[P + 1], the regions that the selection will be split by, where they are known before."""

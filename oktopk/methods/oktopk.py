@@ -108,9 +108,9 @@ class OkTopk(SparseMethod):
         )
 
     def result(self, selection: Selection, update: SparseVector | None, **more: Any) -> StepResult:
-        threshold = self.threshold
-        more |= {"global_exact": threshold.exact, "global_threshold": threshold.value}
-        return super().result(selection, update, only_applied=True, **more)
+        result = super().result(selection, update, only_applied=True, **more)
+        result.global_exact, result.global_threshold = self.threshold.exact, self.threshold.value
+        return result
 
     def splits(self, packed: SparseVector) -> NDArray[np.int64]:
         """int64[P - 1], the indices that split this rank's selection into equal counts."""

@@ -78,24 +78,11 @@ class DenseTraining(ABC):
         traffic = self._finish()
         if self._clip_norm:
             nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-        report = StepReport(
-            step=self._steps,
-            method="dense",
-            local_exact=True,
-            global_exact=False,
-            skipped=False,
-            k=self.length,
-            length=self.length,
-            local_nnz=self.length,
-            global_nnz=self.length,
-            local_threshold=float("nan"),
-            global_threshold=float("nan"),
-            words=traffic.words,
-            messages=traffic.messages,
-            control_words=traffic.control_words,
-            control_messages=traffic.control_messages,
-            seconds={"allreduce": time.perf_counter() - started},
-        )
+        seconds = {"allreduce": time.perf_counter() - started}
+        report = StepReport(self._steps, "dense", self.length, self.length, seconds, local_exact=True)
+        report.local_nnz = report.global_nnz = self.length
+        report.words, report.messages = traffic.words, traffic.messages
+        report.control_words, report.control_messages = traffic.control_words, traffic.control_messages
         self._steps += 1
         return report
 
