@@ -88,7 +88,7 @@ class Config(Section):
 
     @property
     def task(self) -> Literal["images", "speech", "text"]:
-        """What is trained: what the network is for; with one's own network what the data set is."""
+        """The task of the network; with one's own network, of the data set."""
         if self.model.name in ("lstm", "bert"):
             return "speech" if self.model.name == "lstm" else "text"
         if self.model.name == "own" and self.data.name in ("an4", "text"):

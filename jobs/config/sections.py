@@ -426,7 +426,7 @@ class RunConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What a run that is started again continues from; also taken at the end, and on SIGUSR1 and SIGTERM."""
+    """Checkpoints, from which a restarted run continues; also taken at the end, and on SIGUSR1 and SIGTERM."""
 
     enabled: bool = True
     """Whether checkpoints are taken and a run resumes from them"""

@@ -39,7 +39,7 @@ from jobs.train.reduce.reduction import ReducingOptimizer
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a job goes on.
+    """Where a job continues.
 
     Attributes:
         progress: what earlier jobs of the run have done.
@@ -137,7 +137,7 @@ class Session:
         return file
 
     def safeguard(self, resumed: Resumed, watchdog: Watchdog) -> Safeguard:
-        """What guards the steps from here on."""
+        """The safeguard of the steps from here on."""
         config, note = self._config, SignalNote()
         checkpointer = Checkpointer(
             self._comm,

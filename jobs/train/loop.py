@@ -220,13 +220,13 @@ class TrainingLoop:
         decide_on_root(self.comm, record, (RunFileError,), RunFileError)
 
     def _note(self, name: str, done: int, began: float) -> None:
-        """What was done between two steps until now, for the timeline."""
+        """Note work between two steps that ends now, for the timeline."""
         if self.config.run.timeline:
             depth = int(name != BETWEEN[0])
             self.between.append((done, Span(name, depth, began, time.perf_counter() - began)))
 
     def _record(self, gathered: Gathered | None) -> None:
-        """What the ranks gathered into the run file, and into the progress bar; on rank 0."""
+        """Write what the ranks gathered into the run file and the progress bar; on rank 0."""
         if gathered is None or self.file is None:
             return
         self.file.append_steps(gathered.steps, gathered.stages)

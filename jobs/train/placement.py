@@ -48,7 +48,7 @@ class Placement:
         return time.perf_counter()
 
     def read(self, marks: Sequence[Any]) -> list[float]:
-        """When the marks were passed, as time.perf_counter() counts; the last one is waited for."""
+        """Times of the marks, by time.perf_counter(); waits for the last one."""
         return list(marks)
 
 
