@@ -113,12 +113,6 @@ class ModelConfig(Section):
             raise ValueError("name 'own' needs a factory")
         return self
 
-    @property
-    def description(self) -> str:
-        if self.name in ("bert", "vit"):
-            return f"{self.name} of {self.layers} layers of {self.hidden}"
-        return self.factory or f"{self.name} of width {self.width}"
-
 
 def _is_json(value: Any) -> bool:
     if isinstance(value, dict | list):
