@@ -51,16 +51,10 @@ class TrainingLoop:
         setup: what is trained, with what; learning rates of its optimizer follow the schedule.
         file: where rank 0 records, None on the others.
         progress: what earlier jobs of the run have done.
-        safeguard: what is called after every step, None for nothing.
+        safeguard: called after every step.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        file: RunFile | None,
-        progress: Progress = Progress(),  # noqa: B008 - frozen
-        safeguard: Safeguard | None = None,
-    ) -> None:
+    def __init__(self, setup: Setup, file: RunFile | None, progress: Progress, safeguard: Safeguard) -> None:
         config, comm, workload = setup.config, setup.comm, setup.workload
         self.config, self.comm, self.workload = config, comm, workload
         self.optimizer, self.placement = setup.optimizer, setup.placement
@@ -126,18 +120,13 @@ class TrainingLoop:
                 if len(self.timed) >= self.config.run.flush_every or evaluate:
                     self._write()
                 if evaluate:
-                    if self.safeguard is not None:
-                        self.safeguard.before_evaluation()
+                    self.safeguard.before_evaluation()
                     self._evaluate(step + 1)
                 elif (step + 1 + self.ahead) % self.steps_per_epoch == 0:
                     check_same_parameters(self.workload.model, self.comm, step + 1, buffers=False)
-                if self.safeguard is not None:
-                    self.safeguard.after_step(
-                        step + 1,
-                        last=step + 1 == self.steps,
-                        capture=self._capture,
-                        before=functools.partial(self._before_checkpoint, step + 1),
-                    )
+                before = functools.partial(self._before_checkpoint, step + 1)
+                last = step + 1 == self.steps
+                self.safeguard.after_step(step + 1, last=last, capture=self._capture, before=before)
                 if not self.timed:
                     # rank 0 wrote alone: the others would wait for it in the next step, and book that as reduction
                     self.comm.Barrier()
