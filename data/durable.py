@@ -23,12 +23,12 @@ def sync(path: Path) -> None:
 
 
 def draft_of(path: Path) -> Path:
-    """Where a file is built before it replaces the one at `path`; the next process overwrites what a killed one left there."""
+    """Path of the draft that replaces `path`; a killed process leaves it, and the next one overwrites it."""
     return path.with_name(f".{path.name}.part")
 
 
 def is_special(path: Path) -> bool:
-    """Whether a directory, a device, a pipe or a socket is at `path`: nothing that a file may replace."""
+    """Whether `path` is a directory, a device, a pipe or a socket, which no file may replace."""
     return path.exists() and not path.is_file()
 
 

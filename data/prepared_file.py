@@ -27,7 +27,7 @@ _BLOCK = 1 << 22  # bytes that a checksum reads at once
 
 @dataclass(frozen=True)
 class Layout:
-    """How a kind of data set lies in its file: a group of columns for each split, with their checksum.
+    """Layout of a kind of data set: a group of columns per split, with their checksum.
 
     Attributes:
         what: it holds, in a word.
@@ -152,7 +152,7 @@ def kept(
     *,
     force: bool,
 ) -> str | None:
-    """Whether the output is there already.
+    """Check whether the output exists already and is what is wanted.
 
     Args:
         output: HDF5 file to be written.
@@ -183,7 +183,7 @@ def kept(
 
 
 class Parts:
-    """What is done so far of a file, in a folder beside it, so that an interrupted call need not do it again.
+    """Finished parts of a file, in a folder beside it, from which an interrupted call continues.
 
     Args:
         output: the file that is to be written.

@@ -97,7 +97,7 @@ class ShardedBatches:
         return self.order(epoch)[start : start + self.batch_size]
 
     def all_indices(self, epoch: int) -> NDArray[np.int64]:
-        """What this rank trains on in all steps of an epoch, one after the other: int64[steps_per_epoch * batch_size]."""
+        """int64[steps_per_epoch * batch_size]: this rank's samples in all steps of an epoch, step after step."""
         steps, parts = self.steps_per_epoch, (self.steps_per_epoch, self.size, self.batch_size)
         used = self.order(epoch)[: steps * self.size * self.batch_size]
         return used.reshape(parts)[:, self.rank].reshape(-1)

@@ -59,13 +59,13 @@ def commands() -> str:
 
 
 def modules_with_options() -> dict[str, str]:
-    """Name -> module with `main`, of what is run in jobs and data and takes options by argparse."""
+    """Name -> module with `main`, of what is run in jobs and data and takes options."""
     found = {}
     for path in sorted([*ROOT.glob("jobs/**/*.py"), *ROOT.glob("data/*.py")]):
         text = path.read_text(encoding="utf-8")
         if any(is_main(node) for node in ast.parse(text).body):
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            if "import argparse" in text or "command_parser(" in text or path.stem == "__main__":
+            if "command_parser" in text or "import argparse" in text or path.stem == "__main__":
                 found[module.removesuffix(".__main__")] = module
     return found
 

@@ -43,7 +43,7 @@ LINK_SHARE = 0.5
 def training_arguments(
     options: argparse.Namespace, method: str, path: Path, settings: Mapping[str, object]
 ) -> list[str]:
-    """What follows `jobs.train` to train with one method; settings: "section.key" -> value."""
+    """Arguments of `jobs.train` for one method; settings: "section.key" -> value."""
     every: dict[str, object] = {
         "reduction.method": method,
         "reduction.density": options.density,

@@ -202,7 +202,7 @@ def picture(spans: Columns, first: int, last: int) -> str:
 
 
 def colour_of(name: str) -> str:
-    """Of a phase, a stage, or what is done between steps."""
+    """Colour of a phase, a stage, or work between steps."""
     return _COLOURS.get(name) or STAGES.get(name, GREY)
 
 

@@ -48,7 +48,7 @@ _STYLES = {
 
 
 def view(path: Path, now: float, width: int) -> tuple[Panel, bool]:
-    """What is known of a run, and whether it has ended.
+    """The panel of a run, and whether it has ended.
 
     Args:
         path: of the run file.
@@ -122,7 +122,7 @@ def step_seconds(steps: dict[str, NDArray[Any]]) -> float:
 
 
 def phases(steps: dict[str, NDArray[Any]]) -> str:
-    """Where the time of the last steps went."""
+    """Shares of the phases in the last steps' time."""
     whole = step_seconds(steps)
     return ", ".join(f"{phase} {mean(steps[f'seconds_{phase}']) / whole:.0%}" for phase in PHASES)
 

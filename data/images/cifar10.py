@@ -32,7 +32,7 @@ FILES = (*TRAIN_FILES, TEST_FILE)
 
 @dataclass(frozen=True)
 class BatchFile:
-    """Where one batch file goes.
+    """A batch file and its place in the image set.
 
     Args:
         name: as in the official layout.

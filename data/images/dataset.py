@@ -45,7 +45,7 @@ class Augment:
         return images
 
     def places(self, draws: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Where each random number puts the window, and whether it mirrors what is in it.
+        """Window and mirroring of each random number.
 
         Args:
             draws: uint64[batch], uniform. Bits 0-30 place the window vertically, 31-61 horizontally; bit 63 flips.

@@ -59,7 +59,7 @@ def open_an4(path: str | Path) -> tuple[SpeechSet, SpeechSet]:
 
 
 def find_utterances(source: Path, byte_order: str | None = None) -> dict[str, tuple[Utterance, ...]]:
-    """What a directory holds, judged by its lists, its transcripts and the recordings' headers and sizes.
+    """Find all utterances of a directory by its lists, transcripts, and the recordings' headers and sizes.
 
     Args:
         source: a directory with etc/ and wav/, or with a folder an4 that has them.

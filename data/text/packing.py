@@ -17,7 +17,7 @@ Sentences = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Frame:
-    """What is around the words of a sequence: its length, and the numbers of [PAD], [CLS] and [SEP]."""
+    """Length of a sequence, and the numbers of [PAD], [CLS] and [SEP]."""
 
     length: int
     pad: int

@@ -30,7 +30,7 @@ _ENDLESS = re.compile(r"[^\W_]{1000,}")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How text is packed.
+    """Settings of packing.
 
     Args:
         length: tokens of a sequence, at least 8.
@@ -150,7 +150,7 @@ def _write_text(source: Path, output: Path, recipe: Recipe, files: list[Path], p
 
 
 def _part(parts: Parts, number: int) -> dict[str, Sequences] | None:
-    """What was packed of a block; None where it was not."""
+    """The packed sequences of a block; None where it was not packed yet."""
     arrays = parts.load(f"{number:06d}")
     if arrays is None:
         return None

@@ -22,7 +22,7 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass
 class Growth:
-    """What the code in a `watch` allocated on top of what was there, at its peak.
+    """Peak memory that the code in a `watch` allocated.
 
     Attributes:
         allocated: bytes asked for through the arrays' allocator; repeats exactly.
@@ -88,7 +88,7 @@ class Device:
         return _kibibytes("/proc/meminfo", "MemAvailable")
 
     def measure_speeds(self, comm: MPI.Intracomm, length: int) -> Speeds:
-        """What floors are reckoned by. Collective."""
+        """Measure the speeds that floors are computed from. Collective."""
         return measure_speeds(comm, length)
 
     def release(self) -> None:

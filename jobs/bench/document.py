@@ -39,7 +39,7 @@ class BenchError(Exception):
 
 
 def command_line(ranks: int | None) -> str:
-    """How the bench was called, as far as a process can know; ranks None: not by mpiexec."""
+    """The command line of the bench; ranks None: started without mpiexec."""
     launcher = ["python"] if ranks is None else ["mpiexec", "-n", str(ranks), "python", "-m", "mpi4py"]
     return shlex.join([*launcher, "-m", "jobs.bench", *sys.argv[1:]])
 

@@ -23,7 +23,7 @@ _REPEATS = 4
 
 @dataclass(frozen=True)
 class Speeds:
-    """What each rank gets done while all others do the same; the best of several tries.
+    """Speeds of a rank while all ranks work; the best of several tries.
 
     Attributes:
         memory: bytes per second, read and written together, of adding one n-sized vector to another; on a GPU of copying it.
@@ -85,7 +85,7 @@ def best_seconds(comm: MPI.Intracomm, tries: int, work: Callable[[], object]) ->
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step had to reduce, in numbers.
+    """Size of a step's reduction.
 
     Attributes:
         length: n.

@@ -29,7 +29,7 @@ def table(rows: list[list[str]], heads: list[str], form: str = "simple", align: 
 
 
 def at(record: Record | None, path: str) -> Any:
-    """What is at a path such as "seconds.all.mean"; None where a part of it is missing."""
+    """The value at a path such as "seconds.all.mean"; None where a part of it is missing."""
     found: Any = record
     for name in path.split("."):
         found = found.get(name) if isinstance(found, dict) else None

@@ -100,7 +100,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Course:
-    """How long it takes.
+    """Numbers of steps.
 
     Attributes:
         warmup: steps that are discarded.

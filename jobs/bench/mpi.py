@@ -76,7 +76,7 @@ def _tuned_algorithm(number: int, method: str) -> Iterator[None]:
         raise AlgorithmError(f"method {method!r}: this MPI has no tool interface to choose the algorithm by")
 
     def handle(name: str) -> ctypes.c_void_p:
-        """Of a control variable of MPI's tool interface, which mpi4py lacks."""
+        """Handle of a control variable of MPI's tool interface, which mpi4py lacks."""
         index, count, found = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
         if library.MPI_T_cvar_get_index(name.encode(), ctypes.byref(index)):
             raise LookupError(name)

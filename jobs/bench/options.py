@@ -44,7 +44,7 @@ _RECORD = ("table", "seed", "json", "network", "quiet", "commit")
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for; the same on all ranks. Without a meaning here, as `--help` explains it.
+    """The options, equal on all ranks. `--help` explains those that are not listed here.
 
     Attributes:
         methods: names in KNOWN[device], each once.

@@ -96,7 +96,7 @@ def device_stages(
 
 
 def _times(seconds: NDArray[np.float64]) -> dict[str, float] | None:
-    """None where there was no such step."""
+    """Steps, median, mean, least and most; None without steps."""
     if not len(seconds):
         return None
     return {
@@ -131,7 +131,7 @@ def _stages(samples: Samples, chosen: NDArray[np.bool_]) -> dict[str, dict[str, 
 
 
 def _traffic(values: NDArray[np.float64]) -> dict[str, float]:
-    """Of float64[ranks, steps]: mean; the busiest rank's, averaged over the steps; the largest mean of any step."""
+    """Mean of float64[ranks, steps]; mean over the steps of the busiest rank; largest mean of a step."""
     return {
         "mean": float(values.mean()),
         "busiest": float(values.max(axis=0).mean()),
@@ -163,7 +163,7 @@ def _memory(samples: Samples, length: int) -> dict[str, Any]:
 
 
 def _growth(growth: list[Growth], length: int) -> dict[str, Any] | None:
-    """None where no such step was watched. `resident` is None where the system does not tell.
+    """Largest growth of the watched steps; None without any. `resident` is None where the system does not tell.
 
     `synchronizations`, the most waits of a step, is missing where there is no device to wait for.
     """

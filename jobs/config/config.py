@@ -107,7 +107,7 @@ class Config(Section):
 
     @property
     def task(self) -> Literal["images", "speech", "text", "embeddings"]:
-        """What is trained: what the network is for; with one's own network what the data set is."""
+        """The task of the network; with one's own network, of the data set."""
         if self.model.name == "skipgram":
             return "embeddings"
         if self.model.name in ("lstm", "bert"):

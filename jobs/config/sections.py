@@ -124,14 +124,6 @@ class ModelConfig(Section):
             raise ValueError("name 'own' needs a factory")
         return self
 
-    @property
-    def description(self) -> str:
-        if self.name in ("bert", "vit"):
-            return f"{self.name} of {self.layers} layers of {self.hidden}"
-        if self.name == "skipgram":
-            return f"skipgram of {self.rows} rows of {self.hidden}"
-        return self.factory or f"{self.name} of width {self.width}"
-
 
 def _is_json(value: Any) -> bool:
     if isinstance(value, dict | list):
@@ -446,7 +438,7 @@ class RunConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What a run that is started again continues from; also taken at the end, and on SIGUSR1 and SIGTERM."""
+    """Checkpoints, from which a restarted run continues; also taken at the end, and on SIGUSR1 and SIGTERM."""
 
     enabled: bool = True
     """Whether checkpoints are taken and a run resumes from them"""

@@ -77,7 +77,7 @@ def to_toml(value: Any) -> str:
 
 
 def bounds(field: FieldInfo) -> Iterator[str]:
-    """What a value must keep to, each bound in words."""
+    """The bounds of a value in words."""
     for bound, words in _BOUNDS:
         for constraint in field.metadata:
             if (limit := getattr(constraint, bound, None)) is not None:

@@ -20,7 +20,7 @@ DEVIATION = 0.05  # of nnz from k
 
 
 def sparse_claims(experiment: Experiment, groups: Sequence[Group], fast: Sequence[Group]) -> list[Claim]:
-    """What Ok-Topk is to show beside dense where images are classified; dense is to reach the target, if there is one."""
+    """Claims of image classification: dense reaches the target, if any, and Ok-Topk equals dense."""
     dense, oktopk = accuracy(only(groups, "dense")), accuracy(only(groups, "oktopk"))
     target, claims = experiment.target, []
     if target is not None:
@@ -32,7 +32,7 @@ def sparse_claims(experiment: Experiment, groups: Sequence[Group], fast: Sequenc
 
 
 def speech_claims(experiment: Experiment, groups: Sequence[Group], fast: Sequence[Group]) -> list[Claim]:
-    """What Ok-Topk is to show beside dense where speech is recognised; accuracies are 1 - word error rate."""
+    """Claims of speech recognition, on word error rates; accuracies are 1 - word error rate."""
     dense, oktopk = (1 - accuracy(only(groups, method)) for method in ("dense", "oktopk"))
     text = f"mean word error rate is below {WORD_ERROR_RATE}, the paper's"
     more = f"Ok-Topk's mean word error rate is at most dense's + {WORD_MARGIN}"
@@ -46,7 +46,7 @@ def speech_claims(experiment: Experiment, groups: Sequence[Group], fast: Sequenc
 
 
 def volume_claims(groups: Sequence[Group]) -> list[Claim]:
-    """Of what is sent and applied, and of waiting for data."""
+    """Claims on words, ξ, applied entries, and the wait for data."""
     oktopk = only(groups, "oktopk")
     words = figure(oktopk, "words_sparse_steps") / figure(oktopk, "upper_bound_words")
     xi, high = figure(oktopk, "xi_largest"), figure(oktopk, "xi_share_not_below_ranks")
@@ -79,7 +79,7 @@ def step_claim(fast: Sequence[Group], where: str = "") -> Claim:
 
 
 def region_claim(groups: Sequence[Group]) -> Claim:
-    """That balanced regions balance, of Ok-Topk with regions of both kinds."""
+    """Claim that balanced regions have a smaller busiest region than equal ones."""
     by_kind = {
         group.runs[0].config.get("reduction", {}).get("balanced_regions", True): group
         for group in groups

@@ -46,7 +46,7 @@ def language_claims(experiment: Experiment, groups: Sequence[Group], fast: Seque
 
 
 def _frequency_loss(group: Group | None) -> float:
-    """Of the held-out words that the group was scored by; NaN: the text is no longer there."""
+    """Loss by word frequencies of the group's held-out words; NaN where the text is gone."""
     data = {} if group is None else group.runs[0].config.get("data", {})
     try:
         training, held_out = open_text_file(data.get("path", ""))

@@ -113,7 +113,7 @@ def shortened(
 
 
 def _values(document: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """What a configuration has for "section.key" names, defaults included. Raises ConfigError."""
+    """Values of "section.key" names in a configuration, defaults included. Raises ConfigError."""
     config = validate(document)
     return {name: getattr(getattr(config, name.split(".")[0]), name.split(".")[1]) for name in names}
 
@@ -171,7 +171,7 @@ def is_done(file: Path, document: Mapping[str, Any], trial: Trial) -> bool:
 
 
 def measured_pace(experiment: Experiment, options: argparse.Namespace, planned: Sequence[Planned]) -> Pace:
-    """How long runs take, by those that are done."""
+    """Durations of runs, from those that are done."""
     epoch, step = (
         getattr(experiment, name) if getattr(options, name) is None else getattr(options, name)
         for name in ("epoch_seconds", "step_seconds")

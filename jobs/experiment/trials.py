@@ -45,7 +45,7 @@ class Trial:
 
     @property
     def work(self) -> str:
-        """What runs share that take about as long, on as many ranks."""
+        """Key that runs of similar duration on as many ranks share."""
         batch = self.settings.get("training.batch_size")
         kind = "train" if self.kind == "sweep" else self.kind
         return kind if batch is None else f"{kind}, batches of {batch}"
@@ -178,7 +178,7 @@ class Pace:
         self.measured.append((trial.work, trial.method, trial.ranks, seconds))
 
     def seconds(self, trial: Trial) -> float:
-        """What a run is expected to take: as one of its method and ranks did, else the slowest of its ranks or work."""
+        """Expected seconds of a run: the mean of its method and ranks, else the slowest of its ranks, else of its work."""
         alike = [seconds for *key, seconds in self.measured if key == [trial.work, trial.method, trial.ranks]]
         if alike:
             return sum(alike) / len(alike)

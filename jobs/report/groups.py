@@ -120,7 +120,7 @@ def _divided(groups: Sequence[Group], key: Callable[[Run], int]) -> dict[int, li
 
 
 def stands_out(group: Group, among: Sequence[Group]) -> bool:
-    """Whether it is of the method that the others are held against; where all are of that method, none stands out."""
+    """Whether the group is of Ok-Topk, beside groups of other methods."""
     return group.method == OURS and any(other.method != OURS for other in among)
 
 
@@ -130,7 +130,7 @@ def on_most_ranks(groups: Sequence[Group]) -> list[Group]:
 
 
 def timed_by_stage(group: Group) -> bool:
-    """Whether its stages were timed one by one: it shows what they take, and not how fast the method is."""
+    """Whether its stages were timed one by one, which slows the steps."""
     return STAGED in settings_of(group.runs[0])
 
 
@@ -140,7 +140,7 @@ def is_captured(group: Group) -> bool:
 
 
 def reads_text(groups: Sequence[Group]) -> bool:
-    """Whether what is learnt is a language: then the held-out loss is what tells methods apart."""
+    """Whether all groups train on text, where the held-out loss is compared."""
     data = [run.config.get("data", {}).get("name") for group in groups for run in group.runs]
     return bool(data) and set(data) == {"text"}
 

@@ -73,7 +73,7 @@ def sentence(figures: Sequence[Figure]) -> str:
 def notes(
     figures: Sequence[Figure], links: SlowLinks, groups: Sequence[Group], slow: Sequence[Group] = ()
 ) -> list[str]:
-    """Why a figure was projected, whether the machine was busy, and what ξ is divided by where it is not below P."""
+    """Notes: why a figure is projected, whether the machine was busy, where ξ is not below P."""
     lines = []
     if any(figure.projected for figure in figures):
         why = links.problem or "no run over such links"
@@ -86,7 +86,7 @@ def notes(
 
 
 def _disturbed(groups: Sequence[Group]) -> list[str]:
-    """That the same work took far longer in some runs than in others: step times then say little."""
+    """A note where equal work took much longer in some runs: step times then say little."""
     times = [
         sum(group.mean(f"{phase}_seconds") or 0.0 for phase in ("forward", "backward")) for group in groups
     ]
@@ -215,7 +215,7 @@ def _times(ratio: float) -> str:
 
 
 def _longer(own: float, theirs: float) -> str:
-    """How much longer or shorter a time is than another: in percent up to one half more, else in multiples."""
+    """Compares two times: in percent up to one half more, else in multiples."""
     longer = own > theirs
     ratio = own / theirs if longer else theirs / own
     word = "longer" if longer else "shorter"

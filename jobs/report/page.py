@@ -116,7 +116,7 @@ def render(
 def _texts(
     title: str, tables: Sequence[Table], sections: Sequence[Section], headline: Sequence[Figure]
 ) -> list[str]:
-    """What may have terms in it."""
+    """The texts of the page that may contain terms."""
     texts = [title, *(text for figure in headline for text in (figure.short, figure.text))]
     for table in tables:
         texts += [table.note, *(text for head in table.heads for text in (head.text, head.small))]
@@ -173,7 +173,7 @@ def short_commit(run: Run) -> str:
 
 
 def task(run: Run) -> str:
-    """What a run trained on, for how long and how, in a line."""
+    """Network, data, length and optimizer of a run, in a line."""
     config = run.config
     model, data = config.get("model", {}), config.get("data", {})
     training, optimizer, schedule = (config.get(name, {}) for name in ("training", "optimizer", "schedule"))
@@ -194,13 +194,13 @@ def task(run: Run) -> str:
 
 
 def _command(run: Run) -> str:
-    """What started it; of an experiment's run its name alone, as its plan was a file that is gone."""
+    """The command of a run; of an experiment's run its name alone, since its plan file is gone."""
     command = run.info.command or "not on record"
     return f"jobs.experiment --runs {run.stem}" if command.startswith("jobs.experiment.worker ") else command
 
 
 def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """What all runs have in common, or each of their values."""
+    """Task, hardware, host, commit, date and software of all runs."""
     versions = [dict(json.loads(run.info.versions)) for run in runs]
     names = dict.fromkeys(name for each in versions for name in each)
     software = "; ".join(

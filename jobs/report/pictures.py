@@ -42,7 +42,7 @@ def _step(run: Run) -> NDArray[Any]:
 
 
 class Over(NamedTuple):
-    """What a curve is drawn over: in the picture's name and title, on the axis, in the CSV file; and its value at each step."""
+    """The x of a curve: in the picture's name and title, on the axis, in the CSV file; and its value at each step."""
 
     name: str
     title: str
@@ -245,7 +245,7 @@ def measure(groups: Sequence[Group], column: str) -> LinePanel:
 
 
 def speed(groups: Sequence[Group]) -> list[Panel]:
-    """Of runs that are compared by their speed: over the ranks where there are several numbers of them, and on the most."""
+    """Pictures of runs compared by speed: over the numbers of ranks, and parts and stages on the largest."""
     panels: list[Panel] = []
     batches = by_batch(groups)
     for batch, alike in batches.items():
@@ -261,7 +261,7 @@ def speed(groups: Sequence[Group]) -> list[Panel]:
 
 
 def time_parts(groups: Sequence[Group], name: str = "time-by-part", where: str = "") -> BarPanel:
-    """What a step of each group spends its time on; where: in words, what the groups have in common."""
+    """Parts of a step's time for each group; where: in words, what the groups have in common."""
     shown = [group for group in groups if group.mean("step_seconds")]
     parts = {part: [group.mean(f"part_{part}_seconds") or 0.0 for group in shown] for part in PARTS}
     parts = {part: values for part, values in parts.items() if any(values)}
@@ -277,7 +277,7 @@ def time_parts(groups: Sequence[Group], name: str = "time-by-part", where: str =
 
 
 def time_stages(groups: Sequence[Group], name: str = "time-by-stage", where: str = "") -> BarPanel:
-    """What the reduction of each group spends its time on; where: as time_parts."""
+    """Stages of the reduction's time for each group; where: as time_parts."""
     ordered = ordered_stages(groups)
     shown = [group for group in groups if any(group.mean(f"stage_{stage}_seconds") for stage in ordered)]
     return BarPanel(

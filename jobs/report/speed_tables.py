@@ -89,7 +89,7 @@ def steps_table(groups: Sequence[Group], where: str = "") -> Table:
 
 
 def stages_table(groups: Sequence[Group], where: str = "") -> Table:
-    """What the reduction of each group spends its time on; groups, where: as steps_table."""
+    """Stages of the reduction's time for each group; groups, where: as steps_table."""
 
     def seconds(group: Group, stage: str) -> float | None:
         found = group.mean(f"stage_{stage}_seconds") or 0.0

@@ -73,7 +73,7 @@ STYLE: dict[Any, Any] = {
 
 
 def title_of(method: str) -> str:
-    """How a method is written."""
+    """Title of a method."""
     return METHODS[method][0] if method in METHODS else method
 
 
@@ -83,7 +83,7 @@ def colour_of(method: str) -> str:
 
 
 def dashes_of(method: str, before: int = 0) -> Any:
-    """How the method's line is broken; before: lines of that method that are drawn already."""
+    """Dashes of the method's line; before: number of its lines drawn already."""
     first = METHODS[method][2] if method in METHODS else 0
     return DASHES[(first + before) % len(DASHES)]
 

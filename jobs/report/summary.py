@@ -37,7 +37,7 @@ WARM_STEPS = 20
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What a run file held when it was read.
+    """Content of a run file when it was read.
 
     label tells this run from the others of a report, stem does so in file names. The rest is what RunReader
     gives.
@@ -128,7 +128,7 @@ class Run:
         return values[min(WARM_STEPS, max(1, self.count // 5)) if self.count > 1 else 0 :]
 
     def parts(self) -> dict[str, NDArray[np.float64]]:
-        """What each step's time was spent on -> seconds[count], by the names of jobs.report.style.PARTS.
+        """Part of a step, as in jobs.report.style.PARTS -> seconds[count].
 
         Computing is forward, backward and the optimizer; selection is what a reduction does in this rank's memory
         (SELECTION_STAGES); communication the rest of the reduction, but for COMBINED_STAGE, with what no stage timed;
@@ -294,7 +294,7 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
 
 
 def _error_rates(run: Run) -> dict[str, float | None]:
-    """Of words and of characters at the last evaluation, of speech alone."""
+    """Error rates of words and characters at the last evaluation; None but for speech."""
     characters = _last(run.evaluations["character_error_rate"])
     if characters is None or not np.isfinite(characters):
         return {"word_error_rate": None, "character_error_rate": None}

@@ -74,7 +74,7 @@ def _spread(figure: str, percent: bool, group: Group) -> Cell:
 
 
 def runs_in_words(group: Group) -> str:
-    """How many seeds a group has, and how many of its runs are unfinished."""
+    """Number of seeds of a group, and of its unfinished runs."""
     unfinished = sum(not run.complete for run in group.runs)
     seeds = len({run.info.seed for run in group.runs})
     parts = [f"{seeds} seeds"] * (seeds > 1)
@@ -185,7 +185,7 @@ def _data(group: Group) -> Cell:
 
 
 def regions_table(groups: Sequence[Group]) -> Table:
-    """What the busiest rank has to do beside the mean, of Ok-Topk with balanced regions and with equal ones."""
+    """Busiest region and rank over the mean, of Ok-Topk with balanced regions and with equal ones."""
 
     def kind(group: Group) -> Cell:
         balanced = group.runs[0].config.get("reduction", {}).get("balanced_regions", True)

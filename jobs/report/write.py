@@ -156,7 +156,7 @@ def _write_series(run: Run, folder: Path) -> None:
 
 
 def notes(groups: Sequence[Group]) -> list[str]:
-    """What a reader of the table must know besides."""
+    """Notes below the table: unfinished runs, skipped steps, warm-ups."""
     lines = []
     for run in (run for group in groups for run in group.runs):
         figure = figures(run)

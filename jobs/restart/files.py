@@ -41,7 +41,7 @@ class BadCheckpointError(Exception):
 
 @dataclass(frozen=True)
 class Identity:
-    """What a set must share with the run that continues from it.
+    """Identity that a set shares with the run that continues from it.
 
     Attributes:
         model: digest of the names, shapes and types of all parameters and buffers.
@@ -71,7 +71,7 @@ class _PartEntry(BaseModel):
 
 
 class _Manifest(BaseModel):
-    """What a manifest must hold to be used; the rest of it is for readers."""
+    """The part of a manifest that is needed; the rest is for readers."""
 
     model_config = ConfigDict(strict=True)
 
@@ -90,12 +90,12 @@ def rank_file(rank: int) -> str:
 
 
 def set_folder(folder: Path, step: int) -> Path:
-    """Where the set of a step is."""
+    """Folder of a step's set."""
     return folder / f"step-{step:08d}"
 
 
 def draft_folder(folder: Path, step: int) -> Path:
-    """Where it is written."""
+    """Folder that a step's set is written in."""
     return folder / f".step-{step:08d}"
 
 

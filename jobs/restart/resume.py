@@ -34,11 +34,11 @@ class Found:
     ranks: int
 
     def common(self) -> dict[str, Any]:
-        """What was equal on all ranks."""
+        """State that is equal on all ranks."""
         return files.read_part(self.path / files.COMMON)
 
     def own(self, rank: int) -> dict[str, Any]:
-        """What was one rank's own."""
+        """State of one rank."""
         return files.read_part(self.path / files.rank_file(rank))
 
     def residuals(self, rank: int, ranks: int, hosts: list[int] | None = None) -> dict[str, Any]:

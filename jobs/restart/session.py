@@ -39,16 +39,14 @@ from jobs.train.reduce.reduction import ReducingOptimizer
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a job goes on.
+    """Where a job continues.
 
     Attributes:
         progress: what earlier jobs of the run have done.
-        continues: whether an earlier job began this run: its files are this run's to replace.
         identity: of checkpoints of this run.
     """
 
     progress: Progress
-    continues: bool
     identity: Identity
 
 
@@ -100,14 +98,13 @@ class Session:
         found = None
         if self._start.resume:
             found = find(self._comm, self._folder, identity, self._say, self._differing)
-        begun = self._start.saved_ranks is not None
         if found is None:
-            if begun:
+            if self._start.saved_ranks is not None:
                 self._say(
                     f"{self._config.run.file} was interrupted before its first checkpoint: begins again"
                 )
             seed_generators(self._config.training.seed, self._comm.rank)
-            return Resumed(Progress(), begun, identity)
+            return Resumed(Progress(), identity)
         place = {"rank": self._comm.rank, "ranks": self._comm.size, "seed": self._config.training.seed}
         progress = restore(found, model, optimizer, **place)
         self._say(f"resumed after step {found.step} from {found.path}")
@@ -116,7 +113,7 @@ class Session:
                 f"{found.ranks} ranks wrote it and {self._comm.size} continue: residuals are redistributed, "
                 "their sum over the ranks is kept"
             )
-        return Resumed(progress, True, identity)
+        return Resumed(progress, identity)
 
     def create_run_file(self, info: RunInfo, resumed: Resumed) -> RunFile:
         """The run file with the steps up to the checkpoint in it; on rank 0 alone.
@@ -137,7 +134,7 @@ class Session:
         return file
 
     def safeguard(self, resumed: Resumed, watchdog: Watchdog) -> Safeguard:
-        """What guards the steps from here on."""
+        """The safeguard of the steps from here on."""
         config, note = self._config, SignalNote()
         checkpointer = Checkpointer(
             self._comm,

@@ -49,7 +49,7 @@ class Start:
 
 
 def checkpoint_folder(config: Config) -> Path:
-    """Where the run keeps its checkpoints."""
+    """Folder of the run's checkpoints."""
     run_file = Path(config.run.file)
     return Path(config.checkpoint.folder or run_file.with_name(f"{run_file.stem}.checkpoints"))
 
@@ -88,13 +88,13 @@ def plan_start(config: Config, ranks: int, environ: Mapping[str, str]) -> Start:
 
 
 def differing_settings(config: Config, ranks: int, saved: str, saved_ranks: int) -> list[str]:
-    """What keeps a run from continuing one whose configuration in JSON is `saved`, see resume.differences."""
+    """Differences that keep a run from continuing one with the configuration `saved` (JSON), see resume.differences."""
     free = _FREE | {"training.batch_size"} if saved_ranks != ranks else _FREE
     return differences(as_saved_now(saved), config.to_json(), free)
 
 
 def other_data(path: str, info: RunInfo) -> list[str]:
-    """That a run was of other data than lie at a path now, as differing_settings; empty where that cannot be told."""
+    """Difference between a run's data and those at a path, as differing_settings; empty where unknown."""
     found = data_checksum(path)
     if not found or not info.data or found == info.data:
         return []

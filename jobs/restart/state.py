@@ -20,7 +20,7 @@ from jobs.train.tasks.task import Workload
 
 @dataclass(frozen=True)
 class Position:
-    """How far into the data a run is.
+    """A run's place in the data.
 
     samples counts those of all ranks in this epoch, so that another number of ranks finds the place too.
     """
@@ -31,7 +31,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run has behind it.
+    """Steps done, and the place in the data.
 
     Attributes:
         done: steps.

@@ -20,7 +20,7 @@ _PULSE = 0.25
 
 
 class Phase(enum.Enum):
-    """What a job is at, in the words that tell of it."""
+    """Phases of a job, with their words in messages."""
 
     STARTING = "starting"
     STEPPING = "no step"

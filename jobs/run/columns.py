@@ -25,7 +25,7 @@ Columns = dict[str, NDArray[Any]]
 
 
 class Span(NamedTuple):
-    """What a rank did from a time on.
+    """A span of a rank's time.
 
     Attributes:
         name: a phase of PHASES, a stage of the reduction, or one of BETWEEN.
@@ -79,7 +79,7 @@ class Step:
         return self.report.words / words if words else math.nan
 
     def deviation(self, count: str) -> float:
-        """Of a count of entries in the report from k, relative to k."""
+        """Relative deviation from k of a count of entries in the report."""
         return float(abs(getattr(self.report, count) - self.report.k) / self.report.k)
 
 

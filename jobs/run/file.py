@@ -54,7 +54,7 @@ class RunFileError(RuntimeError):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known before the first step; stored as attributes.
+    """Facts known before the first step; stored as attributes.
 
     length is n, the elements of the gradient; k the entries asked for after any density warm-up.
     config, versions and hardware are JSON; job is the Slurm job's number, data the checksum of the prepared data (see
@@ -80,7 +80,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run file holds: every column, as the reader gives it."""
+    """All columns of a run file, as the reader returns them."""
 
     started: str
     steps: Columns
@@ -277,7 +277,7 @@ def _check_room(path: Path, nbytes: int) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What the system says, out of HDF5's words around it."""
+    """The system's message within HDF5's."""
     found = re.search(r"error message = '([^']*)'", str(error))
     return found[1] if found else str(getattr(error, "strerror", None) or error)
 

@@ -165,7 +165,7 @@ class RunReader:
 
 
 def read_record(path: str | Path, done: int) -> RunRecord:
-    """What a run file holds of its first `done` steps, whatever became of its writer.
+    """Read the first `done` steps of a run file, in whatever state its writer is.
 
     Raises:
         RunFileError: no such file, or not a run file.

@@ -51,16 +51,10 @@ class TrainingLoop:
         setup: what is trained, with what; learning rates of its optimizer follow the schedule.
         file: where rank 0 records, None on the others.
         progress: what earlier jobs of the run have done.
-        safeguard: what is called after every step, None for nothing.
+        safeguard: called after every step.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        file: RunFile | None,
-        progress: Progress = Progress(),  # noqa: B008 - frozen
-        safeguard: Safeguard | None = None,
-    ) -> None:
+    def __init__(self, setup: Setup, file: RunFile | None, progress: Progress, safeguard: Safeguard) -> None:
         config, comm, workload = setup.config, setup.comm, setup.workload
         self.config, self.comm, self.workload = config, comm, workload
         self.optimizer, self.placement = setup.optimizer, setup.placement
@@ -126,18 +120,13 @@ class TrainingLoop:
                 if len(self.timed) >= self.config.run.flush_every or evaluate:
                     self._write()
                 if evaluate:
-                    if self.safeguard is not None:
-                        self.safeguard.before_evaluation()
+                    self.safeguard.before_evaluation()
                     self._evaluate(step + 1)
                 elif (step + 1 + self.ahead) % self.steps_per_epoch == 0:
                     check_same_parameters(self.workload.model, self.comm, step + 1, buffers=False)
-                if self.safeguard is not None:
-                    self.safeguard.after_step(
-                        step + 1,
-                        last=step + 1 == self.steps,
-                        capture=self._capture,
-                        before=functools.partial(self._before_checkpoint, step + 1),
-                    )
+                before = functools.partial(self._before_checkpoint, step + 1)
+                last = step + 1 == self.steps
+                self.safeguard.after_step(step + 1, last=last, capture=self._capture, before=before)
                 if not self.timed:
                     # rank 0 wrote alone: the others would wait for it in the next step, and book that as reduction
                     self.comm.Barrier()
@@ -165,9 +154,11 @@ class TrainingLoop:
         timer = PhaseTimer(self.placement)
         losses = [self._accumulate(timer, number) for number in range(self.config.training.accumulate)]
         every = self.config.run.measure_every
-        report = self.optimizer.reduce(measure=bool(every) and (step + 1) % every == 0)
+        with self.placement.range("reduction"):
+            report = self.optimizer.reduce(measure=bool(every) and (step + 1) % every == 0)
         timer.record("reduction")
-        self.optimizer.apply()
+        with self.placement.range("optimizer"):
+            self.optimizer.apply()
         timer.record("optimizer")
         # read when the run file is written: until then a GPU need not be waited for
         self.timed.append(TimedStep(report, losses, timer, rate))
@@ -175,15 +166,18 @@ class TrainingLoop:
 
     def _accumulate(self, timer: PhaseTimer, number: int) -> torch.Tensor:
         """One backward pass of a step, on top of those before; returns the loss."""
-        batch = next(self.batches)
+        with self.placement.range("data"):
+            batch = next(self.batches)
         timer.record("data")
         if not number:
             self.optimizer.zero_grad()
         last = number + 1 == self.config.training.accumulate
         with nullcontext() if last else self.optimizer.no_sync():
-            loss = self.passes.forward(batch, last=last)
+            with self.placement.range("forward"):
+                loss = self.passes.forward(batch, last=last)
             timer.record("forward")
-            self.passes.backward()
+            with self.placement.range("backward"):
+                self.passes.backward()
             timer.record("backward")
         return loss
 
@@ -220,13 +214,13 @@ class TrainingLoop:
         decide_on_root(self.comm, record, (RunFileError,), RunFileError)
 
     def _note(self, name: str, done: int, began: float) -> None:
-        """What was done between two steps until now, for the timeline."""
+        """Note work between two steps that ends now, for the timeline."""
         if self.config.run.timeline:
             depth = int(name != BETWEEN[0])
             self.between.append((done, Span(name, depth, began, time.perf_counter() - began)))
 
     def _record(self, gathered: Gathered | None) -> None:
-        """What the ranks gathered into the run file, and into the progress bar; on rank 0."""
+        """Write what the ranks gathered into the run file and the progress bar; on rank 0."""
         if gathered is None or self.file is None:
             return
         self.file.append_steps(gathered.steps, gathered.stages)

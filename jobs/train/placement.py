@@ -7,6 +7,7 @@ import platform
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,12 +44,16 @@ class Placement:
         self.description = platform.processor() or platform.machine()
         self.unit = socket.gethostname()
 
+    def range(self, name: str) -> AbstractContextManager[object]:
+        """Within it what is asked for has that name in a profiler."""
+        return nullcontext()
+
     def mark(self) -> Any:
         """Now, after all work that was asked for before; for `read`. Waits for nothing."""
         return time.perf_counter()
 
     def read(self, marks: Sequence[Any]) -> list[float]:
-        """When the marks were passed, as time.perf_counter() counts; the last one is waited for."""
+        """Times of the marks, by time.perf_counter(); waits for the last one."""
         return list(marks)
 
 
@@ -93,6 +98,9 @@ class CudaPlacement(Placement):
         )
         # convolutions have fixed shapes here, so that the search for their fastest algorithm pays
         torch.backends.cudnn.benchmark = not deterministic
+
+    def range(self, name: str) -> AbstractContextManager[object]:
+        return torch.cuda.nvtx.range(name)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

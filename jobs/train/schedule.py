@@ -10,7 +10,7 @@ from jobs.config.sections import ScheduleConfig
 def learning_rate_factor(
     schedule: ScheduleConfig, step: int, *, steps: int, steps_per_epoch: int, ranks: int
 ) -> float:
-    """What optimizer.lr is multiplied by.
+    """The factor on optimizer.lr in a step.
 
     Args:
         schedule: its `warmup` and `milestones` count in `schedule.unit`.

@@ -48,7 +48,7 @@ Build = Callable[..., Workload]
 
 @dataclass(frozen=True)
 class Setup:
-    """What stays the same from the first step to the last.
+    """Objects that stay the same from the first step to the last.
 
     Attributes:
         config: the run's.

@@ -20,7 +20,7 @@ ROUND_TRIPS = 16
 
 @dataclass
 class PhaseTimer:
-    """When the phases of one step ended.
+    """Marks the end of each phase of a step.
 
     Args:
         placement: whose clock it is.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import os
 import re
 import socket
@@ -28,6 +27,7 @@ from jobs.bench.floors import Speeds
 from jobs.bench.gpu.gradients import STORED, DeviceGradients, convert
 from jobs.bench.gpu.speeds import measure_device_speeds
 from jobs.bench.gradients import GradientSource
+from jobs.run.provenance import versions
 from oktopk import GradientAllreduce, StepReport
 
 _DIGEST_BLOCK = 4096
@@ -176,6 +176,7 @@ class IntoGradient:
         self._reducer.close()
 
 
+UCX = ("libucx-cu13", "libucx-cu12")
 _TUNING = ("CUDA_", "OKTOPK_", "CUPY_", "TORCH_NCCL_")
 
 
@@ -197,7 +198,7 @@ def gpu_facts() -> dict[str, Any]:
         "driver_cuda": runtime.driverGetVersion(),
         "runtime_cuda": runtime.runtimeGetVersion(),
         "cupy": cupy.__version__,
-        "ucx": next((found for name in ("libucx-cu13", "libucx-cu12") if (found := _version(name))), None),
+        "ucx": next((version for name, version in versions(UCX).items() if name in UCX), None),
         **_torch_facts(),
         "environment": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith(_TUNING)
@@ -206,11 +207,8 @@ def gpu_facts() -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
-    found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text)
+    path = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", path.read_text() if path.exists() else "")
     return found[1] if found else None
 
 
@@ -219,10 +217,3 @@ def _torch_facts() -> dict[str, Any]:
     if torch is None or not torch.cuda.is_available():
         return {"torch_cuda": None, "nccl": None}
     return {"torch_cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

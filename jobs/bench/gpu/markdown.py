@@ -33,7 +33,7 @@ WAITS = 2
 
 
 def verdict(run: Record, name: str = OURS) -> tuple[float | None, bool | None]:
-    """How many times a row's mean step goes into the baseline's, and whether that is the target; None where unknown."""
+    """The baseline's mean step over a row's, and whether that reaches the target; None where unknown."""
     times = {method["name"]: method["seconds"]["all"]["mean"] for method in run["methods"]}
     if name not in times or run["baseline"] not in times:
         return None, None
@@ -118,7 +118,7 @@ def _targets(runs: Sequence[Record]) -> str:
 
 
 def _contract(runs: Sequence[Record]) -> str:
-    """What the contract asks of every step besides its time."""
+    """Words, deviations, waits and allocations of Ok-Topk against the contract."""
 
     def ours(path: str, form: str) -> Cell:
         return lambda run: shown(at(_method(run, OURS), path), form)

@@ -76,7 +76,7 @@ def _options(options: Options, cell: Cell, gradient_type: str) -> Options:
 
 
 def target(cell: Cell, gradient_type: str, ranks: int) -> dict[str, float | str] | None:
-    """What the cell is held to, None where nothing is promised for so many ranks."""
+    """The cell's target; None where there is none for so many ranks."""
     if ranks != TARGET_RANKS or gradient_type not in cell.targets:
         return None
     return {"against": BASELINES[gradient_type], "at_least": cell.targets[gradient_type]}

@@ -146,7 +146,7 @@ def test_ones_own_network_trains_on_what_the_data_set_is() -> None:
     assert with_overrides(own).task == "images"
     assert with_overrides(own, "data.name=an4", "data.path=x.h5").task == "speech"
     assert with_overrides(own, "data.name=text", "data.path=x.h5").task == "text"
-    assert with_overrides(own).model.description == "my.nets:build"
+    assert with_overrides(own).model.factory == "my.nets:build"
 
 
 def test_overrides_are_toml_and_fall_back_to_strings() -> None:
