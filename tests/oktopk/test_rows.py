@@ -261,13 +261,12 @@ def test_windows_grow_by_agreement_and_are_read_before_they_are_written_again(
     pairs: bool, device: str, comm: MPI.Intracomm
 ) -> None:
     use(device, comm)
-    if pairs:  # two ranks sum alike, and publish once a step
-        comm = comm.Split(comm.rank // 2)
+    together: Any = comm.Split(comm.rank // 2 if pairs else 0)  # two ranks sum alike, and publish once a step
     counts = [3, 30, 4, 60, 60, 7, 200, 150]
-    with table(comm) as host, table(comm, device=device, peer_memory=True) as gpu:
+    with table(together) as host, table(together, device=device, peer_memory=True) as gpu:
         for step, most in enumerate(counts):
-            count = most if comm.rank == step % comm.size else min(most, 5)
-            each = touched(50 * step + comm.rank, LENGTH, count, WIDTH, "float32")
+            count = most if together.rank == step % together.size else min(most, 5)
+            each = touched(50 * step + together.rank, LENGTH, count, WIDTH, "float32")
             values = each.values.copy()
             if step in (2, 5):  # nothing of it is read
                 values[0] = np.inf
@@ -279,8 +278,7 @@ def test_windows_grow_by_agreement_and_are_read_before_they_are_written_again(
             assert host.sum is not None and gpu.sum is not None
             assert get(gpu.sum.rows).tobytes() == host.sum.rows.tobytes()
             assert get(gpu.sum.values).tobytes() == host.sum.values.tobytes()
-    if pairs:
-        comm.Free()
+    together.Free()
 
 
 @pytest.mark.mpi(min_size=2)
