@@ -68,7 +68,13 @@ class NcclMessages:
             work.wait()
 
     def _on(self, stream: int) -> torch.cuda.StreamContext:
-        return torch.cuda.stream(torch.cuda.ExternalStream(stream, self._place))
+        # an external stream of address 0 is not the default one: nothing waited for NCCL's there
+        known = (
+            torch.cuda.ExternalStream(stream, self._place)
+            if stream
+            else torch.cuda.default_stream(self._place)
+        )
+        return torch.cuda.stream(known)
 
     def close(self) -> None:
         """Give the communicator back. Collective."""
