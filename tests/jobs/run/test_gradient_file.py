@@ -66,7 +66,7 @@ def test_a_killed_recording_can_be_read(tmp_path: Path) -> None:
         "    recorder.add(np.full(3, step, np.float32))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, timeout=50, check=False)
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, timeout=150, check=False)
     recorded = RecordedGradients(tmp_path, 0, 1)
     assert recorded.steps == 4
     assert [recorded.next().tolist() for _ in range(4)] == [[step] * 3 for step in range(4)]
