@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import ROOT, run_alone, run_ranks, run_torchrun
+from tests.launched import PATIENCE, ROOT, run_alone, run_ranks, run_torchrun
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LONG = {"fsdp2", "torchrun", "transformer"}  # other tests start such ranks
@@ -24,7 +24,7 @@ LIBRARIES = {
 }
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(PATIENCE)
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=[pytest.mark.long] * (path.stem in LONG | {*LIBRARIES})) for path in EXAMPLES],

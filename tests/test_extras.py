@@ -37,7 +37,7 @@ def resolve(*arguments: str) -> str:
     """pip's line of what it would install; fails where it finds no way, or warns of an extra that does not exist."""
     command = [sys.executable, "-c", RESOLVE, *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     except subprocess.TimeoutExpired:
         pytest.skip("the registry is slow, or gives no metadata without the wheels")
     if "(from versions: none)" in done.stderr:

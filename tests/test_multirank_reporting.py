@@ -11,7 +11,7 @@ from oktopk.launch import mpiexec_command
 from tests.outcomes import read_outcomes
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 120  # for what takes ten where nothing else runs
+SECONDS = 240  # for what takes ten where nothing else runs
 pytestmark = pytest.mark.timeout(SECONDS + 20)
 
 

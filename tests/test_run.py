@@ -161,7 +161,7 @@ def test_tests_that_need_a_gpu_are_left_out_where_there_is_none(tmp_path: Path) 
         env={**os.environ, "PYTEST_ADDOPTS": "-p tests.conftest"},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=150,
         check=False,
     )
     *_, said, closing = job.stdout.splitlines()

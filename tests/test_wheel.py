@@ -69,7 +69,7 @@ def install(python: Path, requirement: str) -> None:
     """Install from the index that pip is configured for; skips the test where that cannot be reached, or is slow."""
     pip = [str(python), "-m", "pip", "install", "--retries=0"]
     sample = subprocess.run(
-        [*pip, "--dry-run", "--no-deps", "mpi4py"], capture_output=True, text=True, timeout=60, check=False
+        [*pip, "--dry-run", "--no-deps", "mpi4py"], capture_output=True, text=True, timeout=150, check=False
     )
     if "(from versions: none)" in sample.stderr:
         pytest.skip(f"pip's index cannot be reached: {sample.stderr.strip().splitlines()[-1]}")

@@ -90,7 +90,7 @@ class Job:
         """Process ids of the ranks, in no order."""
         return rank_processes(self.path)
 
-    def wait_for_step(self, step: int, seconds: float = 120.0) -> None:
+    def wait_for_step(self, step: int, seconds: float = 240.0) -> None:
         """Return when this job's run file has that many steps."""
         end = time.monotonic() + seconds
         while file_identity(self.path) == self._before or steps_done(self.path) < step:

@@ -106,7 +106,7 @@ def run_python(*words: str, **environment: str) -> subprocess.CompletedProcess[s
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=150,
         check=False,
     )
 

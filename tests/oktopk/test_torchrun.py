@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import ROOT, run_torchrun
+from tests.launched import PATIENCE, ROOT, run_torchrun
 
 SCRIPT = f"""
 import sys
@@ -41,7 +41,7 @@ GradientAllreduce(None, 10)
 """
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(PATIENCE)
 def test_torchrun_trains_to_equal_parameters_without_mpi(tmp_path: Path) -> None:
     """The script leaves without closing anything, and still ends."""
     script = tmp_path / "train.py"
@@ -52,7 +52,7 @@ def test_torchrun_trains_to_equal_parameters_without_mpi(tmp_path: Path) -> None
     assert len(lines) == 2 and len(set(lines)) == 1, done.stdout
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(PATIENCE)
 def test_torchrun_without_a_process_group_is_a_sentence(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(WITHOUT_GROUP)

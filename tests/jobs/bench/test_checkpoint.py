@@ -13,7 +13,7 @@ from jobs.bench.checkpoint import main
 CONFIG = str(Path(__file__).parents[3] / "jobs" / "configs" / "digits.toml")
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_the_cost_of_checkpoints_is_reported_and_nothing_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ from jobs.run.reader import RunReader
 from jobs.train.setup import build_workload
 from jobs.train.tasks.task import Workload
 from tests.small_experiment import VGG, small
+from tests.tiny_runs import steps_done
 
 ROOT = Path(__file__).parents[3]
 PATIENCE = 600
@@ -141,19 +142,17 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, capfd: pytest
 @pytest.mark.long
 @pytest.mark.timeout(PATIENCE)
 def test_a_stopped_experiment_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    words = [*small(tmp_path), "--speed-steps", "0", "--seeds", "1", "--methods", "oktopk", "--epochs", "100"]
+    words = [*small(tmp_path), "--speed-steps", "0", "--seeds", "1", "--methods", "oktopk", "--epochs", "40"]
     steady = ["run.flush_every=1", "training.eval_every=200"]
     path = tmp_path / "out" / "runs" / "oktopk-0.h5"
     command = [sys.executable, "-m", "jobs.experiment", *words, "--set", *steady]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
-        for _ in range(600):
-            if path.exists():
-                with RunReader(path) as reader:
-                    if len(reader.steps()["step"]) > 20:
-                        break
+        end = time.monotonic() + PATIENCE / 2
+        while steps_done(path) <= 20:
+            assert job.poll() is None and time.monotonic() < end
             time.sleep(0.1)
         job.send_signal(signal.SIGTERM)
-        assert job.wait(60) == 128 + signal.SIGTERM
+        assert job.wait(PATIENCE / 4) == 128 + signal.SIGTERM
     with RunReader(path) as reader:
         assert reader.status == "interrupted"
         done = len(reader.steps()["step"])
@@ -162,7 +161,7 @@ def test_a_stopped_experiment_goes_on_from_its_checkpoint(tmp_path: Path) -> Non
     with RunReader(path) as reader:
         assert reader.status == "complete"
         assert reader.segments()["step"].tolist() == [0, done]
-        assert reader.steps()["step"].tolist() == list(range(1, 401))
+        assert reader.steps()["step"].tolist() == list(range(1, 161))
 
 
 def test_nothing_of_a_run_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

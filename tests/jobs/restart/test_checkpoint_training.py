@@ -45,16 +45,6 @@ def interrupted(path: Path, number: signal.Signals, step: int, settings: tuple[s
 
 
 @pytest.mark.long
-def test_a_run_that_a_signal_stopped_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
-    path = tmp_path / "run.h5"
-    done = interrupted(path, signal.SIGUSR1, 13)
-    job = Job(path, RANKS)
-    assert job.wait() == 0, job.said
-    assert f"resumed after step {done} from" in job.said
-    assert steps_done(path) == 60
-
-
-@pytest.mark.long
 def test_a_job_that_overwrites_and_is_queued_again_destroys_nothing_before_it_begins_and_then_continues(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,7 @@ def test_after_kills_of_random_ranks_a_run_ends_as_if_there_had_been_none(
     assert_same_outcome(undisturbed, path)
 
 
-def wait_for_a_draft(job: Job, seconds: float = 60.0) -> None:
+def wait_for_a_draft(job: Job, seconds: float = 120.0) -> None:
     """Return when a checkpoint is being written; it may be whole a moment later."""
     end = time.monotonic() + seconds
     while not any(job.path.with_suffix(".checkpoints").glob(".step-*")):

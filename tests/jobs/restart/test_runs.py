@@ -22,7 +22,7 @@ from tests.launched import outcome
 from tests.tiny_job import run
 from tests.tiny_runs import CONFIG, SETTINGS, assert_same_outcome, checkpoints, last_good_step, steps_done
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(400)]
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def test_a_second_signal_does_not_kill_a_run_that_has_stopped(name: str) -> None
         env=launch_environment(1, "unknown"),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
     )
     assert done.returncode == EXIT_STATUS, done.stderr

@@ -160,7 +160,7 @@ def test_a_run_file_on_a_broken_disk_does_not_crash_the_process_that_wrote_it(tm
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
     )
     assert (child.returncode, child.stderr) == (0, "")
