@@ -42,6 +42,9 @@ napoleon_numpy_docstring = False
 OTHERS = r"(np|numpy|MPI|mpi4py|torch|cupy|nn|concurrent|collections\.abc)\..*|Any|NDArray|Tensor|ModuleType|Communicator"
 OTHERS += r"|oktopk\.torch\.overlap\.BackwardBuckets"
 nitpick_ignore_regex = [("py:.*", OTHERS)]
+# what BackwardBuckets is made of, which no reader makes
+INNER = "FlatGradients|BucketLayout|BucketReducer|TensorMemory"
+nitpick_ignore_regex = [("py:.*", f"{OTHERS}|{INNER}")]
 BEFORE: dict[str, list[str]] = {}
 """Name -> docstring, before napoleon."""
 

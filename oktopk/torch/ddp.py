@@ -107,10 +107,11 @@ class OkTopkState:
         module: nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        if problem := settings_problem(settings, OkTopkState, "gradient_type", "peer_memory"):
+        beside = "gradient_type", "peer_memory"  # which the reducer takes
+        if problem := settings_problem(settings, OkTopkState, *beside):
             raise ValueError(problem)
         self._arguments: dict[str, Any] = {"comm": comm, "method": method, "share": share, **settings}
-        chosen = Settings(**settings)
+        chosen = Settings(**{name: value for name, value in settings.items() if name not in beside})
         self._of_tables: dict[str, Any] = {"row_density": row_density, "nonfinite": chosen.nonfinite}
         self._of_tables |= {"average": chosen.average, "timeout": chosen.timeout}
         self._tables: dict[str, RowSparseAllreduce] = {}  # by the parameter's name
