@@ -38,10 +38,8 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
 # -n reports every name that nothing documents. Other projects' names are not looked up: builds need no network.
-# Communicator is one of two of them, which docstrings name; BackwardBuckets is for programs that capture passes, see docs/gpu.md.
+# Communicator is one of two of them, which docstrings name.
 OTHERS = r"(np|numpy|MPI|mpi4py|torch|cupy|nn|concurrent|collections\.abc)\..*|Any|NDArray|Tensor|ModuleType|Communicator"
-OTHERS += r"|oktopk\.torch\.overlap\.BackwardBuckets"
-nitpick_ignore_regex = [("py:.*", OTHERS)]
 # what BackwardBuckets is made of, which no reader makes
 INNER = "FlatGradients|BucketLayout|BucketReducer|TensorMemory"
 nitpick_ignore_regex = [("py:.*", f"{OTHERS}|{INNER}")]
