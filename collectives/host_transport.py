@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from collectives.cpu import kernels as host_kernels
 from collectives.dense_allreduce import DenseAllreduce
-from collectives.limit import GivenUp, Limit, Notes, missing_ranks, wait_within
+from collectives.limit import GivenUp, Limit, Notes, missing_ranks, others_gave_up, wait_within
 from collectives.traffic import WORD_BYTES, Traffic
 from collectives.transport import EVERY_RANK_CALLS, MissingRanksError, Transport
 from collectives.workspace import Workspace
@@ -106,7 +106,7 @@ class HostTransport(Transport):
             wait_within(limit, self._start(operation, *arrays), notes)
             # the others can have given up only about as long after the last operation; looking costs a round of progress
             since, self._last_collected = time.monotonic() - self._last_collected, time.monotonic()
-            if since > limit.seconds / 2 and notes.any_left():
+            if since > limit.seconds / 2 and others_gave_up(notes):
                 raise missing_ranks(limit, notes)
         except MissingRanksError as error:
             self._given_up.error = error

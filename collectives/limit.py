@@ -22,6 +22,9 @@ PAUSE = 1e-3
 _ANSWER = 5.0
 """Seconds in which every rank that is waiting has looked."""
 
+_ARRIVES = 0.1
+"""Seconds in which a note that was left long ago arrives: a library may look at its messages several times before it finds one."""
+
 _ABANDONED: list[Any] = []
 """Operations that were given up, with their arrays: the library may still write to them."""
 
@@ -91,6 +94,14 @@ def wait_within(limit: Limit, done: Callable[[float], bool], notes: Notes) -> No
                 _ABANDONED.append(done)
                 raise missing_ranks(limit, notes, waited)
             time.sleep(PAUSE)
+
+
+def others_gave_up(notes: Notes) -> bool:
+    """Whether a note of another rank is here, or comes within _ARRIVES; for a rank that comes late."""
+    end = time.monotonic() + _ARRIVES
+    while not (left := notes.any_left()) and time.monotonic() < end:
+        time.sleep(PAUSE)
+    return left
 
 
 def missing_ranks(limit: Limit, notes: Notes, waited: float | None = None) -> MissingRanksError:
