@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
-from collectives.host_transport import HostTransport
 from collectives.launchers import check_launcher
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from collectives.host_transport import HostTransport
     from collectives.limit import Limit
     from collectives.process_group import ProcessGroup
 
@@ -39,7 +39,7 @@ def communicator(comm: Communicator | None) -> Communicator:
         LauncherError: a launcher started several processes, and these are only this one. What is passed as `MPI.COMM_SELF` or
             as a process group is not checked.
     """
-    if isinstance(comm, HostTransport):
+    if _is_transport(comm):
         return comm
     distributed = _torch_distributed()
     if distributed is not None:
@@ -76,7 +76,7 @@ def connect(comm: Communicator | None, limit: Limit | None = None) -> HostTransp
             not be used after that.
     """
     chosen: Any = communicator(comm)
-    if isinstance(chosen, HostTransport):
+    if _is_transport(chosen):
         if limit is not None:
             chosen.expect_all(limit.what, limit.seconds)
             chosen.barrier()
@@ -89,6 +89,11 @@ def connect(comm: Communicator | None, limit: Limit | None = None) -> HostTransp
     from collectives import mpi
 
     return mpi.connect(chosen, limit)
+
+
+def _is_transport(comm: Any) -> TypeGuard[HostTransport]:
+    known = sys.modules.get("collectives.host_transport")  # who has one has imported it
+    return known is not None and isinstance(comm, known.HostTransport)
 
 
 def _torch_distributed() -> Any:

@@ -23,7 +23,7 @@ _ANSWER = 5.0
 """Seconds in which every rank that is waiting has looked."""
 
 _ARRIVES = 0.1
-"""Seconds in which a note that was left long ago arrives: a library may look at its messages several times before it finds one."""
+"""Seconds in which a note that was left long ago arrives: a library may find it only when it has looked several times."""
 
 _ABANDONED: list[Any] = []
 """Operations that were given up, with their arrays: the library may still write to them."""

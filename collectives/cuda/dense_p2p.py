@@ -232,7 +232,7 @@ class DenseP2P:
         algorithm: str,
     ) -> None:  # fmt: skip
         width = 8 if algorithm == "one_shot" else 16
-        launch = _kernels(element_type, self._transport.size)[algorithm].prepare(
+        launch = dense_kernels(element_type, self._transport.size)[algorithm].prepare(
             **self._fields, **self._areas[algorithm], n=length, scale=scale, aligned=(array | out | addend) % width == 0,
             nonfinite=nonfinite, out=out, addend=addend, **{"in": array},
         )  # fmt: skip
@@ -355,7 +355,8 @@ def _graph_seconds(call: Callable[[], None], stream: Any, calls: int = 10, repla
 
 
 @functools.cache
-def _kernels(element_type: str, ranks: int) -> dict[str, Kernel]:
+def dense_kernels(element_type: str, ranks: int) -> dict[str, Kernel]:
+    """The kernels of all algorithms, by name, for so many ranks."""
     constants = {
         "THREADS": _THREADS, "VECTORS": _VECTORS, "AHEAD": _AHEAD, "BLOCKS": _MOST_BLOCKS,
         "RING_BLOCKS": ring_blocks(ranks),

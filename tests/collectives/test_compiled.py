@@ -47,7 +47,13 @@ for kernel, signatures in compiled._kernels:
 
 
 def printed(tree: Path, cache: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(tree), "NUMBA_CACHE_DIR": str(cache)}
+    # no bytecode either, which goes by the size and the time of a source
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "NUMBA_CACHE_DIR": str(cache),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-c", SUM], env=environment, cwd=tree, text=True, capture_output=True, check=True
     )

@@ -20,8 +20,7 @@ from collectives.mpi import MpiTransport
 from collectives.staging import StagingBuffers, size_class
 from collectives.traffic import Traffic
 from collectives.transport import Round
-from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
-from oktopk import allreduce as gradient_allreduce
+from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError, construction
 from oktopk.backend import Backend
 from oktopk.cpu import kernels as host_kernels
 from tests.collectives.test_transport import ring
@@ -169,7 +168,7 @@ def both(
     backend = FakeBackend()
     on_host = GradientAllreduce(comm, LENGTH, method, **settings)
     with monkeypatch.context() as patch:
-        patch.setattr(gradient_allreduce, "make_backend", lambda *_, **__: backend)
+        patch.setattr(construction, "make_backend", lambda *_, **__: backend)
         return on_host, GradientAllreduce(comm, LENGTH, method, **settings), backend
 
 

@@ -32,8 +32,7 @@ from collectives.cuda.environment import (
     pinned_memory,
 )
 from collectives.mpi import connect
-from oktopk import GradientAllreduce
-from oktopk import allreduce as gradient_allreduce
+from oktopk import GradientAllreduce, construction
 from oktopk.backend import Backend
 from oktopk.devices import make_backend
 from tests import devices
@@ -231,7 +230,7 @@ def test_a_gpu_that_one_rank_cannot_use_is_refused_on_all(
     last = comm.size - 1
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy("75" if comm.rank == last else "90"))
     if comm.rank != last:
-        monkeypatch.setattr(gradient_allreduce, "make_backend", lambda *_: Backend())
+        monkeypatch.setattr(construction, "make_backend", lambda *_: Backend())
     with pytest.raises(
         ValueError, match=rf"^rank {last}: device 'cuda' cannot be used: GPU 3 has compute capability 7\.5"
     ):
@@ -250,7 +249,7 @@ def test_out_of_memory_on_one_rank_is_the_same_error_on_all(
     last = comm.size - 1
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(memory=(5, 10), allocation=OUT_OF_MEMORY))
     backend = Full() if comm.rank == last else Backend()
-    monkeypatch.setattr(gradient_allreduce, "make_backend", lambda *_: backend)
+    monkeypatch.setattr(construction, "make_backend", lambda *_: backend)
     for _ in range(2):  # a communicator that leaks or hangs shows the second time
         with pytest.raises(
             ValueError, match=f"^rank {last}: GPU 3 is out of memory: 400 bytes wanted, 5 of 10 bytes free"

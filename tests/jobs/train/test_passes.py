@@ -328,7 +328,7 @@ def settings(**sections: dict[str, object]) -> Config:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"model": {"name": "lstm"}, "data": {"name": "an4", "path": "x.h5"}}, "not for speech"),
+        ({"model": {"name": "lstm"}, "data": {"name": "an4", "path": "x.h5"}}, "those of speech differ"),
         (
             {
                 "model": {"name": "lstm"},
