@@ -65,7 +65,8 @@ class DenseP2P:
 
     Raises:
         ValueError: more ranks; on every rank alike.
-        RuntimeError: a window cannot be allocated or mapped; on every rank alike, naming the ranks.
+        RuntimeError: a window cannot be allocated or mapped, or a kernel compiled or measured; on every rank alike, naming the
+            ranks.
 
     Attributes:
         choices: by length in bytes, see `Choice`.
@@ -96,8 +97,10 @@ class DenseP2P:
         )
         for counts, first in zip(self._counts, (1, 0), strict=True):
             counts.set(np.full(counts.size, first, np.uint64), stream=device.stream)
-        device.report("dense abort", 1)
-        self._report = device.view("dense abort", ctypes.c_uint32)
+        with device.gpu:
+            self._report_memory = cupy.cuda.alloc_pinned_memory(4)  # its own: a Device outlives an abort
+        self._report = ctypes.c_uint32.from_address(self._report_memory.ptr)
+        self._report.value = 0
         device.synchronize()
         transport.barrier()  # no rank writes before all have zeroed
         windows = self._memory.bases
@@ -105,7 +108,7 @@ class DenseP2P:
         first = SymmetricMemory.first
         self._fields = {
             "p2p": p2p, "windows": (ctypes.c_uint64 * MOST_DENSE_RANKS)(*windows), "capacity": self._most_units,
-            "report": device.address("dense abort"),
+            "report": self._report_memory.ptr,
         }  # fmt: skip
         in_tiles = {
             "area": first + flagged, "flags": first + flagged + rings * _TILE, "counts": self._counts[1].data.ptr,
@@ -126,7 +129,8 @@ class DenseP2P:
 
         Args:
             array: CuPy array of float32, float16, or uint16 for bfloat16; contiguous, on this GPU.
-            out: of the same type and length, where the result goes; None: into `array`. It is `array`, or does not overlap it.
+            out: of the same type and length, where the result goes; None: into `array`. It is `array` or `addend`, or overlaps
+                neither.
             addend: of the same type and length, or None: is added to the scaled and rounded sum.
             scale: of the sum, in float32.
             nonfinite: uint32[1] on the GPU, to which the number of results that are not finite is added; or None.
@@ -145,8 +149,6 @@ class DenseP2P:
         source, target, more, count = (
             0 if each is None else each.data.ptr for each in (array, out, addend, nonfinite)
         )
-        if source != target and abs(source - target) < array.nbytes:
-            raise ValueError("out overlaps array and is not array")
         self.enqueue(source, target, more, array.size, kind, scale=scale, nonfinite=count)
         return out
 
@@ -171,12 +173,15 @@ class DenseP2P:
             algorithm: one of ALGORITHMS; None: by `choices`.
 
         Raises:
-            ValueError: `one_shot` for a vector longer than it takes.
+            ValueError: `one_shot` for a vector longer than it takes; `out` overlaps another vector and is not it.
         """
         self._raise_if_aborted()
         if not length:
             return
         nbytes = length * _SIZES[element_type]
+        for name, other in (("array", array), ("addend", addend)):
+            if other not in (0, out) and abs(other - out) < nbytes:
+                raise ValueError(f"out overlaps {name} and is not {name}")
         algorithm = algorithm or self.algorithm_for(nbytes)
         if not self.can_run(algorithm, nbytes):
             raise ValueError(f"{nbytes} bytes are more than the {8 * self._most_units} that one_shot takes")
@@ -246,23 +251,28 @@ class DenseP2P:
 
     def _measured(self, lengths: Sequence[int]) -> tuple[Choice, ...]:
         """The fastest algorithm at each length, by the slowest rank. Collective."""
-        vector = self._device.allocate(max(lengths) // 4, np.float32)
-        with self._device.gpu:
-            stream = cupy.cuda.Stream(non_blocking=True)
-            with stream:
-                vector.fill(0)
-            times = {
-                (nbytes, name): _graph_seconds(
-                    self._repeatable(vector.data.ptr, nbytes, name, stream.ptr), stream
-                )
-                for nbytes in lengths
-                for name in ALGORITHMS
-                if self.can_run(name, nbytes)
-            }
-        slowest = [
-            max(each) for each in zip(*self._transport.allgather_objects(list(times.values())), strict=True)
-        ]
-        return choices_by(dict(zip(times, slowest, strict=True)))
+        runs = [(nbytes, name) for nbytes in lengths for name in ALGORITHMS if self.can_run(name, nbytes)]
+        times: list[float] = []
+        problem = ""
+        try:
+            vector = self._device.allocate(max(lengths) // 4, np.float32)
+            with self._device.gpu:
+                stream = cupy.cuda.Stream(non_blocking=True)
+                with stream:
+                    vector.fill(0)
+                for nbytes, name in runs:
+                    call = self._repeatable(vector.data.ptr, nbytes, name, stream.ptr)
+                    times.append(_graph_seconds(call, stream))
+                    self._raise_if_aborted()
+        except Exception as error:
+            problem = str(error) or type(error).__name__
+            self.abort()  # the others' kernels wait for this rank's
+        everyone = self._transport.allgather_objects((problem, times))
+        if any(theirs for theirs, _ in everyone):
+            texts = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text)
+            raise RuntimeError(f"dense allreduces over peer memory cannot be measured: {texts}")
+        slowest = [max(each) for each in zip(*(theirs for _, theirs in everyone), strict=True)]
+        return choices_by(dict(zip(runs, slowest, strict=True)))
 
     def _repeatable(self, address: int, nbytes: int, algorithm: str, stream: int) -> Callable[[], None]:
         return functools.partial(

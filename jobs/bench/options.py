@@ -230,7 +230,7 @@ def _check_table(given: argparse.Namespace) -> None:
 def _gpu_table(given: argparse.Namespace) -> Options:
     if given.device not in (None, "cuda"):
         raise BenchError(f"--table {given.table} is measured on --device cuda, not {given.device}")
-    if given.gradient_type == "float16":
+    if given.table == "gpu" and given.gradient_type == "float16":
         raise BenchError("gradient type 'float16' is not one of float32, bfloat16, the table's")
     budget = _given(given.budget, BUDGET)
     if not budget > 0:

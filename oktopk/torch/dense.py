@@ -10,7 +10,6 @@ from torch import Tensor
 from collectives.connect import communicator, connect
 from collectives.cuda.environment import gpu_problem
 from collectives.limit import Limit
-from collectives.symmetric_memory import symmetric_memory_problem
 from oktopk.settings import Settings
 
 if TYPE_CHECKING:
@@ -22,8 +21,9 @@ _TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 class DenseAllreduce:
     """Sums of tensors over the ranks of one host; the bits depend on the values alone, not on the length or the alignment.
 
-    A call puts one kernel on torch's current stream and does not wait. `torch.cuda.graph` captures it. All ranks make the same
-    calls in the same order, replays included. Who calls on several streams must order them.
+    A call puts one kernel on torch's current stream and does not wait. `torch.cuda.graph` captures it, after a first call with
+    tensors of that type, which loads the kernels. All ranks make the same calls in the same order, replays included. Who calls
+    on several streams must order them.
 
     Args:
         comm: as `oktopk.GradientAllreduce` takes it; at most 8 ranks, each with a GPU of its own, which is torch's current one.
@@ -58,8 +58,10 @@ class DenseAllreduce:
 
                 from collectives.cuda.dense_p2p import DenseP2P
                 from collectives.cuda.device import Device
+                from collectives.symmetric_memory import symmetric_memory_problem
 
-                cupy.cuda.Device(torch.cuda.current_device()).use()
+                self._gpu = torch.device("cuda", torch.cuda.current_device())
+                cupy.cuda.Device(self._gpu.index).use()
                 problem = symmetric_memory_problem(self._transport, shared_gpus=shared_gpus)
             if problem:
                 raise RuntimeError(f"no dense allreduce through peer memory: {problem}")
@@ -75,8 +77,8 @@ class DenseAllreduce:
 
         Args:
             tensor: float32, bfloat16 or float16 on this rank's GPU; contiguous.
-            out: of the same type and number of elements, where the result goes; None: into `tensor`. It is `tensor`, or does not
-                overlap it.
+            out: of the same type and number of elements, where the result goes; None: into `tensor`. It is `tensor` or `addend`,
+                or overlaps neither.
             addend: of the same type and number of elements, or None: is added to the scaled and rounded sum.
             scale: of the sum, in float32.
 
@@ -95,22 +97,19 @@ class DenseAllreduce:
                 raise TypeError(
                     f"{name} is {given.dtype}, not {tensor.dtype} of float32, bfloat16 and float16"
                 )
-            if not given.is_cuda or not given.is_contiguous() or given.numel() != tensor.numel():
+            if given.device != self._gpu or not given.is_contiguous() or given.numel() != tensor.numel():
                 raise ValueError(
-                    f"{name} of shape {tuple(given.shape)} on {given.device} is not contiguous on this rank's GPU with the "
-                    f"{tensor.numel()} elements of tensor"
+                    f"{name} of shape {tuple(given.shape)} on {given.device} is not contiguous on {self._gpu}, this rank's GPU, "
+                    f"with the {tensor.numel()} elements of tensor"
                 )
-        source, target = tensor.data_ptr(), out.data_ptr()
-        if source != target and abs(source - target) < tensor.nbytes:
-            raise ValueError("out overlaps tensor and is not tensor")
         self._dense.enqueue(
-            source,
-            target,
+            tensor.data_ptr(),
+            out.data_ptr(),
             0 if addend is None else addend.data_ptr(),
             tensor.numel(),
             _TYPES[tensor.dtype],
             scale=scale,
-            stream=torch.cuda.current_stream().cuda_stream,
+            stream=torch.cuda.current_stream(self._gpu).cuda_stream,
         )
         return out
 

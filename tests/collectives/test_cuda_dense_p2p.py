@@ -16,7 +16,7 @@ from tests.devices import get, gpus, put, use
 pytestmark = [pytest.mark.skipif(not gpus(), reason="no GPU"), pytest.mark.mpi(max_size=8)]
 TYPES = ("float32", "bfloat16", "float16")
 LENGTHS = (1, 2, 7, 8, 9, 1000, 4097, 70_001)
-"""With a length of a few tiles, so that rings go round; see `short_rings`."""
+"""The last one takes several tiles, a block each; blocks send several tiles in `short_rings`."""
 
 
 @pytest.fixture
@@ -25,6 +25,20 @@ def dense(comm: MPI.Intracomm) -> Iterator[Any]:
     made = make(comm)
     yield made
     made.close()
+
+
+@pytest.fixture
+def short_rings(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A DenseP2P whose launches in tiles have two blocks at most: each sends many tiles, and its rings go round in a launch."""
+    use("cuda", comm)
+    from collectives.cuda import dense_p2p
+
+    monkeypatch.setattr(dense_p2p, "_RING_BLOCKS", 2 * max(1, comm.size - 1))
+    dense_p2p._kernels.cache_clear()
+    made = make(comm)
+    yield made
+    made.close()
+    dense_p2p._kernels.cache_clear()
 
 
 def make(comm: MPI.Intracomm, **arguments: Any) -> Any:
@@ -200,6 +214,28 @@ def test_many_calls_of_many_lengths_never_read_what_another_call_sent(
         assert get(array).tobytes() == expected(vectors, "float32").tobytes(), (call, algorithm)
 
 
+def test_rings_go_round_within_a_launch_and_on_from_one_to_the_next(
+    comm: MPI.Intracomm, short_rings: Any
+) -> None:
+    """Numbers of tiles a block: 0 to 10 or more, odd and even, that of one block and of two apart by one; calls are queued."""
+    rng = np.random.default_rng(6)  # the same on all ranks
+    for first in range(0, 24, 4):
+        queued = []
+        for call in range(first, first + 4):
+            length = int(rng.choice([1, 8193, 20_000, 70_001, 165_000]))
+            algorithm = ("pushed", "two_shot")[rng.integers(2)]
+            vectors = [vector_of(rank, length, "float32", call) for rank in range(comm.size)]
+            queued.append((put("cuda", vectors[comm.rank]), expected(vectors, "float32"), algorithm))
+        if first // 4 % comm.size == comm.rank:
+            time.sleep(0.002)
+        for array, _, algorithm in queued:
+            pointer = array.data.ptr
+            short_rings.enqueue(pointer, pointer, 0, array.size, "float32", algorithm=algorithm)
+        short_rings.check()
+        for array, want, algorithm in queued:
+            assert get(array).tobytes() == want.tobytes(), (first, algorithm, array.size)
+
+
 def test_a_captured_call_is_replayed_with_new_contents(comm: MPI.Intracomm, dense: Any) -> None:
     import cupy
 
@@ -326,6 +362,48 @@ def test_a_rank_that_raises_ends_the_others_at_once(comm: MPI.Intracomm) -> None
     dense.close()
 
 
+@pytest.mark.mpi(min_size=2, max_size=8)
+def test_after_an_abort_another_one_on_the_same_device_works(comm: MPI.Intracomm) -> None:
+    from collectives.cuda.dense_p2p import DenseP2P
+
+    dense = make(comm)
+    array = put("cuda", np.ones(500, np.float32))
+    comm.Barrier()
+    if comm.rank == 0:
+        dense.abort()
+    else:
+        with pytest.raises(RuntimeError, match="rank 0 raised"):
+            dense.dense_allreduce(array.copy())
+            dense.check()
+    comm.Barrier()
+    again = DenseP2P(dense._transport, dense._device, measure=())
+    assert (get(again.dense_allreduce(array)) == comm.size).all()
+    again.check()
+    again.close()
+    dense.close()
+
+
+@pytest.mark.mpi(min_size=2, max_size=8)
+def test_an_error_of_one_rank_that_measures_is_one_of_all(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from collectives.cuda import dense_p2p
+
+    def seconds(call: Any, stream: Any) -> float:
+        if comm.rank == 1:
+            raise MemoryError("no room on this GPU")
+        call()
+        stream.synchronize()
+        return 1.0
+
+    monkeypatch.setattr(dense_p2p, "_graph_seconds", seconds)
+    comm.Barrier()
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match="cannot be measured: .*rank 1: no room on this GPU"):
+        make(comm, measure=(4096,))
+    assert time.monotonic() - begun < 60  # not the time limit
+
+
 def test_arguments_that_do_not_fit_are_refused_before_anything_is_launched(
     comm: MPI.Intracomm, dense: Any
 ) -> None:
@@ -342,6 +420,8 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_is_launched(
         dense.dense_allreduce(array, addend=cupy.zeros(63, np.float32))
     with pytest.raises(ValueError, match="out overlaps array"):
         dense.dense_allreduce(array[:32], array[16:48])
+    with pytest.raises(ValueError, match="out overlaps addend"):
+        dense.dense_allreduce(array[:16], array[40:56], addend=array[32:48])
     with pytest.raises(ValueError, match="one_shot takes"):
         dense.enqueue(array.data.ptr, array.data.ptr, 0, 10**6, "float32", algorithm="one_shot")
     dense.dense_allreduce(array[:0])  # nothing to sum

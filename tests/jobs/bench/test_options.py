@@ -118,3 +118,19 @@ def test_the_table_of_hooks_takes_a_course_and_settings_but_no_methods() -> None
     for refused in (["--methods", "oktopk"], ["--budget", "9"]):
         with pytest.raises(BenchError, match=f"{refused[0]} is not for --table hook"):
             parse([*words, *refused], launched=True)
+
+
+def test_the_table_of_dense_allreduces_takes_a_type_and_nothing_else() -> None:
+    for given, types in (([], ()), (["--gradient-type", "float16"], ("float16",))):
+        options = parse(["--table", "dense", *given], launched=True)
+        assert (options.table, options.device, options.types) == ("dense", "cuda", types)
+    for refused in (["--methods", "oktopk"], ["--budget", "9"], ["--length", "3000"], ["--rows", "2"]):
+        with pytest.raises(BenchError, match=f"{refused[0]} is not for --table dense"):
+            parse(["--table", "dense", *refused], launched=True)
+    with pytest.raises(BenchError, match="--table dense is measured on --device cuda, not cpu"):
+        parse(["--table", "dense", "--device", "cpu"], launched=True)
+
+
+def test_the_table_of_gpus_takes_no_float16() -> None:
+    with pytest.raises(BenchError, match="'float16' is not one of float32, bfloat16, the table's"):
+        parse(["--table", "gpu", "--gradient-type", "float16"], launched=True)
