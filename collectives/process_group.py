@@ -76,12 +76,14 @@ class Meeting:
         whole: the meeting of all ranks that this is a part of.
         ranks: int[size], the number of each rank there.
         messages: of `whole`, what moves device arrays for all transports of it; None before there is any.
+        gave_up: of `whole`, whether ranks did not come to an operation of one of its transports.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, nccl: bool = False) -> None:
         self.store, self.rank, self.size, self.nccl = store, rank, size, nccl
         self.whole, self.ranks = self, list(range(size))
         self.messages: Any = None
+        self.gave_up = False
         self._parts = 0
 
     def part(self, members: list[int], name: str = "") -> Meeting:
@@ -222,6 +224,7 @@ class ProcessGroupTransport(HostTransport):
         try:
             super()._collect(operation, *arrays)
         except MissingRanksError:
+            self.comm.whole.gave_up = True
             # its threads are waiting: were it destroyed, at the end of the process too, that would wait for them
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
             raise

@@ -110,7 +110,9 @@ class NcclGroupTransport(DeviceTransport, ProcessGroupTransport):
     def close(self) -> None:
         whole = self.comm.whole
         whole.messages.users -= 1
-        if not whole.messages.users and not self.gave_up:
+        if (
+            not whole.messages.users and not whole.gave_up
+        ):  # else NCCL would wait for the ranks that did not come
             self.device.synchronize()
             whole.messages.close()
             whole.messages = None

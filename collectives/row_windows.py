@@ -58,12 +58,11 @@ class DeviceRowWindows:
         self._write(rows)
 
     def _write(self, rows: Rows) -> None:
-        if len(rows) <= self.capacity:
+        if 0 < len(rows) <= self.capacity:
             for target, array in zip(
                 self._addresses(self._transport.rank), (rows.rows, rows.values), strict=True
             ):
-                if array.nbytes:
-                    self._device.copy(target, address_of(array), array.nbytes)
+                self._device.copy(target, address_of(array), array.nbytes)
         # the others read after the next collective operation of the hosts, which know no streams
         self._device.synchronize()
 
@@ -108,21 +107,21 @@ class DeviceRowWindows:
         every = Rows(self._kernels.empty(total, like.rows), self._kernels.empty(total, like.values))
         first = 0
         for rank, count in enumerate(counts.tolist()):
-            ids, values = self._addresses(rank)
-            self._copy(every.rows, first, ids, count, self._id_bytes)
-            self._copy(every.values, first, values, count, self._row_bytes)
-            first += count
+            if count:
+                ids, values = self._addresses(rank)
+                self._copy(every.rows, first, ids, count, self._id_bytes)
+                self._copy(every.values, first, values, count, self._row_bytes)
+                first += count
         return every
 
     def _copy(self, target: Any, first: int, source: int, count: int, row_bytes: int) -> None:
-        if count:
-            self._device.copy(address_of(target) + first * row_bytes, source, count * row_bytes)
+        self._device.copy(address_of(target) + first * row_bytes, source, count * row_bytes)
 
     def _slot_bytes(self, capacity: int) -> int:
         return _aligned(capacity * self._id_bytes) + _aligned(capacity * self._row_bytes)
 
     def _addresses(self, rank: int) -> tuple[int, int]:
-        """Of a rank's ids and of their values, in the slot whose turn it is."""
+        """Of a rank's ids and of their values, in the slot whose turn it is; not before a rank had a row."""
         assert self._memory is not None
         ids = self._memory.bases[rank] + self._memory.first + self._slot * self._slot_bytes(self.capacity)
         return ids, ids + _aligned(self.capacity * self._id_bytes)

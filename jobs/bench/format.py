@@ -65,7 +65,7 @@ def ordered(stages: Iterable[str]) -> list[str]:
 
 
 def not_held(transfer: Record, told: str) -> str:
-    """What a transfer that ran faster than the rate told means, in a sentence."""
+    """A warning about a transfer that ran faster than the links' rate, in a sentence."""
     return (
         f"{transfer['bytes']:,} bytes after a pause ran at {transfer['share']:.2f} times {told}: "
         "part of them passed unshaped, and floors by that rate are too high"

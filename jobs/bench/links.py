@@ -16,10 +16,10 @@ from jobs.bench.document import BenchError
 from jobs.bench.floors import ring_exchange
 
 UNSHAPED = "none"
-"""What `--link` is told of links whose rate nothing bounds."""
+"""The value of `--link` for unshaped links."""
 
 TOLERANCE = 1.15
-"""Shaping holds where a transfer after a pause runs at no more than this times the rate told."""
+"""Shaping holds where a transfer after a pause runs at no more than this times the rate of `--link`."""
 
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _RATE = re.compile(r"([0-9]+\.?[0-9]*)(kbit|mbit|gbit)")
@@ -28,7 +28,7 @@ _MOST = 8 << 20  # bytes: beyond that the bucket no longer matters
 
 
 def bits_per_second(text: str) -> float | None:
-    """The rate that `--link` tells, None where links are unshaped.
+    """The rate in a value of `--link`, None where links are unshaped.
 
     Raises:
         BenchError: it is neither a rate nor "none".
@@ -87,13 +87,13 @@ class Links:
         return 2 * nbytes * (self.count - 1) / self.count
 
     def transfer(self, nbytes: float) -> dict[str, Any]:
-        """What a transfer of so many bytes shows, 8 MB at most, by all hosts at once in a ring, after a pause. Collective.
+        """Times a transfer of so many bytes, 8 MB at most, by all hosts at once in a ring, after a pause. Collective.
 
         Returns:
             bytes: those sent.
             seconds: until the last host has received all, the median of some tries.
-            share: of the rate told; None where links are unshaped.
-            holds: whether that is at most TOLERANCE.
+            share: its rate over that of the links; None where they are unshaped.
+            holds: whether that share is at most TOLERANCE, or links are unshaped.
         """
         sent = min(_MOST, max(1, round(nbytes)))
         ring = self._ring
@@ -112,7 +112,7 @@ class Links:
         return {"bytes": sent, "seconds": seconds, "share": share, "holds": holds}
 
     def record(self, host_bytes: float, mean: float) -> dict[str, Any]:
-        """How a contestant's step stands to the links. Collective.
+        """Compares a contestant's step with the links. Collective.
 
         Args:
             host_bytes: that a host sends in a step.
@@ -120,7 +120,7 @@ class Links:
 
         Returns:
             host_bytes.
-            floor: seconds that these take at the rate told; None where links are unshaped.
+            floor: seconds that these take at the rate of the links; None where they are unshaped.
             above: seconds that the mean step takes beyond that.
             transfer: as `transfer`, of as many bytes.
         """

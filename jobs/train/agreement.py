@@ -8,10 +8,6 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
-from jobs.cluster.agreement import Refused
-
-__all__ = ["NonFiniteLossError", "RanksDiverged", "Refused", "check_same_parameters"]
-
 
 class RanksDiverged(RuntimeError):  # noqa: N818
     """The ranks hold different parameters, which data-parallel training must never do."""

@@ -149,7 +149,6 @@ class OkTopkReplicas:
             reducer.close()
         self._reducers = {}
         self._transport.close()
-        self._transport.close()
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -204,6 +204,31 @@ def test_all_buckets_share_one_nccl_communicator(comm: MPI.Intracomm, nccl_group
     assert whole.messages is None
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_nccl_is_not_ended_where_ranks_did_not_come(
+    comm: MPI.Intracomm, nccl_group: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(device, comm)
+    monkeypatch.setattr("collectives.limit._ANSWER", 1.5)
+    settings = {"density": 0.05, "peer_memory": False, "device": device, "timeout": 2.0}
+    reducer = BucketedAllreduce(nccl_group, [700, 300], **settings)
+    transport: Any = reducer.buckets[-1].transport  # the first one gives up
+    ended: list[bool] = []
+    monkeypatch.setattr(transport.comm.whole.messages, "close", lambda: ended.append(True))
+    gradients = [put(device, np.ones(length, np.float32)) for length in reducer.lengths]
+    reducer.step(gradients)
+    comm.Barrier()
+    if comm.rank == 0:
+        time.sleep(4.5)
+    with pytest.raises(MissingRanksError):
+        reducer.step(gradients)
+    assert not transport.gave_up
+    reducer.close()
+    assert not ended
+    comm.Barrier()
+
+
 def test_no_communicator_is_the_default_process_group_where_there_is_one(
     comm: MPI.Intracomm, group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

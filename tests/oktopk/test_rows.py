@@ -281,6 +281,24 @@ def test_windows_grow_by_agreement_and_are_read_before_they_are_written_again(
     together.Free()
 
 
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_ranks_without_rows_need_no_windows(device: str, comm: MPI.Intracomm) -> None:
+    use(device, comm)
+    with table(comm) as host, table(comm, device=device, peer_memory=True) as gpu:
+        bad = gradient(comm.rank, 0)[1]
+        bad[0] = np.nan
+        with pytest.raises(NonFiniteGradientError):
+            gpu.step(put(device, gradient(comm.rank, 0)[0]), put(device, bad))
+        for ranks_with_rows in (0, 1, 0):
+            rows, values = gradient(comm.rank, 0)
+            count = len(rows) * (comm.rank < ranks_with_rows)
+            host.step(rows[:count], values[:count])
+            gpu.step(put(device, rows[:count]), put(device, values[:count]))
+            assert host.sum is not None and gpu.sum is not None
+            assert get(gpu.sum.rows).tobytes() == host.sum.rows.tobytes()
+            assert get(gpu.sum.values).tobytes() == host.sum.values.tobytes()
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_without_memory_for_windows_rows_travel_as_messages(

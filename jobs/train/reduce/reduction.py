@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from collectives.launchers import LauncherError
+from jobs.cluster.agreement import Refused
 from jobs.config.config import Config
-from jobs.train.agreement import Refused
 from jobs.train.passes import Overlapped
 from jobs.train.placement import Placement
 from jobs.train.reduce.background import WireError, allow_p2p, start_process_group

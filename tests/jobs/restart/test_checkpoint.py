@@ -16,12 +16,12 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from jobs.cluster.agreement import Refused
 from jobs.config.sections import CheckpointConfig
 from jobs.restart import files
 from jobs.restart.checkpoint import Checkpointer, CheckpointError, Due
 from jobs.restart.files import Identity
 from jobs.restart.resume import Found, find
-from jobs.train.agreement import Refused
 from oktopk import GradientAllreduce
 from oktopk.elastic import inherited_ranks, redistribute
 

@@ -14,12 +14,12 @@ import pytest
 from mpi4py import MPI
 
 from data.prepared_file import data_checksum
+from jobs.cluster.agreement import Refused
 from jobs.config.config import Config
 from jobs.restart.session import Session
 from jobs.restart.start import FolderLock, checkpoint_folder, plan_start
 from jobs.run.file import RunFile, RunFileError, RunInfo
 from jobs.run.reader import read_record
-from jobs.train.agreement import Refused
 from tests.jobs.run.test_file import INFO, columns, evaluation
 from tests.small_experiment import write_images
 

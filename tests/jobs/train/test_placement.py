@@ -11,9 +11,9 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from jobs.cluster.agreement import Refused
 from jobs.run.columns import PHASES, gather
 from jobs.train import placement as placements
-from jobs.train.agreement import Refused
 from jobs.train.placement import Placement, find_placement
 from jobs.train.timing import PhaseTimer, TimedStep, measure
 from oktopk import StepReport

@@ -11,11 +11,11 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from jobs.cluster.agreement import Refused
 from jobs.config.file import apply_overrides, read_toml, validate
 from jobs.report.summary import read_runs
 from jobs.run.reader import RunReader
 from jobs.train.__main__ import check_launch, main
-from jobs.train.agreement import Refused
 from jobs.train.setup import build_workload
 from jobs.train.tasks.task import Workload
 
