@@ -71,7 +71,7 @@ class DenseP2P:
     Attributes:
         choices: by length in bytes, see `Choice`.
 
-    Memory: a window of 75 to 143 MB.
+    Memory: a window of 84 to 143 MB, 143 for two ranks.
     Traffic: none but of `dense_allreduce`; control: allgathers at construction.
     """
 

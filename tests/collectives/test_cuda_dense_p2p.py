@@ -34,11 +34,11 @@ def short_rings(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterato
     from collectives.cuda import dense_p2p
 
     monkeypatch.setattr(dense_p2p, "_RING_BLOCKS", 2 * max(1, comm.size - 1))
-    dense_p2p._kernels.cache_clear()
+    dense_p2p.dense_kernels.cache_clear()
     made = make(comm)
     yield made
     made.close()
-    dense_p2p._kernels.cache_clear()
+    dense_p2p.dense_kernels.cache_clear()
 
 
 def make(comm: MPI.Intracomm, **arguments: Any) -> Any:
