@@ -156,6 +156,21 @@ def test_neither_alignment_nor_place_nor_neighbours_change_a_bit(
 
 
 @pytest.mark.parametrize("element_type", TYPES)
+def test_nothing_beside_out_is_written(comm: MPI.Intracomm, dense: Any, element_type: str) -> None:
+    for length in (1, 7, 4099):
+        vectors = [vector_of(rank, length, element_type, 7) for rank in range(comm.size)]
+        for algorithm in algorithms(dense, vectors[0].nbytes):
+            guarded = put("cuda", np.full(length + 64, 77, vectors[0].dtype))
+            pointer = guarded[32:].data.ptr
+            array = put("cuda", vectors[comm.rank])
+            dense.enqueue(array.data.ptr, pointer, 0, length, element_type, algorithm=algorithm)
+            dense.check()
+            written = get(guarded)
+            assert written[32:-32].tobytes() == expected(vectors, element_type).tobytes()
+            assert (np.delete(written, np.s_[32 : 32 + length]) == 77).all(), (algorithm, length)
+
+
+@pytest.mark.parametrize("element_type", TYPES)
 def test_a_scale_and_an_addend_are_rounded_the_same_in_every_algorithm(
     comm: MPI.Intracomm, dense: Any, element_type: str
 ) -> None:
@@ -280,6 +295,37 @@ def test_ten_thousand_replays_give_the_same_bits(comm: MPI.Intracomm, dense: Any
             out[...] = 0
         dense.check()
         assert int(get(wrong)[0]) == 0
+
+
+@pytest.mark.mpi(min_size=2, max_size=8)
+def test_flags_of_one_shot_that_come_again_meet_no_old_ones(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flags have 32 bits: launch 2^32 has that of words which were never written, where no launch overwrote them."""
+    use("cuda", comm)
+    from collectives.cuda import dense_p2p
+
+    longest = 128  # elements, in 64 units
+    monkeypatch.setattr(dense_p2p, "_FLAGGED", 4 * longest * comm.size)
+    dense = make(comm)
+
+    def check(length: int, seed: int) -> None:
+        vectors = [vector_of(rank, length, "float32", seed) for rank in range(comm.size)]
+        array = put("cuda", vectors[comm.rank])
+        dense.enqueue(array.data.ptr, array.data.ptr, 0, length, "float32", algorithm="one_shot")
+        dense.check()
+        assert get(array).tobytes() == expected(vectors, "float32").tobytes(), seed
+
+    for launch in range(1, 9):
+        check(1, launch)
+    dense._counts[0].set(np.full(dense._counts[0].size, 2**32 - 1, np.uint64))  # odd, as 9
+    check(1, 9)
+    comm.Barrier()
+    if comm.rank == 1:
+        time.sleep(0.3)  # the others look for its words before it writes them
+    for launch in range(10, 14):
+        check(longest, launch)
+    dense.close()
 
 
 def test_traffic_is_counted(comm: MPI.Intracomm, dense: Any) -> None:
