@@ -33,9 +33,14 @@ class DenseAllreduce:
         vector: float32[n], summed in place by `run`; must not move.
         transport: of the ranks. Collective: every rank must construct.
 
+    Attributes:
+        same_everywhere: whether `run` returns the same on all ranks.
+
     Memory: n/2 words of scratch.
     Traffic: `dense_words`; 2 log2 P messages a rank where P is a power of two.
     """
+
+    same_everywhere = False
 
     def __init__(self, vector: NDArray[np.float32], transport: Transport) -> None:
         self.vector = vector

@@ -647,7 +647,13 @@ class GradientAllreduce:
         found = self._instance(self.method), self._entries(density)
         if step >= self.settings.dense_warmup_steps + self.settings.density_warmup_steps:
             self._final = found
+            self._forget("dense")  # of the warm-up: its windows take more memory than all else
         return found
+
+    def _forget(self, name: str) -> None:
+        """Free what a method holds that runs no more. Every rank must call."""
+        if self._methods.pop(name, None) is not None:
+            self._executors.pop(name).close()
 
     def _instance(self, name: str) -> Method:
         if name not in self._methods:

@@ -19,10 +19,12 @@
 // Rings    go on from launch to launch. A block sends AHEAD tiles more before it waits for a tile. Who sends tile j has received
 //          tile j - 1 - AHEAD, in two shots the sum of tile j - 1 - 2 AHEAD; its sender had then read what this block sent
 //          2 AHEAD + 2 tiles ago, whose place tile j takes.
-// Launch   blocks of DENSE_THREADS, at most DENSE_BLOCKS, in tiles at most DENSE_RING_BLOCKS; as many on every rank. All ranks launch alike, in the same order.
+// Launch   blocks of DENSE_THREADS, at most DENSE_BLOCKS, in tiles at most DENSE_RING_BLOCKS; as many on every rank. All ranks launch
+//          alike, in the same order. Not all blocks need a place at once: those of lower numbers get one first.
 // Abort    a wait past the time limit aborts all ranks, as in p2p.cuh; so does the host. `report` becomes 1, `out` is undefined.
 // Overflow a sum that overflows is Inf. The host sees to it that the vector fits.
-// NaN      stays NaN. nonfinite, if there is one, counts the elements of `out` that are not finite, the same on all ranks.
+// NaN      stays NaN. nonfinite, if there is one, counts the elements of `out` that are not finite, the same on all ranks where their
+//          addends are.
 // Traffic  to each other rank: 2 (one_shot) or 1 times the vector, or 1/RANKS of it twice (two_shot), and a flag a tile.
 
 #include "gradient.cuh"

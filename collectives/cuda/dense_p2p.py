@@ -291,6 +291,8 @@ class P2PDenseAllreduce:
     Traffic: `DenseP2P.nbytes_sent`.
     """
 
+    same_everywhere = True
+
     def __init__(self, vector: Any, transport: Transport, device: Device, timeout: float) -> None:
         length = min(max(vector.nbytes, 4), MEASURED[-1])
         self._sum = DenseP2P(transport, device, timeout, measure=(length,))

@@ -17,7 +17,7 @@ class Dense(Method):
     """The exact sum; nothing stays behind.
 
     Traffic: `collectives.dense_allreduce.dense_words`; through peer memory `collectives.cuda.dense_p2p.DenseP2P.nbytes_sent`.
-    Control: one allgather and one allreduce of a flag.
+    Control: one allgather of a flag, and over messages one allreduce.
     """
 
     name = "dense"
@@ -45,7 +45,9 @@ class Dense(Method):
         if flags.any():
             raise FlaggedRanksError(np.flatnonzero(flags).tolist())
         finite = self._allreduce.run(plan.scale)
-        if self.transport.allreduce_control(np.array([not finite], np.int64))[0]:
+        if not self._allreduce.same_everywhere:
+            finite = not self.transport.allreduce_control(np.array([not finite], np.int64))[0]
+        if not finite:
             raise FlaggedRanksError([])
         plan.timer.record("allreduce")
         return StepResult(None, None, local_exact=True, local_nnz=self.length, global_nnz=self.length)
