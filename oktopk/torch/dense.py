@@ -33,7 +33,7 @@ class DenseAllreduce:
 
     Raises:
         RuntimeError: the ranks cannot read each other's memory; on every rank alike, with the reason.
-        MissingRanksError: ranks did not come in time; on the others, and on a missing rank when it comes.
+        oktopk.MissingRanksError: ranks did not come in time; on the others, and on a missing rank when it comes.
 
     Memory, traffic: of `collectives.cuda.dense_p2p.DenseP2P`.
 
