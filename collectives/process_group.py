@@ -180,7 +180,7 @@ class ProcessGroupTransport(HostTransport):
         self._gloo.recv([_tensor(nbytes)], source, _COUNT).wait()
         count = int(nbytes[0]) // array.itemsize
         if count:
-            self.wait([self._post("recv", array[:count], source)])
+            self._finish([self._post("recv", array[:count], source)])
         return count
 
     def _post(self, operation: str, array: NDArray[Any], rank: int) -> Any:
@@ -188,6 +188,10 @@ class ProcessGroupTransport(HostTransport):
         return getattr(self._gloo, operation)([_tensor(array)], rank, _PAYLOAD)
 
     def wait(self, requests: list[Any]) -> None:
+        self._finish(requests)
+
+    def _finish(self, requests: list[Any]) -> None:
+        """Wait for requests of `_post`; `wait` may take others."""
         for request in requests:
             request.wait()
 

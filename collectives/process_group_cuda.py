@@ -123,14 +123,14 @@ class NcclGroupTransport(DeviceTransport, ProcessGroupTransport):
         self._launch()
         return requests
 
-    def wait(self, requests: list[Any]) -> None:
+    def _finish(self, requests: list[Any]) -> None:
         """Let the stream wait for all messages."""
         self._launch()
         works = [request.work for request in requests if isinstance(request, _Posted)]
         for i, work in enumerate(works):
             if work not in works[:i]:
                 self.comm.whole.messages.wait(work, self.device.stream.ptr)
-        super().wait([request for request in requests if not isinstance(request, _Posted)])
+        super()._finish([request for request in requests if not isinstance(request, _Posted)])
 
     def _post(self, operation: str, array: Any, rank: int) -> _Posted:
         request = _Posted()

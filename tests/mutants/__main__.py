@@ -68,15 +68,18 @@ def first_failure(tree: Path, arguments: Sequence[str], cache: Path) -> str:
     """
     command = [sys.executable, "-m", "tests.run", "--no-lint", "-x", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(tree), "NUMBA_CACHE_DIR": str(cache)}
-    job = subprocess.Popen(
-        command, cwd=tree, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        said = job.communicate()[0]
-    finally:
-        if job.poll() is None:
-            job.terminate()  # it ends its ranks
-            job.wait()
+    with tempfile.TemporaryDirectory(prefix="bytecode-") as bytecode:
+        # that of the last run would be taken for a mutant of the same size in the same second
+        environment["PYTHONPYCACHEPREFIX"] = bytecode
+        job = subprocess.Popen(
+            command, cwd=tree, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        try:
+            said = job.communicate()[0]
+        finally:
+            if job.poll() is None:
+                job.terminate()  # it ends its ranks
+                job.wait()
     closing = said.rpartition("=== closing ===")[2]
     failed = [line.removeprefix("FAILED ") for line in closing.splitlines() if line.startswith("FAILED ")]
     if job.returncode and not failed:
