@@ -62,7 +62,9 @@ def fake_cupy(
 @contextmanager
 def on_fake(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within it the modules that need CuPy are imported anew, on this one; afterwards they are as before."""
-    names = [f"collectives.cuda.{part}" for part in ("dense_p2p", "device", "kernels", "launch", "layouts", "rows")]
+    names = [
+        f"collectives.cuda.{part}" for part in ("dense_p2p", "device", "kernels", "launch", "layouts", "rows")
+    ]
     names += ["collectives.mpi_cuda", "collectives.device_transport", "collectives.symmetric_memory"]
     names += [
         f"oktopk.cuda.{part}"

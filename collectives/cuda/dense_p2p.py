@@ -195,9 +195,10 @@ class DenseP2P:
 
     def algorithm_for(self, nbytes: int) -> str:
         """Which algorithm a vector of so many bytes takes."""
-        return next(
+        fits = (
             choice.algorithm for choice in self.choices if choice.nbytes is None or nbytes <= choice.nbytes
         )
+        return next(algorithm for algorithm in fits if self.can_run(algorithm, nbytes))
 
     def can_run(self, algorithm: str, nbytes: int) -> bool:
         """Whether an algorithm takes a vector of so many bytes."""

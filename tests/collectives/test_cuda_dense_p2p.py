@@ -470,5 +470,6 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_is_launched(
         dense.dense_allreduce(array[:16], array[40:56], addend=array[32:48])
     with pytest.raises(ValueError, match="one_shot takes"):
         dense.enqueue(array.data.ptr, array.data.ptr, 0, 10**6, "float32", algorithm="one_shot")
+    assert all(dense.can_run(dense.algorithm_for(2**i), 2**i) for i in range(2, 30))
     dense.dense_allreduce(array[:0])  # nothing to sum
     dense.check()
