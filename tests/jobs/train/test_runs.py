@@ -16,6 +16,7 @@ from jobs.run.file import RunFile
 from jobs.run.reader import RunReader
 from jobs.train.__main__ import main
 from jobs.train.agreement import RanksDiverged, check_same_parameters
+from jobs.train.reduce.background import stop_process_group
 from jobs.train.setup import Build, build_workload
 from jobs.train.tasks.task import Workload
 from tests.launched import PATIENCE, outcome
@@ -135,6 +136,7 @@ def test_dense_modes_train_like_dense_and_say_when_a_run_diverges(comm: MPI.Intr
         "schedule.warmup=0",
     ]
     status, said = train(comm, folder / "diverged.h5", *settings, *wild)
+    stop_process_group()  # of a run that failed before it closed
     assert status == 1
     assert len(re.findall(r"jobs\.train: .*try a smaller optimizer\.lr", said)) == 1
     with RunReader(folder / "diverged.h5") as reader:
