@@ -66,17 +66,22 @@ class Device:
         """Return when all work that was asked for has completed; called inside the timed region."""
 
     @contextmanager
-    def watch(self) -> Iterator[Growth]:
+    def watch(self, traced: bool = True) -> Iterator[Growth]:
         """Measure the memory growth of the block; the Growth is filled in when it ends.
 
         On the CPU NumPy's and Python's allocations are counted, and the resident set, which sees those of MPI and kernels.
+
+        Args:
+            traced: count allocations. Not where threads without the interpreter's lock free them, as gloo's do: tracemalloc crashes
+                when it ends meanwhile.
         """
         growth = Growth()
         before = _peak_resident_bytes(reset=True)
-        tracemalloc.start()
+        if traced:
+            tracemalloc.start()
         try:
             yield growth
-            growth.allocated = tracemalloc.get_traced_memory()[1]
+            growth.allocated = tracemalloc.get_traced_memory()[1]  # 0 where nothing is traced
             after = _peak_resident_bytes(reset=False)
         finally:
             tracemalloc.stop()

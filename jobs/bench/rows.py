@@ -141,7 +141,7 @@ def _look_closer(
             continue
         place.release()
         dist.barrier()
-        with place.watch() as growth:
+        with place.watch(traced=False) as growth:
             one.step(rows, draws.values)
             place.finish()
         if growth.resident is not None:

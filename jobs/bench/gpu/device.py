@@ -85,7 +85,7 @@ class Cuda(Device):
         cupy.cuda.runtime.deviceSynchronize()
 
     @contextmanager
-    def watch(self) -> Iterator[Growth]:
+    def watch(self, traced: bool = True) -> Iterator[Growth]:
         """Count what CuPy's pool and the library's own cudaMalloc are asked for, and watch the driver's free memory.
 
         The driver counts for the whole GPU, in pages of 2 MB: it is not asked where other ranks share the GPU. Waits are those
