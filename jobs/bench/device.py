@@ -72,8 +72,8 @@ class Device:
         On the CPU NumPy's and Python's allocations are counted, and the resident set, which sees those of MPI and kernels.
 
         Args:
-            traced: count allocations. Not where threads without the interpreter's lock free them, as gloo's do: tracemalloc crashes
-                when it ends meanwhile.
+            traced: count allocations. Not where threads without the interpreter's lock free them, as gloo's do: they crash when
+                tracemalloc ends meanwhile.
         """
         growth = Growth()
         before = _peak_resident_bytes(reset=True)
