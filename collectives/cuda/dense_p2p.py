@@ -13,7 +13,7 @@ import cupy
 import numpy as np
 
 from collectives.cuda.device import Device
-from collectives.cuda.launch import Kernel, compiled
+from collectives.cuda.launch import Kernel, PreparedLaunch, compiled
 from collectives.cuda.layouts import DENSE_ABORT, MOST_DENSE_RANKS, P2P
 from collectives.symmetric_memory import SymmetricMemory, abort_reasons
 from collectives.transport import Transport
@@ -118,6 +118,7 @@ class DenseP2P:
             "pushed": in_tiles,
             "two_shot": in_tiles,
         }
+        self._launches: dict[tuple[str, str], PreparedLaunch] = {}  # by element type and algorithm
         self.choices = tuple(Choice(*choice) for choice in _UNMEASURED)
         if len(measure) and ranks > 1:
             self.choices = self._measured(measure)
@@ -237,11 +238,15 @@ class DenseP2P:
         self, array: int, out: int, addend: int, length: int, element_type: str, scale: float, nonfinite: int, stream: int,
         algorithm: str,
     ) -> None:  # fmt: skip
-        width = 8 if algorithm == "one_shot" else 16
-        launch = dense_kernels(element_type, self._transport.size)[algorithm].prepare(
-            **self._fields, **self._areas[algorithm], n=length, scale=scale, aligned=(array | out | addend) % width == 0,
-            nonfinite=nonfinite, out=out, addend=addend, **{"in": array},
-        )  # fmt: skip
+        key = element_type, algorithm
+        if key not in self._launches:
+            kernel = dense_kernels(element_type, self._transport.size)[algorithm]
+            self._launches[key] = kernel.prepare(**self._fields, **self._areas[algorithm])
+        launch, width = self._launches[key], 8 if algorithm == "one_shot" else 16
+        params = launch.params
+        params.n, params.scale, params.aligned = length, scale, (array | out | addend) % width == 0
+        params.out, params.addend, params.nonfinite = out, addend, nonfinite
+        setattr(params, "in", array)
         launch(self._blocks(algorithm, length * _SIZES[element_type]), _THREADS, stream)
 
     def _blocks(self, algorithm: str, nbytes: int) -> int:
