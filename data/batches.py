@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,17 @@ from numpy.typing import NDArray
 from data.sharding import ShardedBatches, epoch_draws
 
 Batch = TypeVar("Batch")
+Cut_co = TypeVar("Cut_co", covariant=True)
+
+
+class HeldOut(Protocol[Cut_co]):
+    """One rank's part of a held-out split, in batches."""
+
+    def to(self, device: torch.device) -> object:
+        """Cut batches there from now on. Raises DataError: the samples do not fit."""
+        ...
+
+    def __iter__(self) -> Iterator[Cut_co]: ...
 
 
 class EpochLoader(ABC, Generic[Batch]):
@@ -42,6 +53,10 @@ class EpochLoader(ABC, Generic[Batch]):
         return self._drawn[1]
 
     @abstractmethod
+    def to(self, device: torch.device) -> object:
+        """Cut batches there from now on. Raises DataError: the split does not fit."""
+
+    @abstractmethod
     def batch(self, epoch: int, step: int) -> Batch:
         """The batch of one step, 0 <= step < steps_per_epoch. Raises ValueError: epoch or step out of bounds."""
 
@@ -56,13 +71,12 @@ class BlockLoader(EpochLoader[Batch]):
     Batches are pieces of the block, not to be changed.
 
     Args:
-        shards, stream: as EpochLoader.
-        samples: of a block, where a batch has fewer.
+        shards, stream: as EpochLoader. `_begin` comes before the first batch.
     """
 
-    def __init__(self, shards: ShardedBatches, stream: int, samples: int) -> None:
-        super().__init__(shards, stream)
-        self._steps_per_block = max(1, samples // shards.batch_size)
+    def _begin(self, samples: int) -> None:
+        """Forget what was cut; from here on so many samples are cut at a time, and those of one batch at least."""
+        self._steps_per_block = max(1, samples // self.shards.batch_size)
         self._planned: tuple[int, torch.Tensor] | None = None
         self._block: tuple[tuple[int, int], tuple[torch.Tensor, ...]] | None = None
 
@@ -73,9 +87,6 @@ class BlockLoader(EpochLoader[Batch]):
     @abstractmethod
     def _cut(self, plan: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The samples of some columns of the plan."""
-
-    def _forget(self) -> None:
-        self._planned = self._block = None
 
     def _pieces(self, epoch: int, step: int) -> tuple[torch.Tensor, ...]:
         if not 0 <= step < self.steps_per_epoch:

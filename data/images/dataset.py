@@ -1,4 +1,4 @@
-"""Labelled images in memory or in a memory map, standardised and augmented per batch."""
+"""Labelled images in memory or in a memory map, what standardises them, and how they are augmented."""
 
 from dataclasses import dataclass
 
@@ -30,19 +30,6 @@ class Augment:
     def __post_init__(self) -> None:
         if self.crop < 0:
             raise ValueError(f"crop {self.crop} is not at least 0")
-
-    def apply(self, images: NDArray[np.uint8], draws: NDArray[np.uint64]) -> NDArray[np.uint8]:
-        """Crop and flip uint8[batch, channels, height, width] as the random number of each image says; see `places`."""
-        top, left, mirrored = self.places(draws)
-        if self.crop:
-            count, channels, height, width = images.shape
-            padded = np.zeros((count, channels, height + 2 * self.crop, width + 2 * self.crop), np.uint8)
-            padded[:, :, self.crop : self.crop + height, self.crop : self.crop + width] = images
-            windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
-            images = windows[np.arange(count), :, top, left]
-        if self.flip:
-            images = np.where(mirrored[:, None, None, None] > 0, images[..., ::-1], images)
-        return images
 
     def places(self, draws: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Window and mirroring of each random number.
@@ -108,31 +95,6 @@ class ImageSet:
     def shape(self) -> tuple[int, int, int]:
         channels, height, width = self.images.shape[1:]
         return channels, height, width
-
-    def batch(
-        self,
-        indices: NDArray[np.int64],
-        augment: Augment | None = None,
-        draws: NDArray[np.uint64] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Some of the images, standardised, with their labels.
-
-        Args:
-            indices: int64[batch], each in [0, len(self)).
-            augment: how to crop and flip, by draws: uint64[batch]; None leaves the images as they are.
-
-        Returns:
-            float32[batch, channels, height, width] of mean 0 and variance 1 per channel over the training
-            split, and int64[batch]. New tensors, free to be changed.
-        """
-        pixels = self.images[indices]
-        if augment is not None:
-            if draws is None:
-                raise ValueError("augment needs draws, one uint64 for each image")
-            pixels = augment.apply(pixels, draws)
-        scale, shift = self.standardisation()
-        images = torch.from_numpy(pixels).to(torch.float32).mul_(scale).add_(shift)
-        return images, torch.from_numpy(self.labels[indices])
 
     def standardisation(self) -> tuple[torch.Tensor, torch.Tensor]:
         """float32[channels, 1, 1] each: what pixels are multiplied with, and what is added then."""

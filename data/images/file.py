@@ -79,7 +79,9 @@ def open_image_file(path: str | Path, *, verify: bool = False) -> tuple[ImageSet
     def read(group: h5py.Group) -> ImageSet:
         attributes = group.file.attrs
         return ImageSet(
-            images=mapped(group["images"]),
+            images=mapped(
+                group["images"], "c"
+            ),  # torch wants what it wraps to be writable, and the file stays as it is
             labels=group["labels"][:].astype(np.int64, casting="safe"),
             mean=tuple(float(value) for value in attributes["mean"]),
             std=tuple(float(value) for value in attributes["std"]),

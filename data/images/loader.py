@@ -1,17 +1,88 @@
-"""Batches of images as torch tensors, sharded by rank."""
+"""Batches of images as torch tensors on any device, sharded by rank."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
-from data.batches import EpochLoader
+from data import DataError
+from data.batches import BlockLoader
 from data.images.dataset import Augment, ImageSet
 from data.sharding import AUGMENTATION, ShardedBatches, evaluation_batches, evaluation_shard
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
+BLOCK = 4096
+"""Samples that are cut together on a GPU: all batches among them share the launches."""
+HOST = torch.device("cpu")
 
-class TrainingLoader(EpochLoader[Batch]):
+
+class Pixels:
+    """A split on a device, from which standardised batches are cut: on the host mapped, on a GPU resident as uint8.
+
+    Args:
+        images: the split.
+        crop: of the augmentation.
+        within: which of its samples are needed.
+        device, memory_format: of the batches.
+
+    Raises:
+        DataError: the samples do not fit on the device.
+    """
+
+    def __init__(
+        self,
+        images: ImageSet,
+        *,
+        crop: int = 0,
+        within: slice = slice(None),
+        device: torch.device = HOST,
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> None:
+        self.device, self._format, self._crop = device, memory_format, crop
+        pixels = images.images[within]
+        try:
+            self._pixels = torch.from_numpy(pixels).to(device)
+        except torch.OutOfMemoryError as error:
+            text = f"{len(pixels)} images of {pixels.nbytes / 1e9:.1f} GB do not fit on {device}: {error}"
+            raise DataError(text) from error
+        self._labels = torch.from_numpy(images.labels[within]).to(device)
+        self._scale, self._shift = (each.to(device) for each in images.standardisation())
+        self._channels, self._rows, self._columns = (torch.arange(n, device=device) for n in images.shape)
+
+    def cut(self, plan: torch.Tensor) -> Batch:
+        """Some of the samples, with their labels.
+
+        Args:
+            plan: int64[1, batch], samples counted within the needed ones; or int64[4, batch], followed by `Augment.places`.
+
+        Returns:
+            float32[batch, channels, height, width] of mean 0 and variance 1 per channel over the training split, and
+            int64[batch]; on the device, free to be changed.
+        """
+        samples = plan[0]
+        pixels = self._augmented(*plan[:, :, None]) if len(plan) > 1 else self._pixels[samples]
+        images = pixels.to(torch.float32, memory_format=self._format).mul_(self._scale).add_(self._shift)
+        return images, self._labels[samples]
+
+    def _augmented(self, *plan: torch.Tensor) -> torch.Tensor:
+        """uint8[batch, channels, height, width], black beyond an image; plan: as `cut`, int64[batch, 1] each."""
+        samples, top, left, mirrored = plan
+        rows = top - self._crop + self._rows
+        columns = left - self._crop + torch.where(mirrored > 0, self._columns.flip(0), self._columns)
+        inside = [(at >= 0) & (at < len(all)) for at, all in ((rows, self._rows), (columns, self._columns))]
+        pixels = self._pixels[
+            samples[:, :, None, None],
+            self._channels[:, None, None],
+            rows.clamp(0, len(self._rows) - 1)[:, None, :, None],
+            columns.clamp(0, len(self._columns) - 1)[:, None, None, :],
+        ]
+        return pixels.mul_(inside[0][:, None, :, None] & inside[1][:, None, None, :])
+
+
+class TrainingLoader(BlockLoader[Batch]):
     """One rank's training batches, shuffled and augmented anew in every epoch.
 
     Args:
@@ -42,15 +113,32 @@ class TrainingLoader(EpochLoader[Batch]):
             raise ValueError(
                 f"crop {augment.crop} is not in [0, {min(images.shape[1:]) // 2}], half the image"
             )
-        self.images = images
-        self.augment = augment
+        self.images, self._augment = images, augment
+        self.to(HOST)
+
+    def to(
+        self, device: torch.device, memory_format: torch.memory_format = torch.contiguous_format
+    ) -> TrainingLoader:
+        """Cut batches there from now on. Raises DataError: the split does not fit."""
+        crop = self._augment.crop if self._augment else 0
+        self._pixels = Pixels(self.images, crop=crop, device=device, memory_format=memory_format)
+        self._begin(0 if device.type == "cpu" else BLOCK)
+        return self
 
     def batch(self, epoch: int, step: int) -> Batch:
         """float32[batch_size, channels, height, width], standardised, and int64[batch_size], the labels."""
-        indices = self.shards.indices(epoch, step)
-        if self.augment is None:
-            return self.images.batch(indices)
-        return self.images.batch(indices, self.augment, self.draws(epoch)[indices])
+        images, labels = self._pieces(epoch, step)
+        return images, labels
+
+    def _plan(self, epoch: int) -> torch.Tensor:
+        samples = self.shards.all_indices(epoch)
+        places = self._augment.places(self.draws(epoch)[samples]) if self._augment else ()
+        plan, device = torch.from_numpy(np.vstack([samples, *places])), self._pixels.device
+        # from pageable memory the copy would wait for a GPU
+        return plan.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else plan.to(device)
+
+    def _cut(self, plan: torch.Tensor) -> Batch:
+        return self._pixels.cut(plan)
 
 
 class EvaluationLoader:
@@ -69,9 +157,19 @@ class EvaluationLoader:
     """
 
     def __init__(self, images: ImageSet, *, batch_size: int, rank: int, size: int) -> None:
-        self.images, self.batch_size = images, batch_size
-        self.shard = evaluation_shard(len(images), rank=rank, size=size)
-        self._batches = list(evaluation_batches(len(images), batch_size=batch_size, rank=rank, size=size))
+        shard = evaluation_shard(len(images), rank=rank, size=size)
+        self.images, self._shard = images, slice(shard.start, shard.stop)
+        self._batches = list(evaluation_batches(len(shard), batch_size=batch_size, rank=0, size=1))
+        self.to(HOST)
+
+    def to(
+        self, device: torch.device, memory_format: torch.memory_format = torch.contiguous_format
+    ) -> EvaluationLoader:
+        """Hold this rank's samples there. Raises DataError: they do not fit."""
+        self._pixels = Pixels(self.images, within=self._shard, device=device, memory_format=memory_format)
+        return self
 
     def __iter__(self) -> Iterator[Batch]:
-        return (self.images.batch(indices) for indices in self._batches)
+        return (
+            self._pixels.cut(torch.from_numpy(batch[None]).to(self._pixels.device)) for batch in self._batches
+        )

@@ -135,6 +135,9 @@ class SpeechTrainingLoader(EpochLoader[SpeechBatch]):
         super().__init__(shards, TEMPO)
         self.utterances = Utterances(speech)
 
+    def to(self, device: torch.device) -> None:
+        self.utterances.to(device)
+
     def batch(self, epoch: int, step: int) -> SpeechBatch:
         indices = self.shards.indices(epoch, step)
         return self.utterances.batch(indices, self.draws(epoch)[indices])
@@ -158,6 +161,10 @@ class SpeechEvaluationLoader:
         by_length = shard[np.argsort(speech.lengths[shard], kind="stable")]
         places = evaluation_batches(len(shard), batch_size=batch_size, rank=0, size=1)
         self._batches = [by_length[each] for each in places]
+
+    def to(self, device: torch.device) -> None:
+        """Cut batches there from now on."""
+        self.utterances.to(device)
 
     def __iter__(self) -> Iterator[SpeechBatch]:
         return map(self.utterances.batch, self._batches)

@@ -122,6 +122,9 @@ class ContextTrainingLoader(EpochLoader[ContextBatch]):
         super().__init__(shards, CONTEXTS)
         self.contexts = contexts
 
+    def to(self, device: torch.device) -> None:
+        self.contexts.to(device)
+
     def batch(self, epoch: int, step: int) -> ContextBatch:
         samples = self.shards.indices(epoch, step)
         return self.contexts.cut(samples, self.draws(epoch)[samples])
@@ -149,6 +152,10 @@ class ContextEvaluationLoader:
             places * total // count
             for places in evaluation_batches(count, batch_size=batch_size, rank=rank, size=size)
         ]
+
+    def to(self, device: torch.device) -> None:
+        """Hold the text on a device. Raises DataError: it does not fit."""
+        self.contexts.to(device)
 
     def __iter__(self) -> Iterator[ContextBatch]:
         return (self.contexts.cut(samples, self._draws[samples]) for samples in self._batches)

@@ -145,14 +145,14 @@ class TextTrainingLoader(BlockLoader[TextBatch]):
             shards = ShardedBatches(len(texts), batch_size=batch_size, rank=rank, size=size, seed=seed)
         except DataError as error:
             raise DataError(f"{texts.path}: {error}") from error
-        super().__init__(shards, MASKING, BLOCK // texts.length)
+        super().__init__(shards, MASKING)
         self.texts = texts
-        self._text = MaskedText(texts, torch.device("cpu"))
+        self.to(torch.device("cpu"))
 
     def to(self, device: torch.device) -> Self:
         """Hold the text on a device. Raises DataError: it does not fit."""
         self._text = MaskedText(self.texts, device)
-        self._forget()
+        self._begin(BLOCK // self.texts.length)
         return self
 
     def batch(self, epoch: int, step: int) -> TextBatch:

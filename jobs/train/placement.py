@@ -30,7 +30,6 @@ class Placement:
         fused: whether torch's fused optimizers are the fast ones.
         process_group: torch.distributed's backend for it.
         captures: whether it has CUDA graphs.
-        resident: whether images are to stay in its memory as uint8, and be cropped, mirrored and standardised there.
         unit: a name that no other device in the world has.
     """
 
@@ -38,7 +37,6 @@ class Placement:
     fused = False
     process_group = "gloo"
     captures = False
-    resident = False
 
     def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:
         self.description = platform.processor() or platform.machine()
@@ -71,7 +69,6 @@ class CudaPlacement(Placement):
     fused = True
     process_group = "nccl"
     captures = True
-    resident = True
 
     def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:
         if deterministic:

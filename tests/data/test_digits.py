@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from sklearn.datasets import load_digits as load_original_digits
 
 from data import DataError
 from data.images.digits import load_digits
+from data.images.loader import Pixels
 
 
 def test_both_parts_together_are_all_digits_and_share_none() -> None:
@@ -47,7 +49,7 @@ def test_both_parts_are_standardised_by_the_training_part() -> None:
     train, test = load_digits()
     assert train.mean == test.mean
     assert train.std == test.std
-    pixels, _ = train.batch(np.arange(len(train)))
+    pixels, _ = Pixels(train).cut(torch.arange(len(train))[None])
     assert abs(pixels.mean().item()) < 1e-5
     assert abs(pixels.std().item() - 1) < 1e-4
 

@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.images.dataset import Augment, DataError, ImageSet, channel_statistics
-from data.images.loader import EvaluationLoader, TrainingLoader
+from data.images.loader import Batch, EvaluationLoader, Pixels, TrainingLoader
+
+CPU = torch.device("cpu")
+DEVICES = [
+    CPU,
+    pytest.param(
+        torch.device("cuda"), marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+    ),
+]
 
 
 def image_set(count: int, seed: int = 0, size: int = 8) -> ImageSet:
@@ -18,8 +26,19 @@ def image_set(count: int, seed: int = 0, size: int = 8) -> ImageSet:
     return ImageSet(images, labels, mean, std, ("a", "b", "c", "d"))
 
 
+def whole(images: ImageSet) -> Batch:
+    return Pixels(images).cut(torch.arange(len(images))[None])
+
+
+def same(mine: Batch, theirs: Batch) -> bool:
+    return all(
+        one.dtype == other.dtype and torch.equal(one.cpu(), other)
+        for one, other in zip(mine, theirs, strict=True)
+    )
+
+
 def test_standardised_images_have_mean_zero_and_variance_one_per_channel() -> None:
-    images, labels = image_set(200).batch(np.arange(200))
+    images, labels = whole(image_set(200))
     assert images.dtype == torch.float32
     assert images.shape == (200, 3, 8, 8)
     assert labels.dtype == torch.int64
@@ -43,16 +62,24 @@ def test_a_constant_channel_can_be_divided_by_its_deviation() -> None:
     assert std == (1 / 255,)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @settings(deadline=None)
 @given(crop=st.integers(0, 4), flip=st.booleans(), seed=st.integers(0, 2**32), count=st.integers(0, 6))
-def test_augment_equals_a_loop_over_windows_and_mirrors(crop: int, flip: bool, seed: int, count: int) -> None:
+def test_augmented_images_equal_a_loop_over_windows_and_mirrors(
+    device: torch.device, crop: int, flip: bool, seed: int, count: int
+) -> None:
     random = np.random.default_rng(seed)
-    images = random.integers(0, 256, (count, 2, 9, 8), dtype=np.uint8)
+    pixels = random.integers(0, 256, (7, 2, 9, 8), dtype=np.uint8)
+    before, labels = pixels.copy(), np.arange(7, dtype=np.int64)
+    # standardised by nothing
+    images = ImageSet(pixels, labels, (0.0, 0.0), (1 / 255, 1 / 255), tuple("abcdefg"))
     draws = random.integers(0, 2**64, count, dtype=np.uint64)
-    before = images.copy()
-    augmented = Augment(crop, flip).apply(images, draws)
-    assert np.array_equal(images, before)
-    for image, draw, found in zip(images, draws.tolist(), augmented, strict=True):
+    samples = random.integers(0, 7, count)
+    plan = torch.from_numpy(np.vstack([samples, Augment(crop, flip).places(draws)])).to(device)
+    augmented, found_labels = Pixels(images, crop=crop, device=device).cut(plan)
+    assert np.array_equal(pixels, before)
+    assert found_labels.tolist() == samples.tolist()
+    for image, draw, found in zip(pixels[samples], draws.tolist(), augmented.cpu().numpy(), strict=True):
         top, left = draw % 2**31 % (2 * crop + 1), (draw >> 31) % 2**31 % (2 * crop + 1)
         padded = np.pad(image, ((0, 0), (crop, crop), (crop, crop)))
         window = padded[:, top : top + 9, left : left + 8]
@@ -60,13 +87,11 @@ def test_augment_equals_a_loop_over_windows_and_mirrors(crop: int, flip: bool, s
 
 
 def test_every_offset_and_both_directions_occur() -> None:
-    image = np.zeros((1, 1, 9, 9), np.uint8)
-    image[0, 0, 4, 3] = 1
     draws = np.random.default_rng(0).integers(0, 2**64, 2000, dtype=np.uint64)
-    moved = Augment(crop=2, flip=False).apply(np.repeat(image, 2000, axis=0), draws)
-    assert len({found.tobytes() for found in moved}) == 25
-    mirrored = Augment(crop=0, flip=True).apply(np.repeat(image, 2000, axis=0), draws)[:, 0, 4, 5].sum()
-    assert 900 < mirrored < 1100
+    top, left, mirrored = Augment(crop=2, flip=True).places(draws)
+    assert set(zip(top.tolist(), left.tolist(), strict=True)) == {(i, j) for i in range(5) for j in range(5)}
+    assert 900 < mirrored.sum() < 1100
+    assert not Augment(crop=0, flip=False).places(draws).any()
 
 
 def loaders(images: ImageSet, size: int, batch_size: int, seed: int = 3) -> list[TrainingLoader]:
@@ -122,9 +147,46 @@ def test_without_augmentation_the_pixels_are_the_images() -> None:
     images = image_set(20)
     loader = TrainingLoader(images, batch_size=4, rank=1, size=2, seed=0)
     pixels, labels = loader.batch(0, 1)
-    expected, expected_labels = images.batch(loader.shards.indices(0, 1))
+    expected, expected_labels = (each[loader.shards.indices(0, 1).copy()] for each in whole(images))
     assert torch.equal(pixels, expected)
     assert torch.equal(labels, expected_labels)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_of_batches_change_nothing(device: torch.device) -> None:
+    images = image_set(123)
+    for rank in range(2):
+        alone, blocks = (loaders(images, 2, 7)[rank] for _ in range(2))
+        blocks.to(device)
+        blocks._begin(30)
+        last = alone.steps_per_epoch - 1
+        for epoch, step in ((0, 0), (0, 3), (0, 4), (1, last), (5, 2), (0, 4)):
+            assert same(blocks.batch(epoch, step), alone.batch(epoch, step))
+        for step in (-1, last + 1):
+            with pytest.raises(ValueError, match=rf"step {step} is not in \[0, {last + 1}\)"):
+                blocks.batch(0, step)
+
+
+def test_channels_last_batches_hold_the_same_values() -> None:
+    for loader in (
+        loaders(image_set(40), 1, 8)[0],
+        EvaluationLoader(image_set(40), batch_size=8, rank=0, size=1),
+    ):
+        expected = next(iter(loader if isinstance(loader, EvaluationLoader) else loader.epoch(0)))
+        loader.to(CPU, torch.channels_last)
+        found = next(iter(loader if isinstance(loader, EvaluationLoader) else loader.epoch(0)))
+        assert found[0].is_contiguous(memory_format=torch.channels_last)
+        assert same(found, expected)
+
+
+def test_images_that_do_not_fit_are_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **keys: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    (loader,) = loaders(image_set(20), 1, 5)
+    monkeypatch.setattr(torch.Tensor, "to", full)
+    with pytest.raises(DataError, match="20 images of 0.0 GB do not fit on cpu: no room"):
+        loader.to(CPU)
 
 
 def test_a_crop_wider_than_half_the_image_is_refused() -> None:
@@ -132,20 +194,20 @@ def test_a_crop_wider_than_half_the_image_is_refused() -> None:
         TrainingLoader(image_set(10), batch_size=1, rank=0, size=1, seed=0, augment=Augment(crop=5))
     with pytest.raises(ValueError, match="crop -1 is not at least 0"):
         Augment(crop=-1)
-    with pytest.raises(ValueError, match="augment needs draws"):
-        image_set(10).batch(np.arange(2), Augment())
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("count", [0, 2, 5, 23])
-def test_evaluation_over_all_ranks_sees_every_image_once(count: int) -> None:
+def test_evaluation_over_all_ranks_sees_every_image_once(count: int, device: torch.device) -> None:
     images = image_set(23)
     part = ImageSet(images.images[:count], images.labels[:count], images.mean, images.std, images.classes)
-    ranks = [EvaluationLoader(part, batch_size=3, rank=rank, size=4) for rank in range(4)]
+    ranks = [EvaluationLoader(part, batch_size=3, rank=rank, size=4).to(device) for rank in range(4)]
     batches = [batch for loader in ranks for batch in loader]
     assert sum(len(labels) for _, labels in batches) == count
-    expected, labels = part.batch(np.arange(count))
-    assert torch.equal(torch.cat([torch.empty(0, 3, 8, 8), *(pixels for pixels, _ in batches)]), expected)
-    assert [int(label) for _, found in batches for label in found] == labels.tolist()
+    expected, labels = whole(part)
+    found = torch.cat([torch.empty(0, 3, 8, 8), *(pixels.cpu() for pixels, _ in batches)])
+    assert torch.equal(found, expected)
+    assert [int(label) for _, mine in batches for label in mine] == labels.tolist()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
@@ -11,44 +9,16 @@ from data.text.contexts import ContextBatch, ContextEvaluationLoader, Contexts, 
 from data.text.file import open_text_file
 from data.text.frequencies import word_counts
 from jobs.config.config import Config
-from jobs.train.placement import Placement
-from jobs.train.tasks.task import Score, autocast, evaluating, naming
+from jobs.train.tasks.task import Task, autocast, naming
 from models.skipgram import SkipGram
 
 
-class Embeddings:
-    """Words beside word pairs are told from words drawn at random: a Workload.
+class Embeddings(Task[ContextBatch]):
+    """Words beside word pairs are told from words drawn at random.
 
     The loss of a pair is the sum of 1 + negatives binary cross entropies. A score's samples are pairs. One is right where the
-    word beside it scores higher than all that were drawn.
-
-    Args:
-        model: centers, words -> scores.
-        training: this rank's training batches.
-        held_out: this rank's part of the held-out sequences.
-        precision: see `jobs.train.tasks.task.autocast`.
+    word beside it scores higher than all that were drawn. The model takes centers and words, and returns scores.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        training: ContextTrainingLoader,
-        held_out: ContextEvaluationLoader,
-        precision: str,
-    ) -> None:
-        self.model = self.network = model
-        self._training, self._held_out, self._precision = training, held_out, precision
-        self.steps_per_epoch = training.steps_per_epoch
-
-    def move_to(self, placement: Placement) -> None:
-        """Move network and text to a device. Raises DataError: they do not fit."""
-        self._training.contexts.to(placement.device)
-        self._held_out.contexts.to(placement.device)
-        self.model.to(placement.device)
-
-    def batches(self, epoch: int, first_step: int = 0) -> Iterator[ContextBatch]:
-        """This rank's batches of an epoch, or those from first_step on."""
-        return self._training.epoch(epoch, first_step)
 
     def loss(self, batch: ContextBatch) -> torch.Tensor:
         """Mean loss of the pairs of a batch; 0 where it has none."""
@@ -65,18 +35,9 @@ class Embeddings:
         signs[:, :1] = 1.0
         return -nn.functional.logsigmoid(signs * scores).sum(dim=1)
 
-    def score(self) -> Score:
-        """Summed loss of the held-out pairs, and how many of them are right."""
-        device, pairs = next(self.model.parameters()).device, 0
-        # on the device, so that it is waited for once
-        loss, correct = torch.zeros(2, dtype=torch.float64, device=device)
-        with evaluating(self.model):
-            for batch in self._held_out:
-                scores = self._scores(self.model, batch)
-                loss += self._losses(scores).sum()
-                correct += (scores[:, :1] > scores[:, 1:]).all(dim=1).sum()
-                pairs += len(batch.centers)
-        return Score(float(loss), int(correct), pairs)
+    def _counts(self, batch: ContextBatch) -> tuple[torch.Tensor, torch.Tensor, int]:
+        scores = self._scores(self.model, batch)
+        return self._losses(scores).sum(), (scores[:, :1] > scores[:, 1:]).all(dim=1).sum(), len(scores)
 
 
 def build_embeddings(config: Config, *, rank: int, size: int) -> Embeddings:

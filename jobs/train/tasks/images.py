@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from data.batches import EpochLoader
 from data.images.cifar10 import open_cifar10
 from data.images.dataset import Augment, ImageSet
 from data.images.digits import load_digits
 from data.images.file import open_image_file
 from data.images.loader import Batch, EvaluationLoader, TrainingLoader
-from data.images.resident import ResidentEvaluationLoader, ResidentTrainingLoader
 from data.images.synthetic import load_synthetic
 from jobs.config.config import Config
 from jobs.config.sections import DataConfig, TrainingConfig
 from jobs.train.placement import Placement
 from jobs.train.tasks.factory import call_factory
-from jobs.train.tasks.task import Score, WorkloadError, autocast, evaluating, naming
+from jobs.train.tasks.task import Task, WorkloadError, autocast, naming
 from models.vgg import REDUCTION, VGG16
 from models.vit import ViT
 
 Load = Callable[[DataConfig], tuple[ImageSet, ImageSet]]
 
 
-class Classification:
-    """Images into classes by cross entropy: a Workload.
+class Classification(Task[Batch]):
+    """Images into classes by cross entropy.
 
     Args:
         model: images -> logits[batch, classes].
-        training: this rank's training batches.
-        held_out: this rank's part of the held-out samples.
-        config: precision, memory layout and compilation.
+        training, held_out: as Task.
+        config: precision, memory layout, and smoothing of labels.
         resize: pixels per side that the network sees; 0: those of the images.
     """
 
@@ -45,33 +42,18 @@ class Classification:
         config: TrainingConfig,
         resize: int = 0,
     ) -> None:
-        self.model = self.network = model
-        self._config = config
-        self._resize = resize
+        super().__init__(model, training, held_out, config.precision)
+        self._smoothing, self._resize = config.label_smoothing, resize
         self._format = torch.channels_last if config.channels_last else torch.contiguous_format
-        self.steps_per_epoch = training.steps_per_epoch
-        self._loaders = training, held_out
-        self._training: EpochLoader[Batch] = training
-        self._held_out: Iterable[Batch] = held_out
 
     def move_to(self, placement: Placement) -> None:
-        """Move network and data to a device. Raises DataError: they do not fit."""
-        if placement.resident:
-            training, held_out = self._loaders
-            self._training = ResidentTrainingLoader(training, placement.device, self._format)
-            self._held_out = ResidentEvaluationLoader(held_out, placement.device, self._format)
-        self.model.to(device=placement.device).to(memory_format=self._format)  # type: ignore[call-overload]
-
-    def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """This rank's batches of an epoch, or those from first_step on."""
-        return self._training.epoch(epoch, first_step)
+        super().move_to(placement)
+        self.model.to(memory_format=self._format)  # type: ignore[call-overload]
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Mean cross entropy of a batch."""
         logits = self._logits(self.network, batch)
-        return nn.functional.cross_entropy(
-            logits.float(), batch[1], label_smoothing=self._config.label_smoothing
-        )
+        return nn.functional.cross_entropy(logits.float(), batch[1], label_smoothing=self._smoothing)
 
     def _logits(self, network: nn.Module, batch: Batch) -> torch.Tensor:
         images = batch[0]
@@ -81,23 +63,14 @@ class Classification:
                 images, (self._resize, self._resize), mode="bilinear", align_corners=False
             )
         images = images.contiguous(memory_format=self._format)
-        with autocast(self._config.precision, images.device):
+        with autocast(self._precision, images.device):
             logits: torch.Tensor = network(images)
         return logits
 
-    def score(self) -> Score:
-        """Summed cross entropy, and how many of the held-out samples are classed right."""
-        samples = 0
-        # on the device, so that it is waited for once
-        device = next(self.model.parameters()).device
-        loss, correct = torch.zeros(2, dtype=torch.float64, device=device)
-        with evaluating(self.model):
-            for batch in self._held_out:
-                logits = self._logits(self.model, batch)
-                loss += nn.functional.cross_entropy(logits.float(), batch[1], reduction="sum")
-                correct += (logits.argmax(dim=1) == batch[1]).sum()
-                samples += len(batch[1])
-        return Score(float(loss), int(correct), samples)
+    def _counts(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, int]:
+        logits, labels = self._logits(self.model, batch), batch[1]
+        loss = nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
+        return loss, (logits.argmax(dim=1) == labels).sum(), len(labels)
 
 
 def build_images(config: Config, *, rank: int, size: int, load: Load | None = None) -> Classification:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,24 +14,22 @@ from data.speech.dataset import ALPHABET, SpeechSet
 from data.speech.loader import SpeechBatch, SpeechEvaluationLoader, SpeechTrainingLoader
 from data.speech.spectrogram import change_tempo, frame_count, log_spectrograms, played
 from jobs.config.config import Config
-from jobs.config.sections import DataConfig
 from jobs.train.placement import Placement
 from jobs.train.tasks.decoding import count_errors, decode
 from jobs.train.tasks.factory import call_factory
-from jobs.train.tasks.task import Score, WorkloadError, autocast, evaluating, naming
+from jobs.train.tasks.task import Task, WorkloadError, autocast, naming
 from models.lstm import LSTM, output_lengths
 
 
-class Speech:
-    """Recordings into characters by CTC: a Workload.
+class Speech(Task[SpeechBatch]):
+    """Recordings into characters by CTC.
 
     The loss of a batch is the mean over its utterances of the sum over their frames. A score counts words: its loss is per word
     and its accuracy 1 - word error rate, which is negative where more words are inserted than heard right.
 
     Args:
         model: spectrograms, frames -> logits, output frames.
-        training: this rank's training batches.
-        held_out: this rank's part of the held-out utterances.
+        training, held_out: as Task.
         config: of the run.
     """
 
@@ -42,46 +40,36 @@ class Speech:
         held_out: SpeechEvaluationLoader,
         config: Config,
     ) -> None:
-        self.model = self.network = model
-        self.steps_per_epoch = training.steps_per_epoch
-        self._training, self._held_out = training, held_out
-        self._config = config
+        super().__init__(model, training, held_out, config.training.precision)
+        self._tempo, self._said = config.data.tempo, held_out.utterances.speech
 
     def move_to(self, placement: Placement) -> None:
-        for loader in (self._training, self._held_out):
-            loader.utterances.to(placement.device)
-        self.model.to(placement.device)
+        super().move_to(placement)
         # nearly every batch has a length of its own, and would be searched the fastest convolution for
         torch.backends.cudnn.benchmark = False
-
-    def batches(self, epoch: int, first_step: int = 0) -> Iterator[SpeechBatch]:
-        """This rank's batches of an epoch, or those from first_step on."""
-        return self._training.epoch(epoch, first_step)
 
     def loss(self, batch: SpeechBatch) -> torch.Tensor:
         """CTC's loss, the mean over the utterances."""
         return self._ctc(*self._scores(self.network, batch), batch) / len(batch.lengths)
 
-    def score(self) -> Score:
-        """Summed loss, words heard right less words that were inserted, words, wrong characters, and characters."""
-        held_out = self._held_out.utterances.speech
-        loss, references, hypotheses = 0.0, [], []
-        with evaluating(self.model):
-            for batch in self._held_out:
-                scores, frames = self._scores(self.model, batch)
-                loss += float(self._ctc(scores, frames, batch))
-                for row, count in zip(scores.transpose(0, 1).cpu().numpy(), frames.tolist(), strict=True):
-                    hypotheses.append(decode(row[:count]))
-                references += [held_out.transcript(index) for index in batch.indices.tolist()]
-        errors = count_errors(references, hypotheses)
-        return Score(
-            loss, errors.words - errors.word_errors, errors.words, errors.character_errors, errors.characters
+    def _counts(self, batch: SpeechBatch) -> tuple[torch.Tensor, int, int, int, int]:
+        scores, frames = self._scores(self.model, batch)
+        rows = zip(scores.transpose(0, 1).cpu().numpy(), frames.tolist(), strict=True)
+        said = [self._said.transcript(index) for index in batch.indices.tolist()]
+        errors = count_errors(said, [decode(row[:count]) for row, count in rows])
+        right = errors.words - errors.word_errors
+        return (
+            self._ctc(scores, frames, batch),
+            right,
+            errors.words,
+            errors.character_errors,
+            errors.characters,
         )
 
     def _scores(self, network: nn.Module, batch: SpeechBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """float32[output frames, batch, labels], log-probabilities, and int64[batch], the output frames of each."""
-        spectrograms, frames = spectrograms_of(batch, self._config.data)
-        with autocast(self._config.training.precision, spectrograms.device):
+        spectrograms, frames = spectrograms_of(batch, self._tempo)
+        with autocast(self._precision, spectrograms.device):
             logits, outputs = network(spectrograms, frames)
         return logits.float().log_softmax(dim=2).transpose(0, 1), outputs
 
@@ -89,11 +77,11 @@ class Speech:
         return nn.functional.ctc_loss(scores, batch.targets, frames, batch.target_lengths, reduction="sum")
 
 
-def spectrograms_of(batch: SpeechBatch, config: DataConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32[batch, bins, frames] and int64[batch], the frames of each; training batches are played at `config.tempo`."""
+def spectrograms_of(batch: SpeechBatch, tempo: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32[batch, bins, frames] and int64[batch], the frames of each; training batches are played at a tempo of this range."""
     spectrograms, frames = log_spectrograms(batch.samples, batch.lengths)
-    if batch.draws is not None and config.tempo:
-        return change_tempo(spectrograms, frames, batch.draws, tempo=config.tempo)
+    if batch.draws is not None and tempo:
+        return change_tempo(spectrograms, frames, batch.draws, tempo=tempo)
     return spectrograms, frames
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import zip_longest
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from data import DataError
+from data.batches import EpochLoader, HeldOut
 from jobs.train.placement import Placement
+
+Batch = TypeVar("Batch")
 
 
 class WorkloadError(ValueError):
@@ -60,6 +65,53 @@ class Workload(Protocol):
     def score(self) -> Score:
         """This rank's share of the held-out samples, measured without training on them."""
         ...
+
+
+class Task(ABC, Generic[Batch]):
+    """A Workload on loaders of this rank.
+
+    Args:
+        model: holds the parameters.
+        training: this rank's training batches.
+        held_out: this rank's part of the held-out samples.
+        precision: of the network's arithmetic, see `autocast`.
+    """
+
+    def __init__(
+        self, model: nn.Module, training: EpochLoader[Batch], held_out: HeldOut[Batch], precision: str
+    ) -> None:
+        self.model = self.network = model
+        self.steps_per_epoch = training.steps_per_epoch
+        self._training, self._held_out, self._precision = training, held_out, precision
+
+    def move_to(self, placement: Placement) -> None:
+        """As Workload's."""
+        self._training.to(placement.device)
+        self._held_out.to(placement.device)
+        self.model.to(placement.device)
+
+    def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """As Workload's."""
+        return self._training.epoch(epoch, first_step)
+
+    @abstractmethod
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """As Workload's."""
+
+    @abstractmethod
+    def _counts(self, batch: Batch) -> Iterable[torch.Tensor | int]:
+        """The fields of Score for a held-out batch, in their order; the last two may be left out."""
+
+    def score(self) -> Score:
+        """As Workload's."""
+        device = next(self.model.parameters()).device
+        # on the device, so that it is waited for once
+        sums: list[Any] = [torch.zeros((), dtype=torch.float64, device=device), 0, 0, 0, 0]
+        with evaluating(self.model):
+            for batch in self._held_out:
+                sums = [total + count for total, count in zip_longest(sums, self._counts(batch), fillvalue=0)]
+        loss, *counts = sums
+        return Score(float(loss), *map(int, counts))
 
 
 @contextmanager

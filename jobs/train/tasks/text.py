@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,46 +11,16 @@ from torch import nn
 from data.text.file import TextSet, open_text_file
 from data.text.masking import IGNORED, TextBatch, TextEvaluationLoader, TextTrainingLoader
 from jobs.config.config import Config
-from jobs.config.sections import TrainingConfig
-from jobs.train.placement import Placement
 from jobs.train.tasks.factory import call_factory
-from jobs.train.tasks.task import Score, WorkloadError, autocast, evaluating, naming
+from jobs.train.tasks.task import Task, WorkloadError, autocast, naming
 from models.bert import BERT
 
 
-class MaskedLanguage:
-    """Words that were masked, and whether the second segment follows the first, both by cross entropy: a Workload.
+class MaskedLanguage(Task[TextBatch]):
+    """Words that were masked, and whether the second segment follows the first, both by cross entropy.
 
-    Held-out text is scored by its masked words alone: a Score's samples are words.
-
-    Args:
-        model: see models.bert.BERT.forward.
-        training: this rank's training batches.
-        held_out: this rank's part of the held-out sequences.
-        config: precision and compilation.
+    Held-out text is scored by its masked words alone: a Score's samples are words. The model is as models.bert.BERT.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        training: TextTrainingLoader,
-        held_out: TextEvaluationLoader,
-        config: TrainingConfig,
-    ) -> None:
-        self.model = self.network = model
-        self._config = config
-        self.steps_per_epoch = training.steps_per_epoch
-        self._training, self._held_out = training, held_out
-
-    def move_to(self, placement: Placement) -> None:
-        """Move network and text to a device. Raises DataError: they do not fit."""
-        self._training.to(placement.device)
-        self._held_out.to(placement.device)
-        self.model.to(device=placement.device)
-
-    def batches(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
-        """This rank's batches of an epoch, or those from first_step on."""
-        return self._training.epoch(epoch, first_step)
 
     def loss(self, batch: Any) -> torch.Tensor:
         """Mean cross entropy of a batch's masked words, and that of its pairs of segments where there are any."""
@@ -66,26 +35,16 @@ class MaskedLanguage:
         return masked + pairs / (text.follows != IGNORED).sum().clamp(min=1)
 
     def _scores(self, network: nn.Module, text: TextBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        with autocast(self._config.precision, text.tokens.device):
+        with autocast(self._precision, text.tokens.device):
             scores: tuple[torch.Tensor, torch.Tensor] = network(
                 text.tokens, text.segments, text.present, text.places
             )
         return scores
 
-    def score(self) -> Score:
-        """Summed cross entropy of the held-out masked words, and how many of them are found."""
-        device = next(self.model.parameters()).device
-        # on the device, so that it is waited for once
-        loss, correct, count = torch.zeros(3, dtype=torch.float64, device=device)
-        with evaluating(self.model):
-            for text in self._held_out:
-                words, labels = self._scores(self.model, text)[0].flatten(0, 1), text.labels.flatten()
-                loss += nn.functional.cross_entropy(
-                    words.float(), labels, ignore_index=IGNORED, reduction="sum"
-                )
-                correct += (words.argmax(dim=1) == labels).sum()
-                count += (labels != IGNORED).sum()
-        return Score(float(loss), int(correct), int(count))
+    def _counts(self, batch: TextBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        words, labels = self._scores(self.model, batch)[0].flatten(0, 1), batch.labels.flatten()
+        loss = nn.functional.cross_entropy(words.float(), labels, ignore_index=IGNORED, reduction="sum")
+        return loss, (words.argmax(dim=1) == labels).sum(), (labels != IGNORED).sum()
 
 
 def build_language(config: Config, *, rank: int, size: int) -> MaskedLanguage:
@@ -114,7 +73,7 @@ def build_language(config: Config, *, rank: int, size: int) -> MaskedLanguage:
     )
     seeds = np.random.SeedSequence([config.training.seed, rank])
     torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
-    return MaskedLanguage(model, loader, held_out_loader, config.training)
+    return MaskedLanguage(model, loader, held_out_loader, config.training.precision)
 
 
 def build_bert(config: Config, texts: TextSet) -> BERT:

@@ -186,7 +186,7 @@ def test_tempo_changes_training_and_not_evaluation(prepared: Path) -> None:
 
 def test_what_changes_utterances_is_off_by_default(prepared: Path) -> None:
     batch = next(build_speech(config(prepared), rank=0, size=1).batches(0))
-    found, frames = spectrograms_of(batch, config(prepared).data)
+    found, frames = spectrograms_of(batch, ())
     plain, plain_frames = log_spectrograms(batch.samples, batch.lengths)
     assert torch.equal(found, plain) and torch.equal(frames, plain_frames)
 
@@ -197,7 +197,7 @@ def test_an_utterance_changes_by_seed_and_epoch_and_alike_on_any_number_of_ranks
         found = {}
         for rank in range(size):
             for batch in build_speech(chosen, rank=rank, size=size).batches(epoch):
-                spectrograms, frames = spectrograms_of(batch, chosen.data)
+                spectrograms, frames = spectrograms_of(batch, chosen.data.tempo)
                 for row, index in enumerate(batch.indices.tolist()):
                     found[index] = spectrograms[row, :, : frames[row]]
         return found
@@ -335,7 +335,7 @@ def test_a_gpu_computes_the_losses_and_gradients_of_the_host(prepared: Path, pre
         score = workload.score()
         assert (score.samples, np.isfinite(score.loss)) == (9, True)
     assert found[1] == pytest.approx(found[0], rel=1e-3 if precision == "float32" else 0.1)
-    batch, slower = next(iter(workload.batches(0))), config(prepared, "data.tempo=[0.9,1.1]").data
+    batch, slower = next(iter(workload.batches(0))), (0.9, 1.1)
     once, again = (spectrograms_of(batch, slower)[0] for _ in range(2))
     assert once.is_cuda and torch.isfinite(once).all() and torch.equal(once, again)
-    assert not torch.equal(once, spectrograms_of(batch, config(prepared).data)[0])
+    assert not torch.equal(once, spectrograms_of(batch, ())[0])
