@@ -2,7 +2,6 @@
 
 python -m data.prepare cifar10 SOURCE -o cifar10.h5       directory of the binary version, or its .tar.gz
 python -m data.prepare cifar10 --download -o cifar10.h5   fetches 170 MB beside the output first
-python -m data.prepare digits -o digits.h5
 python -m data.prepare an4 SOURCE -o an4.h5               directory with etc/ and wav/, of WAV or raw files
 python -m data.prepare text SOURCE -o text.h5             folder of plain text; a blank line ends a document
 """
@@ -22,10 +21,10 @@ from data import DataError
 from data.command import command_parser
 from data.download import download, md5_of
 from data.durable import exclusive
-from data.images import cifar10, digits
+from data.images import cifar10
 from data.images.dataset import ImageSet
 from data.images.file import open_image_file, write_image_file
-from data.prepared_file import Parts, kept
+from data.prepared_file import kept
 from data.speech import an4
 from data.speech.dataset import RATE, SpeechSet
 from data.speech.file import open_speech_file, write_speech_file
@@ -33,13 +32,12 @@ from data.text.file import MOST_WORDS, SPECIAL
 from data.text.prepare import Recipe, prepare_text
 
 
-def prepare_cifar10(source: Path, output: Path, *, partial: bool = False, force: bool = False) -> str:
+def prepare_cifar10(source: Path, output: Path, *, force: bool = False) -> str:
     """Write CIFAR-10 from its official binary layout.
 
     Args:
         source: directory or archive of the binary version.
         output: HDF5 file to write.
-        partial: accept fewer images than 50,000 + 10,000.
         force: replace an output that exists.
 
     Returns:
@@ -49,10 +47,10 @@ def prepare_cifar10(source: Path, output: Path, *, partial: bool = False, force:
         DataError: a source that is missing, incomplete or damaged; an output that exists and is something
             else.
     """
-    if line := kept_cifar10(output, partial=partial, force=force):
+    if line := kept_cifar10(output, force=force):
         return line
-    batches = cifar10.find_batches(source, partial=partial)
-    counts = {split: sum(b.records for b in batches if b.split == split) for split in ("train", "test")}
+    batches = cifar10.find_batches(source)
+    counts = {"train": len(cifar10.TRAIN_FILES) * cifar10.BATCH_RECORDS, "test": cifar10.BATCH_RECORDS}
     known = source.is_file() and md5_of(source) == cifar10.MD5
     origin = (
         f"official archive, md5 {cifar10.MD5}"
@@ -79,36 +77,15 @@ def prepare_cifar10(source: Path, output: Path, *, partial: bool = False, force:
     return f"{output}: wrote {description(*cifar10.open_cifar10(output))}"
 
 
-def kept_cifar10(output: Path, *, partial: bool, force: bool) -> str | None:
-    """As data.prepared_file.kept, for CIFAR-10: whole, or (partial) any part of it."""
+def kept_cifar10(output: Path, *, force: bool) -> str | None:
+    """As data.prepared_file.kept, for CIFAR-10."""
     counts = len(cifar10.TRAIN_FILES) * cifar10.BATCH_RECORDS, cifar10.BATCH_RECORDS
 
     def same(train: ImageSet, test: ImageSet) -> bool:
-        return train.name == "cifar10" and ((len(train), len(test)) == counts or partial)
+        return train.name == "cifar10" and (len(train), len(test)) == counts
 
     wanted = f"'cifar10' of {counts[0]} training and {counts[1]} test images"
     return kept(output, open_image_file, description, wanted, same, force=force)
-
-
-def prepare_digits(output: Path, *, size: int, held_out: float, seed: int, force: bool = False) -> str:
-    """Write scikit-learn's digits; size, held_out, seed: as in data.images.digits.load_digits, the rest as prepare_cifar10."""
-    train, test = digits.load_digits(size, held_out, seed)
-
-    def same(found: ImageSet, _: ImageSet) -> bool:
-        return found.source == train.source
-
-    if line := kept(output, open_image_file, description, train.source, same, force=force):
-        return line
-    write_image_file(
-        output,
-        [("train", 0, train.images, train.labels), ("test", 0, test.images, test.labels)],
-        name=train.name,
-        classes=train.classes,
-        source=train.source,
-        shape=train.shape,
-        counts={"train": len(train), "test": len(test)},
-    )
-    return f"{output}: wrote {description(*open_image_file(output))}"
 
 
 def description(train: ImageSet, test: ImageSet) -> str:
@@ -121,8 +98,6 @@ def prepare_an4(
     source: Path, output: Path, *, byte_order: str | None = None, partial: bool = False, force: bool = False
 ) -> str:
     """Write AN4 from its published layout.
-
-    An interrupted call keeps what it has read in a folder beside the output; the same call continues from there.
 
     Args:
         source: directory with etc/ and wav/.
@@ -145,27 +120,15 @@ def prepare_an4(
                 f"{source}: {len(found[split])} utterances in split {split!r} are not AN4's {count}; "
                 "--partial accepts fewer"
             )
-    if not output.parent.is_dir():
-        raise DataError(f"{output.parent}: no such directory")
-    with (
-        Parts(output, an4.identity(found, byte_order)).kept_until_done() as parts,
-        tqdm(total=sum(map(len, found.values())), unit="utterance", desc="an4", disable=None) as bar,
-    ):
-
-        def samples(split: str) -> Iterator[NDArray[np.int16]]:
-            for utterance in an4.read_by_parts(split, found[split], byte_order, parts):
-                yield utterance
-                bar.update()
-
-        write_speech_file(
-            output,
-            name="an4",
-            source=f"CMU AN4, {source.name}, not compared with the published archive",
-            names={split: [each.name for each in found[split]] for split in found},
-            lengths={split: [each.length for each in found[split]] for split in found},
-            labels={split: [each.labels for each in found[split]] for split in found},
-            samples=samples,
-        )
+    write_speech_file(
+        output,
+        name="an4",
+        source=f"CMU AN4, {source.name}, not compared with the published archive",
+        names={split: [each.name for each in found[split]] for split in found},
+        lengths={split: [each.length for each in found[split]] for split in found},
+        labels={split: [each.labels for each in found[split]] for split in found},
+        samples=lambda split: an4.read_utterances(found[split], byte_order),
+    )
     return f"{output}: wrote {speech_description(*an4.open_an4(output))}"
 
 
@@ -178,7 +141,9 @@ def speech_description(train: SpeechSet, test: SpeechSet) -> str:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     title = "Write a data set into the HDF5 layout that training reads."
-    top = command_parser("data.prepare", title, "digits -o digits.h5", "cifar10 --download -o cifar10.h5")
+    top = command_parser(
+        "data.prepare", title, "cifar10 --download -o cifar10.h5", "text articles -o text.h5"
+    )
     sets = top.add_subparsers(dest="set", required=True)
 
     def data_set(name: str, description: str, *examples: str) -> argparse.ArgumentParser:
@@ -206,17 +171,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     origin.add_argument("--download", action="store_true", help=text)
     add = parser.add_argument
     add("--url", default=cifar10.URL, help="Address of the archive for --download; default: %(default)s")
-    add("--partial", action="store_true", help="Accept fewer than 50,000 training and 10,000 test images")
 
-    text = "The handwritten digits of scikit-learn; no network needed."
-    add = data_set("digits", text, "digits -o digits.h5").add_argument
-    add("--size", type=int, default=32, help="Pixels per side, at least 8; default: %(default)s")
-    text = "Share of the test split, in (0, 1); default: %(default)s"
-    add("--held-out", type=float, default=0.5, help=text)
-    add("--seed", type=int, default=0, help="Seed of the random split; default: %(default)s")
-
-    text = "CMU AN4, from its published layout. An interrupted call continues when repeated."
-    add = data_set("an4", text, "an4 an4 -o an4.h5").add_argument
+    add = data_set("an4", "CMU AN4, from its published layout.", "an4 an4 -o an4.h5").add_argument
     add("source", type=Path, help="Folder with etc/ and wav/, the recordings as WAV or raw files")
     text = "Byte order of raw files, which do not state it; required for them"
     add("--byte-order", choices=an4.ORDERS, help=text)
@@ -258,8 +214,6 @@ def main(arguments: list[str] | None = None) -> int:
 def _prepared(options: argparse.Namespace) -> str:
     """Write what the command line names; returns what was done, in a line."""
     given = {name: value for name, value in vars(options).items() if name not in ("set", "download", "url")}
-    if options.set == "digits":
-        return prepare_digits(**given)
     if options.set == "text":
         recipe = Recipe(**{key.name: given[key.name] for key in fields(Recipe)})
         return prepare_text(options.source, options.output, recipe, force=options.force)
@@ -267,7 +221,7 @@ def _prepared(options: argparse.Namespace) -> str:
         return prepare_an4(**given)
     if options.download:
         given["source"] = options.output.parent / PurePosixPath(cifar10.URL).name
-        if not kept_cifar10(options.output, partial=options.partial, force=options.force):
+        if not kept_cifar10(options.output, force=options.force):
             download(options.url, given["source"], cifar10.MD5)
     return prepare_cifar10(**given)
 

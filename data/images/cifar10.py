@@ -39,14 +39,12 @@ class BatchFile:
         where: directory or archive and name, for messages.
         split: "train" or "test".
         start: position of its first record in that split.
-        records: how many it has.
     """
 
     name: str
     where: str
     split: str
     start: int
-    records: int
 
 
 def open_cifar10(path: str | Path) -> tuple[ImageSet, ImageSet]:
@@ -63,13 +61,12 @@ def open_cifar10(path: str | Path) -> tuple[ImageSet, ImageSet]:
     return train, test
 
 
-def find_batches(source: Path, *, partial: bool = False) -> tuple[BatchFile, ...]:
+def find_batches(source: Path) -> tuple[BatchFile, ...]:
     """The batch files of a directory or archive in official order, judged by names and sizes.
 
     Args:
         source: a directory with the six .bin files (or with a folder cifar-10-batches-bin of them), or an
             archive of them, such as the official .tar.gz.
-        partial: also accept fewer records per file, and fewer training files (one at least).
 
     Raises:
         DataError: no such source, nothing in it, a file missing, of another size, or (in an archive) there
@@ -86,20 +83,18 @@ def find_batches(source: Path, *, partial: bool = False) -> tuple[BatchFile, ...
         sizes[name] = size
     if not sizes:
         raise DataError(f"{source}: none of {', '.join(FILES)} found{pickle_hint(source)}")
-    missing = [name for name in FILES if name not in sizes]
-    if TEST_FILE in missing or len(missing) == len(TRAIN_FILES) or (missing and not partial):
+    if missing := [name for name in FILES if name not in sizes]:
         raise DataError(f"{source}: {', '.join(missing)} missing of the {len(FILES)} files of CIFAR-10")
-    batches = []
-    start = 0
-    for name in FILES:
-        if name in sizes:
-            records = record_count(sizes[name], where[name], partial)
-            test = name == TEST_FILE
-            batches.append(
-                BatchFile(name, where[name], "test" if test else "train", 0 if test else start, records)
+    for name, size in sizes.items():
+        if size != BATCH_RECORDS * RECORD_BYTES:
+            raise DataError(
+                f"{where[name]}: {size} bytes are not the {BATCH_RECORDS * RECORD_BYTES} of {BATCH_RECORDS} records"
             )
-            start += records
-    return tuple(batches)
+    train = [
+        BatchFile(name, where[name], "train", number * BATCH_RECORDS)
+        for number, name in enumerate(TRAIN_FILES)
+    ]
+    return (*train, BatchFile(TEST_FILE, where[TEST_FILE], "test", 0))
 
 
 def read_batches(
@@ -118,11 +113,11 @@ def read_batches(
         if name not in wanted:
             continue
         batch = wanted[name]
-        expected = batch.records * RECORD_BYTES
+        expected = BATCH_RECORDS * RECORD_BYTES
         content = read(expected + 1)
         if len(content) != expected:
             raise DataError(f"{batch.where}: {len(content)} bytes were read, not {expected}")
-        records = np.frombuffer(content, np.uint8).reshape(batch.records, RECORD_BYTES)
+        records = np.frombuffer(content, np.uint8).reshape(BATCH_RECORDS, RECORD_BYTES)
         check_labels(records[:, 0], len(CLASSES), batch.where)
         yield batch, records[:, 1:].reshape(-1, *SHAPE), records[:, 0]
 
@@ -150,23 +145,6 @@ def _contents(source: Path) -> Iterator[tuple[str, int, Callable[[int], bytes]]]
 def _read(path: Path, most: int) -> bytes:
     with open(path, "rb") as file:
         return file.read(most)
-
-
-def record_count(size: int, where: str, partial: bool) -> int:
-    """Records of a batch file of so many bytes; DataError unless 10,000 or, if partial, 1 to 10,000."""
-    expected = BATCH_RECORDS * RECORD_BYTES
-    if size % RECORD_BYTES:
-        raise DataError(
-            f"{where}: {size} bytes are not a multiple of {RECORD_BYTES}, one record: the file is truncated"
-        )
-    if partial and not 0 < size <= expected:
-        raise DataError(f"{where}: {size // RECORD_BYTES} records are not in [1, {BATCH_RECORDS}]")
-    if not partial and size != expected:
-        raise DataError(
-            f"{where}: {size // RECORD_BYTES} records ({size} bytes) are not CIFAR-10's {BATCH_RECORDS}"
-            f" ({expected} bytes); --partial accepts fewer"
-        )
-    return size // RECORD_BYTES
 
 
 def binary_folder(source: Path) -> Path:

@@ -11,7 +11,7 @@ Source: http://www.speech.cs.cmu.edu/databases/an4
 import os
 import re
 import wave
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data import DataError
-from data.prepared_file import Parts
 from data.speech.dataset import RATE, SpeechSet, encoded
 from data.speech.file import open_speech_file
 
 ORDERS = {"little": "<i2", "big": ">i2"}
 COUNTS = {"train": 948, "test": 130}
-BLOCK = 50  # recordings that an interruption loses at most
 LINE = re.compile(r"^\s*(?:<s>)?(?P<text>.*?)(?:</s>)?\s*\((?P<name>[^()\s]+)\)\s*$")
 
 
@@ -132,36 +130,6 @@ def read_utterances(
             yield np.frombuffer(content, "<i2").astype(np.int16)
         else:
             yield _raw(content, byte_order or "little", utterance.path)
-
-
-def identity(found: Mapping[str, Sequence[Utterance]], byte_order: str | None) -> list[str]:
-    """Names, sizes, times of change and transcripts of all utterances: what parts of their file belong to."""
-    sources = [str(byte_order)]
-    for split, utterances in found.items():
-        for each in utterances:
-            facts = each.path.stat()
-            sources.append(
-                f"{split} {each.name} {facts.st_size} {facts.st_mtime_ns} {each.labels.tobytes().hex()}"
-            )
-    return sources
-
-
-def read_by_parts(
-    split: str, utterances: Sequence[Utterance], byte_order: str | None, parts: Parts
-) -> Iterator[NDArray[np.int16]]:
-    """As read_utterances, of all recordings of a split; those that were read before from their parts."""
-    for start in range(0, len(utterances), BLOCK):
-        block = utterances[start : start + BLOCK]
-        name, lengths = f"{split}-{start:06d}", [each.length for each in block]
-        samples = (parts.load(name) or {}).get("samples", np.zeros(0))
-        if samples.shape == (sum(lengths),) and samples.dtype == np.int16:
-            yield from np.split(samples, np.cumsum(lengths)[:-1])
-            continue
-        recordings = []
-        for recording in read_utterances(block, byte_order):
-            recordings.append(recording)
-            yield recording
-        parts.save(name, samples=np.concatenate(recordings))
 
 
 def _raw(content: bytes, byte_order: str, path: Path) -> NDArray[np.int16]:

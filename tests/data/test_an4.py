@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from data import DataError
 from data.prepare import main
-from data.prepared_file import Parts
-from data.speech import an4
 from data.speech.an4 import open_an4
 from data.speech.dataset import ALPHABET, encoded
 from data.speech.file import open_speech_file
@@ -82,73 +77,6 @@ def test_a_part_is_refused_unless_asked_for(tmp_path: Path, capsys: pytest.Captu
     write_an4(tmp_path / "an4", TRAIN, TEST)
     assert main(["an4", str(tmp_path / "an4"), "-o", str(tmp_path / "a.h5")]) == 1
     assert "3 utterances in split 'train' are not AN4's 948" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("ended", ["by Ctrl-C", "by SIGKILL"])
-def test_an_interrupted_call_continues_and_gives_the_same_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str
-) -> None:
-    source, texts = tmp_path / "an4", ["YES", "GO ON", "UP", "A", "NO NO"]
-    written = write_an4(source, texts, TEST)
-    assert prepare(source, tmp_path / "whole.h5") == 0
-    output, reading = tmp_path / "a.h5", an4.read_utterances
-    monkeypatch.setattr(an4, "BLOCK", 2)
-    read: list[str] = []
-
-    def counted(utterances: Iterable[an4.Utterance], order: str | None) -> Iterator[NDArray[np.int16]]:
-        for each in utterances:
-            read.append(each.path.name)
-            if len(read) == 4:
-                if ended == "by SIGKILL":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise KeyboardInterrupt
-            yield from reading([each], order)
-
-    monkeypatch.setattr(an4, "read_utterances", counted)
-    if ended == "by SIGKILL":
-        child = os.fork()
-        if not child:
-            try:
-                prepare(source, output)
-            finally:
-                os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            prepare(source, output)
-    (parts,) = tmp_path.glob(".a.h5.*.parts")
-    assert [path.name for path in parts.iterdir()] == ["train-000000.npz"]
-    assert not output.exists()
-
-    read[:] = ["four", "that", "were", "begun"]
-    assert prepare(source, output) == 0
-    assert read[4:] == [path.name for path in [*written["train"][2:], *written["test"]]]
-    for left, right in zip(open_an4(output), open_an4(tmp_path / "whole.h5"), strict=True):
-        assert np.array_equal(left.samples, right.samples) and np.array_equal(left.offsets, right.offsets)
-        assert np.array_equal(left.labels, right.labels) and left.names == right.names
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "an4", "whole.h5"]
-
-
-def test_parts_of_other_recordings_or_damaged_ones_are_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, output = tmp_path / "an4", tmp_path / "a.h5"
-    written = write_an4(source, ["NO", "GO ON", "C'EST A"], TEST)
-    read_by_parts(source, output)
-    write_wave(written["train"][0], spoken("YES", 0))
-    edit(transcription(source), "NO", "YES")
-    (part,) = read_by_parts(source, output).folder.iterdir()
-    cut(part, 100)
-    assert prepare(source, output) == 0
-    assert_holds_the_texts(output)
-    assert not list(tmp_path.glob(".*"))
-
-
-def read_by_parts(source: Path, output: Path) -> Parts:
-    found = an4.find_utterances(source)
-    parts = Parts(output, an4.identity(found, None))
-    list(an4.read_by_parts("train", found["train"], None, parts))
-    return parts
 
 
 def transcription(source: Path) -> Path:

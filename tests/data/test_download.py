@@ -1,4 +1,4 @@
-"""Downloads: the right bytes or none, and no byte fetched twice where the server allows."""
+"""Downloads: the right bytes or none."""
 
 import hashlib
 import socket
@@ -19,12 +19,11 @@ MD5 = hashlib.md5(CONTENT, usedforsecurity=False).hexdigest()
 
 
 class Server(ThreadingHTTPServer):
-    """Serves CONTENT; breaks off after `stop` bytes of a body, resumes if `ranges`, notes what is asked."""
+    """Serves CONTENT; breaks off after `stop` bytes of a body, counts what is asked."""
 
     stop: int | None = None
-    ranges = True
     content = CONTENT
-    asked: list[str | None]
+    asked = 0
     daemon_threads = True
 
     @property
@@ -36,27 +35,14 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         server = self.server
         assert isinstance(server, Server)
-        wanted = self.headers["Range"]
-        server.asked.append(wanted)
-        start = 0
+        server.asked += 1
         if self.path != "/archive":
             self.send_error(404)
             return
-        if wanted and server.ranges:
-            start = int(wanted.removeprefix("bytes=").rstrip("-"))
-            if start >= len(server.content):
-                self.send_error(416)
-                return
-            self.send_response(206)
-            self.send_header(
-                "Content-Range", f"bytes {start}-{len(server.content) - 1}/{len(server.content)}"
-            )
-        else:
-            self.send_response(200)
-        self.send_header("Content-Length", str(len(server.content) - start))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(server.content)))
         self.end_headers()
-        end = len(server.content) if server.stop is None else start + server.stop
-        self.wfile.write(server.content[start:end])
+        self.wfile.write(server.content[: server.stop])
 
     def log_message(self, format: str, *arguments: object) -> None:
         pass
@@ -66,7 +52,6 @@ class Handler(BaseHTTPRequestHandler):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with Server(("127.0.0.1", 0), Handler) as server:
-        server.asked = []
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
@@ -79,34 +64,15 @@ def test_a_whole_file_arrives_and_is_not_fetched_again(server: Server, tmp_path:
     for _ in range(2):
         download(server.url, path, MD5)
         assert path.read_bytes() == CONTENT
-    assert server.asked == [None]
+    assert server.asked == 1
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_an_interrupted_download_resumes_where_it_stopped(server: Server, tmp_path: Path) -> None:
-    path = tmp_path / "archive"
+def test_a_download_that_breaks_off_leaves_nothing(server: Server, tmp_path: Path) -> None:
     server.stop = 400_000
-    for arrived in (400_000, 800_000):
-        with pytest.raises(DataError, match=rf"ended before 1024000 bytes; {arrived} bytes are in .*\.part"):
-            download(server.url, path, MD5)
-        assert not path.exists()
-    download(server.url, path, MD5)
-    assert path.read_bytes() == CONTENT
-    assert server.asked == [None, "bytes=400000-", "bytes=800000-"]
-
-
-def test_a_server_that_cannot_resume_starts_over(server: Server, tmp_path: Path) -> None:
-    path = tmp_path / "archive"
-    (tmp_path / "archive.part").write_bytes(b"x" * 1000)
-    server.ranges = False
-    download(server.url, path, MD5)
-    assert path.read_bytes() == CONTENT
-
-
-def test_a_part_that_is_whole_is_only_verified(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "archive.part").write_bytes(CONTENT)
-    download(server.url, tmp_path / "archive", MD5)
-    assert (tmp_path / "archive").read_bytes() == CONTENT
+    with pytest.raises(DataError, match="not fetched: the connection ended before 1024000 bytes"):
+        download(server.url, tmp_path / "archive", MD5)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_wrong_checksum_is_refused_and_its_bytes_deleted(server: Server, tmp_path: Path) -> None:
@@ -123,7 +89,7 @@ def test_another_file_in_the_place_is_not_touched(server: Server, tmp_path: Path
     with pytest.raises(DataError, match=f"archive: there already, with md5 .* instead of {MD5}"):
         download(server.url, path, MD5)
     assert path.read_text() == "mine"
-    assert server.asked == []
+    assert server.asked == 0
 
 
 def test_no_server_and_no_such_page_are_named(server: Server, tmp_path: Path) -> None:
@@ -152,4 +118,4 @@ def test_prepare_downloads_beside_the_output_and_verifies(
     assert main(command) == 1
     assert "cifar-10-binary.tar.gz: not a whole tar archive" in capsys.readouterr().err
     assert main(command) == 1
-    assert server.asked == [None, None]
+    assert server.asked == 2

@@ -16,8 +16,7 @@ from data.download import md5_of
 from data.durable import exclusive
 from data.images import cifar10
 from data.images.cifar10 import CLASSES, FILES, RECORD_BYTES, open_cifar10
-from data.images.digits import load_digits
-from data.images.file import open_image_file
+from data.images.file import write_image_file
 from data.prepare import main, prepare_cifar10
 
 RECORDS = 20
@@ -118,10 +117,13 @@ def test_an_output_that_is_something_else_is_neither_kept_nor_replaced(
     assert prepare(folder, output) == 1
     assert output.read_text() == "the only copy of something"
     output.unlink()
-    assert main(["digits", "-o", str(output), "--size", "8"]) == 0
+    pixels, labels = np.zeros((7, 3, 8, 8), np.uint8), np.zeros(7, np.int64)
+    parts = [(split, 0, pixels, labels) for split in ("train", "test")]
+    facts = {"name": "digits", "classes": ("0",), "source": "a hand", "shape": (3, 8, 8)}
+    write_image_file(output, parts, counts={"train": 7, "test": 7}, **facts)  # type: ignore[arg-type]
     assert prepare(folder, output) == 1
     message = capsys.readouterr().err
-    assert "holds 'digits' of 899 training and 898 test images, 3x8x8 (scikit-learn's digits" in message
+    assert "holds 'digits' of 7 training and 7 test images, 3x8x8 (a hand)" in message
     assert message.count("--force replaces it") == 2
     with pytest.raises(DataError, match=r"c\.h5: holds 'digits', .* not 'cifar10'"):
         open_cifar10(output)
@@ -136,42 +138,16 @@ def test_damaged_output_is_not_kept(folder: Path, tmp_path: Path, capsys: pytest
     assert "checksum" in capsys.readouterr().err
 
 
-def test_partial_sets_need_the_option(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    records(1, 7).tofile(folder / FILES[1])
-    (folder / FILES[3]).unlink()
-    output = tmp_path / "c.h5"
-    assert prepare(folder, output) == 1
-    assert "data_batch_4.bin missing" in capsys.readouterr().err
-    assert prepare(folder, output, "--partial") == 0
-    train, test = open_cifar10(output)
-    assert (len(train), len(test)) == (3 * RECORDS + 7, RECORDS)
-    assert np.array_equal(train.labels[RECORDS : RECORDS + 7], records(1, 7)[:, 0])
-    # What is there is a part: only --partial keeps it.
-    assert prepare(folder, output, "--partial") == 0
-    assert prepare(folder, output) == 1
-    assert "holds 'cifar10' of 67 training and 20 test images" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("damage", "options", "message"),
+    ("damage", "message"),
     [
-        (
-            "cut",
-            (),
-            r"data_batch_2\.bin: 61459 bytes are not a multiple of 3073, one record: the file is truncated",
-        ),
-        ("cut", ("--partial",), "61459 bytes are not a multiple of 3073"),
-        ("short", (), r"data_batch_2\.bin: 19 records \(58387 bytes\) are not CIFAR-10's 20 \(61460 bytes\)"),
-        ("long", (), "21 records"),
-        ("long", ("--partial",), r"21 records are not in \[1, 20\]"),
-        ("empty", ("--partial",), r"0 records are not in \[1, 20\]"),
-        ("label", (), r"data_batch_2\.bin: label 10 of record 5 is not in \[0, 9\]"),
-        ("no training", ("--partial",), "data_batch_1.bin, .* missing"),
-        ("no test", ("--partial",), "test_batch.bin missing of the 6 files"),
-        ("nothing", (), "none of data_batch_1.bin, .* found"),
+        ("cut", r"data_batch_2\.bin: 61459 bytes are not the 61460 of 20 records"),
+        ("long", "64533 bytes are not the 61460"),
+        ("empty", "0 bytes are not the 61460"),
+        ("label", r"data_batch_2\.bin: label 10 of record 5 is not in \[0, 9\]"),
+        ("no test", "test_batch.bin missing of the 6 files"),
+        ("nothing", "none of data_batch_1.bin, .* found"),
     ],
 )
 def test_a_damaged_source_is_refused_and_leaves_no_output(
@@ -179,7 +155,6 @@ def test_a_damaged_source_is_refused_and_leaves_no_output(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     damage: str,
-    options: tuple[str, ...],
     message: str,
     packed: bool,
 ) -> None:
@@ -187,8 +162,6 @@ def test_a_damaged_source_is_refused_and_leaves_no_output(
     second = folder / FILES[1]
     if damage == "cut":
         second.write_bytes(content.tobytes()[:-1])
-    elif damage == "short":
-        content[:-1].tofile(second)
     elif damage == "long":
         records(1, RECORDS + 1).tofile(second)
     elif damage == "empty":
@@ -197,14 +170,14 @@ def test_a_damaged_source_is_refused_and_leaves_no_output(
         content[5, 0] = 10
         content.tofile(second)
     else:
-        for name in {"no training": FILES[:5], "no test": FILES[5:], "nothing": FILES}[damage]:
+        for name in {"no test": FILES[5:], "nothing": FILES}[damage]:
             (folder / name).unlink()
     source = pack(folder, tmp_path / "c.tar.gz") if packed else folder
-    assert prepare(source, tmp_path / "c.h5", *options) == 1
+    assert prepare(source, tmp_path / "c.h5") == 1
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {source}")
     with pytest.raises(DataError, match=message):
-        prepare_cifar10(source, tmp_path / "c.h5", partial="--partial" in options)
+        prepare_cifar10(source, tmp_path / "c.h5")
     assert not list(tmp_path.glob("*.h5*"))
     assert not list(tmp_path.glob(".*"))
 
@@ -257,22 +230,6 @@ def test_links_and_doubles_in_an_archive_are_not_followed(folder: Path, tmp_path
             tar.addfile(member, io.BytesIO(records(0).tobytes()))
     with pytest.raises(DataError, match=r"data_batch_1\.bin is there more than once"):
         prepare_cifar10(archive, tmp_path / "c.h5")
-
-
-def test_digits_are_written_in_the_same_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "digits.h5"
-    command = ["digits", "-o", str(output), "--size", "16", "--held-out", "0.25"]
-    assert main(command) == 0
-    assert main(command) == 0
-    assert "kept, it holds 'digits'" in capsys.readouterr().out
-    for found, expected in zip(open_image_file(output), load_digits(16, 0.25), strict=True):
-        assert np.array_equal(found.images, expected.images)
-        assert np.array_equal(found.labels, expected.labels)
-        assert (found.mean, found.std, found.classes) == (expected.mean, expected.std, expected.classes)
-    assert main([*command[:-1], "0.5"]) == 1
-    assert "0.25 held out" in capsys.readouterr().err
-    assert main([*command[:-1], "1.5", "--force"]) == 1
-    assert "held_out 1.5 is not in (0, 1)" in capsys.readouterr().err
 
 
 def test_an_output_has_one_writer(
