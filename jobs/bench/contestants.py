@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any
 
@@ -69,19 +68,10 @@ def takes_part(
     for one in wanted:
         if sharers > 1:
             left_out[one.name] = f"NCCL takes one rank per GPU, and here {sharers} share one"
-    if not chooses_transport():
-        for one in everyone:
-            if "peer_memory" in one.arguments:
-                left_out[one.name] = "GradientAllreduce has no other transport: the row oktopk is over MPI"
     present = [one for one in everyone if one.name not in left_out]
     if not present:
         raise BenchError("; ".join(f"{name} is left out: {reason}" for name, reason in left_out.items()))
     return present, left_out
-
-
-def chooses_transport() -> bool:
-    """Whether GradientAllreduce can be told to keep to MPI."""
-    return "peer_memory" in inspect.signature(GradientAllreduce).parameters
 
 
 class FromBuffer:

@@ -17,7 +17,7 @@ from matplotlib.ticker import EngFormatter, FixedLocator, NullFormatter, NullLoc
 
 from jobs.bench.dense_table import draw_dense
 from jobs.bench.document import BenchError, read
-from jobs.bench.format import cell_title
+from jobs.bench.format import cell_title, ordered
 from jobs.bench.tables import BUSIER, document_tables, reference
 from jobs.report.panels import write_rows
 from jobs.report.style import GREY, STAGES, STYLE, colour_of, title_of
@@ -116,8 +116,9 @@ def _draw_times(axes: Axes, run: dict[str, Any]) -> None:
     for row, method in enumerate(methods):
         for kind, offset, height in (("regular", -0.12, 0.46), ("exact", 0.26, 0.2)):
             left = 0.0
-            for stage, seconds in _ordered(method["stages"][kind] or {}):
-                width = seconds["mean"] * 1e3
+            stages = method["stages"][kind] or {}
+            for stage in ordered(stages):
+                width = stages[stage]["mean"] * 1e3
                 look: dict[str, Any] = {
                     "color": STAGES.get(stage, GREY),
                     "edgecolor": "white",
@@ -138,11 +139,6 @@ def _draw_times(axes: Axes, run: dict[str, Any]) -> None:
     against = reference(methods, run.get("baseline"))
     if against is not None:
         axes.axvline(against["seconds"]["all"]["mean"] * 1e3, color=GREY, linestyle=":", linewidth=1.2)
-
-
-def _ordered(stages: dict[str, dict[str, float]]) -> list[tuple[str, dict[str, float]]]:
-    known = list(STAGES)
-    return sorted(stages.items(), key=lambda item: known.index(item[0]) if item[0] in known else len(known))
 
 
 def _stage_legend(figure: Figure, runs: Sequence[dict[str, Any]]) -> None:

@@ -36,7 +36,7 @@ def at(record: Record | None, path: str) -> Any:
     return found
 
 
-def figure(path: str, form: str = "{:,.0f}", scale: float = 1.0) -> Callable[[Record], str]:
+def figure(path: str, form: str = "{:,.0f}", scale: float = 1.0) -> Cell:
     """Cells of a figure, in another unit if need be."""
     return lambda record: shown(at(record, path), form, scale)
 
@@ -49,6 +49,11 @@ def shown(value: Any, form: str = "{:,.0f}", scale: float = 1.0) -> str:
 def ratio(above: float | None, below: float | None) -> float | None:
     """Their quotient, None where one is missing."""
     return None if above is None or below is None else above / below
+
+
+def over(above: str, below: str, form: str = "{:.2f}") -> Cell:
+    """Cells of the quotient of two figures of a record, by their paths."""
+    return lambda record: shown(ratio(at(record, above), at(record, below)), form)
 
 
 def cell_title(run: Record) -> str:

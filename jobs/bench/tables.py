@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from data.command import command_parser
@@ -26,7 +26,7 @@ from jobs.bench.format import (
     figure,
     not_held,
     ordered,
-    ratio,
+    over,
     shown,
     table,
 )
@@ -53,7 +53,7 @@ def run_tables(run: Record, machine: Record) -> str:
     heading += f", {run['gradient_type']} on {run['device']}" if on_gpu else ""
     heading += f"\n{machine['cpu']}"
     heading += f", vectors of {machine['vector_bits']} bits" if machine.get("vector_bits") else ""
-    heading += "".join(f"\nwithout {name}: {reason}" for name, reason in run.get("left_out", {}).items())
+    heading += _left_out(run)
     digits = 4 if on_gpu else 2
     if link:
         tables = [heading, links_table(run)]
@@ -74,45 +74,29 @@ def reference(methods: list[Record], baseline: str | None = None) -> Record | No
 
 def times_table(methods: list[Record], baseline: str | None = None, digits: int = 2) -> str:
     """Milliseconds of a step, slowest rank."""
-    against = reference(methods, baseline)
-
-    def ms(path: str) -> Cell:
-        return figure(f"seconds.{path}", f"{{:.{digits}f}}", 1e3)
-
-    def compared(above: str, below: str, other: Record | None = None) -> Cell:
-        path, to = f"seconds.{above}.mean", f"seconds.{below}.mean"
-        return lambda method: shown(ratio(at(method, path), at(other or method, to)), "{:.2f}")
-
+    against, ms = reference(methods, baseline), (f"{{:.{digits}f}}", 1e3)
     columns: list[Column] = [
         ("step, ms", NAME),
-        ("mean", ms("all.mean")),
-        ("median", ms("all.median")),
-        ("regular: mean", ms("regular.mean")),
-        ("median", ms("regular.median")),
-        ("exact: mean", ms("exact.mean")),
-        ("median", ms("exact.median")),
-        ("exact / regular", compared("exact", "regular")),
+        ("mean", figure("seconds.all.mean", *ms)),
+        ("median", figure("seconds.all.median", *ms)),
+        ("regular: mean", figure("seconds.regular.mean", *ms)),
+        ("median", figure("seconds.regular.median", *ms)),
+        ("exact: mean", figure("seconds.exact.mean", *ms)),
+        ("median", figure("seconds.exact.median", *ms)),
+        ("exact / regular", over("seconds.exact.mean", "seconds.regular.mean")),
+        (
+            f"mean / {against['name'] if against else 'dense'}'s",
+            over("seconds.all.mean", "against.seconds.all.mean"),
+        ),
     ]
-    nothing: Column = ("mean / dense's", lambda method: MISSING)
-    columns.append(
-        nothing if against is None else (f"mean / {against['name']}'s", compared("all", "all", against))
-    )
-    return columns_table(columns, methods)
+    return columns_table(columns, [method | {"against": against} for method in methods])
 
 
 def links_table(run: Record) -> str:
     """Milliseconds of a step between hosts, what a host sends in it, and how long that takes at the rate of its link."""
-    methods, link, digits = run["methods"], run["link"], 3 if run["device"] == "cuda" else 1
-    ms = f"{{:,.{digits}f}}"
-
-    def times(name: str) -> Cell:
-        dense = next((method for method in methods if method["name"] == name), None)
-        return lambda method: shown(
-            ratio(at(dense, "seconds.all.mean"), at(method, "seconds.all.mean")), "{:.1f}"
-        )
-
-    def sent(method: Record) -> str:
-        return figure("link.host_bytes")(method) + ("" if method["counted"] else " by formula")
+    link, by_name = run["link"], {method["name"]: method for method in run["methods"]}
+    methods = [method | {"of": by_name} for method in run["methods"]]
+    ms = "{:,.3f}" if run["device"] == "cuda" else "{:,.1f}"
 
     def stages(method: Record) -> str:
         found = method["stages"]["regular"] or method["stages"]["all"] or {}
@@ -122,15 +106,15 @@ def links_table(run: Record) -> str:
         ("step, ms", NAME),
         ("mean", figure("seconds.all.mean", ms, 1e3)),
         ("median", figure("seconds.all.median", ms, 1e3)),
-        ("bytes a host sends to others", sent),
+        ("bytes a host sends to others", counted("link.host_bytes")),
         ("floor", figure("link.floor", ms, 1e3)),
         ("mean − floor", figure("link.above", ms, 1e3)),
         ("transfer / rate", figure("link.transfer.share", "{:.2f}")),
     ]
     columns += [
-        (f"{title} / its", times(name))
+        (f"{title} / its", over(f"of.{name}.seconds.all.mean", "seconds.all.mean", "{:.1f}"))
         for name, title in _BETWEEN_HOSTS.items()
-        if times(name)(methods[0]) != MISSING
+        if name in by_name
     ]
     columns.append(("stages of regular steps, mean", stages))
     transfer = link["transfer"]
@@ -149,7 +133,7 @@ _BETWEEN_HOSTS = {"nccl": "NCCL fp32", "nccl-bf16": "NCCL bf16", "mpi-ring": "MP
 def traffic_table(methods: list[Record]) -> str:
     """Words and messages that a rank sends in a step, and entries."""
 
-    def counted(path: str, form: str = "{:,.0f}", missing: str = MISSING) -> Cell:
+    def if_counted(path: str, form: str = "{:,.0f}", missing: str = MISSING) -> Cell:
         return lambda method: figure(path, form)(method) if method["counted"] else missing
 
     def by_formula(method: Record) -> str:
@@ -158,13 +142,13 @@ def traffic_table(methods: list[Record]) -> str:
 
     columns: list[Column] = [
         ("words per rank", NAME),
-        ("mean", counted("words.mean", missing="not counted")),
-        ("busiest", counted("words.busiest")),
+        ("mean", if_counted("words.mean", missing="not counted")),
+        ("busiest", if_counted("words.busiest")),
         ("by formula", by_formula),
-        ("bytes to other hosts", counted("bytes_between.mean")),
-        ("control", counted("control_words.mean")),
-        ("messages", counted("messages.mean", "{:.1f}")),
-        ("control", counted("control_messages.mean", "{:.1f}")),
+        ("bytes to other hosts", if_counted("bytes_between.mean")),
+        ("control", if_counted("control_words.mean")),
+        ("messages", if_counted("messages.mean", "{:.1f}")),
+        ("control", if_counted("control_messages.mean", "{:.1f}")),
         ("selected", figure("nnz.local")),
         ("applied", figure("nnz.global")),
         ("|selected/k − 1|", figure("nnz.local_deviation", "{:.2%}")),
@@ -233,43 +217,28 @@ def sweep_table(runs: Sequence[Record]) -> str:
 
 def hook_table(run: Record) -> str:
     """Milliseconds of a training step with each communication hook, and what a rank sends."""
-    plain = next(method for method in run["methods"] if method["name"] == "plain-topk")
-
-    def times(path: str) -> Cell:
-        return lambda method: shown(ratio(at(plain, path), at(method, path)), "{:.2f}")
-
     columns: list[Column] = [
         ("step, ms", NAME),
         ("mean", figure("seconds.mean", "{:.2f}", 1e3)),
         ("median", figure("seconds.median", "{:.2f}", 1e3)),
         ("exposed", figure("seconds.exposed", "{:.2f}", 1e3)),
-        ("plain-topk's median / its", times("seconds.median")),
-        ("exposed / its", times("seconds.exposed")),
-        (
-            "bytes a rank",
-            lambda method: figure("bytes")(method) + ("" if method["counted"] else " by formula"),
-        ),
+        ("plain-topk's median / its", over("against.seconds.median", "seconds.median")),
+        ("exposed / its", over("against.seconds.exposed", "seconds.exposed")),
+        ("bytes a rank", counted("bytes")),
         ("by", lambda method: method.get("carrier", "")),
     ]
-    return _headed(run, f"n = {run['length']:,}, density {run['density']:g}", columns)
+    return _headed(run, f"n = {run['length']:,}, density {run['density']:g}", columns, "plain-topk")
 
 
 def rows_table(run: Record) -> str:
     """Milliseconds of a sum of rows by each contestant, by stage, and what a rank sends."""
-    ours = next((method for method in run["methods"] if method["name"] == "oktopk-rows"), None)
     columns: list[Column] = [
         ("step, ms", NAME),
         ("median", figure("seconds.median", "{:.1f}", 1e3)),
         ("mean", figure("seconds.mean", "{:.1f}", 1e3)),
-        (
-            "median / oktopk-rows'",
-            lambda method: shown(ratio(at(method, "seconds.median"), at(ours, "seconds.median")), "{:.2f}"),
-        ),
-        (
-            "MB a rank",
-            lambda method: _megabytes(method, "mean") + ("" if method["counted"] else " by formula"),
-        ),
-        ("busiest", lambda method: _megabytes(method, "busiest")),
+        ("median / oktopk-rows'", over("seconds.median", "against.seconds.median")),
+        ("MB a rank", counted("bytes.mean", "{:,.2f}", 1e-6)),
+        ("busiest", figure("bytes.busiest", "{:,.2f}", 1e-6)),
         ("memory, MB", figure("peak", "{:,.0f}", 1e-6)),
         (
             "stages, ms",
@@ -281,13 +250,16 @@ def rows_table(run: Record) -> str:
         f"table of {table['rows']:,} x {table['width']} float32, {run['skew']}: {touched['drawn']:,} rows drawn a rank, "
         f"{touched['distinct']:,.0f} distinct, {touched['summed']:,.0f} in the sum"
     )
-    return _headed(run, what, columns)
+    return _headed(run, what, columns, "oktopk-rows")
 
 
-def _headed(run: Record, what: str, columns: list[Column]) -> str:
+def _headed(run: Record, what: str, columns: list[Column], against: str) -> str:
+    """A table of the methods below a heading; each has the one named `against` under that name."""
+    compared = next((method for method in run["methods"] if method["name"] == against), None)
+    methods = [method | {"against": compared} for method in run["methods"]]
     heading = f"{run['ranks']} ranks, {run['backend']} on {run['device']}, {what}, {_course(run)}"
     heading += f", {run['network']}" if run["network"] else ""
-    return f"{heading}{_left_out(run)}\n\n{columns_table(columns, run['methods'])}"
+    return f"{heading}{_left_out(run)}\n\n{columns_table(columns, methods)}"
 
 
 def _course(run: Record) -> str:
@@ -298,23 +270,29 @@ def _left_out(run: Record) -> str:
     return "".join(f"\nwithout {name}: {reason}" for name, reason in run.get("left_out", {}).items())
 
 
-def _megabytes(method: Record, part: str) -> str:
-    return figure(f"bytes.{part}", "{:,.2f}", 1e-6)(method)
+def counted(path: str, form: str = "{:,.0f}", scale: float = 1.0) -> Cell:
+    """Cells of a figure that is counted, or else by formula, which is said."""
+    return lambda method: figure(path, form, scale)(method) + ("" if method["counted"] else " by formula")
+
+
+_RUN_TABLES: dict[str, Callable[[Record], str]] = {
+    "dense table": dense_table,
+    "hook table": hook_table,
+    "rows table": rows_table,
+}
+"""Kind of a document -> the tables of one of its runs."""
 
 
 def document_tables(content: Record) -> str:
     """All tables of a document."""
     if content["kind"] == "gpu table":
         return gpu_tables(content)
-    if content["kind"] == "dense table":
-        return "\n\n".join(dense_table(run) for run in content["runs"])
     if content["kind"] == "sweep":
         return sweep_table(content["runs"])
-    if content["kind"] == "hook table":
-        return "\n\n".join(hook_table(run) for run in content["runs"])
-    if content["kind"] == "rows table":
-        return "\n\n".join(rows_table(run) for run in content["runs"])
-    return "\n\n".join(run_tables(run, content["machine"]) for run in content["runs"])
+    tables = _RUN_TABLES.get(
+        content["kind"], functools.partial(run_tables, machine=content.get("machine", {}))
+    )
+    return "\n\n".join(map(tables, content["runs"]))
 
 
 def insert(text: str, name: str, tables: str) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from jobs.bench.document import NCCL_ROWS, BenchError
+from jobs.bench.document import BenchError
 from jobs.bench.format import (
     MISSING,
-    Cell,
     Column,
     Record,
     at,
@@ -30,23 +29,23 @@ TOPK_LENGTH = 100_000_000
 """torch.topk is to take at least so many times the select kernel's time, from this length on."""
 WAITS = 2
 """Most host synchronizations of a regular step."""
+US = ("{:,.1f}", 1e6)
+"""Form and scale of microseconds."""
 
 
 def verdict(run: Record, name: str = OURS) -> tuple[float | None, bool | None]:
     """The baseline's mean step over a row's, and whether that reaches the target; None where unknown."""
-    times = {method["name"]: method["seconds"]["all"]["mean"] for method in run["methods"]}
-    if name not in times or run["baseline"] not in times:
-        return None, None
-    ratio = times[run["baseline"]] / times[name]
-    return ratio, None if run["target"] is None else ratio >= run["target"]["at_least"]
+    compared = _of(run)
+    times = ratio(*(at(compared, f"of.{row}.seconds.all.mean") for row in (run["baseline"], name)))
+    return times, None if times is None or run["target"] is None else times >= run["target"]["at_least"]
 
 
 def cell_line(run: Record) -> str:
     """One cell in a line, for whoever waits."""
-    ratio, met = verdict(run)
-    mean = _us(at(_method(run, OURS), "seconds.all.mean"))
+    times, met = verdict(run)
+    mean = figure(f"of.{OURS}.seconds.all.mean", *US)(_of(run))
     wanted = "" if run["target"] is None else f", target {run['target']['at_least']:.1f}x: {_met(met)}"
-    return f"{cell_title(run)}: {mean} us, {_times(ratio)} of {run['baseline']}{wanted}; took {run['seconds_taken']:.0f} s"
+    return f"{cell_title(run)}: {mean} us, {_times(times)} of {run['baseline']}{wanted}; took {run['seconds_taken']:.0f} s"
 
 
 def gpu_tables(content: Record) -> str:
@@ -57,17 +56,23 @@ def gpu_tables(content: Record) -> str:
     """
     if content["kind"] != "gpu table":
         raise BenchError(f"the document is a {content['kind']!r}, not a 'gpu table'")
-    runs = content["runs"]
+    runs = [_of(run) for run in content["runs"]]
+    reasons = {name: reason for run in runs for name, reason in run["left_out"].items()}
     parts = [
         _heading(content),
-        _targets(runs),
-        *_left_out(runs),
-        _contract(runs),
-        _select(runs),
-        _on_device(runs),
+        columns_table(_TARGETS, runs, "pipe"),
+        *(f"Without `{name}`: {reason}." for name, reason in reasons.items()),
+        columns_table(_CONTRACT, [run for run in runs if OURS in run["of"]], "pipe"),
     ]
-    parts += [_stages(runs, kind) for kind in ("regular", "exact")]
+    if selected := [run for run in runs if run["select"] is not None]:
+        parts.append(columns_table(_SELECT, selected, "pipe"))
+    parts += [_on_device(runs), *(_stages(runs, kind) for kind in ("regular", "exact"))]
     return "\n\n".join(part for part in parts if part)
+
+
+def _of(run: Record) -> Record:
+    """The run with its methods by name, for paths such as "of.nccl.seconds.all.mean"."""
+    return run | {"of": {method["name"]: method for method in run["methods"]}}
 
 
 def _heading(content: Record) -> str:
@@ -92,83 +97,77 @@ def _heading(content: Record) -> str:
     )
 
 
-def _targets(runs: Sequence[Record]) -> str:
-    """Microseconds, slowest rank; all ratios are to NCCL's mean in the same run, of the gradients' own type."""
-
-    def step(name: str, kind: str, which: str) -> Cell:
-        return lambda run: _us(at(_method(run, name), f"seconds.{kind}.{which}"))
-
-    def times(name: str) -> Cell:
-        return lambda run: _times(verdict(run, name)[0])
-
-    columns: list[Column] = [("step, us", cell_title)]
-    for name, kind in NCCL_ROWS.items():
-        columns.append((f"NCCL {'fp32' if kind == 'float32' else 'bf16'}: mean", step(name, "all", "mean")))
-    for kind, which in (("all", "mean"), ("regular", "median"), ("exact", "median")):
-        title = f"Ok-Topk, {'every step' if kind == 'all' else kind}: {which}"
-        columns.append((title, step(OURS, kind, which)))
-    columns += [
-        ("times NCCL's", times(OURS)),
-        ("target", figure("target.at_least", "≥ {:.1f}x")),
-        ("", lambda run: _met(verdict(run)[1])),
-        ("into g", times("oktopk-into-g")),
-        ("MPI alone", times("oktopk-mpi")),
-    ]
-    return columns_table(columns, runs, "pipe")
+def _us(seconds: float | None) -> str:
+    return shown(seconds, *US)
 
 
-def _contract(runs: Sequence[Record]) -> str:
-    """Words, deviations, waits and allocations of Ok-Topk against the contract."""
-
-    def ours(path: str, form: str) -> Cell:
-        return lambda run: shown(at(_method(run, OURS), path), form)
-
-    def waits(run: Record) -> str:
-        found = at(_method(run, OURS), "memory.regular.synchronizations")
-        return MISSING if found is None else f"{found} ({_met(found <= WAITS)})"
-
-    columns: list[Column] = [
-        ("Ok-Topk", cell_title),
-        ("words", ours("words.mean", "{:,.0f}")),
-        ("2k(P−1)/P … 6k(P−1)/P", lambda run: "{lower:,.0f} … {upper:,.0f}".format(**run["bounds"])),
-        ("", lambda run: _met(at(_method(run, OURS), "words.mean") <= run["bounds"]["upper"])),
-        ("selected/k − 1", ours("nnz.local_deviation", "{:.2%}")),
-        ("applied/k − 1", ours("nnz.global_deviation", "{:.2%}")),
-        ("waits, regular step", waits),
-        ("allocated, regular step", ours("memory.regular.allocated", "{:,} B")),
-        ("GPU grew", ours("memory.regular.resident", "{:,} B")),
-        ("ranks agree", lambda run: "yes" if at(_method(run, OURS), "agreed") else "NO"),
-    ]
-    return columns_table(columns, [run for run in runs if _method(run, OURS)], "pipe")
+def _down(value: float, digits: int) -> float:
+    """Rounded down: what is shown as met is met."""
+    return math.floor(value * 10**digits + 1e-9) / 10**digits
 
 
-def _select(runs: Sequence[Record]) -> str:
-    """The select kernel alone, beside the copy's bandwidth and torch.topk."""
+def _times(ratio: float | None) -> str:
+    return MISSING if ratio is None else f"{_down(ratio, 2):.2f}x"
 
-    def times(run: Record) -> float | None:
-        return ratio(at(run, "select.topk_seconds"), at(run, "select.seconds"))
 
-    def speed(run: Record) -> str:
-        return shown(run["select"]["bytes"] / run["select"]["seconds"], "{:.2f}", 1e-12)
+def _met(met: bool | None) -> str:
+    return MISSING if met is None else "met" if met else "missed"
 
-    def fast(run: Record) -> str:
-        asked = times(run) if run["length"] >= TOPK_LENGTH else None
-        return _met(None if asked is None else asked >= TOPK_TIMES)
 
-    columns: list[Column] = [
-        ("select kernel alone", cell_title),
-        ("us", lambda run: _us(run["select"]["seconds"])),
-        ("MB to move", figure("select.bytes", scale=1e-6)),
-        ("TB/s", speed),
-        ("copy, TB/s", figure("speeds.memory", "{:.2f}", 1e-12)),
-        ("share", lambda run: f"{_down(100 * run['select']['share'], 1):.1f} %"),
-        (f"≥ {100 * SHARE:.0f} %", lambda run: _met(run["select"]["share"] >= SHARE)),
-        ("torch.topk, us", lambda run: _us(run["select"]["topk_seconds"])),
-        ("times", lambda run: _times(times(run))),
-        (f"≥ {TOPK_TIMES:.0f}x", fast),
-    ]
-    selected = [run for run in runs if run["select"] is not None]
-    return columns_table(columns, selected, "pipe") if selected else ""
+def _waits(run: Record) -> str:
+    found = at(run, f"of.{OURS}.memory.regular.synchronizations")
+    return MISSING if found is None else f"{found} ({_met(found <= WAITS)})"
+
+
+def _topk_times(run: Record) -> float | None:
+    return ratio(at(run, "select.topk_seconds"), at(run, "select.seconds"))
+
+
+def _topk_met(run: Record) -> str:
+    asked = _topk_times(run) if run["length"] >= TOPK_LENGTH else None
+    return _met(None if asked is None else asked >= TOPK_TIMES)
+
+
+_TARGETS: list[Column] = [
+    ("step, us", cell_title),
+    ("NCCL fp32: mean", figure("of.nccl.seconds.all.mean", *US)),
+    ("NCCL bf16: mean", figure("of.nccl-bf16.seconds.all.mean", *US)),
+    ("Ok-Topk, every step: mean", figure(f"of.{OURS}.seconds.all.mean", *US)),
+    ("Ok-Topk, regular: median", figure(f"of.{OURS}.seconds.regular.median", *US)),
+    ("Ok-Topk, exact: median", figure(f"of.{OURS}.seconds.exact.median", *US)),
+    ("times NCCL's", lambda run: _times(verdict(run)[0])),
+    ("target", figure("target.at_least", "≥ {:.1f}x")),
+    ("", lambda run: _met(verdict(run)[1])),
+    ("into g", lambda run: _times(verdict(run, "oktopk-into-g")[0])),
+    ("MPI alone", lambda run: _times(verdict(run, "oktopk-mpi")[0])),
+]
+"""Microseconds, slowest rank; all ratios are to NCCL's mean in the same run, of the gradients' own type."""
+_CONTRACT: list[Column] = [
+    ("Ok-Topk", cell_title),
+    ("words", figure(f"of.{OURS}.words.mean")),
+    ("2k(P−1)/P … 6k(P−1)/P", lambda run: "{lower:,.0f} … {upper:,.0f}".format(**run["bounds"])),
+    ("", lambda run: _met(at(run, f"of.{OURS}.words.mean") <= run["bounds"]["upper"])),
+    ("selected/k − 1", figure(f"of.{OURS}.nnz.local_deviation", "{:.2%}")),
+    ("applied/k − 1", figure(f"of.{OURS}.nnz.global_deviation", "{:.2%}")),
+    ("waits, regular step", _waits),
+    ("allocated, regular step", figure(f"of.{OURS}.memory.regular.allocated", "{:,} B")),
+    ("GPU grew", figure(f"of.{OURS}.memory.regular.resident", "{:,} B")),
+    ("ranks agree", lambda run: "yes" if at(run, f"of.{OURS}.agreed") else "NO"),
+]
+"""Words, deviations, waits and allocations against the contract."""
+_SELECT: list[Column] = [
+    ("select kernel alone", cell_title),
+    ("us", figure("select.seconds", *US)),
+    ("MB to move", figure("select.bytes", scale=1e-6)),
+    ("TB/s", lambda run: shown(run["select"]["bytes"] / run["select"]["seconds"], "{:.2f}", 1e-12)),
+    ("copy, TB/s", figure("speeds.memory", "{:.2f}", 1e-12)),
+    ("share", lambda run: f"{_down(100 * run['select']['share'], 1):.1f} %"),
+    (f"≥ {100 * SHARE:.0f} %", lambda run: _met(run["select"]["share"] >= SHARE)),
+    ("torch.topk, us", figure("select.topk_seconds", *US)),
+    ("times", lambda run: _times(_topk_times(run))),
+    (f"≥ {TOPK_TIMES:.0f}x", _topk_met),
+]
+"""The select kernel alone, beside the copy's bandwidth and torch.topk."""
 
 
 def _stage_rows(
@@ -185,7 +184,7 @@ def _stage_rows(
 
 def _on_device(runs: Sequence[Record]) -> str:
     """Microseconds by stage on the device with the floor in brackets, where a step runs there as a whole."""
-    found = [(run, stages) for run in runs if (stages := at(_method(run, OURS), "device_stages"))]
+    found = [(run, stages) for run in runs if (stages := at(run, f"of.{OURS}.device_stages"))]
     if not found:
         return ""
     names = list(dict.fromkeys(name for _, stages in found for name in stages))
@@ -205,9 +204,8 @@ def _stages(runs: Sequence[Record], kind: str) -> str:
     """Microseconds by stage with the floor in brackets; one row a cell."""
     found = []
     for run in runs:
-        method = _method(run, OURS)
-        if stages := at(method, f"stages.{kind}"):
-            floors = {name: at(method, f"floors.{name}.seconds") for name in stages}
+        if stages := at(run, f"of.{OURS}.stages.{kind}"):
+            floors = {name: at(run, f"of.{OURS}.floors.{name}.seconds") for name in stages}
             found.append((run, {name: stages[name] | {"floor": floors[name]} for name in stages}))
     if not found:
         return ""
@@ -222,34 +220,8 @@ def _stages(runs: Sequence[Record], kind: str) -> str:
     return f"{note}\n\n{table(_stage_rows(found, names, 'median'), ['stage', *names], 'pipe')}"
 
 
-def _left_out(runs: Iterable[Record]) -> list[str]:
-    reasons = {name: reason for run in runs for name, reason in run["left_out"].items()}
-    return [f"Without `{name}`: {reason}." for name, reason in reasons.items()]
-
-
-def _method(run: Record, name: str) -> Record | None:
-    return next((method for method in run["methods"] if method["name"] == name), None)
-
-
 def _median(speeds: Sequence[Record], name: str) -> float:
     return statistics.median(float(one[name]) for one in speeds)  # "inf" for one rank
-
-
-def _us(seconds: float | None) -> str:
-    return shown(seconds, "{:,.1f}", 1e6)
-
-
-def _down(value: float, digits: int) -> float:
-    """Rounded down: what is shown as met is met."""
-    return math.floor(value * 10**digits + 1e-9) / 10**digits
-
-
-def _times(ratio: float | None) -> str:
-    return MISSING if ratio is None else f"{_down(ratio, 2):.2f}x"
-
-
-def _met(met: bool | None) -> str:
-    return MISSING if met is None else "met" if met else "missed"
 
 
 def _cuda(version: int) -> str:
