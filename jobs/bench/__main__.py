@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jobs.bench.job import drive
 
     if isinstance(options, Options):
-        return drive(options)
+        return drive(options, words)
     wrong = options.startswith("jobs.bench: ")
     print(options, file=sys.stderr if wrong else sys.stdout)
     return 2 if wrong else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,16 +39,53 @@ KNOWN = {
 }
 """device -> what `--methods` takes."""
 TABLES: dict[str, tuple[str, ...]] = {
+    "": (
+        *(
+            "methods",
+            "length",
+            "density",
+            "steps",
+            "warmup",
+            "dense_steps",
+            "gradients",
+            "gradient_type",
+            "settings",
+        ),
+        *("ablate", "ranks", "sweep_ranks", "memory", "link"),
+    ),
     "dense": ("gradient_type",),
     "gpu": ("rows", "budget", "gradient_type"),
     "hook": ("length", "density", "steps", "warmup", "settings"),
     "rows": ("rows", "table_rows", "width", "skew", "steps", "warmup"),
 }
-"""Table -> the options that it takes besides those of every bench, by their names in the parser's result."""
+"""Table, "" for none -> the options that it takes besides those of every bench, by their names in the parser's result."""
 TABLE_METHODS = ("oktopk", *OWN_ROWS, *NCCL_ROWS)
 BUDGET = 300.0
 TOUCHED, TABLE_ROWS, WIDTH, ROW_STEPS, ROW_WARMUP = 50_000, 1_000_000, 512, 10, 2
 """Of the table of rows."""
+
+
+def number(kind: Callable[[str], float], least: float) -> Callable[[str], float]:
+    """Reads a number of at least `least`, for a parser."""
+
+    def read(text: str) -> float:
+        if not (value := kind(text)) >= least:
+            raise argparse.ArgumentTypeError(f"{text} is not at least {least}")
+        return value
+
+    read.__name__ = kind.__name__
+    return read
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Reads numbers of at least 1, for a parser."""
+    try:
+        found = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 2,4,8") from None
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{min(found)} is not at least 1")
+    return found
 
 
 class _Parser(argparse.ArgumentParser):
@@ -87,15 +125,15 @@ def parser() -> argparse.ArgumentParser:
         f"Number of elements of the gradient, or several such as 14728266,133547324, measured one after another; default: "
         f"{VGG_LENGTH}, those of VGG-16; {SWEEP_LENGTH} with --sweep-ranks"
     )
-    add("--length", metavar="N", help=text)
+    add("--length", type=numbers, metavar="N,N", help=text)
     text = f"Share of the entries applied per step, in (0, {DENSE_ABOVE}]; default: {DENSITY}, {SWEEP_DENSITY} with --sweep-ranks"
     add("--density", type=float, help=text)
     text = f"Number of steps to measure, at least the threshold interval; default: {STEPS}, {ROW_STEPS} with --table rows"
-    add("--steps", type=int, metavar="STEPS", help=text)
+    add("--steps", type=number(int, 1), metavar="STEPS", help=text)
     text = f"Number of steps discarded before those, at least 0; default: 2/density, rounded up, {ROW_WARMUP} with --table rows"
-    add("--warmup", type=int, metavar="STEPS", help=text)
+    add("--warmup", type=number(int, 0), metavar="STEPS", help=text)
     text = "Number of steps to measure of dense methods, from 1 to --steps; default: --steps"
-    add("--dense-steps", type=int, metavar="STEPS", help=text)
+    add("--dense-steps", type=number(int, 1), metavar="STEPS", help=text)
     text = "Kind of the random gradients; default: heavy, with --ablate clustered"
     add("--gradients", choices=tuple(PROFILES), help=text)
     add("--seed", type=int, default=1, help="Seed of the random gradients; default: %(default)s")
@@ -114,25 +152,25 @@ def parser() -> argparse.ArgumentParser:
     text = (
         "Numbers of ranks to start --ablate on, each at least 1; default: 4,8, under mpiexec its own number"
     )
-    add("--ranks", metavar="P,P", help=text)
+    add("--ranks", type=numbers, default=(), metavar="P,P", help=text)
     text = "Numbers of ranks to count words on, each at least 1; starts an mpiexec for each of them"
-    add("--sweep-ranks", metavar="P,P,...", help=text)
+    add("--sweep-ranks", type=numbers, default=(), metavar="P,P,...", help=text)
     text = (
         "Table to measure: gpu, cells with target times; hook, training steps with communication hooks of DDP; "
         "rows, sums of the rows that ranks touched of a table; dense, dense allreduces from 4 KB to 256 MB; default: none"
     )
-    add("--table", choices=tuple(TABLES), default="", help=text)
+    add("--table", choices=tuple(filter(None, TABLES)), default="", help=text)
     text = "Numbers of the rows of --table gpu to measure, from 1; default: all. With --table rows: "
     text += f"how many rows a rank draws in a step, at least 1; default: {TOUCHED}"
-    add("--rows", metavar="I,I", help=text)
+    add("--rows", type=numbers, metavar="I,I", help=text)
     text = f"Rows of the table of --table rows, at least 1; default: {TABLE_ROWS}"
-    add("--table-rows", type=int, metavar="N", help=text)
+    add("--table-rows", type=number(int, 1), metavar="N", help=text)
     text = f"Elements of a row of --table rows, at least 1; default: {WIDTH}"
-    add("--width", type=int, metavar="N", help=text)
+    add("--width", type=number(int, 1), metavar="N", help=text)
     text = "How the rows of --table rows are drawn: all alike, or row i with a chance in proportion to 1/(i + 1); "
     add("--skew", choices=SKEWS, help=text + f"default: {SKEWS[0]}")
-    text = f"Start no further cell of --table gpu after so many seconds, above 0; default: {BUDGET:g}"
-    add("--budget", type=float, metavar="SECONDS", help=text)
+    text = f"Start no further cell of --table gpu after so many seconds, at least 0; default: {BUDGET:g}"
+    add("--budget", type=number(float, 0), metavar="SECONDS", help=text)
     text = "Commit that is measured, for the record; default: the one that git names"
     add("--commit", default="", metavar="TEXT", help=text)
     add("--json", type=Path, metavar="FILE", help="File to write all results to; default: none")

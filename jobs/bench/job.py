@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from mpi4py import MPI
 
 from jobs.bench.document import BenchError, Output, command_line, document, read
 from jobs.bench.gpu.table import run_table
 from jobs.bench.nccl import leave
-from jobs.bench.options import Options
+from jobs.bench.options import JOB, Options
 from jobs.bench.run import FAULTS, measure_run, written
 from jobs.bench.tables import document_tables, sweep_table
 from jobs.cluster.agreement import check_launch, decide_on_root, say
@@ -81,49 +84,41 @@ def _run(options: Options, comm: MPI.Intracomm) -> int:
     return 0
 
 
-def drive(options: Options) -> int:
+def drive(options: Options, words: Sequence[str]) -> int:
     """Run an ablation or a sweep. Not under mpiexec, and before MPI is initialised in this process.
 
     An interrupt or a SIGTERM ends the job at work first.
+
+    Args:
+        words: the command line of the options, which the jobs get, too.
 
     Returns:
         The exit status: 0, 2 when it cannot be done, or that of the job that failed.
     """
     end_on_sigterm()
-    output: Output | None = None
+    runs: list[dict[str, Any]] = []
+    sweep, library = options.sweep_ranks, ""
     try:
         output = Output(options.json) if options.json is not None else None
-        runs, library, status = _run_all(options)
-        if status:
-            return status
-        if options.sweep_ranks:
+        with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {JOB: "1"}):
+            for ranks in sweep or options.ranks:
+                path = Path(folder) / f"{ranks}.json"
+                print(f"{ranks} ranks", file=sys.stderr, flush=True)
+                quiet = ["--quiet"] * bool(sweep)  # its table comes at its end
+                status = run_job(ranks, ["-m", "jobs.bench", *words, *quiet, "--json", str(path)])
+                if status:
+                    print(f"jobs.bench: the job of {ranks} ranks ended with status {status}", file=sys.stderr)
+                    return status
+                found = read(path)
+                runs += found["runs"]
+                library = found["mpi"]
+        if sweep:
             print(sweep_table(runs), flush=True)
         if output is not None:
-            kind = "sweep" if options.sweep_ranks else "ablation"
-            output.write(document(kind, runs, library, command_line(None)))
+            output.write(document("sweep" if sweep else "ablation", runs, library, command_line(None)))
     except (BenchError, LaunchError) as error:
         print(f"jobs.bench: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-def _run_all(options: Options) -> tuple[list[dict[str, Any]], str, int]:
-    """The runs so far, the MPI library, and the status of the job that failed, if any."""
-    runs: list[dict[str, Any]] = []
-    library = ""
-    sweep = options.sweep_ranks
-    child = dataclasses.replace(options, quiet=options.quiet or bool(sweep))  # its table comes at its end
-    with tempfile.TemporaryDirectory() as folder:
-        for ranks in sweep or options.ranks:
-            path = Path(folder) / f"{ranks}.json"
-            print(f"{ranks} ranks", file=sys.stderr, flush=True)
-            status = run_job(ranks, ["-m", "jobs.bench", *child.words(), "--json", str(path)])
-            if status:
-                print(f"jobs.bench: the job of {ranks} ranks ended with status {status}", file=sys.stderr)
-                return runs, library, status
-            found = read(path)
-            runs += found["runs"]
-            library = found["mpi"]
-    return runs, library, 0

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ from oktopk import METHODS, Settings
 from oktopk.devices import GRADIENT_TYPES
 from oktopk.settings import DENSE_ABOVE
 
+JOB = "OKTOPK_BENCH_JOB"
+"""Set in the jobs that a sweep or an ablation starts."""
 _RECORD = ("table", "seed", "json", "network", "quiet", "commit")
 """Options of every bench, taken as they are."""
 
@@ -98,64 +101,40 @@ class Options:
         """Steps between exact ones."""
         return int(self.settings.get("threshold_interval", Settings.threshold_interval))
 
-    def words(self) -> list[str]:
-        """The command line of one run of these, on ranks that are started already."""
-        words = ["--methods", *self.methods]
-        if self.length is not None:
-            words += ["--length", ",".join(map(str, (self.length, *self.more_lengths)))]
-        names = (
-            "density",
-            "steps",
-            "warmup",
-            "dense_steps",
-            "gradients",
-            "seed",
-            "device",
-            "gradient_type",
-            "network",
-            "link",
-        )
-        for name in names:
-            if (value := getattr(self, name)) not in (None, ""):
-                words += [_option(name), str(value)]
-        words += [f"--set={name}={json.dumps(value)}" for name, value in self.settings.items()]
-        flags = {"--no-memory": not self.memory, "--ablate": self.ablate, "--quiet": self.quiet}
-        return words + [flag for flag, given in flags.items() if given]
-
-
-def _option(name: str) -> str:
-    return "--" + {"settings": "set", "memory": "no-memory"}.get(name, name.replace("_", "-"))
-
 
 def parse(words: Sequence[str], *, launched: bool) -> Options:
     """Check a command line.
 
     Args:
         words: what follows the program's name.
-        launched: by mpiexec; then nothing that starts one can be done.
+        launched: by mpiexec; then nothing that starts one can be done, but in a job that a sweep or an ablation has started.
 
     Raises:
         BenchError: it cannot be done; the message names the value and the bound.
     """
     given = parser().parse_args(words)
-    if given.table:
-        _check_table(given)
-    if given.table in ("dense", "gpu", "rows"):
-        return _rows_table(given) if given.table == "rows" else _gpu_table(given)
-    for name in ("rows", "budget", "table_rows", "width", "skew"):
-        if getattr(given, name) is not None:
-            raise BenchError(f"{_option(name)} is for --table")
+    free, silent = {"device", *TABLES[given.table], *_RECORD}, parser().parse_args([])
+    for name, value in vars(given).items():
+        if name not in free and value != getattr(silent, name):
+            why = (
+                f"not for --table {given.table}: it says how it is measured" if given.table else "for --table"
+            )
+            raise BenchError(f"{_option(name)} is {why}")
+    if given.table in ("dense", "gpu"):
+        return _gpu_table(given)
+    if given.table == "rows":
+        return _rows_table(given)
     device, gradient_type = given.device or "cpu", given.gradient_type or "float32"
     if gradient_type not in GRADIENT_TYPES[device]:
         taken = ", ".join(GRADIENT_TYPES[device])
         raise BenchError(f"gradient type {gradient_type!r} is not one of {taken} on --device {device}")
-    sweep, ranks = _numbers("--sweep-ranks", given.sweep_ranks), _numbers("--ranks", given.ranks)
+    sweep = given.sweep_ranks
     if sweep and given.ablate:
         raise BenchError("--ablate and --sweep-ranks are two different benches: ask for one")
-    if launched and (sweep or ranks):
+    if launched and (sweep or given.ranks) and JOB not in os.environ:
         name = "--sweep-ranks" if sweep else "--ranks"
         raise BenchError(f"{name} starts mpiexec itself: run it without one")
-    if ranks and not given.ablate:
+    if given.ranks and not given.ablate:
         raise BenchError("--ranks is for --ablate; else start the bench with mpiexec")
     default = ("oktopk",) if given.ablate else tuple(METHODS) if sweep else None
     methods = _methods(given.methods, default, device)
@@ -164,7 +143,7 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
     density = _given(given.density, SWEEP_DENSITY if sweep else DENSITY)
     if not 0 < density <= DENSE_ABOVE:
         raise BenchError(f"density {density} is not in (0, {DENSE_ABOVE}]: above, every method runs densely")
-    lengths = _integers("--length", given.length, "numbers of elements such as 100,200")
+    lengths = given.length or (SWEEP_LENGTH if sweep else VGG_LENGTH,)
     if len(lengths) > 1 and (sweep or given.ablate or given.table):
         raise BenchError("--length takes one length with --ablate, --sweep-ranks and --table")
     if given.link:
@@ -172,7 +151,7 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
     steps = _given(given.steps, STEPS)
     options = Options(
         methods=methods,
-        length=lengths[0] if lengths else SWEEP_LENGTH if sweep else VGG_LENGTH,
+        length=lengths[0],
         more_lengths=lengths[1:],
         density=density,
         steps=steps,
@@ -183,7 +162,7 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
         gradient_type=gradient_type,
         settings=_settings(given.settings, density),
         ablate=given.ablate,
-        ranks=ranks or (ABLATION_RANKS if given.ablate and not launched else ()),
+        ranks=given.ranks or (ABLATION_RANKS if given.ablate and not launched else ()),
         sweep_ranks=sweep,
         memory=given.memory and not sweep,
         link=given.link,
@@ -201,9 +180,11 @@ def _record(given: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(given, name) for name in _RECORD}
 
 
+def _option(name: str) -> str:
+    return "--" + {"settings": "set", "memory": "no-memory"}.get(name, name.replace("_", "-"))
+
+
 def _check_course(options: Options) -> None:
-    if options.warmup < 0:
-        raise BenchError(f"warmup {options.warmup} is not at least 0")
     for length in (options.length, *options.more_lengths):
         try:
             check_length(length or 0)
@@ -215,16 +196,8 @@ def _check_course(options: Options) -> None:
             f"steps {options.steps} is not at least {interval}, the threshold interval: "
             "no exact step would be sure to be among them (--set threshold_interval=... is the other way out)"
         )
-    if not 1 <= options.dense_steps <= options.steps:
+    if options.dense_steps > options.steps:
         raise BenchError(f"dense-steps {options.dense_steps} is not in [1, {options.steps}], the steps")
-
-
-def _check_table(given: argparse.Namespace) -> None:
-    free = {"device", *TABLES[given.table], *_RECORD}
-    silent = parser().parse_args([])
-    for name, value in vars(given).items():
-        if name not in free and value != getattr(silent, name):
-            raise BenchError(f"{_option(name)} is not for --table {given.table}: it says how it is measured")
 
 
 def _gpu_table(given: argparse.Namespace) -> Options:
@@ -232,53 +205,24 @@ def _gpu_table(given: argparse.Namespace) -> Options:
         raise BenchError(f"--table {given.table} is measured on --device cuda, not {given.device}")
     if given.table == "gpu" and given.gradient_type == "float16":
         raise BenchError("gradient type 'float16' is not one of float32, bfloat16, the table's")
-    budget = _given(given.budget, BUDGET)
-    if not budget > 0:
-        raise BenchError(f"budget {budget:g} is not above 0 seconds")
     return Options(
         methods=TABLE_METHODS,
         device="cuda",
         types=() if given.gradient_type is None else (given.gradient_type,),
-        rows=_numbers("--rows", given.rows, "numbers of rows such as 1,4", "row"),
-        budget=budget,
+        rows=given.rows or (),
+        budget=_given(given.budget, BUDGET),
         **_record(given),
     )
 
 
 def _rows_table(given: argparse.Namespace) -> Options:
-    touched = _numbers("--rows", given.rows, "numbers such as 50000", "number of rows") or (TOUCHED,)
+    touched = given.rows or (TOUCHED,)
     if len(touched) > 1:
-        raise BenchError(f"--rows {given.rows!r} is not one number, which --table rows takes")
+        raise BenchError(f"--rows {','.join(map(str, touched))} is not one number, which --table rows takes")
     defaults = {"table_rows": TABLE_ROWS, "width": WIDTH, "steps": ROW_STEPS, "warmup": ROW_WARMUP}
     numbers = {name: _given(getattr(given, name), default) for name, default in defaults.items()}
-    for name, value in numbers.items():
-        least = int(name != "warmup")
-        if value < least:
-            raise BenchError(f"{name.replace('_', '-')} {value} is not at least {least}")
-    return Options(
-        dense_steps=numbers["steps"],
-        device=given.device or "cpu",
-        touched=touched[0],
-        skew=given.skew or SKEWS[0],
-        **numbers,
-        **_record(given),
-    )
-
-
-def _numbers(
-    name: str, text: str | None, such: str = "numbers such as 2,4,8", what: str = "number of ranks"
-) -> tuple[int, ...]:
-    numbers = _integers(name, text, such)
-    if numbers and min(numbers) < 1:
-        raise BenchError(f"{name} {text!r} has a {what} that is not at least 1")
-    return numbers
-
-
-def _integers(name: str, text: str | None, such: str) -> tuple[int, ...]:
-    try:
-        return () if text is None else tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise BenchError(f"{name} {text!r} is not a list of {such}") from None
+    kind = {"device": given.device or "cpu", "skew": given.skew or SKEWS[0]}
+    return Options(touched=touched[0], **kind, **numbers, **_record(given))
 
 
 def _methods(given: Sequence[str] | None, default: tuple[str, ...] | None, device: str) -> tuple[str, ...]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from pathlib import Path
 
 import pytest
 
 from jobs.bench.arguments import SWEEP_DENSITY, SWEEP_LENGTH, VGG_LENGTH
 from jobs.bench.document import BenchError
-from jobs.bench.options import parse
+from jobs.bench.options import JOB, parse
 from oktopk import METHODS
 
 
@@ -36,7 +37,6 @@ def test_methods_may_be_separated_by_commas_or_blanks_and_count_once() -> None:
 def test_several_lengths_are_measured_one_after_another() -> None:
     options = parse(["--length", "77,88,99"], launched=True)
     assert (options.length, options.more_lengths) == (77, (88, 99))
-    assert parse(options.words(), launched=True) == options
 
 
 def test_a_sweep_measures_words_only() -> None:
@@ -54,18 +54,19 @@ def test_an_ablation_is_of_oktopk_on_four_and_eight_ranks() -> None:
     assert (launched.ranks, launched.methods, launched.gradients) == ((), ("oktopk",), "clustered")
 
 
-def test_a_job_is_started_with_the_options_of_its_driver() -> None:
-    given = ["--methods", "oktopk,mpi", "--length", "77", "--density", "0.05", "--steps", "9", "--seed", "3"]
-    given += ["--set", "threshold_interval=4", "--set", "balance_trigger=inf", "--set", "nonfinite=skip"]
-    given += ["--dense-steps", "2", "--network", "two tin cans", "--no-memory", "--warmup", "5"]
-    given += ["--link", "10gbit"]
-    options = parse([*given, "--json", "somewhere"], launched=False)
-    assert options.settings == {"threshold_interval": 4, "balance_trigger": math.inf, "nonfinite": "skip"}
-    again = parse(options.words(), launched=True)
-    assert again == dataclasses.replace(options, json=None)
-    ablation = parse(["--ablate"], launched=False)
-    expected = dataclasses.replace(ablation, ranks=(), gradients="clustered")
-    assert parse(ablation.words(), launched=True) == expected
+def test_settings_are_numbers_or_words() -> None:
+    given = ["--set", "threshold_interval=4", "--set", "balance_trigger=inf", "--set", "nonfinite=skip"]
+    settings = parse(given, launched=True).settings
+    assert settings == {"threshold_interval": 4, "balance_trigger": math.inf, "nonfinite": "skip"}
+
+
+def test_a_job_takes_the_command_line_of_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(JOB, "1")
+    for words in (["--sweep-ranks", "2,4"], ["--ablate", "--ranks", "3"]):
+        driver = parse(words, launched=False)
+        assert parse([*words, "--json", "x", "--quiet"], launched=True) == dataclasses.replace(
+            driver, json=Path("x"), quiet=True
+        )
 
 
 @pytest.mark.parametrize(
@@ -73,27 +74,27 @@ def test_a_job_is_started_with_the_options_of_its_driver() -> None:
     [
         (["--methods", "topkb"], "method 'topkb' is not one of dense, oktopk, "),
         (["--methods", ","], "no method is named"),
-        (["--length", "0"], "length 0 is not in [1, 2147483647]"),
-        (["--length", "-5"], "length -5 is not in"),
-        (["--length", "many"], "--length 'many' is not a list of numbers of elements"),
-        (["--length", "5,0"], "length 0 is not in [1, 2147483647]"),
+        (["--length", "0"], "argument --length: 0 is not at least 1"),
+        (["--length", str(2**31)], "length 2147483648 is not in [1, 2147483647]"),
+        (["--length", "many"], "argument --length: 'many' is not a list of numbers such as 2,4,8"),
+        (["--length", "5,0"], "argument --length: 0 is not at least 1"),
         (["--length", "5,6", "--ablate"], "--length takes one length with --ablate"),
         (["--link", "fast"], "link 'fast' is neither a rate such as 10gbit nor 'none'"),
         (["--density", "0"], "density 0.0 is not in (0, 0.25]"),
         (["--density", "0.5"], "density 0.5 is not in (0, 0.25]: above, every method runs densely"),
         (["--steps", "31"], "steps 31 is not at least 32, the threshold interval"),
-        (["--steps", "0", "--set", "threshold_interval=1"], "steps 0 is not at least 1"),
-        (["--warmup", "-1"], "warmup -1 is not at least 0"),
+        (["--steps", "0", "--set", "threshold_interval=1"], "argument --steps: 0 is not at least 1"),
+        (["--warmup", "-1"], "argument --warmup: -1 is not at least 0"),
         (["--dense-steps", "65"], "dense-steps 65 is not in [1, 64]"),
-        (["--dense-steps", "0"], "dense-steps 0 is not in [1, 64]"),
+        (["--dense-steps", "0"], "argument --dense-steps: 0 is not at least 1"),
         (["--gradients", "odd"], "invalid choice: 'odd'"),
         (["--device", "abacus"], "invalid choice: 'abacus'"),
         (["--set", "density=0.1"], "--set 'density=0.1' is not NAME=VALUE with a name of threshold_interval"),
         (["--set", "threshold_interval"], "is not NAME=VALUE"),
         (["--set", "threshold_interval=0"], "threshold_interval 0 is not an integer >= 1"),
         (["--set", "balance_trigger=x"], "balance_trigger 'x' is not a number"),
-        (["--sweep-ranks", "2,x"], "--sweep-ranks '2,x' is not a list of numbers such as 2,4,8"),
-        (["--sweep-ranks", "0,2"], "has a number of ranks that is not at least 1"),
+        (["--sweep-ranks", "2,x"], "argument --sweep-ranks: '2,x' is not a list of numbers such as 2,4,8"),
+        (["--sweep-ranks", "0,2"], "argument --sweep-ranks: 0 is not at least 1"),
         (["--sweep-ranks", "2", "--ablate"], "two different benches"),
         (["--ranks", "2"], "--ranks is for --ablate"),
         (["--ablate", "--methods", "topka"], "--ablate compares settings of oktopk, not methods topka"),
@@ -129,8 +130,3 @@ def test_the_table_of_dense_allreduces_takes_a_type_and_nothing_else() -> None:
             parse(["--table", "dense", *refused], launched=True)
     with pytest.raises(BenchError, match="--table dense is measured on --device cuda, not cpu"):
         parse(["--table", "dense", "--device", "cpu"], launched=True)
-
-
-def test_the_table_of_gpus_takes_no_float16() -> None:
-    with pytest.raises(BenchError, match="'float16' is not one of float32, bfloat16, the table's"):
-        parse(["--table", "gpu", "--gradient-type", "float16"], launched=True)
