@@ -24,7 +24,6 @@ from jobs.run.columns import BETWEEN, Gathered, Span, Step, gather
 from jobs.run.file import RunFile, RunFileError
 from jobs.train.agreement import NonFiniteLossError, check_same_parameters
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
-from jobs.train.reduce.reduction import overlapped
 from jobs.train.schedule import learning_rate_factor
 from jobs.train.setup import Setup
 from jobs.train.timing import PhaseTimer, TimedStep, clock_ahead, measure, timeline
@@ -79,7 +78,7 @@ class TrainingLoop:
         share = torch.tensor(1.0 / config.training.accumulate, device=self.placement.device)
         self.passes: Passes = EagerPasses(workload, share)
         if config.captured:
-            self.passes = CapturedPasses(workload, share, overlapped(self.optimizer))
+            self.passes = CapturedPasses(workload, share, self.optimizer.overlapped)
         self.figures: dict[str, str] = {}
         self.bar: tqdm[Any] = tqdm(
             total=self.steps,

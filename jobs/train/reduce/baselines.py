@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.traffic import Traffic
+from jobs.train.passes import Overlapped
 from jobs.train.reduce.background import TorchWire, ring_traffic, stop_process_group
 from oktopk import StepReport
 from oktopk.torch.gradients import FlatGradients
@@ -39,7 +40,10 @@ class DenseTraining(ABC):
     Attributes:
         inner: as given.
         length: elements of the gradient (n).
+        overlapped: what starts buckets in the backward pass, also where a CUDA graph replays it; None where nothing does.
     """
+
+    overlapped: Overlapped | None = None
 
     def __init__(self, inner: torch.optim.Optimizer, clip_norm: float) -> None:
         self.inner = inner
@@ -131,9 +135,6 @@ class NcclTraining(DenseTraining):
         dtype: that gradients travel and are summed in.
         bucket_mb: size of a bucket, see `oktopk.torch.overlap.BucketLayout`; inf for one.
         overlapped: start in the backward pass, else after it.
-
-    Attributes:
-        overlapped: what starts buckets in the backward pass, also where a CUDA graph replays it; None where nothing does.
     """
 
     def __init__(

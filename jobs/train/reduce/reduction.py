@@ -3,80 +3,26 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
 
-import numpy as np
 import torch
 from mpi4py import MPI
-from numpy.typing import NDArray
 from torch import nn
 
 from collectives.launchers import LauncherError
 from jobs.cluster.agreement import Refused
 from jobs.config.config import Config
-from jobs.train.passes import Overlapped
 from jobs.train.placement import Placement
 from jobs.train.reduce.background import WireError, allow_p2p, start_process_group
-from jobs.train.reduce.baselines import DdpTraining, NcclTraining
+from jobs.train.reduce.baselines import DdpTraining, DenseTraining, NcclTraining
 from jobs.train.reduce.powersgd import PowerSgdTraining
-from oktopk import METHODS, DistributedOptimizer, StepReport
+from oktopk import METHODS, DistributedOptimizer
 
 _TRIAL_LENGTH = 4096
 _TRIAL_STEPS = 3  # one with exact thresholds, then some that reuse them
 
 
-class ReducingOptimizer(Protocol):
-    """What the loop needs of an optimizer that reduces; see oktopk.DistributedOptimizer."""
-
-    length: int
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the torch optimizer within."""
-        ...
-
-    @property
-    def hosts(self) -> list[int] | None:
-        """int[P], the number of each rank's host, in two levels; None in flat steps."""
-        ...
-
-    @property
-    def gradient(self) -> NDArray[np.float32]:
-        """This rank's flat gradient, on the host."""
-        ...
-
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        ...
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Within it backward passes add up locally."""
-        ...
-
-    def reduce(self, *, measure: bool = False) -> StepReport:
-        """The first half of a step. Collective."""
-        ...
-
-    def apply(self) -> None:
-        """The second half of a step."""
-        ...
-
-    def complete(self) -> None:
-        """Complete the reports of all steps."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a restart of this rank needs."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state_dict. Collective."""
-        ...
-
-    def close(self) -> None:
-        """Free what was set up. Collective."""
-        ...
+ReducingOptimizer = DistributedOptimizer | DenseTraining
+"""What the loop trains with: its first half of a step reduces, its second applies."""
 
 
 def build_reduction(
@@ -114,7 +60,7 @@ def build_reduction(
             )
             optimizer.reducer.time_stages = config.run.time_stages
             return optimizer
-        return _BUILDERS[settings.method](config, network, inner, placement, comm)
+        return _build_mode(config, network, inner, placement, comm)
     except (ValueError, WireError, LauncherError) as error:  # the same on every rank
         raise Refused(str(error)) from error
 
@@ -148,81 +94,35 @@ def compile_kernels(config: Config, placement: Placement, comm: MPI.Intracomm) -
         optimizer.close()
 
 
-def overlapped(optimizer: ReducingOptimizer) -> Overlapped | None:
-    """What a backward pass that is replayed tells of its buckets; None where it begins no reduction."""
-    found: Overlapped | None = getattr(optimizer, "overlapped", None)
-    return found
-
-
-def _nccl(
+def _build_mode(
     config: Config,
     network: nn.Module,
     inner: torch.optim.Optimizer,
     placement: Placement,
     comm: MPI.Intracomm,
-) -> ReducingOptimizer:
-    settings = config.reduction
-    if placement.process_group != "nccl":
+) -> DenseTraining:
+    """As build_reduction, of TRAINING_MODES. Raises WireError."""
+    settings, clip_norm = config.reduction, config.optimizer.clip_norm
+    method, kind, on_gpus = settings.method, settings.gradient_type, placement.process_group == "nccl"
+    if method == "nccl" and not on_gpus:
         raise WireError(
             f"reduction.method 'nccl' needs GPUs, and this run is on {placement.device}: its like there is 'dense'"
         )
-    _start_process_group(config, placement, comm)
-    return NcclTraining(
-        inner,
-        config.optimizer.clip_norm,
-        getattr(torch, settings.gradient_type or "float32"),
-        bucket_mb=settings.bucket_mb if settings.overlap else math.inf,
-        overlapped=settings.overlap,
-    )
-
-
-def _ddp(
-    config: Config,
-    network: nn.Module,
-    inner: torch.optim.Optimizer,
-    placement: Placement,
-    comm: MPI.Intracomm,
-) -> ReducingOptimizer:
-    gradient_type = config.reduction.gradient_type
-    if gradient_type not in ("", "float32", "bfloat16"):
-        raise WireError(f"reduction.gradient_type {gradient_type!r} is not for 'ddp': float32 or bfloat16")
-    _start_process_group(config, placement, comm)
-    return DdpTraining(
-        inner,
-        config.optimizer.clip_norm,
-        network,
-        comm.size,
-        bucket_mb=config.reduction.bucket_mb,
-        compressed=gradient_type == "bfloat16",
-    )
-
-
-def _powersgd(
-    config: Config,
-    network: nn.Module,
-    inner: torch.optim.Optimizer,
-    placement: Placement,
-    comm: MPI.Intracomm,
-) -> ReducingOptimizer:
-    gradient_type = config.reduction.gradient_type
-    if gradient_type not in ("", "float32"):
-        raise WireError(f"reduction.gradient_type {gradient_type!r} is not for 'powersgd': float32")
-    _start_process_group(config, placement, comm)
-    return PowerSgdTraining(
-        inner,
-        config.optimizer.clip_norm,
-        network,
-        comm.size,
-        bucket_mb=config.reduction.bucket_mb,
-        rank=config.reduction.powersgd_rank,
-        start=config.reduction.powersgd_start,
-    )
-
-
-_BUILDERS = {"nccl": _nccl, "ddp": _ddp, "powersgd": _powersgd}
-
-
-def _start_process_group(config: Config, placement: Placement, comm: MPI.Intracomm) -> None:
-    if placement.process_group == "nccl":
-        allow_p2p(config.reduction.nccl_p2p)
+    taken = {"ddp": ("float32", "bfloat16"), "powersgd": ("float32",)}
+    if kind and kind not in taken.get(method, (kind,)):
+        raise WireError(
+            f"reduction.gradient_type {kind!r} is not for {method!r}: {' or '.join(taken[method])}"
+        )
+    if on_gpus:
+        allow_p2p(settings.nccl_p2p)
     start_process_group(comm, placement.device, placement.process_group, placement.unit)
+    bucket_mb = settings.bucket_mb
+    if method == "nccl":
+        bucket_mb = bucket_mb if settings.overlap else math.inf
+        dtype = getattr(torch, kind or "float32")
+        return NcclTraining(inner, clip_norm, dtype, bucket_mb=bucket_mb, overlapped=settings.overlap)
+    if method == "ddp":
+        compressed = kind == "bfloat16"
+        return DdpTraining(inner, clip_norm, network, comm.size, bucket_mb=bucket_mb, compressed=compressed)
+    rank, start = settings.powersgd_rank, settings.powersgd_start
+    return PowerSgdTraining(inner, clip_norm, network, comm.size, bucket_mb=bucket_mb, rank=rank, start=start)

@@ -23,7 +23,6 @@ from jobs.train.optimizers import CapturedOptimizer, build_optimizer
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.background import ring_traffic, start_process_group, stop_process_group
 from jobs.train.reduce.baselines import NcclTraining
-from jobs.train.reduce.reduction import overlapped
 from jobs.train.tasks.task import autocast
 from models.bert import BERT
 from models.vgg import VGG16
@@ -206,7 +205,7 @@ def reduced_gradients(
     share = torch.tensor(1.0 / passes, device="cuda")
     turns: Passes = EagerPasses(workload, share)
     if way is CapturedPasses:
-        turns = CapturedPasses(workload, share, overlapped(optimizer))
+        turns = CapturedPasses(workload, share, optimizer.overlapped)
     gradients = []
     for step in range(4):
         optimizer.zero_grad()
