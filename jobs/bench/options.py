@@ -221,8 +221,13 @@ def _rows_table(given: argparse.Namespace) -> Options:
         raise BenchError(f"--rows {','.join(map(str, touched))} is not one number, which --table rows takes")
     defaults = {"table_rows": TABLE_ROWS, "width": WIDTH, "steps": ROW_STEPS, "warmup": ROW_WARMUP}
     numbers = {name: _given(getattr(given, name), default) for name, default in defaults.items()}
-    kind = {"device": given.device or "cpu", "skew": given.skew or SKEWS[0]}
-    return Options(touched=touched[0], **kind, **numbers, **_record(given))
+    return Options(
+        device=given.device or "cpu",
+        touched=touched[0],
+        skew=given.skew or SKEWS[0],
+        **numbers,
+        **_record(given),
+    )
 
 
 def _methods(given: Sequence[str] | None, default: tuple[str, ...] | None, device: str) -> tuple[str, ...]:
