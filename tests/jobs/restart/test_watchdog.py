@@ -16,7 +16,9 @@ from oktopk.launch import launch_environment
 HANG = """
 import os, sys, time
 from mpi4py import MPI
+from jobs.restart import watchdog as module
 from jobs.restart.watchdog import Phase, Watchdog
+module.GRACE = 1.5
 {first}
 with Watchdog(MPI.COMM_WORLD, step={step}, around={around}) as watchdog:
     print("up", flush=True)
@@ -71,11 +73,11 @@ def test_an_evaluation_may_take_longer_than_a_step() -> None:
 
 def test_a_process_that_was_suspended_goes_on() -> None:
     # at what has no steps that would show that it moves
-    process = start("", "time.sleep(0.5)", around=5.0)
+    process = start("", "time.sleep(0.5)", around=3.0)
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(6.0)
+    time.sleep(4.0)
     os.kill(process.pid, signal.SIGCONT)
     said = process.communicate(timeout=150)[1]
     assert (process.returncode, said) == (0, "")

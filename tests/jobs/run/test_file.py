@@ -214,7 +214,8 @@ def test_what_is_no_run_file_is_refused(tmp_path: Path) -> None:
             RunReader(tmp_path / f"{libver}.h5")
 
 
-def test_a_truncated_run_file_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_run_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.run.reader.PATIENCE", 2)
     path = tmp_path / "run.h5"
     with RunFile(path, INFO) as file:
         file.append_steps(columns(1, 3), {})
