@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -129,6 +130,14 @@ def steps_done(path: Path) -> int:
 def checkpoints(path: Path) -> list[Path]:
     """The sets of a run, newest first."""
     return files.list_sets(path.with_suffix(".checkpoints"))
+
+
+def forget_the_end(path: Path) -> int:
+    """Leave of a complete run what its last checkpoint but one holds; returns the step of that."""
+    path.unlink()
+    newest, before = files.list_sets(path.with_suffix(".checkpoints"))[:2]
+    shutil.rmtree(newest)
+    return int(before.name.removeprefix("step-"))
 
 
 def last_good_step(path: Path) -> int:

@@ -12,7 +12,7 @@ import pytest
 
 from jobs.config.config import Config, as_saved_now
 from jobs.config.file import ConfigError, apply_overrides, load, read_toml, shown, validate
-from jobs.config.sections import ReductionConfig, ScheduleConfig
+from jobs.config.sections import DataConfig, ModelConfig, ReductionConfig, ScheduleConfig
 from jobs.config.show import commented_toml, key_comment
 from jobs.train.schedule import learning_rate_factor
 from oktopk import Settings
@@ -111,6 +111,35 @@ def test_what_is_shown_without_a_file_is_the_defaults_with_the_overrides() -> No
     assert shown(str(CONFIGS / "digits.toml"), ["optimizer.lr=0.5"])["optimizer"]["lr"] == 0.5
     with pytest.raises(ConfigError, match=r"did you mean lr\?"):
         shown(None, ["optimizer.lrr=0.5"])
+
+
+def test_keys_of_another_network_or_data_set_are_refused() -> None:
+    networks = {"width": 0.5, "layers": 3, "hidden": 128, "patch": 8, "dropout": 0.5, "vocabulary": 9}
+    networks |= {"rows": 7, "sparse": False, "window": 2, "negatives": 2}
+    of_networks = ModelConfig._OWNERS
+    assert {*networks} == {*of_networks} - {"factory", "arguments"}
+    for key, value in networks.items():
+        for name in ("vgg16", "lstm", "bert", "vit", "skipgram"):
+            if name in of_networks[key]:
+                assert getattr(ModelConfig(name=name, **{key: value}), key) == value
+                continue
+            message = f"{key} is for {' and '.join(of_networks[key])}, not for {name}"
+            with pytest.raises(ValueError, match=message):
+                ModelConfig(name=name, **{key: value})
+    sets = {"images": ("cifar10", "prepared"), "an4": ("an4",), "text": ("text",)}
+    of_sets = {"crop": ("images", 4), "flip": ("images", True), "resize": ("images", 64)}
+    of_sets |= {"eval_sequences": ("text", 9), "tempo": ("an4", (0.9, 1.1))}
+    for key, (owner, value) in of_sets.items():
+        for kind, name in ((kind, name) for kind, names in sets.items() for name in names):
+            if kind == owner:
+                assert getattr(DataConfig(name=name, path="x.h5", **{key: value}), key) == value
+                continue
+            with pytest.raises(ValueError, match=f"{key} is for {owner}, not for {kind}"):
+                DataConfig(name=name, path="x.h5", **{key: value})
+    for key in ("classes", "samples"):
+        assert getattr(DataConfig(name="synthetic", **{key: 9}), key) == 9
+        with pytest.raises(ValueError, match=f"{key} is for synthetic, not for digits"):
+            DataConfig(**{key: 9})
 
 
 @pytest.mark.parametrize(

@@ -260,11 +260,6 @@ def test_settings_that_do_not_go_together_are_named(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.flip=true"], "flip is for images, not for an4"),
-        (
-            ["data.name=cifar10", "data.tempo=[0.9,1.1]"],
-            "tempo is for an4, not for images",
-        ),
         (["data.tempo=[1.5,1.1]"], "[1.5, 1.1] is not [least, most] within [0.5, 2]"),
         (["data.tempo=[0.1,1]"], "[0.1, 1.0] is not [least, most] within [0.5, 2]"),
         (["data.tempo=[1.1]"], "[1.1] is not [least, most]"),

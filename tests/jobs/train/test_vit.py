@@ -80,11 +80,7 @@ def test_a_small_one_learns_images_that_are_made_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.dropout=0.5"], "dropout is for bert, not for vit"),
-        (["model.name=vgg16"], "layers is for bert and vit, not for vgg16"),
         (["data.path=x.h5"], "path is 'x.h5', but synthetic images are read from no file: set data.name to"),
-        (["data.name=digits"], "classes is for synthetic, not for digits"),
-        (["data.name=an4", "data.path=x.h5"], "is for synthetic, not for an4"),
         (["model.patch=0"], "model.patch = 0: Input should be greater than or equal to 1"),
         (["data.resize=2000"], "data.resize = 2000: Input should be less than or equal to 1024"),
     ],

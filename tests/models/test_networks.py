@@ -1,0 +1,175 @@
+"""All networks: the published sizes, weights that a seed fixes, gradients of every parameter, and refusals that name a value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from models import BERT, LSTM, VGG16, ViT
+
+Network = Callable[..., nn.Module]
+
+
+@pytest.mark.parametrize(
+    ("network", "arguments", "count"),
+    [
+        (VGG16, {}, 14_728_266),
+        (VGG16, {"width": 0.25}, 924_186),
+        (VGG16, {"classes": 4, "width": 0.125, "in_channels": 1}, 231_740),
+        (LSTM, {}, 27_569_568),
+        (BERT, {}, 133_547_324),
+        (ViT, {"layers": 24, "hidden": 1024}, 306_535_400),
+    ],
+)
+def test_networks_have_the_published_number_of_parameters(
+    network: Network, arguments: dict[str, float], count: int
+) -> None:
+    with torch.device("meta"):
+        assert sum(parameter.numel() for parameter in network(**arguments).parameters()) == count
+
+
+CLASSES = torch.arange(20) % 10
+
+
+def images_loss(model: nn.Module, size: int = 32) -> torch.Tensor:
+    scores = model(torch.randn(20, 3, size, size))
+    assert scores.shape == (20, 10)
+    return nn.functional.cross_entropy(scores, CLASSES)
+
+
+def speech_loss(model: nn.Module) -> torch.Tensor:
+    lengths = torch.tensor([30, 28, 24, 22])
+    logits, outputs = model(torch.randn(4, 161, 30), lengths)
+    targets, sizes = torch.randint(1, 10, (4, 5)), torch.tensor([5, 4, 5, 3])
+    return nn.functional.ctc_loss(logits.log_softmax(2).transpose(0, 1), targets, outputs, sizes)
+
+
+def text_loss(model: nn.Module) -> torch.Tensor:
+    tokens = torch.randint(0, 10, (20, 12))
+    segments = (torch.arange(12) >= 7).long().expand(20, -1)
+    words, follows = model(
+        tokens, segments, torch.ones_like(tokens, dtype=torch.bool), torch.full((20, 1), 4)
+    )
+    return nn.functional.cross_entropy(words[:, 0], CLASSES) + nn.functional.cross_entropy(
+        follows, CLASSES % 2
+    )
+
+
+SMALL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.Tensor], float]] = {
+    "vgg16": (lambda: VGG16(width=0.0625), images_loss, math.log(10)),
+    "lstm": (lambda: LSTM(labels=10, width=0.0625), speech_loss, math.nan),
+    "bert": (
+        lambda: BERT(10, layers=2, hidden=64, dropout=0.0, positions=16),
+        text_loss,
+        math.log(10) + math.log(2),
+    ),
+    "vit": (
+        lambda: ViT(10, layers=2, hidden=64, patch=8, image=16),
+        partial(images_loss, size=16),
+        math.log(10),
+    ),
+}
+"""A small network, its loss on random inputs, and that of equal probabilities."""
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_seed_fixes_the_weights_every_parameter_gets_a_gradient_and_steps_lower_the_loss(name: str) -> None:
+    make, loss_of, chance = SMALL[name]
+    models = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        models.append(make())
+    for left, right in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(left, right)
+    model, losses = models[0].train(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(8):
+        torch.manual_seed(1)
+        loss = loss_of(model)
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter, tensor in model.named_parameters():
+            assert tensor.grad is not None and tensor.grad.isfinite().all() and tensor.grad.any(), parameter
+        optimizer.step()
+        losses.append(loss.item())
+    assert math.isnan(chance) or losses[0] == pytest.approx(chance, abs=0.3)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("network", "arguments", "message"),
+    [
+        (VGG16, {"classes": 0}, "classes 0 is not at least 1"),
+        (VGG16, {"in_channels": 0}, "in_channels 0 is not at least 1"),
+        *((VGG16, {"width": width}, f"width {width} is not in") for width in (0.0, -1.0, math.nan, math.inf)),
+        (VGG16, {"width": 0.001}, "width 0.001 leaves no channel"),
+        (LSTM, {"labels": 1}, "labels 1 is not at least 2"),
+        (LSTM, {"bins": 0}, "bins 0 is not at least 1"),
+        *((LSTM, {"width": width}, f"width {width} is not in") for width in (0.0, math.nan)),
+        (LSTM, {"width": 0.001}, "width 0.001 leaves no channel"),
+        (BERT, {"vocabulary": 4}, "vocabulary 4 is not at least 5"),
+        (BERT, {"layers": 0}, "layers 0 is not at least 1"),
+        (BERT, {"positions": 7}, "positions 7 is not at least 8"),
+        *(
+            (BERT, {"hidden": hidden}, f"hidden {hidden} is not a positive multiple of 64")
+            for hidden in (0, 100)
+        ),
+        *((BERT, {"dropout": dropout}, f"dropout {dropout} is not in") for dropout in (1.0, math.nan)),
+        *(
+            (ViT, {name: 0}, f"{name} 0 is not at least 1")
+            for name in ("classes", "layers", "patch", "in_channels")
+        ),
+        (ViT, {"hidden": 100}, "hidden 100 is not a positive multiple of 64"),
+        *(
+            (ViT, {"image": image}, f"image {image} is not a positive multiple of the patch's 32")
+            for image in (0, 100)
+        ),
+    ],
+)
+def test_impossible_sizes_are_refused_with_their_value(
+    network: Network, arguments: dict[str, float], message: str
+) -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match=message):
+        network(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        *(
+            ("vgg16", shape, r"images of (shape \(|\d+x\d+)")
+            for shape in ((2, 3, 31, 32), (2, 3, 32, 48), (2, 1, 32, 32), (3, 32, 32), (2, 3, 0, 32))
+        ),
+        *(
+            ("vit", shape, r"images of shape \(.*\) are not \[batch, 3, 16, 16\]")
+            for shape in ((2, 3, 16, 24), (2, 3, 32, 32), (2, 1, 16, 16), (3, 16, 16))
+        ),
+    ],
+)
+def test_images_of_another_shape_are_refused_with_their_shape(
+    name: str, shape: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        SMALL[name][0]()(torch.zeros(shape))
+
+
+def test_vgg_scales_its_channels_and_takes_one_image_and_larger_ones() -> None:
+    for width, channels in ((0.125, [8, 32, 64, 64]), (1 / 64, [1, 4, 8, 8])):  # rounded to whole ones
+        model = VGG16(width=width)
+        convolutions = [module.out_channels for module in model.modules() if isinstance(module, nn.Conv2d)]
+        assert (len(convolutions), convolutions[::4]) == (13, channels)
+        for shape in ((1, 3, 32, 32), (2, 3, 64, 96)):
+            assert model(torch.zeros(shape)).shape == (shape[0], 10)
+
+
+def test_vits_scores_do_not_depend_on_other_images_and_do_on_the_order_of_patches() -> None:
+    torch.manual_seed(0)
+    model = ViT(4, in_channels=1, layers=2, hidden=64, patch=8, image=16)
+    images = torch.randn(3, 1, 16, 16)
+    assert torch.allclose(model(images)[1], model(images[1:2])[0], atol=1e-6)
+    assert not torch.allclose(model(images), model(images.flip(2)), atol=1e-6)
