@@ -18,13 +18,13 @@ from data.command import command_parser
 from jobs.bench.arguments import HOST_ROWS
 from jobs.bench.document import BenchError, read
 from jobs.bench.figures import TITLES
+from jobs.bench.links import UNSHAPED, bits_per_second
 from jobs.report.style import COLOURS, DASHES, GREY, OURS, STYLE, colour_of, title_of
 
 Lines = dict[str, list[tuple[float, float]]]
 """Method -> points."""
 
-_GBIT = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
-_RATE = re.compile(r"([0-9.]+)(kbit|mbit|gbit) links")
+_RATE = re.compile(r"(\S+) links")
 _HOSTS = re.compile(r"([0-9]+) hosts")
 _WIRES = {
     "plain": COLOURS[5],
@@ -38,12 +38,11 @@ _UNSHAPED = 3.0  # times the fastest shaped links, on the axis
 
 def bandwidth(run: dict[str, Any]) -> float:
     """Gb/s of the links that a run was measured over, infinity for unshaped ones. Raises BenchError: the run names none."""
-    if "unshaped links" in run["network"]:
-        return math.inf
     found = _RATE.search(run["network"])
     if found is None:
         raise BenchError(f"network {run['network']!r} names no rate of links, as make bench-net writes it")
-    return float(found[1]) * _GBIT[found[2]]
+    rate = bits_per_second(UNSHAPED if found[1] == "unshaped" else found[1])
+    return math.inf if rate is None else rate / 1e9
 
 
 def ranks_per_host(run: dict[str, Any]) -> float:

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed: dict[str, str] = {}
     try:
         planned = plan(experiment, options)
-        pace = measured_pace(experiment, options, planned)
+        pace = measured_pace(experiment, planned)
         print(describe(planned, pace, options.budget), flush=True)
         if options.plan:
             return 0

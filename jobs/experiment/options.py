@@ -56,9 +56,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--runs", nargs="+", metavar="NAME", help=text)
     text = "Leave out NCCL, DistributedDataParallel and its hooks, which need GPUs"
     add("--no-gpu-methods", action="store_true", help=text)
-    for unit in ("an epoch", "a step"):
-        text = f"Seconds that {unit} is expected to take, for the plan until a run has been measured"
-        add(f"--{unit.split()[1]}-seconds", type=float, metavar="SECONDS", help=text)
     text = "Values of keys of the configuration, for all runs; the keys are in jobs/config/sections.py"
     settings: dict[str, Any] = {
         "nargs": "+",

@@ -170,12 +170,9 @@ def is_done(file: Path, document: Mapping[str, Any], trial: Trial) -> bool:
     return True
 
 
-def measured_pace(experiment: Experiment, options: argparse.Namespace, planned: Sequence[Planned]) -> Pace:
+def measured_pace(experiment: Experiment, planned: Sequence[Planned]) -> Pace:
     """Durations of runs, from those that are done."""
-    epoch, step = (
-        getattr(experiment, name) if getattr(options, name) is None else getattr(options, name)
-        for name in ("epoch_seconds", "step_seconds")
-    )
+    epoch, step = experiment.epoch_seconds, experiment.step_seconds
     guesses: dict[str, float] = {}
     for each in planned:
         training = each.document.get("training", {})

@@ -127,15 +127,19 @@ def test_keys_of_another_network_or_data_set_are_refused() -> None:
             with pytest.raises(ValueError, match=message):
                 ModelConfig(name=name, **{key: value})
     sets = {"images": ("cifar10", "prepared"), "an4": ("an4",), "text": ("text",)}
-    of_sets = {"crop": ("images", 4), "flip": ("images", True), "resize": ("images", 64)}
+    of_sets: dict[str, tuple[str, object]] = {
+        "crop": ("images", 4),
+        "flip": ("images", True),
+        "resize": ("images", 64),
+    }
     of_sets |= {"eval_sequences": ("text", 9), "tempo": ("an4", (0.9, 1.1))}
-    for key, (owner, value) in of_sets.items():
+    for key, (owner, given) in of_sets.items():
         for kind, name in ((kind, name) for kind, names in sets.items() for name in names):
             if kind == owner:
-                assert getattr(DataConfig(name=name, path="x.h5", **{key: value}), key) == value
+                assert getattr(DataConfig(name=name, path="x.h5", **{key: given}), key) == given
                 continue
             with pytest.raises(ValueError, match=f"{key} is for {owner}, not for {kind}"):
-                DataConfig(name=name, path="x.h5", **{key: value})
+                DataConfig(name=name, path="x.h5", **{key: given})
     for key in ("classes", "samples"):
         assert getattr(DataConfig(name="synthetic", **{key: 9}), key) == 9
         with pytest.raises(ValueError, match=f"{key} is for synthetic, not for digits"):

@@ -102,11 +102,11 @@ def test_expectations_come_from_the_nearest_run_that_is_done() -> None:
 
 
 def test_the_plan_says_what_fits(tmp_path: Path) -> None:
-    options = parse([*small(tmp_path), "--speed-ranks", "1", "--epoch-seconds", "10"])
+    options = parse([*small(tmp_path), "--speed-ranks", "1"])
     planned = plan(VGG, options)
-    pace = measured_pace(VGG, options, planned)
-    assert pace.guesses == dict.fromkeys(("train", "speed"), RUN_SECONDS + 20)
-    run = RUN_SECONDS + 20
+    pace = measured_pace(VGG, planned)
+    run = RUN_SECONDS + 2 * VGG.epoch_seconds
+    assert pace.guesses == dict.fromkeys(("train", "speed"), run)
     table = describe(planned, pace, START_SECONDS + 2.5 * run)
     assert table.endswith(
         f"8 of 8 runs to do, about {2 * START_SECONDS + 8 * run:.0f} s; the budget of "
