@@ -24,7 +24,7 @@ from tqdm import tqdm
 from data.command import command_parser
 from jobs.cluster.agreement import Refused, decide_on_root, say
 from jobs.config.config import Config
-from jobs.config.file import ConfigError, load
+from jobs.config.file import ConfigError, add_overrides, load
 from jobs.config.sections import CheckpointConfig
 from jobs.restart.checkpoint import Checkpointer, Due
 from jobs.restart.files import Identity, list_sets, remove_sets
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WO
     add = parser.add_argument
     add("config", metavar="CONFIG.toml", help="Configuration of the training run")
     text = "Values of keys that replace those of the configuration"
-    add("--set", dest="overrides", metavar="section.key=value", nargs="+", default=[], help=text)
+    add_overrides(parser, text)
     text = "Steps with checkpoints, and as many without, at least --every; default: %(default)s"
     add("--steps", type=int, default=200, help=text)
     add("--every", type=int, default=50, help="Steps per checkpoint, at least 2; default: %(default)s")

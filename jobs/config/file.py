@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import difflib
 import json
@@ -33,6 +34,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         return validate(apply_overrides(read_toml(path), overrides))
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply") from None
+
+
+def add_overrides(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add the option --set, explained by a text, to a parser; it fills `overrides`, as `load` takes them."""
+    kind: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    parser.add_argument("--set", dest="overrides", metavar="section.key=value", help=text, **kind)
 
 
 def shown(path: str | None, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:

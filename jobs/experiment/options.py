@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from data.command import command_parser
+from jobs.config.file import add_overrides
 from jobs.experiment.registry import EXPERIMENTS
 from jobs.experiment.trials import KINDS
 
@@ -57,13 +57,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     text = "Leave out NCCL, DistributedDataParallel and its hooks, which need GPUs"
     add("--no-gpu-methods", action="store_true", help=text)
     text = "Values of keys of the configuration, for all runs; the keys are in jobs/config/sections.py"
-    settings: dict[str, Any] = {
-        "nargs": "+",
-        "action": "extend",
-        "default": [],
-        "metavar": "section.key=value",
-    }
-    add("--set", dest="overrides", help=text, **settings)
+    add_overrides(parser, text)
     text = "Sentence for the top of the report, on the data for instance; may be repeated"
     add("--note", action="append", default=[], metavar="TEXT", help=text)
     add("--plan", action="store_true", help="Print the plan and exit without a run")

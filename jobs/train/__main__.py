@@ -20,12 +20,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mpi4py import MPI
 
 from jobs.cluster.agreement import Refused, check_launch, decide_on_root, say
-from jobs.config.file import ConfigError, load, shown
+from jobs.config.file import ConfigError, add_overrides, load, shown
 from jobs.config.show import commented_toml
 from jobs.restart.checkpoint import CheckpointError
 from jobs.restart.signals import EXIT_STATUS, Interrupted, leave, show_when_asked
@@ -95,13 +94,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace | int:
     add = parser.add_argument
     add("config", metavar="CONFIG.toml", nargs="?", help="Configuration of the run, as in jobs/configs")
     text = "Values of keys that replace those of the configuration; --show-config lists the keys"
-    settings: dict[str, Any] = {
-        "nargs": "+",
-        "action": "extend",
-        "default": [],
-        "metavar": "section.key=value",
-    }
-    add("--set", dest="overrides", help=text, **settings)
+    add_overrides(parser, text)
     text = "Print every key of the configuration with its meaning, type and default, as TOML, and leave. The values are those "
     add("--show-config", action="store_true", help=text + "of CONFIG.toml and --set where given")
     try:
