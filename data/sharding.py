@@ -119,17 +119,28 @@ def evaluation_shard(count: int, *, rank: int, size: int) -> range:
     return range(count * rank // size, count * (rank + 1) // size)
 
 
-def evaluation_batches(count: int, *, batch_size: int, rank: int, size: int) -> Iterator[NDArray[np.int64]]:
+def evaluation_batches(
+    count: int, *, batch_size: int, rank: int, size: int, most: int = 0
+) -> Iterator[NDArray[np.int64]]:
     """This rank's evaluation shard as int64[1 ... batch_size] each; the last may be short, and ranks may differ in their number.
+
+    Args:
+        count: samples of the set.
+        batch_size: at least 1.
+        rank, size: as evaluation_shard.
+        most: so many samples at most, spread evenly over the set, the same on any number of ranks; 0: all.
 
     Raises:
         ValueError: an argument out of bounds.
     """
-    shard = evaluation_shard(count, rank=rank, size=size)
+    if most < 0:
+        raise ValueError(f"most {most} is not at least 0")
+    taken = min(most or count, count)
+    shard = evaluation_shard(taken, rank=rank, size=size)
     if batch_size < 1:
         raise ValueError(f"batch_size {batch_size} is not at least 1")
     parts = (shard[start : start + batch_size] for start in range(0, len(shard), batch_size))
-    return (np.arange(part.start, part.stop, dtype=np.int64) for part in parts)
+    return (np.arange(part.start, part.stop, dtype=np.int64) * count // taken for part in parts)
 
 
 def check_rank(rank: int, size: int) -> None:

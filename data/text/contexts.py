@@ -142,16 +142,10 @@ class ContextEvaluationLoader:
     """
 
     def __init__(self, contexts: Contexts, *, batch_size: int, rank: int, size: int, most: int = 0) -> None:
-        if most < 0:
-            raise ValueError(f"most {most} is not at least 0")
-        total = len(contexts.texts)
-        count = min(most or total, total)
+        total, place = len(contexts.texts), {"batch_size": batch_size, "rank": rank, "size": size}
         self.contexts = contexts
         self._draws = epoch_draws(total, 0, 0, CONTEXTS)
-        self._batches = [
-            places * total // count
-            for places in evaluation_batches(count, batch_size=batch_size, rank=rank, size=size)
-        ]
+        self._batches = list(evaluation_batches(total, most=most, **place))
 
     def to(self, device: torch.device) -> None:
         """Hold the text on a device. Raises DataError: it does not fit."""

@@ -181,16 +181,10 @@ class TextEvaluationLoader:
     """
 
     def __init__(self, texts: TextSet, *, batch_size: int, rank: int, size: int, most: int = 0) -> None:
-        if most < 0:
-            raise ValueError(f"most {most} is not at least 0")
         draws = epoch_draws(len(texts), 0, 0, MASKING)
-        count = min(most or len(texts), len(texts))
-        chosen = np.arange(count) * len(texts) // count
+        place = {"batch_size": batch_size, "rank": rank, "size": size, "most": most}
         self.texts = texts
-        self._plans = [
-            _plan(chosen[places], draws[chosen[places]])
-            for places in evaluation_batches(count, batch_size=batch_size, rank=rank, size=size)
-        ]
+        self._plans = [_plan(samples, draws[samples]) for samples in evaluation_batches(len(texts), **place)]
         self._text = MaskedText(texts, torch.device("cpu"))
 
     def to(self, device: torch.device) -> Self:
