@@ -180,3 +180,31 @@ def group(comm: MPI.Intracomm) -> Iterator[Any]:
     start_process_group(comm, torch.device("cpu"), "gloo", "")
     yield torch.distributed.group.WORLD
     stop_process_group()
+
+
+@pytest.fixture
+def nccl_group(comm: MPI.Intracomm, group: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A process group that moves device arrays by NCCL; where GPUs are on the host, by what stands for it."""
+    from tests.devices import asynchronous, gpus, use
+
+    if not asynchronous():
+        from tests.nccl_on_host import take_the_place_of_nccl
+
+        take_the_place_of_nccl(monkeypatch)
+        return group
+    if gpus() < comm.size:
+        pytest.skip("a GPU a rank")
+    import torch.distributed as dist
+
+    use("cuda", comm)
+    return dist.new_group(backend="nccl")
+
+
+@pytest.fixture(scope="module")
+def transport(comm: MPI.Intracomm) -> Iterator[Any]:
+    """A transport of host arrays over MPI, for all tests of a file."""
+    from collectives.mpi import MpiTransport
+
+    made = MpiTransport(comm)
+    yield made
+    made.close()

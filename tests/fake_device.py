@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from collectives.cpu import kernels as host_kernels
 from collectives.mpi import MpiTransport
 from collectives.staging import StagedTransport, StagingBuffers
+from oktopk.backend import Backend
+from oktopk.cpu import kernels as gradient_kernels
 
 POISON = 0xA5
 
@@ -104,3 +106,18 @@ class FakeDeviceTransport(FakeDevice, MpiTransport):
     def _mpi_buffer(self, array: NDArray[Any]) -> Any:
         assert self.stream.is_pinned(array), "MPI was given device memory"
         return super()._mpi_buffer(array)
+
+
+class StagedBackend(Backend):
+    """The library's host kernels, on the double."""
+
+    def __init__(self) -> None:
+        self.stream = LateStream()
+        self.kernels = InOrder(gradient_kernels, self.stream)
+
+    def connect(self, host: Any) -> MpiTransport:
+        return FakeDeviceTransport(host.comm, self.stream)
+
+    def to_host(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
+        self.stream.run()
+        return array.copy()

@@ -45,16 +45,14 @@ ONLY_ALL_RANKS = (4, 5, MANY_RANKS)  # left to --all, as they take as long as al
 FOR_ANY_RANKS = ("tests/collectives", "tests/oktopk")  # whose tests these numbers of ranks are for
 # on MANY_RANKS in every run: communication, and tests that need four ranks or more
 ON_MANY_RANKS = (
-    "tests/collectives/test_balance_and_allgatherv.py",
+    "tests/collectives/test_allgatherv.py",
     "tests/collectives/test_dense_allreduce.py",
-    "tests/collectives/test_recursive_doubling.py",
     "tests/collectives/test_rows.py",
     "tests/oktopk/test_regions.py",
     "tests/collectives/test_split_and_reduce.py",
     "tests/collectives/test_staging_transport.py",
     "tests/collectives/test_transport.py",
     "tests/oktopk/test_levels.py",
-    "tests/oktopk/test_deferred_peers.py::test_regions_that_got_too_much_are_renewed_at_once",
     "tests/oktopk/test_overflow.py::test_inf_of_both_signs_never_meets_unseen",
 )
 HOST_CUDA_TEST_SECONDS = 240  # more than a kernel on the host waits for other ranks
@@ -66,6 +64,7 @@ HOST_CUDA_SINGLE = (
 HOST_CUDA_RANKS_TESTS = (
     "tests/collectives/test_cuda_dense_p2p.py",
     "tests/oktopk/test_device.py",
+    "tests/oktopk/test_executors.py",
     "tests/oktopk/test_deferred_peers.py",
     "tests/oktopk/test_gradient_tensors.py",
     "tests/oktopk/test_gradients_in_place.py",
@@ -80,7 +79,7 @@ HOST_CUDA_RANKS_TESTS = (
 # ranks -> which tests of which files: alone those that compare all bits, of files that do without torch; odd; and as many as a
 # region needs to get three times its share, or two hosts of two ranks
 HOST_CUDA_RANKS = {
-    1: ("bits or nothing", HOST_CUDA_RANKS_TESTS[:2]),
+    1: ("bits or nothing", HOST_CUDA_RANKS_TESTS[:4]),
     3: ("test", tuple(file for file in HOST_CUDA_RANKS_TESTS if "levels" not in file)),
     4: ("too_much or test_levels", ("tests/oktopk/test_deferred_peers.py", "tests/oktopk/test_levels.py")),
 }

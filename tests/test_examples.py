@@ -13,7 +13,13 @@ import pytest
 from tests.launched import PATIENCE, ROOT, run_alone, run_ranks, run_torchrun
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-LONG = {"fsdp2", "torchrun", "transformer"}  # other tests start such ranks
+LONG = {
+    "ddp",
+    "fsdp2",
+    "own_method",
+    "torchrun",
+    "transformer",
+}  # other tests start such ranks, or test what they show
 LIBRARIES = {
     "accelerate_hook": "accelerate",
     "accelerate_loop": "accelerate",

@@ -367,7 +367,7 @@ def test_choices_join_lengths_that_take_the_same() -> None:
 
 
 @pytest.mark.mpi(min_size=2, max_size=8)
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("algorithm", [pytest.param("one_shot", marks=pytest.mark.long), "two_shot"])
 def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(
     comm: MPI.Intracomm, algorithm: str
 ) -> None:

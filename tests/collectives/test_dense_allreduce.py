@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -13,13 +11,6 @@ from collectives.dense_allreduce import DenseAllreduce, dense_words
 from collectives.mpi import MpiTransport
 
 pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture(scope="module")
-def transport(comm: MPI.Intracomm) -> Iterator[MpiTransport]:
-    made = MpiTransport(comm)
-    yield made
-    made.close()
 
 
 def reduced(vector: NDArray[np.float32], transport: MpiTransport, scale: float = 1.0) -> NDArray[np.float32]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -25,13 +23,6 @@ from tests.rows import narrowed, touched, widened
 
 KERNELS = HostRowKernels()
 TYPES = list(ELEMENT_TYPES)
-
-
-@pytest.fixture(scope="module")
-def transport(comm: MPI.Intracomm) -> Iterator[MpiTransport]:
-    made = MpiTransport(comm)
-    yield made
-    made.close()
 
 
 def sums_of(lists: list[Rows], kind: str, scale: float = 1.0) -> Rows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,13 +23,6 @@ pytestmark = pytest.mark.mpi
 RANKS = 8  # as many as a test may have; fewer take the first of what was drawn
 BUCKETS = [1, 2, 8]
 Pairs = dict[int, float]
-
-
-@pytest.fixture(scope="module")
-def transport(comm: MPI.Intracomm) -> Iterator[MpiTransport]:
-    made = MpiTransport(comm)
-    yield made
-    made.close()
 
 
 def sparse(pairs: Pairs, length: int) -> SparseVector:

@@ -8,26 +8,20 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 from collectives.dense_allreduce import DenseAllreduce
 from collectives.mpi import MpiTransport
 from collectives.staging import StagingBuffers, size_class
 from collectives.traffic import Traffic
 from collectives.transport import Round
-from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError, construction
-from oktopk.backend import Backend
-from oktopk.cpu import kernels as host_kernels
+from oktopk import METHODS, GradientAllreduce
 from tests.collectives.test_transport import ring
 from tests.fake_cupy import fake_cupy, on_fake
-from tests.fake_device import POISON, FakeDeviceTransport, InOrder, LateStream
-
-LENGTH = 20_011
+from tests.fake_device import POISON, FakeDeviceTransport, LateStream, StagedBackend
 
 
 @pytest.fixture
@@ -145,77 +139,17 @@ def test_a_dense_allreduce_gives_the_bits_and_counts_the_words_of_the_host(
     host.close()
 
 
-class FakeBackend(Backend):
-    """The library's host kernels, on the double."""
-
-    def __init__(self) -> None:
-        self.stream = LateStream()
-        self.kernels = InOrder(host_kernels, self.stream)  # type: ignore[assignment]
-
-    def connect(self, host: Any) -> MpiTransport:
-        return FakeDeviceTransport(host.comm, self.stream)
-
-    def to_host(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
-        self.stream.run()
-        return array.copy()
-
-
-def both(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, method: str, **settings: Any
-) -> tuple[GradientAllreduce, GradientAllreduce, FakeBackend]:
-    """The same reducer on the host and staged."""
-    settings = {"density": 0.02, "threshold_interval": 3, "boundary_interval": 2} | settings
-    backend = FakeBackend()
-    on_host = GradientAllreduce(comm, LENGTH, method, **settings)
-    with monkeypatch.context() as patch:
-        patch.setattr(construction, "make_backend", lambda *_, **__: backend)
-        return on_host, GradientAllreduce(comm, LENGTH, method, **settings), backend
-
-
-def gradient_of(comm: MPI.Intracomm, step: int) -> NDArray[np.float32]:
-    gradient = np.random.default_rng((comm.rank, step)).standard_normal(LENGTH)
-    if step % 2:
-        gradient[: LENGTH // 20] *= 50  # one region has most of it: balancing moves entries
-    return gradient.astype(np.float32)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("method", "settings"),
-    [
-        *(
-            (method, more)
-            for method in METHODS
-            for more in ({}, {"bucket_rounds": 1, "momentum_correction": 0.5})
-        ),
-        ("oktopk", {"wire": "int8", "bucket_rounds": 1}),
-    ],
-    ids=str,
-)
-def test_every_method_gives_the_bits_and_counts_the_words_of_the_host(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, method: str, settings: dict[str, Any]
-) -> None:
-    on_host, staged, backend = both(comm, monkeypatch, method, **settings)
-    for step in range(7):
-        gradient = gradient_of(comm, step)
-        wanted, got = on_host.step(gradient), staged.step(gradient)
-        backend.stream.run()
-        for name in ("words", "messages", "control_words", "local_nnz", "global_nnz", "local_exact"):
-            assert getattr(got, name) == getattr(wanted, name), (step, name)
-        assert np.array_equal(staged.update, on_host.update), step
-        if on_host.residual is not None:
-            assert np.array_equal(staged.residual, on_host.residual), step
-    on_host.close()
-    staged.close()
-
-
 @pytest.mark.mpi
 @pytest.mark.parametrize("method", METHODS)
 def test_steps_alike_allocate_no_pinned_memory_after_the_first(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    on_host, staged, _ = both(comm, monkeypatch, method, threshold_interval=100, boundary_interval=100)
-    gradient = gradient_of(comm, 0)
+    backend = StagedBackend()
+    monkeypatch.setattr("oktopk.construction.make_backend", lambda *_, **__: backend)
+    staged = GradientAllreduce(
+        comm, 20_011, method, density=0.02, threshold_interval=100, boundary_interval=100
+    )
+    gradient = np.random.default_rng(comm.rank).standard_normal(20_011).astype(np.float32)
     buffers = staged.transport.buffers  # type: ignore[attr-defined]
     held = []
     for _ in range(8):
@@ -224,30 +158,6 @@ def test_steps_alike_allocate_no_pinned_memory_after_the_first(
         staged.step(gradient)
         held.append(buffers.nbytes)
     assert held[3] == held[-1], held
-    on_host.close()
-    staged.close()
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("method", METHODS)
-def test_a_nonfinite_gradient_leaves_nothing_in_flight(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    on_host, staged, backend = both(comm, monkeypatch, method)
-    for step in range(4):
-        gradient = gradient_of(comm, step)
-        if step == 2:
-            gradient[7] = np.nan
-            with pytest.raises(NonFiniteGradientError):
-                on_host.step(gradient)
-            with pytest.raises(NonFiniteGradientError):
-                staged.step(gradient)
-            continue
-        on_host.step(gradient)
-        staged.step(gradient)
-        backend.stream.run()
-        assert np.array_equal(staged.update, on_host.update)
-    on_host.close()
     staged.close()
 
 

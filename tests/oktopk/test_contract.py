@@ -101,34 +101,24 @@ def check_caps(comm: MPI.Intracomm, method: str, length: int, step: Observed) ->
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_nothing_is_lost_or_counted_twice_and_no_step_passes_the_caps(
+def test_nothing_is_lost_no_step_passes_the_caps_and_exact_ones_are_the_oracles(
     comm: MPI.Intracomm, device: str, method: str, kind: str
 ) -> None:
     for length, density in SHAPES:
+        exact = 0
         for step in run(
-            comm, device, method, kind, length, density, threshold_interval=3, boundary_interval=2
-        ):
-            put_in = (step.gradients.astype(np.float64) + step.before).sum(axis=0)
-            came_out = step.after.astype(np.float64).sum(axis=0) + step.update
-            assert np.array_equal(put_in, came_out), (length, density, step.report)
-            check_caps(comm, method, length, step)
-
-
-@pytest.mark.parametrize("kind", GRADIENTS)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("device", DEVICES)
-def test_exact_thresholds_give_the_oracles_update_and_residuals(
-    comm: MPI.Intracomm, device: str, method: str, kind: str
-) -> None:
-    for length, density in SHAPES:
-        for step in run(
-            comm, device, method, kind, length, density, threshold_interval=1, boundary_interval=3
+            comm, device, method, kind, length, density, threshold_interval=2, boundary_interval=3
         ):
             gradients, before = step.gradients.astype(np.float64), step.before.astype(np.float64)
-            expected = reference.ORACLES[method](gradients, before, step.report.k)
-            assert step.report.exact
-            assert np.array_equal(step.update, expected.update), (length, density)
-            assert np.array_equal(step.after, expected.residuals), (length, density)
+            came_out = step.after.astype(np.float64).sum(axis=0) + step.update
+            assert np.array_equal((gradients + before).sum(axis=0), came_out), (length, density, step.report)
+            check_caps(comm, method, length, step)
+            if all(comm.allgather(step.report.exact)):
+                exact += 1
+                expected = reference.ORACLES[method](gradients, before, step.report.k)
+                assert np.array_equal(step.update, expected.update), (length, density)
+                assert np.array_equal(step.after, expected.residuals), (length, density)
+        assert exact >= 3  # every second step is planned to be
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -210,28 +200,7 @@ def test_equal_entries_are_selected_up_to_k_and_none_is_lost(
             assert np.mean(np.maximum(applied, 0)) <= most, (length, applied)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_second_run_gives_the_same_bits(comm: MPI.Intracomm, device: str, method: str) -> None:
-    use(device, comm)
-
-    def updates() -> list[bytes]:
-        reducer = GradientAllreduce(
-            comm, 5000, method, device=device, density=0.02, threshold_interval=4, boundary_interval=3
-        )
-        rng = np.random.default_rng(comm.rank)
-        results = []
-        for _ in range(9):
-            reducer.step(put(device, rng.standard_normal(5000).astype(np.float32)))
-            results.append(get(reducer.update).tobytes())
-        reducer.close()
-        return results
-
-    assert updates() == updates()
-
-
-@pytest.mark.parametrize("trigger", [1.0, 4.0])
-@pytest.mark.parametrize("bucket_rounds", [1, 2, 8])
+@pytest.mark.parametrize(("trigger", "bucket_rounds"), [(1.0, 1), (1.0, 8), (4.0, 2)])
 @pytest.mark.parametrize("device", DEVICES)
 def test_balancing_and_bucketing_change_no_bit(
     comm: MPI.Intracomm, device: str, trigger: float, bucket_rounds: int
@@ -242,29 +211,3 @@ def test_balancing_and_bucketing_change_no_bit(
     for one, two in zip(plain, other, strict=True):
         assert np.array_equal(one.update, two.update)
         assert np.array_equal(one.after, two.after)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("device", DEVICES)
-def test_real_gradients_are_conserved_to_rounding_over_many_blocks(
-    comm: MPI.Intracomm, device: str, method: str
-) -> None:
-    use(device, comm)
-    length = 60_007
-    reducer = GradientAllreduce(
-        comm, length, method, device=device, density=0.01, average=False, threshold_interval=4
-    )
-    rng = np.random.default_rng((comm.rank, 5))
-    before = np.zeros(length, np.float32)
-    for _ in range(10):
-        gradient = rng.standard_t(3, length).astype(np.float32)
-        gradient[1000:6000] *= 50
-        report = reducer.step(put(device, gradient))
-        left = np.zeros(length, np.float32) if reducer.residual is None else get(reducer.residual)
-        update = get(reducer.update)
-        put_in = np.sum(comm.allgather(gradient.astype(np.float64) + before), axis=0)
-        came_out = np.sum(comm.allgather(left.astype(np.float64)), axis=0) + update
-        assert np.allclose(put_in, came_out, rtol=1e-5, atol=1e-3)
-        assert np.count_nonzero(update) <= report.global_nnz
-        assert len(set(comm.allgather(update.tobytes()))) == 1
-        before = left

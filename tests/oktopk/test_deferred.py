@@ -39,6 +39,7 @@ class LateStep:
         self._executor, self._outcome, self.deferred = executor, outcome, deferred
 
     def result(self) -> StepResult:
+        assert not self._executor.closed
         if self._outcome == "flagged":
             raise FlaggedRanksError([0])
         nothing = SparseVector.empty(LENGTH)
@@ -60,7 +61,7 @@ class LateExecutor:
     supports: ClassVar[list[SparseVector | None]] = []
 
     def __init__(self, method: Method, vectors: ErrorFeedback) -> None:
-        self.method, self.vectors = method, vectors
+        self.method, self.vectors, self.closed = method, vectors, False
 
     def begin(self, gradient: NDArray[np.float32], plan: Plan) -> LateStep:
         self.plans.append(plan)
@@ -76,7 +77,7 @@ class LateExecutor:
         pass
 
     def close(self) -> None:
-        pass
+        self.closed = True
 
 
 @pytest.fixture
@@ -127,6 +128,14 @@ def test_a_state_knows_how_the_last_step_went(late: Callable[..., GradientAllred
     report = reducer.step(GRADIENT)
     assert reducer.state_dict()["unaided"] == 0
     assert report.complete
+
+
+def test_a_state_may_be_taken_when_all_is_closed(late: Callable[..., GradientAllreduce]) -> None:
+    """Of a step whose end nobody has looked at: it stays unknown, and the next one is waited for."""
+    reducer = late("done done")
+    reducer.step(GRADIENT)
+    reducer.close()
+    assert reducer.state_dict()["unaided"] == 0
 
 
 @pytest.mark.parametrize("resumed", [False, True])

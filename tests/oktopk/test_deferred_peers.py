@@ -1,7 +1,4 @@
-"""Steps among peers, deferred or waited for: on GPUs, and on any machine over peers by make-believe.
-
-Torch is imported where it is needed: not for eight ranks.
-"""
+"""Steps among peers, deferred or waited for; where there are GPUs."""
 
 from __future__ import annotations
 
@@ -14,13 +11,11 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from oktopk import DistributedOptimizer, GradientAllreduce, NonFiniteGradientError
-from oktopk.message_executor import MessageExecutor
-from tests.devices import DEVICES, asynchronous, get, gpus, narrowed, put, use
-from tests.fake_peers import FakePeers
+from tests.devices import asynchronous, get, gpus, narrowed, put, use
 from tests.inputs import GRADIENTS, kinds_with, shapes_of
 from tests.oracle import top_k
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(not gpus(), reason="no GPU")]
 TRUSTED = 8
 LENGTH, DENSITY = 40_009, 0.05  # by few entries thresholds do not settle
 
@@ -31,83 +26,33 @@ def cubes(comm: MPI.Intracomm, length: int) -> Callable[[], NDArray[np.float32]]
     return lambda: np.rint(1024 * rng.standard_normal(length) ** 3).astype(np.float32)
 
 
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where there are peers: on the host by make-believe."""
-    use(request.param, comm)
-    if request.param == "cpu":
-        monkeypatch.setattr("oktopk.backend.Backend.p2p_step", lambda _, *arguments: FakePeers(*arguments))
-    return str(request.param)
+@pytest.fixture
+def device(comm: MPI.Intracomm) -> str:
+    use("cuda", comm)
+    return "cuda"
 
 
 def among_peers(device: str, comm: MPI.Intracomm, length: int, **settings: Any) -> GradientAllreduce:
     chosen: dict[str, Any] = {"density": DENSITY, "deferred": True, "average": False} | settings
-    if chosen.get("gradient_type", "float32") != "float32" and device == "cpu":
-        pytest.skip("the host takes float32 alone")
     reducer = GradientAllreduce(comm, length, "oktopk", device=device, peer_memory=True, **chosen)
-    assert reducer.p2p_unavailable_reason == "" or device == "cpu"
+    assert reducer.p2p_unavailable_reason == ""
     return reducer
-
-
-def by_messages_only(reducer: GradientAllreduce) -> None:
-    """Take the make-believe peers away again."""
-    method = reducer._instance("oktopk")
-    reducer._executors["oktopk"] = MessageExecutor(method, reducer._vectors)
 
 
 @pytest.fixture
 def outcomes(device: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Of all steps among peers from here on, one after the other."""
-    found: list[Any] = []
-    peers: Any = FakePeers
-    if device == "cuda":
-        from oktopk.cuda.p2p_step import P2PStep
+    from oktopk.cuda.p2p_step import P2PStep
 
-        peers = P2PStep
-    outcome = peers.outcome
+    found: list[Any] = []
+    outcome = P2PStep.outcome
 
     def noted(self: Any, exact: bool) -> Any:
         found.append(outcome(self, exact))
         return found[-1]
 
-    monkeypatch.setattr(peers, "outcome", noted)
+    monkeypatch.setattr(P2PStep, "outcome", noted)
     return found
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "usual": {},
-    "balanced at once": {"balance_trigger": 1.0},
-    "momentum": {"momentum_correction": 0.5},
-}
-
-
-@pytest.mark.parametrize(("kind", "settings"), kinds_with(SETTINGS))
-def test_peers_give_the_bits_of_messages(
-    device: str, outcomes: list[Any], comm: MPI.Intracomm, kind: str, settings: str
-) -> None:
-    """On every pair of a kind, a setting and a shape; their whole product took half of the time of all kernels on the host."""
-    for length, density in shapes_of(kind, list(SETTINGS).index(settings), len(SETTINGS)):
-        chosen: dict[str, Any] = {"density": density, "average": False, "threshold_interval": 4}
-        chosen |= SETTINGS[settings]
-        among = among_peers(device, comm, length, **{"deferred": False} | chosen)
-        by_messages = GradientAllreduce(comm, length, "oktopk", device=device, peer_memory=False, **chosen)
-        if device == "cpu" and by_messages.method == "oktopk":
-            among._instance("oktopk")
-            by_messages_only(by_messages)
-        outcomes.clear()
-        rng = np.random.default_rng((comm.rank, length))
-        for _ in range(10):
-            gradient = put(device, GRADIENTS[kind](rng, length, comm.rank, comm.size))
-            first, second = among.step(gradient), by_messages.step(gradient)
-            assert (first.local_nnz, first.global_nnz) == (second.local_nnz, second.global_nnz)
-            assert np.array_equal(get(among.update), get(by_messages.update))
-            assert np.array_equal(get(among.residual), get(by_messages.residual))
-            words = comm.allreduce(np.array([first.words, second.words]))
-            # then regions are renewed among peers alone
-            assert words[0] == words[1] or any(outcome.overflowed for outcome in outcomes)
-        assert len(outcomes) == (10 if first.method == "oktopk" else 0)
-        among.close()
-        by_messages.close()
 
 
 @pytest.mark.mpi(min_size=4)  # on fewer no region can get more than three times its share
@@ -376,7 +321,6 @@ def test_a_global_threshold_that_missed_is_named_by_the_kernels_where_the_host_w
         among.step(put(device, draw()))
     on_cpu = GradientAllreduce(comm, LENGTH, "oktopk", density=DENSITY, average=False, **settings)
     on_cpu.load_state_dict(among.state_dict())
-    by_messages_only(on_cpu)
     among.load_state_dict(on_cpu.state_dict())
     peers = among._executors["oktopk"].p2p_step  # type: ignore[attr-defined]
     named: list[str] = []
@@ -468,7 +412,7 @@ def test_a_selection_far_over_the_cap_on_one_rank_stops_all_and_the_next_step_ap
 
 
 def test_ranks_that_stopped_go_on_together(device: str, comm: MPI.Intracomm) -> None:
-    """However far their hosts and GPUs are apart: nobody waits for the device in between. By make-believe all are together."""
+    """However far their hosts and GPUs are apart: nobody waits for the device in between."""
     reducer = among_peers(device, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
     draw = cubes(comm, LENGTH)
     until_deferred(device, reducer, draw)
@@ -477,7 +421,7 @@ def test_ranks_that_stopped_go_on_together(device: str, comm: MPI.Intracomm) -> 
     for number in range(24):
         late, loud = number % comm.size == comm.rank, (number + 1) % comm.size == comm.rank
         gradient = gradients[number % 4] * np.float32(2.0**12 if loud else 1)
-        if late and device == "cuda" and asynchronous():
+        if late and asynchronous():
             import torch
 
             torch.cuda._sleep(200_000)
@@ -546,26 +490,10 @@ def test_a_reloaded_reducer_continues_deferred_steps_bit_for_bit(device: str, co
     resumed.close()
 
 
-def test_a_state_may_be_taken_when_all_is_closed(device: str, comm: MPI.Intracomm) -> None:
-    """Of a step whose end nobody has looked at: it stays unknown, and the next one is waited for."""
-    reducer = among_peers(device, comm, LENGTH, threshold_interval=1000)
-    draw = cubes(comm, LENGTH)
-    until_deferred(device, reducer, draw)
-    reducer.close()
-    state = reducer.state_dict()
-    assert state["unaided"] == 0
-    again = among_peers(device, comm, LENGTH, threshold_interval=1000)
-    again.load_state_dict(state)
-    assert again.step(put(device, draw())).complete
-    again.close()
-
-
 @pytest.mark.skipif(not asynchronous(), reason="no GPU")
-def test_the_host_does_not_wait_for_a_deferred_step(comm: MPI.Intracomm) -> None:
+def test_the_host_does_not_wait_for_a_deferred_step(device: str, comm: MPI.Intracomm) -> None:
     import torch
 
-    device = "cuda"
-    use(device, comm)
     reducer = among_peers(device, comm, LENGTH, threshold_interval=32)
     draw = cubes(comm, LENGTH)
     until_deferred(device, reducer, draw)
@@ -585,6 +513,7 @@ def test_the_host_does_not_wait_for_a_deferred_step(comm: MPI.Intracomm) -> None
     reducer.close()
 
 
+@pytest.mark.skipif(not asynchronous(), reason="no GPU")
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5])
 def test_a_network_trains_to_the_same_bits_whenever_the_host_looks(
     device: str, comm: MPI.Intracomm, clip_norm: float
@@ -594,12 +523,11 @@ def test_a_network_trains_to_the_same_bits_whenever_the_host_looks(
 
     if comm.size == 1:
         pytest.skip("the ladder misses where this rank alone selected too little")
-    if device == "cuda":
-        if gpus() < comm.size or not asynchronous():
-            pytest.skip("needs a GPU a rank, of torch's")
-        import cupy
+    if gpus() < comm.size:
+        pytest.skip("needs a GPU a rank")
+    import cupy
 
-        torch.cuda.set_device(cupy.cuda.Device().id)
+    torch.cuda.set_device(cupy.cuda.Device().id)
     ends = []
     for looks in (True, False):
         torch.manual_seed(3)
@@ -618,8 +546,7 @@ def test_a_network_trains_to_the_same_bits_whenever_the_host_looks(
             late += not reports[-1].complete
             if looks:
                 optimizer.complete()
-                if device == "cuda":
-                    torch.cuda.synchronize()
+                torch.cuda.synchronize()
         optimizer.complete()
         assert late > 0
         assert np.median([report.global_nnz / report.k for report in reports]) > 0.9

@@ -10,8 +10,8 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
-from tests.devices import get, gpus, narrowed, put, use
+from oktopk import METHODS, GradientAllreduce
+from tests.devices import get, gpus, put, use
 from tests.inputs import GRADIENTS, kinds_with, shapes_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(not gpus(), reason="no GPU")]
@@ -27,45 +27,6 @@ def reducer(comm: MPI.Intracomm, method: str, device: str = "cuda", **settings: 
     use("cuda", comm)
     settings = {"density": 0.05, "threshold_interval": 4, "boundary_interval": 6} | settings
     return GradientAllreduce(comm, LENGTH, method, device=device, average=False, **settings)
-
-
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "gaussiank"])
-def test_gpu_and_cpu_give_the_same_bits(comm: MPI.Intracomm, method: str) -> None:
-    # Gaussiank's fit sums in another order
-    on_gpu, on_cpu = reducer(comm, method), reducer(comm, method, device="cpu")
-    for step in range(9):
-        gradient = normal(comm, step)
-        first = on_gpu.step(put("cuda", gradient))
-        second = on_cpu.step(gradient)
-        assert (first.local_nnz, first.global_nnz) == (second.local_nnz, second.global_nnz)
-        if method != "dense":  # which sends otherwise through peer memory
-            # what a rank reads from another one's memory is counted there: only the sum over the ranks is the same
-            assert comm.allreduce(first.words) == comm.allreduce(second.words)
-        assert np.array_equal(get(on_gpu.update), on_cpu.update)
-        if on_cpu.residual is not None:
-            assert np.array_equal(get(on_gpu.residual), on_cpu.residual)
-
-
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "gaussiank"])
-def test_messages_that_are_staged_give_the_same_bits_and_words(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    straight = reducer(comm, method, peer_memory=False)
-    monkeypatch.setenv("OKTOPK_CUDA_AWARE_MPI", "0")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        staged = reducer(comm, method, peer_memory=False)
-    assert [w for w in said if "OKTOPK_CUDA_AWARE_MPI=0" in str(w.message)] or comm.rank or comm.size == 1
-    for step in range(9):
-        gradient = put("cuda", normal(comm, step))
-        first, second = staged.step(gradient), straight.step(gradient)
-        assert (first.local_nnz, first.global_nnz, first.words, first.messages) == (
-            second.local_nnz,
-            second.global_nnz,
-            second.words,
-            second.messages,
-        )
-        assert np.array_equal(get(staged.update), get(straight.update))
 
 
 @pytest.mark.parametrize("wire", ["plain", "float32"])
@@ -209,39 +170,6 @@ def test_tiles_that_are_crowded_give_the_cpus_bits(comm: MPI.Intracomm) -> None:
     on_gpu.close()
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-@pytest.mark.parametrize("gradient_type", ["float32", "bfloat16"])
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_nonfinite_gradient_among_peers_raises_everywhere_and_is_undone(
-    comm: MPI.Intracomm, momentum: float, gradient_type: str, exact: bool
-) -> None:
-    reduced = reducer(
-        comm,
-        "oktopk",
-        peer_memory=True,
-        threshold_interval=6 if exact else 32,
-        momentum_correction=momentum,
-        gradient_type=gradient_type,
-    )
-
-    def step(gradient: NDArray[np.float32]) -> None:
-        reduced.step(put("cuda", narrowed(gradient, gradient_type)))
-
-    for number in range(6):
-        step(np.rint(8 * normal(comm, number)))
-    before = get(reduced.residual)
-    poisoned = np.rint(8 * normal(comm, 7))
-    if comm.rank == comm.size - 1:
-        poisoned[[5, 17_000]] = np.inf
-    with pytest.raises(NonFiniteGradientError, match=rf"rank\(s\) {comm.size - 1}$"):
-        step(poisoned)
-    assert np.array_equal(get(reduced.residual), before)
-    assert not get(reduced.update).any()
-    step(np.rint(8 * normal(comm, 8)))
-    assert get(reduced.update).any()
-    reduced.close()
-
-
 def test_lists_shrink_with_k(comm: MPI.Intracomm) -> None:
     """A density warm-up begins with lists as long as the gradient."""
     reduced = reducer(comm, "oktopk", peer_memory=True, density=0.001, density_warmup_steps=8)
@@ -289,37 +217,6 @@ def test_narrow_gradients_are_widened_before_anything_is_added(
         narrow.step(put("cuda", stored))
         wide.step(put("cuda", widened))
         assert np.array_equal(get(narrow.update), get(wide.update))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_nonfinite_gradient_raises_everywhere_and_is_undone(comm: MPI.Intracomm, method: str) -> None:
-    reduced = reducer(comm, method)
-    reduced.step(put("cuda", np.rint(8 * normal(comm, 0))))
-    before = None if reduced.residual is None else get(reduced.residual)
-    poisoned = np.rint(8 * normal(comm, 1))
-    if comm.rank == comm.size - 1:
-        poisoned[[5, 17_000]] = np.nan
-    with pytest.raises(NonFiniteGradientError, match=rf"rank\(s\) {comm.size - 1}$"):
-        reduced.step(put("cuda", poisoned))
-    if before is not None:
-        assert np.array_equal(get(reduced.residual), before)
-    assert not get(reduced.update).any()
-    reduced.step(put("cuda", np.rint(8 * normal(comm, 2))))
-    assert get(reduced.update).any()
-
-
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "gaussiank"])
-def test_a_reloaded_reducer_continues_bit_for_bit(comm: MPI.Intracomm, method: str) -> None:
-    """With residual and velocity."""
-    undisturbed = reducer(comm, method, momentum_correction=0.5, dense_warmup_steps=1)
-    for step in range(5):
-        undisturbed.step(put("cuda", normal(comm, step)))
-    resumed = reducer(comm, method, momentum_correction=0.5, dense_warmup_steps=1)
-    resumed.load_state_dict(undisturbed.state_dict())
-    for step in range(5, 11):
-        undisturbed.step(put("cuda", normal(comm, step)))
-        resumed.step(put("cuda", normal(comm, step)))
-        assert np.array_equal(get(undisturbed.update), get(resumed.update))
 
 
 def test_what_a_gpu_does_not_take_is_named(comm: MPI.Intracomm) -> None:

@@ -36,48 +36,6 @@ def test_update_is_the_mean_or_the_sum(comm: MPI.Intracomm, method: str, average
     assert np.count_nonzero(reducer.update) == 8
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("method", METHODS)
-def test_a_nonfinite_gradient_raises_on_every_rank_and_is_undone(
-    comm: MPI.Intracomm, method: str, bad: float
-) -> None:
-    length, culprit = 5000, comm.size - 1
-    reducer = GradientAllreduce(comm, length, method, density=0.05)
-    first, second, third = gradients(comm, length, 3)
-    reducer.step(first)
-    before = None if reducer.residual is None else reducer.residual.copy()
-    poisoned = second.copy()
-    if comm.rank == culprit:
-        poisoned[[0, 4097]] = bad
-    with pytest.raises(NonFiniteGradientError, match=rf"rank\(s\) {culprit}$") as caught:
-        reducer.step(poisoned)
-    assert caught.value.ranks == [culprit]
-    if before is not None:
-        assert np.array_equal(reducer.residual, before)
-    assert not reducer.update.any()
-    reducer.step(third)
-    assert np.isfinite(reducer.update).all()
-    assert reducer.update.any()
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_skipped_step_conserves_what_is_finite(comm: MPI.Intracomm, method: str) -> None:
-    length = 3000
-    reducer = GradientAllreduce(comm, length, method, density=0.05, nonfinite="skip", average=False)
-    first, second, third = gradients(comm, length, 3)
-    applied = np.zeros(length)
-    for step, gradient in enumerate((first, second, third)):
-        if step == 1 and comm.rank == 0:
-            gradient[7] = np.nan
-        report = reducer.step(gradient)
-        assert report.skipped == (step == 1)
-        assert report.step == step
-        applied += reducer.update
-    left = np.zeros(length) if reducer.residual is None else reducer.residual.astype(np.float64)
-    total = np.sum(comm.allgather(first.astype(np.float64) + third), axis=0)
-    assert np.array_equal(np.sum(comm.allgather(left), axis=0) + applied, total)
-
-
 def test_an_overflow_of_gradient_and_residual_is_nonfinite(comm: MPI.Intracomm) -> None:
     reducer = GradientAllreduce(comm, 100, "oktopk", density=0.01)
     gradient = np.full(100, 3e38 if comm.rank == 0 else 0, np.float32)
@@ -226,33 +184,6 @@ def test_momentum_that_overflows_raises_on_every_rank(comm: MPI.Intracomm, metho
     reducer.velocity[3] = gradient[3]  # as if it had not been sent
     with pytest.raises(NonFiniteGradientError, match=rf"rank\(s\) {comm.size - 1}$"):
         reducer.step(gradient)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-@pytest.mark.parametrize("method", METHODS)
-def test_a_reloaded_reducer_continues_bit_for_bit(comm: MPI.Intracomm, method: str, momentum: float) -> None:
-    length = 4000
-    settings = {
-        "density": 0.02,
-        "threshold_interval": 4,
-        "boundary_interval": 6,
-        "momentum_correction": momentum,
-    }
-    drawn = gradients(comm, length, 14)
-    undisturbed = GradientAllreduce(comm, length, method, **settings)
-    for gradient in drawn[:5]:
-        undisturbed.step(gradient)
-    state = undisturbed.state_dict()
-    expected = []
-    for gradient in drawn[5:]:
-        undisturbed.step(gradient)
-        expected.append(undisturbed.update.tobytes())
-    resumed = GradientAllreduce(comm, length, method, **settings)
-    resumed.load_state_dict(state)
-    for gradient, update in zip(drawn[5:], expected, strict=True):
-        resumed.step(gradient)
-        assert resumed.update.tobytes() == update
-    assert resumed.steps == undisturbed.steps == 14
 
 
 def test_state_of_another_reducer_is_refused(comm: MPI.Intracomm) -> None:

@@ -53,7 +53,8 @@ def compiler_says(
         assert NVRTC
         library, headers = NVRTC
         return nvrtc.compile_source(library, whole, [*options, f"-I{headers}"])
-    command = ["nvcc", *options, "-cubin", "-o", str(out), str(whole)]
+    quick = ["-Xcicc", "-O0", "-Xptxas", "-O0"] if architecture == 80 else []
+    command = ["nvcc", *options, *quick, "-cubin", "-o", str(out), str(whole)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return f"nvcc ended with {done.returncode}\n{done.stderr}" if done.returncode else ""
 

@@ -14,8 +14,6 @@ from oktopk import (
     METHODS,
     DistributedOptimizer,
     NonFiniteGradientError,
-    average_buffers,
-    broadcast_parameters,
 )
 
 pytestmark = pytest.mark.mpi
@@ -87,17 +85,10 @@ def test_dense_equals_torchs_own_step_on_the_averaged_gradient(comm: MPI.Intraco
         if (number + at) % 5 < 2
     ],
 )
-def test_parameters_stay_bit_identical_and_the_update_zero_off_its_support(
-    comm: MPI.Intracomm, method: str, inner: str
-) -> None:
-    model, optimizer = train(comm, method, inner, steps=6, density=0.05, threshold_interval=3)
+def test_parameters_stay_bit_identical(comm: MPI.Intracomm, method: str, inner: str) -> None:
+    model, _ = train(comm, method, inner, steps=6, density=0.05, threshold_interval=3)
     assert len(set(comm.allgather(flat(model).tobytes()))) == 1
     assert not np.array_equal(flat(model), flat(network()))
-    if METHODS[method].sparse:
-        optimizer.zero_grad()
-        backward(model, comm.rank, 6)
-        optimizer.step()
-        assert np.count_nonzero(optimizer.reducer.update) <= optimizer.report.global_nnz
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -131,26 +122,24 @@ def test_a_parameter_without_a_gradient_counts_as_zero(comm: MPI.Intracomm) -> N
     assert torch.allclose(weight - model["used"].weight, torch.full((1, 3), (comm.size + 1) / comm.size))
 
 
-def test_a_skipped_step_leaves_parameters_and_momenta_alone(comm: MPI.Intracomm) -> None:
-    model, optimizer = train(comm, "oktopk", "adam", steps=2, nonfinite="skip")
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_a_gradient_that_is_not_finite_leaves_parameters_and_momenta_alone(
+    comm: MPI.Intracomm, nonfinite: str
+) -> None:
+    model, optimizer = train(comm, "oktopk", "adam", steps=2, nonfinite=nonfinite)
     parameters, moments = flat(model), str(optimizer.inner.state_dict())
     optimizer.zero_grad()
     backward(model, comm.rank, 2)
     if comm.rank == 0:
         next(model.parameters()).grad[0, 0] = torch.nan
-    optimizer.step()
-    assert optimizer.report.skipped
+    if nonfinite == "raise":
+        with pytest.raises(NonFiniteGradientError, match=r"step 2: .* rank\(s\) 0"):
+            optimizer.step()
+    else:
+        optimizer.step()
+        assert optimizer.report.skipped
     assert np.array_equal(flat(model), parameters)
     assert str(optimizer.inner.state_dict()) == moments
-
-
-def test_a_nonfinite_gradient_names_the_rank_everywhere(comm: MPI.Intracomm) -> None:
-    model, optimizer = train(comm, "oktopk", "sgd", steps=1)
-    backward(model, comm.rank, 1)
-    if comm.rank == 0:
-        next(model.parameters()).grad[0, 0] = torch.inf
-    with pytest.raises(NonFiniteGradientError, match=r"step 1: .* rank\(s\) 0"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -215,25 +204,3 @@ def test_what_cannot_be_wrapped_is_named(comm: MPI.Intracomm) -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD(plain.parameters(), lr=1), comm)
     with pytest.raises(RuntimeError, match="cannot be added"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-
-
-def test_broadcast_gives_everyone_rank_0s_parameters_and_buffers(comm: MPI.Intracomm) -> None:
-    torch.manual_seed(comm.rank)
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    model(torch.randn(8, 4))
-    broadcast_parameters(model, comm)
-    mine = [tensor.numpy().tobytes() for tensor in model.state_dict().values()]
-    assert len({tuple(theirs) for theirs in comm.allgather(mine)}) == 1
-    torch.manual_seed(0)
-    first = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    assert torch.equal(model[0].weight, first[0].weight)
-
-
-def test_average_buffers_is_the_mean_and_spares_counters(comm: MPI.Intracomm) -> None:
-    model = nn.BatchNorm1d(3)
-    model.running_mean.fill_(comm.rank)
-    model.num_batches_tracked.fill_(comm.rank)
-    average_buffers(model, comm)
-    assert torch.allclose(model.running_mean, torch.full((3,), (comm.size - 1) / 2))
-    assert model.num_batches_tracked == comm.rank
-    average_buffers(nn.Linear(2, 2), comm)

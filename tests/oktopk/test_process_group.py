@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
 import time
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -18,168 +15,13 @@ from torch import nn
 
 import oktopk
 from collectives.transport import MissingRanksError
-from oktopk import DistributedOptimizer, GradientAllreduce, StepReport, average_buffers
+from oktopk import DistributedOptimizer, GradientAllreduce, average_buffers
 from oktopk.buckets import BucketedAllreduce
-from tests import oracle as reference
-from tests.devices import DEVICES, asynchronous, get, gpus, put, use
-from tests.inputs import SHAPES
-from tests.oktopk.test_contract import check_caps, run
+from tests.devices import DEVICES, get, put, use
 
 pytestmark = pytest.mark.mpi
 
 LENGTH = 5000
-
-
-def counted(report: StepReport) -> str:
-    """A report without times, and for gTopk without what a message of unknown length counts as, which differs."""
-    left = {**dataclasses.asdict(report), "seconds": None}
-    if left["measures"]:
-        left["measures"]["seconds"] = None
-    if report.method == "gtopk":
-        left |= dict.fromkeys(("messages", "control_words", "control_messages"))
-    return repr(left)  # NaN equals itself
-
-
-@pytest.mark.parametrize(
-    ("method", "settings"),
-    [
-        ("dense", {}),
-        ("gtopk", {}),
-        ("topkdsa", {"momentum_correction": 0.5}),
-        ("oktopk", {"wire": "plain", "bucket_rounds": 1}),
-        ("oktopk", {"wire": "float32", "momentum_correction": 0.5}),
-        ("oktopk", {"wire": "int8"}),
-        ("oktopk", {"levels": "hosts", "ranks_per_host": 2}),
-    ],
-    ids=str,
-)
-def test_gloo_gives_the_bits_and_counts_the_words_of_mpi(
-    comm: MPI.Intracomm, group: Any, method: str, settings: dict[str, Any]
-) -> None:
-    settings = {"density": 0.02, "threshold_interval": 3, "boundary_interval": 2} | settings
-    both = [GradientAllreduce(over, LENGTH, method, **settings) for over in (comm, group)]
-    assert [reducer.transport.library for reducer in both] == ["MPI", "gloo"]
-    rng = np.random.default_rng(comm.rank)
-    for step in range(7):
-        gradient = rng.standard_normal(LENGTH).astype(np.float32)
-        if step % 2:
-            gradient[: LENGTH // 20] *= 50  # one region has most of it: balancing moves entries
-        reports = [counted(reducer.step(gradient, measure=step == 5)) for reducer in both]
-        assert reports[0] == reports[1]
-        assert both[0].update.tobytes() == both[1].update.tobytes()
-        if both[0].residual is not None:
-            assert both[0].residual.tobytes() == both[1].residual.tobytes()
-    states = [reducer.state_dict() for reducer in both]
-    both[1].load_state_dict(states[0])
-    for reducer in both:
-        reducer.close()
-
-
-@pytest.mark.parametrize("method", ["dense", "gtopk", "oktopk"])
-def test_over_gloo_exact_steps_are_the_oracles_and_nothing_is_lost(
-    comm: MPI.Intracomm, group: Any, method: str
-) -> None:
-    for length, density in SHAPES:
-        for step in run(comm, "cpu", method, "clustered", length, density, over=group, threshold_interval=1):
-            gradients, before = step.gradients.astype(np.float64), step.before.astype(np.float64)
-            expected = reference.ORACLES[method](gradients, before, step.report.k)
-            assert np.array_equal(step.update, expected.update), (length, density)
-            assert np.array_equal((gradients + before).sum(axis=0), step.after.sum(axis=0) + step.update)
-            check_caps(comm, method, length, step)
-
-
-@pytest.mark.parametrize("peer_memory", [False, True])
-@pytest.mark.parametrize("device", DEVICES[1:])
-def test_on_gpus_gloo_gives_the_bits_of_mpi(
-    comm: MPI.Intracomm, group: Any, device: str, peer_memory: bool
-) -> None:
-    use(device, comm)
-    settings = {"density": 0.02, "threshold_interval": 3, "peer_memory": peer_memory, "device": device}
-    both = [GradientAllreduce(over, LENGTH, **settings) for over in (comm, group)]
-    assert both[0].p2p_unavailable_reason == both[1].p2p_unavailable_reason
-    rng = np.random.default_rng(comm.rank)
-    for _ in range(5):
-        gradient = put(device, rng.standard_normal(LENGTH).astype(np.float32))
-        words = [reducer.step(gradient).words for reducer in both]
-        assert words[0] == words[1]
-        assert get(both[0].update).tobytes() == get(both[1].update).tobytes()
-    for reducer in both:
-        reducer.close()
-
-
-class GlooMessages:
-    """In place of `NcclMessages` where GPUs are on the host: a batch is over before the next one starts, as on NCCL's stream."""
-
-    def __init__(self, whole: Any, device: Any) -> None:
-        self.users = 0
-        store = dist.PrefixStore("gloo messages", whole.store)
-        self._gloo = dist.ProcessGroupGloo(store, whole.rank, whole.size, timedelta(seconds=30))
-
-    def exchange(self, operations: Any, stream: int) -> Any:
-        assert operations
-        works = [getattr(self._gloo, operation)([tensor], rank, 0) for operation, tensor, rank in operations]
-        for work in works:
-            work.wait()
-        return object()
-
-    def wait(self, work: Any, stream: int) -> None:
-        assert work is not None
-
-    def close(self) -> None:
-        """Nothing is shared with other processes."""
-
-
-@pytest.fixture
-def nccl_group(comm: MPI.Intracomm, group: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A process group that moves device arrays by NCCL; where GPUs are on the host, by what stands for it."""
-    if asynchronous():
-        if gpus() < comm.size:
-            pytest.skip("a GPU a rank")
-        use("cuda", comm)
-        return dist.new_group(backend="nccl")
-    from collectives import process_group_cuda
-
-    def tensor(array: Any, gpu: int) -> torch.Tensor:
-        memory = (ctypes.c_uint8 * array.nbytes).from_address(process_group_cuda.address_of(array))
-        return torch.frombuffer(memory, dtype=torch.uint8)
-
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-    monkeypatch.setattr(process_group_cuda, "NcclMessages", GlooMessages)
-    monkeypatch.setattr(process_group_cuda, "_tensor", tensor)
-    return group
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(
-    ("method", "settings"),
-    [
-        ("dense", {}),
-        ("gtopk", {}),
-        ("topkdsa", {"momentum_correction": 0.5}),
-        ("oktopk", {"wire": "plain", "bucket_rounds": 1}),
-        ("oktopk", {"wire": "int8"}),
-        ("oktopk", {"levels": "hosts", "ranks_per_host": 1, "peer_memory": None}),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("device", DEVICES[1:])
-def test_by_nccl_messages_give_the_bits_and_count_the_words_of_mpi(
-    comm: MPI.Intracomm, nccl_group: Any, device: str, method: str, settings: dict[str, Any]
-) -> None:
-    use(device, comm)
-    settings = {"density": 0.02, "threshold_interval": 3, "peer_memory": False, "device": device} | settings
-    both = [GradientAllreduce(over, LENGTH, method, **settings) for over in (comm, nccl_group)]
-    assert [reducer.transport.library for reducer in both] == ["MPI", "nccl"]
-    rng = np.random.default_rng(comm.rank)
-    for step in range(5):
-        gradient = rng.standard_normal(LENGTH).astype(np.float32)
-        if step % 2:
-            gradient[: LENGTH // 20] *= 50  # one region has most of it: balancing moves entries
-        reports = [counted(reducer.step(put(device, gradient))) for reducer in both]
-        assert reports[0] == reports[1]
-        assert get(both[0].update).tobytes() == get(both[1].update).tobytes()
-    for reducer in both:
-        reducer.close()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -210,7 +52,6 @@ def test_nccl_is_not_ended_where_ranks_did_not_come(
     comm: MPI.Intracomm, nccl_group: Any, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(device, comm)
-    monkeypatch.setattr("collectives.limit._ANSWER", 1.5)
     settings = {"density": 0.05, "peer_memory": False, "device": device, "timeout": 2.0}
     reducer = BucketedAllreduce(nccl_group, [700, 300], **settings)
     transport: Any = reducer.buckets[-1].transport  # the first one gives up
@@ -220,7 +61,7 @@ def test_nccl_is_not_ended_where_ranks_did_not_come(
     reducer.step(gradients)
     comm.Barrier()
     if comm.rank == 0:
-        time.sleep(4.5)
+        time.sleep(3.0)  # the others have given up, and wait to hear of each other
     with pytest.raises(MissingRanksError):
         reducer.step(gradients)
     assert not transport.gave_up
@@ -296,64 +137,17 @@ def test_an_optimizer_over_gloo_trains_to_the_parameters_of_one_over_mpi(
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_rank_that_comes_within_the_limit_is_waited_for(comm: MPI.Intracomm, group: Any) -> None:
+def test_a_rank_that_comes_within_the_limit_is_waited_for(
+    comm: MPI.Intracomm, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collectives.limit._EARLY", 0.2)
     late = comm.size - 1
     comm.Barrier()
     if comm.rank == late:
-        time.sleep(1.3)  # longer than others wait without looking
+        time.sleep(0.5)  # longer than others wait without looking
     reducer = GradientAllreduce(group, 100, density=0.1, timeout=20.0)
     if comm.rank == late:
-        time.sleep(1.3)
+        time.sleep(0.5)
     for _ in range(2):
         assert reducer.step(np.arange(100, dtype=np.float32)).global_nnz
     reducer.close()
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("levels", ["flat", "hosts"])
-def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
-    comm: MPI.Intracomm, group: Any, levels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("collectives.limit._ANSWER", 1.5)
-    reducer = GradientAllreduce(group, 100, density=0.1, timeout=0.5, levels=levels, ranks_per_host=2)
-    gradient = np.arange(100, dtype=np.float32)
-    for _ in range(2):
-        reducer.step(gradient)
-    comm.Barrier()
-    if comm.rank == 0:
-        time.sleep(2.5)
-    began = time.monotonic()
-    with pytest.raises(MissingRanksError, match=r"step 2: rank\(s\) 0 did not come within 0\.5 s") as caught:
-        reducer.step(gradient)
-    assert caught.value.ranks == [0]
-    with pytest.raises(MissingRanksError):  # nothing goes on after that
-        reducer.step(gradient)
-    assert time.monotonic() - began < 60
-    reducer.close()
-    comm.Barrier()
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(
-    ("what", "comes"),
-    [("GradientAllreduce", "late"), ("GradientAllreduce", "never"), ("DistributedOptimizer", "late")],
-)
-def test_ranks_that_do_not_come_to_a_construction_are_named_by_all(
-    comm: MPI.Intracomm, group: Any, what: str, comes: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("collectives.limit._ANSWER", 1.5)
-    own = dist.new_group()  # not to be used after that
-    first: Any = 10 if what == "GradientAllreduce" else torch.optim.SGD(network(0).parameters(), lr=0.1)
-    arguments = (own, first) if what == "GradientAllreduce" else (first, own)
-    missing = comm.size - 1
-    comm.Barrier()
-    if comm.rank == missing:
-        time.sleep(2.5)
-    if comm.rank != missing or comes == "late":
-        began = time.monotonic()
-        with pytest.raises(
-            MissingRanksError, match=rf"^{what}\(\.\.\.\): rank\(s\) {missing} did not come within 0\.5 s"
-        ):
-            getattr(oktopk, what)(*arguments, timeout=0.5)
-        assert time.monotonic() - began < 60
-    comm.Barrier()

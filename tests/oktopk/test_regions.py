@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.cpu.kernels import equal_count_splits
@@ -21,13 +19,6 @@ from oktopk.regions import equal_boundaries, region_boundaries
 HUGE = 2**31 - 1
 RANKS = 8  # as many as a test may have; fewer take the first of what was drawn
 INDICES = st.lists(st.integers(0, 299), unique=True, max_size=60).map(sorted)
-
-
-@pytest.fixture(scope="module")
-def transport(comm: MPI.Intracomm) -> Iterator[MpiTransport]:
-    made = MpiTransport(comm)
-    yield made
-    made.close()
 
 
 def cuts_of(indices: list[int] | NDArray[np.int32], length: int, ranks: int) -> NDArray[np.int64]:

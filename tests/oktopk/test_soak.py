@@ -83,6 +83,7 @@ def test_ten_thousand_overlapped_steps_beside_matrix_products_and_nccl(
         print(f"{steps} overlapped steps in {time.monotonic() - deadline + SECONDS:.1f} s")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("fault", ["another order", "one bucket less"])
 @pytest.mark.parametrize("device", DEVICES[1:])

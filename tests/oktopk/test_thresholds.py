@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude, magnitude_bits
@@ -30,13 +28,6 @@ LARGEST = float(np.finfo(np.float32).max)
 
 TIED = st.sampled_from([0.0, -0.0, TINY, -TINY, 5 * TINY, 1.0, -1.0, 1.5, 2.0, -2.0, LARGEST])
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
-
-
-@pytest.fixture(scope="module")
-def transport(comm: MPI.Intracomm) -> Iterator[MpiTransport]:
-    made = MpiTransport(comm)
-    yield made
-    made.close()
 
 
 @given(st.lists(st.one_of(TIED, FLOATS), max_size=60), st.integers(1, 70), st.integers(1, 5))

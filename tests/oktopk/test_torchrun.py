@@ -31,15 +31,6 @@ line = " ".join(["trained", optimizer.reducer.transport.library, hashlib.sha1(va
 os.write(1, (line + "\\n").encode())  # at once: lines of ranks do not mix
 """
 
-WITHOUT_GROUP = f"""
-import sys
-
-sys.path.insert(0, {str(ROOT)!r})
-from oktopk import GradientAllreduce
-
-GradientAllreduce(None, 10)
-"""
-
 
 @pytest.mark.timeout(PATIENCE)
 def test_torchrun_trains_to_equal_parameters_without_mpi(tmp_path: Path) -> None:
@@ -50,13 +41,3 @@ def test_torchrun_trains_to_equal_parameters_without_mpi(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("trained gloo")]
     assert len(lines) == 2 and len(set(lines)) == 1, done.stdout
-
-
-@pytest.mark.timeout(PATIENCE)
-def test_torchrun_without_a_process_group_is_a_sentence(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(WITHOUT_GROUP)
-    done = run_torchrun(2, str(script))
-    assert done.returncode != 0
-    assert "LauncherError: WORLD_SIZE=2: torchrun started 2 processes" in done.stderr
-    assert 'call torch.distributed.init_process_group("gloo") first' in done.stderr

@@ -308,26 +308,42 @@ def test_a_state_of_another_rank_or_of_other_ranks_is_refused_on_all(comm: MPI.I
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
-    ("method", "steps", "measure"),
+    ("library", "method", "steps", "measure", "settings"),
     [
-        ("oktopk", 0, False),
-        ("oktopk", 3, False),
-        ("oktopk", 3, True),
-        ("dense", 3, False),  # the control operations of methods differ, what ends the waiting does not
-        pytest.param("gtopk", 3, False, marks=pytest.mark.long),
+        ("MPI", "oktopk", 0, False, {}),
+        ("MPI", "oktopk", 3, True, {}),
+        (
+            "MPI",
+            "dense",
+            3,
+            False,
+            {},
+        ),  # the control operations of methods differ, what ends the waiting does not
+        pytest.param("MPI", "gtopk", 3, False, {}, marks=pytest.mark.long),
+        ("gloo", "oktopk", 3, False, {}),
+        ("gloo", "oktopk", 3, False, {"levels": "hosts", "ranks_per_host": 2}),
     ],
 )
 def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
-    comm: MPI.Intracomm, method: str, steps: int, measure: bool, monkeypatch: pytest.MonkeyPatch
+    comm: MPI.Intracomm,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    library: str,
+    method: str,
+    steps: int,
+    measure: bool,
+    settings: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr("collectives.limit._ANSWER", 1.5)
-    reducer = GradientAllreduce(comm, 100, method, density=0.1, timeout=0.5, threshold_interval=2)
+    monkeypatch.setattr("collectives.limit._ANSWER", 3.0 if steps else 1.5)
+    over = comm if library == "MPI" else request.getfixturevalue("group")
+    chosen: dict[str, Any] = {"density": 0.1, "timeout": 0.5, "threshold_interval": 2} | settings
+    reducer = GradientAllreduce(over, 100, method, **chosen)
     gradient = np.arange(100, dtype=np.float32)
     for _ in range(steps):
         reducer.step(gradient, measure=measure)
     comm.Barrier()
     if comm.rank == 0:
-        time.sleep(2.5)  # it has no batch left, and comes to something else
+        time.sleep(1.5 if steps else 2.5)  # it comes while the others wait to hear of each other, or later
     began = time.monotonic()
     with pytest.raises(
         MissingRanksError, match=rf"step {steps}: rank\(s\) 0 did not come within 0\.5 s"
@@ -343,28 +359,36 @@ def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
-    ("what", "comes"),
+    ("library", "what", "comes"),
     [
-        ("GradientAllreduce", "late"),
-        ("GradientAllreduce", "never"),
-        ("DistributedOptimizer", "late"),
-        ("broadcast_parameters", "late"),
-        ("average_buffers", "late"),
+        ("MPI", "GradientAllreduce", "late"),
+        ("MPI", "DistributedOptimizer", "late"),
+        ("MPI", "broadcast_parameters", "late"),
+        ("MPI", "average_buffers", "late"),
+        ("gloo", "GradientAllreduce", "never"),
+        ("gloo", "DistributedOptimizer", "late"),
     ],
 )
 def test_ranks_that_do_not_come_to_a_construction_are_named_by_all(
-    comm: MPI.Intracomm, what: str, comes: str, monkeypatch: pytest.MonkeyPatch
+    comm: MPI.Intracomm,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    library: str,
+    what: str,
+    comes: str,
 ) -> None:
-    monkeypatch.setattr("collectives.limit._ANSWER", 3.0)
+    monkeypatch.setattr("collectives.limit._ANSWER", 1.5 if comes == "never" else 3.0)
     model = network()
     first: Any = {"GradientAllreduce": 10, "DistributedOptimizer": sgd(model)}.get(what, model)
     call: Any = getattr(oktopk, what)
-    own = comm.Dup()  # not to be used after that
+    if library == "gloo":
+        request.getfixturevalue("group")
+    own = comm.Dup() if library == "MPI" else torch.distributed.new_group()  # not to be used after that
     arguments = (own, first) if what == "GradientAllreduce" else (first, own)
     missing = comm.size - 1
     comm.Barrier()
     if comm.rank == missing:
-        time.sleep(1.5)
+        time.sleep(1.5)  # the others have given up, and wait to hear of each other
     if comm.rank != missing or comes == "late":
         began = time.monotonic()
         with pytest.raises(

@@ -209,32 +209,18 @@ def test_a_step_that_is_not_finite_is_skipped_bit_for_bit(comm: MPI.Intracomm, d
     reduced.close()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_state_goes_on_bit_for_bit_with_its_wire_and_is_refused_with_one_that_rounds_otherwise(
-    comm: MPI.Intracomm, device: str
-) -> None:
-    length = 2000
-    gradients = [heavy_tailed(np.random.default_rng((comm.rank, step)), length) for step in range(6)]
-    first = reducer(comm, device, length, "int4")
-    for gradient in gradients[:3]:
-        first.step(put(device, gradient))
+def test_a_state_is_refused_with_a_wire_that_rounds_otherwise(comm: MPI.Intracomm) -> None:
+    first, other = (reducer(comm, "cpu", 2000, wire) for wire in ("int4", "auto"))
+    first.step(heavy_tailed(np.random.default_rng(comm.rank), 2000))
     state = first.state_dict()
     assert state["wire"] == "int4"
-    second = reducer(comm, device, length, "int4")
-    second.load_state_dict(state)
-    for gradient in gradients[3:]:
-        for reduced in (first, second):
-            reduced.step(put(device, gradient))
-        assert get(first.update).tobytes() == get(second.update).tobytes()
-        assert get(first.residual).tobytes() == get(second.residual).tobytes()
-    other = reducer(comm, device, length, "auto")
     with pytest.raises(
         ValueError, match=r"state has wire 'int4', this reducer 'plain': pass wire='int4' to go on"
     ):
         other.load_state_dict(state)
     other.load_state_dict(state | {"wire": "float32"})  # which gives the same bits as plain
     other.load_state_dict({name: value for name, value in state.items() if name != "wire"})
-    for reduced in (first, second, other):
+    for reduced in (first, other):
         reduced.close()
 
 

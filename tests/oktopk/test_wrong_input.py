@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -82,121 +81,67 @@ def test_no_method_need_clear_the_update(comm: MPI.Intracomm, monkeypatch: pytes
         assert np.flatnonzero(reducer.update).tolist() == [step]
 
 
-def shorter(state: dict[str, Any]) -> None:
-    state["residual"] = state["residual"][:-1]
-
-
-def longer(state: dict[str, Any]) -> None:
-    state["residual"] = np.append(state["residual"], np.float32(0))
-
-
-def of_another_type(state: dict[str, Any]) -> None:
-    state["residual"] = state["residual"].astype(np.float64)
-
-
-def not_finite(state: dict[str, Any]) -> None:
-    state["residual"][3] = np.inf
-
-
-def with_velocity(state: dict[str, Any]) -> None:
-    state["velocity"] = np.zeros(LENGTH, np.float32)
-
-
-def without_residual(state: dict[str, Any]) -> None:
-    del state["residual"]
-
-
-def without_selection(state: dict[str, Any]) -> None:
-    del state["methods"]["oktopk"]["selection"]
-
-
-def without_threshold(state: dict[str, Any]) -> None:
-    del state["methods"]["oktopk"]["threshold"]
-
-
-def with_regions_out_of_range(state: dict[str, Any]) -> None:
-    state["methods"]["oktopk"]["boundaries"][-1] = LENGTH + 1
-
-
-def with_regions_out_of_order(state: dict[str, Any]) -> None:
-    state["methods"]["oktopk"]["boundaries"][0] = LENGTH
-
-
-def of_an_unknown_method(state: dict[str, Any]) -> None:
-    state["methods"]["other"] = {}
-
-
-def without_velocity(state: dict[str, Any]) -> None:
-    del state["velocity"]
-
-
-def without_a_trend(state: dict[str, Any]) -> None:
-    del state["methods"]["oktopk"]["selection"]["trend"]
-
-
-def without_exact_due(state: dict[str, Any]) -> None:
-    del state["methods"]["oktopk"]["selection"]["exact_due"]
-
-
-def without_global_bits(state: dict[str, Any]) -> None:
-    del state["methods"]["oktopk"]["threshold"]["bits"]
-
-
-def with_a_threshold_that_is_negative(state: dict[str, Any]) -> None:
-    state["methods"]["oktopk"]["threshold"]["bits"] = -5
-
-
-def with_a_threshold_that_is_no_integer(state: dict[str, Any]) -> None:
-    state["methods"]["oktopk"]["selection"]["bits"] = 1.5
-
-
-def with_a_trend_that_is_nan(state: dict[str, Any]) -> None:
-    state["methods"]["oktopk"]["selection"]["trend"] = float("nan")
-
-
-def with_a_k_that_is_text(state: dict[str, Any]) -> None:
-    state["last_k"] = "x"
-
-
-DAMAGE = [
-    (without_velocity, "the state lacks velocity"),
-    (without_a_trend, "the state is damaged: KeyError 'trend'"),
-    (without_exact_due, "the state is damaged: KeyError 'exact_due'"),
-    (without_global_bits, "the state is damaged: KeyError 'bits'"),
+LACKING = object()
+# where a state is damaged, what stands there then, and what is said of it
+DAMAGE: list[tuple[str, Any, str]] = [
+    ("velocity", LACKING, "the state lacks velocity"),
+    ("residual", LACKING, "the state lacks residual"),
+    ("methods.oktopk.selection", LACKING, "the state is damaged: KeyError 'selection'"),
+    ("methods.oktopk.selection.trend", LACKING, "the state is damaged: KeyError 'trend'"),
+    ("methods.oktopk.selection.exact_due", LACKING, "the state is damaged: KeyError 'exact_due'"),
+    ("methods.oktopk.threshold", LACKING, "the state is damaged: KeyError 'threshold'"),
+    ("methods.oktopk.threshold.bits", LACKING, "the state is damaged: KeyError 'bits'"),
     (
-        with_a_threshold_that_is_negative,
+        "methods.oktopk.threshold.bits",
+        -5,
         "the global threshold of the state is not the bits of a magnitude: -5",
     ),
     (
-        with_a_threshold_that_is_no_integer,
+        "methods.oktopk.selection.bits",
+        1.5,
         "the local threshold of the state is not the bits of a magnitude: 1.5",
     ),
-    (with_a_trend_that_is_nan, "the trend of the local threshold of the state is not an integer: nan"),
-    (with_a_k_that_is_text, "last_k 'x' of the state is not an integer >= 0"),
-    (shorter, r"residual of the state is float32\[499\], not float32\[500\]"),
-    (longer, r"residual of the state is float32\[501\], not float32\[500\]"),
-    (of_another_type, r"residual of the state is float64\[500\], not float32\[500\]"),
-    (not_finite, "residual of the state is not finite"),
-    (with_velocity, "the state has a velocity, and this reducer no momentum correction"),
-    (without_residual, "the state lacks residual"),
-    (without_selection, "the state is damaged: KeyError 'selection'"),
-    (without_threshold, "the state is damaged: KeyError 'threshold'"),
-    (with_regions_out_of_range, "boundaries of the state do not ascend from 0 to 500"),
-    (with_regions_out_of_order, "boundaries of the state do not ascend from 0 to 500"),
-    (of_an_unknown_method, "the state is of unknown methods: other"),
+    (
+        "methods.oktopk.selection.trend",
+        float("nan"),
+        "the trend of the local threshold of the state is not an integer: nan",
+    ),
+    ("methods.oktopk.boundaries.-1", LENGTH + 1, "boundaries of the state do not ascend from 0 to 500"),
+    ("methods.oktopk.boundaries.0", LENGTH, "boundaries of the state do not ascend from 0 to 500"),
+    ("methods.other", {}, "the state is of unknown methods: other"),
+    ("last_k", "x", "last_k 'x' of the state is not an integer >= 0"),
+    ("residual", np.zeros(499, np.float32), r"residual of the state is float32\[499\], not float32\[500\]"),
+    ("residual", np.zeros(501, np.float32), r"residual of the state is float32\[501\], not float32\[500\]"),
+    ("residual", np.zeros(500), r"residual of the state is float64\[500\], not float32\[500\]"),
+    ("residual.3", np.inf, "residual of the state is not finite"),
+    (
+        "velocity",
+        np.zeros(500, np.float32),
+        "the state has a velocity, and this reducer no momentum correction",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGE, ids=lambda value: getattr(value, "__name__", ""))
+def damage(state: Any, where: str, value: Any) -> None:
+    *path, last = [int(word) if word.lstrip("-").isdigit() else word for word in where.split(".")]
+    for key in path:
+        state = state[key]
+    if value is LACKING:
+        del state[last]
+    else:
+        state[last] = value
+
+
+@pytest.mark.parametrize(("where", "value", "message"), DAMAGE)
 def test_a_state_that_is_damaged_on_one_rank_is_refused_on_all(
-    comm: MPI.Intracomm, damage: Callable[[dict[str, Any]], None], message: str
+    comm: MPI.Intracomm, where: str, value: Any, message: str
 ) -> None:
     reducer = stepped(comm)
     before = reducer.state_dict()
     state = copy.deepcopy(before)
     damaged = comm.size - 1
     if comm.rank == damaged:
-        damage(state)
+        damage(state, where, value)
     with pytest.raises(ValueError, match=f"rank {damaged}: {message}"):
         reducer.load_state_dict(state)
     after = reducer.state_dict()

@@ -1,8 +1,8 @@
-"""Balance and allgatherv: the blocks in rank order on all ranks, evened out only where that is asked for."""
+"""Allgatherv: every block everywhere, received once, in the fewest rounds; evened out before only where that is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.allgatherv import balance_and_allgatherv, needs_balancing
+from collectives.allgatherv import allgatherv, balance_and_allgatherv, even_order, needs_balancing
 from collectives.mpi import MpiTransport
 from collectives.sparse import ENTRY
 from collectives.traffic import Traffic
@@ -29,13 +29,6 @@ RANKS = 8  # as many as a test may have; fewer take the first of what was drawn
 counts_of_ranks = st.lists(
     st.one_of(st.just(0), st.integers(0, 9), st.integers(0, 300)), min_size=RANKS, max_size=RANKS
 )
-
-
-@pytest.fixture(scope="module")
-def transport(comm: MPI.Intracomm) -> Iterator[MpiTransport]:
-    made = MpiTransport(comm)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize(
@@ -62,15 +55,101 @@ def test_the_default_trigger_never_fires_on_four_ranks() -> None:
     assert not needs_balancing(np.array([10**9, 0, 0, 0]), 4.0)
 
 
-def gather(
+def blocks_of(counts: list[int]) -> NDArray[np.void]:
+    """The blocks of all ranks in rank order: a count of entries each."""
+    blocks = np.zeros(sum(counts), ENTRY)
+    blocks["index"] = 3 * np.arange(len(blocks))
+    blocks["value"] = np.repeat(np.arange(len(counts)) + 0.5, counts)
+    return blocks
+
+
+def own(counts: list[int], rank: int) -> slice:
+    return slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+
+
+def gather(counts: list[int], transport: MpiTransport, order: list[int] | None = None) -> Traffic:
+    """Gather blocks of these sizes; what this rank sent."""
+    expected, mine = blocks_of(counts), own(counts, transport.rank)
+    gathered = np.zeros_like(expected)
+    gathered[mine] = expected[mine]
+    transport.take_traffic()
+    allgatherv(gathered, np.array(counts, np.int64), transport, order=order)
+    assert np.array_equal(gathered, expected)
+    return transport.take_traffic()
+
+
+@pytest.mark.mpi
+@settings(max_examples=30)
+@given(
+    counts=st.lists(st.integers(0, 40), min_size=RANKS, max_size=RANKS),
+    order=st.one_of(st.none(), st.permutations(range(RANKS))),
+)
+def test_every_block_arrives_once_in_any_order_of_ranks(
+    transport: MpiTransport, counts: list[int], order: list[int] | None
+) -> None:
+    size = transport.size
+    sent = gather(counts[:size], transport, order and [rank for rank in order if rank < size])
+    # each rank receives everything but its own block
+    assert transport.comm.allreduce(sent.words) == 2 * sum(counts[:size]) * (size - 1)
+    assert sent.messages <= 2 * (size - 1)
+    assert transport.comm.allreduce(sent.messages) <= size * 2 * (size - 1).bit_length()
+
+
+def _busiest(counts: NDArray[np.int64], order: list[int]) -> int:
+    """Elements that the busiest of a power of two of ranks sends."""
+    size = len(counts)
+    rounds = range(size.bit_length() - 1)
+    sent = [
+        sum(counts[order[place >> j << j : (place >> j) + 1 << j]].sum() for j in rounds)
+        for place in range(size)
+    ]
+    return max(sent)
+
+
+@given(st.integers(1, 5), st.data())
+def test_an_even_order_has_every_rank_and_sends_less_where_neighbours_are_alike(
+    bits: int, data: st.DataObject
+) -> None:
+    size = 1 << bits
+    counts = np.sort(data.draw(st.lists(st.integers(0, 99), min_size=size, max_size=size)))
+    order = even_order(counts)
+    assert sorted(order) == list(range(size))
+    assert _busiest(counts, order) <= _busiest(counts, list(range(size)))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("holder", [0, 1, -1])
+def test_a_single_full_block_reaches_all_and_an_empty_one_is_not_sent(
+    transport: MpiTransport, holder: int
+) -> None:
+    counts = [0] * transport.size
+    assert gather(counts, transport) == Traffic()
+    counts[holder % transport.size] = 1000
+    assert transport.comm.allreduce(gather(counts, transport).messages) == transport.size - 1
+
+
+@pytest.mark.mpi
+def test_words_and_messages_of_equal_blocks_are_the_formulas(transport: MpiTransport) -> None:
+    size = transport.size
+    sent = gather([25] * size, transport)
+    messages = transport.comm.allreduce(sent.messages)
+    rounds = (size - 1).bit_length()
+    assert sent.words == 2 * 25 * (size - 1)
+    assert sent.control_words == sent.control_messages == 0
+    if size & (size - 1) == 0:
+        assert sent.messages == rounds
+    else:
+        # of the ranks that pass on b blocks, b - 1 pass on a range that wraps around the end, in two messages;
+        # the blocks of all rounds add up to P - 1
+        assert messages == rounds * size + (size - 1) - rounds
+
+
+def balance_and_gather(
     counts: list[int], transport: MpiTransport, trigger: float | None
 ) -> tuple[NDArray[np.void], Traffic]:
     """What arrived, checked against the blocks in rank order, and what this rank sent."""
-    rank = transport.rank
-    expected = np.zeros(sum(counts), ENTRY)
-    expected["index"] = 3 * np.arange(len(expected))
-    expected["value"] = np.repeat(np.arange(len(counts)) + 0.5, counts)
-    kept = expected[sum(counts[:rank]) : sum(counts[: rank + 1])].copy()
+    expected = blocks_of(counts)
+    kept = expected[own(counts, transport.rank)].copy()
     before = kept.copy()
     options = {} if trigger is None else {"trigger": trigger}
     transport.take_traffic()
@@ -100,7 +179,7 @@ def test_all_ranks_get_all_blocks_in_order_with_and_without_balancing(
     transport: MpiTransport, kind: str
 ) -> None:
     for trigger in (None, 4.0, 1.0, float("inf")):
-        gather(SKEWED[kind](transport.size), transport, trigger)
+        balance_and_gather(SKEWED[kind](transport.size), transport, trigger)
 
 
 @pytest.mark.mpi(min_size=6)
@@ -109,7 +188,7 @@ def test_five_ranks_get_all_blocks_in_order(comm: MPI.Intracomm) -> None:
     part = comm.Split(comm.rank // 5)
     transport = MpiTransport(part)
     for kind in SKEWED.values():
-        gather(kind(part.size), transport, None)
+        balance_and_gather(kind(part.size), transport, None)
     transport.close()
     part.Free()
 
@@ -122,7 +201,7 @@ def test_words_are_the_allgatherv_and_what_balancing_moves(
 ) -> None:
     size, rank = transport.size, transport.rank
     counts = counts[:size]
-    _, sent = gather(counts, transport, trigger)
+    _, sent = balance_and_gather(counts, transport, trigger)
     words = transport.comm.allreduce(sent.words)
     moved = sum(moved_by(rank, counts)) if needs_balancing(np.array(counts), trigger) else 0
     moved_by_all = transport.comm.allreduce(moved)
@@ -139,8 +218,8 @@ def test_everything_on_one_rank_is_moved_out_in_equal_shares_and_passed_round(
     size, rank = transport.size, transport.rank
     counts = [0] * size
     counts[size // 2] = 100 * size
-    plain, sent_plain = gather(counts, transport, float(size))
-    balanced, sent = gather(counts, transport, 1.0)
+    plain, sent_plain = balance_and_gather(counts, transport, float(size))
+    balanced, sent = balance_and_gather(counts, transport, 1.0)
     assert plain.tobytes() == balanced.tobytes()
     holder = rank == size // 2
     if size > 2:
