@@ -94,9 +94,11 @@ def get(array: Any) -> NDArray[Any]:
 
 
 def narrowed(gradient: NDArray[np.float32], gradient_type: str) -> NDArray[Any]:
-    """As it is given: bfloat16 by its bits."""
+    """As it is given: bfloat16 by its bits, cut off."""
     if gradient_type == "float32":
         return gradient
+    if gradient_type == "float16":
+        return gradient.astype(np.float16)
     return (gradient.view(np.uint32) >> 16).astype(np.uint16)
 
 
