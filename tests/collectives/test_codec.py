@@ -24,32 +24,53 @@ ROUNDING = [name for name in VALUE_BITS if name != "float32"]
 
 
 class Wire:
-    """One codec on the host, by itself."""
+    """One codec where arrays lie on the host or on a GPU; lists go in and come out as host arrays."""
 
-    def __init__(self, name: str) -> None:
-        self.codec = CodedEntries(name, kernels, Workspace(), 2)
+    def __init__(self, name: str, on_gpu: bool = False) -> None:
+        self.device: Any = None
+        made, workspace = kernels, Workspace()
+        if on_gpu:
+            from collectives.cuda.device import Device, DeviceWorkspace
+            from collectives.cuda.kernels import DeviceKernels
 
-    def encoded(self, entries: NDArray[np.void], lower: int, upper: int) -> NDArray[np.void]:
-        """The wire array; the entries become the errors."""
-        size = self.codec.wire_bytes(len(entries), lower, upper) // ENTRY.itemsize
-        wire = self.codec.buffer("wire", entries, size)
-        self.codec.encode(entries, lower, upper, wire, 1)
-        return wire
+            self.device = Device()
+            made, workspace = DeviceKernels(self.device), DeviceWorkspace(self.device)  # type: ignore[assignment]
+        self.codec = CodedEntries(name, made, workspace, 3)
 
-    def decoded(self, wire: NDArray[np.void], count: int, lower: int, upper: int) -> NDArray[np.void]:
-        out = np.full(count, -1, ENTRY)
-        self.codec.decode(wire, lower, upper, out, 1)
-        return out
+    def put(self, entries: NDArray[np.void]) -> Any:
+        if self.device is None:
+            return entries.copy()
+        from collectives.cuda.device import DeviceEntries
+
+        memory = self.device.allocate(len(entries), np.uint64)
+        memory[: len(entries)].set(entries.view(np.uint64))
+        return DeviceEntries(self.device, memory.data.ptr, len(entries), memory)
+
+    def get(self, entries: Any) -> NDArray[np.void]:
+        return entries.copy() if self.device is None else entries.get()  # type: ignore[no-any-return]
+
+    def encode(
+        self, entries: NDArray[np.void], lower: int, upper: int
+    ) -> tuple[NDArray[np.void], NDArray[np.void]]:
+        """The wire array, and the errors."""
+        size, given = self.codec.wire_bytes(len(entries), lower, upper) // ENTRY.itemsize, self.put(entries)
+        wire = self.codec.buffer("wire", given, size)
+        self.codec.encode(given, lower, upper, wire, 2)
+        return self.get(wire), self.get(given)
+
+    def decode(self, wire: NDArray[np.void], count: int, lower: int, upper: int) -> NDArray[np.void]:
+        out = self.put(np.full(count, -1, ENTRY))
+        self.codec.decode(self.put(wire), lower, upper, out, 1)
+        return self.get(out)
 
     def round_trip(
         self, entries: NDArray[np.void], lower: int, upper: int
     ) -> tuple[NDArray[np.void], NDArray[np.float32]]:
         """What arrives, and the errors that stay."""
         self.codec.start()
-        errors = entries.copy()
-        wire = self.encoded(errors, lower, upper)
+        wire, errors = self.encode(entries, lower, upper)
         assert np.array_equal(errors["index"], entries["index"])
-        return self.decoded(wire, len(entries), lower, upper), errors["value"]
+        return self.decode(wire, len(entries), lower, upper), errors["value"]
 
 
 @pytest.mark.parametrize("name", VALUE_BITS)
@@ -213,9 +234,9 @@ def test_bytes_that_are_no_encoding_are_noted_and_decode_to_zeros(name: str, kin
     rng = np.random.default_rng(4)
     indices = np.sort(rng.choice(3000, 700, replace=False)) + 100  # many share their high bits
     wire = Wire(name)
-    encoded = wire.encoded(entries_with(indices, rng.standard_normal(700)), 100, 3100)
+    encoded, _ = wire.encode(entries_with(indices, rng.standard_normal(700)), 100, 3100)
     damaged(kind, encoded.view(np.uint32), wire_layout(VALUE_BITS[name], 700, 100, 3100))
-    arrived = wire.decoded(encoded, 700, 100, 3100)
+    arrived = wire.decode(encoded, 700, 100, 3100)
     assert np.array_equal(arrived, entries_with(np.arange(100, 800), np.zeros(700)))
     assert wire.codec.damaged
     assert (
@@ -230,18 +251,18 @@ def test_damage_is_noted_in_lists_too_short_to_code(index: int) -> None:
     wire = Wire("int8")
     sent = entries_with([4, index], [1.0, 2.0])
     assert wire.codec.wire_bytes(2, 0, 9) == 16
-    wire.decoded(sent, 2, 0, 9)
+    wire.decode(sent, 2, 0, 9)
     assert DAMAGES[2] in wire.codec.take_damage()
 
 
 def test_a_wire_array_of_another_width_is_refused() -> None:
     entries = entries_with(np.arange(300), np.ones(300))
-    wire = Wire("int8").encoded(entries, 0, 1000)
+    wire, _ = Wire("int8").encode(entries, 0, 1000)
     with pytest.raises(
         ValueError,
         match=rf"^a wire array of {wire.nbytes} bytes is not of 300 int4 entries in \[0, 1000\), which",
     ):
-        Wire("int4").decoded(wire, 300, 0, 1000)
+        Wire("int4").decode(wire, 300, 0, 1000)
 
 
 # between ranks

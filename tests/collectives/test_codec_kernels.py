@@ -2,65 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from collectives.codec import VALUE_BITS, CodedEntries, wire_layout
-from collectives.cpu import kernels as host_kernels
+from collectives.codec import VALUE_BITS, wire_layout
 from collectives.sparse import ENTRY
-from collectives.workspace import Workspace
-from tests.collectives.test_codec import DAMAGE, damaged
+from tests.collectives.test_codec import DAMAGE, Wire, damaged
 from tests.devices import gpus
 from tests.inputs import UGLY_LISTS, entries_with
 
 pytestmark = pytest.mark.skipif(not gpus(), reason="no GPU")
 
 
-class Side:
-    """One codec where arrays lie on the host or on a GPU; lists go in and come out as host arrays."""
-
-    def __init__(self, name: str, on_gpu: bool) -> None:
-        self.device: Any = None
-        kernels, workspace = host_kernels, Workspace()
-        if on_gpu:
-            from collectives.cuda.device import Device, DeviceWorkspace
-            from collectives.cuda.kernels import DeviceKernels
-
-            self.device = Device()
-            kernels, workspace = DeviceKernels(self.device), DeviceWorkspace(self.device)  # type: ignore[assignment]
-        self.codec = CodedEntries(name, kernels, workspace, 3)
-
-    def put(self, entries: NDArray[np.void]) -> Any:
-        if self.device is None:
-            return entries.copy()
-        from collectives.cuda.device import DeviceEntries
-
-        memory = self.device.allocate(len(entries), np.uint64)
-        memory[: len(entries)].set(entries.view(np.uint64))
-        return DeviceEntries(self.device, memory.data.ptr, len(entries), memory)
-
-    def get(self, entries: Any) -> NDArray[np.void]:
-        return entries.copy() if self.device is None else entries.get()  # type: ignore[no-any-return]
-
-    def encode(
-        self, entries: NDArray[np.void], lower: int, upper: int
-    ) -> tuple[NDArray[np.void], NDArray[np.void]]:
-        """The wire array, and the errors."""
-        size, given = self.codec.wire_bytes(len(entries), lower, upper) // ENTRY.itemsize, self.put(entries)
-        wire = self.codec.buffer("wire", given, size)
-        self.codec.encode(given, lower, upper, wire, 2)
-        return self.get(wire), self.get(given)
-
-    def decode(self, wire: NDArray[np.void], count: int, lower: int, upper: int) -> NDArray[np.void]:
-        out = self.put(np.full(count, -1, ENTRY))
-        self.codec.decode(self.put(wire), lower, upper, out, 1)
-        return self.get(out)
-
-
-def check(name: str, sides: list[Side], entries: NDArray[np.void], lower: int, upper: int) -> None:
+def check(name: str, sides: list[Wire], entries: NDArray[np.void], lower: int, upper: int) -> None:
     host, gpu = sides
     for side in sides:
         side.codec.start()
@@ -77,7 +32,7 @@ def check(name: str, sides: list[Side], entries: NDArray[np.void], lower: int, u
 
 @pytest.mark.parametrize("name", VALUE_BITS)
 def test_a_gpu_codes_as_the_host_does(name: str) -> None:
-    sides = [Side(name, on_gpu) for on_gpu in (False, True)]
+    sides = [Wire(name, on_gpu) for on_gpu in (False, True)]
     for make in UGLY_LISTS.values():
         check(name, sides, *make())
     rng = np.random.default_rng(8)
@@ -91,7 +46,7 @@ def test_a_gpu_codes_as_the_host_does(name: str) -> None:
 def test_a_gpu_notes_damage_as_the_host_does(name: str) -> None:
     rng = np.random.default_rng(4)
     indices = np.sort(rng.choice(30_000, 9000, replace=False)) + 100  # more than one tile
-    host, gpu = (Side(name, on_gpu) for on_gpu in (False, True))
+    host, gpu = (Wire(name, on_gpu) for on_gpu in (False, True))
     for kind in DAMAGE:
         if kind == "low above high" and VALUE_BITS[name] > 8:
             continue
@@ -114,7 +69,7 @@ def test_values_are_cut_as_on_the_host() -> None:
     rng = np.random.default_rng(9)
     one, other = (entries_with(np.arange(300), rng.standard_normal(300) * 1e-44) for _ in range(2))
     results = []
-    for side in (Side("int8", False), Side("int8", True)):
+    for side in (Wire("int8", False), Wire("int8", True)):
         given = side.put(one)
         side.codec.cut_errors(given, side.put(other))
         results.append(side.get(given).tobytes())

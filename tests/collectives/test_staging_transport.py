@@ -19,7 +19,7 @@ from collectives.staging import StagingBuffers, size_class
 from collectives.traffic import Traffic
 from collectives.transport import Round
 from oktopk import METHODS, GradientAllreduce
-from tests.collectives.test_transport import ring
+from tests.collectives.test_transport import BUCKETS, exchange_in_buckets, ring
 from tests.fake_cupy import fake_cupy, on_fake
 from tests.fake_device import POISON, FakeDeviceTransport, LateStream, StagedBackend
 
@@ -53,24 +53,11 @@ def test_a_round_sends_what_its_array_holds_each_time_and_shares_its_buffers(
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("count", [1, 7, 12])
-@pytest.mark.parametrize("in_flight", [1, 2, 5, 100])
+@BUCKETS
 def test_rounds_arrive_bucket_by_bucket_with_one_wait_for_the_stream_each(
     transport: FakeDeviceTransport, count: int, in_flight: int
 ) -> None:
-    rounds, sources = [], []
-    for i in range(count):
-        dest, source = ring(transport, i)
-        length = 0 if i % 3 == 2 else 10 + i  # every third message is empty
-        outgoing, incoming = np.full(length, 100 * transport.rank + i), np.zeros(length, np.int64)
-        rounds.append(Round(dest, outgoing, source, incoming))
-        sources.append(source)
-    arrived: list[int] = []
-    for bucket in transport.exchange(rounds, in_flight):
-        transport.stream.run()
-        arrived += bucket
-        assert all(np.all(rounds[i].incoming == 100 * sources[i] + i) for i in bucket)
-    assert arrived == list(range(count))
+    exchange_in_buckets(transport, count, in_flight)
     assert transport.stream.waits <= -(-count // in_flight)
     taken = transport.buffers.take(80)
     assert np.all(taken == POISON), "a buffer was handed back before it was done with"

@@ -27,6 +27,8 @@ def connected(kind: str, request: pytest.FixtureRequest, comm: MPI.Intracomm) ->
         return FakeDeviceTransport(comm)
     if comm.size == 1:
         pytest.skip("gloo does not send to itself, which no pattern asks for")
+    if comm.size > 5:
+        pytest.skip("fewer ranks show it, and each imports torch")
     group = request.getfixturevalue("group")
     from collectives import process_group
 
@@ -172,30 +174,38 @@ class InFlight(MpiTransport):
         return requests
 
 
-@pytest.mark.parametrize("count", [1, 7, 12])
-@pytest.mark.parametrize("in_flight", [1, 2, 5, 100])
+def exchange_in_buckets(transport: HostTransport, count: int, in_flight: int) -> None:
+    """Exchange so many rounds, every third one empty, checked as they are handed over."""
+    rounds = []
+    for i in range(count):
+        dest, source = ring(transport, i)
+        length = 0 if i % 3 == 2 else 10 + i
+        outgoing, incoming = np.full(length, 100 * transport.rank + i), np.zeros(length, np.int64)
+        rounds.append(Round(dest, outgoing, source, incoming))
+    arrived: list[int] = []
+    complete = True
+    for bucket in transport.exchange(rounds, in_flight):
+        run_stream(transport)
+        arrived += bucket
+        complete &= len(bucket) <= in_flight
+        complete &= all(np.all(rounds[i].incoming == 100 * rounds[i].source + i) for i in bucket)
+    assert complete, "a round was handed over before it had arrived"
+    assert arrived == list(range(count))
+
+
+BUCKETS = pytest.mark.parametrize(
+    ("count", "in_flight"), [(1, 1), (7, 1), (7, 2), (12, 2), (12, 5), (12, 100)]
+)
+
+
+@BUCKETS
 def test_rounds_arrive_bucket_by_bucket_with_a_bounded_number_in_flight(
     comm: MPI.Intracomm, count: int, in_flight: int
 ) -> None:
     transport = InFlight(comm)
-    rounds, sources = [], []
-    for i in range(count):
-        dest, source = ring(transport, i)
-        # every third message is empty
-        lengths = [0 if i % 3 == 2 else 10 + i] * 2
-        outgoing, incoming = np.full(lengths[0], 100 * transport.rank + i), np.zeros(lengths[1], np.int64)
-        rounds.append(Round(dest, outgoing, source, incoming))
-        sources.append(source)
-    arrived: list[int] = []
-    complete = True
-    for bucket in transport.exchange(rounds, in_flight):
-        arrived += bucket
-        complete &= len(bucket) <= in_flight
-        complete &= all(np.all(rounds[i].incoming == 100 * sources[i] + i) for i in bucket)
+    exchange_in_buckets(transport, count, in_flight)
     most, left = transport.most, transport.started
     transport.close()
-    assert complete, "a round was handed over before it had arrived"
-    assert arrived == list(range(count))
     assert left == {"sends": 0, "receives": 0}, "not waited for at the end"
     assert max(most.values()) <= 2 * in_flight
 

@@ -19,7 +19,7 @@ from oktopk.elastic import redistribute
 from oktopk.levels import Layout
 from oktopk.settings import selection_cap
 from tests import oracle as reference
-from tests.devices import DEVICES, get, put, use
+from tests.devices import DEVICES, get, narrowed, put, use
 from tests.inputs import GRADIENTS, Vector
 
 BLOCK = 64  # so that a short vector has many blocks
@@ -554,12 +554,7 @@ def test_narrow_gradients_are_summed_in_float32(comm: MPI.Intracomm, device: str
     before = np.zeros(LENGTH)
     for _ in range(3):
         gradient = rng.integers(-128, 129, LENGTH).astype(np.float32)  # exact in eight bits
-        stored = (
-            (gradient.view(np.uint32) >> 16).astype(np.uint16)
-            if gradient_type == "bfloat16"
-            else gradient.astype(np.float16)
-        )
-        reducer.step(put(device, stored))
+        reducer.step(put(device, narrowed(gradient, gradient_type)))
         before = check_mass(comm, reducer, gradient, before)
     reducer.close()
 

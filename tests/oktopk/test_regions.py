@@ -102,20 +102,6 @@ def test_boundaries_balance_a_selection_that_all_ranks_share(transport: MpiTrans
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("index", [0, 17, 999])
-def test_boundaries_may_coincide_when_all_mass_is_at_one_place(transport: MpiTransport, index: int) -> None:
-    boundaries = agreed(np.array([index], np.int32), 1000, transport)
-    assert boundaries[1:-1].tolist() == [index] * (transport.size - 1)
-
-
-@pytest.mark.mpi
-def test_boundaries_of_disjoint_halves_and_of_silent_ranks_ascend(transport: MpiTransport) -> None:
-    half = np.arange(500, dtype=np.int32) + (500 if transport.rank % 2 else 0)
-    agreed(half, 1000, transport)
-    agreed(half if transport.rank == transport.size - 1 else half[:0], 1000, transport)
-
-
-@pytest.mark.mpi
 def test_boundaries_of_the_longest_gradient_do_not_overflow(transport: MpiTransport) -> None:
     boundaries = agreed(np.arange(HUGE - 9, HUGE, dtype=np.int32), HUGE, transport)
     assert transport.size == 1 or boundaries[1] >= HUGE - 9

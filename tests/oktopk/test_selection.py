@@ -19,18 +19,12 @@ from collectives.mpi import MpiTransport
 from oktopk.cpu import kernels as host_kernels
 from oktopk.cpu.kernels import BLOCK
 from oktopk.selection import LocalSelection, Selection
+from tests.oracle import top_k
 
 Vector = NDArray[np.float32]
 
 TINY = float(np.float32(1e-45))  # the smallest denormal, whose bits are 1
 LARGEST = float(np.finfo(np.float32).max)
-
-
-def oracle_top(accumulated: Vector, k: int) -> list[int]:
-    """Indices of the k largest magnitudes, no zeros; of equal ones the lowest indices."""
-    magnitudes = [abs(value) for value in accumulated.tolist()]
-    ranked = sorted((i for i, m in enumerate(magnitudes) if m), key=lambda i: -magnitudes[i])
-    return sorted(ranked[:k])
 
 
 class Rank:
@@ -55,8 +49,7 @@ class Rank:
         if exact:
             assert selected.exact
         if selected.exact:
-            top = oracle_top(accumulated, self.k)
-            assert indices == top
+            assert indices == top_k(accumulated.astype(np.float64), self.k).tolist()
             nonzeros = np.count_nonzero(accumulated)
             kth = np.sort(np.abs(accumulated))[-self.k] if nonzeros >= self.k else TINY
             assert selected.threshold == kth

@@ -95,7 +95,11 @@ def test_density_never_rises_and_ends_at_the_target(density: float, dense: int, 
 
 @pytest.mark.parametrize(
     ("density", "length", "k"),
-    [(0.01, 1, 1), (0.01, 100, 1), (0.01, 101, 2), (1, 7, 7), (0.25, 7, 2), (0.02, 14_728_266, 294_566)],
+    [
+        *((0.01, 1, 1), (0.01, 100, 1), (0.01, 101, 2), (1, 7, 7), (0.25, 7, 2), (0.02, 14_728_266, 294_566)),
+        # of the density as it is written
+        *((0.07, 100, 7), (0.29, 100, 29), (0.01, 14_728_266, 147_283), (1e-9, 10, 1)),
+    ],
 )
 def test_entries_kept(density: float, length: int, k: int) -> None:
     assert entries_kept(density, length) == k

@@ -232,24 +232,6 @@ def test_of_equal_sums_the_lowest_indices_are_kept_k_in_all(
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_all_mass_on_one_rank_and_the_smallest_k(transport: MpiTransport, k: int) -> None:
-    threshold = new_threshold()
-    for step in range(4):
-        values = lognormal(step, 0, 300 if transport.rank == transport.size - 1 else 0)
-        kept, _ = keep(threshold, values, k, step == 0, transport)
-        assert kept == k
-
-
-@pytest.mark.mpi
-def test_k_of_everything_keeps_everything(transport: MpiTransport) -> None:
-    threshold = new_threshold()
-    for step in range(3):
-        kept, _ = keep(threshold, lognormal(step, transport.rank), 300 * transport.size, step == 0, transport)
-        assert kept >= 300 * transport.size * 0.95
-
-
-@pytest.mark.mpi
 def test_a_reloaded_threshold_continues_as_before(transport: MpiTransport) -> None:
     k = 60 * transport.size
     first, second = new_threshold(), new_threshold()

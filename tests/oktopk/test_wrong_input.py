@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from oktopk import METHODS, GradientAllreduce, Settings
 from oktopk.methods import SparseMethod
 from oktopk.selection import Selection
-from oktopk.settings import entries_kept
 from oktopk.step import Plan, StepResult
 
 pytestmark = pytest.mark.mpi
@@ -170,10 +169,3 @@ def test_numbers_of_numpy_are_numbers() -> None:
     settings = Settings(density=np.float32(0.07), threshold_interval=np.int64(8), average=np.bool_(True))  # type: ignore[arg-type]
     assert settings == Settings(density=0.07, threshold_interval=8)
     assert type(settings.density) is float and type(settings.threshold_interval) is int
-
-
-@pytest.mark.parametrize(
-    ("density", "length", "k"), [(0.07, 100, 7), (0.29, 100, 29), (0.01, 14_728_266, 147_283), (1e-9, 10, 1)]
-)
-def test_k_is_that_of_the_density_as_it_is_written(density: float, length: int, k: int) -> None:
-    assert entries_kept(density, length) == k
