@@ -45,12 +45,23 @@ class DeviceRowWindows:
         width: int,
     ) -> None:
         self._transport, self._device, self._kernels = transport, device, kernels
+        self._types, self._width = (row_type, element_type), width
         self._id_bytes = np.dtype(row_type).itemsize
         self._row_bytes = width * np.dtype(element_type).itemsize
         self.capacity = self.nbytes = 0
         self._slot = 0
+        self._slots: list[Rows] = []  # of this rank, each for so many rows
         self._memory: SymmetricMemory | None = None
         self._refused = False
+
+    def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
+        """As the protocol says."""
+        return self._kernels.coalesce_into(self._next, rows, values, length, scale)
+
+    @property
+    def _next(self) -> Rows | None:
+        """The slot whose turn comes with the next publication."""
+        return self._slots[1 - self._slot] if self._slots else None
 
     def publish(self, rows: Rows) -> None:
         """As the protocol says."""
@@ -58,13 +69,17 @@ class DeviceRowWindows:
         self._write(rows)
 
     def _write(self, rows: Rows) -> None:
-        if 0 < len(rows) <= self.capacity:
-            for target, array in zip(
-                self._addresses(self._transport.rank), (rows.rows, rows.values), strict=True
-            ):
-                self._device.copy(target, address_of(array), array.nbytes)
+        if 0 < len(rows) <= self.capacity and not self._is_written(rows):
+            slot = self._slots[self._slot]
+            for target, array in ((slot.rows, rows.rows), (slot.values, rows.values)):
+                self._device.copy(address_of(target), address_of(array), array.nbytes)
         # the others read after the next collective operation of the hosts, which know no streams
-        self._device.synchronize()
+        if self._device.pending:
+            self._device.synchronize()
+
+    def _is_written(self, rows: Rows) -> bool:
+        """Whether rows lie in the slot whose turn it is."""
+        return bool(self._slots) and address_of(rows.rows) == address_of(self._slots[self._slot].rows)
 
     def reserve(self, most: int, rows: Rows) -> bool:
         """As the protocol says."""
@@ -72,6 +87,8 @@ class DeviceRowWindows:
             return True
         if self._refused:
             return False
+        if self._is_written(rows):  # the slot goes
+            rows = Rows(*(self._copied(array) for array in (rows.rows, rows.values)))
         self.close()
         capacity = most + most // 4
         nbytes = 2 * self._slot_bytes(capacity)
@@ -83,6 +100,7 @@ class DeviceRowWindows:
             self._refused = True
             return False
         self.capacity, self.nbytes = capacity, nbytes
+        self._slots = [self._slot_at(slot * self._slot_bytes(capacity)) for slot in range(2)]
         self._write(rows)
         self._transport.barrier()
         return True
@@ -99,7 +117,9 @@ class DeviceRowWindows:
                 self._copy(ids, first, theirs + start * self._id_bytes, count, self._id_bytes)
                 lists.append((first, values + start * self._row_bytes))
                 first += count
-        return self._kernels.coalesce_lists(ids, lists, like.values, scale)
+        room = self._next if self._transport.size > 2 else None
+        firsts = np.array([before for before, _ in lists], np.int64)
+        return self._kernels.merge_into(room, ids, firsts, lists, like.values, scale)
 
     def gather(self, counts: NDArray[np.int64], like: Rows) -> Rows:
         """As the protocol says."""
@@ -117,6 +137,22 @@ class DeviceRowWindows:
     def _copy(self, target: Any, first: int, source: int, count: int, row_bytes: int) -> None:
         self._device.copy(address_of(target) + first * row_bytes, source, count * row_bytes)
 
+    def _copied(self, array: Any) -> Any:
+        copied = self._kernels.empty(len(array), array)
+        self._kernels.copy(copied, array)
+        self._device.synchronize()
+        return copied
+
+    def _slot_at(self, at: int) -> Rows:
+        """A slot of this rank's own window, so many bytes from its start."""
+        assert self._memory is not None
+        row_type, element_type = self._types
+        values_at = at + _aligned(self.capacity * self._id_bytes)
+        return Rows(
+            self._memory.array(self.capacity, row_type, at),
+            self._memory.array((self.capacity, self._width), element_type, values_at),
+        )
+
     def _slot_bytes(self, capacity: int) -> int:
         return _aligned(capacity * self._id_bytes) + _aligned(capacity * self._row_bytes)
 
@@ -130,7 +166,7 @@ class DeviceRowWindows:
         """As the protocol says."""
         if self._memory is not None:
             self._memory.close()
-        self._memory, self.capacity, self.nbytes = None, 0, 0
+        self._memory, self.capacity, self.nbytes, self._slots = None, 0, 0, []
 
 
 def _aligned(nbytes: int) -> int:

@@ -19,6 +19,9 @@ ELEMENT_TYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "
 _EVEN_ABOVE = 1.1
 """Gather in `even_order` where the largest block of sums exceeds this times the mean: it takes more messages."""
 
+LONGEST_ON_GPU = 1 << 33
+"""Rows of a table at most: the id of a row and its place among 2**31 others are sorted as one word of 64 bits."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -45,17 +48,24 @@ class RowKernels(Protocol):
 
     arrays: Any
 
-    def coalesce(self, rows: Any, values: Any, scale: float) -> tuple[Rows, int]:
+    def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
         """Sort rows by their id, and add up equal ones, in the order in which they are given, in float32.
 
         Args:
             rows: int32[m] or int64[m], in any order, more than once each perhaps.
             values: [m, width].
+            length: of the table; the ids of the sums are of its `row_type`.
             scale: that each sum is multiplied by before it is rounded to the type of the values.
 
         Returns:
             The sums, and how many of their elements are Inf or NaN.
+
+        Raises:
+            ValueError: a row is not in [0, length).
         """
+
+    def merge(self, rows: Any, values: Any, firsts: NDArray[np.int64], scale: float) -> tuple[Rows, int]:
+        """As `coalesce`, of lists one after the other, each of which ascends strictly, from firsts[0], firsts[1], ... on."""
 
     def at(self, rows: Any, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64, on the host: the rows at these places."""
@@ -97,6 +107,12 @@ def row_type(length: int) -> Any:
     return np.int32 if length <= MAX_LENGTH else np.int64
 
 
+def rows_problem(rows: Any, length: int) -> str:
+    """Which of some row ids is not in a table of so many rows, in a sentence; "" if all are."""
+    low, high = int(rows.min()), int(rows.max())
+    return "" if 0 <= low <= high < length else f"row {low if low < 0 else high} is not in [0, {length})"
+
+
 class RowWindows(Protocol):
     """Rows of every rank where all ranks of a host can read them, see `collectives.row_windows`.
 
@@ -108,6 +124,9 @@ class RowWindows(Protocol):
     """
 
     nbytes: int
+
+    def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
+        """As `RowKernels.coalesce`; with room for the sums they lie where `publish` puts them, until the second one after it."""
 
     def publish(self, rows: Rows) -> None:
         """Put rows where the others read them after the next collective operation, if there is room. Waits for the copy."""
@@ -122,7 +141,10 @@ class RowWindows(Protocol):
     def sum_lists(
         self, starts: NDArray[np.int64], counts: NDArray[np.int64], like: Rows, scale: float
     ) -> tuple[Rows, int]:
-        """As `RowKernels.coalesce`, of counts[r] rows of each rank r, from its starts[r] on, one rank after the other."""
+        """As `RowKernels.merge`, of counts[r] rows of each rank r, from its starts[r] on, one rank after the other.
+
+        For more than 2 ranks the sums are to be published next.
+        """
 
     def gather(self, counts: NDArray[np.int64], like: Rows) -> Rows:
         """The first counts[r] rows of each rank r, one after the other."""
@@ -241,7 +263,7 @@ def _sum_messages(
     kernels.copy(pool.values[lists[rank]], local.values[parts[rank]])
     for _ in arrivals:
         pass
-    return kernels.coalesce(pool.rows, pool.values, scale)
+    return kernels.merge(pool.rows, pool.values, stops - counts, scale)
 
 
 def _gather_messages(

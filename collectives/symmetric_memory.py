@@ -108,9 +108,9 @@ class SymmetricMemory:
         """ENTRY[count] of this rank's own window, `at` bytes from its start."""
         return DeviceEntries(self._device, self._memory.ptr + at, count, self._memory)
 
-    def array(self, length: int, dtype: Any) -> Any:
-        """[length] of this rank's own payload, as a CuPy array; not valid after `close`."""
-        return cupy.ndarray((length,), dtype, memptr=cupy.cuda.MemoryPointer(self._memory, self.first))
+    def array(self, shape: int | tuple[int, ...], dtype: Any, at: int = 0) -> Any:
+        """An array of CuPy in this rank's own payload, `at` bytes from its start; not valid after `close`."""
+        return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(self._memory, self.first + at))
 
     def abort(self, epoch: int) -> None:
         """End the waiting of all ranks' kernels from this epoch on; this rank must launch none after it. Not collective."""

@@ -17,6 +17,7 @@ from collectives.cpu.rows import HostRowKernels
 from collectives.limit import Limit
 from collectives.rows import (
     ELEMENT_TYPES,
+    LONGEST_ON_GPU,
     RowKernels,
     Rows,
     RowWindows,
@@ -200,8 +201,11 @@ class RowSparseAllreduce:
         problem = problem or self._given_problem(rows, values)
         local, nonfinite = self._empty(), 0
         if not problem:
-            ids = rows.astype(row_type(self.length), copy=False)
-            local, nonfinite = self.kernels.coalesce(ids, values, 1.0)
+            adds_up: Any = self.kernels if self.windows is None or self._feedback else self.windows
+            try:
+                local, nonfinite = adds_up.coalesce(rows, values, self.length, 1.0)
+            except ValueError as error:
+                problem = str(error)
         touched, flagged = len(local), bool(problem or nonfinite)
         if self._feedback is not None:
             local = self._feedback.select(self._empty() if flagged else local, 0 if flagged else self._most)
@@ -272,10 +276,6 @@ class RowSparseAllreduce:
             return f"there are {len(rows)} row ids and {len(values)} rows of values"
         if not values.flags.c_contiguous:
             return "values are not C-contiguous"
-        if len(rows):
-            least, largest = rows.min(), rows.max()  # both asked for before a GPU is waited for
-            if not 0 <= (low := int(least)) <= (high := int(largest)) < self.length:
-                return f"row {low if low < 0 else high} is not in [0, {self.length})"
         return ""
 
     def state_dict(self) -> dict[str, Any]:
@@ -437,4 +437,6 @@ def _problem(
         return f"row_density {row_density!r} is not in (0, 1]"
     if device not in ("cpu", "cuda"):
         return f"device {device!r} is not 'cpu' or 'cuda'"
+    if device == "cuda" and length > LONGEST_ON_GPU:
+        return f"length {length} is more than {LONGEST_ON_GPU}, which a GPU sorts"
     return ""

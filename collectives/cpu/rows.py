@@ -9,7 +9,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from collectives.cpu.compiled import FLOAT, compiled
-from collectives.rows import ELEMENT_TYPES, Rows, narrow, widen
+from collectives.rows import ELEMENT_TYPES, Rows, narrow, row_type, rows_problem, widen
 
 _BLOCK = 1 << 18
 """Elements of half a word that are widened to float32 at a time: 1 MB."""
@@ -57,17 +57,13 @@ class HostRowKernels:
 
     arrays: Any = np
 
-    def coalesce(self, rows: Any, values: Any, scale: float) -> tuple[Rows, int]:
-        order = np.argsort(rows, kind="stable")
-        ordered = rows[order]
-        firsts = np.flatnonzero(np.diff(ordered, prepend=-1))
-        starts = np.append(firsts, len(rows))
-        sums = np.empty((len(firsts), values.shape[1]), values.dtype)
-        if values.dtype == np.float32:
-            nonfinite = sum_rows(values, order, starts, scale, sums)
-        else:
-            nonfinite = _sum_halves(values, order, starts, scale, sums)
-        return Rows(ordered[firsts], sums), nonfinite
+    def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
+        if len(rows) and (problem := rows_problem(rows, length)):
+            raise ValueError(problem)
+        return _add_up(rows.astype(row_type(length), copy=False), values, scale)
+
+    def merge(self, rows: Any, values: Any, firsts: NDArray[np.int64], scale: float) -> tuple[Rows, int]:
+        return _add_up(rows, values, scale)  # sorts what lies in order in linear time
 
     def at(self, rows: Any, places: NDArray[np.int64]) -> NDArray[np.int64]:
         return rows[places].astype(np.int64)
@@ -80,6 +76,20 @@ class HostRowKernels:
 
     def copy(self, target: Any, source: Any) -> None:
         target[...] = source
+
+
+def _add_up(rows: Any, values: Any, scale: float) -> tuple[Rows, int]:
+    """As `coalesce`, of rows that are in the table."""
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    firsts = np.flatnonzero(np.diff(ordered, prepend=-1))
+    starts = np.append(firsts, len(rows))
+    sums = np.empty((len(firsts), values.shape[1]), values.dtype)
+    if values.dtype == np.float32:
+        nonfinite = sum_rows(values, order, starts, scale, sums)
+    else:
+        nonfinite = _sum_halves(values, order, starts, scale, sums)
+    return Rows(ordered[firsts], sums), nonfinite
 
 
 def _sum_halves(

@@ -32,6 +32,7 @@ NUM_CANDIDATES = 65  # candidate thresholds
 NUM_COUNTERS = NUM_CANDIDATES + 1  # of sums: at the candidates, and those that are not finite
 DECISION_WORDS = 4  # before a decision's counts
 COMPACT_THREADS, COMPACT_TILE = 256, 2048  # of a block that compacts; entries that it compacts
+HOT_ROWS = 8  # equal rows that a warp adds up one by one; of more it loads many at a time
 DECODE_WORDS = 128  # of a coded list's bitmap that a block decodes
 MOST_DENSE_RANKS = 8  # of a dense allreduce over symmetric memory
 DENSE_ABORT = 1  # the epoch from which on it is aborted: its launches have epochs of their own
@@ -180,9 +181,22 @@ struct("DecodeEntries", """
     const unsigned* wire; Entry* out; long long lower; unsigned length; unsigned count; unsigned bits; unsigned low_bits;
     unsigned values; unsigned lows; unsigned bitmap; unsigned words; Scan scan; CodecState* state;
     volatile double* report;""", "decode_entries")
+# of rows.cu, in a sum of rows; zero before it. hot: rows in the list of those that come more than HOT_ROWS times
+RowState = struct("RowState", "unsigned finished; unsigned count; unsigned hot; unsigned outside; unsigned nonfinite;")
+# what rows.cu tells the host; outside: whether a row is not of the table
+RowsSummed = struct("RowsSummed", "unsigned count; unsigned outside; unsigned nonfinite;")
+struct("PackRows", """
+    const void* ids; long long n; long long length; unsigned long long* keys; RowState* state; int wide;
+    int shift;""", "pack_rows")
+struct("MergeRows", """
+    const void* ids; long long n; long long firsts[MOST_PEERS]; int lists; int wide; int shift;
+    unsigned long long* keys;""", "merge_rows")
+struct("MarkRows", """
+    const unsigned long long* keys; long long n; void* ids; long long capacity; unsigned* starts; unsigned* hot; RowState* state;
+    Scan scan; int wide; int shift; volatile unsigned* report;""", "mark_rows")
 # lists: that lie one after the other in the order that indexes them, the first row of each, and its address less that many rows
 struct("SumRows", """
     unsigned long long values[MOST_PEERS]; long long firsts[MOST_PEERS]; int lists; int vectors;
-    const long long* order; const long long* starts; void* sums; unsigned* nonfinite; long long count; long long width;
-    float scale;""", "sum_rows")
+    const unsigned long long* keys; unsigned long long position; const unsigned* starts; const unsigned* hot; RowState* state;
+    void* sums; long long capacity; long long width; float scale; volatile unsigned* report;""", "sum_rows")
 struct("CutValues", "Entry* entries; const Entry* others; long long n;", "cut_values")

@@ -1,17 +1,96 @@
 // rows: sums of rows of a table whose ids are equal. GRADIENT is float, __nv_bfloat16 or __half.
 //
-// Shapes   lists of values, m * width in all: row i, of list l where firsts[l] <= i < firsts[l + 1], at values[l] + i * width, also in
-//          the windows of other ranks; sums[count * width] of GRADIENT;
-//          order[m], starts[count + 1]; nonfinite[1], all on the device.
-// Units    row j of the sums: that of rows order[starts[j]] to order[starts[j + 1] - 1], from left to right in float, times scale,
-//          rounded once to nearest even. nonfinite grows by the elements of sums that are Inf or NaN.
-// Launch   grid-stride, a warp for 128 elements of a row, or 32 without vectors.
-// Overflow none: there is a sum for each pair of starts. NaN and Inf are summed as they are, and counted.
-// Vectors  `vectors` where width is a multiple of 4 and all lists are aligned to 4 elements.
-// Traffic  sizeof(GRADIENT) * (m + count) * width bytes, and 8 bytes a row.
+// Four kernels follow each other on a stream, a sort by a library after the first:
+//   pack_rows   keys of rows in any order, to be sorted: the id above the position, which makes the order stable;
+//   merge_rows  instead of both: keys in order, of lists that ascend strictly each;
+//   mark_rows   where each id begins in the keys, and the ids, each once;
+//   sum_rows    the sums.
+//
+// Shapes   ids[n] of int, or of long long if `wide`; keys[n]; starts[n + 1]; hot[n / HOT_ROWS + 1]; the values of all lists,
+//          n * width in all: row i, of list l where firsts[l] <= i < firsts[l + 1], at values[l] + i * width, also in the windows of
+//          other ranks; sums[count * width] of GRADIENT and ids of the sums; all on the device. report: RowsSummed, on the host.
+// Units    row j of the sums: that of the rows at the positions of keys[starts[j]] to keys[starts[j + 1] - 1], from left to right in
+//          float, times scale, rounded once to nearest even. nonfinite: elements of sums that are Inf or NaN.
+// Launch   grid-stride; mark_rows: a block of COMPACT_THREADS for COMPACT_TILE keys; sum_rows: 256 threads, a warp for up to
+//          4 * 128 elements of a row, or 4 * 32 without vectors, and for 32 elements of a hot row: one with more than HOT_ROWS rows.
+// Overflow more sums than `capacity`: none is written, and count says how many there are. n < 2^31. A row that is not in
+//          [0, length) is reported, and no address depends on it. NaN and Inf are summed as they are, and counted.
+// Vectors  `vectors` where width is a multiple of 4 and all lists and the sums are aligned to 4 elements.
+// Traffic  sizeof(GRADIENT) * (n + count) * width bytes, and some 40 bytes a row.
 
-#include "coo.cuh"
+#include "compact.cuh"
 #include "gradient.cuh"
+
+__device__ __forceinline__ long long id_at(const void* ids, int wide, long long i) {
+  return wide ? static_cast<const long long*>(ids)[i] : static_cast<const int*>(ids)[i];
+}
+
+extern "C" __global__ void pack_rows(const __grid_constant__ PackRows p) {
+  FOR_EACH(i, p.n) {
+    const long long id = id_at(p.ids, p.wide, i);
+    if (id < 0 || id >= p.length) p.state->outside = 1;
+    p.keys[i] = static_cast<unsigned long long>(id) << p.shift | i;
+  }
+}
+
+extern "C" __global__ void merge_rows(const __grid_constant__ MergeRows p) {
+  FOR_EACH(i, p.n) {
+    const long long id = id_at(p.ids, p.wide, i);
+    long long at = 0;  // ids that go before this one: smaller ones, and equal ones of the lists before
+    for (int list = 0; list < p.lists; ++list) {
+      const long long first = p.firsts[list], end = list + 1 < p.lists ? p.firsts[list + 1] : p.n;
+      long long low = first, high = end;
+      if (first <= i && i < end) low = high = i;
+      while (low < high) {
+        const long long middle = (low + high) >> 1, theirs = id_at(p.ids, p.wide, middle);
+        if (theirs < id || (theirs == id && first <= i))
+          low = middle + 1;
+        else
+          high = middle;
+      }
+      at += low - first;
+    }
+    p.keys[at] = static_cast<unsigned long long>(id) << p.shift | i;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(COMPACT_THREADS) mark_rows(const __grid_constant__ MarkRows p) {
+  __shared__ unsigned counts[COMPACT_ROWS * COMPACT_WARPS];
+  __shared__ unsigned shared_tile, offset, total;
+  if (threadIdx.x == 0) shared_tile = draw_ticket(p.scan.ticket);
+  __syncthreads();
+  const unsigned tile = shared_tile;
+  const long long start = static_cast<long long>(tile) * COMPACT_TILE + threadIdx.x;
+  unsigned long long key[COMPACT_ROWS];
+  bool begins[COMPACT_ROWS];
+  unsigned position[COMPACT_ROWS];
+#pragma unroll
+  for (int row = 0; row < COMPACT_ROWS; ++row) {
+    const long long i = start + row * COMPACT_THREADS;
+    key[row] = i < p.n ? p.keys[i] : 0;
+    begins[row] = i < p.n && (i == 0 || (p.keys[i - 1] ^ key[row]) >> p.shift);
+  }
+  positions_in_order(begins, position, p.scan.status, p.scan.epoch, tile, counts, &offset, &total);
+#pragma unroll
+  for (int row = 0; row < COMPACT_ROWS; ++row) {
+    if (!begins[row]) continue;
+    const long long i = start + row * COMPACT_THREADS;
+    const unsigned at = position[row];
+    p.starts[at] = i;
+    if (i + HOT_ROWS < p.n && !((p.keys[i + HOT_ROWS] ^ key[row]) >> p.shift)) p.hot[atomicAdd(&p.state->hot, 1u)] = at;
+    if (at >= p.capacity) continue;
+    if (p.wide)
+      static_cast<long long*>(p.ids)[at] = key[row] >> p.shift;
+    else
+      static_cast<int*>(p.ids)[at] = key[row] >> p.shift;
+  }
+  if (tile == gridDim.x - 1 && threadIdx.x == 0) {
+    p.starts[total] = p.n;
+    p.state->count = total;
+    p.report[0] = total;
+    p.report[1] = p.state->outside;
+  }
+}
 
 template <class T>
 __device__ __forceinline__ T narrow(float x);
@@ -28,53 +107,114 @@ __device__ __forceinline__ __half narrow<__half>(float x) {
   return __float2half_rn(x);
 }
 
-__device__ __forceinline__ const GRADIENT* row_at(const SumRows& p, long long i) {
+__device__ __forceinline__ const GRADIENT* row_at(const SumRows& p, unsigned long long key) {
+  const long long i = key & p.position;
   int list = 0;
   while (list + 1 < p.lists && i >= p.firsts[list + 1]) ++list;
   return reinterpret_cast<const GRADIENT*>(p.values[list]) + i * p.width;
 }
 
-constexpr int AHEAD = 8;  // rows whose elements a warp loads before it adds the first
+template <int N>
+struct alignas(N * sizeof(GRADIENT)) Elements {
+  GRADIENT x[N];
+};
 
-extern "C" __global__ void sum_rows(const __grid_constant__ SumRows p) {
-  GRADIENT* sums = static_cast<GRADIENT*>(p.sums);
-  const bool fours = p.vectors;
-  const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  const int columns = fours ? 128 : 32;  // of a warp: a row that was drawn often takes many warps
-  const long long pieces = (p.width + columns - 1) / columns;
-  for (long long piece = static_cast<long long>(blockIdx.x) * warps + threadIdx.x / 32; piece < p.count * pieces;
-       piece += static_cast<long long>(gridDim.x) * warps) {
-    const long long row = piece / pieces, column = piece % pieces * columns + (fours ? 4 * lane : lane);
-    if (column >= p.width) continue;
-    const long long first = p.starts[row], last = p.starts[row + 1];
-    float4 part = make_float4(0, 0, 0, 0);
-    for (long long i = first; i < last; i += AHEAD) {
-      float4 x[AHEAD];
-#pragma unroll
-      for (int j = 0; j < AHEAD; ++j) {
-        if (i + j >= last) break;
-        const GRADIENT* value = row_at(p, p.order[i + j]) + column;
-        x[j] = fours ? load4(value) : make_float4(widen(*value), 0, 0, 0);
-      }
-#pragma unroll
-      for (int j = 0; j < AHEAD; ++j) {
-        if (i + j >= last) break;
-        const bool begins = i + j == first;
-        part.x = begins ? x[j].x : add(part.x, x[j].x);
-        part.y = begins ? x[j].y : add(part.y, x[j].y);
-        part.z = begins ? x[j].z : add(part.z, x[j].z);
-        part.w = begins ? x[j].w : add(part.w, x[j].w);
-      }
-    }
-    const float parts[4] = {part.x, part.y, part.z, part.w};
-    unsigned bad = 0;
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-      if (c && !fours) break;
-      const GRADIENT rounded = narrow<GRADIENT>(multiply(parts[c], p.scale));
-      sums[row * p.width + column + c] = rounded;
-      bad += magnitude(widen(rounded)) >= INFINITY_BITS;
-    }
-    if (bad) atomicAdd(p.nonfinite, bad);
+template <int N>
+__device__ __forceinline__ void load(const GRADIENT* from, float (&x)[N]) {
+  if constexpr (N == 4) {
+    const float4 four = load4(from);
+    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+  } else {
+    x[0] = widen(*from);
   }
+}
+
+// Write N sums; returns how many are not finite.
+template <int N>
+__device__ __forceinline__ unsigned store(const SumRows& p, long long at, const float (&sum)[N]) {
+  Elements<N> rounded;
+  unsigned bad = 0;
+#pragma unroll
+  for (int c = 0; c < N; ++c) {
+    rounded.x[c] = narrow<GRADIENT>(multiply(sum[c], p.scale));
+    bad += magnitude(widen(rounded.x[c])) >= INFINITY_BITS;
+  }
+  *reinterpret_cast<Elements<N>*>(static_cast<GRADIENT*>(p.sums) + at) = rounded;
+  return bad;
+}
+
+constexpr int SPANS = 4;  // of 32 * N elements, that a warp has in flight
+
+// Sum some elements of a row, from `column` on, which came a few times: N elements a lane and span.
+template <int N>
+__device__ __forceinline__ unsigned sum_few(const SumRows& p, unsigned row, long long column, int lane) {
+  const unsigned first = p.starts[row], last = p.starts[row + 1];
+  if (last - first > HOT_ROWS) return 0;
+  column += lane * N;
+  float sum[SPANS][N];
+  const GRADIENT* values = row_at(p, p.keys[first]) + column;
+#pragma unroll
+  for (int s = 0; s < SPANS; ++s)
+    if (column + s * 32 * N < p.width) load(values + s * 32 * N, sum[s]);
+  for (unsigned i = first + 1; i < last; ++i) {
+    float x[SPANS][N];
+    values = row_at(p, p.keys[i]) + column;
+#pragma unroll
+    for (int s = 0; s < SPANS; ++s)
+      if (column + s * 32 * N < p.width) load(values + s * 32 * N, x[s]);
+#pragma unroll
+    for (int s = 0; s < SPANS; ++s)
+#pragma unroll
+      for (int c = 0; c < N; ++c) sum[s][c] = add(sum[s][c], x[s][c]);
+  }
+  unsigned bad = 0;
+#pragma unroll
+  for (int s = 0; s < SPANS; ++s)
+    if (column + s * 32 * N < p.width) bad += store(p, row * p.width + column + s * 32 * N, sum[s]);
+  return bad;
+}
+
+// Sum one element a lane of a row that came often: 32 rows are loaded at a time, and lines of later ones are on their way to L2.
+__device__ __forceinline__ unsigned sum_hot(const SumRows& p, unsigned row, long long column, int lane) {
+  const unsigned first = p.starts[row], last = p.starts[row + 1];
+  const bool inside = column + lane < p.width;
+  const auto row_of = [&](unsigned i) { return i < last ? row_at(p, p.keys[i]) + column : nullptr; };
+  const GRADIENT *now = row_of(first + lane), *next = row_of(first + 32 + lane), *later = row_of(first + 64 + lane);
+  float sum[1] = {0.0f};
+  for (unsigned i = first; i < last; i += 32) {
+    const GRADIENT* latest = row_of(i + 96 + lane);
+    if (later) asm volatile("prefetch.global.L2 [%0];" ::"l"(later));
+    float x[32];
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+      const auto from = __shfl_sync(FULL_WARP, reinterpret_cast<unsigned long long>(now), j);
+      x[j] = from && inside ? widen(reinterpret_cast<const GRADIENT*>(from)[lane]) : 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < 32; ++j)
+      if (i + j < last) sum[0] = i + j == first ? x[j] : add(sum[0], x[j]);
+    now = next, next = later, later = latest;
+  }
+  return inside ? store(p, row * p.width + column + lane, sum) : 0;
+}
+
+extern "C" __global__ void __launch_bounds__(256, 3) sum_rows(const __grid_constant__ SumRows p) {
+  const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  const unsigned count = p.state->count, hot = p.state->hot;
+  const long long columns = SPANS * (p.vectors ? 128 : 32), parts = (p.width + columns - 1) / columns;
+  const long long narrow_parts = (p.width + 31) / 32, hot_pieces = hot * narrow_parts;  // these take longest, and begin first
+  const long long pieces = count <= p.capacity ? hot_pieces + count * parts : 0;
+  unsigned bad = 0;
+  for (long long piece = static_cast<long long>(blockIdx.x) * warps + threadIdx.x / 32; piece < pieces;
+       piece += static_cast<long long>(gridDim.x) * warps) {
+    const long long few = piece - hot_pieces;
+    if (few < 0)
+      bad += sum_hot(p, p.hot[piece / narrow_parts], piece % narrow_parts * 32, lane);
+    else if (p.vectors)
+      bad += sum_few<4>(p, few / parts, few % parts * columns, lane);
+    else
+      bad += sum_few<1>(p, few / parts, few % parts * columns, lane);
+  }
+  if (bad) atomicAdd(&p.state->nonfinite, bad);
+  if (last_block(&p.state->finished, gridDim.x) && threadIdx.x == 0) p.report[2] = read_volatile(&p.state->nonfinite);
 }

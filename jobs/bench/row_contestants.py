@@ -82,9 +82,10 @@ class OkTopkRows:
 
     def __init__(self, table: Table, comm: Any, device: torch.device) -> None:
         self.reducer = RowSparseAllreduce(comm, *table, average=False, device=device.type)
-        for part, name in ((self.reducer.kernels, "coalesce"), (self.reducer.windows, "sum_lists")):
-            if part is not None:
-                setattr(part, name, partial(self._timed, getattr(part, name)))
+        for part in (self.reducer.kernels, self.reducer.windows):
+            for name in ("coalesce", "merge", "sum_lists"):
+                if hasattr(part, name):
+                    setattr(part, name, partial(self._timed, getattr(part, name)))
 
     def run(self, rows: Tensor, values: Tensor, lap: Lap) -> Sum:
         """As `Contestant.run`."""

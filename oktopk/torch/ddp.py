@@ -81,7 +81,8 @@ class OkTopkState:
         row_density: of tables with sparse gradients, see `oktopk.rows.RowSparseAllreduce`.
         share: how the k entries of a step are divided among buckets, see `oktopk.buckets.BucketedAllreduce`.
         module: whose parameters' names are the keys of the state; None: that of the DDP which has this state.
-        settings: keywords of `oktopk.Settings`. With nonfinite="skip" a bucket that is not finite becomes zero on all ranks, and
+        settings: keywords of `oktopk.Settings`, and `peer_memory` of `GradientAllreduce`, for buckets and tables. With
+            nonfinite="skip" a bucket that is not finite becomes zero on all ranks, and
             the others are reduced.
 
     Raises:
@@ -114,6 +115,7 @@ class OkTopkState:
         chosen = Settings(**{name: value for name, value in settings.items() if name not in beside})
         self._of_tables: dict[str, Any] = {"row_density": row_density, "nonfinite": chosen.nonfinite}
         self._of_tables |= {"average": chosen.average, "timeout": chosen.timeout}
+        self._of_tables |= {"peer_memory": settings.get("peer_memory")}
         self._tables: dict[str, RowSparseAllreduce] = {}  # by the parameter's name
         self._table_reports: dict[str, Future[RowReport]] = {}  # of the last step
         self._reducing_tables: dict[str, Future[RowReport]] = {}  # of a step that was not finished

@@ -44,7 +44,7 @@ def test_equal_rows_are_added_in_their_order_and_rounded_once(
     kind: str, seed: int, count: int, width: int
 ) -> None:
     given_rows = touched(seed, 20, count, width, kind)
-    sums, nonfinite = KERNELS.coalesce(given_rows.rows, given_rows.values, 0.5)
+    sums, nonfinite = KERNELS.coalesce(given_rows.rows, given_rows.values, 20, 0.5)
     expected = sums_of([given_rows], kind, 0.5)
     assert sums.rows.tolist() == expected.rows.tolist()
     assert sums.values.tobytes() == expected.values.tobytes()
@@ -55,19 +55,19 @@ def test_equal_rows_are_added_in_their_order_and_rounded_once(
 def test_elements_that_are_not_finite_are_counted(kind: str) -> None:
     values = np.array([[1, np.inf], [np.nan, 2], [3, -np.inf], [0, 0]], np.float32)
     rows = np.array([5, 2, 5, 1], np.int32)
-    sums, nonfinite = KERNELS.coalesce(rows, narrowed(values, kind), 1.0)
+    sums, nonfinite = KERNELS.coalesce(rows, narrowed(values, kind), 6, 1.0)
     assert sums.rows.tolist() == [1, 2, 5]
     assert nonfinite == 2
     assert np.isnan(widened(sums.values, kind)).tolist() == [[False, False], [True, False], [False, True]]
     large = narrowed(np.full((2, 3), 60000.0 if kind == "float16" else 3e38, np.float32), kind)
-    assert KERNELS.coalesce(np.array([4, 4], np.int32), large, 1.0)[1] == 3
+    assert KERNELS.coalesce(np.array([4, 4], np.int32), large, 6, 1.0)[1] == 3
 
 
 def test_blocks_of_halves_are_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = touched(7, 50, 300, 16, "bfloat16")
-    whole, _ = KERNELS.coalesce(rows.rows, rows.values, 1.0)
+    whole, _ = KERNELS.coalesce(rows.rows, rows.values, 50, 1.0)
     monkeypatch.setattr("collectives.cpu.rows._BLOCK", 64)
-    parts, _ = KERNELS.coalesce(rows.rows, rows.values, 1.0)
+    parts, _ = KERNELS.coalesce(rows.rows, rows.values, 50, 1.0)
     assert parts.values.tobytes() == whole.values.tobytes()
 
 
@@ -85,7 +85,7 @@ def everyones(comm: MPI.Intracomm, shape: str, kind: str, length: int, width: in
     for rank, count in enumerate(counts):
         seed = 3 if shape == "all the same" else 3 + rank
         rows = touched(seed, 1 if shape == "one row" else length, count, width, kind, shape == "skewed")
-        made.append(KERNELS.coalesce(rows.rows, rows.values, 1.0)[0])
+        made.append(KERNELS.coalesce(rows.rows, rows.values, length, 1.0)[0])
     return made
 
 
@@ -128,7 +128,7 @@ def test_volume_is_that_of_the_rows_outside_and_the_sums(
         rows = touched(rank, length, count, width, kind, who == "skewed")
         if who == "each in its own range":
             rows = Rows((rows.rows + rank * length) // comm.size, rows.values)
-        lists.append(KERNELS.coalesce(rows.rows, rows.values, 1.0)[0])
+        lists.append(KERNELS.coalesce(rows.rows, rows.values, length, 1.0)[0])
     transport.take_traffic()
     sums = row_sparse_allreduce(lists[comm.rank], length, transport, KERNELS)
     sent = comm.allgather(transport.take_traffic().bytes)
@@ -182,5 +182,5 @@ def test_row_ids_of_a_long_table_have_64_bits() -> None:
     assert row_type(2**31 - 1) == np.int32
     assert row_type(2**31) == np.int64
     rows = np.array([2**40, 5, 2**40], np.int64)
-    sums, _ = KERNELS.coalesce(rows, np.ones((3, 1), np.float32), 1.0)
+    sums, _ = KERNELS.coalesce(rows, np.ones((3, 1), np.float32), 2**40 + 1, 1.0)
     assert sums.rows.tolist() == [5, 2**40] and sums.values.tolist() == [[1.0], [2.0]]

@@ -374,6 +374,7 @@ inline unsigned ptx_ld_acquire_sys_global_u32(const unsigned* from) {
   host_cuda::give_way();
   return __atomic_load_n(from, __ATOMIC_ACQUIRE);
 }
+inline void ptx_prefetch_global_L2(const void*) {}
 inline unsigned long long ptx_mov_u64() { return static_cast<unsigned long long>(1e9 * host_cuda::now()); }  // of %globaltimer
 inline void ptx_st_release_sys_global_u32(unsigned* to, unsigned value) { __atomic_store_n(to, value, __ATOMIC_RELEASE); }
 inline unsigned long long ptx_ld_acquire_sys_global_u64(unsigned long long from) {

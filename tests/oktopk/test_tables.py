@@ -276,20 +276,30 @@ def group(comm: MPI.Intracomm) -> Iterator[None]:
     stop_process_group()
 
 
+@pytest.mark.parametrize(
+    ("device", "peer_memory"),
+    [
+        pytest.param("cpu", None, id="cpu"),
+        on_torchs_gpu("cuda", True, id="cuda, peer memory"),
+        on_torchs_gpu("cuda", False, id="cuda, messages"),
+    ],
+)
 @pytest.mark.parametrize("row_density", [1.0, 0.2])
 def test_ddps_hook_reduces_a_table_by_its_rows_and_continues_bit_for_bit(
-    row_density: float, comm: MPI.Intracomm, group: None
+    row_density: float, device: str, peer_memory: bool | None, comm: MPI.Intracomm, group: None
 ) -> None:
+    place = torch_device(device, comm)
+
     def made() -> tuple[DistributedDataParallel, OkTopkState, torch.optim.Optimizer]:
-        ddp = DistributedDataParallel(TwoTables(sparse=True))
-        state = OkTopkState(density=1.0, row_density=row_density)
+        ddp = DistributedDataParallel(TwoTables(sparse=True).to(place))
+        state = OkTopkState(density=1.0, row_density=row_density, peer_memory=peer_memory)
         ddp.register_comm_hook(state, ddp_hook)
         return ddp, state, inner("sgd", ddp)
 
     def train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:
             optimizer.zero_grad()
-            ddp(batch_of(comm.rank, step), bags=True).backward()
+            ddp(batch_of(comm.rank, step).to(place), bags=True).backward()
             optimizer.step()
 
     (ddp, state, optimizer), (later, continued, its) = made(), made()
@@ -303,12 +313,12 @@ def test_ddps_hook_reduces_a_table_by_its_rows_and_continues_bit_for_bit(
     for mine, theirs in zip(ddp.parameters(), later.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     if row_density == 1.0:
-        alone = TwoTables(sparse=False)
+        alone = TwoTables(sparse=False).to(place)
         other = inner("sgd", alone)
         for step in range(6):
             other.zero_grad()
             for rank in range(comm.size):
-                (alone(batch_of(rank, step), bags=True) / comm.size).backward()
+                (alone(batch_of(rank, step).to(place), bags=True) / comm.size).backward()
             other.step()
         for mine, theirs in zip(ddp.parameters(), alone.parameters(), strict=True):
             assert torch.allclose(mine, theirs, atol=2e-6)
