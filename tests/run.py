@@ -58,6 +58,7 @@ ON_MANY_RANKS = (
 HOST_CUDA_TEST_SECONDS = 240  # more than a kernel on the host waits for other ranks
 HOST_CUDA_SINGLE = (
     "tests/collectives/test_codec_kernels.py",
+    "tests/collectives/test_row_kernels.py",
     "tests/oktopk/test_device_kernels.py",
     "tests/oktopk/test_one_rule.py",
 )

@@ -149,25 +149,44 @@ def test_bad_rows_on_one_rank_are_one_error_on_all(bad: str, comm: MPI.Intracomm
         assert not reducer.step(*gradient(comm.rank, 1)).skipped
 
 
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("bad", ["beyond the table", "negative", "fewer values"])
+def test_bad_rows_on_one_gpu_are_one_error_on_all(bad: str, device: str, comm: MPI.Intracomm) -> None:
+    use(device, comm)
+    rows, values, text = BAD[bad]
+    last = comm.size - 1
+    good = [put(device, array) for array in gradient(comm.rank, 1)]
+    with table(comm, device=device, peer_memory=True) as reducer:
+        for _ in range(2):  # before and after there are windows
+            with pytest.raises(ValueError, match=f"(rank {last}|all ranks): .*{text}"):
+                reducer.step(*((put(device, rows), put(device, values)) if comm.rank == last else good))
+            assert not reducer.step(*good).skipped
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
         ({"element_type": "float64"}, "element_type 'float64' is not one of"),
+        ({"device": "cuda", "length": 2**33 + 1}, "length 8589934593 is more than"),
         ({"row_density": 0}, "row_density 0 is not in"),
         ({"nonfinite": "ignore"}, "nonfinite 'ignore'"),
         ({"timeout": -1.0}, "timeout"),
     ],
 )
 def test_bad_settings_are_a_sentence_on_all(settings: Any, text: str, comm: MPI.Intracomm) -> None:
-    mine = settings if comm.rank == 0 else {}
+    mine = {"length": LENGTH, "width": WIDTH} | (settings if comm.rank == 0 else {})
     with pytest.raises(ValueError, match=text):
-        RowSparseAllreduce(comm, LENGTH, WIDTH, **mine)
+        RowSparseAllreduce(comm, **mine)
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_that_disagree_on_the_width_are_told(comm: MPI.Intracomm) -> None:
-    with pytest.raises(ValueError, match="ranks disagree on width"):
-        RowSparseAllreduce(comm, LENGTH, WIDTH + comm.rank)
+@pytest.mark.parametrize("name", ["length", "width", "element_type"])
+def test_ranks_that_disagree_on_the_table_are_told(name: str, comm: MPI.Intracomm) -> None:
+    mine = {"length": LENGTH, "width": WIDTH, "element_type": "float32"}
+    if comm.rank == 0:
+        mine |= {name: "bfloat16" if name == "element_type" else 9}
+    with pytest.raises(ValueError, match=f"ranks disagree on {name}"):
+        RowSparseAllreduce(comm, **mine)  # type: ignore[arg-type]
 
 
 def test_a_state_continues_bit_for_bit(comm: MPI.Intracomm) -> None:

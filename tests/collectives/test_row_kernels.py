@@ -1,0 +1,95 @@
+"""Sums of rows on a GPU: the host's bits, ids and errors; skipped where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives.cpu.rows import HostRowKernels
+from collectives.rows import ELEMENT_TYPES, LONGEST_ON_GPU, Rows
+from tests.devices import get, gpus, put
+from tests.rows import narrowed, touched
+
+pytestmark = pytest.mark.skipif(not gpus(), reason="no GPU")
+
+HOST = HostRowKernels()
+TYPES = list(ELEMENT_TYPES)
+
+
+def kernels(kind: str) -> Any:
+    from collectives.cuda.device import Device
+    from collectives.cuda.rows import DeviceRowKernels
+
+    return DeviceRowKernels(Device(), kind)
+
+
+def assert_equal(device: tuple[Rows, int], host: tuple[Rows, int]) -> None:
+    (sums, nonfinite), (expected, expected_nonfinite) = device, host
+    assert sums.rows.dtype == expected.rows.dtype and nonfinite == expected_nonfinite
+    assert get(sums.rows).tobytes() == expected.rows.tobytes()
+    assert get(sums.values).tobytes() == expected.values.tobytes()
+
+
+@pytest.mark.parametrize("width", [1, 7, 8, 516], ids=lambda width: f"{width} wide")
+@pytest.mark.parametrize("kind", TYPES)
+def test_rows_in_any_order_are_summed_as_the_host_does(kind: str, width: int) -> None:
+    on_gpu = kernels(kind)
+    shapes = [(0, 9, False), (30, 60, False), (2500, 50, False), (300, 10**6, False), (4500, 900, True)]
+    for (
+        count,
+        length,
+        skewed,
+    ) in shapes:  # among them rows that come hundreds of times, and more tiles than one
+        each = touched(count, length, count, width, kind, skewed)
+        for ids in (each.rows, each.rows.astype(np.int64)):
+            sums = on_gpu.coalesce(put("cuda", ids), put("cuda", each.values), length, 0.5)
+            assert_equal(sums, HOST.coalesce(ids, each.values, length, 0.5))
+
+
+@pytest.mark.parametrize("ranks", [1, 5, 40])
+def test_ascending_lists_are_summed_in_their_order(ranks: int) -> None:
+    lists = [touched(rank, 60, 30 * (rank != 1), 5, "float16") for rank in range(ranks)]
+    lists = [HOST.coalesce(each.rows, each.values, 60, 1.0)[0] for each in lists]
+    rows, values = np.concatenate([r.rows for r in lists]), np.concatenate([r.values for r in lists])
+    firsts = np.cumsum([0, *map(len, lists)])[:-1]
+    sums = kernels("float16").merge(put("cuda", rows), put("cuda", values), firsts, 0.2)
+    assert_equal(sums, HOST.merge(rows, values, firsts, 0.2))
+
+
+def test_room_that_is_too_small_is_left_alone() -> None:
+    each, on_gpu = touched(3, 50, 40, 4, "float32"), kernels("float32")
+    given = put("cuda", each.rows), put("cuda", each.values)
+    expected = HOST.coalesce(each.rows, each.values, 50, 1.0)
+    for room_for in (len(expected[0]), len(expected[0]) - 1):
+        room = Rows(
+            put("cuda", np.full(room_for, -1, np.int32)), put("cuda", np.zeros((room_for, 4), np.float32))
+        )
+        sums = on_gpu.coalesce_into(room, *given, 50, 1.0)
+        assert_equal(sums, expected)
+        assert (sums[0].rows.data.ptr == room.rows.data.ptr) == (room_for == len(expected[0]))
+        assert get(room.values).any() == (room_for == len(expected[0]))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_elements_that_are_not_finite_are_counted(kind: str) -> None:
+    rows = np.array([5, 2, 5, 1] + 30 * [7], np.int32)  # 7 is hot
+    values = narrowed(
+        np.array([[1, np.inf], [np.nan, 2], [3, -np.inf], [0, 0]] + 30 * [[3e38, 1]], np.float32), kind
+    )
+    expected = HOST.coalesce(rows, values, 8, 1.0)
+    sums, nonfinite = kernels(kind).coalesce(put("cuda", rows), put("cuda", values), 8, 1.0)
+    assert nonfinite == expected[1] == 3
+    assert get(sums.rows).tolist() == [1, 2, 5, 7]
+
+
+def test_ids_of_a_long_table_have_64_bits_and_those_outside_are_named() -> None:
+    on_gpu, values = kernels("float32"), put("cuda", np.ones((3, 1), np.float32))
+    rows = np.array([LONGEST_ON_GPU - 1, 5, LONGEST_ON_GPU - 1])
+    sums, _ = on_gpu.coalesce(put("cuda", rows), values, LONGEST_ON_GPU, 1.0)
+    assert get(sums.rows).tolist() == [5, LONGEST_ON_GPU - 1] and get(sums.values).tolist() == [[1.0], [2.0]]
+    for bad, length in ((-1, 6), (6, 6), (1 << 40, LONGEST_ON_GPU), (-(1 << 62), LONGEST_ON_GPU)):
+        with pytest.raises(ValueError, match=rf"row {bad} is not in \[0, {length}\)"):
+            on_gpu.coalesce(put("cuda", np.array([2, bad, 3])), values, length, 1.0)
+    assert get(on_gpu.coalesce(put("cuda", np.array([2, 2, 3])), values, 6, 1.0)[0].rows).tolist() == [2, 3]
