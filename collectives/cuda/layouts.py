@@ -198,5 +198,5 @@ struct("MarkRows", """
 struct("SumRows", """
     unsigned long long values[MOST_PEERS]; long long firsts[MOST_PEERS]; int lists; int vectors;
     const unsigned long long* keys; unsigned long long position; const unsigned* starts; const unsigned* hot; RowState* state;
-    void* sums; long long capacity; long long width; float scale; volatile unsigned* report;""", "sum_rows")
+    void* sums; long long capacity; long long width; float scale; volatile unsigned* report;""", "sum_rows", "sum_hot_rows")
 struct("CutValues", "Entry* entries; const Entry* others; long long n;", "cut_values")

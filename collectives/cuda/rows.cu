@@ -1,18 +1,19 @@
 // rows: sums of rows of a table whose ids are equal. GRADIENT is float, __nv_bfloat16 or __half.
 //
-// Four kernels follow each other on a stream, a sort by a library after the first:
+// These kernels follow each other on a stream, a sort by a library after the first:
 //   pack_rows   keys of rows in any order, to be sorted: the id above the position, which makes the order stable;
 //   merge_rows  instead of both: keys in order, of lists that ascend strictly each;
 //   mark_rows   where each id begins in the keys, and the ids, each once;
-//   sum_rows    the sums.
+//   sum_hot_rows, sum_rows  the sums, of hot rows and of the others.
 //
 // Shapes   ids[n] of int, or of long long if `wide`; keys[n]; starts[n + 1]; hot[n / HOT_ROWS + 1]; the values of all lists,
 //          n * width in all: row i, of list l where firsts[l] <= i < firsts[l + 1], at values[l] + i * width, also in the windows of
 //          other ranks; sums[count * width] of GRADIENT and ids of the sums; all on the device. report: RowsSummed, on the host.
 // Units    row j of the sums: that of the rows at the positions of keys[starts[j]] to keys[starts[j + 1] - 1], from left to right in
 //          float, times scale, rounded once to nearest even. nonfinite: elements of sums that are Inf or NaN.
-// Launch   grid-stride; mark_rows: a block of COMPACT_THREADS for COMPACT_TILE keys; sum_rows: 256 threads, a warp for up to
-//          4 * 128 elements of a row, or 4 * 32 without vectors, and for 32 elements of a hot row: one with more than HOT_ROWS rows.
+// Launch   grid-stride; mark_rows: a block of COMPACT_THREADS for COMPACT_TILE keys; sums: 256 threads, a warp for up to
+//          4 * 128 elements of a row, or 4 * 32 without vectors, and for 32 elements of a hot row: one that comes more than HOT_ROWS
+//          times, whose elements are added one after the other by one lane each.
 // Overflow more sums than `capacity`: none is written, and count says how many there are. n < 2^31. A row that is not in
 //          [0, length) is reported, and no address depends on it. NaN and Inf are summed as they are, and counted.
 // Vectors  `vectors` where width is a multiple of 4 and all lists and the sums are aligned to 4 elements.
@@ -178,43 +179,61 @@ __device__ __forceinline__ unsigned sum_few(const SumRows& p, unsigned row, long
 __device__ __forceinline__ unsigned sum_hot(const SumRows& p, unsigned row, long long column, int lane) {
   const unsigned first = p.starts[row], last = p.starts[row + 1];
   const bool inside = column + lane < p.width;
-  const auto row_of = [&](unsigned i) { return i < last ? row_at(p, p.keys[i]) + column : nullptr; };
-  const GRADIENT *now = row_of(first + lane), *next = row_of(first + 32 + lane), *later = row_of(first + 64 + lane);
+  const int at = inside ? lane : 0;
+  const auto key_of = [&](unsigned i) { return p.keys[i < last ? i : first]; };
+  const auto line_of = [&](unsigned long long key) { return row_at(p, key) + column; };
+  const GRADIENT *now = line_of(key_of(first + lane)), *next = line_of(key_of(first + 32 + lane));
+  unsigned long long key = key_of(first + 64 + lane);  // a load that is used in the next turn
   float sum[1] = {0.0f};
   for (unsigned i = first; i < last; i += 32) {
-    const GRADIENT* latest = row_of(i + 96 + lane);
-    if (later) asm volatile("prefetch.global.L2 [%0];" ::"l"(later));
+    const GRADIENT* later = line_of(key);
+    key = key_of(i + 96 + lane);
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(later));
     float x[32];
 #pragma unroll
     for (int j = 0; j < 32; ++j) {
       const auto from = __shfl_sync(FULL_WARP, reinterpret_cast<unsigned long long>(now), j);
-      x[j] = from && inside ? widen(reinterpret_cast<const GRADIENT*>(from)[lane]) : 0.0f;
+      x[j] = widen(reinterpret_cast<const GRADIENT*>(from)[at]);
     }
+    if (i == first) sum[0] = x[0];
+    if (last - i >= 32) {
 #pragma unroll
-    for (int j = 0; j < 32; ++j)
-      if (i + j < last) sum[0] = i + j == first ? x[j] : add(sum[0], x[j]);
-    now = next, next = later, later = latest;
+      for (int j = 0; j < 32; ++j)
+        if (j || i != first) sum[0] = add(sum[0], x[j]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 32; ++j)
+        if ((j || i != first) && i + j < last) sum[0] = add(sum[0], x[j]);
+    }
+    now = next, next = later;
   }
   return inside ? store(p, row * p.width + column + lane, sum) : 0;
 }
 
-extern "C" __global__ void __launch_bounds__(256, 3) sum_rows(const __grid_constant__ SumRows p) {
+// The warps of the grid take pieces of the sums in turn; each returns how many of its elements are not finite. The last block posts
+// that number.
+template <class Sum>
+__device__ __forceinline__ void sum_pieces(const SumRows& p, long long pieces, const Sum& sum) {
   const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  const unsigned count = p.state->count, hot = p.state->hot;
-  const long long columns = SPANS * (p.vectors ? 128 : 32), parts = (p.width + columns - 1) / columns;
-  const long long narrow_parts = (p.width + 31) / 32, hot_pieces = hot * narrow_parts;  // these take longest, and begin first
-  const long long pieces = count <= p.capacity ? hot_pieces + count * parts : 0;
+  if (p.state->count > p.capacity) pieces = 0;
   unsigned bad = 0;
   for (long long piece = static_cast<long long>(blockIdx.x) * warps + threadIdx.x / 32; piece < pieces;
-       piece += static_cast<long long>(gridDim.x) * warps) {
-    const long long few = piece - hot_pieces;
-    if (few < 0)
-      bad += sum_hot(p, p.hot[piece / narrow_parts], piece % narrow_parts * 32, lane);
-    else if (p.vectors)
-      bad += sum_few<4>(p, few / parts, few % parts * columns, lane);
-    else
-      bad += sum_few<1>(p, few / parts, few % parts * columns, lane);
-  }
+       piece += static_cast<long long>(gridDim.x) * warps)
+    bad += sum(piece, lane);
   if (bad) atomicAdd(&p.state->nonfinite, bad);
   if (last_block(&p.state->finished, gridDim.x) && threadIdx.x == 0) p.report[2] = read_volatile(&p.state->nonfinite);
+}
+
+extern "C" __global__ void __launch_bounds__(256) sum_hot_rows(const __grid_constant__ SumRows p) {
+  const long long parts = (p.width + 31) / 32;
+  sum_pieces(p, p.state->hot * parts,
+             [&](long long piece, int lane) { return sum_hot(p, p.hot[piece / parts], piece % parts * 32, lane); });
+}
+
+extern "C" __global__ void __launch_bounds__(256) sum_rows(const __grid_constant__ SumRows p) {
+  const long long columns = SPANS * (p.vectors ? 128 : 32), parts = (p.width + columns - 1) / columns;
+  sum_pieces(p, p.state->count * parts, [&](long long piece, int lane) {
+    const long long row = piece / parts, column = piece % parts * columns;
+    return p.vectors ? sum_few<4>(p, row, column, lane) : sum_few<1>(p, row, column, lane);
+  });
 }

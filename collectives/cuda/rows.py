@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,29 @@ from collectives.rows import LONGEST_ON_GPU, Rows, row_type, rows_problem
 _SOURCE = Path(__file__).with_name("rows.cu")
 _TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
 _THREADS = 256
-"""Of a block of `sum_rows`."""
+"""Of a block that adds up rows."""
 _STATE_BYTES = RowState.nonfinite.offset + 4
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The keys of rows in the order of their ids, as `rows.cu` has them, and what its kernels need beside them.
+
+    Attributes:
+        array: uint64[count], of CuPy.
+        shift: bits of a key that say where a row was.
+        may_be_hot: whether an id may have more than HOT_ROWS rows.
+        keys, starts, hot, state: addresses.
+    """
+
+    array: Any
+    count: int
+    shift: int
+    may_be_hot: bool
+    keys: int
+    starts: int
+    hot: int
+    state: int
 
 
 class DeviceRowKernels:
@@ -46,9 +68,9 @@ class DeviceRowKernels:
     def __init__(self, device: Device, element_type: str) -> None:
         self._device = device
         module = compiled(_SOURCE, f"GRADIENT={_TYPES[element_type]}")
-        names = ("pack_rows", "merge_rows", "mark_rows", "sum_rows")
+        names = ("pack_rows", "merge_rows", "mark_rows", "sum_hot_rows", "sum_rows")
         kernels = (Kernel(module, name) for name in names)
-        self._pack_rows, self._merge_rows, self._mark_rows, self._sum_rows = kernels
+        self._pack_rows, self._merge_rows, self._mark_rows, self._sum_hot_rows, self._sum_rows = kernels
 
     def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
         return self.coalesce_into(None, rows, values, length, scale)
@@ -60,9 +82,9 @@ class DeviceRowKernels:
         if not len(rows):
             return Rows(self.empty(0, rows).astype(row_type(length)), self.empty(0, values)), 0
         with self._device.gpu, self._device.stream:
-            keys = self._sort(rows, length)
+            order = self._sort(rows, length)
             lists = [(0, address_of(values))]
-            sums, report = self._add_up(keys, row_type(length), lists, values, scale, room)
+            sums, report = self._add_up(order, row_type(length), lists, values, scale, room)
         if report.outside:
             raise ValueError(rows_problem(rows, length))
         return sums, report.nonfinite
@@ -88,112 +110,106 @@ class DeviceRowKernels:
         if not len(rows):
             return Rows(rows, self.empty(0, like)), 0
         with self._device.gpu, self._device.stream:
-            keys = self._merge(rows, firsts)
-            sums, report = self._add_up(keys, rows.dtype, lists, like, scale, room)
+            order = self._merge(rows, firsts)
+            sums, report = self._add_up(order, rows.dtype, lists, like, scale, room)
         return sums, report.nonfinite
 
-    def _sort(self, rows: Any, length: int) -> Any:
-        """Keys of rows, in order."""
-        keys, state = self._prepare(len(rows))
-        pointers = {"ids": address_of(rows), "keys": address_of(keys), "state": state}
-        fields = {"length": length, "wide": rows.itemsize == 8, "shift": _shift(len(rows))}
-        self._device.launch_for(self._pack_rows, len(rows), **pointers, **fields)
-        keys.sort()  # by a radix sort
-        return keys
+    def _sort(self, rows: Any, length: int) -> _Order:
+        """Rows in the order of their ids."""
+        order = self._prepare(len(rows), len(rows))
+        fields = {"ids": address_of(rows), "keys": order.keys, "state": order.state, "length": length}
+        fields |= {"wide": rows.itemsize == 8, "shift": order.shift}
+        self._device.launch_for(self._pack_rows, order.count, **fields)
+        order.array.sort()  # by a radix sort
+        return order
 
-    def _merge(self, rows: Any, firsts: NDArray[np.int64]) -> Any:
-        """Keys of rows, in order, that lie in ascending lists from these places on."""
+    def _merge(self, rows: Any, firsts: NDArray[np.int64]) -> _Order:
+        """Rows in the order of their ids, which lie in lists that ascend strictly from these places on."""
         if len(firsts) > MOST_PEERS:
             return self._sort(rows, LONGEST_ON_GPU)
-        keys, _ = self._prepare(len(rows))
-        pointers = {"ids": address_of(rows), "keys": address_of(keys), "firsts": firsts.tobytes()}
-        fields = {"lists": len(firsts), "wide": rows.itemsize == 8, "shift": _shift(len(rows))}
-        self._device.launch_for(self._merge_rows, len(rows), **pointers, **fields)
-        return keys
+        order = self._prepare(len(rows), len(firsts))
+        fields = {"ids": address_of(rows), "keys": order.keys, "lists": len(firsts), "shift": order.shift}
+        self._device.launch_for(
+            self._merge_rows, order.count, firsts=firsts.tobytes(), wide=rows.itemsize == 8, **fields
+        )
+        return order
 
-    def _prepare(self, count: int) -> tuple[Any, int]:
-        """Keys of so many rows, and the address of a state that is zero."""
-        state = address_of(self._device.scratch("rows state", _STATE_BYTES, np.uint8))
-        self._device.zero(state, _STATE_BYTES)
-        return self._device.scratch("row keys", count, np.uint64)[:count], state
+    def _prepare(self, count: int, most: int) -> _Order:
+        """Memory for an order of so many rows, of which an id has `most` at most."""
+        device = self._device
+        state = address_of(device.scratch("rows state", _STATE_BYTES, np.uint8))
+        keys = device.scratch("row keys", count, np.uint64)[:count]
+        starts = address_of(device.scratch("row marks", count + count // HOT_ROWS + 2, np.uint32))
+        shift = max(1, (count - 1).bit_length())
+        device.zero(state, _STATE_BYTES)
+        return _Order(
+            keys, count, shift, most > HOT_ROWS, address_of(keys), starts, starts + 4 * (count + 1), state
+        )
 
     def _add_up(
         self,
-        keys: Any,
+        order: _Order,
         id_type: Any,
         lists: Sequence[tuple[int, int]],
         like: Any,
         scale: float,
         room: Rows | None,
     ) -> tuple[Rows, Any]:
-        """Sums of the rows whose keys lie in order, and what the kernels report. Waits for the stream."""
+        """Sums of rows in an order, and what the kernels report. Waits for the stream."""
         report = self._device.view("rows", RowsSummed)
         if room is not None:
-            self._launch_mark(keys, room.rows, len(room))
-            self._launch_sum(keys, lists, room.values, scale)
+            self._launch_mark(order, room.rows)
+            self._launch_sum(order, lists, room.values, scale)
             self._device.synchronize()
             if report.count <= len(room) or report.outside:
                 return Rows(room.rows[: report.count], room.values[: report.count]), report
-            self._prepare(len(keys))
-        ids = cupy.empty(len(keys), id_type)
-        self._launch_mark(keys, ids, len(keys))
+            self._device.zero(order.state, _STATE_BYTES)
+        ids = cupy.empty(order.count, id_type)
+        self._launch_mark(order, ids)
         self._device.synchronize()
         sums = cupy.empty((report.count, like.shape[1]), like.dtype)
-        self._launch_sum(keys, lists, sums, scale)
+        self._launch_sum(order, lists, sums, scale)
         self._device.synchronize()
         return Rows(ids[: report.count], sums), report
 
-    def _launch_mark(self, keys: Any, ids: Any, capacity: int) -> None:
-        """Put on the stream: where each id begins in the keys, and the ids."""
-        device, count = self._device, len(keys)
-        tiles = -(-count // COMPACT_TILE)
-        device.launch(
+    def _launch_mark(self, order: _Order, ids: Any) -> None:
+        """Put on the stream: where each id begins in the order, and the ids."""
+        tiles = -(-order.count // COMPACT_TILE)
+        fields = {"keys": order.keys, "starts": order.starts, "hot": order.hot, "state": order.state}
+        fields |= {"n": order.count, "shift": order.shift, "ids": address_of(ids), "capacity": len(ids)}
+        self._device.launch(
             self._mark_rows,
             tiles,
             COMPACT_THREADS,
-            keys=address_of(keys),
-            n=count,
-            ids=address_of(ids),
-            capacity=capacity,
-            **self._marks(count),
-            scan=device.scan("rows", tiles),
+            scan=self._device.scan("rows", tiles),
             wide=ids.itemsize == 8,
-            shift=_shift(count),
-            report=device.address("rows"),
+            report=self._device.address("rows"),
+            **fields,
         )
 
-    def _launch_sum(self, keys: Any, lists: Sequence[tuple[int, int]], sums: Any, scale: float) -> None:
+    def _launch_sum(self, order: _Order, lists: Sequence[tuple[int, int]], sums: Any, scale: float) -> None:
         """Put on the stream: the sums, if there is room for all."""
-        device, count, width = self._device, len(keys), sums.shape[1]
-        row_bytes, four = width * sums.itemsize, 4 * sums.itemsize
-        addresses = [address_of(sums), *(address for _, address in lists)]
-        vectors = width % 4 == 0 and all(address % four == 0 for address in addresses)
-        warps = count * -(-width // (512 if vectors else 128)) + count // HOT_ROWS * -(-width // 32)
-        device.launch(
-            self._sum_rows,
-            min(-(-warps * 32 // _THREADS), 16 * device.processors),
-            _THREADS,
-            values=np.array([address - first * row_bytes for first, address in lists], np.int64).tobytes(),
-            firsts=np.array([first for first, _ in lists], np.int64).tobytes(),
-            lists=len(lists),
-            vectors=vectors,
-            keys=address_of(keys),
-            position=(1 << _shift(count)) - 1,
-            **self._marks(count),
-            sums=address_of(sums),
-            capacity=len(sums),
-            width=width,
-            scale=scale,
-            report=device.address("rows"),
-        )
+        width, four = sums.shape[1], 4 * sums.itemsize
+        bases = [address - first * width * sums.itemsize for first, address in lists]
+        firsts = [first for first, _ in lists]
+        aligned = address_of(sums) % four == 0 and all(address % four == 0 for _, address in lists)
+        vectors = width % 4 == 0 and aligned
+        fields = {"keys": order.keys, "starts": order.starts, "hot": order.hot, "state": order.state}
+        fields |= {"position": (1 << order.shift) - 1, "lists": len(lists), "vectors": vectors}
+        fields |= {"sums": address_of(sums), "capacity": len(sums), "width": width, "scale": scale}
+        fields |= {
+            "values": np.array(bases, np.int64).tobytes(),
+            "firsts": np.array(firsts, np.int64).tobytes(),
+        }
+        fields |= {"report": self._device.address("rows")}
+        if order.may_be_hot:
+            self._launch_warps(self._sum_hot_rows, order.count // HOT_ROWS * -(-width // 32), fields)
+        self._launch_warps(self._sum_rows, order.count * -(-width // (512 if vectors else 128)), fields)
 
-    def _marks(self, count: int) -> dict[str, int]:
-        """Where `mark_rows` tells `sum_rows` what it found of so many keys."""
-        sizes = {"starts": count + 1, "hot": count // HOT_ROWS + 1}
-        memory = self._device.scratch("row marks", sum(sizes.values()), np.uint32)
-        starts = address_of(memory)
-        state = address_of(self._device.scratch("rows state", _STATE_BYTES, np.uint8))
-        return {"starts": starts, "hot": starts + 4 * sizes["starts"], "state": state}
+    def _launch_warps(self, kernel: Kernel, most: int, fields: dict[str, Any]) -> None:
+        """Put a kernel on the stream that gives so many warps work at most."""
+        blocks = min(-(-most * 32 // _THREADS), 16 * self._device.processors)
+        self._device.launch(kernel, blocks, _THREADS, **fields)
 
     def at(self, rows: Any, places: NDArray[np.int64]) -> NDArray[np.int64]:
         with self._device.gpu, self._device.stream:
@@ -213,8 +229,3 @@ class DeviceRowKernels:
     def copy(self, target: Any, source: Any) -> None:
         if target.nbytes:
             self._device.copy(address_of(target), address_of(source), target.nbytes)
-
-
-def _shift(count: int) -> int:
-    """Bits of a position among so many."""
-    return max(1, (count - 1).bit_length())
