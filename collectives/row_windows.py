@@ -109,17 +109,14 @@ class DeviceRowWindows:
         self, starts: NDArray[np.int64], counts: NDArray[np.int64], like: Rows, scale: float
     ) -> tuple[Rows, int]:
         """As the protocol says."""
-        ids = self._kernels.empty(int(counts.sum()), like.rows)
         lists, first = [], 0
         for rank, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
             if count:
-                theirs, values = self._addresses(rank)
-                self._copy(ids, first, theirs + start * self._id_bytes, count, self._id_bytes)
-                lists.append((first, values + start * self._row_bytes))
+                ids, values = self._addresses(rank)
+                lists.append((first, ids + start * self._id_bytes, values + start * self._row_bytes))
                 first += count
         room = self._next if self._transport.size > 2 else None
-        firsts = np.array([before for before, _ in lists], np.int64)
-        return self._kernels.merge_into(room, ids, firsts, lists, like.values, scale)
+        return self._kernels.merge_into(room, lists, first, like, scale)
 
     def gather(self, counts: NDArray[np.int64], like: Rows) -> Rows:
         """As the protocol says."""

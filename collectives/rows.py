@@ -235,8 +235,8 @@ def row_sparse_allreduce(
 def _count_reads(transport: Transport, counts: NDArray[np.int64], rows: Rows) -> None:
     """Count what the other ranks read: so many of these rows each."""
     row_bytes = rows.rows.itemsize + rows.values.shape[1] * rows.values.itemsize
-    others = np.delete(counts, transport.rank)
-    transport.traffic.count(int(others.sum()) * row_bytes, 2 * int(np.count_nonzero(others)))
+    others = [count for rank, count in enumerate(counts.tolist()) if rank != transport.rank and count]
+    transport.traffic.count(sum(others) * row_bytes, 2 * len(others))
 
 
 def _sum_messages(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -199,13 +199,17 @@ class RowSparseAllreduce:
     def _step(self, rows: Any, values: Any, problem: str) -> RowReport:
         began = time.perf_counter()
         problem = problem or self._given_problem(rows, values)
-        local, nonfinite = self._empty(), 0
+        nonfinite = 0
         if not problem:
-            adds_up: Any = self.kernels if self.windows is None or self._feedback else self.windows
+            adds_up: Any = (
+                self.windows if self.windows is not None and self._feedback is None else self.kernels
+            )
             try:
                 local, nonfinite = adds_up.coalesce(rows, values, self.length, 1.0)
             except ValueError as error:
                 problem = str(error)
+        if problem:
+            local = self._empty()
         touched, flagged = len(local), bool(problem or nonfinite)
         if self._feedback is not None:
             local = self._feedback.select(self._empty() if flagged else local, 0 if flagged else self._most)
@@ -232,7 +236,7 @@ class RowSparseAllreduce:
                 raise NonFiniteGradientError(error.ranks, self.steps) from None
         finally:
             self.transport.expect_none()
-        traffic = asdict(self.transport.take_traffic())
+        traffic = dict(vars(self.transport.take_traffic()))
         del traffic["bytes_between"]
         self.steps += self.sum is not None
         return RowReport(

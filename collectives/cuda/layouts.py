@@ -181,7 +181,7 @@ struct("DecodeEntries", """
     const unsigned* wire; Entry* out; long long lower; unsigned length; unsigned count; unsigned bits; unsigned low_bits;
     unsigned values; unsigned lows; unsigned bitmap; unsigned words; Scan scan; CodecState* state;
     volatile double* report;""", "decode_entries")
-# of rows.cu, in a sum of rows; zero before it. hot: rows in the list of those that come more than HOT_ROWS times
+# of rows.cu, in a sum of rows; zero before the first. hot: rows in the list of those that come more than HOT_ROWS times
 RowState = struct("RowState", "unsigned finished; unsigned count; unsigned hot; unsigned outside; unsigned nonfinite;")
 # what rows.cu tells the host; outside: whether a row is not of the table
 RowsSummed = struct("RowsSummed", "unsigned count; unsigned outside; unsigned nonfinite;")
@@ -189,12 +189,12 @@ struct("PackRows", """
     const void* ids; long long n; long long length; unsigned long long* keys; RowState* state; int wide;
     int shift;""", "pack_rows")
 struct("MergeRows", """
-    const void* ids; long long n; long long firsts[MOST_PEERS]; int lists; int wide; int shift;
-    unsigned long long* keys;""", "merge_rows")
+    unsigned long long ids[MOST_PEERS]; long long firsts[MOST_PEERS]; int lists; int wide; int shift; long long n;
+    unsigned long long* keys; RowState* state;""", "merge_rows")
 struct("MarkRows", """
     const unsigned long long* keys; long long n; void* ids; long long capacity; unsigned* starts; unsigned* hot; RowState* state;
     Scan scan; int wide; int shift; volatile unsigned* report;""", "mark_rows")
-# lists: that lie one after the other in the order that indexes them, the first row of each, and its address less that many rows
+# firsts: of lists, whose rows are counted one list after the other; values: the address of each list less what is before it
 struct("SumRows", """
     unsigned long long values[MOST_PEERS]; long long firsts[MOST_PEERS]; int lists; int vectors;
     const unsigned long long* keys; unsigned long long position; const unsigned* starts; const unsigned* hot; RowState* state;

@@ -26,7 +26,11 @@ __device__ __forceinline__ long long id_at(const void* ids, int wide, long long 
   return wide ? static_cast<const long long*>(ids)[i] : static_cast<const int*>(ids)[i];
 }
 
+// Before `mark_rows`. One thread calls.
+__device__ __forceinline__ void begin(RowState* state) { state->count = state->hot = state->nonfinite = 0; }
+
 extern "C" __global__ void pack_rows(const __grid_constant__ PackRows p) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) begin(p.state);
   FOR_EACH(i, p.n) {
     const long long id = id_at(p.ids, p.wide, i);
     if (id < 0 || id >= p.length) p.state->outside = 1;
@@ -35,21 +39,24 @@ extern "C" __global__ void pack_rows(const __grid_constant__ PackRows p) {
 }
 
 extern "C" __global__ void merge_rows(const __grid_constant__ MergeRows p) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) begin(p.state);
   FOR_EACH(i, p.n) {
-    const long long id = id_at(p.ids, p.wide, i);
-    long long at = 0;  // ids that go before this one: smaller ones, and equal ones of the lists before
+    int mine = 0;
+    while (mine + 1 < p.lists && i >= p.firsts[mine + 1]) ++mine;
+    const auto id_of = [&](int list, long long j) { return id_at(reinterpret_cast<const void*>(p.ids[list]), p.wide, j); };
+    const long long id = id_of(mine, i - p.firsts[mine]);
+    long long at = i - p.firsts[mine];  // rows that go before this one, of the other lists smaller ids, and equal ones of those before
     for (int list = 0; list < p.lists; ++list) {
-      const long long first = p.firsts[list], end = list + 1 < p.lists ? p.firsts[list + 1] : p.n;
-      long long low = first, high = end;
-      if (first <= i && i < end) low = high = i;
+      if (list == mine) continue;
+      long long low = 0, high = (list + 1 < p.lists ? p.firsts[list + 1] : p.n) - p.firsts[list];
       while (low < high) {
-        const long long middle = (low + high) >> 1, theirs = id_at(p.ids, p.wide, middle);
-        if (theirs < id || (theirs == id && first <= i))
+        const long long middle = (low + high) >> 1, theirs = id_of(list, middle);
+        if (theirs < id || (theirs == id && list < mine))
           low = middle + 1;
         else
           high = middle;
       }
-      at += low - first;
+      at += low;
     }
     p.keys[at] = static_cast<unsigned long long>(id) << p.shift | i;
   }
@@ -90,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(COMPACT_THREADS) mark_rows(const __
     p.state->count = total;
     p.report[0] = total;
     p.report[1] = p.state->outside;
+    p.state->outside = 0;
   }
 }
 

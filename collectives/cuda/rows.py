@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cuda.device import Device, address_of
-from collectives.cuda.launch import Kernel, compiled
+from collectives.cuda.launch import Kernel, PreparedLaunch, compiled
 from collectives.cuda.layouts import (
     COMPACT_THREADS,
     COMPACT_TILE,
@@ -22,33 +22,13 @@ from collectives.cuda.layouts import (
     RowState,
 )
 from collectives.rows import LONGEST_ON_GPU, Rows, row_type, rows_problem
+from collectives.sparse import MAX_LENGTH
 
 _SOURCE = Path(__file__).with_name("rows.cu")
 _TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
 _THREADS = 256
 """Of a block that adds up rows."""
-_STATE_BYTES = RowState.nonfinite.offset + 4
-
-
-@dataclass(frozen=True)
-class _Order:
-    """The keys of rows in the order of their ids, as `rows.cu` has them, and what its kernels need beside them.
-
-    Attributes:
-        array: uint64[count], of CuPy.
-        shift: bits of a key that say where a row was.
-        may_be_hot: whether an id may have more than HOT_ROWS rows.
-        keys, starts, hot, state: addresses.
-    """
-
-    array: Any
-    count: int
-    shift: int
-    may_be_hot: bool
-    keys: int
-    starts: int
-    hot: int
-    state: int
+_ORDERS = "pack_rows", "merge_rows"
 
 
 class DeviceRowKernels:
@@ -68,9 +48,17 @@ class DeviceRowKernels:
     def __init__(self, device: Device, element_type: str) -> None:
         self._device = device
         module = compiled(_SOURCE, f"GRADIENT={_TYPES[element_type]}")
-        names = ("pack_rows", "merge_rows", "mark_rows", "sum_hot_rows", "sum_rows")
-        kernels = (Kernel(module, name) for name in names)
-        self._pack_rows, self._merge_rows, self._mark_rows, self._sum_hot_rows, self._sum_rows = kernels
+        state = address_of(device.scratch("rows state", ctypes.sizeof(RowState), np.uint8))
+        self._report = device.view("rows", RowsSummed)
+        report = device.address("rows")
+        # a launch keeps its parameters: those that change are set, which is a third of the time of setting all
+        self._pack, self._merge = (Kernel(module, name).prepare(state=state) for name in _ORDERS)
+        self._mark, self._sum = (
+            Kernel(module, name).prepare(state=state, report=report) for name in ("mark_rows", "sum_rows")
+        )
+        self._sum_hot = PreparedLaunch(Kernel(module, "sum_hot_rows"), self._sum.params)
+        self._room = 0
+        self._keys: Any = None
 
     def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
         return self.coalesce_into(None, rows, values, length, scale)
@@ -82,134 +70,123 @@ class DeviceRowKernels:
         if not len(rows):
             return Rows(self.empty(0, rows).astype(row_type(length)), self.empty(0, values)), 0
         with self._device.gpu, self._device.stream:
-            order = self._sort(rows, length)
+            self._sort(rows, length)
             lists = [(0, address_of(values))]
-            sums, report = self._add_up(order, row_type(length), lists, values, scale, room)
-        if report.outside:
+            sums = self._add_up(lists, len(rows), len(rows), row_type(length), values, scale, room)
+        if self._report.outside:
             raise ValueError(rows_problem(rows, length))
-        return sums, report.nonfinite
+        return sums, self._report.nonfinite
 
     def merge(self, rows: Any, values: Any, firsts: NDArray[np.int64], scale: float) -> tuple[Rows, int]:
-        return self.merge_into(None, rows, firsts, [(0, address_of(values))], values, scale)
+        if len(firsts) > MOST_PEERS:
+            return self.coalesce(rows, values, MAX_LENGTH if rows.itemsize == 4 else LONGEST_ON_GPU, scale)
+        ids, base, row_bytes = address_of(rows), address_of(values), values.shape[1] * values.itemsize
+        lists = [(first, ids + first * rows.itemsize, base + first * row_bytes) for first in firsts.tolist()]
+        return self.merge_into(None, lists, len(rows), Rows(rows, values), scale)
 
     def merge_into(
-        self,
-        room: Rows | None,
-        rows: Any,
-        firsts: NDArray[np.int64],
-        lists: Sequence[tuple[int, int]],
-        like: Any,
-        scale: float,
+        self, room: Rows | None, lists: Sequence[tuple[int, int, int]], count: int, like: Rows, scale: float
     ) -> tuple[Rows, int]:
-        """As `merge`, where the values lie in several lists; the sums are in `room` where it is large enough.
+        """As `merge`; the sums are in `room` where it is large enough.
 
         Args:
-            lists: of each how many rows are before it, and the address of its values, which may be in another rank's memory.
-            like: its type and width are those of the values.
+            lists: MOST_PEERS at most. Of each how many rows are before it, and the addresses of its ids and its values, which may
+                be in another rank's memory.
+            count: rows of all lists.
+            like: its types and width are those of the lists.
         """
-        if not len(rows):
-            return Rows(rows, self.empty(0, like)), 0
+        if not count:
+            return Rows(self.empty(0, like.rows), self.empty(0, like.values)), 0
         with self._device.gpu, self._device.stream:
-            order = self._merge(rows, firsts)
-            sums, report = self._add_up(order, rows.dtype, lists, like, scale, room)
-        return sums, report.nonfinite
+            merge = self._order(self._merge, count)
+            for i, (first, ids, _) in enumerate(lists):
+                merge.firsts[i], merge.ids[i] = first, ids
+            merge.lists, merge.wide = len(lists), like.rows.itemsize == 8
+            self._launch(self._merge, self._blocks(count))
+            values = [(first, address) for first, _, address in lists]
+            sums = self._add_up(values, count, len(lists), like.rows.dtype, like.values, scale, room)
+        return sums, self._report.nonfinite
 
-    def _sort(self, rows: Any, length: int) -> _Order:
-        """Rows in the order of their ids."""
-        order = self._prepare(len(rows), len(rows))
-        fields = {"ids": address_of(rows), "keys": order.keys, "state": order.state, "length": length}
-        fields |= {"wide": rows.itemsize == 8, "shift": order.shift}
-        self._device.launch_for(self._pack_rows, order.count, **fields)
-        order.array.sort()  # by a radix sort
-        return order
+    def _sort(self, rows: Any, length: int) -> None:
+        """Put on the stream: keys of rows in the order of their ids."""
+        pack = self._order(self._pack, len(rows))
+        pack.ids, pack.length, pack.wide = address_of(rows), length, rows.itemsize == 8
+        self._launch(self._pack, self._blocks(len(rows)))
+        self._keys[: len(rows)].sort()  # by a radix sort
 
-    def _merge(self, rows: Any, firsts: NDArray[np.int64]) -> _Order:
-        """Rows in the order of their ids, which lie in lists that ascend strictly from these places on."""
-        if len(firsts) > MOST_PEERS:
-            return self._sort(rows, LONGEST_ON_GPU)
-        order = self._prepare(len(rows), len(firsts))
-        fields = {"ids": address_of(rows), "keys": order.keys, "lists": len(firsts), "shift": order.shift}
-        self._device.launch_for(
-            self._merge_rows, order.count, firsts=firsts.tobytes(), wide=rows.itemsize == 8, **fields
-        )
-        return order
-
-    def _prepare(self, count: int, most: int) -> _Order:
-        """Memory for an order of so many rows, of which an id has `most` at most."""
-        device = self._device
-        state = address_of(device.scratch("rows state", _STATE_BYTES, np.uint8))
-        keys = device.scratch("row keys", count, np.uint64)[:count]
-        starts = address_of(device.scratch("row marks", count + count // HOT_ROWS + 2, np.uint32))
-        shift = max(1, (count - 1).bit_length())
-        device.zero(state, _STATE_BYTES)
-        return _Order(
-            keys, count, shift, most > HOT_ROWS, address_of(keys), starts, starts + 4 * (count + 1), state
-        )
+    def _order(self, launch: PreparedLaunch, count: int) -> Any:
+        """The parameters of a launch that makes so many keys; those of the kernels after it are set."""
+        mark, sums = self._mark.params, self._sum.params
+        if count > self._room:
+            self._room = max(count, self._room * 3 // 2)
+            self._keys = self._device.allocate(self._room, np.uint64)
+            self._marks = self._device.allocate(self._room + self._room // HOT_ROWS + 2, np.uint32)
+            for params in (self._pack.params, self._merge.params, mark, sums):
+                params.keys = address_of(self._keys)
+            mark.starts = sums.starts = address_of(self._marks)
+            mark.hot = sums.hot = mark.starts + 4 * (self._room + 1)
+        params = launch.params
+        params.n = mark.n = count
+        params.shift = mark.shift = max(1, (count - 1).bit_length())
+        sums.position = (1 << params.shift) - 1
+        return params
 
     def _add_up(
         self,
-        order: _Order,
-        id_type: Any,
         lists: Sequence[tuple[int, int]],
+        count: int,
+        most: int,
+        id_type: Any,
         like: Any,
         scale: float,
         room: Rows | None,
-    ) -> tuple[Rows, Any]:
-        """Sums of rows in an order, and what the kernels report. Waits for the stream."""
-        report = self._device.view("rows", RowsSummed)
+    ) -> Rows:
+        """Sums of so many rows, whose keys lie in order; an id has `most` of them at most. Waits for the stream."""
+        report = self._report
         if room is not None:
-            self._launch_mark(order, room.rows)
-            self._launch_sum(order, lists, room.values, scale)
+            self._launch_mark(room.rows)
+            self._launch_sums(lists, count, most, room.values, scale)
             self._device.synchronize()
             if report.count <= len(room) or report.outside:
-                return Rows(room.rows[: report.count], room.values[: report.count]), report
-            self._device.zero(order.state, _STATE_BYTES)
-        ids = cupy.empty(order.count, id_type)
-        self._launch_mark(order, ids)
+                return Rows(room.rows[: report.count], room.values[: report.count])
+            self._device.zero(self._mark.params.state, ctypes.sizeof(RowState))
+        ids = cupy.empty(count, id_type)
+        self._launch_mark(ids)
         self._device.synchronize()
         sums = cupy.empty((report.count, like.shape[1]), like.dtype)
-        self._launch_sum(order, lists, sums, scale)
+        self._launch_sums(lists, count, most, sums, scale)
         self._device.synchronize()
-        return Rows(ids[: report.count], sums), report
+        return Rows(ids[: report.count], sums)
 
-    def _launch_mark(self, order: _Order, ids: Any) -> None:
+    def _launch_mark(self, ids: Any) -> None:
         """Put on the stream: where each id begins in the order, and the ids."""
-        tiles = -(-order.count // COMPACT_TILE)
-        fields = {"keys": order.keys, "starts": order.starts, "hot": order.hot, "state": order.state}
-        fields |= {"n": order.count, "shift": order.shift, "ids": address_of(ids), "capacity": len(ids)}
-        self._device.launch(
-            self._mark_rows,
-            tiles,
-            COMPACT_THREADS,
-            scan=self._device.scan("rows", tiles),
-            wide=ids.itemsize == 8,
-            report=self._device.address("rows"),
-            **fields,
-        )
+        mark = self._mark.params
+        tiles = -(-mark.n // COMPACT_TILE)
+        mark.ids, mark.capacity, mark.wide = address_of(ids), len(ids), ids.itemsize == 8
+        mark.scan = self._device.scan("rows", tiles)
+        self._launch(self._mark, tiles, COMPACT_THREADS)
 
-    def _launch_sum(self, order: _Order, lists: Sequence[tuple[int, int]], sums: Any, scale: float) -> None:
+    def _launch_sums(
+        self, lists: Sequence[tuple[int, int]], count: int, most: int, sums: Any, scale: float
+    ) -> None:
         """Put on the stream: the sums, if there is room for all."""
-        width, four = sums.shape[1], 4 * sums.itemsize
-        bases = [address - first * width * sums.itemsize for first, address in lists]
-        firsts = [first for first, _ in lists]
-        aligned = address_of(sums) % four == 0 and all(address % four == 0 for _, address in lists)
-        vectors = width % 4 == 0 and aligned
-        fields = {"keys": order.keys, "starts": order.starts, "hot": order.hot, "state": order.state}
-        fields |= {"position": (1 << order.shift) - 1, "lists": len(lists), "vectors": vectors}
-        fields |= {"sums": address_of(sums), "capacity": len(sums), "width": width, "scale": scale}
-        fields |= {
-            "values": np.array(bases, np.int64).tobytes(),
-            "firsts": np.array(firsts, np.int64).tobytes(),
-        }
-        fields |= {"report": self._device.address("rows")}
-        if order.may_be_hot:
-            self._launch_warps(self._sum_hot_rows, order.count // HOT_ROWS * -(-width // 32), fields)
-        self._launch_warps(self._sum_rows, order.count * -(-width // (512 if vectors else 128)), fields)
+        params, width, itemsize = self._sum.params, sums.shape[1], sums.itemsize
+        params.sums, params.capacity, params.width, params.scale = address_of(sums), len(sums), width, scale
+        vectors = width % 4 == 0 and params.sums % (4 * itemsize) == 0
+        for i, (first, address) in enumerate(lists):
+            params.firsts[i], params.values[i] = first, address - first * width * itemsize
+            vectors = vectors and address % (4 * itemsize) == 0
+        params.lists, params.vectors = len(lists), vectors
+        if most > HOT_ROWS:
+            self._launch(self._sum_hot, self._blocks(32 * (count // HOT_ROWS) * -(-width // 32)))
+        self._launch(self._sum, self._blocks(32 * count * -(-width // (512 if vectors else 128))))
 
-    def _launch_warps(self, kernel: Kernel, most: int, fields: dict[str, Any]) -> None:
-        """Put a kernel on the stream that gives so many warps work at most."""
-        blocks = min(-(-most * 32 // _THREADS), 16 * self._device.processors)
-        self._device.launch(kernel, blocks, _THREADS, **fields)
+    def _blocks(self, threads: int) -> int:
+        return min(-(-threads // _THREADS), 16 * self._device.processors)
+
+    def _launch(self, launch: PreparedLaunch, blocks: int, threads: int = _THREADS) -> None:
+        self._device.pending = True
+        launch(blocks, threads, self._device.stream.ptr)
 
     def at(self, rows: Any, places: NDArray[np.int64]) -> NDArray[np.int64]:
         with self._device.gpu, self._device.stream:

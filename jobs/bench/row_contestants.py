@@ -16,6 +16,7 @@ from torch import Tensor
 from jobs.bench.options import Options
 from jobs.train.reduce.background import ring_traffic
 from oktopk.rows import RowSparseAllreduce
+from oktopk.torch.interop import memory_of
 
 V1_MOST = 4096
 """Rows above which a loop over them is left out on a CPU, and measured in one step on a GPU."""
@@ -81,6 +82,7 @@ class OkTopkRows:
     """`oktopk.rows.RowSparseAllreduce`. Its stages are told apart by its two sums: of this rank's rows, then of all ranks'."""
 
     def __init__(self, table: Table, comm: Any, device: torch.device) -> None:
+        self._memory = memory_of(device)
         self.reducer = RowSparseAllreduce(comm, *table, average=False, device=device.type)
         for part in (self.reducer.kernels, self.reducer.windows):
             for name in ("coalesce", "merge", "sum_lists"):
@@ -90,8 +92,7 @@ class OkTopkRows:
     def run(self, rows: Tensor, values: Tensor, lap: Lap) -> Sum:
         """As `Contestant.run`."""
         self._stages, self._lap = iter(("", "coalesce", "exchange", "sum")), lap
-        share = self.reducer.kernels.arrays.from_dlpack
-        report = self.reducer.step(share(rows), share(values))
+        report = self.reducer.step(self._memory.array(rows), self._memory.array(values))
         lap("gather")
         sums, self.reducer.sum = self.reducer.sum, None
         assert sums is not None
