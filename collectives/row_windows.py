@@ -87,9 +87,7 @@ class DeviceRowWindows:
             return True
         if self._refused:
             return False
-        if self._is_written(rows):  # the slot goes
-            rows = Rows(*(self._copied(array) for array in (rows.rows, rows.values)))
-        self.close()
+        self.close()  # rows in it keep its memory
         capacity = most + most // 4
         nbytes = 2 * self._slot_bytes(capacity)
         try:
@@ -133,12 +131,6 @@ class DeviceRowWindows:
 
     def _copy(self, target: Any, first: int, source: int, count: int, row_bytes: int) -> None:
         self._device.copy(address_of(target) + first * row_bytes, source, count * row_bytes)
-
-    def _copied(self, array: Any) -> Any:
-        copied = self._kernels.empty(len(array), array)
-        self._kernels.copy(copied, array)
-        self._device.synchronize()
-        return copied
 
     def _slot_at(self, at: int) -> Rows:
         """A slot of this rank's own window, so many bytes from its start."""

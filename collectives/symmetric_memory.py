@@ -109,7 +109,7 @@ class SymmetricMemory:
         return DeviceEntries(self._device, self._memory.ptr + at, count, self._memory)
 
     def array(self, shape: int | tuple[int, ...], dtype: Any, at: int = 0) -> Any:
-        """An array of CuPy in this rank's own payload, `at` bytes from its start; not valid after `close`."""
+        """An array of CuPy in this rank's own payload, `at` bytes from its start. It keeps the memory after `close`."""
         return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(self._memory, self.first + at))
 
     def abort(self, epoch: int) -> None:

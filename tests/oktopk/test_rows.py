@@ -320,8 +320,9 @@ def test_ranks_without_rows_need_no_windows(device: str, comm: MPI.Intracomm) ->
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("windows_before", [False, True])
 def test_without_memory_for_windows_rows_travel_as_messages(
-    device: str, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+    windows_before: bool, device: str, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(device, comm)
 
@@ -329,6 +330,10 @@ def test_without_memory_for_windows_rows_travel_as_messages(
         raise RuntimeError("no peer memory: rank 0: out of memory")
 
     with table(comm) as host, table(comm, device=device, peer_memory=True) as gpu:
+        if windows_before:  # too small for the rows that come
+            rows, values = gradient(comm.rank, 7)
+            for reducer, place in ((host, "cpu"), (gpu, device)):
+                reducer.step(put(place, rows[:3]), put(place, values[:3]))
         monkeypatch.setattr("collectives.row_windows.SymmetricMemory", none_left)
         for step in range(3):
             rows, values = gradient(comm.rank, step)
