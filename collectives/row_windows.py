@@ -19,7 +19,8 @@ _ALIGNMENT = 256
 class DeviceRowWindows:
     """See `collectives.rows.RowWindows`. A window has two slots, which take turns.
 
-    No kernel waits for another rank: hosts meet in between, and their limits on time hold.
+    Sums that are to be published are written where the others read them, and copied only where they had no room. No kernel waits
+    for another rank: hosts meet in between, and their limits on time hold.
 
     Args:
         transport: of the ranks of one host, each with its GPU; see `Transport.p2p`.

@@ -92,8 +92,8 @@ class RowSparseAllreduce:
 
     Memory: in a step the rows of its own, those that arrive for its region, that region's sums, and the sums of all: with r rows
         a rank and u in the sum, about 2(r + u) where regions balance. With `row_density` below 1 a residual of length x width
-        float32, a float64 a row, and float32 copies of the rows that the last step has touched or sent. With peer memory no rows
-        that arrive, and two windows for a quarter more rows than a rank has ever sent, or summed for its region.
+        float32, a float64 a row, and float32 copies of the rows that the last step has touched or sent. With peer memory the sums
+        of all, and two windows for a quarter more rows than a rank has ever sent, or summed for its region, in which those lie.
     Traffic: see `collectives.rows.row_sparse_allreduce`.
     Source: Li & Hoefler, PPoPP 2022, section 3.1, with rows for entries; error feedback as in algorithm 2.
 
