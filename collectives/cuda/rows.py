@@ -28,7 +28,6 @@ _SOURCE = Path(__file__).with_name("rows.cu")
 _TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
 _THREADS = 256
 """Of a block that adds up rows."""
-_ORDERS = "pack_rows", "merge_rows"
 
 
 class DeviceRowKernels:
@@ -51,11 +50,11 @@ class DeviceRowKernels:
         state = address_of(device.scratch("rows state", ctypes.sizeof(RowState), np.uint8))
         self._report = device.view("rows", RowsSummed)
         report = device.address("rows")
-        # a launch keeps its parameters: those that change are set, which is a third of the time of setting all
-        self._pack, self._merge = (Kernel(module, name).prepare(state=state) for name in _ORDERS)
-        self._mark, self._sum = (
-            Kernel(module, name).prepare(state=state, report=report) for name in ("mark_rows", "sum_rows")
-        )
+        # launches keep their parameters, of which a step sets those that change
+        self._pack = Kernel(module, "pack_rows").prepare(state=state)
+        self._merge = Kernel(module, "merge_rows").prepare(state=state)
+        self._mark = Kernel(module, "mark_rows").prepare(state=state, report=report)
+        self._sum = Kernel(module, "sum_rows").prepare(state=state, report=report)
         self._sum_hot = PreparedLaunch(Kernel(module, "sum_hot_rows"), self._sum.params)
         self._room = 0
         self._keys: Any = None
