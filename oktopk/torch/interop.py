@@ -104,7 +104,7 @@ class CudaMemory(TensorMemory):
 
     def array(self, tensor: Tensor) -> Any:
         """As on the host; bfloat16, which CuPy does not have, as the bits in uint16."""
-        if tensor.dtype not in _CUPY_TYPES:
+        if tensor.dtype not in _CUPY_TYPES or not tensor.is_contiguous():
             return self._cupy.from_dlpack(tensor)
         # DLPack takes 60 us a tensor
         cuda, place = self._cupy.cuda, tensor.device.index
