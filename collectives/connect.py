@@ -68,7 +68,8 @@ def connect(comm: Communicator | None, limit: Limit | None = None) -> HostTransp
 
     Args:
         comm: it is duplicated: transports never see its messages nor each other's. A transport stands for its ranks, and those
-            that are made of one share an NCCL communicator: they must communicate in one order on all ranks.
+            that are made of one share an NCCL communicator and windows of peer memory: they must communicate in one order on all
+            ranks.
         limit: on the time that ranks may come late to this call; None: they are waited for.
 
     Raises:
@@ -80,7 +81,9 @@ def connect(comm: Communicator | None, limit: Limit | None = None) -> HostTransp
         if limit is not None:
             chosen.expect_all(limit.what, limit.seconds)
             chosen.barrier()
-        return chosen._like_this(chosen.comm)
+        made = chosen._like_this(chosen.comm)
+        made.shared = chosen.shared
+        return made
     distributed = _torch_distributed()
     if distributed is not None and isinstance(chosen, distributed.ProcessGroup):
         from collectives import process_group

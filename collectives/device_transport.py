@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
 
-from collectives.cuda.dense_p2p import P2PDenseAllreduce
+from collectives.cuda.dense_vector import P2PDenseAllreduce
 from collectives.cuda.device import Device, DeviceWorkspace
 from collectives.cuda.kernels import DeviceKernels
 from collectives.cuda.layouts import MOST_DENSE_RANKS
 from collectives.host_transport import HostTransport
 from collectives.symmetric_memory import SymmetricMemory, symmetric_memory_problem
+from collectives.transport import MissingRanksError
 
 
 class DeviceTransport(HostTransport):
@@ -32,7 +34,14 @@ class DeviceTransport(HostTransport):
 
     def dense_allreduce(self, vector: Any, timeout: float) -> Any:
         if self.p2p and 1 < self.size <= MOST_DENSE_RANKS:
-            return P2PDenseAllreduce(vector, self, self.device, timeout)
+            try:
+                return P2PDenseAllreduce(vector, self, self.device, timeout)
+            except MissingRanksError:
+                raise
+            except RuntimeError as error:  # on every rank alike: most often there is no room for windows
+                self.dense_problem = str(error)
+                if self.rank == 0:
+                    warnings.warn(f"dense sums go by messages: {error}", stacklevel=2)
         return super().dense_allreduce(vector, timeout)
 
     def allocate(self, length: int) -> Any:

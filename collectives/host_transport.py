@@ -40,6 +40,7 @@ class HostTransport(Transport):
         self.traffic = Traffic()
         self.hosts = [0] * size
         self.ranks = list(range(size))
+        self.shared: dict[Any, Any] = {}
         # what the next control operation begins, and the seconds that ranks may come late to it
         self._expected: Limit | None = None
         self._given_up = GivenUp(notes)

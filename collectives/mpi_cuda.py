@@ -39,7 +39,9 @@ class StagedCudaTransport(DeviceTransport, StagedTransport, MpiTransport):
 
 def connect_device(host: MpiTransport, device: Device, staged: bool) -> DeviceTransport:
     """The transport for device arrays among the ranks of `host`, which the caller closes; `staged` may differ. Collective."""
-    return (StagedCudaTransport if staged else CudaMpiTransport)(host.comm, device)
+    made = (StagedCudaTransport if staged else CudaMpiTransport)(host.comm, device)
+    made.shared = host.shared
+    return made
 
 
 def select_device(comm: MPI.Intracomm) -> int:

@@ -170,6 +170,7 @@ def connect_device(host: ProcessGroupTransport, device: Device) -> StagedGroupTr
     gpu = cupy.cuda.runtime.deviceGetPCIBusId(device.id)
     everyone = host.allgather_objects((host_name(), gpu, host.comm.nccl))
     own = len({(name, gpu) for name, gpu, _ in everyone}) == host.size > 1
-    if own and all(nccl for _, _, nccl in everyone):
-        return NcclGroupTransport(host.comm, device)
-    return StagedGroupTransport(host.comm, device)
+    by_nccl = own and all(nccl for _, _, nccl in everyone)
+    made = (NcclGroupTransport if by_nccl else StagedGroupTransport)(host.comm, device)
+    made.shared = host.shared
+    return made

@@ -14,7 +14,7 @@ import numpy as np
 
 from collectives.cuda.device import Device, DeviceEntries
 from collectives.cuda.environment import device_memory
-from collectives.cuda.layouts import MISSING, MOST_PEERS, RAISED, WindowHead
+from collectives.cuda.layouts import DIFFERS, MISSING, MOST_PEERS, RAISED, WindowHead
 from collectives.sparse import ENTRY
 from collectives.transport import Transport
 
@@ -53,28 +53,30 @@ class SymmetricMemory:
         comm: ranks of one host, each with its GPU current. Collective: every rank must call.
         device: the GPU and stream of this rank.
         nbytes: of payload in every window.
+        problem: an error that the caller found on this rank alone; every rank then raises it.
 
     Raises:
-        RuntimeError: a window cannot be allocated or mapped; on every rank alike, naming the ranks.
+        RuntimeError: a window cannot be allocated or mapped, or a rank has a problem; on every rank alike, naming the ranks.
 
     Attributes:
         windows: device address of uint64[P], the address of each rank's window as this rank maps it.
         bases: the same addresses on the host.
         first: bytes from the start of a window to its payload.
+        transport: for control operations; another one of the same ranks may take its place.
 
     Traffic: control: two allgathers, at construction only.
     """
 
     first = -(-ctypes.sizeof(WindowHead) // _ALIGNMENT) * _ALIGNMENT
 
-    def __init__(self, transport: Transport, device: Device, nbytes: int) -> None:
+    def __init__(self, transport: Transport, device: Device, nbytes: int, problem: str = "") -> None:
         self.rank, self.size = transport.rank, transport.size
-        self._transport = transport
+        self.transport = transport
         self._device = device
         self._opened: list[int] = []
         self.bases: list[int] = []
         self._memory: Any = None
-        handle, problem = b"", ""
+        handle = b""
         try:
             with device.gpu:
                 self._memory = device_memory(-(-(self.first + nbytes) // _GRANULE) * _GRANULE)
@@ -85,8 +87,8 @@ class SymmetricMemory:
             device.synchronize()
             if self.size > 1:
                 handle = cupy.cuda.runtime.ipcGetMemHandle(self._memory.ptr)
-        except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
-            problem = str(error)
+        except Exception as error:  # of CUDA, or another one: the other ranks wait below
+            problem = problem or str(error) or type(error).__name__
         everyone = transport.allgather_objects((problem, handle, device.epoch))
         if not any(theirs for theirs, _, _ in everyone):
             device.epoch = max(epoch for _, _, epoch in everyone)  # an aborted step may have left them apart
@@ -95,8 +97,8 @@ class SymmetricMemory:
                 self._table = device.allocate(self.size, np.uint64)
                 self._table.set(np.array(self.bases, np.uint64), stream=device.stream)
                 device.synchronize()
-            except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
-                problem = str(error)
+            except Exception as error:
+                problem = str(error) or type(error).__name__
         problems = transport.allgather_objects(problem)
         if any(problems):
             self.close()
@@ -128,14 +130,14 @@ class SymmetricMemory:
     def aborted(self) -> bool:
         """Whether some rank has ended the waiting of this rank's kernels; waits for them."""
         self._device.synchronize()
-        return bool(self._read(WindowHead.aborted.offset, 1)[0])
+        return bool(self.read(WindowHead.aborted.offset, 1)[0])
 
     def reasons(self) -> list[int]:
         """Why ranks are behind an abort, a word a rank, see `abort_reasons`."""
-        return self._read(WindowHead.reasons.offset, self.size)
+        return self.read(WindowHead.reasons.offset, self.size)
 
-    def _read(self, at: int, words: int) -> list[int]:
-        """Words of this rank's window."""
+    def read(self, at: int, words: int) -> list[int]:
+        """uint32[words] of this rank's window, `at` bytes from its start; waits for the device."""
         read = np.empty(words, np.uint32)
         device_to_host = cupy.cuda.runtime.memcpyDeviceToHost
         cupy.cuda.runtime.memcpy(read.ctypes.data, self._memory.ptr + at, read.nbytes, device_to_host)
@@ -146,17 +148,17 @@ class SymmetricMemory:
 
         After an abort it does not wait, since ranks may be missing, and leaves the memory to the end of the process.
         """
-        if self._transport.gave_up:
+        if self.transport.gave_up:
             return
         if not self.bases:
             self._device.synchronize()
         elif self.aborted:
             return
-        self._transport.barrier()
+        self.transport.barrier()
         for pointer in self._opened:
             cupy.cuda.runtime.ipcCloseMemHandle(pointer)
         self._opened = []
-        self._transport.barrier()  # free a window only when no rank maps it
+        self.transport.barrier()  # free a window only when no rank maps it
         _EXPORTED.discard(self._memory)
         self._memory = None
 
@@ -170,7 +172,11 @@ class SymmetricMemory:
 
 def abort_reasons(reasons: Sequence[int], timeout: float) -> str:
     """What the words of `WindowHead.reasons` mean, in a sentence."""
-    texts = {MISSING: f"did not come within {timeout:g} s", RAISED: "raised an error of its own"}
+    texts = {
+        MISSING: f"did not come within {timeout:g} s",
+        RAISED: "raised an error of its own",
+        DIFFERS: "made another call",
+    }
     return "; ".join(f"rank {rank} {texts[reason]}" for rank, reason in enumerate(reasons) if reason)
 
 

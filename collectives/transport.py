@@ -87,6 +87,7 @@ class Transport(ABC):
         p2p: whether kernels of the ranks may read each other's memory; see `open_p2p`.
         hosts: int[P], the number of each rank's host, as `group_by_host` found; all 0 before.
         ranks: int[P], each rank's number where this transport was split off, for messages to users.
+        shared: what transports of the same ranks share that come from one connection, by name; see `connect`.
         shards: among the ranks that hold the shards of the vector that is reduced here; None where this rank holds all of it.
     """
 
@@ -100,6 +101,7 @@ class Transport(ABC):
     threads_problem: str = ""
     hosts: list[int]
     ranks: list[int]
+    shared: dict[Any, Any]
     shards: Transport | None = None
 
     @abstractmethod

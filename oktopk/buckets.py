@@ -78,8 +78,6 @@ class BucketedAllreduce:
             opened.callback(self.transport.close)
             problem = problem or self._problem(options)
             self.transport.agree({"lengths": self.lengths, "share": share}, problem)
-            if method == "dense":  # windows of every bucket would take more memory than a model
-                options = {"peer_memory": False, **options}
             self.buckets: list[GradientAllreduce] = []
             for length, update in zip(self.lengths, updates or [None] * len(self.lengths), strict=True):
                 # made of one transport, they share what carries their messages: the thread takes them in turn

@@ -63,7 +63,17 @@ def fake_cupy(
 def on_fake(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within it the modules that need CuPy are imported anew, on this one; afterwards they are as before."""
     names = [
-        f"collectives.cuda.{part}" for part in ("dense_p2p", "device", "kernels", "launch", "layouts", "rows")
+        f"collectives.cuda.{part}"
+        for part in (
+            "dense_choices",
+            "dense_p2p",
+            "dense_vector",
+            "device",
+            "kernels",
+            "launch",
+            "layouts",
+            "rows",
+        )
     ]
     names += ["collectives.mpi_cuda", "collectives.device_transport", "collectives.symmetric_memory"]
     names += [

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cupy
 import numpy as np
 
+from collectives.cuda.dense_choices import MEASURED, UNMEASURED, Choice, choices_by, graph_seconds
 from collectives.cuda.device import Device
-from collectives.cuda.launch import Kernel, PreparedLaunch, compiled
-from collectives.cuda.layouts import DENSE_ABORT, MOST_DENSE_RANKS, P2P
+from collectives.cuda.launch import Kernel, PreparedLaunch, compiled, has_native_atomics
+from collectives.cuda.layouts import DENSE_ABORT, DIFFERS, MOST_DENSE_RANKS, P2P
 from collectives.symmetric_memory import SymmetricMemory, abort_reasons
 from collectives.transport import Transport
 
@@ -25,27 +25,23 @@ ELEMENT_TYPES = {
 }
 """Element type of a CuPy array; bfloat16 is given as its bits."""
 
-ALGORITHMS = ("one_shot", "pushed", "two_shot")
+ALGORITHMS = ("one_shot", "lines", "pushed", "two_shot", "two_shot_lines")
+"""All give the same bits; the fastest one runs."""
+
+ROUNDING = ("int8",)
+"""Algorithms that round what travels: they run where they are asked for by name."""
 
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
 _CUDA = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 _SOURCE = Path(__file__).with_name("dense_p2p.cu")
 _THREADS, _VECTORS, _AHEAD = 512, 4, 1  # of a block; packs of 16 bytes a thread of a tile; see `dense_p2p.cu`
+_LINE_VECTORS = 4  # chunks of lines that a warp sends before it waits, for two or three ranks: fewer for more
+_CHUNK = 480  # bytes of data in 512 bytes of lines
 _MOST_BLOCKS = 512  # of any launch
-_RING_BLOCKS = 256  # of a launch in tiles, for two ranks: fewer for more, which send each tile to more
+_RING_BLOCKS = 256  # of a launch through rings, for two ranks: fewer for more, which send each tile to more
 _TILE = _THREADS * _VECTORS * 16  # bytes
 _FLAGGED = 2 << 20  # bytes of data that all sources together may send by `one_shot`
-MEASURED = (*(4096 << i for i in range(0, 9)), 2 << 20, 4 << 20, 16 << 20, 64 << 20)
-"""Lengths in bytes that are measured; a vector takes what is fastest at the next one."""
-
-_UNMEASURED = ((1 << 20, "one_shot"), (None, "two_shot"))
-
-
-class Choice(NamedTuple):
-    """Which algorithm vectors of at most so many bytes take; None: all that are longer."""
-
-    nbytes: int | None
-    algorithm: str
+_ALIGNMENT = 256  # bytes, of what lies in a window
 
 
 class DenseP2P:
@@ -60,18 +56,19 @@ class DenseP2P:
         transport: of the ranks, at most 8, which must be able to use symmetric memory. Collective: every rank must construct.
         device: the GPU of this rank and the stream that calls go to.
         timeout: seconds that a kernel waits for another rank.
-        measure: lengths in bytes at which it is measured, once, which algorithm is fastest: 50 ms for MEASURED. () takes a table
+        measure: lengths in bytes at which it is measured, once, which algorithm is fastest: 150 ms for MEASURED. () takes a table
             that was measured on two GPUs.
 
     Raises:
         ValueError: more ranks; on every rank alike.
-        RuntimeError: a window cannot be allocated or mapped, or a kernel compiled or measured; on every rank alike, naming the
+        RuntimeError: a rank has no memory or window, or a kernel cannot be compiled or measured; on every rank alike, naming the
             ranks.
 
     Attributes:
-        choices: by length in bytes, see `Choice`.
+        choices: by element type; by length in bytes, see `Choice`.
+        transport: the one given; another one of the same ranks may take its place, which then counts the traffic.
 
-    Memory: a window of 84 to 143 MB, 143 for two ranks.
+    Memory: a window of 108 to 144 MB, 144 for two ranks.
     Traffic: none but of `dense_allreduce`; control: allgathers at construction.
     """
 
@@ -83,45 +80,65 @@ class DenseP2P:
             raise ValueError(
                 f"{ranks} ranks are more than {MOST_DENSE_RANKS}, the most of a dense allreduce over peer memory"
             )
-        self._transport, self._device, self._timeout = transport, device, timeout
+        self._device, self._timeout = device, timeout
         self._most_units = _FLAGGED // ranks // 8
-        flagged = 2 * ranks * self._most_units * 16
-        rings = 2 * ranks * ring_blocks(ranks) * (2 * _AHEAD + 2)
-        nbytes = flagged + rings * (_TILE + 8)
-        self._memory = SymmetricMemory(transport, device, nbytes)
-        device.zero(self._memory.array(nbytes, np.uint8).data.ptr, nbytes)
-        # launches of one_shot, from 1 on; tiles of the others
-        self._counts = (
-            device.allocate(_MOST_BLOCKS, np.uint64),
-            device.allocate(2 * ring_blocks(ranks), np.uint64),
-        )
-        for counts, first in zip(self._counts, (1, 0), strict=True):
-            counts.set(np.full(counts.size, first, np.uint64), stream=device.stream)
-        with device.gpu:
-            self._report_memory = cupy.cuda.alloc_pinned_memory(4)  # its own: a Device outlives an abort
+        first, ends = SymmetricMemory.first, [0]
+        rings = 2 * (ranks - 1) * ring_blocks(ranks) * (2 * _AHEAD + 2)
+        lines = rings * (_THREADS // 32) * line_vectors(ranks) * 512
+        for nbytes in (2 * ranks * 16, 2 * ranks * self._most_units * 16, rings * _TILE, rings * 8, lines):
+            ends.append(-(-(ends[-1] + nbytes) // _ALIGNMENT) * _ALIGNMENT)
+        calls_at, flagged, tiles, flags, lined = (first + end for end in ends[:-1])
+        problem = ""
+        try:
+            # launches of one_shot, from 1 on; tiles sent; lines sent; calls
+            numbers = (_MOST_BLOCKS, 2 * ring_blocks(ranks), 2 * ring_blocks(ranks) * (_THREADS // 32), 1)
+            self._counts = [device.allocate(count, np.uint64) for count in numbers]
+            with device.gpu:
+                self._report_memory = cupy.cuda.alloc_pinned_memory(4)  # its own: a Device outlives an abort
+            for element_type in ("float32", "bfloat16") if len(measure) else ():
+                dense_kernels(element_type, ranks)
+        except Exception as error:  # whatever CUDA or a compiler raises: the other ranks wait below
+            problem = str(error) or type(error).__name__
+        self._memory = SymmetricMemory(transport, device, ends[-1], problem)
+        device.zero(self._memory.array(ends[-1], np.uint8).data.ptr, ends[-1])
+        for counts, start in zip(self._counts, (1, 0, 0, 0), strict=True):
+            counts.set(np.full(counts.size, start, np.uint64), stream=device.stream)
         self._report = ctypes.c_uint32.from_address(self._report_memory.ptr)
         self._report.value = 0
         device.synchronize()
-        transport.barrier()  # no rank writes before all have zeroed
+        self._lines = lines_arrive_whole(transport, device)  # and no rank writes before all have zeroed
         windows = self._memory.bases
         p2p = P2P(windows=self._memory.windows, ranks=ranks, rank=transport.rank, timeout=int(1e9 * timeout))
-        first = SymmetricMemory.first
+        self._calls_at = calls_at
         self._fields = {
             "p2p": p2p, "windows": (ctypes.c_uint64 * MOST_DENSE_RANKS)(*windows), "capacity": self._most_units,
-            "report": self._report_memory.ptr,
+            "report": self._report_memory.ptr, "calls_at": calls_at, "calls": self._counts[3].data.ptr,
         }  # fmt: skip
-        in_tiles = {
-            "area": first + flagged, "flags": first + flagged + rings * _TILE, "counts": self._counts[1].data.ptr,
-        }  # fmt: skip
+        in_tiles = {"area": tiles, "flags": flags, "counts": self._counts[1].data.ptr}
+        in_lines = {"area": lined, "counts": self._counts[2].data.ptr}
         self._areas = {
-            "one_shot": {"area": first, "counts": self._counts[0].data.ptr},
+            "one_shot": {"area": flagged, "counts": self._counts[0].data.ptr},
             "pushed": in_tiles,
             "two_shot": in_tiles,
         }
+        self._areas |= dict.fromkeys(("lines", "two_shot_lines", "int8"), in_lines)
         self._launches: dict[tuple[str, str], PreparedLaunch] = {}  # by element type and algorithm
-        self.choices = tuple(Choice(*choice) for choice in _UNMEASURED)
+        self._fastest: dict[int, str] = {}
+        self.choices: dict[str, tuple[Choice, ...]] = dict.fromkeys(_SIZES, UNMEASURED)
         if len(measure) and ranks > 1:
-            self.choices = self._measured(measure)
+            self.choices["float32"] = choices_by(self._measured(measure, "float32"))
+            # elements of float16 take as many bytes and instructions
+            self.choices["bfloat16"] = self.choices["float16"] = choices_by(
+                self._measured(measure, "bfloat16")
+            )
+
+    @property
+    def transport(self) -> Transport:
+        return self._memory.transport
+
+    @transport.setter
+    def transport(self, other: Transport) -> None:
+        self._memory.transport = other
 
     def dense_allreduce(
         self, array: Any, out: Any = None, *, addend: Any = None, scale: float = 1.0, nonfinite: Any = None
@@ -171,44 +188,63 @@ class DenseP2P:
         Args:
             element_type: "float32", "bfloat16" or "float16".
             stream: None: the device's.
-            algorithm: one of ALGORITHMS; None: by `choices`.
+            algorithm: one of ALGORITHMS, or of ROUNDING; None: by `choices`.
 
         Raises:
-            ValueError: `one_shot` for a vector longer than it takes; `out` overlaps another vector and is not it.
+            ValueError: an algorithm that does not take the vector, see `can_run`; `out` overlaps another vector and is not it.
         """
         self._raise_if_aborted()
-        if not length:
-            return
         nbytes = length * _SIZES[element_type]
         for name, other in (("array", array), ("addend", addend)):
             if other not in (0, out) and abs(other - out) < nbytes:
                 raise ValueError(f"out overlaps {name} and is not {name}")
-        algorithm = algorithm or self.algorithm_for(nbytes)
+        algorithm = algorithm or self.algorithm_for(nbytes, element_type)
         if not self.can_run(algorithm, nbytes):
-            raise ValueError(f"{nbytes} bytes are more than the {8 * self._most_units} that one_shot takes")
+            raise ValueError(f"{algorithm} takes no vector of {nbytes} bytes here: see can_run")
         stream = self._device.stream.ptr if stream is None else stream
         self._launch(array, out, addend, length, element_type, scale, nonfinite, stream, algorithm)
         self._device.pending = True
         sent = self.nbytes_sent(algorithm, nbytes)
-        self._transport.traffic.count(sent, self._transport.size - 1)
-        if algorithm == "one_shot":
-            self._transport.traffic.count_control(sent, 0)
+        traffic = self.transport.traffic
+        traffic.count(sent, self.transport.size - 1)
+        if flags := self._nbytes_of_flags(algorithm, sent):
+            traffic.count_control(flags, 0)
 
-    def algorithm_for(self, nbytes: int) -> str:
+    def algorithm_for(self, nbytes: int, element_type: str = "float32") -> str:
         """Which algorithm a vector of so many bytes takes."""
         fits = (
-            choice.algorithm for choice in self.choices if choice.nbytes is None or nbytes <= choice.nbytes
+            choice.algorithm
+            for choice in self.choices[element_type]
+            if choice.nbytes is None or nbytes <= choice.nbytes
         )
         return next(algorithm for algorithm in fits if self.can_run(algorithm, nbytes))
 
+    def fastest(self, nbytes: int) -> str:
+        """Which algorithm is fastest for float32 vectors of so many bytes, measured. Collective."""
+        nbytes = min(max(nbytes, 4), MEASURED[-1])
+        if nbytes not in self._fastest:
+            self._fastest[nbytes] = choices_by(self._measured((nbytes,), "float32"))[0].algorithm
+        return self._fastest[nbytes]
+
     def can_run(self, algorithm: str, nbytes: int) -> bool:
-        """Whether an algorithm takes a vector of so many bytes."""
-        return algorithm != "one_shot" or nbytes <= 8 * self._most_units
+        """Whether an algorithm takes a vector of so many bytes: lines only where NVLink joins the GPUs, each rank's its own."""
+        if algorithm == "one_shot":
+            return nbytes <= 8 * self._most_units
+        return self._lines or algorithm in ("pushed", "two_shot")
 
     def nbytes_sent(self, algorithm: str, nbytes: int) -> int:
-        """Bytes of data that a rank sends in a call; by `one_shot` as many flags besides, which count as control traffic."""
-        ranks = self._transport.size
-        return 2 * nbytes * (ranks - 1) // ranks if algorithm == "two_shot" else nbytes * (ranks - 1)
+        """Bytes of data that a rank sends in a call; flags beside them count as control traffic, see `dense_p2p.cu`."""
+        ranks = self.transport.size
+        if algorithm == "int8":
+            nbytes = -(-nbytes // 4)  # of float32, for which it is meant
+        if algorithm in ("two_shot", "two_shot_lines", "int8"):
+            return 2 * nbytes * (ranks - 1) // ranks
+        return nbytes * (ranks - 1)
+
+    def _nbytes_of_flags(self, algorithm: str, sent: int) -> int:
+        if algorithm == "one_shot":
+            return sent
+        return 0 if algorithm in ("pushed", "two_shot") else sent // 15
 
     def check(self) -> None:
         """Wait for the calls so far on the device's stream.
@@ -230,9 +266,27 @@ class DenseP2P:
     def _raise_if_aborted(self) -> None:
         if self._report.value:
             reasons = self._memory.reasons()
+            if DIFFERS in reasons:
+                raise RuntimeError(
+                    f"ranks disagree on a dense allreduce over peer memory: {self._last_calls()}"
+                )
             raise RuntimeError(
                 f"a dense allreduce over peer memory was aborted: {abort_reasons(reasons, self._timeout)}"
             )
+
+    def _last_calls(self) -> str:
+        """What the ranks called last, as far as they have sent it to this one, see `compares_calls` of dense.cuh."""
+        ranks = self.transport.size
+        words = np.array(self._memory.read(self._calls_at, 2 * ranks * 4), np.uint32).reshape(2, ranks, 4)
+        texts = []
+        for rank, (low, _, high, _) in enumerate(
+            words[int(np.argmax(words[:, self.transport.rank, 1]))].tolist()
+        ):
+            kind, algorithm = tuple(_SIZES)[high >> 8 & 3], (*ALGORITHMS, *ROUNDING)[high >> 10 & 15]
+            texts.append(f"rank {rank} sums {low | (high & 0xFF) << 32} elements of {kind} by {algorithm}")
+        if len({text.partition(" sums ")[2] for text in texts}) == 1:
+            return f"{texts[0].partition(' ')[2].partition(' ')[2]} on all, but by other factors"
+        return ", ".join(texts)
 
     def _launch(
         self, array: int, out: int, addend: int, length: int, element_type: str, scale: float, nonfinite: int, stream: int,
@@ -240,23 +294,29 @@ class DenseP2P:
     ) -> None:  # fmt: skip
         key = element_type, algorithm
         if key not in self._launches:
-            kernel = dense_kernels(element_type, self._transport.size)[algorithm]
-            self._launches[key] = kernel.prepare(**self._fields, **self._areas[algorithm])
+            kernel = dense_kernels(element_type, self.transport.size)[algorithm]
+            call = tuple(_SIZES).index(element_type) | (*ALGORITHMS, *ROUNDING).index(algorithm) << 2
+            self._launches[key] = kernel.prepare(call=call, **self._fields, **self._areas[algorithm])
         launch, width = self._launches[key], 8 if algorithm == "one_shot" else 16
         params = launch.params
         params.n, params.scale, params.aligned = length, scale, (array | out | addend) % width == 0
         params.out, params.addend, params.nonfinite = out, addend, nonfinite
         setattr(params, "in", array)
-        launch(self._blocks(algorithm, length * _SIZES[element_type]), _THREADS, stream)
+        launch(1 + self._blocks(algorithm, length, _SIZES[element_type]), _THREADS, stream)
 
-    def _blocks(self, algorithm: str, nbytes: int) -> int:
+    def _blocks(self, algorithm: str, length: int, size: int) -> int:
+        """Blocks that move data."""
+        ranks = self.transport.size
         if algorithm == "one_shot":
-            return min(-(-nbytes // (8 * _THREADS)), _MOST_BLOCKS)
-        tile = _TILE * (self._transport.size if algorithm == "two_shot" else 1)
-        return min(-(-nbytes // tile), ring_blocks(self._transport.size))
+            return min(-(-length * size // (8 * _THREADS)), _MOST_BLOCKS)
+        parts = 1 if algorithm in ("pushed", "lines") else ranks
+        if algorithm in ("pushed", "two_shot"):
+            return min(-(-length * size // (_TILE * parts)), ring_blocks(ranks))
+        chunk = _CHUNK if algorithm == "int8" else _CHUNK // size  # elements
+        return min(-(-length // (chunk * parts * (_THREADS // 32))), ring_blocks(ranks))
 
-    def _measured(self, lengths: Sequence[int]) -> tuple[Choice, ...]:
-        """The fastest algorithm at each length, by the slowest rank. Collective."""
+    def _measured(self, lengths: Sequence[int], element_type: str) -> dict[tuple[int, str], float]:
+        """Seconds of the slowest rank, by length and algorithm. Collective."""
         runs = [(nbytes, name) for nbytes in lengths for name in ALGORITHMS if self.can_run(name, nbytes)]
         times: list[float] = []
         problem = ""
@@ -267,109 +327,36 @@ class DenseP2P:
                 with stream:
                     vector.fill(0)
                 for nbytes, name in runs:
-                    call = self._repeatable(vector.data.ptr, nbytes, name, stream.ptr)
-                    times.append(_graph_seconds(call, stream))
+                    call = self._repeatable(vector.data.ptr, nbytes, element_type, name, stream.ptr)
+                    times.append(graph_seconds(call, stream))
                     self._raise_if_aborted()
         except Exception as error:
             problem = str(error) or type(error).__name__
             self.abort()  # the others' kernels wait for this rank's
-        everyone = self._transport.allgather_objects((problem, times))
+        everyone = self.transport.allgather_objects((problem, times))
         if any(theirs for theirs, _ in everyone):
             texts = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text)
             raise RuntimeError(f"dense allreduces over peer memory cannot be measured: {texts}")
         slowest = [max(each) for each in zip(*(theirs for _, theirs in everyone), strict=True)]
-        return choices_by(dict(zip(runs, slowest, strict=True)))
+        return dict(zip(runs, slowest, strict=True))
 
-    def _repeatable(self, address: int, nbytes: int, algorithm: str, stream: int) -> Callable[[], None]:
+    def _repeatable(
+        self, address: int, nbytes: int, element_type: str, algorithm: str, stream: int
+    ) -> Callable[[], None]:
+        length = nbytes // _SIZES[element_type]
         return functools.partial(
-            self._launch, address, address, 0, nbytes // 4, "float32", 0.5, 0, stream, algorithm
+            self._launch, address, address, 0, length, element_type, 0.5, 0, stream, algorithm
         )
-
-
-class P2PDenseAllreduce:
-    """As `collectives.dense_allreduce.DenseAllreduce`, through peer memory: the sum of one fixed vector, in place.
-
-    Args:
-        vector: CuPy float32[n] on the GPU of `device`; must not move.
-        transport, device, timeout: as `DenseP2P`. Collective: every rank must construct.
-
-    Memory: windows, see `DenseP2P`.
-    Traffic: `DenseP2P.nbytes_sent`.
-    """
-
-    same_everywhere = True
-
-    def __init__(self, vector: Any, transport: Transport, device: Device, timeout: float) -> None:
-        length = min(max(vector.nbytes, 4), MEASURED[-1])
-        self._sum = DenseP2P(transport, device, timeout, measure=(length,))
-        self._vector, self._device = vector, device
-        self._nonfinite = device.report("dense nonfinite", 1)
-
-    def run(self, scale: float = 1.0) -> bool:
-        """Sum over the ranks, times `scale`; waits. Collective. Returns whether all sums are finite.
-
-        Raises:
-            RuntimeError: as `DenseP2P.check`.
-        """
-        self._nonfinite[0] = 0
-        pointer, device = self._vector.data.ptr, self._device
-        self._sum.enqueue(
-            pointer,
-            pointer,
-            0,
-            self._vector.size,
-            "float32",
-            scale=scale,
-            nonfinite=device.address("dense nonfinite"),
-        )
-        self._sum.check()
-        return not self._nonfinite[0]
-
-    def free(self) -> None:
-        """Free the windows. Collective."""
-        self._sum.close()
 
 
 def ring_blocks(ranks: int) -> int:
-    """Blocks of a launch in tiles, at most."""
+    """Blocks of a launch through rings that move data, at most."""
     return _RING_BLOCKS // max(1, ranks - 1)
 
 
-def choices_by(seconds: Mapping[tuple[int, str], float]) -> tuple[Choice, ...]:
-    """The table of choices from measured times.
-
-    Args:
-        seconds: by length in bytes and algorithm.
-    """
-    fastest: dict[int, str] = {}
-    for nbytes in sorted({nbytes for nbytes, _ in seconds}):
-        fastest[nbytes] = min((time, name) for (size, name), time in seconds.items() if size == nbytes)[1]
-    lengths = list(fastest)
-    joined = [
-        Choice(nbytes, fastest[nbytes])
-        for nbytes, longer in itertools.pairwise(lengths)
-        if fastest[longer] != fastest[nbytes]
-    ]
-    return (*joined, Choice(None, fastest[lengths[-1]]))
-
-
-def _graph_seconds(call: Callable[[], None], stream: Any, calls: int = 10, replays: int = 5) -> float:
-    """Seconds of a call in a CUDA graph of several, the shortest of several replays."""
-    call()
-    with stream:
-        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
-        for _ in range(calls):
-            call()
-        graph = stream.end_capture()
-    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-    times = []
-    for _ in range(replays):
-        begin.record(stream)
-        graph.launch(stream)
-        end.record(stream)
-        end.synchronize()
-        times.append(cupy.cuda.get_elapsed_time(begin, end) / 1e3 / calls)
-    return float(min(times))
+def line_vectors(ranks: int) -> int:
+    """Chunks that a warp sends before it waits: as many as it has registers for what comes from the others."""
+    return max(1, _LINE_VECTORS // (1 if ranks <= 3 else 2 if ranks <= 5 else 4))
 
 
 @functools.cache
@@ -377,11 +364,28 @@ def dense_kernels(element_type: str, ranks: int) -> dict[str, Kernel]:
     """The kernels of all algorithms, by name, for so many ranks."""
     constants = {
         "THREADS": _THREADS, "VECTORS": _VECTORS, "AHEAD": _AHEAD, "BLOCKS": _MOST_BLOCKS,
-        "RING_BLOCKS": ring_blocks(ranks),
+        "RING_BLOCKS": ring_blocks(ranks), "LINE_VECTORS": line_vectors(ranks),
     }  # fmt: skip
     defines = (f"DENSE_{name}={value}" for name, value in constants.items())
     module = compiled(_SOURCE, f"GRADIENT={_CUDA[element_type]}", f"RANKS={ranks}", *defines)
-    return {name: Kernel(module, f"dense_{name}") for name in ALGORITHMS}
+    return {name: Kernel(module, f"dense_{name}") for name in (*ALGORITHMS, *ROUNDING)}
+
+
+def lines_arrive_whole(transport: Transport, device: Device) -> bool:
+    """Whether a warp's store of 128 bytes reaches another rank's GPU whole, as it does over NVLink. Collective.
+
+    NCCL's LL128 relies on it, too. Where a rank cannot see another one's GPU, or shares it, the answer is no.
+    """
+    gpus = transport.allgather_objects(cupy.cuda.runtime.deviceGetPCIBusId(device.id))
+    try:
+        whole = all(
+            has_native_atomics(device.id, cupy.cuda.runtime.deviceGetByPCIBusId(gpu))
+            for rank, gpu in enumerate(gpus)
+            if rank != transport.rank
+        )
+    except cupy.cuda.runtime.CUDARuntimeError:  # hidden by CUDA_VISIBLE_DEVICES
+        whole = False
+    return all(transport.allgather_objects(whole))
 
 
 def _element_type(array: Any, out: Any, addend: Any) -> str:

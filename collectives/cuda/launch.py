@@ -59,6 +59,13 @@ def stream_priority(stream: int) -> int:
     return priority.value
 
 
+def has_native_atomics(gpu: int, other: int) -> bool:
+    """Whether a GPU's atomic operations on the memory of another one are the link's own, as NVLink's are and PCIe's are not."""
+    value, attribute = ctypes.c_int(), 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    status = _driver().cuDeviceGetP2PAttribute(ctypes.byref(value), attribute, gpu, other)
+    return status == 0 and value.value == 1
+
+
 def stream_of_priority(priority: int) -> Any:
     """A cupy stream of that priority, which waits for no other one; it lives as long as the process."""
     stream, non_blocking = ctypes.c_void_p(), 1

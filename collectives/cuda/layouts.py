@@ -23,7 +23,7 @@ LEVELS = 3  # histograms until a magnitude is known
 SELECTED, COUNTED, KEPT, DIGITS, SIGNALS = 0, 1, 2, 3, 6
 # why a step cannot go on without the host, the same on all ranks; 0: it can
 PROCEED, BAD_SELECTION, BAD_THRESHOLD, SKEWED, NOT_FINITE, BAD_REGIONS, BAD_SUMS, ABORTED = range(8)
-MISSING, RAISED = 1, 2  # why a rank is behind an abort
+MISSING, RAISED, DIFFERS = 1, 2, 3  # why a rank is behind an abort
 # how a step goes on (bits of its flags). CUT_TO_K: cut the selection to its top k wherever it holds as many, not only above the
 # cap. DEFERRED: no host waits to help, so a threshold that missed by little does not stop the step; equal on all ranks.
 CUT_TO_K, DEFERRED = 1, 2
@@ -126,7 +126,7 @@ Step = struct("Step", """
 Decision = struct("Decision", """
     unsigned stop; unsigned nearest; unsigned bits; unsigned total;
     unsigned counts[MOST_PEERS]; unsigned starts[MOST_PEERS];""")
-# aborted: 0, or the epoch from which on no rank waits any more; reasons: by rank, MISSING or RAISED where it is behind that
+# aborted: 0, or the epoch from which on no rank waits any more; reasons: by rank, why it is behind that, if it is
 WindowHead = struct("WindowHead", """
     unsigned aborted; unsigned reasons[MOST_PEERS];
     unsigned signals[SIGNALS][MOST_PEERS]; unsigned messages[DIGITS][MOST_PEERS][MESSAGE_WORDS];
@@ -139,12 +139,13 @@ Region = struct("Region", "long long lower; int tiles; int shift; unsigned thres
 SumsState = struct("SumsState", """
     unsigned finished; unsigned overflowed; unsigned entries; unsigned kept_blocks;
     unsigned counters[NUM_COUNTERS];""")
-# windows: as those of p2p, where a kernel finds them without a trip to memory
+# windows: as those of p2p, where a kernel finds them without a trip to memory. call: the type in 2 bits and the algorithm in 4
 struct("DenseAllreduce", """
     P2P p2p; unsigned long long windows[MOST_DENSE_RANKS]; unsigned long long area; unsigned long long flags;
-    long long capacity; const void* in; void* out; const void* addend; long long n; float scale; int aligned;
-    unsigned long long* counts; unsigned* nonfinite;
-    volatile unsigned* report;""", "dense_one_shot", "dense_pushed", "dense_two_shot")
+    unsigned long long calls_at; long long capacity; const void* in; void* out; const void* addend; long long n;
+    float scale; int aligned; unsigned long long* counts; unsigned long long* calls; unsigned* nonfinite;
+    volatile unsigned* report; unsigned call;""", "dense_one_shot", "dense_lines", "dense_pushed", "dense_two_shot",
+       "dense_two_shot_lines", "dense_int8")
 struct("PutSelection", """
     P2P p2p; const Entry* entries; long long nnz; unsigned nonfinite; const long long* boundaries; unsigned* header;
     volatile unsigned long long* mailbox;""", "put_selection")

@@ -52,11 +52,11 @@ __device__ __forceinline__ bool is_aborted(const WindowHead* head, unsigned epoc
   return aborted && static_cast<int>(epoch - aborted) >= 0;
 }
 
-// Abort the steps of all ranks from this epoch on, since a rank is missing. One thread calls.
-__device__ __noinline__ void abort_for_all(const P2P& p2p, int missing, unsigned epoch) {
+// Abort the steps of all ranks from this epoch on, because of a rank. One thread calls.
+__device__ __noinline__ void abort_for_all(const P2P& p2p, int because_of, unsigned epoch, unsigned reason = MISSING) {
   for (int peer = 0; peer < p2p.ranks; ++peer) {
     WindowHead* head = head_of(p2p.windows[peer]);
-    *const_cast<volatile unsigned*>(&head->reasons[missing]) = MISSING;
+    *const_cast<volatile unsigned*>(&head->reasons[because_of]) = reason;
     __threadfence_system();
     unsigned* flag = &head->aborted;
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(epoch) : "memory");

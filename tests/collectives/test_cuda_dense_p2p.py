@@ -238,7 +238,8 @@ def test_rings_go_round_within_a_launch_and_on_from_one_to_the_next(
         queued = []
         for call in range(first, first + 4):
             length = int(rng.choice([1, 8193, 20_000, 70_001, 165_000]))
-            algorithm = ("pushed", "two_shot")[rng.integers(2)]
+            choices = [name for name in algorithms(short_rings, 4 * length) if name != "one_shot"]
+            algorithm = choices[rng.integers(len(choices))]
             vectors = [vector_of(rank, length, "float32", call) for rank in range(comm.size)]
             queued.append((put("cuda", vectors[comm.rank]), expected(vectors, "float32"), algorithm))
         if first // 4 % comm.size == comm.rank:
@@ -331,20 +332,22 @@ def test_flags_of_one_shot_that_come_again_meet_no_old_ones(
 def test_traffic_is_counted(comm: MPI.Intracomm, dense: Any) -> None:
     length, others = 4096, comm.size - 1
     array = put("cuda", np.ones(length, np.float32))
-    times = {"one_shot": others, "pushed": others, "two_shot": 2 * others / comm.size}
+    times = {"one_shot": others, "lines": others, "pushed": others}
+    flags_of = {"one_shot": 1.0, "lines": 1 / 15, "two_shot_lines": 1 / 15}  # of the data
     for algorithm in algorithms(dense, 4 * length):
-        traffic = dense._transport.traffic
+        traffic = dense.transport.traffic
         before, flags = traffic.bytes, traffic.control_bytes
         dense.enqueue(array.data.ptr, array.data.ptr, 0, length, "float32", algorithm=algorithm)
         dense.check()
-        assert traffic.bytes - before == int(4 * length * times[algorithm])
-        assert traffic.control_bytes - flags == (4 * length * others if algorithm == "one_shot" else 0)
+        sent = int(4 * length * times.get(algorithm, 2 * others / comm.size))
+        assert traffic.bytes - before == sent
+        assert traffic.control_bytes - flags == int(sent * flags_of.get(algorithm, 0))
 
 
 def test_measured_choices_are_the_same_on_all_ranks_and_give_the_same_sum(comm: MPI.Intracomm) -> None:
     dense = make(comm, measure=(4096, 16384))
-    assert len(set(comm.allgather(dense.choices))) == 1
-    assert dense.choices[-1].nbytes is None
+    assert len(set(comm.allgather(tuple(dense.choices.items())))) == 1
+    assert all(each[-1].nbytes is None for each in dense.choices.values())
     vectors = [vector_of(rank, 900, "float32") for rank in range(comm.size)]
     out = dense.dense_allreduce(put("cuda", vectors[comm.rank]))
     dense.check()
@@ -353,7 +356,7 @@ def test_measured_choices_are_the_same_on_all_ranks_and_give_the_same_sum(comm: 
 
 
 def test_choices_join_lengths_that_take_the_same() -> None:
-    from collectives.cuda.dense_p2p import choices_by
+    from collectives.cuda.dense_choices import choices_by
 
     seconds = {
         (1, "one_shot"): 1.0,
@@ -367,7 +370,87 @@ def test_choices_join_lengths_that_take_the_same() -> None:
 
 
 @pytest.mark.mpi(min_size=2, max_size=8)
-@pytest.mark.parametrize("algorithm", [pytest.param("one_shot", marks=pytest.mark.long), "two_shot"])
+@pytest.mark.parametrize(
+    ("mine", "others", "sentence"),
+    [
+        ({"length": 64}, {"length": 65}, "rank 0 sums 64 elements of float32 by one_shot, rank 1 sums 65"),
+        (
+            {"length": 9000, "algorithm": "pushed"},
+            {"length": 9001, "algorithm": "pushed"},
+            "rank 1 sums 9001",
+        ),
+        ({"length": 9000, "algorithm": "lines"}, {"length": 70_000, "algorithm": "lines"}, "70000 elements"),
+        ({"length": 64, "algorithm": "one_shot"}, {"length": 64, "algorithm": "two_shot"}, "by two_shot"),
+        (
+            {"length": 64, "element_type": "float16"},
+            {"length": 64, "element_type": "bfloat16"},
+            "of bfloat16",
+        ),
+        (
+            {"length": 64, "scale": 0.5},
+            {"length": 64, "scale": 0.25},
+            "by one_shot on all, but by other factors",
+        ),
+        ({"length": 0}, {"length": 64}, "rank 0 sums 0 elements"),
+    ],
+)
+def test_calls_that_differ_are_an_error_on_every_rank(
+    comm: MPI.Intracomm, mine: dict[str, Any], others: dict[str, Any], sentence: str
+) -> None:
+    dense = make(comm)
+    given = {"element_type": "float32"} | (mine if comm.rank == 0 else others)
+    needed = {str(each.get("algorithm", "one_shot")) for each in (mine, others)}
+    if not all(dense.can_run(name, 0) for name in needed):
+        dense.close()
+        pytest.skip("the GPUs are not joined by NVLink")
+    array = put("cuda", np.ones(70_000, np.float32))
+    pointer = array.data.ptr
+    comm.Barrier()
+    begun = time.monotonic()
+    with pytest.raises(
+        RuntimeError, match="ranks disagree on a dense allreduce over peer memory: .*" + sentence
+    ):
+        dense.enqueue(pointer, pointer, 0, **given)
+        dense.check()
+    with pytest.raises(RuntimeError, match="ranks disagree"):
+        dense.enqueue(pointer, pointer, 0, 64, "float32")
+    assert time.monotonic() - begun < 60  # not the time limit
+    comm.Barrier()
+    dense.close()
+
+
+@pytest.mark.parametrize("element_type", TYPES)
+def test_bytes_are_off_by_half_a_unit_of_their_line_and_the_same_on_all_ranks(
+    comm: MPI.Intracomm, dense: Any, element_type: str
+) -> None:
+    if not dense.can_run("int8", 4):
+        pytest.skip("the GPUs are not joined by NVLink")
+    for length in (1, 119, 5003, 70_001):
+        vectors = [vector_of(rank, length, element_type) for rank in range(comm.size)]
+        array = put("cuda", vectors[comm.rank])
+        dense.enqueue(array.data.ptr, array.data.ptr, 0, length, element_type, algorithm="int8")
+        dense.check()
+        got = get(array)
+        assert len(set(comm.allgather(got.tobytes()))) == 1
+        exact = sum(widened(vector).astype(np.float64) for vector in vectors)
+        # a unit is at most the largest element over 127; all but the owner's part are rounded, and the sum
+        largest = sum(float(abs(widened(vector)).max()) for vector in vectors)
+        rounding = 0.0 if element_type == "float32" else 2.0**-8 * largest
+        assert abs(widened(got) - exact).max() <= 1.01 * largest / 127 + 3 * rounding
+    bad = np.ones(3000, np.float32)
+    bad[1234] = np.inf if comm.rank == comm.size - 1 else 1.0
+    array = put("cuda", bad)
+    dense.enqueue(array.data.ptr, array.data.ptr, 0, len(bad), "float32", algorithm="int8")
+    dense.check()
+    nonfinite = ~np.isfinite(get(array))
+    assert nonfinite[1234]
+    assert nonfinite.sum() <= 120
+
+
+@pytest.mark.mpi(min_size=2, max_size=8)
+@pytest.mark.parametrize(
+    "algorithm", [*(pytest.param(name, marks=pytest.mark.long) for name in ("one_shot", "lines")), "two_shot"]
+)
 def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(
     comm: MPI.Intracomm, algorithm: str
 ) -> None:
@@ -422,7 +505,7 @@ def test_after_an_abort_another_one_on_the_same_device_works(comm: MPI.Intracomm
             dense.dense_allreduce(array.copy())
             dense.check()
     comm.Barrier()
-    again = DenseP2P(dense._transport, dense._device, measure=())
+    again = DenseP2P(dense.transport, dense._device, measure=())
     assert (get(again.dense_allreduce(array)) == comm.size).all()
     again.check()
     again.close()
@@ -442,7 +525,7 @@ def test_an_error_of_one_rank_that_measures_is_one_of_all(
         stream.synchronize()
         return 1.0
 
-    monkeypatch.setattr(dense_p2p, "_graph_seconds", seconds)
+    monkeypatch.setattr(dense_p2p, "graph_seconds", seconds)
     comm.Barrier()
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match="cannot be measured: .*rank 1: no room on this GPU"):
@@ -468,7 +551,7 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_is_launched(
         dense.dense_allreduce(array[:32], array[16:48])
     with pytest.raises(ValueError, match="out overlaps addend"):
         dense.dense_allreduce(array[:16], array[40:56], addend=array[32:48])
-    with pytest.raises(ValueError, match="one_shot takes"):
+    with pytest.raises(ValueError, match="one_shot takes no vector of 4000000 bytes"):
         dense.enqueue(array.data.ptr, array.data.ptr, 0, 10**6, "float32", algorithm="one_shot")
     assert all(dense.can_run(dense.algorithm_for(2**i), 2**i) for i in range(2, 30))
     dense.dense_allreduce(array[:0])  # nothing to sum

@@ -391,6 +391,23 @@ inline void ptx_ld_relaxed_sys_global_v2_u64(unsigned long long& a, unsigned lon
   a = __atomic_load_n(reinterpret_cast<const unsigned long long*>(from), __ATOMIC_RELAXED);
   b = __atomic_load_n(reinterpret_cast<const unsigned long long*>(from) + 1, __ATOMIC_RELAXED);
 }
+// Lines of 128 bytes that a warp stores and loads as a whole: their last 8 bytes are written last, and read first.
+inline void ptx_st_volatile_global_v2_u64(unsigned long long to, unsigned long long a, unsigned long long b) {
+  volatile unsigned long long* words = reinterpret_cast<volatile unsigned long long*>(to);
+  const bool last = host_cuda::current % 8 == 7;
+  words[0] = a;
+  if (!last) words[1] = b;
+  host_cuda::arrive(host_cuda::warps[host_cuda::current / 32]);
+  if (last) words[1] = b;
+}
+inline void ptx_ld_volatile_global_v2_u64(unsigned long long& a, unsigned long long& b, unsigned long long from) {
+  const volatile unsigned long long* words = reinterpret_cast<const volatile unsigned long long*>(from);
+  if (host_cuda::current % 32 == 0) sched_yield();
+  const unsigned long long last = words[1];
+  host_cuda::arrive(host_cuda::warps[host_cuda::current / 32]);
+  a = words[0];
+  b = host_cuda::current % 8 == 7 ? last : words[1];
+}
 inline void ptx_st_relaxed_sys_global_v2_u64(unsigned long long to, unsigned long long a, unsigned long long b) {
   __atomic_store_n(reinterpret_cast<unsigned long long*>(to), a, __ATOMIC_RELAXED);
   __atomic_store_n(reinterpret_cast<unsigned long long*>(to) + 1, b, __ATOMIC_RELAXED);

@@ -275,6 +275,12 @@ def _open_handle(handle: bytes, flags: int) -> int:
     return pointer
 
 
+def _joined(value: Any, attribute: int, gpu: int, other: int) -> int:
+    """cuDeviceGetP2PAttribute: all that NVLink can."""
+    value._obj.value = 1
+    return 0
+
+
 def _create_stream(stream: Any, flags: int, priority: int) -> int:
     """cuStreamCreateWithPriority."""
     stream._obj.value = next(_streams)
@@ -333,6 +339,7 @@ def install() -> None:
         getDevice=lambda: _current.gpu,
         getDeviceCount=lambda: GPUS,
         deviceGetPCIBusId=lambda number: f"0000:{number:02x}:00.0",
+        deviceGetByPCIBusId=lambda text: int(text[5:7], 16),
         driverGetVersion=lambda: 13000,
         runtimeGetVersion=lambda: 13000,
         memGetInfo=lambda: (1 << 33, 1 << 33),
@@ -369,5 +376,6 @@ def install() -> None:
         cuLaunchKernel=launch,
         cuStreamGetPriority=lambda stream, priority: 0,
         cuStreamCreateWithPriority=_create_stream,
+        cuDeviceGetP2PAttribute=_joined,
     )
     launches._driver = lambda: driver  # type: ignore[assignment]
