@@ -1,4 +1,4 @@
-"""Dense allreduces of the GPUs of one host, from 4 KB to 256 MB: Ok-Topk's over peer memory beside NCCL's and torch's."""
+"""Dense allreduces of the GPUs of one host, from 4 KB to 512 MB: Ok-Topk's over peer memory beside NCCL's and torch's."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
 from collectives.connect import connect
-from collectives.cuda.dense_p2p import ALGORITHMS, DenseP2P
+from collectives.cuda.dense_p2p import ALGORITHMS, ROUNDING, DenseP2P
 from collectives.cuda.device import Device
 from collectives.limit import Limit
 from collectives.symmetric_memory import symmetric_memory_problem
 from jobs.bench.document import BenchError
+from jobs.bench.gpu.links import copy_speed, event_seconds, median_of_slowest, round_trip
 from jobs.bench.nccl import join, require_nccl
+from jobs.bench.nccl_windows import DirectNccl, NcclError
 from jobs.bench.options import Options
 
-LENGTHS = tuple(4096 << i for i in range(17))
-"""Bytes: 4 KB to 256 MB."""
+LENGTHS = tuple(4096 << i for i in range(18))
+"""Bytes: 4 KB to 512 MB, which in float32 is about the gradient of BERT (133.5 M elements)."""
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TIMEOUT = 60.0
@@ -47,11 +48,18 @@ class Contestant:
         name: as the table has it.
         place: "in" or "out": where the result goes.
         call: makes the call of it that sums a vector into another one, or None where it does not take the length.
+        source, target: the vectors of the longest length.
     """
 
     name: str
     place: str
     call: Callable[[Tensor, Tensor], Call | None]
+    source: Tensor
+    target: Tensor
+
+    def call_on(self, n: int) -> Call | None:
+        """Its call for the first n elements."""
+        return self.call(self.source[:n], self.target[:n])
 
 
 def measure_dense(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
@@ -82,50 +90,52 @@ def measure_dense(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
     cells: list[dict[str, Any]] = []
     errors: dict[str, dict[str, float]] = {}
     left_out: dict[str, str] = {}
-    for kind in options.types or ("float32", "bfloat16"):
-        with _vectors(kind, comm, left_out) as (vector, out, symmetric):
-            found = _contestants(dense, kind, stream, symmetric, left_out)
-            errors[kind] = _errors(found, kind, vector, out, symmetric, stream, comm)
+    direct = DirectNccl(comm)
+    for kind in options.types or ("float32", "bfloat16", "float16"):
+        with _vectors(kind, comm, direct, left_out) as vectors:
+            found = _contestants(dense, direct, kind, stream, vectors)
+            errors[kind] = _errors(found, kind, stream, comm)
             for nbytes in LENGTHS:
-                n = nbytes // vector.element_size()
+                n = nbytes // TYPES[kind].itemsize
                 row: dict[str, Any] = {
                     "type": kind,
                     "nbytes": nbytes,
-                    "choice": dense.algorithm_for(nbytes),
+                    "choice": dense.algorithm_for(nbytes, kind),
                     "times": {},
                 }
                 for one in found:
-                    source = symmetric if one.name.startswith("torch") and symmetric is not None else vector
-                    target = source if one.place == "in" else out
-                    call = one.call(source[:n], target[:n])
-                    if call is not None:
+                    if (call := one.call_on(n)) is not None:
                         row["times"][f"{one.name}, {one.place}"] = _times(call, stream, nbytes, comm)
                 cells.append(row)
     dense.check()
     dense.close()
+    floors = {"copy": copy_speed(comm), "round_trip": round_trip(transport, comm)} if comm.size > 1 else {}
     transport.close()
     return {
         "ranks": comm.size,
         "device": torch.cuda.get_device_name(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "choices": [tuple(choice) for choice in dense.choices],
+        "choices": {kind: [tuple(choice) for choice in each] for kind, each in dense.choices.items()},
         "left_out": left_out,
-        "floors": _floors(comm),
+        "floors": floors,
         "errors": errors,
         "cells": cells,
         "methods": [],
     }
 
 
+Vectors = dict[str, Tensor]
+"""Random ones are "vector", "torch" in its symmetric memory, "window" in NCCL's, if there are; "out", "window out": results."""
+
+
 @contextmanager
 def _vectors(
-    kind: str, comm: MPI.Intracomm, left_out: dict[str, str]
-) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Vectors of the longest length: random contents, results, and the contents in torch's symmetric memory, if there is any."""
-    n = LENGTHS[-1] // torch.empty(0, dtype=TYPES[kind]).element_size()
+    kind: str, comm: MPI.Intracomm, direct: DirectNccl, left_out: dict[str, str]
+) -> Iterator[Vectors]:
+    n = LENGTHS[-1] // TYPES[kind].itemsize
     torch.manual_seed(comm.rank)
     vector = torch.randn(n, device="cuda").to(TYPES[kind])
-    symmetric: Tensor | None = None
+    vectors = {"vector": vector, "out": torch.empty_like(vector)}
     try:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
@@ -133,16 +143,21 @@ def _vectors(
             n, dtype=TYPES[kind], device=torch.device("cuda", torch.cuda.current_device())
         )
         symmetric_memory.rendezvous(symmetric, dist.group.WORLD.group_name)  # type: ignore[union-attr]
-        symmetric.copy_(vector)
+        vectors["torch"] = symmetric.copy_(vector)
     except (ImportError, RuntimeError, AttributeError) as error:
         left_out["torch"] = str(error).splitlines()[0]
-    yield vector, torch.empty_like(vector), symmetric
-    del vector, symmetric
+    try:
+        registered = direct.window(vector), direct.window(vector)
+        vectors["window"], vectors["window out"] = registered[0].copy_(vector), registered[1]
+    except NcclError as error:
+        left_out["nccl-window"] = str(error)
+    yield vectors
+    vectors.clear()
     torch.cuda.empty_cache()
 
 
 def _contestants(
-    dense: DenseP2P, kind: str, stream: torch.cuda.Stream, symmetric: Tensor | None, left_out: dict[str, str]
+    dense: DenseP2P, direct: DirectNccl, kind: str, stream: torch.cuda.Stream, vectors: Vectors
 ) -> list[Contestant]:
     def ours(algorithm: str | None) -> Callable[[Tensor, Tensor], Call | None]:
         def call(source: Tensor, target: Tensor) -> Call | None:
@@ -153,43 +168,55 @@ def _contestants(
 
         return call
 
-    found = [Contestant("oktopk", place, ours(None)) for place in ("in", "out")]
-    found += [Contestant(name, "out", ours(name)) for name in ALGORITHMS]
-    found.append(Contestant("nccl", "in", lambda source, _: lambda: dist.all_reduce(source)))
-    if symmetric is not None:
+    def nccl(source: Tensor, target: Tensor) -> Call:
+        return lambda: direct.all_reduce(source, target, stream.cuda_stream)
+
+    vector, out = vectors["vector"], vectors["out"]
+    found = [Contestant("oktopk", "in", ours(None), vector, vector)]
+    found += [
+        Contestant(name or "oktopk", "out", ours(name), vector, out)
+        for name in (None, *ALGORITHMS, *ROUNDING)
+    ]
+    found.append(Contestant("nccl", "in", lambda source, _: lambda: dist.all_reduce(source), vector, vector))
+    found.append(Contestant("nccl", "out", nccl, vector, out))
+    if "window" in vectors:
+        found.append(Contestant("nccl-window", "out", nccl, vectors["window"], vectors["window out"]))
+    if "torch" in vectors:
         group = dist.group.WORLD.group_name  # type: ignore[union-attr]
         one, two = torch.ops.symm_mem.one_shot_all_reduce, torch.ops.symm_mem.two_shot_all_reduce_
+        symmetric = vectors["torch"]
         found += [
-            Contestant("torch-one-shot", "out", lambda source, _: lambda: one(source, "sum", group)),
-            Contestant("torch-two-shot", "in", lambda source, _: lambda: two(source, "sum", group)),
+            Contestant(
+                "torch-one-shot", "out", lambda source, _: lambda: one(source, "sum", group), symmetric, out
+            ),
+            Contestant(
+                "torch-two-shot",
+                "in",
+                lambda source, _: lambda: two(source, "sum", group),
+                symmetric,
+                symmetric,
+            ),
         ]
     return found
 
 
 def _errors(
-    found: list[Contestant],
-    kind: str,
-    vector: Tensor,
-    out: Tensor,
-    symmetric: Tensor | None,
-    stream: torch.cuda.Stream,
-    comm: MPI.Intracomm,
+    found: list[Contestant], kind: str, stream: torch.cuda.Stream, comm: MPI.Intracomm
 ) -> dict[str, float]:
     """‖sum − sum in float64‖ / ‖sum in float64‖ by contestant, the largest of all ranks. Collective.
 
     Raises:
         BenchError: one is far off, or ranks disagree; on every rank alike.
     """
-    n = CHECKED // vector.element_size()
-    kept = vector[:n].clone()
+    n = CHECKED // TYPES[kind].itemsize
+    kept = found[0].source[:n].clone()
     parts = [torch.empty_like(kept) for _ in range(comm.size)]
     dist.all_gather(parts, kept)
     exact = torch.stack(parts).double().sum(dim=0)
     errors: dict[str, float] = {}
     for one in found:
-        source = symmetric if one.name.startswith("torch") and symmetric is not None else vector
-        source[:n].copy_(kept)
-        call = one.call(source[:n], source[:n] if one.place == "in" else out[:n])
+        one.source[:n].copy_(kept)
+        call = one.call_on(n)
         if call is None:
             continue
         torch.cuda.synchronize()
@@ -198,13 +225,13 @@ def _errors(
             result = call()
         torch.cuda.synchronize()
         if not isinstance(result, Tensor) or one.place == "in":
-            result = source[:n] if one.place == "in" else out[:n]
+            result = one.target[:n]
         error = float((result.double() - exact).norm() / exact.norm())
         digest = result.view(torch.uint8).to(torch.int64).sum().item()
         errors[f"{one.name}, {one.place}"] = comm.allreduce(error, MPI.MAX)
         if not errors[f"{one.name}, {one.place}"] < 0.02 or len(set(comm.allgather(digest))) > 1:
             raise BenchError(f"{one.name} in {kind} is off by {error:.2g} of the sum, or ranks disagree")
-        source[:n].copy_(kept)
+        one.source[:n].copy_(kept)
     return errors
 
 
@@ -219,9 +246,9 @@ def _times(
             call()
         torch.cuda.synchronize()
         comm.Barrier()
-        times["waited"] = _median(repeats, comm, lambda: _host_seconds(call, 1))
+        times["waited"] = median_of_slowest(repeats, comm, lambda: _host_seconds(call, 1))
         comm.Barrier()
-        times["launched"] = _median(repeats, comm, lambda: _host_seconds(call, calls))
+        times["launched"] = median_of_slowest(repeats, comm, lambda: _host_seconds(call, calls))
     graph = torch.cuda.CUDAGraph()
     comm.Barrier()
     try:
@@ -236,12 +263,8 @@ def _times(
         graph.replay()
         torch.cuda.synchronize()
         comm.Barrier()
-        times["graph"] = _median(repeats, comm, lambda: _event_seconds(graph.replay) / calls)
+        times["graph"] = median_of_slowest(repeats, comm, lambda: event_seconds(graph.replay) / calls)
     return times
-
-
-def _median(repeats: int, comm: MPI.Intracomm, seconds: Callable[[], float]) -> float:
-    return comm.allreduce(float(np.median([seconds() for _ in range(repeats)])), MPI.MAX)
 
 
 def _host_seconds(call: Call, calls: int) -> float:
@@ -250,27 +273,3 @@ def _host_seconds(call: Call, calls: int) -> float:
         call()
     torch.cuda.synchronize()
     return (time.perf_counter() - began) / calls
-
-
-def _event_seconds(call: Call) -> float:
-    """Seconds on the current stream."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
-
-
-def _floors(comm: MPI.Intracomm) -> dict[str, float]:
-    """What bounds the times: bytes per second of a copy to the next rank's GPU while all copy, one way. Collective."""
-    nbytes, ranks = 256 << 20, comm.size
-    source = torch.ones(nbytes // 4, device="cuda")
-    number = torch.cuda.current_device()
-    peer = torch.empty(nbytes // 4, device=torch.device("cuda", (number + 1) % torch.cuda.device_count()))
-    for _ in range(2):
-        peer.copy_(source)
-    torch.cuda.synchronize()
-    comm.Barrier()
-    seconds = _median(5, comm, lambda: _event_seconds(lambda: peer.copy_(source)))
-    return {"copy": nbytes / seconds} if ranks > 1 else {}
