@@ -85,6 +85,7 @@ class Transport(ABC):
         traffic: what this rank has sent since `take_traffic`.
         threads_problem: why only one thread may communicate, in a sentence; "" if several transports may, each in its own.
         p2p: whether kernels of the ranks may read each other's memory; see `open_p2p`.
+        dense_problem: why dense sums of device arrays go by messages though `p2p` is set, in a sentence; "" if they do not.
         hosts: int[P], the number of each rank's host, as `group_by_host` found; all 0 before.
         ranks: int[P], each rank's number where this transport was split off, for messages to users.
         shared: what transports of the same ranks share that come from one connection, by name; see `connect`.
@@ -99,6 +100,7 @@ class Transport(ABC):
     traffic: Traffic
     p2p: bool = False
     threads_problem: str = ""
+    dense_problem: str = ""
     hosts: list[int]
     ranks: list[int]
     shared: dict[Any, Any]

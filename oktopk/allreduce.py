@@ -663,6 +663,8 @@ class GradientAllreduce:
             method = METHODS[name](length, transport, self.backend.kernels, self.settings)
             self._executors[name] = make_together(self.transport, partial(self._executor, method))
             self._methods[name] = method
+            if self.method == name == "dense":  # its windows are asked for when the first step begins
+                self.p2p_unavailable_reason = self.p2p_unavailable_reason or self.transport.dense_problem
         return self._methods[name]
 
     def _executor(self, method: Method) -> Executor:

@@ -117,6 +117,11 @@ class DeviceKernels:
         address = 0 if residual is None else residual.data.ptr
         return self._counted("accumulate", gradient, out.size, residual=address, out=out.data.ptr)
 
+    def start_accumulate(self, gradient: Any, residual: Any, out: Any) -> None:
+        """As `accumulate`, without a wait; `take_nonfinite` must follow where an element was not finite."""
+        address = 0 if residual is None else residual.data.ptr
+        self._launch_counting("accumulate", gradient, out.size, residual=address, out=out.data.ptr)
+
     def accumulate_moments(self, gradient: Any, residual: Any) -> tuple[float, float, int]:
         """As the host's; the last bits of the sums depend on the run."""
         n = residual.size
@@ -244,11 +249,18 @@ class DeviceKernels:
 
     def _counted(self, name: str, gradient: Any, n: int, **fields: Any) -> int:
         """Run a pass over a gradient that counts elements that are not finite; waits."""
-        pointer = self._nonfinite.data.ptr
+        self._launch_counting(name, gradient, n, **fields)
+        return self.take_nonfinite()
+
+    def _launch_counting(self, name: str, gradient: Any, n: int, **fields: Any) -> None:
         kernel = self.kernels_of(gradient)[name]
+        pointer = self._nonfinite.data.ptr
         self.device.launch_for(kernel, n, gradient=gradient.data.ptr, nonfinite=pointer, **fields)
+
+    def take_nonfinite(self) -> int:
+        """Elements that were not finite since the last call; waits."""
         count = int(cupy.asnumpy(self._nonfinite[:1], stream=self.device.stream)[0])
         self.device.pending = False
         if count:
-            self.device.zero(pointer, 4)
+            self.device.zero(self._nonfinite.data.ptr, 4)
         return count

@@ -17,7 +17,7 @@ class Dense(Method):
     """The exact sum; nothing stays behind.
 
     Traffic: `collectives.dense_allreduce.dense_words`; through peer memory `collectives.cuda.dense_p2p.DenseP2P.nbytes_sent`.
-    Control: one allgather of a flag, and over messages one allreduce.
+    Control: over messages one allgather of a flag and one allreduce; through peer memory the allgather, if a sum is not finite.
     """
 
     name = "dense"
@@ -39,17 +39,36 @@ class Dense(Method):
         plan: Plan,
         overflowed: bool = False,
     ) -> StepResult:
+        if self._allreduce.same_everywhere:
+            return self._reduce_on_device(gradient, residual, out, plan, overflowed)
         nonfinite = self.kernels.accumulate(gradient, residual, out)
         plan.timer.record("select")
         flags = self.transport.allgather_control(np.array([nonfinite > 0 or overflowed], np.int64))
         if flags.any():
             raise FlaggedRanksError(np.flatnonzero(flags).tolist())
         finite = self._allreduce.run(plan.scale)
-        if not self._allreduce.same_everywhere:
-            finite = not self.transport.allreduce_control(np.array([not finite], np.int64))[0]
-        if not finite:
+        if self.transport.allreduce_control(np.array([not finite], np.int64))[0]:
             raise FlaggedRanksError([])
         plan.timer.record("allreduce")
+        return self._result()
+
+    def _reduce_on_device(
+        self, gradient: Any, residual: Any, out: Any, plan: Plan, overflowed: bool
+    ) -> StepResult:
+        """The same with one wait: what is not finite on some rank is not finite in the sum, which all ranks see."""
+        self.kernels.start_accumulate(gradient, residual, out)
+        if overflowed:
+            out[:1].fill(np.nan)
+        plan.timer.record("select")
+        finite = self._allreduce.run(plan.scale)
+        plan.timer.record("allreduce")
+        if not finite:
+            flagged = self.kernels.take_nonfinite() > 0 or overflowed
+            flags = self.transport.allgather_control(np.array([flagged], np.int64))
+            raise FlaggedRanksError(np.flatnonzero(flags).tolist())
+        return self._result()
+
+    def _result(self) -> StepResult:
         return StepResult(None, None, local_exact=True, local_nnz=self.length, global_nnz=self.length)
 
     def close(self) -> None:

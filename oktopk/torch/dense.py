@@ -31,6 +31,9 @@ class DenseAllreduce:
         timeout: seconds that a rank may come late, to the construction or to a call.
         shared_gpus: allow ranks to share a GPU, which is slow.
 
+    Attributes:
+        size: how many ranks there are (P).
+
     Raises:
         RuntimeError: the ranks cannot read each other's memory; on every rank alike, with the reason.
         oktopk.MissingRanksError: ranks did not come in time; on the others, and on a missing rank when it comes.
@@ -46,6 +49,7 @@ class DenseAllreduce:
         self, comm: Communicator | None = None, timeout: float = Settings.timeout, shared_gpus: bool = False
     ) -> None:
         self._transport = connect(communicator(comm), Limit("DenseAllreduce(...)", timeout))
+        self.size = self._transport.size
         try:
             problems = {
                 rank: each

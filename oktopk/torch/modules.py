@@ -17,6 +17,7 @@ from oktopk.settings import Settings
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
+    from oktopk.torch.dense import DenseAllreduce as PeerAllreduce
 
 
 def broadcast_parameters(
@@ -50,31 +51,42 @@ def broadcast_tensors(tensors: Iterable[Tensor], transport: Transport, root: int
 
 
 def average_buffers(
-    module: nn.Module, comm: Communicator | None = None, timeout: float = Settings.timeout
+    module: nn.Module,
+    comm: Communicator | None = None,
+    timeout: float = Settings.timeout,
+    allreduce: PeerAllreduce | None = None,
 ) -> None:
     """Average the floating-point buffers (batch-norm statistics) over the ranks, in place. Collective.
 
     Each rank's batch norm sees its own batches only, so that these statistics differ between ranks: average them before an
     evaluation and before a model is saved.
 
-    Bit-identical on all ranks. Those on a GPU pass through host memory: they are few.
+    Bit-identical on all ranks. Those on a GPU pass through host memory, unless `allreduce` is given: they are few.
 
     Args:
         module: with the same buffers on all ranks.
         comm, timeout: as `broadcast_parameters`.
+        allreduce: sums through peer memory, with the same bits, in place of `comm`; all buffers are on its GPU. Make it once:
+            making it takes longer than averaging through host memory.
 
     Raises:
         MissingRanksError: as `broadcast_parameters`.
+        RuntimeError: as `oktopk.torch.DenseAllreduce.check`.
 
     Traffic: a barrier, and one dense allreduce of all such buffers together.
     """
     buffers = [b.detach() for b in module.buffers() if b.is_floating_point()]
     if not buffers:
         return
-    flat = torch.cat([b.reshape(-1).to(torch.float32) for b in buffers]).cpu()
-    with closing(connect(comm, Limit("average_buffers(...)", timeout))) as transport:
-        allreduce = DenseAllreduce(flat.numpy(), transport)
-        allreduce.run(scale=1.0 / transport.size)
-        allreduce.free()
+    flat = torch.cat([b.reshape(-1).to(torch.float32) for b in buffers])
+    if allreduce is not None:
+        allreduce(flat, scale=1.0 / allreduce.size)
+        allreduce.check()  # before the buffers are written
+    else:
+        flat = flat.cpu()
+        with closing(connect(comm, Limit("average_buffers(...)", timeout))) as transport:
+            messages = DenseAllreduce(flat.numpy(), transport)
+            messages.run(scale=1.0 / transport.size)
+            messages.free()
     for buffer, average in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
         buffer.copy_(average.view_as(buffer))
