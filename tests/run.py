@@ -66,6 +66,7 @@ HOST_CUDA_RANKS_TESTS = (
     "tests/collectives/test_cuda_dense_p2p.py",
     "tests/oktopk/test_device.py",
     "tests/oktopk/test_executors.py",
+    "tests/oktopk/test_dense_on_gpus.py",
     "tests/oktopk/test_deferred_peers.py",
     "tests/oktopk/test_gradient_tensors.py",
     "tests/oktopk/test_gradients_in_place.py",

@@ -31,14 +31,15 @@ class P2PDenseAllreduce:
     def __init__(self, vector: Any, transport: Transport, device: Device, timeout: float) -> None:
         self._vector, self._device, self._transport = vector, device, transport
         self._key = "dense", device.id, device.stream.ptr
-        self._windows, users = transport.shared.get(self._key) or (
-            DenseP2P(transport, device, timeout, measure=()),
-            0,
-        )
-        transport.shared[self._key] = self._windows, users + 1
-        self._windows.transport = transport
+        if self._key in transport.shared:
+            windows, users = transport.shared[self._key]
+        else:
+            windows, users = DenseP2P(transport, device, timeout, measure=()), 0
+        self._windows: DenseP2P = windows
+        windows.transport = transport
         self._nonfinite = device.report("dense nonfinite", 1)
-        self._algorithm = self._windows.fastest(vector.nbytes)
+        self._algorithm = windows.fastest(vector.nbytes)
+        transport.shared[self._key] = windows, users + 1
 
     def run(self, scale: float = 1.0) -> bool:
         """Sum over the ranks, times `scale`; waits. Collective. Returns whether all sums are finite.

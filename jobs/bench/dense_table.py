@@ -35,6 +35,8 @@ def dense_table(run: Record, form: str = "simple") -> str:
     parts += [f"without {name}: {reason}" for name, reason in run["left_out"].items()]
     if copied := run["floors"].get("copy"):
         parts.append(f"a copy to the next GPU, while all copy: {copied / 1e9:.0f} GB/s")
+    if trip := run["floors"].get("round_trip"):
+        parts.append(f"a flag to another GPU and back: {1e6 * trip:.2f} us")
     names = list(dict.fromkeys(name for cell in run["cells"] for name in cell["times"]))
     for kind in dict.fromkeys(cell["type"] for cell in run["cells"]):
         cells = [cell for cell in run["cells"] if cell["type"] == kind]

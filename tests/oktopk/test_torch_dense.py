@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from mpi4py import MPI
 
 torch = pytest.importorskip("torch")
 
 import oktopk.torch  # noqa: E402
-from tests.devices import gpus  # noqa: E402
+from tests.devices import asynchronous, gpus, torch_device  # noqa: E402
 
 
 class Enqueued:
@@ -71,3 +72,57 @@ def test_out_and_addend_must_fit_the_tensor(allreduce: Any, name: str) -> None:
             allreduce(tensor, **{name: OnGpu(other)})
     with pytest.raises(ValueError, match=f"{name} of shape .12,. on cuda:1 is not contiguous on cuda:0"):
         allreduce(tensor, **{name: OnGpu(torch.zeros(12), gpu=1)})
+
+
+class Twice:
+    """In place of a DenseAllreduce of two ranks that have the same values."""
+
+    size = 2
+
+    def __init__(self, unwritten: Any) -> None:
+        self.unwritten, self.checked = unwritten, False
+
+    def __call__(self, tensor: Any, *, scale: float) -> None:
+        tensor.add_(tensor.clone()).mul_(scale)
+
+    def check(self) -> None:
+        assert (self.unwritten == 7).all()
+        self.checked = True
+
+
+def test_buffers_are_averaged_by_the_sums_that_are_given_and_written_after_a_check() -> None:
+    model = torch.nn.BatchNorm1d(3)
+    model.running_mean.fill_(7)
+    model.running_var.copy_(torch.arange(3.0))
+    twice: Any = Twice(model.running_mean)
+    oktopk.average_buffers(model, allreduce=twice)
+    assert twice.checked
+    assert model.running_var.tolist() == [0, 1, 2]
+
+
+@pytest.mark.mpi(min_size=2, max_size=8)
+@pytest.mark.skipif(not asynchronous(), reason="no GPU")
+def test_tensors_are_summed_captured_or_not_and_statistics_averaged(comm: MPI.Intracomm) -> None:
+    gpu = torch_device("cuda", comm)
+    shared = torch.cuda.device_count() < comm.size
+    allreduce = oktopk.torch.DenseAllreduce(comm, shared_gpus=shared)
+    total = comm.size * (comm.size + 1) // 2
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        tensor = torch.full((300, 7), comm.rank + 1, dtype=dtype, device=gpu)
+        out = torch.empty_like(tensor)
+        assert allreduce(tensor, out) is out
+        allreduce.check()
+        assert (out == total).all()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            allreduce(tensor, out)
+        for replay in range(3):
+            tensor.fill_(replay)
+            graph.replay()
+            allreduce.check()
+            assert (out == replay * comm.size).all()
+    model = torch.nn.BatchNorm1d(3).to(gpu)
+    model.running_mean.fill_(comm.rank)
+    oktopk.average_buffers(model, allreduce=allreduce)
+    assert torch.equal(model.running_mean.cpu(), torch.full((3,), (comm.size - 1) / 2))
+    allreduce.close()

@@ -27,7 +27,7 @@ def run(kinds: tuple[str, ...] = ("float32", "bfloat16")) -> dict[str, Any]:
     cells[0]["times"]["torch-two-shot, in"] = times(7e-6)  # of no other length
     return {
         "ranks": 4, "device": "a GPU", "nccl": "2.28.9", "left_out": {"torch": "no symmetric memory"},
-        "floors": {"copy": 3.5e11}, "errors": {kind: {"oktopk, out": 1.5e-8} for kind in kinds}, "cells": cells,
+        "floors": {"copy": 3.5e11, "round_trip": 1.5e-6}, "errors": {kind: {"oktopk, out": 1.5e-8} for kind in kinds}, "cells": cells,
     }  # fmt: skip
 
 
@@ -37,6 +37,7 @@ def test_a_row_has_microseconds_a_choice_and_the_bus_bandwidth() -> None:
     assert lines[0] == "4 ranks, a GPU, NCCL 2.28.9"
     assert "without torch: no symmetric memory" in lines
     assert "a copy to the next GPU, while all copy: 350 GB/s" in lines
+    assert "a flag to another GPU and back: 1.50 us" in lines
     rows = [line.split() for line in lines if line.lstrip().startswith(("4 KB", "4 MB"))]
     assert len(rows) == 2 * 3 * 2  # types, modes, lengths
     # 2 (P - 1) / P of 4 MB in 20 us
