@@ -35,7 +35,7 @@ _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
 _CUDA = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 _SOURCE = Path(__file__).with_name("dense_p2p.cu")
 _THREADS, _VECTORS, _AHEAD = 512, 4, 1  # of a block; packs of 16 bytes a thread of a tile; see `dense_p2p.cu`
-_LINE_VECTORS = 4  # chunks of lines that a warp sends before it waits, for two or three ranks: fewer for more
+_LINE_VECTORS = 2  # chunks of lines that a warp sends before it waits, for five ranks at most: fewer for more
 _CHUNK = 480  # bytes of data in 512 bytes of lines
 _MOST_BLOCKS = 512  # of any launch
 _RING_BLOCKS = 256  # of a launch through rings, for two ranks: fewer for more, which send each tile to more
@@ -68,7 +68,7 @@ class DenseP2P:
         choices: by element type; by length in bytes, see `Choice`.
         transport: the one given; another one of the same ranks may take its place, which then counts the traffic.
 
-    Memory: a window of 108 to 144 MB, 144 for two ranks.
+    Memory: a window of 91 to 143 MB, 143 for two ranks.
     Traffic: none but of `dense_allreduce`; control: allgathers at construction.
     """
 
@@ -356,7 +356,7 @@ def ring_blocks(ranks: int) -> int:
 
 def line_vectors(ranks: int) -> int:
     """Chunks that a warp sends before it waits: as many as it has registers for what comes from the others."""
-    return max(1, _LINE_VECTORS // (1 if ranks <= 3 else 2 if ranks <= 5 else 4))
+    return _LINE_VECTORS if ranks <= 5 else 1
 
 
 @functools.cache

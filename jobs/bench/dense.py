@@ -34,8 +34,9 @@ TIMEOUT = 60.0
 CHECKED = 1 << 20
 """Bytes of the vector whose sum is compared with that in float64."""
 
-SMALL = 1 << 20
-"""Bytes up to which a graph holds many calls."""
+CALLS = ((1 << 20, 100, 20), (16 << 20, 40, 10), (LENGTHS[-1], 4, 4))
+"""Up to so many bytes, how many calls a graph holds, and how many the host launches. A graph's own launch, of some 17 us, is divided
+among its calls."""
 
 Call = Callable[[], object]
 
@@ -239,7 +240,8 @@ def _times(
     call: Call, stream: torch.cuda.Stream, nbytes: int, comm: MPI.Intracomm
 ) -> dict[str, float | None]:
     """Seconds of a call, see `measure_dense`; None for what could not be captured. Collective."""
-    calls, repeats = (20, 11) if nbytes <= SMALL else (4, 7)
+    captured, launched = next(calls for most, *calls in CALLS if nbytes <= most)
+    repeats = 7
     times: dict[str, float | None] = {}
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -248,12 +250,12 @@ def _times(
         comm.Barrier()
         times["waited"] = median_of_slowest(repeats, comm, lambda: _host_seconds(call, 1))
         comm.Barrier()
-        times["launched"] = median_of_slowest(repeats, comm, lambda: _host_seconds(call, calls))
+        times["launched"] = median_of_slowest(repeats, comm, lambda: _host_seconds(call, launched))
     graph = torch.cuda.CUDAGraph()
     comm.Barrier()
     try:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(calls):
+            for _ in range(captured):
                 call()
     except RuntimeError:
         graph = None  # type: ignore[assignment]
@@ -263,7 +265,7 @@ def _times(
         graph.replay()
         torch.cuda.synchronize()
         comm.Barrier()
-        times["graph"] = median_of_slowest(repeats, comm, lambda: event_seconds(graph.replay) / calls)
+        times["graph"] = median_of_slowest(repeats, comm, lambda: event_seconds(graph.replay) / captured)
     return times
 
 
