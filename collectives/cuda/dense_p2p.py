@@ -278,15 +278,14 @@ class DenseP2P:
         """What the ranks called last, as far as they have sent it to this one, see `compares_calls` of dense.cuh."""
         ranks = self.transport.size
         words = np.array(self._memory.read(self._calls_at, 2 * ranks * 4), np.uint32).reshape(2, ranks, 4)
-        texts = []
-        for rank, (low, _, high, _) in enumerate(
-            words[int(np.argmax(words[:, self.transport.rank, 1]))].tolist()
-        ):
+        latest = words[int(np.argmax(words[:, self.transport.rank, 1]))].tolist()
+        calls = []
+        for low, _, high, _ in latest:
             kind, algorithm = tuple(_SIZES)[high >> 8 & 3], (*ALGORITHMS, *ROUNDING)[high >> 10 & 15]
-            texts.append(f"rank {rank} sums {low | (high & 0xFF) << 32} elements of {kind} by {algorithm}")
-        if len({text.partition(" sums ")[2] for text in texts}) == 1:
-            return f"{texts[0].partition(' ')[2].partition(' ')[2]} on all, but by other factors"
-        return ", ".join(texts)
+            calls.append(f"{low | (high & 0xFF) << 32} elements of {kind} by {algorithm}")
+        if len(set(calls)) == 1:
+            return f"{calls[0]} on all, with different scales"
+        return ", ".join(f"rank {rank} sums {call}" for rank, call in enumerate(calls))
 
     def _launch(
         self, array: int, out: int, addend: int, length: int, element_type: str, scale: float, nonfinite: int, stream: int,

@@ -389,7 +389,7 @@ def test_choices_join_lengths_that_take_the_same() -> None:
         (
             {"length": 64, "scale": 0.5},
             {"length": 64, "scale": 0.25},
-            "by one_shot on all, but by other factors",
+            "64 elements of float32 by one_shot on all, with different scales",
         ),
         ({"length": 0}, {"length": 64}, "rank 0 sums 0 elements"),
     ],
