@@ -8,16 +8,14 @@
 #ifndef RANKS
 #define RANKS 2
 #define DENSE_THREADS 512
-#define DENSE_VECTORS 4
-#define DENSE_LINE_VECTORS 4
-#define DENSE_AHEAD 1
+#define DENSE_VECTORS 2
+#define DENSE_LINE_VECTORS 2
 #define DENSE_BLOCKS 512
-#define DENSE_RING_BLOCKS 256
+#define DENSE_RING_BLOCKS 512
 #endif
 
 constexpr int OTHERS = RANKS > 1 ? RANKS - 1 : 1;  // at least 1, as the length of arrays
-constexpr int AHEAD = DENSE_AHEAD;                 // pieces that are sent before the first is waited for
-constexpr int SLOTS = 2 * AHEAD + 2;
+constexpr int SLOTS = 2;                           // of a ring
 
 __device__ __forceinline__ void narrow(float x, float& to) { to = x; }
 __device__ __forceinline__ void narrow(float x, __nv_bfloat16& to) { to = __float2bfloat16_rn(x); }

@@ -10,7 +10,7 @@
 #include "dense.cuh"
 
 constexpr int WARPS = DENSE_THREADS / 32;
-constexpr int LINE_VECTORS = DENSE_LINE_VECTORS;  // chunks that a warp sends before it waits
+constexpr int LINE_VECTORS = DENSE_LINE_VECTORS;  // chunks that a warp sends before it waits, at most
 
 __device__ __forceinline__ bool has_flag() { return (threadIdx.x & 7) == 7; }
 // The place of a lane among the 28 that have no flag, or among the 4 that have one.
@@ -145,13 +145,12 @@ template <bool TWO_SHOT, bool BYTES>
 __device__ __forceinline__ void reduce_in_lines(const DenseAllreduce& p) {
   constexpr int PARTS = TWO_SHOT ? RANKS : 1;
   constexpr int PHASES = TWO_SHOT ? 2 : 1;
-  constexpr int PACKS = Share<BYTES>::PACKS;
-  constexpr int STAGED = BYTES ? 1 : LINE_VECTORS;  // chunks that are loaded before they are sent
+  constexpr int VECTORS = BYTES ? 1 : LINE_VECTORS;  // with BYTES a chunk has as many elements as registers allow
   const int rank = p.p2p.rank;
   const int warp = (blockIdx.x - 1) * WARPS + threadIdx.x / 32, warps = (gridDim.x - 1) * WARPS;
   constexpr long long ELEMENTS = Share<BYTES>::CHUNK * Pack<uint4>::ELEMENTS;
   const long long chunks = (p.n + ELEMENTS - 1) / ELEMENTS, rows = (chunks + PARTS - 1) / PARTS;
-  const long long turn = static_cast<long long>(LINE_VECTORS) * warps;  // rows that all warps move at once
+  const long long turn = static_cast<long long>(VECTORS) * warps;  // rows that all warps move at once
   const long long turns = (rows - warp + turn - 1) / turn;              // of this warp
   const unsigned long long sent[2] = {p.counts[2 * warp], p.counts[2 * warp + 1]};  // by this warp before, in each phase
   __syncwarp();
@@ -170,18 +169,18 @@ __device__ __forceinline__ void reduce_in_lines(const DenseAllreduce& p) {
     store_line(at(phase, peer, rank, j, v), word);
   };
   const auto source_at = [&](int i) { return i < rank ? i : i + 1; };  // number i of the others, in rank order
-  // Wait for turn j of the others, in a part of each; false where it does not come.
-  const auto receive = [&](int phase, long long j, bool of_sources, Word (&words)[LINE_VECTORS][OTHERS]) {
+  // Wait for turn j of the others; false where it does not come.
+  const auto receive = [&](int phase, long long j, Word (&words)[VECTORS][OTHERS]) {
     Wait wait;
     while (RANKS > 1) {
       bool missing = false;
       int late = 0;
 #pragma unroll
-      for (int v = 0; v < LINE_VECTORS; ++v) {
+      for (int v = 0; v < VECTORS; ++v) {
 #pragma unroll
         for (int i = 0; i < OTHERS; ++i) {
           const int source = source_at(i);
-          if (chunk_of(j, TWO_SHOT ? of_sources ? source : rank : 0, v) >= chunks) continue;
+          if (chunk_of(j, phase ? source : TWO_SHOT ? rank : 0, v) >= chunks) continue;
           words[v][i] = load_line(at(phase, rank, source, j, v));
           const unsigned long long flag = words[v][i].b, wanted = value(phase, j);
           if (has_flag() && (BYTES ? static_cast<unsigned>(flag) != static_cast<unsigned>(wanted) : flag != wanted))
@@ -196,63 +195,54 @@ __device__ __forceinline__ void reduce_in_lines(const DenseAllreduce& p) {
     return true;
   };
 
-  for (long long j = 0; j < turns + PHASES * AHEAD; ++j) {
-    if (j < turns) {
+  for (long long j = 0; j < turns; ++j) {
+    Share<BYTES> staged[VECTORS];
 #pragma unroll
-      for (int first = 0; first < LINE_VECTORS; first += STAGED) {
-        Share<BYTES> own[STAGED];
+    for (int k = 1; k < RANKS; ++k) {
+      const int peer = rank_after(rank, k), part = TWO_SHOT ? peer : 0;
+      if (TWO_SHOT || k == 1) {
 #pragma unroll
-        for (int k = 1; k < RANKS; ++k) {
-          const int peer = rank_after(rank, k), part = TWO_SHOT ? peer : 0;
-          if (TWO_SHOT || k == 1) {
-#pragma unroll
-            for (int i = 0; i < STAGED; ++i)
-              if (chunk_of(j, part, first + i) < chunks) own[i] = load_share<BYTES>(p, chunk_of(j, part, first + i));
-          }
-#pragma unroll
-          for (int i = 0; i < STAGED; ++i)
-            if (chunk_of(j, part, first + i) < chunks) send(0, peer, j, first + i, encode<BYTES>(own[i], value(0, j)));
-        }
+        for (int v = 0; v < VECTORS; ++v)
+          if (chunk_of(j, part, v) < chunks) staged[v] = load_share<BYTES>(p, chunk_of(j, part, v));
       }
+#pragma unroll
+      for (int v = 0; v < VECTORS; ++v)
+        if (chunk_of(j, part, v) < chunks) send(0, peer, j, v, encode<BYTES>(staged[v], value(0, j)));
     }
-    if (const long long r = j - AHEAD; r >= 0 && r < turns) {
-      Word words[LINE_VECTORS][OTHERS];
-      if (!receive(0, r, false, words)) return;
+    Word words[VECTORS][OTHERS];
+    if (!receive(0, j, words)) return;
 #pragma unroll
-      for (int v = 0; v < LINE_VECTORS; ++v) {
-        const long long chunk = chunk_of(r, TWO_SHOT ? rank : 0, v);
-        if (chunk >= chunks) continue;
-        const Share<BYTES> own = load_share<BYTES>(p, chunk);
-        Share<BYTES> theirs[OTHERS], sum;
+    for (int v = 0; v < VECTORS; ++v) {
+      const long long chunk = chunk_of(j, TWO_SHOT ? rank : 0, v);
+      if (chunk >= chunks) continue;
+      const Share<BYTES> own = load_share<BYTES>(p, chunk);
+      Share<BYTES> theirs[OTHERS], sum;
 #pragma unroll
-        for (int i = 0; i < RANKS - 1; ++i) theirs[i] = decode<BYTES>(words[v][i]);
+      for (int i = 0; i < RANKS - 1; ++i) theirs[i] = decode<BYTES>(words[v][i]);
 #pragma unroll
-        for (int k = 0; k < PACKS; ++k) {
-          Pack<uint4> all[RANKS];
+      for (int k = 0; k < Share<BYTES>::PACKS; ++k) {
+        Pack<uint4> all[RANKS];
 #pragma unroll
-          for (int q = 0; q < RANKS; ++q)
-            all[q] = q == rank ? own.packs[k] : theirs[q < rank ? q % OTHERS : q ? q - 1 : 0].packs[k];
-          sum.packs[k] = sum_packs<uint4>(all, p.scale);
-        }
-        if (TWO_SHOT) {
-          const Word word = encode<BYTES>(sum, value(1, r));
-#pragma unroll
-          for (int k = 1; k < RANKS; ++k) send(1, rank_after(rank, k), r, v, word);
-          if (BYTES) sum = decode<BYTES>(word);  // as the others have it
-        }
-        finish_share<BYTES>(p, chunk, sum);
+        for (int q = 0; q < RANKS; ++q)
+          all[q] = q == rank ? own.packs[k] : theirs[q < rank ? q % OTHERS : q ? q - 1 : 0].packs[k];
+        sum.packs[k] = sum_packs<uint4>(all, p.scale);
       }
+      if (TWO_SHOT) {
+        const Word word = encode<BYTES>(sum, value(1, j));
+#pragma unroll
+        for (int k = 1; k < RANKS; ++k) send(1, rank_after(rank, k), j, v, word);
+        if (BYTES) sum = decode<BYTES>(word);  // as the others have it
+      }
+      finish_share<BYTES>(p, chunk, sum);
     }
-    if (const long long r = j - 2 * AHEAD; TWO_SHOT && r >= 0) {
-      Word words[LINE_VECTORS][OTHERS];
-      if (!receive(1, r, true, words)) return;
+    if (!TWO_SHOT) continue;
+    if (!receive(1, j, words)) return;
 #pragma unroll
-      for (int v = 0; v < LINE_VECTORS; ++v) {
+    for (int v = 0; v < VECTORS; ++v) {
 #pragma unroll
-        for (int i = 0; i < RANKS - 1; ++i) {
-          const long long chunk = chunk_of(r, source_at(i), v);
-          if (chunk < chunks) finish_share<BYTES>(p, chunk, decode<BYTES>(words[v][i]));
-        }
+      for (int i = 0; i < RANKS - 1; ++i) {
+        const long long chunk = chunk_of(j, source_at(i), v);
+        if (chunk < chunks) finish_share<BYTES>(p, chunk, decode<BYTES>(words[v][i]));
       }
     }
   }

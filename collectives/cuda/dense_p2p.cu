@@ -24,9 +24,9 @@
 // Replays  launches, tiles and lines are counted in device memory, so that a captured launch can be replayed. A rank that ends a
 //          launch has heard from every rank in it, whose kernels of earlier launches have then ended, and with them their reads.
 // Parities so the words of a launch of one_shot may overwrite those of the one before the last.
-// Rings    go on from launch to launch. A block (in lines a warp) sends AHEAD tiles more before it waits for a tile. Who sends tile j
-//          has received tile j - 1 - AHEAD, in two shots the sum of tile j - 1 - 2 AHEAD; its sender had then read what was sent
-//          2 AHEAD + 2 tiles ago, whose place tile j takes. Rings of lines hold lines alone: no value can be taken for a flag.
+// Rings    go on from launch to launch. Who sends tile j (in lines: what a warp sends at once) has received tile j - 1, in two shots
+//          its sum; the sender of that had then read tile j - 2, whose place tile j takes. Other blocks send while one waits. Rings
+//          of lines hold lines alone: no value can be taken for a flag.
 // Launch   one block more than those that move data, which are at most DENSE_BLOCKS, through rings at most DENSE_RING_BLOCKS; of
 //          DENSE_THREADS; as many on every rank. All ranks launch alike, in the same order. Not all blocks need a place at once: those
 //          of lower numbers get one first.

@@ -34,11 +34,15 @@ ROUNDING = ("int8",)
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
 _CUDA = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 _SOURCE = Path(__file__).with_name("dense_p2p.cu")
-_THREADS, _VECTORS, _AHEAD = 512, 4, 1  # of a block; packs of 16 bytes a thread of a tile; see `dense_p2p.cu`
+_THREADS, _VECTORS, _SLOTS = (
+    512,
+    2,
+    2,
+)  # of a block; packs of 16 bytes a thread of a tile; of a ring; see `dense_p2p.cu`
 _LINE_VECTORS = 2  # chunks of lines that a warp sends before it waits, for five ranks at most: fewer for more
 _CHUNK = 480  # bytes of data in 512 bytes of lines
 _MOST_BLOCKS = 512  # of any launch
-_RING_BLOCKS = 256  # of a launch through rings, for two ranks: fewer for more, which send each tile to more
+_RING_BLOCKS = 512  # of a launch through rings, for two ranks: fewer for more, which send each tile to more
 _TILE = _THREADS * _VECTORS * 16  # bytes
 _FLAGGED = 2 << 20  # bytes of data that all sources together may send by `one_shot`
 _ALIGNMENT = 256  # bytes, of what lies in a window
@@ -83,7 +87,7 @@ class DenseP2P:
         self._device, self._timeout = device, timeout
         self._most_units = _FLAGGED // ranks // 8
         first, ends = SymmetricMemory.first, [0]
-        rings = 2 * (ranks - 1) * ring_blocks(ranks) * (2 * _AHEAD + 2)
+        rings = 2 * (ranks - 1) * ring_blocks(ranks) * _SLOTS
         lines = rings * (_THREADS // 32) * line_vectors(ranks) * 512
         for nbytes in (2 * ranks * 16, 2 * ranks * self._most_units * 16, rings * _TILE, rings * 8, lines):
             ends.append(-(-(ends[-1] + nbytes) // _ALIGNMENT) * _ALIGNMENT)
@@ -362,7 +366,7 @@ def line_vectors(ranks: int) -> int:
 def dense_kernels(element_type: str, ranks: int) -> dict[str, Kernel]:
     """The kernels of all algorithms, by name, for so many ranks."""
     constants = {
-        "THREADS": _THREADS, "VECTORS": _VECTORS, "AHEAD": _AHEAD, "BLOCKS": _MOST_BLOCKS,
+        "THREADS": _THREADS, "VECTORS": _VECTORS, "BLOCKS": _MOST_BLOCKS,
         "RING_BLOCKS": ring_blocks(ranks), "LINE_VECTORS": line_vectors(ranks),
     }  # fmt: skip
     defines = (f"DENSE_{name}={value}" for name, value in constants.items())

@@ -51,65 +51,58 @@ __device__ __forceinline__ void reduce_in_tiles(const DenseAllreduce& p) {
     return here;
   };
 
-  for (long long j = 0; j < tiles + PHASES * AHEAD; ++j) {
-    if (j < tiles) {
+  for (long long j = 0; j < tiles; ++j) {
 #pragma unroll
-      for (int v = 0; v < DENSE_VECTORS; ++v) {
-        Vector own;
+    for (int v = 0; v < DENSE_VECTORS; ++v) {
+      Vector own;
+#pragma unroll
+      for (int k = 1; k < RANKS; ++k) {
+        const int peer = rank_after(rank, k);
+        const long long i = pack_of(j, TWO_SHOT ? peer : 0, v);
+        if (i >= packs) continue;
+        if (TWO_SHOT || k == 1) own = load_pack<uint4>(p.in, i, p.n, p.aligned);
+        *reinterpret_cast<uint4*>(at(peer, slot(0, peer, rank, j), v)) = own.raw;
+      }
+    }
+    __syncthreads();
+    signal(0, j);
+    if (!arrived(0, j)) return;
+#pragma unroll
+    for (int v = 0; v < DENSE_VECTORS; ++v) {
+      const long long i = pack_of(j, TWO_SHOT ? rank : 0, v);
+      if (i >= packs) continue;
+      Vector all[RANKS];
+#pragma unroll
+      for (int q = 0; q < RANKS; ++q) {
+        if (q == rank)
+          all[q] = load_pack<uint4>(p.in, i, p.n, p.aligned);
+        else
+          all[q].raw = load_uncached(at(rank, slot(0, rank, q, j), v));
+      }
+      const Vector sum = sum_packs<uint4>(all, p.scale);
+      if (TWO_SHOT) {
 #pragma unroll
         for (int k = 1; k < RANKS; ++k) {
           const int peer = rank_after(rank, k);
-          const long long i = pack_of(j, TWO_SHOT ? peer : 0, v);
-          if (i >= packs) continue;
-          if (TWO_SHOT || k == 1) own = load_pack<uint4>(p.in, i, p.n, p.aligned);
-          *reinterpret_cast<uint4*>(at(peer, slot(0, peer, rank, j), v)) = own.raw;
+          *reinterpret_cast<uint4*>(at(peer, slot(1, peer, rank, j), v)) = sum.raw;
         }
       }
-      __syncthreads();
-      signal(0, j);
+      finish_pack<uint4>(p, i, sum);
     }
-    if (const long long r = j - AHEAD; r >= 0 && r < tiles) {
-      if (!arrived(0, r)) return;
+    if (!TWO_SHOT) continue;
+    __syncthreads();
+    signal(1, j);
+    if (!arrived(1, j)) return;
 #pragma unroll
-      for (int v = 0; v < DENSE_VECTORS; ++v) {
-        const long long i = pack_of(r, TWO_SHOT ? rank : 0, v);
+    for (int v = 0; v < DENSE_VECTORS; ++v) {
+#pragma unroll
+      for (int k = 1; k < RANKS; ++k) {
+        const int source = rank_after(rank, k);
+        const long long i = pack_of(j, source, v);
         if (i >= packs) continue;
-        Vector all[RANKS];
-#pragma unroll
-        for (int q = 0; q < RANKS; ++q) {
-          if (q == rank)
-            all[q] = load_pack<uint4>(p.in, i, p.n, p.aligned);
-          else
-            all[q].raw = load_uncached(at(rank, slot(0, rank, q, r), v));
-        }
-        const Vector sum = sum_packs<uint4>(all, p.scale);
-        if (TWO_SHOT) {
-#pragma unroll
-          for (int k = 1; k < RANKS; ++k) {
-            const int peer = rank_after(rank, k);
-            *reinterpret_cast<uint4*>(at(peer, slot(1, peer, rank, r), v)) = sum.raw;
-          }
-        }
+        Vector sum;
+        sum.raw = load_uncached(at(rank, slot(1, rank, source, j), v));
         finish_pack<uint4>(p, i, sum);
-      }
-      if (TWO_SHOT) {
-        __syncthreads();
-        signal(1, r);
-      }
-    }
-    if (const long long r = j - 2 * AHEAD; TWO_SHOT && r >= 0) {
-      if (!arrived(1, r)) return;
-#pragma unroll
-      for (int v = 0; v < DENSE_VECTORS; ++v) {
-#pragma unroll
-        for (int k = 1; k < RANKS; ++k) {
-          const int source = rank_after(rank, k);
-          const long long i = pack_of(r, source, v);
-          if (i >= packs) continue;
-          Vector sum;
-          sum.raw = load_uncached(at(rank, slot(1, rank, source, r), v));
-          finish_pack<uint4>(p, i, sum);
-        }
       }
     }
   }

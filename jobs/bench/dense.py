@@ -185,18 +185,25 @@ def _contestants(
         group = dist.group.WORLD.group_name  # type: ignore[union-attr]
         one, two = torch.ops.symm_mem.one_shot_all_reduce, torch.ops.symm_mem.two_shot_all_reduce_
         symmetric = vectors["torch"]
-        found += [
-            Contestant(
-                "torch-one-shot", "out", lambda source, _: lambda: one(source, "sum", group), symmetric, out
-            ),
+        if kind != "float16":  # of which torch 2.11 has none
+            found.append(
+                Contestant(
+                    "torch-one-shot",
+                    "out",
+                    lambda source, _: lambda: one(source, "sum", group),
+                    symmetric,
+                    out,
+                )
+            )
+        found.append(
             Contestant(
                 "torch-two-shot",
                 "in",
                 lambda source, _: lambda: two(source, "sum", group),
                 symmetric,
                 symmetric,
-            ),
-        ]
+            )
+        )
     return found
 
 
