@@ -151,7 +151,7 @@ __device__ __forceinline__ void reduce_in_lines(const DenseAllreduce& p) {
   constexpr long long ELEMENTS = Share<BYTES>::CHUNK * Pack<uint4>::ELEMENTS;
   const long long chunks = (p.n + ELEMENTS - 1) / ELEMENTS, rows = (chunks + PARTS - 1) / PARTS;
   const long long turn = static_cast<long long>(VECTORS) * warps;  // rows that all warps move at once
-  const long long turns = (rows - warp + turn - 1) / turn;              // of this warp
+  const long long turns = (rows - warp + turn - 1) / turn;         // of this warp
   const unsigned long long sent[2] = {p.counts[2 * warp], p.counts[2 * warp + 1]};  // by this warp before, in each phase
   __syncwarp();
   if ((threadIdx.x & 31) < PHASES) p.counts[2 * warp + (threadIdx.x & 31)] += turns;
@@ -163,7 +163,9 @@ __device__ __forceinline__ void reduce_in_lines(const DenseAllreduce& p) {
     const unsigned long long slot = row * SLOTS + (sent[phase] + j) % SLOTS;
     return p.windows[owner] + p.area + (slot * LINE_VECTORS + v) * 512 + (threadIdx.x & 31) * 16;
   };
-  const auto chunk_of = [&](long long j, int part, int v) { return (j * turn + static_cast<long long>(v) * warps + warp) * PARTS + part; };
+  const auto chunk_of = [&](long long j, int part, int v) {
+    return (j * turn + static_cast<long long>(v) * warps + warp) * PARTS + part;
+  };
   const auto value = [&](int phase, long long j) { return sent[phase] + j + 1; };
   const auto send = [&](int phase, int peer, long long j, int v, Word word) {
     store_line(at(phase, peer, rank, j, v), word);

@@ -20,13 +20,14 @@
 //          float32 in every algorithm, rounded once to GRADIENT; so the bits depend on neither length, algorithm nor alignment. out
 //          becomes round(scale * sum), with an addend round(round(scale * sum) + addend).
 // Calls    the first block of a launch sends the others n, scale and p.call, which says type and algorithm, and aborts all where
-//          theirs differ. Calls are counted, so that parities suffice: who sends a call has heard from all in the one before.
-// Replays  launches, tiles and lines are counted in device memory, so that a captured launch can be replayed. A rank that ends a
-//          launch has heard from every rank in it, whose kernels of earlier launches have then ended, and with them their reads.
+//          theirs differ. Calls are counted, so that parities suffice: who sends a call has heard from all in the one before, and
+//          all have ended the one before that, with their reads.
+// Replays  calls, launches, tiles and lines are counted in device memory, so that a captured launch can be replayed.
 // Parities so the words of a launch of one_shot may overwrite those of the one before the last.
 // Rings    go on from launch to launch. Who sends tile j (in lines: what a warp sends at once) has received tile j - 1, in two shots
-//          its sum; the sender of that had then read tile j - 2, whose place tile j takes. Other blocks send while one waits. Rings
-//          of lines hold lines alone: no value can be taken for a flag.
+//          its sum; the sender of that had then read tile j - 2, whose place tile j takes. Lines behind the end of a vector are not
+//          sent; a later launch that takes their place begins after all ranks have ended this one, or hears from them first. Other
+//          blocks send while one waits. Rings of lines hold lines alone: no value can be taken for a flag.
 // Launch   one block more than those that move data, which are at most DENSE_BLOCKS, through rings at most DENSE_RING_BLOCKS; of
 //          DENSE_THREADS; as many on every rank. All ranks launch alike, in the same order. Not all blocks need a place at once: those
 //          of lower numbers get one first.

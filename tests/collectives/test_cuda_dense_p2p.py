@@ -419,6 +419,27 @@ def test_calls_that_differ_are_an_error_on_every_rank(
     dense.close()
 
 
+def test_lines_are_left_to_gpus_that_are_all_joined(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use("cuda", comm)
+    from collectives.cuda import dense_p2p
+
+    monkeypatch.setattr(dense_p2p, "has_native_atomics", lambda gpu, other: comm.rank != 0)
+    dense = make(comm)
+    assert dense.can_run("lines", 4) == (comm.size == 1)
+    vectors = [vector_of(rank, 50_000, "float32") for rank in range(comm.size)]
+    array = put("cuda", vectors[comm.rank])
+    assert "lines" not in dense.algorithm_for(array.nbytes) or comm.size == 1
+    dense.dense_allreduce(array)
+    dense.check()
+    assert get(array).tobytes() == expected(vectors, "float32").tobytes()
+    if comm.size > 1:
+        with pytest.raises(ValueError, match="lines takes no vector of 200000 bytes here"):
+            dense.enqueue(array.data.ptr, array.data.ptr, 0, 50_000, "float32", algorithm="lines")
+    dense.close()
+
+
 @pytest.mark.parametrize("element_type", TYPES)
 def test_bytes_are_off_by_half_a_unit_of_their_line_and_the_same_on_all_ranks(
     comm: MPI.Intracomm, dense: Any, element_type: str
