@@ -65,6 +65,7 @@ def on_fake(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     names = [
         f"collectives.cuda.{part}"
         for part in (
+            "dense_algorithms",
             "dense_choices",
             "dense_p2p",
             "dense_vector",

@@ -5,15 +5,26 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import cupy
 import numpy as np
 
+from collectives.cuda.dense_algorithms import (
+    ALGORITHMS,
+    ROUNDING,
+    SIZES,
+    THREADS,
+    areas,
+    blocks_of,
+    counters,
+    dense_kernels,
+    lines_arrive_whole,
+    most_units,
+)
 from collectives.cuda.dense_choices import MEASURED, UNMEASURED, Choice, choices_by, graph_seconds
 from collectives.cuda.device import Device
-from collectives.cuda.launch import Kernel, PreparedLaunch, compiled, has_native_atomics
+from collectives.cuda.launch import PreparedLaunch
 from collectives.cuda.layouts import DENSE_ABORT, DIFFERS, MOST_DENSE_RANKS, P2P
 from collectives.symmetric_memory import SymmetricMemory, abort_reasons
 from collectives.transport import Transport
@@ -24,28 +35,6 @@ ELEMENT_TYPES = {
     np.dtype(np.uint16): "bfloat16",
 }
 """Element type of a CuPy array; bfloat16 is given as its bits."""
-
-ALGORITHMS = ("one_shot", "lines", "pushed", "two_shot", "two_shot_lines")
-"""All give the same bits; the fastest one runs."""
-
-ROUNDING = ("int8",)
-"""Algorithms that round what travels: they run where they are asked for by name."""
-
-_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
-_CUDA = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
-_SOURCE = Path(__file__).with_name("dense_p2p.cu")
-_THREADS, _VECTORS, _SLOTS = (
-    512,
-    2,
-    2,
-)  # of a block; packs of 16 bytes a thread of a tile; of a ring; see `dense_p2p.cu`
-_LINE_VECTORS = 2  # chunks of lines that a warp sends before it waits, for five ranks at most: fewer for more
-_CHUNK = 480  # bytes of data in 512 bytes of lines
-_MOST_BLOCKS = 512  # of any launch
-_RING_BLOCKS = 512  # of a launch through rings, for two ranks: fewer for more, which send each tile to more
-_TILE = _THREADS * _VECTORS * 16  # bytes
-_FLAGGED = 2 << 20  # bytes of data that all sources together may send by `one_shot`
-_ALIGNMENT = 256  # bytes, of what lies in a window
 
 
 class DenseP2P:
@@ -60,7 +49,7 @@ class DenseP2P:
         transport: of the ranks, at most 8, which must be able to use symmetric memory. Collective: every rank must construct.
         device: the GPU of this rank and the stream that calls go to.
         timeout: seconds that a kernel waits for another rank.
-        measure: lengths in bytes at which it is measured, once, which algorithm is fastest: 150 ms for MEASURED. () takes a table
+        measure: lengths in bytes at which it is measured, once, which algorithm is fastest; () takes a table
             that was measured on two GPUs.
 
     Raises:
@@ -72,7 +61,7 @@ class DenseP2P:
         choices: by element type; by length in bytes, see `Choice`.
         transport: the one given; another one of the same ranks may take its place, which then counts the traffic.
 
-    Memory: a window of 91 to 143 MB, 143 for two ranks.
+    Memory: a window of 59 to 76 MB, 76 for two ranks.
     Traffic: none but of `dense_allreduce`; control: allgathers at construction.
     """
 
@@ -85,27 +74,20 @@ class DenseP2P:
                 f"{ranks} ranks are more than {MOST_DENSE_RANKS}, the most of a dense allreduce over peer memory"
             )
         self._device, self._timeout = device, timeout
-        self._most_units = _FLAGGED // ranks // 8
-        first, ends = SymmetricMemory.first, [0]
-        rings = 2 * (ranks - 1) * ring_blocks(ranks) * _SLOTS
-        lines = rings * (_THREADS // 32) * line_vectors(ranks) * 512
-        for nbytes in (2 * ranks * 16, 2 * ranks * self._most_units * 16, rings * _TILE, rings * 8, lines):
-            ends.append(-(-(ends[-1] + nbytes) // _ALIGNMENT) * _ALIGNMENT)
-        calls_at, flagged, tiles, flags, lined = (first + end for end in ends[:-1])
+        self._most_units = most_units(ranks)
+        within, first = areas(ranks), SymmetricMemory.first
         problem = ""
         try:
-            # launches of one_shot, from 1 on; tiles sent; lines sent; calls
-            numbers = (_MOST_BLOCKS, 2 * ring_blocks(ranks), 2 * ring_blocks(ranks) * (_THREADS // 32), 1)
-            self._counts = [device.allocate(count, np.uint64) for count in numbers]
+            self._counts = [device.allocate(count, np.uint64) for count in (*counters(ranks), 1)]
             with device.gpu:
                 self._report_memory = cupy.cuda.alloc_pinned_memory(4)  # its own: a Device outlives an abort
             for element_type in ("float32", "bfloat16") if len(measure) else ():
                 dense_kernels(element_type, ranks)
         except Exception as error:  # whatever CUDA or a compiler raises: the other ranks wait below
             problem = str(error) or type(error).__name__
-        self._memory = SymmetricMemory(transport, device, ends[-1], problem)
-        device.zero(self._memory.array(ends[-1], np.uint8).data.ptr, ends[-1])
-        for counts, start in zip(self._counts, (1, 0, 0, 0), strict=True):
+        self._memory = SymmetricMemory(transport, device, within.nbytes, problem)
+        device.zero(self._memory.array(within.nbytes, np.uint8).data.ptr, within.nbytes)
+        for counts, start in zip(self._counts, (1, 0, 0, 0), strict=True):  # launches of one_shot begin at 1
             counts.set(np.full(counts.size, start, np.uint64), stream=device.stream)
         self._report = ctypes.c_uint32.from_address(self._report_memory.ptr)
         self._report.value = 0
@@ -113,22 +95,21 @@ class DenseP2P:
         self._lines = lines_arrive_whole(transport, device)  # and no rank writes before all have zeroed
         windows = self._memory.bases
         p2p = P2P(windows=self._memory.windows, ranks=ranks, rank=transport.rank, timeout=int(1e9 * timeout))
-        self._calls_at = calls_at
+        self._calls_at = first + within.calls
         self._fields = {
             "p2p": p2p, "windows": (ctypes.c_uint64 * MOST_DENSE_RANKS)(*windows), "capacity": self._most_units,
-            "report": self._report_memory.ptr, "calls_at": calls_at, "calls": self._counts[3].data.ptr,
+            "report": self._report_memory.ptr, "calls_at": self._calls_at, "calls": self._counts[3].data.ptr,
         }  # fmt: skip
-        in_tiles = {"area": tiles, "flags": flags, "counts": self._counts[1].data.ptr}
-        in_lines = {"area": lined, "counts": self._counts[2].data.ptr}
-        self._areas = {
-            "one_shot": {"area": flagged, "counts": self._counts[0].data.ptr},
-            "pushed": in_tiles,
-            "two_shot": in_tiles,
-        }
+        one_shot, in_tiles, in_lines = (
+            {"area": first + area, "counts": counts.data.ptr}
+            for area, counts in zip((within.flagged, within.tiles, within.lines), self._counts, strict=False)
+        )
+        in_tiles["flags"] = first + within.flags
+        self._areas = {"one_shot": one_shot, "pushed": in_tiles, "two_shot": in_tiles}
         self._areas |= dict.fromkeys(("lines", "two_shot_lines", "int8"), in_lines)
         self._launches: dict[tuple[str, str], PreparedLaunch] = {}  # by element type and algorithm
         self._fastest: dict[int, str] = {}
-        self.choices: dict[str, tuple[Choice, ...]] = dict.fromkeys(_SIZES, UNMEASURED)
+        self.choices: dict[str, tuple[Choice, ...]] = dict.fromkeys(SIZES, UNMEASURED)
         if len(measure) and ranks > 1:
             self.choices["float32"] = choices_by(self._measured(measure, "float32"))
             # elements of float16 take as many bytes and instructions
@@ -198,7 +179,7 @@ class DenseP2P:
             ValueError: an algorithm that does not take the vector, see `can_run`; `out` overlaps another vector and is not it.
         """
         self._raise_if_aborted()
-        nbytes = length * _SIZES[element_type]
+        nbytes = length * SIZES[element_type]
         for name, other in (("array", array), ("addend", addend)):
             if other not in (0, out) and abs(other - out) < nbytes:
                 raise ValueError(f"out overlaps {name} and is not {name}")
@@ -285,7 +266,7 @@ class DenseP2P:
         latest = words[int(np.argmax(words[:, self.transport.rank, 1]))].tolist()
         calls = []
         for low, _, high, _ in latest:
-            kind, algorithm = tuple(_SIZES)[high >> 8 & 3], (*ALGORITHMS, *ROUNDING)[high >> 10 & 15]
+            kind, algorithm = tuple(SIZES)[high >> 8 & 3], (*ALGORITHMS, *ROUNDING)[high >> 10 & 15]
             calls.append(f"{low | (high & 0xFF) << 32} elements of {kind} by {algorithm}")
         if len(set(calls)) == 1:
             return f"{calls[0]} on all, with different scales"
@@ -298,25 +279,15 @@ class DenseP2P:
         key = element_type, algorithm
         if key not in self._launches:
             kernel = dense_kernels(element_type, self.transport.size)[algorithm]
-            call = tuple(_SIZES).index(element_type) | (*ALGORITHMS, *ROUNDING).index(algorithm) << 2
+            call = tuple(SIZES).index(element_type) | (*ALGORITHMS, *ROUNDING).index(algorithm) << 2
             self._launches[key] = kernel.prepare(call=call, **self._fields, **self._areas[algorithm])
         launch, width = self._launches[key], 8 if algorithm == "one_shot" else 16
         params = launch.params
         params.n, params.scale, params.aligned = length, scale, (array | out | addend) % width == 0
         params.out, params.addend, params.nonfinite = out, addend, nonfinite
         setattr(params, "in", array)
-        launch(1 + self._blocks(algorithm, length, _SIZES[element_type]), _THREADS, stream)
-
-    def _blocks(self, algorithm: str, length: int, size: int) -> int:
-        """Blocks that move data."""
-        ranks = self.transport.size
-        if algorithm == "one_shot":
-            return min(-(-length * size // (8 * _THREADS)), _MOST_BLOCKS)
-        parts = 1 if algorithm in ("pushed", "lines") else ranks
-        if algorithm in ("pushed", "two_shot"):
-            return min(-(-length * size // (_TILE * parts)), ring_blocks(ranks))
-        chunk = _CHUNK if algorithm == "int8" else _CHUNK // size  # elements
-        return min(-(-length // (chunk * parts * (_THREADS // 32))), ring_blocks(ranks))
+        blocks = blocks_of(algorithm, length, SIZES[element_type], self.transport.size)
+        launch(1 + blocks, THREADS, stream)
 
     def _measured(self, lengths: Sequence[int], element_type: str) -> dict[tuple[int, str], float]:
         """Seconds of the slowest rank, by length and algorithm. Collective."""
@@ -346,49 +317,10 @@ class DenseP2P:
     def _repeatable(
         self, address: int, nbytes: int, element_type: str, algorithm: str, stream: int
     ) -> Callable[[], None]:
-        length = nbytes // _SIZES[element_type]
+        length = nbytes // SIZES[element_type]
         return functools.partial(
             self._launch, address, address, 0, length, element_type, 0.5, 0, stream, algorithm
         )
-
-
-def ring_blocks(ranks: int) -> int:
-    """Blocks of a launch through rings that move data, at most."""
-    return _RING_BLOCKS // max(1, ranks - 1)
-
-
-def line_vectors(ranks: int) -> int:
-    """Chunks that a warp sends before it waits: as many as it has registers for what comes from the others."""
-    return _LINE_VECTORS if ranks <= 5 else 1
-
-
-@functools.cache
-def dense_kernels(element_type: str, ranks: int) -> dict[str, Kernel]:
-    """The kernels of all algorithms, by name, for so many ranks."""
-    constants = {
-        "THREADS": _THREADS, "VECTORS": _VECTORS, "BLOCKS": _MOST_BLOCKS,
-        "RING_BLOCKS": ring_blocks(ranks), "LINE_VECTORS": line_vectors(ranks),
-    }  # fmt: skip
-    defines = (f"DENSE_{name}={value}" for name, value in constants.items())
-    module = compiled(_SOURCE, f"GRADIENT={_CUDA[element_type]}", f"RANKS={ranks}", *defines)
-    return {name: Kernel(module, f"dense_{name}") for name in (*ALGORITHMS, *ROUNDING)}
-
-
-def lines_arrive_whole(transport: Transport, device: Device) -> bool:
-    """Whether a warp's store of 128 bytes reaches another rank's GPU whole, as it does over NVLink. Collective.
-
-    NCCL's LL128 relies on it, too. Where a rank cannot see another one's GPU, or shares it, the answer is no.
-    """
-    gpus = transport.allgather_objects(cupy.cuda.runtime.deviceGetPCIBusId(device.id))
-    try:
-        whole = all(
-            has_native_atomics(device.id, cupy.cuda.runtime.deviceGetByPCIBusId(gpu))
-            for rank, gpu in enumerate(gpus)
-            if rank != transport.rank
-        )
-    except cupy.cuda.runtime.CUDARuntimeError:  # hidden by CUDA_VISIBLE_DEVICES
-        whole = False
-    return all(transport.allgather_objects(whole))
 
 
 def _element_type(array: Any, out: Any, addend: Any) -> str:

@@ -14,7 +14,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from collectives.connect import connect
-from collectives.cuda.dense_p2p import ALGORITHMS, ROUNDING, DenseP2P
+from collectives.cuda.dense_algorithms import ALGORITHMS, ROUNDING
+from collectives.cuda.dense_p2p import DenseP2P
 from collectives.cuda.device import Device
 from collectives.limit import Limit
 from collectives.symmetric_memory import symmetric_memory_problem

@@ -68,7 +68,7 @@ def _compile() -> dict[str, Any]:
 
     mpi4py.rc(initialize=False)
     try:
-        from collectives.cuda import dense_p2p, device, rows
+        from collectives.cuda import dense_algorithms, device, rows
         from collectives.cuda import kernels as device_kernels
         from collectives.cuda import launch as launches
         from oktopk.cuda import kernels as gradient_kernels
@@ -82,7 +82,7 @@ def _compile() -> dict[str, Any]:
         for gradient_type in GRADIENT_TYPES["cuda"]:
             _ = gradient_kernels.DeviceKernels(gpu, gradient_type).sum_shard_kernel
             rows.DeviceRowKernels(gpu, gradient_type)
-            dense_p2p.dense_kernels(gradient_type, 2)
+            dense_algorithms.dense_kernels(gradient_type, 2)
         for source in _untyped_sources(device_kernels, gradient_kernels):
             launches.compiled(source).compile()
     except Exception as error:

@@ -31,14 +31,14 @@ def dense(comm: MPI.Intracomm) -> Iterator[Any]:
 def short_rings(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A DenseP2P whose launches in tiles have two blocks at most: each sends many tiles, and its rings go round in a launch."""
     use("cuda", comm)
-    from collectives.cuda import dense_p2p
+    from collectives.cuda import dense_algorithms
 
-    monkeypatch.setattr(dense_p2p, "_RING_BLOCKS", 2 * max(1, comm.size - 1))
-    dense_p2p.dense_kernels.cache_clear()
+    monkeypatch.setattr(dense_algorithms, "_RING_BLOCKS", 2 * max(1, comm.size - 1))
+    dense_algorithms.dense_kernels.cache_clear()
     made = make(comm)
     yield made
     made.close()
-    dense_p2p.dense_kernels.cache_clear()
+    dense_algorithms.dense_kernels.cache_clear()
 
 
 def make(comm: MPI.Intracomm, **arguments: Any) -> Any:
@@ -52,7 +52,7 @@ def make(comm: MPI.Intracomm, **arguments: Any) -> Any:
 
 
 def algorithms(dense: Any, nbytes: int) -> list[str]:
-    from collectives.cuda.dense_p2p import ALGORITHMS
+    from collectives.cuda.dense_algorithms import ALGORITHMS
 
     return [name for name in ALGORITHMS if dense.can_run(name, nbytes)]
 
@@ -304,10 +304,10 @@ def test_flags_of_one_shot_that_come_again_meet_no_old_ones(
 ) -> None:
     """Flags have 32 bits: launch 2^32 has that of words which were never written, where no launch overwrote them."""
     use("cuda", comm)
-    from collectives.cuda import dense_p2p
+    from collectives.cuda import dense_algorithms
 
     longest = 128  # elements, in 64 units
-    monkeypatch.setattr(dense_p2p, "_FLAGGED", 4 * longest * comm.size)
+    monkeypatch.setattr(dense_algorithms, "_FLAGGED", 4 * longest * comm.size)
     dense = make(comm)
 
     def check(length: int, seed: int) -> None:
@@ -423,9 +423,9 @@ def test_lines_are_left_to_gpus_that_are_all_joined(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use("cuda", comm)
-    from collectives.cuda import dense_p2p
+    from collectives.cuda import dense_algorithms
 
-    monkeypatch.setattr(dense_p2p, "has_native_atomics", lambda gpu, other: comm.rank != 0)
+    monkeypatch.setattr(dense_algorithms, "has_native_atomics", lambda gpu, other: comm.rank != 0)
     dense = make(comm)
     assert dense.can_run("lines", 4) == (comm.size == 1)
     vectors = [vector_of(rank, 50_000, "float32") for rank in range(comm.size)]

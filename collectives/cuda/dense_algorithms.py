@@ -1,0 +1,126 @@
+"""The algorithms of dense allreduces over peer memory: their kernels, and what a window holds for them. See `dense_p2p.cu`."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import cupy
+
+from collectives.cuda.device import Device
+from collectives.cuda.launch import Kernel, compiled, has_native_atomics
+from collectives.transport import Transport
+
+ALGORITHMS = ("one_shot", "lines", "pushed", "two_shot", "two_shot_lines")
+"""All give the same bits; the fastest one runs."""
+
+ROUNDING = ("int8",)
+"""Algorithms that round what travels: they run where they are asked for by name."""
+
+SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of an element, by type."""
+
+_CUDA = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
+_SOURCE = Path(__file__).with_name("dense_p2p.cu")
+THREADS, _VECTORS = 512, 2  # of a block; packs of 16 bytes a thread of a tile; see `dense_p2p.cu`
+_SLOTS = 2  # of a ring
+_LINE_VECTORS = 2  # chunks of lines that a warp sends before it waits, for five ranks at most: fewer for more
+_CHUNK = 480  # bytes of data in 512 bytes of lines
+_MOST_BLOCKS = 512  # of any launch
+_RING_BLOCKS = 512  # of a launch through rings, for two ranks: fewer for more, which send each tile to more
+_TILE = THREADS * _VECTORS * 16  # bytes
+_FLAGGED = 2 << 20  # bytes of data that all sources together may send by `one_shot`
+_ALIGNMENT = 256  # bytes, of what lies in a window
+
+
+class Areas(NamedTuple):
+    """Where what a window holds begins, in bytes from the start of its payload, and how many bytes that is."""
+
+    calls: int
+    flagged: int
+    tiles: int
+    flags: int
+    lines: int
+    nbytes: int
+
+
+def areas(ranks: int) -> Areas:
+    """The parts of a window for so many ranks."""
+    pieces = 2 * (ranks - 1) * ring_blocks(ranks) * _SLOTS
+    chunks = pieces * (THREADS // 32) * line_vectors(ranks)
+    ends = [0]
+    for nbytes in (
+        2 * ranks * 16,
+        2 * ranks * most_units(ranks) * 16,
+        pieces * _TILE,
+        pieces * 8,
+        chunks * 512,
+    ):
+        ends.append(-(-(ends[-1] + nbytes) // _ALIGNMENT) * _ALIGNMENT)
+    return Areas(*ends)
+
+
+def counters(ranks: int) -> tuple[int, int, int]:
+    """How many counters `one_shot`, the algorithms in tiles and those in lines have."""
+    return _MOST_BLOCKS, 2 * ring_blocks(ranks), 2 * ring_blocks(ranks) * (THREADS // 32)
+
+
+def most_units(ranks: int) -> int:
+    """Units of 8 bytes that a vector has at most which goes by `one_shot`."""
+    return _FLAGGED // ranks // 8
+
+
+def ring_blocks(ranks: int) -> int:
+    """Blocks of a launch through rings that move data, at most."""
+    return _RING_BLOCKS // max(1, ranks - 1)
+
+
+def line_vectors(ranks: int) -> int:
+    """Chunks that a warp sends before it waits: as many as it has registers for what comes from the others."""
+    return _LINE_VECTORS if ranks <= 5 else 1
+
+
+def blocks_of(algorithm: str, length: int, size: int, ranks: int) -> int:
+    """Blocks that move data of a vector.
+
+    Args:
+        length: its elements.
+        size: bytes of one.
+    """
+    if algorithm == "one_shot":
+        return min(-(-length * size // (8 * THREADS)), _MOST_BLOCKS)
+    parts = 1 if algorithm in ("pushed", "lines") else ranks
+    if algorithm in ("pushed", "two_shot"):
+        return min(-(-length * size // (_TILE * parts)), ring_blocks(ranks))
+    chunk = _CHUNK if algorithm == "int8" else _CHUNK // size  # elements
+    return min(-(-length // (chunk * parts * (THREADS // 32))), ring_blocks(ranks))
+
+
+@functools.cache
+def dense_kernels(element_type: str, ranks: int) -> dict[str, Kernel]:
+    """The kernels of all algorithms, by name, for so many ranks."""
+    constants = {
+        "THREADS": THREADS, "VECTORS": _VECTORS, "BLOCKS": _MOST_BLOCKS,
+        "RING_BLOCKS": ring_blocks(ranks), "LINE_VECTORS": line_vectors(ranks),
+    }  # fmt: skip
+    defines = (f"DENSE_{name}={value}" for name, value in constants.items())
+    module = compiled(_SOURCE, f"GRADIENT={_CUDA[element_type]}", f"RANKS={ranks}", *defines)
+    return {name: Kernel(module, f"dense_{name}") for name in (*ALGORITHMS, *ROUNDING)}
+
+
+def lines_arrive_whole(transport: Transport, device: Device) -> bool:
+    """Whether a warp's store of 128 bytes reaches another rank's GPU whole, as it does over NVLink. Collective.
+
+    NCCL's LL128 relies on it, too. Where a rank cannot see another one's GPU, or shares it, the answer is no.
+    """
+    gpus = transport.allgather_objects(cupy.cuda.runtime.deviceGetPCIBusId(device.id))
+    try:
+        whole = all(
+            has_native_atomics(device.id, cupy.cuda.runtime.deviceGetByPCIBusId(gpu))
+            for rank, gpu in enumerate(gpus)
+            if rank != transport.rank
+        )
+    except cupy.cuda.runtime.CUDARuntimeError:  # hidden by CUDA_VISIBLE_DEVICES
+        whole = False
+    return all(transport.allgather_objects(whole))
