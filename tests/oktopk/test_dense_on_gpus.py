@@ -81,17 +81,16 @@ def test_a_rank_whose_gradient_is_not_finite_is_named_and_the_next_step_goes_on(
     use("cuda", comm)
     reducer = GradientAllreduce(comm, LENGTHS[0], "dense", device="cuda")
     gradient = np.ones(LENGTHS[0], np.float32)
-    for problem in ("", "a problem of rank 1"):
-        wrong = gradient.copy()
-        if comm.rank == 1 and not problem:
-            wrong[77] = bad
-        named = pytest.raises(ValueError, match="rank 1: a problem of rank 1") if problem else None
-        with named or pytest.raises(NonFiniteGradientError) as raised:
-            reducer.step(put("cuda", wrong), problem=problem if comm.rank == 1 else "")
-        if not problem:
-            assert raised.value.ranks == [1]
-        reducer.step(put("cuda", gradient))
-        assert (get(reducer.update) == 1).all()
+    wrong = gradient.copy()
+    if comm.rank == 1:
+        wrong[77] = bad
+    with pytest.raises(NonFiniteGradientError) as raised:
+        reducer.step(put("cuda", wrong))
+    assert raised.value.ranks == [1]
+    with pytest.raises(ValueError, match="rank 1: a problem of its own"):
+        reducer.step(put("cuda", gradient), problem="a problem of its own" if comm.rank == 1 else "")
+    reducer.step(put("cuda", gradient))
+    assert (get(reducer.update) == 1).all()
     with pytest.raises(NonFiniteGradientError) as raised:
         reducer.step(put("cuda", np.full(LENGTHS[0], 3e38, np.float32)))
     assert raised.value.ranks == []
