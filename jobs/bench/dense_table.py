@@ -14,6 +14,7 @@ MODES = {"graph": "in a CUDA graph", "launched": "launched by the host", "waited
 
 _DRAWN = {
     "oktopk, out": "Ok-Topk",
+    "int8, out": "Ok-Topk, elements as bytes",
     "nccl, in": "NCCL",
     "torch-one-shot, out": "torch, one shot",
     "torch-two-shot, in": "torch, two shots",
