@@ -157,7 +157,7 @@ def parser() -> argparse.ArgumentParser:
     add("--sweep-ranks", type=numbers, default=(), metavar="P,P,...", help=text)
     text = (
         "Table to measure: gpu, cells with target times; hook, training steps with communication hooks of DDP; "
-        "rows, sums of the rows that ranks touched of a table; dense, dense allreduces from 4 KB to 256 MB; default: none"
+        "rows, sums of the rows that ranks touched of a table; dense, dense allreduces from 4 KB to 512 MB; default: none"
     )
     add("--table", choices=tuple(filter(None, TABLES)), default="", help=text)
     text = "Numbers of the rows of --table gpu to measure, from 1; default: all. With --table rows: "

@@ -27,7 +27,8 @@ def run(kinds: tuple[str, ...] = ("float32", "bfloat16")) -> dict[str, Any]:
     cells[0]["times"]["torch-two-shot, in"] = times(7e-6)  # of no other length
     return {
         "ranks": 4, "device": "a GPU", "nccl": "2.28.9", "left_out": {"torch": "no symmetric memory"},
-        "floors": {"copy": 3.5e11, "round_trip": 1.5e-6}, "errors": {kind: {"oktopk, out": 1.5e-8} for kind in kinds}, "cells": cells,
+        "floors": {"copy": 3.5e11, "round_trip": 1.5e-6}, "cells": cells,
+        "errors": {kind: {"oktopk, out": 1.5e-8} for kind in kinds},
     }  # fmt: skip
 
 
