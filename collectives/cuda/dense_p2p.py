@@ -143,7 +143,7 @@ class DenseP2P:
 
         Raises:
             TypeError, ValueError: an argument is none of these; on this rank alone.
-            RuntimeError: an earlier call was aborted, since a rank did not come within `timeout` or raised; see `check`.
+            RuntimeError: an earlier call was aborted, see `check`.
 
         Traffic: `nbytes_sent`, in one message to each other rank.
         """
@@ -235,7 +235,8 @@ class DenseP2P:
         """Wait for the calls so far on the device's stream.
 
         Raises:
-            RuntimeError: one was aborted: the sentence names the ranks that did not come or raised. No call can follow.
+            RuntimeError: one was aborted: the sentence names the ranks that did not come or raised, or says how their calls differ.
+                No call can follow.
         """
         self._device.synchronize()
         self._raise_if_aborted()
