@@ -235,8 +235,8 @@ class DenseP2P:
         """Wait for the calls so far on the device's stream.
 
         Raises:
-            RuntimeError: one was aborted: the sentence names the ranks that did not come or raised, or says how their calls differ.
-                No call can follow.
+            RuntimeError: one was aborted: the sentence names the ranks that did not come or raised, or says how
+                their calls differ. No call can follow.
         """
         self._device.synchronize()
         self._raise_if_aborted()

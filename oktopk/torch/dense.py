@@ -91,8 +91,8 @@ class DenseAllreduce:
 
         Raises:
             TypeError, ValueError: an argument is none of these; on this rank alone.
-            RuntimeError: an earlier call was aborted, since a rank did not come within `timeout`, or ranks passed different lengths,
-                types or scales; the sentence says which.
+            RuntimeError: an earlier call was aborted, since a rank did not come within `timeout`, or ranks passed different
+                lengths, types or scales; the sentence says which.
         """
         out = tensor if out is None else out
         for name, given in (("tensor", tensor), ("out", out), ("addend", addend)):
@@ -122,7 +122,8 @@ class DenseAllreduce:
         """Wait for all work on the GPU.
 
         Raises:
-            RuntimeError: a call was aborted; the sentence names the ranks that did not come, or what ranks passed. No call can follow.
+            RuntimeError: a call was aborted; the sentence names the ranks that did not come, or what ranks passed. No call can
+                follow.
         """
         torch.cuda.synchronize()
         self._dense.check()
