@@ -47,17 +47,19 @@ class ErrorFeedback:
     ) -> None:
         self._backend, self._kernels = backend, backend.kernels
         self._length = length
-        self._carried = carried = length if carried is None else carried
+        self._carried = shard = length if carried is None else carried
         self._momentum = settings.momentum_correction
         self.update: NDArray[np.float32] = backend.zeros(length) if update is None else update
-        self.residual: NDArray[np.float32] | None = backend.zeros(carried) if sparse else None
-        self.velocity: NDArray[np.float32] | None = backend.zeros(carried) if self._momentum else None
+        self.residual: NDArray[np.float32] | None = backend.zeros(shard) if sparse else None
+        self.velocity: NDArray[np.float32] | None = backend.zeros(shard) if self._momentum else None
+        # in two levels the entries of an update come shard by shard, out of order
+        self._sparse_update = backend.sparse_update(self.update) if sparse and carried is None else None
         self.support: SparseVector | None = None
         self.selected: SparseVector | None = None
         self.pending = False
         self._all_moved = True  # by the last `correct`
         kept = ("residual", "velocity") if settings.nonfinite == "skip" else ()
-        self._saved = {name: backend.zeros(carried) for name in kept if getattr(self, name) is not None}
+        self._saved = {name: backend.zeros(shard) for name in kept if getattr(self, name) is not None}
 
     def save(self) -> None:
         """Copy residual and velocity, where the settings skip steps that are not finite, so that `restore` is exact."""
@@ -76,10 +78,26 @@ class ErrorFeedback:
         self._all_moved = not self._kernels.accumulate_momentum(gradient, self.velocity, self._momentum)
         return (self.velocity, False) if self._all_moved else (gradient, True)
 
+    def begin_update(self, writes_out: bool) -> bool:
+        """Prepare the update for a sparse step, before the memory of the last update's entries is used again.
+
+        Args:
+            writes_out: the step may write to the update by itself, which must be zero.
+
+        Returns:
+            Whether the update is zero now; else `write` takes the last entries away as it writes the new ones.
+        """
+        if self._sparse_update is not None and not writes_out:
+            return False
+        self.clear_update()
+        return True
+
     def clear_update(self) -> None:
         """Make the update zero again."""
         if self.support is None:
             self.update.fill(0)
+        elif self.support.nnz and self._sparse_update is not None:
+            self._sparse_update.replace()
         elif self.support.nnz:
             self._kernels.clear_support(self.update, self.support.entries)
         self.nothing_applied()
@@ -105,8 +123,12 @@ class ErrorFeedback:
         self.clear_sent(result)
 
     def write(self, update: SparseVector | None, scale: float) -> None:
-        """Write the entries of an update, times `scale`, over zeros; None: the whole vector was written."""
-        if update is not None:
+        """Write the entries of an update, times `scale`; None: the whole vector was written. See `begin_update`."""
+        if update is not None and self._sparse_update is not None:
+            if self.support is None:
+                self.update.fill(0)
+            self._sparse_update.replace(update.entries, scale)
+        elif update is not None:
             self._kernels.write_scaled(self.update, update.entries, scale)
         self.support = update
 

@@ -33,8 +33,7 @@ class MessageExecutor:
         corrected, overflowed = vectors.correct(gradient)
         if method.hides_work:
             plan.meanwhile = vectors.clear_update
-        elif method.sparse:
-            vectors.clear_update()
+        elif method.sparse and vectors.begin_update(method.writes_out):
             plan.timer.record("apply")
         residual = vectors.residual if method.sparse or vectors.pending else None
         try:

@@ -23,7 +23,7 @@ from collectives.cpu.codec import (  # noqa: F401 - kernels of a transport, too
     zero_entries,
 )
 from collectives.cpu.compiled import ENTRIES, FLOAT, INT, NONE, VECTOR, compiled
-from collectives.cpu.lanes import LANES, count, load, lowest, reaching
+from collectives.cpu.lanes import LANES, count, lowest
 
 TILE = 4096
 """Elements of a region summed at a time: 16 KB of sums stay in the first-level cache."""
@@ -38,7 +38,7 @@ _INTS = types.int64[::1]
 _CANDIDATE_SHIFT = 9
 _NO_HISTOGRAM = np.empty(0, np.int32)
 _INFINITY = 0x7F800000
-_FEW = 4  # sums kept of LANES, as a rule
+_FEW = 4  # sums of LANES that have an entry, as a rule
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
@@ -72,8 +72,8 @@ def sum_sorted_lists(
         pool: ENTRY[...]; list j is pool[begins[j]:ends[j]], its indices ascend strictly within [lower, upper).
         begins, ends: int64[lists].
         threshold_bits: bits of the smallest magnitude to keep, >= 1: a sum of zero is never kept.
-        out: ENTRY[m], m >= the sums kept (at most min(entries in the lists, upper - lower)); may lie in the pool,
-            apart from the lists.
+        out: ENTRY[m], m > the sums kept or m >= min(entries in the lists, upper - lower); may lie in the pool, apart from
+            the lists.
 
     Returns:
         (nnz, nonfinite): entries written to `out`, in ascending index order, and how many sums are Inf or NaN.
@@ -88,7 +88,8 @@ def _sum(pool, begins, ends, lower, upper, threshold_bits, out, centre, histogra
     cursor = begins.copy()
     sums = np.zeros(TILE, np.float32)
     bits = sums.view(np.int32)
-    kept = np.empty(TILE + _FEW, np.int32)
+    marks = np.zeros(TILE // LANES, np.uint64)  # which sums have an entry
+    marked = np.empty(TILE + _FEW, np.int32)
     written = nonfinite = 0
     start = lower
     while start < upper:
@@ -104,29 +105,31 @@ def _sum(pool, begins, ends, lower, upper, threshold_bits, out, centre, histogra
         for j in range(lists):
             at, end = cursor[j], ends[j]
             while at < end and pool[at].index < stop:
-                sums[pool[at].index - start] += pool[at].value
+                i = (pool[at].index - start) & (TILE - 1)  # masks spare the code for negative indices
+                sums[i] += pool[at].value
+                marks[i // LANES] |= np.uint64(1) << np.uint64(i % LANES)
                 at += 1
             cursor[j] = at
         found = 0
-        for first in range(0, TILE, LANES):
-            mask = reaching(load(sums, first), threshold)
-            hits = count(mask)
-            for j in range(
-                _FEW
-            ):  # without a branch, which nobody could predict; what there is too much is overwritten
-                kept[found + j] = first + lowest(mask)
+        for word in range(TILE // LANES):
+            mask, marks[word] = marks[word], 0
+            first, hits = word * LANES, count(mask)
+            # without a branch, which nobody could predict; what there is too much is overwritten
+            for j in range(_FEW):
+                marked[found + j] = first + lowest(mask)
                 mask &= mask - np.uint64(1)
             for j in range(_FEW, hits):
-                kept[found + j] = first + lowest(mask)
+                marked[found + j] = first + lowest(mask)
                 mask &= mask - np.uint64(1)
             found += hits
         for j in range(found):
-            i = kept[j]
-            out[written + j].index = start + i
-            out[written + j].value = sums[i]
-            nonfinite += (bits[i] & _MAGNITUDE) >= _INFINITY
-        written += found
-        sums[:] = 0
+            i = marked[j] & (TILE - 1)
+            magnitude = bits[i] & _MAGNITUDE
+            out[written].index = start + i
+            out[written].value = sums[i]
+            sums[i] = 0
+            written += magnitude >= threshold
+            nonfinite += magnitude >= _INFINITY
         start = stop
     if len(histogram):
         for at in range(written):

@@ -277,17 +277,23 @@ def select_at_least(
         Elements that reach the threshold, without the ties beyond `ties`.
     """
     vector_bits, threshold = vector.view(np.int32), np.int32(threshold_bits)
+    rest = np.zeros(LANES, np.float32)  # what is left of the vector, padded with zeros
     packed = 0
-    for i in range(len(vector)):
-        bits = vector_bits[i] & _MAGNITUDE
-        if bits >= threshold:
-            if bits == threshold:
+    for start in range(0, len(vector), LANES):
+        size = min(LANES, len(vector) - start)
+        if size < LANES:
+            rest[:size] = vector[start:]
+        mask = reaching(load(vector, start) if size == LANES else load(rest, 0), threshold)
+        while mask:
+            at = start + lowest(mask)
+            mask &= mask - np.uint64(1)
+            if vector_bits[at] & _MAGNITUDE == threshold:
                 if ties <= 0:
                     continue
                 ties -= 1
             if packed < len(entries):
-                entries[packed].index = i
-                entries[packed].value = vector[i]
+                entries[packed].index = at
+                entries[packed].value = vector[at]
             packed += 1
     return packed
 

@@ -73,6 +73,9 @@ class DeviceBackend(Backend):
             array.fill(0)
         return array
 
+    def sparse_update(self, vector: Any) -> None:
+        return None
+
     def validate(self, gradient: Any, length: int) -> Any:
         if isinstance(gradient, GradientTensors):
             if gradient.length != length:

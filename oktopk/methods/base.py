@@ -31,6 +31,8 @@ class Method(ABC):
     name: ClassVar[str]
     sparse: ClassVar[bool] = True
     """Whether it leaves entries behind, so that it needs a residual."""
+    writes_out: ClassVar[bool] = True
+    """Whether `reduce` may write to `out`, so that it must be zero where the method is sparse."""
     coded: ClassVar[bool] = False
     """Whether its entries may travel in another way than plain."""
     codec: Codec = PLAIN
@@ -77,8 +79,8 @@ class Method(ABC):
             gradient: float32[n], unchanged.
             residual: float32[n], what earlier steps left; None counts as zero. Sparse methods need it, and leave
                 gradient + residual in it.
-            out: float32[n], zero where the method is sparse, if need be after `plan.meanwhile`; a method whose result is dense
-                writes it here, scaled.
+            out: float32[n], zero where the method is sparse and `writes_out`, if need be after `plan.meanwhile`; a method whose
+                result is dense writes it here, scaled.
             overflowed: this rank knows already that its gradient is not finite.
 
         Raises:
@@ -168,7 +170,7 @@ class SparseMethod(Method):
 
         Args:
             selection: what this rank selected.
-            out: float32[n], zero; where a result that is dense goes, scaled.
+            out: float32[n], zero where the method `writes_out`; where a result that is dense goes, scaled.
             plan: k and scale.
 
         Raises:

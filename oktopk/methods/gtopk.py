@@ -37,6 +37,7 @@ class GTopk(SparseMethod):
     """
 
     name = "gtopk"
+    writes_out = False
 
     def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
         transport, workspace = self.transport, self.transport.workspace

@@ -33,6 +33,7 @@ class OkTopk(SparseMethod):
     """
 
     name = "oktopk"
+    writes_out = False
     coded = True
 
     def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:

@@ -26,6 +26,7 @@ class TopkA(SparseMethod):
     """
 
     name = "topka"
+    writes_out = False
 
     def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
         transport, counts = self.transport, self.gather_counts(selection)

@@ -64,7 +64,7 @@ def kernel_sums(lists: list[Pairs], lower: int, upper: int, threshold_bits: int 
     out = pool[stored + 1 : stored + 1 + most]
     written, _ = sum_sorted_lists(pool, begins, ends, lower, upper, threshold_bits, out)
     result = out[:written].tolist()
-    pool[stored + 1 : stored + 1 + written] = SENTINEL
+    out[:] = SENTINEL
     assert np.array_equal(pool, before), "wrote outside its output, or into the lists"
     return result
 

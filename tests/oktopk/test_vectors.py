@@ -15,6 +15,7 @@ from llvmlite.binding import get_host_cpu_features
 from collectives.cpu.kernels import sum_sorted_lists
 from collectives.sparse import ENTRY
 from oktopk.cpu import kernels
+from oktopk.cpu.update import SparseUpdate
 
 ROOT = Path(__file__).resolve().parents[2]
 REGISTERS = {"x86-64": "sse2", "haswell": "avx2"}
@@ -37,7 +38,12 @@ def digest_of_the_kernels() -> str:
             ends = np.full(2, packing.nnz)
             pool = entries[: packing.nnz].copy()
             summed = sum_sorted_lists(pool, ends * 0, ends, 0, 5000, threshold, out)
-            for result in (entries, after, out, np.array([packing.nnz, packing.nonfinite, *summed])):
+            update = np.zeros(5000, np.float32)
+            SparseUpdate(update).replace(out[: summed[0]], 0.5)
+            again = np.zeros(packing.nnz + 1, ENTRY)
+            found = kernels.select_at_least(after, threshold, 3, again)
+            counts = np.array([packing.nnz, packing.nonfinite, *summed, found])
+            for result in (entries, after, out[: summed[0]], update, again, counts):
                 digest.update(result.tobytes())
     return digest.hexdigest()
 
