@@ -39,7 +39,7 @@ class Backend:
         return vector
 
     def sparse_update(self, vector: Any) -> SparseUpdate | None:
-        """What writes entries to float32[n], zero now, where the last ones were; None: kernels write, and clear by the entries."""
+        """What replaces the entries of float32[n], zero now; None: kernels clear the last entries, and write the new ones."""
         return SparseUpdate(vector)
 
     def validate(self, gradient: Any, length: int) -> Any:

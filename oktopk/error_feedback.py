@@ -54,7 +54,7 @@ class ErrorFeedback:
         self.velocity: NDArray[np.float32] | None = backend.zeros(shard) if self._momentum else None
         # in two levels the entries of an update come shard by shard, out of order
         self._sparse_update = backend.sparse_update(self.update) if sparse and carried is None else None
-        self.support: SparseVector | None = None
+        self.support: SparseVector | None = SparseVector.empty(length)
         self.selected: SparseVector | None = None
         self.pending = False
         self._all_moved = True  # by the last `correct`

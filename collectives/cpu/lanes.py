@@ -167,8 +167,8 @@ def _line_copy(past_the_cache: bool) -> Any:
 
 
 copy_line = _line_copy(past_the_cache=False)
-"""copy_line(array, at, source, start): array[at : at + LINE] = source[start : start + LINE], both float32, C-contiguous; array[at]
-begins a cache line."""
+"""copy_line(array, at, source, start): array[at : at + LINE] = source[start : start + LINE], both float32, C-contiguous;
+array[at] begins a cache line."""
 
 stream_line = _line_copy(past_the_cache=True)
 """As `copy_line`; the line is not read before and does not stay in the cache. `fence` ends a row of such writes."""
