@@ -236,7 +236,7 @@ class LocalSelection:
         Returns (nnz, bits): entries packed here, and the threshold they reach.
         """
         kernels = self._kernels
-        coarse = self._transport.sum_over_shards(kernels.magnitude_histogram(residual, 0, 0))
+        coarse = self._transport.sum_over_shards(kernels.top_histogram(residual, k))
         reached = np.cumsum(coarse[::-1])
         if reached[-1] <= 2 * k:
             return kernels.select_at_least(residual, 1, _ALL, buffer), 1

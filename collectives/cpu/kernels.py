@@ -149,22 +149,10 @@ def count_at_least(entries: NDArray[np.void], thresholds: NDArray[np.int32]) -> 
     Returns:
         int64[m], descending: entries with magnitude bits >= thresholds[j].
     """
-    reached = np.zeros(len(thresholds) + 1, np.int64)
-    for at in range(len(entries)):
-        bits = magnitude_bits(entries[at].value)
-        low, high = 0, len(thresholds)
-        while low < high:
-            middle = (low + high) >> 1
-            if thresholds[middle] <= bits:
-                low = middle + 1
-            else:
-                high = middle
-        reached[low] += 1
-    counts = np.empty(len(thresholds), np.int64)
-    above = 0
-    for j in range(len(thresholds), 0, -1):
-        above += reached[j]
-        counts[j - 1] = above
+    counts = np.zeros(len(thresholds), np.int64)
+    for j in range(len(thresholds)):
+        for at in range(len(entries)):
+            counts[j] += magnitude_bits(entries[at].value) >= thresholds[j]
     return counts
 
 

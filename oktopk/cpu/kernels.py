@@ -29,6 +29,8 @@ INFINITE_DIGIT = 0x7F8
 _LINE = 16  # elements of a cache line
 _AHEAD = 512  # elements that memory is asked for before they are read
 _SOON = 32  # entries likewise
+_SAMPLE = 1 << 14  # elements that a floor is guessed from
+_FEWEST = 32  # of the sample that are to lie above it at least
 _TILE = 1 << 15  # elements whose flags stay in the second-level cache
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
@@ -312,6 +314,50 @@ def magnitude_histogram(
         int64[2**width], counts by digit, ascending.
     """
     return _magnitude_histogram(_words(values), *LEVELS[level], prefix)
+
+
+def top_histogram(values: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+    """As `magnitude_histogram` of the first digit, exact from the top down to where k magnitudes are reached.
+
+    The magnitudes below may be counted in a lower digit than theirs; the total is exact. So only as many are looked at closely
+    as a sample says, and the rest is counted by vectors.
+
+    Args:
+        values: float32[n].
+        k: >= 1.
+
+    Returns:
+        int64[2**11].
+    """
+    shift, width = LEVELS[0]
+    sample = np.sort(values[:: max(1, len(values) // _SAMPLE)].view(np.int32) & _MAGNITUDE)
+    rank = 2 * k * len(sample) // max(1, len(values)) + _FEWEST
+    floor = int(sample[-rank]) >> shift << shift if rank <= len(sample) else 0
+    if floor:
+        counts = _top_histogram(values, floor, shift, width)
+        if counts[floor >> shift :].sum() >= k:
+            return counts
+    return magnitude_histogram(values, 0, 0)
+
+
+@compiled((VECTOR, INT, INT, INT))
+def _top_histogram(values, floor, shift, width):  # type: ignore[no-untyped-def]
+    counts = np.zeros(1 << width, np.int64)
+    bits, lowest_bits = values.view(np.int32), np.int32(floor)
+    rest = np.zeros(LANES, np.float32)  # what is left of the vector, padded with zeros
+    below = 0
+    for start in range(0, len(values), LANES):
+        size = min(LANES, len(values) - start)
+        if size < LANES:
+            rest[:size] = values[start:]
+        lanes = load(values, start) if size == LANES else load(rest, 0)
+        mask = reaching(lanes, lowest_bits)
+        below += count(reaching(lanes, np.int32(1))) - count(mask)
+        while mask:
+            counts[(bits[start + lowest(mask)] & _MAGNITUDE) >> shift] += 1
+            mask &= mask - np.uint64(1)
+    counts[0] += below
+    return counts
 
 
 def _words(values: NDArray[np.float32] | NDArray[np.void]) -> NDArray[np.int32]:

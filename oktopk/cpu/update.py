@@ -10,7 +10,7 @@ from collectives.cpu.compiled import BOOL, ENTRIES, FLOAT, INT, VECTOR, compiled
 from collectives.cpu.lanes import LANES, LINE, copy_line, fence, lowest, stream_line
 from collectives.sparse import ENTRY
 
-STREAMED = 1 << 24
+STREAMED = 1 << 22
 """Bytes from which a vector is written past the cache: it would not stay there until it is read."""
 
 _SPAN = LANES * LINE  # elements whose lines are the bits of one word
@@ -58,24 +58,34 @@ def _replace(vector, shift, lines, entries, scale, streams):  # type: ignore[no-
     for word in range(len(lines)):
         low = word * _SPAN - shift
         high = low + _SPAN
-        begin, mask = end, np.uint64(0)
+        inside = low >= 0 and high <= length
+        apart = streams and inside  # put together in `span`; else written where it belongs
+        old, mask = lines[word], np.uint64(0)
+        while old and not apart:
+            first = low + lowest(old) * LINE
+            if inside:
+                copy_line(vector, first, span, 0)
+            else:
+                for at in range(max(first, 0), min(first + LINE, length)):
+                    vector[at] = 0
+            old &= old - np.uint64(1)
+        begin = end
         while end < nnz and entries[end].index < high:
-            at = (entries[end].index - low) & (_SPAN - 1)  # in the span even where a list is out of order
-            span[at] = entries[end].value * factor
+            index, value = entries[end].index, entries[end].value * factor
+            at = (index - low) & (_SPAN - 1)  # in the span even where a list is out of order
+            if apart:
+                span[at] = value
+            else:
+                vector[index] = value
             mask |= np.uint64(1) << np.uint64(at // LINE)
             end += 1
-        written, lines[word] = mask | lines[word], mask
-        whole = low >= 0 and high <= length
-        while written:
-            first = lowest(written) * LINE
-            if whole and streams:
+        lines[word] = mask
+        if apart:
+            written = mask | old
+            while written:
+                first = lowest(written) * LINE
                 stream_line(vector, low + first, span, first)
-            elif whole:
-                copy_line(vector, low + first, span, first)
-            else:
-                for at in range(max(first, -low), min(first + LINE, length - low)):
-                    vector[low + at] = span[at]
-            written &= written - np.uint64(1)
-        for j in range(begin, end):
-            span[(entries[j].index - low) & (_SPAN - 1)] = 0
+                written &= written - np.uint64(1)
+            for j in range(begin, end):
+                span[(entries[j].index - low) & (_SPAN - 1)] = 0
     fence()

@@ -240,6 +240,27 @@ def test_histograms_count_nonzero_magnitudes_by_digit(packed: bool, values: list
         assert counts.tolist() == expected
 
 
+@pytest.mark.parametrize("kind", ["heavy", "equal", "few", "denormal", "sorted"])
+@pytest.mark.parametrize("length", [1, 100, 100_003])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.25, 1.0])
+def test_a_histogram_of_the_top_is_exact_down_to_k(kind: str, length: int, share: float) -> None:
+    rng = np.random.default_rng(length)
+    values, k = rng.standard_t(2, length).astype(np.float32), max(1, int(share * length))
+    if kind == "equal":
+        values = np.full(length, -2, np.float32)
+    elif kind == "few":
+        values[rng.random(length) < 0.999] = -0.0
+    elif kind == "denormal":
+        values *= np.float32(1e-40)
+    elif kind == "sorted":
+        values.sort()
+    whole, top = kernels.magnitude_histogram(values, 0, 0), kernels.top_histogram(values, k)
+    assert top.sum() == whole.sum()
+    reached, expected = np.cumsum(top[::-1]), np.cumsum(whole[::-1])
+    needed = int(np.searchsorted(expected, k)) + 1
+    assert reached[:needed].tolist() == expected[:needed].tolist()
+
+
 def test_the_digits_of_a_histogram_tile_the_bits_of_a_magnitude() -> None:
     shifts = [shift for shift, _ in LEVELS]
     assert [shift + width for shift, width in LEVELS] == [31, *shifts[:-1]]
