@@ -13,15 +13,30 @@
 #include "compact.cuh"
 
 constexpr int CODEC_THREADS = 256, CODEC_WARPS = CODEC_THREADS / 32;
-constexpr unsigned GROUP = 256, GROUP_ROWS = GROUP / 32;  // values that share a range: a warp's, one a lane in each row
+constexpr unsigned GROUP = 256;                 // values that share a range: a warp's
+constexpr int ROW = GROUP / 32;                 // of them a lane's
+constexpr unsigned PADDED_GROUP = GROUP + 32;   // in shared memory, so that lanes meet in no bank
+constexpr unsigned FEW = 3;                     // words of a gap that a lane clears by itself
 constexpr int DECODE_ROWS = 4;  // entries that a thread decodes at once
 constexpr unsigned DAMAGED_COUNT = 1, DAMAGED_ORDER = 2, DAMAGED_VALUES = 3;
 
-// Magnitude bits of a code in [0, most].
+// Between the least and the largest magnitude of a group: span = MOST·quotient + rest, so that 32 bits hold all that follows.
 template <unsigned MOST>
-__device__ __forceinline__ unsigned magnitude_of_code(unsigned code, unsigned low, unsigned span) {
-  return low + static_cast<unsigned>((static_cast<unsigned long long>(code) * span + MOST / 2) / MOST);
-}
+struct Range {
+  unsigned low, quotient, rest;
+  float scale;  // codes a bit of a magnitude
+
+  __device__ __forceinline__ Range(unsigned low, unsigned high) : low(low) {
+    const unsigned span = high - low;
+    quotient = span / MOST;
+    rest = span % MOST;
+    scale = span ? static_cast<float>(MOST) / static_cast<float>(span) : 0.0f;
+  }
+  // low + (code·span + MOST / 2) / MOST, the magnitude of a code in [0, MOST]
+  __device__ __forceinline__ unsigned magnitude_of(unsigned code) const {
+    return low + code * quotient + (code * rest + MOST / 2) / MOST;
+  }
+};
 
 struct Coded {
   unsigned code;       // as it is stored, sign and all
@@ -29,21 +44,22 @@ struct Coded {
 };
 
 template <unsigned MOST>
-__device__ __forceinline__ Coded nearest_code(unsigned exact, unsigned sign, unsigned low, unsigned high, double scale) {
-  const unsigned span = high - low;
-  // floor of the exact quotient: that is at least 2^-31 below an integer that it does not reach
-  unsigned code = static_cast<unsigned>(static_cast<double>(exact - low) * scale + 0x1p-40);
+__device__ __forceinline__ Coded nearest_code(unsigned exact, unsigned sign, const Range<MOST>& range) {
+  // rounded down, but for what is within 2^-15 of an integer: that has the code of this integer whichever two codes are compared
+  unsigned code = static_cast<unsigned>(static_cast<float>(exact - range.low) * range.scale);
   if (code > MOST - 1) code = MOST - 1;
-  const unsigned below = magnitude_of_code<MOST>(code, low, span), above = magnitude_of_code<MOST>(code + 1, low, span);
+  const unsigned below = range.magnitude_of(code), above = range.magnitude_of(code + 1);
   const float value = __uint_as_float(exact), to_below = __uint_as_float(below | 0x80000000u);
   const bool up = add(value, to_below) > add(__uint_as_float(above), __uint_as_float(exact | 0x80000000u));
   return {(code + up) | sign * (MOST + 1), up ? above : below};
 }
 
-__device__ __forceinline__ unsigned nonzero_magnitude(Entry entry) {
-  const unsigned bits = magnitude(entry);
+__device__ __forceinline__ unsigned nonzero_magnitude(float value) {
+  const unsigned bits = magnitude(value);
   return bits ? bits : 1u;
 }
+
+__device__ __forceinline__ unsigned padded(unsigned i) { return i + i / ROW; }
 
 // The least and the largest of a warp's values, on all lanes.
 __device__ __forceinline__ void warp_range(unsigned& least, unsigned& largest) {
@@ -78,137 +94,181 @@ __device__ __forceinline__ unsigned bit_place(const EncodeEntries& p, int index,
 // Write words [from, to) of the bitmap, in which no entry sets a bit. A whole warp calls, each lane for words of its own.
 __device__ __forceinline__ void clear_words(const EncodeEntries& p, unsigned from, unsigned to, int lane) {
   for (unsigned lanes = __ballot_sync(FULL_WARP, from < to); lanes; lanes &= lanes - 1) {
-    const int owner = __ffs(lanes) - 1;
+    const int owner = __ffs(static_cast<int>(lanes)) - 1;
     const unsigned end = __shfl_sync(FULL_WARP, to, owner);
     for (unsigned word = __shfl_sync(FULL_WARP, from, owner) + lane; word < end; word += 32) p.wire[p.bitmap + word] = 0;
   }
 }
 
-// Write the words of the bitmap that end in a group, and those before and after them without a bit. Places ascend, so that the bits of a
-// word are those of neighbours, whose sum is a difference of prefix sums. Bits before the group in its first word are the warp's, too.
-__device__ __forceinline__ void write_bitmap(const EncodeEntries& p, const Entry (&entry)[GROUP_ROWS], unsigned first, int lane) {
+// Write the words of the bitmap that end in a group, and those before them, and after the last, without a bit. index: of the lane's
+// entries, `here` of them in the list. Bits before the group in its first word are written here, too.
+__device__ __forceinline__ void write_bitmap(const EncodeEntries& p, const int (&index)[ROW], unsigned first, int here, int lane) {
   constexpr unsigned NONE = ~0u;  // after all words; with 1 added, before them
-  unsigned before = NONE, carried = 0;
-  const unsigned next = first + GROUP < p.count ? bit_place(p, p.entries[first + GROUP].x, first + GROUP) / 32 : NONE;
+  const unsigned i = first + ROW * lane;
+  unsigned last = NONE, carried = 0;  // the word that the entry before the group is in, and what earlier groups set in it
   if (first) {
     const unsigned place = bit_place(p, p.entries[first - 32 + lane].x, first - 32 + lane);
-    before = __shfl_sync(FULL_WARP, place / 32, 31);
-    const bool unfinished = before == __shfl_sync(FULL_WARP, bit_place(p, entry[0].x, first + lane) / 32, 0);
-    carried = __reduce_add_sync(FULL_WARP, unfinished && place / 32 == before ? 1u << place % 32 : 0);
+    last = __shfl_sync(FULL_WARP, place / 32, 31);
+    carried = __reduce_add_sync(FULL_WARP, place / 32 == last ? 1u << place % 32 : 0);
+  }
+  // the lane's first word, the bits that it sets in that one, the word it is at, and the bits there
+  const unsigned head = here > 0 ? bit_place(p, index[0], i) / 32 : NONE;
+  unsigned head_bits = 0, word = head, bits = 0;
+#pragma unroll
+  for (int e = 0; e < ROW; ++e) {
+    const unsigned place = bit_place(p, index[e], i + e);
+    if (e < here && place / 32 != word) {
+      if (word == head)
+        head_bits = bits;
+      else
+        p.wire[p.bitmap + word] = bits;
+      for (unsigned empty = word + 1; empty < place / 32 && empty < word + FEW; ++empty) p.wire[p.bitmap + empty] = 0;
+      word = place / 32;
+      bits = 0;
+    }
+    if (e < here) bits |= 1u << place % 32;
   }
 #pragma unroll
-  for (int row = 0; row < GROUP_ROWS; ++row) {
-    const unsigned i = first + 32 * row + lane;
-    const bool valid = i < p.count;
-    const unsigned place = bit_place(p, entry[row].x, i), word = valid ? place / 32 : NONE;
-    unsigned above = __shfl_down_sync(FULL_WARP, word, 1), below = __shfl_up_sync(FULL_WARP, word, 1);
-    unsigned of_next = next;
-    if (row + 1 < GROUP_ROWS) {
-      const unsigned at = first + 32 * (row + 1);
-      of_next = at < p.count ? __shfl_sync(FULL_WARP, bit_place(p, entry[row + 1 < GROUP_ROWS ? row + 1 : row].x, at + lane), 0) / 32 : NONE;
-    }
-    if (lane == 31) above = of_next;
-    if (lane == 0) below = before;
-    const bool ends = valid && word != above;
-    const unsigned sum = inclusive_sum(valid ? 1u << place % 32 : 0, lane), votes = __ballot_sync(FULL_WARP, ends);
-    const unsigned earlier = votes & ((1u << lane) - 1);
-    const unsigned sum_before = __shfl_sync(FULL_WARP, sum, earlier ? 31 - __clz(static_cast<int>(earlier)) : lane);
-    if (ends) p.wire[p.bitmap + word] = sum - (earlier ? sum_before : 0u - carried);
-    clear_words(p, valid ? below + 1 : 0, valid ? word : 0, lane);
-    const unsigned whole = __shfl_sync(FULL_WARP, sum, 31);
-    const unsigned ended = __shfl_sync(FULL_WARP, sum, votes ? 31 - __clz(static_cast<int>(votes)) : 0);
-    carried = votes ? whole - ended : carried + whole;
-    before = __shfl_sync(FULL_WARP, word, 31);
+  for (int e = 1; e < ROW; ++e) {  // the rest of long gaps, hardly ever
+    const unsigned from = bit_place(p, index[e - 1], i + e - 1) / 32 + FEW, to = bit_place(p, index[e], i + e) / 32;
+    const bool more = e < here && from < to;
+    if (__any_sync(FULL_WARP, more)) clear_words(p, more ? from : 0, more ? to : 0, lane);
   }
-  if (first + GROUP >= p.count)
-    clear_words(p, lane ? 0 : bit_place(p, p.entries[p.count - 1].x, p.count - 1) / 32 + 1, lane ? 0 : p.words - p.bitmap, lane);
+  // what lanes before set in this one's first word: it has 32 bits, and the lanes between set a bit for each entry
+  unsigned set_before = head == last ? carried : 0;
+#pragma unroll
+  for (int d = 1; d <= 32 / ROW; ++d) {
+    const unsigned theirs = __shfl_up_sync(FULL_WARP, word, d), set = __shfl_up_sync(FULL_WARP, bits, d);
+    if (lane >= d && theirs == head) set_before |= set;
+  }
+  const unsigned before = __shfl_up_sync(FULL_WARP, word, 1), above = __shfl_down_sync(FULL_WARP, head, 1);
+  unsigned next = above;
+  if (lane == 31) next = first + GROUP < p.count ? bit_place(p, p.entries[first + GROUP].x, first + GROUP) / 32 : NONE;
+  if (here > 0 && word != head) p.wire[p.bitmap + head] = head_bits | set_before;
+  if (here > 0 && word != next) p.wire[p.bitmap + word] = bits | (word == head ? set_before : 0);
+  const unsigned from = (lane ? before : last) + 1;
+  clear_words(p, here > 0 ? from : 0, here > 0 ? head : 0, lane);
+  const bool ends = here > 0 && i + here == p.count;
+  if (__any_sync(FULL_WARP, ends)) clear_words(p, ends ? word + 1 : 0, ends ? p.words - p.bitmap : 0, lane);
 }
 
-// Write the low bits of a group's indices, whole words.
-__device__ __forceinline__ void write_lows(const EncodeEntries& p, const Entry (&entry)[GROUP_ROWS], unsigned group, unsigned here,
-                                           unsigned* parts, int lane) {
-  const unsigned mask = (1u << p.low_bits) - 1;
-#pragma unroll
-  for (int row = 0; row < GROUP_ROWS; ++row) parts[32 * row + lane] = static_cast<unsigned>(entry[row].x - p.lower) & mask;
-  __syncwarp();
+// Write the low bits of a group's indices, whole words, from what lanes put into `parts`.
+__device__ __forceinline__ void write_lows(const EncodeEntries& p, unsigned group, unsigned here, const unsigned* parts, int lane) {
+  const unsigned inverse = ((1u << 20) + p.low_bits - 1) / p.low_bits;  // for j below: exact, as 32·t < 256·low_bits
   for (unsigned t = lane; 32 * t < here * p.low_bits; t += 32) {
-    unsigned word = 0, j = 32 * t / p.low_bits;
+    unsigned word = 0, j = 32 * t * inverse >> 20;
     for (int shift = static_cast<int>(j * p.low_bits) - static_cast<int>(32 * t); shift < 32 && j < here; shift += p.low_bits, ++j)
-      word |= shift >= 0 ? parts[j] << shift : parts[j] >> -shift;
+      word |= shift >= 0 ? parts[padded(j)] << shift : parts[padded(j)] >> -shift;
     p.wire[p.lows + group * 8 * p.low_bits + t] = word;
   }
-  __syncwarp();
+}
+
+// Round and code a lane's values to 8 or 4 bits; each becomes what it decodes to.
+template <unsigned MOST>
+__device__ __forceinline__ void write_codes(const EncodeEntries& p, float (&value)[ROW], unsigned group, int here, int lane) {
+  constexpr int BITS = MOST == 7 ? 4 : 8, EACH = 32 / BITS;
+  unsigned least = 0x7fffffffu, largest = 1;
+#pragma unroll
+  for (int e = 0; e < ROW; ++e) {
+    const unsigned exact = nonzero_magnitude(value[e]);
+    least = e < here && exact < least ? exact : least;
+    largest = e < here && exact > largest ? exact : largest;
+  }
+  warp_range(least, largest);
+  if (lane == 0) {
+    p.wire[2 * group] = least;
+    p.wire[2 * group + 1] = largest;
+  }
+  const Range<MOST> range(least, largest);
+  unsigned word[ROW / EACH] = {};
+#pragma unroll
+  for (int e = 0; e < ROW; ++e) {
+    const unsigned sign = __float_as_uint(value[e]) >> 31;
+    const Coded coded = nearest_code<MOST>(e < here ? nonzero_magnitude(value[e]) : least, sign, range);
+    if (e < here) word[e / EACH] |= coded.code << e % EACH * BITS;
+    value[e] = __uint_as_float(coded.magnitude | sign << 31);
+  }
+#pragma unroll
+  for (int w = 0; w < ROW / EACH; ++w)
+    if (w * EACH < here) p.wire[p.values + (group * GROUP + ROW * lane) / EACH + w] = word[w];
+}
+
+// Round a lane's values to bfloat16, likewise.
+__device__ __forceinline__ void write_halves(const EncodeEntries& p, float (&value)[ROW], unsigned group, int here, int lane) {
+#pragma unroll
+  for (int e = 0; e < ROW; e += 2) {
+    unsigned word = 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const unsigned bits = magnitude(value[e + h]), sign = __float_as_uint(value[e + h]) >> 31;
+      unsigned half = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+      half = half < 1u ? 1u : half > 0x7f7fu ? 0x7f7fu : half;
+      if (e + h < here) word |= (half | sign << 15) << 16 * h;
+      value[e + h] = __uint_as_float((half | sign << 15) << 16);
+    }
+    if (e < here) p.wire[p.values + (group * GROUP + ROW * lane + e) / 2] = word;
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(CODEC_THREADS) encode_entries(const __grid_constant__ EncodeEntries p) {
-  __shared__ unsigned low_parts[CODEC_WARPS][GROUP];
+  // global memory in the order of the list, a warp's lanes in rows of their own: between the two lies this
+  __shared__ unsigned indices_of_warps[CODEC_WARPS][PADDED_GROUP];
+  __shared__ float values_of_warps[CODEC_WARPS][PADDED_GROUP];
   __shared__ double sums[CODEC_WARPS];
   const unsigned groups = (p.count + GROUP - 1) / GROUP;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  unsigned* indices = indices_of_warps[warp];
+  float* values = values_of_warps[warp];
   double lost = 0, mass = 0;
   for (unsigned group = blockIdx.x * CODEC_WARPS + warp; group < groups; group += gridDim.x * CODEC_WARPS) {
-    const unsigned first = group * GROUP, here = p.count - first < GROUP ? p.count - first : GROUP;
-    Entry entry[GROUP_ROWS];
+    const unsigned first = group * GROUP, whole = p.count - first < GROUP ? p.count - first : GROUP;
 #pragma unroll
-    for (int row = 0; row < GROUP_ROWS; ++row) {
+    for (int row = 0; row < ROW; ++row) {
       const unsigned t = 32 * row + lane;
-      entry[row] = t < here ? p.entries[first + t] : make_entry(static_cast<int>(p.lower), 0.0f);
+      const Entry entry = t < whole ? p.entries[first + t] : make_entry(static_cast<int>(p.lower), 0.0f);
+      if (p.bits == 0 && t < whole) reinterpret_cast<Entry*>(p.wire)[first + t] = entry;
+      if (p.bits == 32 && t < whole) p.wire[p.values + first + t] = static_cast<unsigned>(entry.y);
+      indices[padded(t)] = static_cast<unsigned>(entry.x);
+      values[padded(t)] = entry_value(entry);
     }
-    unsigned low = 0x7fffffffu, high = 1;
-    double scale = 0;
+    __syncwarp();
+    const int here = static_cast<int>(whole) - ROW * lane;  // of the lane's entries; may be below 0 or above ROW
     if (p.bits) {
-      write_bitmap(p, entry, first, lane);
-      if (p.low_bits) write_lows(p, entry, group, here, low_parts[warp], lane);
-      if (p.bits < 16) {
+      int index[ROW];
 #pragma unroll
-        for (int row = 0; row < GROUP_ROWS; ++row) {
-          const unsigned exact = nonzero_magnitude(entry[row]);
-          const bool valid = 32 * row + lane < here;
-          low = valid && exact < low ? exact : low;
-          high = valid && exact > high ? exact : high;
+      for (int e = 0; e < ROW; ++e) {
+        unsigned& part = indices[padded(ROW * lane + e)];
+        index[e] = static_cast<int>(part);
+        part = static_cast<unsigned>(index[e] - p.lower) & ((1u << p.low_bits) - 1);
+      }
+      write_bitmap(p, index, first, here < ROW ? here : ROW, lane);
+      __syncwarp();
+      if (p.low_bits) write_lows(p, group, whole, indices, lane);
+    }
+    if (p.rounds) {
+      float value[ROW], decoded[ROW];
+#pragma unroll
+      for (int e = 0; e < ROW; ++e) decoded[e] = value[e] = values[padded(ROW * lane + e)];
+      if (p.bits == 16) write_halves(p, decoded, group, here, lane);
+      if (p.bits == 8) write_codes<127>(p, decoded, group, here, lane);
+      if (p.bits == 4) write_codes<7>(p, decoded, group, here, lane);
+#pragma unroll
+      for (int e = 0; e < ROW; ++e) {
+        const float error = add(value[e], -decoded[e]);
+        values[padded(ROW * lane + e)] = error;
+        if (e < here) {
+          lost += static_cast<double>(__uint_as_float(magnitude(error)));
+          mass += static_cast<double>(__uint_as_float(magnitude(value[e])));
         }
-        warp_range(low, high);
-        if (lane == 0) {
-          p.wire[2 * group] = low;
-          p.wire[2 * group + 1] = high;
-        }
-        scale = high > low ? (p.bits == 8 ? 127.0 : 7.0) / (high - low) : 0.0;
+      }
+      __syncwarp();
+#pragma unroll
+      for (int row = 0; row < ROW; ++row) {
+        const unsigned t = 32 * row + lane;
+        if (t < whole) p.entries[first + t].y = __float_as_int(values[padded(t)]);
       }
     }
-#pragma unroll
-    for (int row = 0; row < GROUP_ROWS; ++row) {
-      const unsigned t = 32 * row + lane;
-      const bool valid = t < here;
-      const unsigned exact = nonzero_magnitude(entry[row]), sign = static_cast<unsigned>(entry[row].y) >> 31;
-      unsigned decoded = magnitude(entry[row]), code = static_cast<unsigned>(entry[row].y);
-      if (p.bits == 0) {
-        if (valid) reinterpret_cast<Entry*>(p.wire)[first + t] = entry[row];
-      } else if (p.bits == 32) {
-        if (valid) p.wire[p.values + first + t] = code;
-      } else {
-        if (p.bits == 16) {
-          unsigned half = (decoded + 0x7fffu + (decoded >> 16 & 1u)) >> 16;
-          half = half < 1u ? 1u : half > 0x7f7fu ? 0x7f7fu : half;
-          decoded = half << 16;
-          code = half | sign << 15;
-        } else {
-          const Coded coded = p.bits == 8 ? nearest_code<127>(valid ? exact : low, sign, low, high, scale)
-                                          : nearest_code<7>(valid ? exact : low, sign, low, high, scale);
-          code = coded.code;
-          decoded = coded.magnitude;
-        }
-        const unsigned each = 32u / p.bits;  // codes a word
-        unsigned word = valid ? code << (lane % each * p.bits) : 0;
-        for (unsigned d = 1; d < each; d *= 2) word |= __shfl_down_sync(FULL_WARP, word, d);
-        if (valid && lane % each == 0) p.wire[p.values + (first + t) / each] = word;
-      }
-      if (p.rounds && valid) {
-        const float error = add(entry_value(entry[row]), __uint_as_float(decoded | (sign ^ 1u) << 31));
-        p.entries[first + t].y = __float_as_int(error);
-        lost += static_cast<double>(__uint_as_float(magnitude(error)));
-        mass += static_cast<double>(__uint_as_float(magnitude(entry[row])));
-      }
-    }
+    __syncwarp();
   }
   if (!p.rounds) return;
   lost = block_sum(lost, sums);
@@ -249,67 +309,17 @@ __device__ __forceinline__ unsigned decoded_value(const DecodeEntries& p, unsign
       *damage = DAMAGED_VALUES;
       low = high = 1;
     }
-    value = p.bits == 8 ? magnitude_of_code<127>(code & 127u, low, high - low) | (code >> 7 & 1u) << 31
-                        : magnitude_of_code<7>(code & 7u, low, high - low) | (code >> 3 & 1u) << 31;
+    value = p.bits == 8 ? Range<127>(low, high).magnitude_of(code & 127u) | (code >> 7 & 1u) << 31
+                        : Range<7>(low, high).magnitude_of(code & 7u) | (code >> 3 & 1u) << 31;
   }
   if ((value & 0x7fffffffu) >= INFINITY_BITS) *damage = DAMAGED_VALUES;
   return value;
 }
 
-// As look_back of compact.cuh, by a whole block at once: nearly always one look is enough. Valid on all threads.
-__device__ __forceinline__ unsigned look_back_of_block(unsigned long long* status, unsigned tile, unsigned count, unsigned epoch) {
-  __shared__ unsigned votes[CODEC_WARPS], theirs_of_warps[CODEC_WARPS];
-  constexpr int EACH = 4;  // tiles that a thread looks at
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  epoch &= MOST_EPOCH;
-  if (threadIdx.x == 0) store_status(status + tile, pack_status(epoch, tile ? TILE_COUNTED : TILE_PREFIXED, count));
-  unsigned before = 0;
-  for (long long nearest = static_cast<long long>(tile) - 1; nearest >= 0; nearest -= EACH * CODEC_THREADS) {
-    unsigned long long word[EACH];
-    bool there;
-    do {  // all loads in flight together
-      there = true;
-#pragma unroll
-      for (int i = 0; i < EACH; ++i) {
-        const long long looked_at = nearest - static_cast<int>(threadIdx.x) * EACH - i;
-        // before the first tile: a prefix of 0
-        word[i] = looked_at >= 0 ? load_status(status + looked_at) : pack_status(epoch, TILE_PREFIXED, 0);
-      }
-#pragma unroll
-      for (int i = 0; i < EACH; ++i)
-        there = there && static_cast<unsigned>(word[i] >> 34) == epoch && (word[i] >> 32 & 3) != 0;
-    } while (!there);
-    unsigned theirs = 0;
-    bool prefixed = false;
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-      theirs += prefixed ? 0 : static_cast<unsigned>(word[i]);
-      prefixed = prefixed || (word[i] >> 32 & 3) == TILE_PREFIXED;
-    }
-    const unsigned voted = __ballot_sync(FULL_WARP, prefixed);
-    const int last = voted ? __ffs(static_cast<int>(voted)) - 1 : 31;
-    theirs = __reduce_add_sync(FULL_WARP, lane <= last ? theirs : 0u);
-    if (lane == 0) {
-      votes[warp] = voted;
-      theirs_of_warps[warp] = theirs;
-    }
-    __syncthreads();
-    bool found = false;
-    for (int w = 0; w < CODEC_WARPS && !found; ++w) {
-      before += theirs_of_warps[w];
-      found = votes[w] != 0;
-    }
-    __syncthreads();
-    if (found) break;
-  }
-  if (tile && threadIdx.x == 0) store_status(status + tile, pack_status(epoch, TILE_PREFIXED, before + count));
-  return before;
-}
-
 extern "C" __global__ void __launch_bounds__(CODEC_THREADS) decode_entries(const __grid_constant__ DecodeEntries p) {
   __shared__ unsigned short places[32 * DECODE_WORDS];  // of the tile's bits that are set
   __shared__ unsigned of_warps[CODEC_WARPS];
-  __shared__ unsigned shared_tile;
+  __shared__ unsigned shared_tile, before;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   unsigned damage = 0;
   if (p.bits == 0) {
@@ -335,9 +345,12 @@ extern "C" __global__ void __launch_bounds__(CODEC_THREADS) decode_entries(const
       if (w < warp) position += of_warps[w];
       total += of_warps[w];
     }
+    if (warp == 0) {
+      const unsigned prefix = look_back(p.scan.status, tile, total, p.scan.epoch, lane);
+      if (lane == 0) before = prefix;
+    }
     for (; word; word &= word - 1) places[position++] = static_cast<unsigned short>(32 * threadIdx.x + __ffs(static_cast<int>(word)) - 1);
-    const unsigned before = look_back_of_block(p.scan.status, tile, total, p.scan.epoch);
-    __syncthreads();  // all places
+    __syncthreads();
     const unsigned mask = (1u << p.low_bits) - 1;
     for (unsigned start = 0; start < total; start += DECODE_ROWS * CODEC_THREADS) {
       Entry entry[DECODE_ROWS];
