@@ -140,6 +140,10 @@ network() {
         make 'veth pairs' CONFIG_VETH ip link add "v$i" type veth peer name eth0 netns "h$i"
         ip link set "v$i" master switch up && ip -n "h$i" addr add "10.77.0.$i/24" dev eth0 &&
             ip -n "h$i" link set lo up && ip -n "h$i" link set eth0 up || refuse "cannot join host $i to the switch"
+        # BBR, where it is this machine's, paces below the rate of a link as short as these, and a pause between steps is no sign of a
+        # network that has changed
+        ip netns exec "h$i" sh -c 'cd /proc/sys/net/ipv4 && echo reno >tcp_congestion_control && echo 0 >tcp_slow_start_after_idle' ||
+            refuse "cannot set TCP's congestion control in host $i"
         if [ "$rate" != none ]; then
             local bucket=(root tbf rate "$rate" burst "$burst" latency 50ms)
             make 'token bucket' CONFIG_NET_SCH_TBF tc -n "h$i" qdisc add dev eth0 "${bucket[@]}"
