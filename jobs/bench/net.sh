@@ -182,12 +182,14 @@ bench() {
     for ((i = 1; i <= hosts; i++)); do names+=("10.77.0.$i"); done
     local list
     list=$(IFS=,; echo "${names[*]}")
+    # consecutive ranks share a host, as launchers place them
+    local each=$(((ranks + hosts - 1) / hosts))
     local launch=("$mpiexec") network="TCP over $rate links"
     [ "$rate" != none ] || network='TCP over unshaped links'
     case $flavour in
     openmpi)
         launch+=(--prtemca plm_ssh_agent /run/agent --prtemca prte_if_include 10.77.0.0/24)
-        launch+=(--host "$list" --map-by node:OVERSUBSCRIBE --bind-to none)
+        launch+=(--host "$list" --map-by "ppr:$each:node:OVERSUBSCRIBE" --bind-to none)
         # han would hide which algorithm runs between the hosts
         launch+=(--mca coll ^han)
         [ "$device" = cuda ] || launch+=(--mca mpi_yield_when_idle 1)
@@ -207,7 +209,7 @@ bench() {
     mpich)
         [ "$device" = cpu ] || refuse "--device cuda needs Open MPI, and $mpiexec is MPICH's"
         export UCX_TLS=tcp,self UCX_NET_DEVICES=eth0
-        launch+=(-launcher ssh -launcher-exec /run/agent -iface switch -hosts "$list")
+        launch+=(-launcher ssh -launcher-exec /run/agent -iface switch -hosts "$list" -ppn "$each")
         ;;
     *) refuse "$mpiexec is neither Open MPI 5's nor MPICH's" ;;
     esac
