@@ -1,8 +1,7 @@
 """Device arrays over a library that moves host memory only: through pinned buffers.
 
 What is sent is copied out on the stream, which is waited for; what arrives is copied in on the stream when it is waited
-for. A long array travels in pieces, so that the copies of one go on while others are on the wire. The library never gets a device
-address. Imports without a GPU: the copies are the device's.
+for. The library never gets a device address. Imports without a GPU: the copies are the device's.
 """
 
 from __future__ import annotations
@@ -18,10 +17,6 @@ from collectives.host_transport import HostTransport
 from collectives.transport import PersistentRound, Round, Transport
 
 _SMALLEST = 4096  # bytes of the smallest buffer
-
-PIECE = 1 << 20
-"""Bytes of a piece: 0.8 ms on a link of 10 Gb/s, 40 us of a copy. Both ends cut arrays alike."""
-
 # Buffers of one size that may wait for the stream. Two let a round receive while the last one is copied; more would only
 # take memory.
 _DRAINING = 2
@@ -42,12 +37,6 @@ class Copies(Protocol):
 
     def copy_in(self, array: Any, host: NDArray[np.uint8]) -> None:
         """Enqueue a copy of uint8[array.nbytes] to a device array; returns before it is done."""
-
-    def mark(self) -> Any:
-        """A mark on the stream behind what was put there."""
-
-    def reach(self, mark: Any) -> None:
-        """Wait until the stream has come to a mark."""
 
     def synchronize(self) -> None:
         """Wait for the stream; `pending` is False then."""
@@ -109,37 +98,12 @@ def size_class(nbytes: int) -> int:
     return max(1, -(-nbytes // step)) * step
 
 
-class _Sent(NamedTuple):
-    """The library's requests for a message from a pinned buffer."""
+class _StagedRequest(NamedTuple):
+    """The library's requests for a pinned buffer, and the device array that a receive fills (None for a send)."""
 
     requests: list[Any]
     buffer: NDArray[np.uint8]
-
-
-class _Received(NamedTuple):
-    """The library's requests for a piece, the bytes of the pinned buffer that it fills, and the device array that they are for.
-
-    `buffer` is the whole one where this is its last piece.
-    """
-
-    requests: list[Any]
-    piece: NDArray[np.uint8]
     target: Any
-    buffer: NDArray[np.uint8] | None
-
-
-class _CopiedOut(NamedTuple):
-    """A message in a pinned buffer: its pieces, and the marks that the stream reaches with each; no marks for one piece."""
-
-    buffer: NDArray[np.uint8]
-    pieces: list[NDArray[np.uint8]]
-    marks: list[Any]
-
-
-def pieces_of(array: Any) -> list[Any]:
-    """The consecutive parts in which an array travels."""
-    count = max(1, PIECE // array.itemsize)
-    return [array] if array.size <= count else [array[i : i + count] for i in range(0, array.size, count)]
 
 
 class StagedTransport(HostTransport):
@@ -151,8 +115,6 @@ class StagedTransport(HostTransport):
 
     Attributes:
         buffers: the pinned memory.
-
-    Traffic: a message for each piece of PIECE bytes of an array whose length its receiver knows.
     """
 
     def __init__(self, comm: Any, copies: Copies) -> None:
@@ -161,7 +123,7 @@ class StagedTransport(HostTransport):
         self.buffers = StagingBuffers(copies)
         self._copies = copies
         self._prepared: dict[
-            int, tuple[Any, _CopiedOut]
+            int, tuple[Any, NDArray[np.uint8]]
         ] = {}  # by the id of the array, which they keep alive
 
     def send(self, array: Any, dest: int, even_if_empty: bool = False) -> list[Any]:
@@ -169,55 +131,37 @@ class StagedTransport(HostTransport):
 
     def prepare_sends(self, arrays: Sequence[Any]) -> None:
         """Put the copies out on the stream. Arrays that are not sent after all keep their buffers until the next call."""
-        for _, copied in self._prepared.values():
-            self.buffers.give_after_copy(copied.buffer)
+        for _, buffer in self._prepared.values():
+            self.buffers.give_after_copy(buffer)
         self._prepared = {id(array): (array, self._copy_out(array)) for array in arrays if array.size}
 
-    def _copy_out(self, array: Any, whole: bool = False) -> _CopiedOut:
-        """Put the copy of an array on the stream, piece by piece unless it travels as a whole."""
+    def _copy_out(self, array: Any) -> NDArray[np.uint8]:
         buffer = self.buffers.take(array.nbytes)
-        copied = _CopiedOut(buffer, [], [])
-        at = 0
-        for piece in [array] if whole else pieces_of(array):
-            copied.pieces.append(buffer[at : at + piece.nbytes])
-            if piece.size:
-                self._copies.copy_out(copied.pieces[-1], piece)
-            at += piece.nbytes
-            if piece.nbytes < array.nbytes:
-                copied.marks.append(self._copies.mark())
-        return copied
+        self._copies.copy_out(buffer[: array.nbytes], array)
+        return buffer
 
     def send_all(self, messages: Sequence[tuple[Any, int]], even_if_empty: bool = False) -> list[Any]:
         library: Any = super()
-        copied = []
+        staged = []
         for array, dest in messages:
             if array.size or even_if_empty:
-                _, prepared = self._prepared.pop(id(array), (None, None))
-                copied.append((prepared or self._copy_out(array, whole=even_if_empty), dest))
-        if any(not message.marks for message, _ in copied):
+                _, buffer = self._prepared.pop(id(array), (None, None))
+                if buffer is None:
+                    buffer = self._copy_out(array) if array.size else self.buffers.take(0)
+                staged.append((buffer, array.nbytes, dest))
+        if staged:
             self.buffers.synchronize()
-        sent = []
-        for message, dest in copied:
-            requests = []
-            for number, piece in enumerate(message.pieces):
-                if message.marks:
-                    self._copies.reach(message.marks[number])
-                requests += library.send(piece, dest, even_if_empty)
-            sent.append(_Sent(requests, message.buffer))
-        return sent
+        return [
+            _StagedRequest(library.send(buffer[:nbytes], dest, even_if_empty), buffer, None)
+            for buffer, nbytes, dest in staged
+        ]
 
     def receive(self, array: Any, source: int) -> list[Any]:
         if not array.size:
             return []
         library: Any = super()
         buffer = self.buffers.take(array.nbytes)
-        pieces, at, posted = pieces_of(array), 0, []
-        for number, target in enumerate(pieces, 1):
-            piece = buffer[at : at + target.nbytes]
-            last = buffer if number == len(pieces) else None
-            posted.append(_Received(library.receive(piece, source), piece, target, last))
-            at += target.nbytes
-        return posted
+        return [_StagedRequest(library.receive(buffer[: array.nbytes], source), buffer, array)]
 
     def receive_counted(self, array: Any, source: int) -> int:
         library: Any = super()
@@ -232,16 +176,13 @@ class StagedTransport(HostTransport):
     def wait(self, requests: list[Any]) -> None:
         """Block until all have completed; what arrived is on its way to the device, in the order of the stream."""
         library: Any = super()
-        for received in requests:
-            if isinstance(received, _Received):
-                library.wait(received.requests)
-                self._copies.copy_in(received.target, received.piece)
-                if received.buffer is not None:
-                    self.buffers.give_after_copy(received.buffer)
-        sent = [request for request in requests if isinstance(request, _Sent)]
-        library.wait([each for message in sent for each in message.requests])
-        for message in sent:
-            self.buffers.give(message.buffer)
+        library.wait([request for staged in requests for request in staged.requests])
+        for _, buffer, target in requests:
+            if target is None:
+                self.buffers.give(buffer)
+            else:
+                self._copies.copy_in(target, buffer[: target.nbytes])
+                self.buffers.give_after_copy(buffer)
 
     def persistent(self, exchange: Round) -> PersistentRound:
         return Transport.persistent(self, exchange)  # no requests of the library on device arrays

@@ -44,15 +44,6 @@ class LateStream:
         assert self.is_pinned(host)
         self._put(lambda: np.copyto(array.view(np.uint8), host))
 
-    def mark(self) -> list[Callable[[], None]]:
-        return [*self.waiting]
-
-    def reach(self, mark: list[Callable[[], None]]) -> None:
-        for copy in mark:
-            if copy in self.waiting:
-                self.waiting.remove(copy)
-                copy()
-
     def synchronize(self) -> None:
         self.run()
         self.waits += 1

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from collectives.dense_allreduce import DenseAllreduce
 from collectives.mpi import MpiTransport
-from collectives.staging import PIECE, StagingBuffers, size_class
+from collectives.staging import StagingBuffers, size_class
 from collectives.traffic import Traffic
 from collectives.transport import Round
 from oktopk import METHODS, GradientAllreduce
@@ -89,38 +89,6 @@ def test_what_was_prepared_is_copied_once_and_sent_without_another_wait(
     assert transport.stream.waits == waits
     transport.stream.run()
     assert incoming.tolist() == [source] * 50
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize("length", [PIECE // 8, PIECE // 8 + 1, 3 * PIECE // 8 + 5])
-def test_a_long_array_travels_in_pieces_each_when_it_is_copied(
-    transport: FakeDeviceTransport, length: int, prepared: bool
-) -> None:
-    dest, source = ring(transport)
-    for step in range(3):
-        outgoing, incoming = np.arange(length) + 1000 * transport.rank + step, np.zeros(length, np.int64)
-        if prepared:
-            transport.prepare_sends([outgoing])
-        transport.wait(transport.receive(incoming, source) + transport.send(outgoing, dest))
-        transport.stream.run()
-        assert np.array_equal(incoming, np.arange(length) + 1000 * source + step)
-    pieces = -(-length * 8 // PIECE)
-    assert transport.take_traffic() == Traffic(3 * 8 * length, 3 * pieces)
-    # long ones wait for marks, and once for buffers that the stream may still be reading
-    assert transport.stream.waits <= (3 if pieces == 1 else 1)
-
-
-@pytest.mark.mpi
-def test_a_long_array_of_unknown_length_travels_as_a_whole(transport: FakeDeviceTransport) -> None:
-    dest, source = ring(transport)
-    outgoing, incoming = np.full(PIECE // 4, transport.rank), np.zeros(PIECE // 2, np.int64)
-    requests = transport.send(outgoing, dest, even_if_empty=True)
-    assert transport.receive_counted(incoming, source) == PIECE // 4
-    transport.wait(requests)
-    transport.stream.run()
-    assert np.array_equal(incoming[: PIECE // 4], np.full(PIECE // 4, source))
-    assert transport.traffic.messages == 1
 
 
 @pytest.mark.mpi
