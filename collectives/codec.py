@@ -113,13 +113,13 @@ class Codec(Protocol):
         """Bytes of `count` entries with indices in [lower, upper); a multiple of 8, at most 8·count."""
 
     def buffer(self, name: str, entries: Any, size: int) -> Any:
-        """ENTRY[size] for the wire arrays of these entries: zeroed scratch of that name, or the entries themselves."""
+        """ENTRY[size] for the wire arrays of these entries: scratch of that name, or the entries themselves."""
 
     def start(self) -> None:
         """Forget what was rounded and damaged before this exchange."""
 
     def encode(self, entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
-        """Fill the zeroed wire array of a list for a rank, or for all.
+        """Fill the wire array of a list for a rank, or for all.
 
         Args:
             entries: ENTRY[count], ascending and finite, in [lower, upper).
@@ -233,9 +233,7 @@ class CodedEntries:
         return WORD_BYTES * wire_layout(self._bits, count, lower, upper).words
 
     def buffer(self, name: str, entries: Any, size: int) -> Any:
-        buffer = self._workspace.entries(name, size)
-        self._kernels.zero_entries(buffer)
-        return buffer
+        return self._workspace.entries(name, size)
 
     def start(self) -> None:
         self._report[:, :_GATHERED] = 0

@@ -31,11 +31,6 @@ def codec_report(ranks: int) -> NDArray[np.float64]:
     return np.zeros((ranks, 4))
 
 
-def zero_entries(entries: NDArray[np.void]) -> None:
-    """Fill ENTRY[m] with zeros."""
-    entries.view(np.int64)[:] = 0
-
-
 def cut_values(entries: NDArray[np.void], others: NDArray[np.void]) -> None:
     """entries.value -= others.value, both ENTRY[nnz]."""
     np.subtract(entries["value"], others["value"], out=entries["value"])
@@ -49,7 +44,7 @@ def encode_entries(
     Args:
         entries: ENTRY[layout.count], ascending and finite within the layout's range, count >= 1. Where values are rounded they
             become their rounding errors.
-        wire: ENTRY[layout.words / 2], zeroed.
+        wire: ENTRY[layout.words / 2].
         layout: a `collectives.codec.WireLayout`.
         rounds: the codec rounds; a list that travels plain then has errors of 0.
         report: float64[2]; becomes the sums of the magnitudes of rounding errors and of values, where the codec rounds.
@@ -61,6 +56,7 @@ def encode_entries(
             entries["value"] = 0
         return
     words = wire.view(np.uint32)
+    words[:] = 0
     _encode_indices(entries, words, layout.lower, layout.low_bits, layout.lows, layout.bitmap)
     if layout.bits == 32:
         words[: layout.count] = entries["value"].view(np.uint32)

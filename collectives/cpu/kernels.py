@@ -20,7 +20,6 @@ from collectives.cpu.codec import (  # noqa: F401 - kernels of a transport, too
     cut_values,
     decode_entries,
     encode_entries,
-    zero_entries,
 )
 from collectives.cpu.compiled import ENTRIES, FLOAT, INT, NONE, VECTOR, compiled
 from collectives.cpu.lanes import LANES, count, lowest

@@ -3,23 +3,40 @@
 // Shapes   entries[count], out[count] COO; wire[words] words. report: doubles in host memory. p: structs of layouts.py.
 // Units    values, lows, bitmap: words at which the parts of a wire array begin. bits: of a value, 0 for plain entries. Offsets
 //          are indices less `lower`, below `length`.
-// Launch   encode_entries: grid-stride over groups of 256 entries, blocks of 256. decode_entries: a block of 256 for each DECODE_WORDS
-//          words of the bitmap, or one for plain entries. cut_values: grid-stride.
+// Launch   encode_entries: grid-stride over groups of 256 entries, a warp each, blocks of 256; every word of the wire array is written.
+//          decode_entries: a block of 256 for each DECODE_WORDS words of the bitmap, or one for plain entries. cut_values: grid-stride.
 // Overflow none: a wire array that is damaged decodes to `count` entries of value 0 within the range.
 // NaN      does not come in; one that arrives is damage.
-// Traffic  encode_entries: 8 bytes an entry read, 4 written where values are rounded, and the wire array. decode_entries: the wire
+// Traffic  encode_entries: 9 bytes an entry read, 4 written where values are rounded, and the wire array. decode_entries: the wire
 //          array read, 8 bytes an entry written.
 
 #include "compact.cuh"
 
 constexpr int CODEC_THREADS = 256, CODEC_WARPS = CODEC_THREADS / 32;
+constexpr unsigned GROUP = 256;                 // values that share a range: a warp's
+constexpr int ROW = GROUP / 32;                 // of them a lane's
+constexpr unsigned PADDED_GROUP = GROUP + 32;   // in shared memory, so that lanes meet in no bank
+constexpr unsigned FEW = 3;                     // words of a gap that a lane clears by itself
+constexpr int DECODE_ROWS = 4;  // entries that a thread decodes at once
 constexpr unsigned DAMAGED_COUNT = 1, DAMAGED_ORDER = 2, DAMAGED_VALUES = 3;
 
-// Magnitude bits of a code in [0, most].
+// Between the least and the largest magnitude of a group: span = MOST·quotient + rest, so that 32 bits hold all that follows.
 template <unsigned MOST>
-__device__ __forceinline__ unsigned magnitude_of_code(unsigned code, unsigned low, unsigned span) {
-  return low + static_cast<unsigned>((static_cast<unsigned long long>(code) * span + MOST / 2) / MOST);
-}
+struct Range {
+  unsigned low, quotient, rest;
+  float scale;  // codes a bit of a magnitude
+
+  __device__ __forceinline__ Range(unsigned low, unsigned high) : low(low) {
+    const unsigned span = high - low;
+    quotient = span / MOST;
+    rest = span % MOST;
+    scale = span ? static_cast<float>(MOST) / static_cast<float>(span) : 0.0f;
+  }
+  // low + (code·span + MOST / 2) / MOST, the magnitude of a code in [0, MOST]
+  __device__ __forceinline__ unsigned magnitude_of(unsigned code) const {
+    return low + code * quotient + (code * rest + MOST / 2) / MOST;
+  }
+};
 
 struct Coded {
   unsigned code;       // as it is stored, sign and all
@@ -27,44 +44,33 @@ struct Coded {
 };
 
 template <unsigned MOST>
-__device__ __forceinline__ Coded nearest_code(unsigned exact, unsigned sign, unsigned low, unsigned high) {
-  const unsigned span = high - low;
-  unsigned code = 0;
-  // floor of the exact quotient: that is at least 2^-31 below an integer that it does not reach
-  if (span) code = static_cast<unsigned>(static_cast<double>(exact - low) * (static_cast<double>(MOST) / span) + 0x1p-40);
+__device__ __forceinline__ Coded nearest_code(unsigned exact, unsigned sign, const Range<MOST>& range) {
+  // rounded down, but for what is within 2^-15 of an integer: that has the code of this integer whichever two codes are compared
+  unsigned code = static_cast<unsigned>(static_cast<float>(exact - range.low) * range.scale);
   if (code > MOST - 1) code = MOST - 1;
-  const unsigned below = magnitude_of_code<MOST>(code, low, span), above = magnitude_of_code<MOST>(code + 1, low, span);
+  const unsigned below = range.magnitude_of(code), above = range.magnitude_of(code + 1);
   const float value = __uint_as_float(exact), to_below = __uint_as_float(below | 0x80000000u);
   const bool up = add(value, to_below) > add(__uint_as_float(above), __uint_as_float(exact | 0x80000000u));
   return {(code + up) | sign * (MOST + 1), up ? above : below};
 }
 
-__device__ __forceinline__ unsigned nonzero_magnitude(Entry entry) {
-  const unsigned bits = magnitude(entry);
+__device__ __forceinline__ unsigned nonzero_magnitude(float value) {
+  const unsigned bits = magnitude(value);
   return bits ? bits : 1u;
 }
 
-// The least and the largest of a block's values, on all threads.
-__device__ __forceinline__ void block_range(unsigned bits, bool valid, unsigned* of_warps, unsigned* low, unsigned* high) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  unsigned least = valid ? bits : 0x7fffffffu, largest = valid ? bits : 1u;
+__device__ __forceinline__ unsigned padded(unsigned i) { return i + i / ROW; }
+
+// The least and the largest of a warp's values, on all lanes.
+__device__ __forceinline__ void warp_range(unsigned& least, unsigned& largest) {
 #pragma unroll
   for (int d = 16; d; d /= 2) {
     const unsigned other_least = __shfl_down_sync(FULL_WARP, least, d), other_largest = __shfl_down_sync(FULL_WARP, largest, d);
     least = other_least < least ? other_least : least;
     largest = other_largest > largest ? other_largest : largest;
   }
-  if (lane == 0) {
-    of_warps[warp] = least;
-    of_warps[CODEC_WARPS + warp] = largest;
-  }
-  __syncthreads();
-  for (int w = 0; w < CODEC_WARPS; ++w) {
-    least = of_warps[w] < least || w == 0 ? of_warps[w] : least;
-    largest = of_warps[CODEC_WARPS + w] > largest || w == 0 ? of_warps[CODEC_WARPS + w] : largest;
-  }
-  *low = least;
-  *high = largest;
+  least = __shfl_sync(FULL_WARP, least, 0);
+  largest = __shfl_sync(FULL_WARP, largest, 0);
 }
 
 // Sum over the block, on thread 0.
@@ -80,90 +86,198 @@ __device__ __forceinline__ double block_sum(double value, double* of_warps) {
   return value;
 }
 
-// Set one bit a thread of a zeroed bitmap. A whole warp calls, with places that ascend: one atomic operation a word, not a bit.
-__device__ __forceinline__ void set_bits(unsigned* bitmap, unsigned long long place, bool valid) {
-  const int lane = threadIdx.x & 31;
-  const unsigned word = valid ? static_cast<unsigned>(place >> 5) : ~0u;
-  unsigned bits = 1u << (place & 31);
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const unsigned other_word = __shfl_down_sync(FULL_WARP, word, d), other_bits = __shfl_down_sync(FULL_WARP, bits, d);
-    if (lane + d < 32 && other_word == word) bits |= other_bits;
+// Bit of the bitmap that entry i sets, by its index.
+__device__ __forceinline__ unsigned bit_place(const EncodeEntries& p, int index, unsigned i) {
+  return (static_cast<unsigned>(index - p.lower) >> p.low_bits) + i;
+}
+
+// Write words [from, to) of the bitmap, in which no entry sets a bit. A whole warp calls, each lane for words of its own.
+__device__ __forceinline__ void clear_words(const EncodeEntries& p, unsigned from, unsigned to, int lane) {
+  for (unsigned lanes = __ballot_sync(FULL_WARP, from < to); lanes; lanes &= lanes - 1) {
+    const int owner = __ffs(static_cast<int>(lanes)) - 1;
+    const unsigned end = __shfl_sync(FULL_WARP, to, owner);
+    for (unsigned word = __shfl_sync(FULL_WARP, from, owner) + lane; word < end; word += 32) p.wire[p.bitmap + word] = 0;
   }
-  const unsigned last_word = __shfl_up_sync(FULL_WARP, word, 1);
-  if (valid && (lane == 0 || last_word != word)) atomicOr(bitmap + word, bits);
+}
+
+// Write the words of the bitmap that end in a group, and those before them, and after the last, without a bit. index: of the lane's
+// entries, `here` of them in the list. Bits before the group in its first word are written here, too.
+__device__ __forceinline__ void write_bitmap(const EncodeEntries& p, const int (&index)[ROW], unsigned first, int here, int lane) {
+  constexpr unsigned NONE = ~0u;  // after all words; with 1 added, before them
+  const unsigned i = first + ROW * lane;
+  unsigned last = NONE, carried = 0;  // the word that the entry before the group is in, and what earlier groups set in it
+  if (first) {
+    const unsigned place = bit_place(p, p.entries[first - 32 + lane].x, first - 32 + lane);
+    last = __shfl_sync(FULL_WARP, place / 32, 31);
+    carried = __reduce_add_sync(FULL_WARP, place / 32 == last ? 1u << place % 32 : 0);
+  }
+  // the lane's first word, the bits that it sets in that one, the word it is at, and the bits there
+  const unsigned head = here > 0 ? bit_place(p, index[0], i) / 32 : NONE;
+  unsigned head_bits = 0, word = head, bits = 0;
+#pragma unroll
+  for (int e = 0; e < ROW; ++e) {
+    const unsigned place = bit_place(p, index[e], i + e);
+    if (e < here && place / 32 != word) {
+      if (word == head)
+        head_bits = bits;
+      else
+        p.wire[p.bitmap + word] = bits;
+      for (unsigned empty = word + 1; empty < place / 32 && empty < word + FEW; ++empty) p.wire[p.bitmap + empty] = 0;
+      word = place / 32;
+      bits = 0;
+    }
+    if (e < here) bits |= 1u << place % 32;
+  }
+#pragma unroll
+  for (int e = 1; e < ROW; ++e) {  // the rest of long gaps, hardly ever
+    const unsigned from = bit_place(p, index[e - 1], i + e - 1) / 32 + FEW, to = bit_place(p, index[e], i + e) / 32;
+    const bool more = e < here && from < to;
+    if (__any_sync(FULL_WARP, more)) clear_words(p, more ? from : 0, more ? to : 0, lane);
+  }
+  // what lanes before set in this one's first word: it has 32 bits, and the lanes between set a bit for each entry
+  unsigned set_before = head == last ? carried : 0;
+#pragma unroll
+  for (int d = 1; d <= 32 / ROW; ++d) {
+    const unsigned theirs = __shfl_up_sync(FULL_WARP, word, d), set = __shfl_up_sync(FULL_WARP, bits, d);
+    if (lane >= d && theirs == head) set_before |= set;
+  }
+  const unsigned before = __shfl_up_sync(FULL_WARP, word, 1), above = __shfl_down_sync(FULL_WARP, head, 1);
+  unsigned next = above;
+  if (lane == 31) next = first + GROUP < p.count ? bit_place(p, p.entries[first + GROUP].x, first + GROUP) / 32 : NONE;
+  if (here > 0 && word != head) p.wire[p.bitmap + head] = head_bits | set_before;
+  if (here > 0 && word != next) p.wire[p.bitmap + word] = bits | (word == head ? set_before : 0);
+  const unsigned from = (lane ? before : last) + 1;
+  clear_words(p, here > 0 ? from : 0, here > 0 ? head : 0, lane);
+  const bool ends = here > 0 && i + here == p.count;
+  if (__any_sync(FULL_WARP, ends)) clear_words(p, ends ? word + 1 : 0, ends ? p.words - p.bitmap : 0, lane);
+}
+
+// Write the low bits of a group's indices, whole words, from what lanes put into `parts`.
+__device__ __forceinline__ void write_lows(const EncodeEntries& p, unsigned group, unsigned here, const unsigned* parts, int lane) {
+  const unsigned inverse = ((1u << 20) + p.low_bits - 1) / p.low_bits;  // for j below: exact, as 32·t < 256·low_bits
+  for (unsigned t = lane; 32 * t < here * p.low_bits; t += 32) {
+    unsigned word = 0, j = 32 * t * inverse >> 20;
+    for (int shift = static_cast<int>(j * p.low_bits) - static_cast<int>(32 * t); shift < 32 && j < here; shift += p.low_bits, ++j)
+      word |= shift >= 0 ? parts[padded(j)] << shift : parts[padded(j)] >> -shift;
+    p.wire[p.lows + group * 8 * p.low_bits + t] = word;
+  }
+}
+
+// Round and code a lane's values to 8 or 4 bits; each becomes what it decodes to.
+template <unsigned MOST>
+__device__ __forceinline__ void write_codes(const EncodeEntries& p, float (&value)[ROW], unsigned group, int here, int lane) {
+  constexpr int BITS = MOST == 7 ? 4 : 8, EACH = 32 / BITS;
+  unsigned least = 0x7fffffffu, largest = 1;
+#pragma unroll
+  for (int e = 0; e < ROW; ++e) {
+    const unsigned exact = nonzero_magnitude(value[e]);
+    least = e < here && exact < least ? exact : least;
+    largest = e < here && exact > largest ? exact : largest;
+  }
+  warp_range(least, largest);
+  if (lane == 0) {
+    p.wire[2 * group] = least;
+    p.wire[2 * group + 1] = largest;
+  }
+  const Range<MOST> range(least, largest);
+  unsigned word[ROW / EACH] = {};
+#pragma unroll
+  for (int e = 0; e < ROW; ++e) {
+    const unsigned sign = __float_as_uint(value[e]) >> 31;
+    const Coded coded = nearest_code<MOST>(e < here ? nonzero_magnitude(value[e]) : least, sign, range);
+    if (e < here) word[e / EACH] |= coded.code << e % EACH * BITS;
+    value[e] = __uint_as_float(coded.magnitude | sign << 31);
+  }
+#pragma unroll
+  for (int w = 0; w < ROW / EACH; ++w)
+    if (w * EACH < here) p.wire[p.values + (group * GROUP + ROW * lane) / EACH + w] = word[w];
+}
+
+// Round a lane's values to bfloat16, likewise.
+__device__ __forceinline__ void write_halves(const EncodeEntries& p, float (&value)[ROW], unsigned group, int here, int lane) {
+#pragma unroll
+  for (int e = 0; e < ROW; e += 2) {
+    unsigned word = 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const unsigned bits = magnitude(value[e + h]), sign = __float_as_uint(value[e + h]) >> 31;
+      unsigned half = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+      half = half < 1u ? 1u : half > 0x7f7fu ? 0x7f7fu : half;
+      if (e + h < here) word |= (half | sign << 15) << 16 * h;
+      value[e + h] = __uint_as_float((half | sign << 15) << 16);
+    }
+    if (e < here) p.wire[p.values + (group * GROUP + ROW * lane + e) / 2] = word;
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(CODEC_THREADS) encode_entries(const __grid_constant__ EncodeEntries p) {
-  __shared__ unsigned low_parts[CODEC_THREADS], codes[CODEC_THREADS], of_warps[2 * CODEC_WARPS];
+  // global memory in the order of the list, a warp's lanes in rows of their own: between the two lies this
+  __shared__ unsigned indices_of_warps[CODEC_WARPS][PADDED_GROUP];
+  __shared__ float values_of_warps[CODEC_WARPS][PADDED_GROUP];
   __shared__ double sums[CODEC_WARPS];
-  const unsigned groups = (p.count + CODEC_THREADS - 1) / CODEC_THREADS, t = threadIdx.x;
-  const unsigned mask = (1u << p.low_bits) - 1;
+  const unsigned groups = (p.count + GROUP - 1) / GROUP;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  unsigned* indices = indices_of_warps[warp];
+  float* values = values_of_warps[warp];
   double lost = 0, mass = 0;
-  for (unsigned group = blockIdx.x; group < groups; group += gridDim.x) {
-    const unsigned first = group * CODEC_THREADS, i = first + t;
-    const unsigned here = p.count - first < CODEC_THREADS ? p.count - first : CODEC_THREADS;
-    const bool valid = t < here;
-    const Entry entry = valid ? p.entries[i] : make_entry(static_cast<int>(p.lower), 0.0f);
-    const unsigned exact = nonzero_magnitude(entry), sign = static_cast<unsigned>(entry.y) >> 31;
-    unsigned decoded = magnitude(entry), code = static_cast<unsigned>(entry.y);
-    if (p.bits == 0) {
-      if (valid) reinterpret_cast<Entry*>(p.wire)[i] = entry;
-    } else {
-      const unsigned offset = static_cast<unsigned>(entry.x - p.lower);
-      set_bits(p.wire + p.bitmap, static_cast<unsigned long long>(offset >> p.low_bits) + i, valid);
-      low_parts[t] = valid ? offset & mask : 0;
-      if (p.bits == 16) {
-        unsigned half = (magnitude(entry) + 0x7fffu + (magnitude(entry) >> 16 & 1u)) >> 16;
-        half = half < 1u ? 1u : half > 0x7f7fu ? 0x7f7fu : half;
-        decoded = half << 16;
-        code = half | sign << 15;
-      } else if (p.bits < 16) {
-        unsigned low, high;
-        block_range(exact, valid, of_warps, &low, &high);
-        if (t == 0) {
-          p.wire[2 * group] = low;
-          p.wire[2 * group + 1] = high;
-        }
-        const Coded coded = p.bits == 8 ? nearest_code<127>(valid ? exact : low, sign, low, high)
-                                        : nearest_code<7>(valid ? exact : low, sign, low, high);
-        code = coded.code;
-        decoded = coded.magnitude;
-      }
-      codes[t] = valid ? code : 0;
-      __syncthreads();
-      const unsigned each = 32u / p.bits;  // codes a word
-      if (t < (here + each - 1) / each) {
-        unsigned word = 0;
-        for (unsigned j = 0; j < each; ++j) word |= codes[t * each + j] << (j * p.bits % 32);
-        p.wire[p.values + first / each + t] = word;
-      }
-      // 256 entries' low bits are whole words
-      if (p.low_bits && t < (here * p.low_bits + 31) / 32) {
-        unsigned word = 0;
-        for (unsigned j = 32 * t / p.low_bits; j < here && j * p.low_bits < 32 * (t + 1); ++j) {
-          const int shift = static_cast<int>(j * p.low_bits) - static_cast<int>(32 * t);
-          word |= shift >= 0 ? low_parts[j] << shift : low_parts[j] >> -shift;
-        }
-        p.wire[p.lows + group * 8 * p.low_bits + t] = word;
-      }
-      __syncthreads();
+  for (unsigned group = blockIdx.x * CODEC_WARPS + warp; group < groups; group += gridDim.x * CODEC_WARPS) {
+    const unsigned first = group * GROUP, whole = p.count - first < GROUP ? p.count - first : GROUP;
+#pragma unroll
+    for (int row = 0; row < ROW; ++row) {
+      const unsigned t = 32 * row + lane;
+      const Entry entry = t < whole ? p.entries[first + t] : make_entry(static_cast<int>(p.lower), 0.0f);
+      if (p.bits == 0 && t < whole) reinterpret_cast<Entry*>(p.wire)[first + t] = entry;
+      if (p.bits == 32 && t < whole) p.wire[p.values + first + t] = static_cast<unsigned>(entry.y);
+      indices[padded(t)] = static_cast<unsigned>(entry.x);
+      values[padded(t)] = entry_value(entry);
     }
-    if (p.rounds && valid) {
-      const float error = add(entry_value(entry), __uint_as_float(decoded | (sign ^ 1u) << 31));
-      p.entries[i].y = __float_as_int(error);
-      lost += static_cast<double>(__uint_as_float(magnitude(error)));
-      mass += static_cast<double>(__uint_as_float(magnitude(entry)));
+    __syncwarp();
+    const int here = static_cast<int>(whole) - ROW * lane;  // of the lane's entries; may be below 0 or above ROW
+    if (p.bits) {
+      int index[ROW];
+#pragma unroll
+      for (int e = 0; e < ROW; ++e) {
+        unsigned& part = indices[padded(ROW * lane + e)];
+        index[e] = static_cast<int>(part);
+        part = static_cast<unsigned>(index[e] - p.lower) & ((1u << p.low_bits) - 1);
+      }
+      write_bitmap(p, index, first, here < ROW ? here : ROW, lane);
+      __syncwarp();
+      if (p.low_bits) write_lows(p, group, whole, indices, lane);
     }
+    if (p.rounds) {
+      float value[ROW], decoded[ROW];
+#pragma unroll
+      for (int e = 0; e < ROW; ++e) decoded[e] = value[e] = values[padded(ROW * lane + e)];
+      if (p.bits == 16) write_halves(p, decoded, group, here, lane);
+      if (p.bits == 8) write_codes<127>(p, decoded, group, here, lane);
+      if (p.bits == 4) write_codes<7>(p, decoded, group, here, lane);
+#pragma unroll
+      for (int e = 0; e < ROW; ++e) {
+        const float error = add(value[e], -decoded[e]);
+        values[padded(ROW * lane + e)] = error;
+        if (e < here) {
+          lost += static_cast<double>(__uint_as_float(magnitude(error)));
+          mass += static_cast<double>(__uint_as_float(magnitude(value[e])));
+        }
+      }
+      __syncwarp();
+#pragma unroll
+      for (int row = 0; row < ROW; ++row) {
+        const unsigned t = 32 * row + lane;
+        if (t < whole) p.entries[first + t].y = __float_as_int(values[padded(t)]);
+      }
+    }
+    __syncwarp();
   }
   if (!p.rounds) return;
   lost = block_sum(lost, sums);
   mass = block_sum(mass, sums);
-  if (t == 0) {
+  if (threadIdx.x == 0) {
     atomicAdd(&p.state->lost, lost);
     atomicAdd(&p.state->mass, mass);
   }
-  if (last_block(&p.state->finished, gridDim.x) && t == 0) {
+  if (last_block(&p.state->finished, gridDim.x) && threadIdx.x == 0) {
     p.report[0] = *const_cast<const volatile double*>(&p.state->lost);
     p.report[1] = *const_cast<const volatile double*>(&p.state->mass);
     p.state->lost = p.state->mass = 0;
@@ -180,7 +294,7 @@ __device__ __forceinline__ unsigned low_part(const DecodeEntries& p, unsigned i,
   return part & mask;
 }
 
-// Value i by its bits; counts up `damage` where it cannot be one.
+// Value i by its bits; sets `damage` where it cannot be one.
 __device__ __forceinline__ unsigned decoded_value(const DecodeEntries& p, unsigned i, unsigned* damage) {
   unsigned value;
   if (p.bits == 32) {
@@ -189,13 +303,14 @@ __device__ __forceinline__ unsigned decoded_value(const DecodeEntries& p, unsign
     value = (p.wire[p.values + i / 2] >> 16 * (i & 1)) << 16;
   } else {
     const unsigned each = 32u / p.bits, code = p.wire[p.values + i / each] >> (i % each * p.bits);
-    unsigned low = p.wire[2 * (i / 256)], high = p.wire[2 * (i / 256) + 1];
+    const uint2 range = reinterpret_cast<const uint2*>(p.wire)[i / GROUP];
+    unsigned low = range.x, high = range.y;
     if (low < 1 || low > high || high >= INFINITY_BITS) {
       *damage = DAMAGED_VALUES;
       low = high = 1;
     }
-    value = p.bits == 8 ? magnitude_of_code<127>(code & 127u, low, high - low) | (code >> 7 & 1u) << 31
-                        : magnitude_of_code<7>(code & 7u, low, high - low) | (code >> 3 & 1u) << 31;
+    value = p.bits == 8 ? Range<127>(low, high).magnitude_of(code & 127u) | (code >> 7 & 1u) << 31
+                        : Range<7>(low, high).magnitude_of(code & 7u) | (code >> 3 & 1u) << 31;
   }
   if ((value & 0x7fffffffu) >= INFINITY_BITS) *damage = DAMAGED_VALUES;
   return value;
@@ -220,6 +335,8 @@ extern "C" __global__ void __launch_bounds__(CODEC_THREADS) decode_entries(const
     __syncthreads();
     const unsigned tile = shared_tile, at = p.bitmap + tile * DECODE_WORDS + threadIdx.x;
     unsigned word = threadIdx.x < DECODE_WORDS && at < p.words ? p.wire[at] : 0;
+    const unsigned first_place = tile * 32 * DECODE_WORDS;
+    const bool follows = tile && p.wire[at - threadIdx.x - 1] >> 31;  // whether the last bit before the tile is set
     const unsigned inclusive = inclusive_sum(__popc(word), lane);
     if (lane == 31) of_warps[warp] = inclusive;
     __syncthreads();
@@ -232,25 +349,33 @@ extern "C" __global__ void __launch_bounds__(CODEC_THREADS) decode_entries(const
       const unsigned prefix = look_back(p.scan.status, tile, total, p.scan.epoch, lane);
       if (lane == 0) before = prefix;
     }
-    for (; word; word &= word - 1) places[position++] = static_cast<unsigned short>(32 * threadIdx.x + __ffs(word) - 1);
+    for (; word; word &= word - 1) places[position++] = static_cast<unsigned short>(32 * threadIdx.x + __ffs(static_cast<int>(word)) - 1);
     __syncthreads();
     const unsigned mask = (1u << p.low_bits) - 1;
-    for (unsigned j = threadIdx.x; j < total; j += CODEC_THREADS) {
-      const unsigned i = before + j;
-      if (i >= p.count) {
-        damage = DAMAGED_COUNT;
-        break;
+    for (unsigned start = 0; start < total; start += DECODE_ROWS * CODEC_THREADS) {
+      Entry entry[DECODE_ROWS];
+#pragma unroll
+      for (int row = 0; row < DECODE_ROWS; ++row) {  // all loads in flight together
+        const unsigned j = start + row * CODEC_THREADS + threadIdx.x, i = before + j;
+        const bool valid = j < total && i < p.count;
+        if (j < total && !valid) damage = DAMAGED_COUNT;
+        const unsigned place = valid ? places[j] : 0, low = valid ? low_part(p, i, mask) : 0;
+        // entries whose high bits are equal are neighbours in the bitmap
+        const bool same = valid && (j ? places[j - 1] + 1u == place : !place && follows);
+        unsigned low_before = __shfl_up_sync(FULL_WARP, low, 1), wrong = 0;
+        if (!valid) continue;
+        if (lane == 0 && same) low_before = low_part(p, i - 1, mask);
+        const unsigned long long offset = static_cast<unsigned long long>(first_place + place - i) << p.low_bits | low;
+        const unsigned value = decoded_value(p, i, &wrong);
+        if (offset >= p.length || (same && low_before >= low)) wrong = DAMAGED_ORDER;
+        if (wrong && (!damage || wrong < damage)) damage = wrong;
+        entry[row] = make_int2(static_cast<int>(p.lower + static_cast<long long>(offset)), static_cast<int>(value));
       }
-      const unsigned long long place = static_cast<unsigned long long>(tile) * 32 * DECODE_WORDS + places[j];
-      const unsigned low = low_part(p, i, mask);
-      const unsigned long long offset = (place - i) << p.low_bits | low;
-      // entries whose high bits are equal are neighbours in the bitmap
-      const bool same = place && (p.wire[p.bitmap + (place - 1) / 32] >> (place - 1) % 32 & 1u);
-      unsigned wrong = 0;
-      const unsigned value = decoded_value(p, i, &wrong);
-      if (offset >= p.length || (same && low_part(p, i - 1, mask) >= low)) wrong = DAMAGED_ORDER;
-      if (wrong && (!damage || wrong < damage)) damage = wrong;
-      p.out[i] = make_int2(static_cast<int>(p.lower + static_cast<long long>(offset)), static_cast<int>(value));
+#pragma unroll
+      for (int row = 0; row < DECODE_ROWS; ++row) {
+        const unsigned j = start + row * CODEC_THREADS + threadIdx.x, i = before + j;
+        if (j < total && i < p.count) p.out[i] = entry[row];
+      }
     }
     if (tile == gridDim.x - 1 && threadIdx.x == 0 && before + total != p.count) damage = DAMAGED_COUNT;
   }

@@ -134,10 +134,6 @@ class DeviceKernels:
         """As the host's, in pinned memory. The kernels that write to it have ended once the stream was waited for."""
         return self.device.report("codec", 8 * ranks)[: 8 * ranks].view(np.float64).reshape(ranks, 4)
 
-    def zero_entries(self, entries: DeviceEntries) -> None:
-        if len(entries):
-            self.device.zero(entries.pointer, entries.nbytes)
-
     def cut_values(self, entries: DeviceEntries, others: DeviceEntries) -> None:
         fields = {"entries": entries.pointer, "others": others.pointer}
         self.device.launch_for(self._cut_values, len(entries), **fields)
@@ -151,12 +147,12 @@ class DeviceKernels:
         report: NDArray[np.float64],
     ) -> None:
         """As the host's; does not wait."""
-        groups = -(-len(entries) // 256)
+        blocks = -(-len(entries) // 2048)  # of eight warps, each for 256 entries
         self.device.launch(
-            self._encode, min(groups, 8 * self.device.processors), 256,
+            self._encode, min(blocks, 8 * self.device.processors), 256,
             entries=entries.pointer, wire=wire.pointer, lower=layout.lower, count=layout.count, bits=layout.bits,
-            low_bits=layout.low_bits, values=layout.values, lows=layout.lows, bitmap=layout.bitmap, rounds=rounds,
-            state=self._codec_state, report=report.ctypes.data,
+            low_bits=layout.low_bits, values=layout.values, lows=layout.lows, bitmap=layout.bitmap, words=layout.words,
+            rounds=rounds, state=self._codec_state, report=report.ctypes.data,
         )  # fmt: skip
 
     def decode_entries(

@@ -177,7 +177,7 @@ CodecState = struct("CodecState", """
     double lost; double mass; unsigned finished; unsigned decoded; unsigned damage; unsigned unused;""")
 struct("EncodeEntries", """
     Entry* entries; unsigned* wire; long long lower; unsigned count; unsigned bits; unsigned low_bits; unsigned values;
-    unsigned lows; unsigned bitmap; int rounds; CodecState* state; volatile double* report;""", "encode_entries")
+    unsigned lows; unsigned bitmap; unsigned words; int rounds; CodecState* state; volatile double* report;""", "encode_entries")
 struct("DecodeEntries", """
     const unsigned* wire; Entry* out; long long lower; unsigned length; unsigned count; unsigned bits; unsigned low_bits;
     unsigned values; unsigned lows; unsigned bitmap; unsigned words; Scan scan; CodecState* state;

@@ -6,6 +6,8 @@ import re
 import socket
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 from jobs.bench.document import BenchError
 from jobs.bench.floors import ring_exchange
+from jobs.bench.tcp import TcpRing
 
 UNSHAPED = "none"
 """The value of `--link` for unshaped links."""
@@ -66,6 +69,7 @@ class Links:
         first = names.index(names[comm.rank]) == comm.rank
         ring = comm.Split(0 if first else MPI.UNDEFINED, comm.rank)
         self._ring = ring if isinstance(ring, MPI.Intracomm) and ring != MPI.COMM_NULL else None
+        self._tcp = TcpRing(self._ring) if self._ring else None
 
     @property
     def count(self) -> int:
@@ -91,13 +95,36 @@ class Links:
 
         Returns:
             bytes: those sent.
-            seconds: until the last host has received all, the median of some tries.
-            share: its rate over that of the links; None where they are unshaped.
-            holds: whether that share is at most TOLERANCE, or links are unshaped.
+            seconds: by MPI, until the last host has received all, the median of some tries.
+            tcp_seconds: the same by TCP itself; None where the names of the hosts do not lead to them.
+            share, tcp_share: their rates over that of the links; None where these are unshaped.
+            holds: whether `share` is at most TOLERANCE, or links are unshaped.
         """
         sent = min(_MOST, max(1, round(nbytes)))
-        ring = self._ring
-        send = ring_exchange(ring, np.ones(sent, np.uint8), np.empty(sent, np.uint8)) if ring else None
+        outgoing, incoming = np.ones(sent, np.uint8), np.empty(sent, np.uint8)
+        by_mpi: Callable[[], None] | None = None
+        by_tcp: Callable[[], None] | None = None
+        if self._ring and self._tcp:
+            by_mpi = ring_exchange(self._ring, outgoing, incoming)
+            by_tcp = partial(self._tcp.exchange, outgoing, incoming)
+        seconds = self._after_pauses(by_mpi)
+        usable = self._comm.allreduce(self._tcp is None or self._tcp.usable, MPI.LAND)
+        tcp_seconds = self._after_pauses(by_tcp) if usable else None
+
+        def share(spent: float | None) -> float | None:
+            return None if self.rate is None or spent is None else 8 * sent / spent / self.rate
+
+        return {
+            "bytes": sent,
+            "seconds": seconds,
+            "tcp_seconds": tcp_seconds,
+            "share": share(seconds),
+            "tcp_share": share(tcp_seconds),
+            "holds": (share(seconds) or 0.0) <= TOLERANCE,
+        }
+
+    def _after_pauses(self, send: Callable[[], None] | None) -> float:
+        """Seconds until the last rank has done its part, each time after a pause; the median. Collective."""
         spent = []
         for _ in range(_TRIES + 1):
             time.sleep(_PAUSE)
@@ -106,10 +133,7 @@ class Links:
             if send is not None:
                 send()
             spent.append(self._comm.allreduce(time.perf_counter() - start, MPI.MAX))
-        seconds = statistics.median(spent[1:])
-        share = None if self.rate is None else 8 * sent / seconds / self.rate
-        holds = share is None or share <= TOLERANCE
-        return {"bytes": sent, "seconds": seconds, "share": share, "holds": holds}
+        return statistics.median(spent[1:])
 
     def record(self, host_bytes: float, mean: float) -> dict[str, Any]:
         """Compares a contestant's step with the links. Collective.
@@ -134,5 +158,6 @@ class Links:
 
     def close(self) -> None:
         """Give the communicator back."""
-        if self._ring:
+        if self._ring and self._tcp:
+            self._tcp.close()
             self._ring.Free()

@@ -140,6 +140,10 @@ network() {
         make 'veth pairs' CONFIG_VETH ip link add "v$i" type veth peer name eth0 netns "h$i"
         ip link set "v$i" master switch up && ip -n "h$i" addr add "10.77.0.$i/24" dev eth0 &&
             ip -n "h$i" link set lo up && ip -n "h$i" link set eth0 up || refuse "cannot join host $i to the switch"
+        # BBR, where it is this machine's, paces below the rate of a link as short as these, and a pause between steps is no sign of a
+        # network that has changed
+        ip netns exec "h$i" sh -c 'cd /proc/sys/net/ipv4 && echo reno >tcp_congestion_control && echo 0 >tcp_slow_start_after_idle' ||
+            refuse "cannot set TCP's congestion control in host $i"
         if [ "$rate" != none ]; then
             local bucket=(root tbf rate "$rate" burst "$burst" latency 50ms)
             make 'token bucket' CONFIG_NET_SCH_TBF tc -n "h$i" qdisc add dev eth0 "${bucket[@]}"
@@ -178,12 +182,14 @@ bench() {
     for ((i = 1; i <= hosts; i++)); do names+=("10.77.0.$i"); done
     local list
     list=$(IFS=,; echo "${names[*]}")
+    # consecutive ranks share a host, as launchers place them
+    local each=$(((ranks + hosts - 1) / hosts))
     local launch=("$mpiexec") network="TCP over $rate links"
     [ "$rate" != none ] || network='TCP over unshaped links'
     case $flavour in
     openmpi)
         launch+=(--prtemca plm_ssh_agent /run/agent --prtemca prte_if_include 10.77.0.0/24)
-        launch+=(--host "$list" --map-by node:OVERSUBSCRIBE --bind-to none)
+        launch+=(--host "$list" --map-by "ppr:$each:node:OVERSUBSCRIBE" --bind-to none)
         # han would hide which algorithm runs between the hosts
         launch+=(--mca coll ^han)
         [ "$device" = cuda ] || launch+=(--mca mpi_yield_when_idle 1)
@@ -203,7 +209,7 @@ bench() {
     mpich)
         [ "$device" = cpu ] || refuse "--device cuda needs Open MPI, and $mpiexec is MPICH's"
         export UCX_TLS=tcp,self UCX_NET_DEVICES=eth0
-        launch+=(-launcher ssh -launcher-exec /run/agent -iface switch -hosts "$list")
+        launch+=(-launcher ssh -launcher-exec /run/agent -iface switch -hosts "$list" -ppn "$each")
         ;;
     *) refuse "$mpiexec is neither Open MPI 5's nor MPICH's" ;;
     esac

@@ -121,6 +121,9 @@ def links_table(run: Record) -> str:
     heading = f"{run['hosts']} hosts, links: {link['told']}; {transfer['bytes']:,} bytes after a pause took "
     heading += shown(transfer["seconds"], "{:.3f} ms", 1e3)
     heading += "" if transfer["share"] is None else f", {transfer['share']:.2f} of that rate"
+    if transfer.get("tcp_seconds"):  # not in earlier documents
+        heading += f"; by TCP alone {shown(transfer['tcp_seconds'], '{:.3f} ms', 1e3)}"
+        heading += "" if transfer["tcp_share"] is None else f", {transfer['tcp_share']:.2f}"
     fast = [method for method in methods if not method["link"]["transfer"]["holds"]]
     notes = [f"{method['name']}: {not_held(method['link']['transfer'], link['told'])}" for method in fast]
     return "\n\n".join([heading, columns_table(columns, methods), *notes])

@@ -1,6 +1,6 @@
 // accumulate: the passes over whole vectors that select nothing. GRADIENT is float, __nv_bfloat16 or __half.
 //
-// Shapes   gradient[n], or a tensor list (multi_tensor.cuh); residual[n], velocity[n], out[n]; sums[2] double; nonfinite[1], zero
+// Shapes   gradient[n], a tensor list (multi_tensor.cuh) or a ShardSum (shard_sum.cuh); residual[n], velocity[n], out[n]; sums[2] double; nonfinite[1], zero
 //          before, counts elements that are not finite. p: structs of layouts.py.
 // Units    momentum, scale: factors.
 // Launch   grid-stride, any grid of blocks of 256.
@@ -11,6 +11,7 @@
 #include "coo.cuh"
 #include "gradient.cuh"
 #include "multi_tensor.cuh"
+#include "shard_sum.cuh"
 
 __device__ __forceinline__ bool finite(float x) { return magnitude(x) < INFINITY_BITS; }
 
@@ -24,6 +25,11 @@ struct Scattered {
   __device__ __forceinline__ float operator[](long long i) const {
     return element(list.narrowed(list.table[i / CHUNK], i, i + 1));
   }
+};
+
+struct Summed {
+  const ShardSum& sum;
+  __device__ __forceinline__ float operator[](long long i) const { return sum_at(sum, i); }
 };
 
 template <class Params>
@@ -85,6 +91,10 @@ extern "C" __global__ void undo_accumulate(const __grid_constant__ UndoAccumulat
 
 extern "C" __global__ void undo_accumulate_tensors(const __grid_constant__ UndoAccumulate p) {
   undo(p, Scattered{{static_cast<const unsigned long long*>(p.gradient), p.n}});
+}
+
+extern "C" __global__ void undo_accumulate_sum(const __grid_constant__ UndoAccumulate p) {
+  undo(p, Summed{*static_cast<const ShardSum*>(p.gradient)});
 }
 
 // velocity = momentum · velocity + gradient

@@ -1,11 +1,11 @@
 // accumulate_select: add a gradient to the residual, and pack what reaches a threshold, in one pass over both.
 //
 // Two kernels. The first streams: each block adds one chunk and appends its hits to a pool, in any order, without waiting for other
-// blocks; accumulate_select_tensors reads a tensor list. The second brings the hits into order, in O(k): each block adds up the
-// counts before its group of chunks.
+// blocks; accumulate_select_tensors reads a tensor list, accumulate_select_sum a shard of a host's gradients, which it sums. The second
+// brings the hits into order, in O(k): each block adds up the counts before its group of chunks.
 //
-// Shapes   gradient[n] (GRADIENT: float, __nv_bfloat16 or __half), or a tensor list (multi_tensor.cuh, SOURCE likewise); residual[n]
-//          float; pool[capacity], entries[capacity] COO; chunks[ceil(n / CHUNK)]: hits of a chunk, and where they begin in the pool;
+// Shapes   gradient[n] (GRADIENT: float, __nv_bfloat16 or __half), a tensor list (multi_tensor.cuh, SOURCE likewise) or a ShardSum
+//          of n elements (shard_sum.cuh); residual[n] float; pool[capacity], entries[capacity] COO; chunks[ceil(n / CHUNK)]: hits of a chunk, and where they begin in the pool;
 //          totals[groups] hits of each group of 2^shift <= MOST_GROUP chunks, cursor[1] hits in the pool, both zero before and
 //          after; boundaries[regions + 1]; header[2 + regions + 1], and the same in host memory as report: nnz, nonfinite, and where
 //          each region begins in `entries`; with windows the mailbox gets it. p: structs of layouts.py.
@@ -18,12 +18,13 @@
 // Overflow hits beyond `capacity` are counted in report[0]; `entries` is then incomplete.
 // NaN, Inf where gradient + residual is not finite the residual stays as it was, nothing is packed, report[1] counts it.
 // Traffic  (4 + sizeof(GRADIENT)) n bytes read, 4n written, 24 bytes an entry; of tensors (4 + sizeof(SOURCE)) n read, and 8 bytes a
-//          chunk. Where a tensor does not begin on a vector of four, its loads are of single elements, four times as many.
+//          chunk; of a sum (4 + ranks·sizeof(GRADIENT)) n, (ranks - 1)/ranks of the gradients from peers. Where a tensor does not begin on a vector of four, its loads are of single elements, four times as many.
 
 #include "coo.cuh"
 #include "gradient.cuh"
 #include "multi_tensor.cuh"
 #include "p2p.cuh"
+#include "shard_sum.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
@@ -62,6 +63,8 @@ struct Flat {
 struct Scattered {
   static constexpr bool SEARCHED = true;
   TensorList list;
+
+  __device__ __forceinline__ unsigned long long word(unsigned chunk) const { return list.table[chunk]; }
 
   // A warp's elements from `start` on, four a lane of each vector, zeros from n on. `word`: the table's for this chunk.
   __device__ __forceinline__ void load(unsigned long long word, long long start, int lane, float4 (&g)[VECTORS]) const {
@@ -113,12 +116,46 @@ struct Scattered {
   }
 };
 
+// A shard of the sum of a host's gradients.
+struct Summed {
+  static constexpr bool SEARCHED = true;
+  const ShardSum& sum;
+  long long n;
+
+  __device__ __forceinline__ unsigned long long word(unsigned) const { return 0; }
+
+  // As Scattered's. All loads of one gradient are in flight together.
+  __device__ __forceinline__ void load(unsigned long long, long long start, int lane, float4 (&g)[VECTORS]) const {
+    if (sum.block % SPAN == 0 && start + SPAN <= n) {  // within one block
+      const long long at = in_whole(sum, start) + 4 * lane;
+      for (int rank = 0; rank < sum.ranks; ++rank) {
+        const GRADIENT* from = gradient_of(sum, rank) + at;
+        float4 theirs[VECTORS];
+#pragma unroll
+        for (int j = 0; j < VECTORS; ++j) theirs[j] = load4(from + 128 * j);
+#pragma unroll
+        for (int j = 0; j < VECTORS; ++j) g[j] = rank ? add4(g[j], theirs[j]) : theirs[j];
+      }
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < VECTORS; ++j) {
+      float* gj = reinterpret_cast<float*>(&g[j]);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const long long at = start + (j * 32 + lane) * 4 + c;
+        gj[c] = at < n ? sum_at(sum, at) : 0.0f;
+      }
+    }
+  }
+};
+
 template <class Gradient>
 __device__ __forceinline__ void add_and_append(const Gradient& gradient, const AccumulateSelect& p) {
   __shared__ unsigned of_warps[WARPS];
   __shared__ unsigned room;
   unsigned long long word = 0;
-  if constexpr (Gradient::SEARCHED) word = gradient.list.table[blockIdx.x];  // loads while the residual does
+  if constexpr (Gradient::SEARCHED) word = gradient.word(blockIdx.x);  // loads while the residual does
   const unsigned threshold = p.step ? p.step->local_bits : p.threshold;
   float* __restrict__ residual = p.residual;
   const long long n = p.n;
@@ -214,6 +251,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) accumulate_select(const __
 
 extern "C" __global__ void __launch_bounds__(THREADS) accumulate_select_tensors(const __grid_constant__ AccumulateSelect p) {
   add_and_append(Scattered{{static_cast<const unsigned long long*>(p.gradient), p.n}}, p);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) accumulate_select_sum(const __grid_constant__ AccumulateSelect p) {
+  add_and_append(Summed{*static_cast<const ShardSum*>(p.gradient), p.n}, p);
 }
 
 constexpr int AHEAD = 4;  // entries that a thread has in flight

@@ -21,6 +21,7 @@ from oktopk.cuda.kernels import DeviceKernels
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_graph import compile_p2p_kernels
 from oktopk.cuda.p2p_step import P2PStep
+from oktopk.cuda.shard_sum import DeviceShardSum
 from oktopk.levels import Layout
 from oktopk.settings import Settings
 
@@ -170,9 +171,10 @@ class DeviceSharedGradients(SharedGradients):
 
     def __init__(self, transport: Any, kernels: DeviceKernels, length: int, stored: np.dtype[Any]) -> None:
         self._kernels, self._size = kernels, transport.size
-        _ = kernels.sum_shard_kernel  # compiled before ranks wait for each other
+        _ = kernels.shard_sum_kernels  # compiled before ranks wait for each other
         self._memory = SymmetricMemory(transport, kernels.device, length * stored.itemsize)
         self.mine: Any = self._memory.array(length, stored)
+        self._sum: DeviceShardSum | None = None
 
     def publish(self, gradient: Any) -> None:
         device = self._kernels.device
@@ -181,13 +183,13 @@ class DeviceSharedGradients(SharedGradients):
                 self.mine[:] = gradient
         device.synchronize()  # MPI does not know streams, and the barrier that follows is one of hosts
 
-    def sum_of_shard(self, layout: Layout, shard: int, out: Any) -> Any:
-        windows = self._memory.windows, self._memory.first, self._size
-        self._kernels.sum_shard(*windows, layout.block, layout.shards, shard, out)
-        return out
-
-    def whole_sum(self, taken: Any) -> Any:
-        return taken
+    def sum_of_shard(self, layout: Layout, shard: int, out: Any) -> DeviceShardSum:
+        if self._sum is None:
+            memory, place = self._memory, {"block": layout.block, "shards": layout.shards, "shard": shard}
+            self._sum = self._kernels.shard_sum(
+                out, windows=memory.windows, first=memory.first, ranks=self._size, **place
+            )
+        return self._sum
 
     def close(self) -> None:
         self._memory.close()

@@ -18,8 +18,9 @@ from collectives.cuda.device import Device, DeviceEntries, address_of
 from collectives.cuda.launch import Kernel, compiled
 from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
 from oktopk.cpu.kernels import INFINITE_DIGIT, LEVELS, Packing
-from oktopk.cuda.multi_tensor import GradientTensors, pointer_of
+from oktopk.cuda.multi_tensor import ComposedGradient, GradientTensors, pointer_of
 from oktopk.cuda.select import SelectLaunches
+from oktopk.cuda.shard_sum import DeviceShardSum
 
 _KERNELS = Path(__file__).parent
 _CUDA_TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
@@ -57,7 +58,7 @@ def _tensor_kernels(gradient_type: str, element_type: str) -> dict[str, Kernel]:
 
 
 class DeviceKernels:
-    """The gradient kernels of one instance. `accumulate_select` and `undo_accumulate` take tensor lists, too.
+    """The gradient kernels of one instance. `accumulate_select` and `undo_accumulate` take composed gradients, too.
 
     Args:
         device: where they run.
@@ -95,7 +96,7 @@ class DeviceKernels:
         device = self.device
         regions = 0 if boundaries is None else len(boundaries) - 1
         report = device.report("select", 4 + regions)
-        width = self.gradient_bytes if isinstance(gradient, GradientTensors) else gradient.dtype.itemsize
+        width = self.gradient_bytes if isinstance(gradient, ComposedGradient) else gradient.dtype.itemsize
         launches = self.select_launches(width, residual.size, entries).for_kernels(self.kernels_of(gradient))
         address = 0 if boundaries is None else device.post("boundaries", boundaries)
         launches.run(pointer_of(gradient), residual.data.ptr, threshold_bits, address, regions)
@@ -207,25 +208,25 @@ class DeviceKernels:
         fields = {"entries": entries.pointer, "block": block, "shards": shards, "shard": shard}
         self.device.launch_for(self._apply["to_whole_indices"], len(entries), **fields)
 
-    def sum_shard(
-        self, windows: int, first: int, ranks: int, block: int, shards: int, shard: int, out: Any
-    ) -> None:
-        """As the host's. The gradients lie `first` bytes from the start of `ranks` windows, whose addresses are at `windows`."""
-        self.device.launch_for(
-            self.sum_shard_kernel, out.size,
-            windows=windows, first=first, ranks=ranks, out=out.data.ptr, block=block, shards=shards, shard=shard,
-            vectors=block % 4 == 0,
-        )  # fmt: skip
+    def shard_sum(self, out: Any, **layout: int) -> DeviceShardSum:
+        """One shard of the sum of several gradients, as the host's ShardSum. `layout`: fields of the kernels' ShardSum."""
+        return DeviceShardSum(self.device, self.shard_sum_kernels, out, **layout)
 
     def write_block_scaled(self, block: DeviceEntries, scale: float, out: Any) -> None:
         kernel = self.kernels_of(out)["copy_scaled"]
         self.device.launch_for(kernel, out.size, values=block.pointer, out=out.data.ptr, scale=scale)
 
     @cached_property
-    def sum_shard_kernel(self) -> Kernel:
-        """The kernel of `sum_shard`, compiled when it is first asked for: flat steps do not need it."""
+    def shard_sum_kernels(self) -> dict[str, Kernel]:
+        """The kernels of `shard_sum`, compiled when they are first asked for: flat steps do not need `sum_shard`."""
         define = f"GRADIENT={_CUDA_TYPES[self._gradient_type]}"
-        return Kernel(compiled(_KERNELS / "sum_shard.cu", define), "sum_shard")
+        return {
+            "accumulate_select": Kernel(
+                compiled(_KERNELS / "accumulate_select.cu", define), "accumulate_select_sum"
+            ),
+            "undo_accumulate": Kernel(compiled(_KERNELS / "accumulate.cu", define), "undo_accumulate_sum"),
+            "sum_shard": Kernel(compiled(_KERNELS / "sum_shard.cu", define), "sum_shard"),
+        }
 
     @property
     def clear_kernel(self) -> Kernel:
@@ -237,8 +238,8 @@ class DeviceKernels:
         return self._typed[8 * width]
 
     def kernels_of(self, gradient: Any) -> Mapping[str, Kernel]:
-        """The kernels that read this gradient, an array or a tensor list."""
-        if isinstance(gradient, GradientTensors):
+        """The kernels that read this gradient, an array or a composed one."""
+        if isinstance(gradient, ComposedGradient):
             return gradient.kernels
         return self.kernels_for(gradient.dtype.itemsize)
 

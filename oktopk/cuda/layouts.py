@@ -26,7 +26,7 @@ TensorSpan = struct("TensorSpan", "long long begin; unsigned long long address;"
 struct("AccumulateSelect", """
     const void* gradient; float* residual; long long n; const Step* step; unsigned threshold; unsigned capacity;
     Entry* pool; uint2* chunks; unsigned* totals; unsigned* cursor; unsigned* nonfinite; int shift;""",
-    "accumulate_select", "accumulate_select_tensors")
+    "accumulate_select", "accumulate_select_tensors", "accumulate_select_sum")
 struct("CompactSelection", """
     P2P p2p; const Entry* pool; const uint2* chunks; unsigned num_chunks; int shift; unsigned* totals;
     unsigned* cursor; unsigned* nonfinite; unsigned* finished; Entry* entries; unsigned capacity; int regions;
@@ -34,14 +34,15 @@ struct("CompactSelection", """
     unsigned k; unsigned cap; unsigned* needs_no_trim;""", "compact_selection")
 struct("Accumulate", """
     const void* gradient; const float* residual; float* out; long long n; unsigned* nonfinite;""", "accumulate")
-struct("SumShard", """
-    const unsigned long long* windows; long long first; int ranks; float* out; long long n; long long block; int shards;
-    int shard; int vectors;""", "sum_shard")
+# of shard_sum.cuh: ranks windows, a gradient `first` bytes from the start of each
+ShardSum = struct("ShardSum", """
+    const unsigned long long* windows; long long first; long long block; int ranks; int shards; int shard; int unused;""")
+struct("SumShard", "ShardSum sum; float* out; long long n;", "sum_shard")
 struct("AccumulateMoments", """
     const void* gradient; float* residual; long long n; double* sums; unsigned* nonfinite;""", "accumulate_moments")
 struct("UndoAccumulate", """
     const void* gradient; float* residual; long long n; const Decision* decision; int all_added;""",
-    "undo_accumulate", "undo_accumulate_tensors")
+    "undo_accumulate", "undo_accumulate_tensors", "undo_accumulate_sum")
 struct("Momentum", """
     const void* gradient; float* velocity; long long n; float momentum; unsigned* nonfinite; int all_moved;""",
     "accumulate_momentum", "undo_momentum")

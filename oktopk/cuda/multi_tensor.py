@@ -14,7 +14,19 @@ if TYPE_CHECKING:
     from collectives.cuda.launch import Kernel
 
 
-class GradientTensors:
+class ComposedGradient:
+    """A gradient that is no vector: kernels of its own find its elements.
+
+    Attributes:
+        address: what they take in place of a vector's.
+        kernels: by the names of those that read one vector, "accumulate_select" and "undo_accumulate" among them.
+    """
+
+    address: int
+    kernels: Mapping[str, Kernel]
+
+
+class GradientTensors(ComposedGradient):
     """A gradient of n elements on a GPU, as tensors that steps read in place; made by `GradientAllreduce.gradient_tensors`.
 
     All of it is zero until `set_pointers` is called.
@@ -86,5 +98,5 @@ class GradientTensors:
 
 
 def pointer_of(gradient: Any) -> int:
-    """The address that kernels take for a gradient, an array or a tensor list."""
-    return int(gradient.address if isinstance(gradient, GradientTensors) else gradient.data.ptr)
+    """The address that kernels take for a gradient, an array or a composed one."""
+    return int(gradient.address if isinstance(gradient, ComposedGradient) else gradient.data.ptr)

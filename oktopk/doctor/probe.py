@@ -80,7 +80,7 @@ def _compile() -> dict[str, Any]:
         gpu = device.Device()
         device_kernels.DeviceKernels(gpu)
         for gradient_type in GRADIENT_TYPES["cuda"]:
-            _ = gradient_kernels.DeviceKernels(gpu, gradient_type).sum_shard_kernel
+            _ = gradient_kernels.DeviceKernels(gpu, gradient_type).shard_sum_kernels
             rows.DeviceRowKernels(gpu, gradient_type)
             dense_algorithms.dense_kernels(gradient_type, 2)
         for source in _untyped_sources(device_kernels, gradient_kernels):

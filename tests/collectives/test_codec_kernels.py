@@ -40,6 +40,9 @@ def test_a_gpu_codes_as_the_host_does(name: str) -> None:
         indices = np.unique(rng.integers(0, length, count))
         values = rng.standard_t(2, len(indices)) * 10.0 ** rng.integers(-30, 30, len(indices))
         check(name, sides, entries_with(indices, values), 0, length)
+    # words of the bitmap without a bit between, before and after the entries
+    clusters = np.concatenate([np.arange(a, a + n) for a, n in ((70_000, 31), (90_000, 226), (600_000, 300))])
+    check(name, sides, entries_with(clusters, rng.standard_normal(len(clusters))), 0, 1_000_000)
 
 
 @pytest.mark.parametrize("name", VALUE_BITS)

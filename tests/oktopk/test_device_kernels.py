@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from collectives.cpu import kernels as host_kernels
 from collectives.cpu.kernels import magnitude_bits
 from collectives.sparse import ENTRY
-from oktopk.cpu.kernels import BLOCK
+from oktopk.cpu.kernels import BLOCK, ShardSum
 from oktopk.cpu.kernels import accumulate_select as select_on_host
+from oktopk.cpu.kernels import undo_accumulate as undo_on_host
+from oktopk.levels import Layout
 from oktopk.thresholds import CANDIDATES
 from tests.devices import asynchronous, gpus
 
@@ -148,6 +150,45 @@ def check_selection(
     if expected.nnz <= room:
         assert got[: expected.nnz].tobytes() == packed.tobytes()
         assert found.offsets.tolist() == np.searchsorted(packed["index"], boundaries).tolist()
+
+
+@pytest.mark.parametrize("block", [1024, 768, 100, 7], ids=lambda block: f"blocks of {block}")
+@pytest.mark.parametrize("gradient_type", ["float32", "bfloat16"])
+def test_a_shard_is_summed_where_it_is_selected_from(device: Any, gradient_type: str, block: int) -> None:
+    import cupy
+
+    from oktopk.cuda.kernels import DeviceKernels
+
+    rng, length, shards = np.random.default_rng(block), 3 * CHUNK + 700, 2
+    rows = rng.standard_normal((3, length)).astype(np.float32)
+    rows[1, [5, length - 1]] = np.inf, np.nan
+    if gradient_type == "bfloat16":
+        rows = (rows.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    stored = rows if gradient_type == "float32" else (rows.view(np.uint32) >> 16).astype(np.uint16)
+    theirs = [cupy.asarray(row) for row in stored]
+    windows = cupy.asarray(np.array([row.data.ptr - 256 for row in theirs], np.uint64))
+    kernels, layout = DeviceKernels(device, gradient_type), Layout((0,) * shards, length)
+    layout.__dict__["block"] = block
+    for shard in range(shards):
+        n = layout.shard_length(shard)
+        place = {"block": block, "shards": shards, "shard": shard}
+        summed = kernels.shard_sum(
+            device.allocate(n, np.float32), windows=windows.data.ptr, first=256, ranks=3, **place
+        )
+        on_host = ShardSum(rows, **place, out=np.empty(n, np.float32))
+        assert summed.summed().get().tobytes() == on_host.summed().tobytes()
+        residual = rng.standard_normal(n, np.float32)
+        left, packed = cupy.asarray(residual), np.empty(n + BLOCK, ENTRY)
+        before, whole = left.get(), entries_of(device, np.zeros(n, ENTRY))
+        found = kernels.accumulate_select(summed, left, magnitude_bits(4.0), whole)
+        expected = select_on_host(on_host, residual, magnitude_bits(4.0), packed)
+        assert (found.nnz, found.nonfinite) == (expected.nnz, expected.nonfinite)
+        assert left.get().tobytes() == residual.tobytes()
+        assert whole.get()[: found.nnz].tobytes() == packed[: found.nnz].tobytes()
+        kernels.undo_accumulate(summed, left)
+        undo_on_host(on_host, residual)
+        assert left.get().tobytes() == residual.tobytes()
+        assert np.allclose(residual, before, atol=1e-5)
 
 
 # sizes of pieces: one; begins at odd places, at twice odd ones and at multiples of four; many in a chunk; none of length 0

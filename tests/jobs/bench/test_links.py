@@ -20,6 +20,7 @@ from jobs.bench.job import run
 from jobs.bench.links import Links, bits_per_second
 from jobs.bench.options import parse
 from jobs.bench.tables import document_tables
+from jobs.bench.tcp import TcpRing
 
 
 @pytest.fixture
@@ -84,6 +85,24 @@ def test_a_transfer_faster_than_the_rate_told_does_not_hold(comm: MPI.Intracomm,
     assert slow.record(1e9, mean=1.0)["transfer"]["bytes"] == 8 << 20
     for links in (slow, none, fast):
         links.close()
+
+
+@pytest.mark.mpi
+def test_a_ring_moves_bytes_by_tcp_or_is_unusable_on_all_ranks(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    ring = TcpRing(comm)
+    assert ring.usable
+    for nbytes in (1, 3_000_000):
+        incoming = np.zeros(nbytes, np.uint8)
+        ring.exchange(np.full(nbytes, comm.rank + 1, np.uint8), incoming)
+        assert np.all(incoming == (comm.rank - 1) % comm.size + 1)
+    ring.close()
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost" if comm.rank else "no such host")
+    ring = TcpRing(comm)
+    assert not ring.usable
+    ring.close()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -163,6 +182,7 @@ def made_up() -> dict[str, Any]:
         }
 
     transfer = {"bytes": 1_178_264, "seconds": 1.06e-3, "share": 0.89, "holds": True}
+    transfer |= {"tcp_seconds": 1.0e-3, "tcp_share": 0.94}
     return {
         "ranks": 2,
         "length": 14_728_266,
@@ -188,6 +208,7 @@ def made_up() -> dict[str, Any]:
 def test_one_table_shows_steps_bytes_floors_and_stages() -> None:
     text = document_tables({"kind": "bench", "machine": {"cpu": "Abacus"}, "runs": [made_up()]})
     assert "2 hosts, links: 10gbit; 1,178,264 bytes after a pause took 1.060 ms, 0.89 of that rate" in text
+    assert "of that rate; by TCP alone 1.000 ms, 0.94" in text
     rows = {line.split()[0]: line for line in text.splitlines() if line.startswith(("nccl", "oktopk"))}
     plain = rows["oktopk-flat-plain"].split()
     # mean, median, bytes, floor, above, of the rate, NCCL's times over its
@@ -201,12 +222,13 @@ def test_one_table_shows_steps_bytes_floors_and_stages() -> None:
 
 def test_unshaped_links_have_no_floor() -> None:
     entry = made_up()
-    entry["link"] = {"told": "none", "rate": None, "transfer": entry["link"]["transfer"] | {"share": None}}
+    transfer = entry["link"]["transfer"] | {"share": None, "tcp_share": None}
+    entry["link"] = {"told": "none", "rate": None, "transfer": transfer}
     for method in entry["methods"]:
         method["link"] |= {"floor": None, "above": None}
         method["link"]["transfer"] |= {"share": None, "holds": True}
     text = document_tables({"kind": "bench", "machine": {"cpu": "Abacus"}, "runs": [entry]})
-    assert "links: none; 1,178,264 bytes after a pause took 1.060 ms\n" in text
+    assert "links: none; 1,178,264 bytes after a pause took 1.060 ms; by TCP alone 1.000 ms\n" in text
     plain = next(line for line in text.splitlines() if line.startswith("oktopk-flat-plain")).split()
     assert plain[3:7] == ["1,250,000", "–", "–", "–"]
     assert "passed unshaped" not in text
