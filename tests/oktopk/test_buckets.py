@@ -160,7 +160,6 @@ def test_ranks_with_other_buckets_all_raise(comm: MPI.Intracomm) -> None:
     [
         ([], {}, "there must be one at least"),
         ([3, 0], {}, "of one element at least each"),
-        ([3], {"deferred": True}, "deferred steps reduce one vector"),
         ([3], {"share": "layer"}, "share 'layer' is not 'bucket' or 'model'"),
         ([3], {"densty": 0.1}, "did you mean density"),
     ],
