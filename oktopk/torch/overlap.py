@@ -18,8 +18,9 @@ from oktopk.torch.interop import TensorMemory
 DEFAULT_BUCKET_MB = 25.0
 """Size of a bucket where gradients are reduced behind the backward pass, on CPUs."""
 
-_LEAST_MB, _HALF = 8.0, 0.5
-"""On GPUs each bucket has at least so much, and so much of what is left: the last one, which no computation hides, is small."""
+_LEAST_MB, _SHARE = 32.0, 0.25
+"""On GPUs each bucket has at least so much, and so much of what is left, so that the last ones, which little computation hides, are
+small, and the host has few to start."""
 
 _ALIGNMENT = 64
 """Elements: kernels read several at once, so that a bucket must not begin anywhere."""
@@ -31,7 +32,7 @@ class BucketLayout:
     Args:
         parameters: of one type.
         bucket_mb: size of a bucket, in 1e6 bytes of float32; one holds whole parameters, the last ones first, and is larger than
-            that by less than a parameter. 0: DEFAULT_BUCKET_MB, on GPUs half of what is left and 8 at least.
+            that by less than a parameter. 0: DEFAULT_BUCKET_MB, on GPUs a quarter of what is left and 32 at least.
 
     Attributes:
         ranges: the numbers of the parameters of each bucket, in the order in which buckets start.
@@ -44,7 +45,7 @@ class BucketLayout:
         sizes = [parameter.numel() for parameter in parameters]
         share = 0.0
         if not bucket_mb:
-            bucket_mb, share = (_LEAST_MB, _HALF) if parameters[0].is_cuda else (DEFAULT_BUCKET_MB, 0.0)
+            bucket_mb, share = (_LEAST_MB, _SHARE) if parameters[0].is_cuda else (DEFAULT_BUCKET_MB, 0.0)
         ranges = bucket_ranges(sizes, bucket_mb * 1e6 / 4, share)
         self.ranges = [slice(each.start, each.stop) for each in ranges]
         self.starts = [0] * len(sizes)
