@@ -19,8 +19,8 @@ DEFAULT_BUCKET_MB = 25.0
 """Size of a bucket where gradients are reduced behind the backward pass, on CPUs."""
 
 _LEAST_MB, _SHARE = 32.0, 0.25
-"""On GPUs each bucket has at least so much, and so much of what is left, so that the last ones, which little computation hides, are
-small, and the host has few to start."""
+"""On GPUs each bucket has at least so much, and so much of what is left: the last ones are small, since little computation hides
+them, and the host has few to start."""
 
 _ALIGNMENT = 64
 """Elements: kernels read several at once, so that a bucket must not begin anywhere."""
