@@ -1,4 +1,4 @@
-"""Buckets that begin one after the other among peers and end together: on GPUs, and on any machine over peers by make-believe."""
+"""Buckets that begin one after the other among peers and end together; where there are GPUs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from oktopk import GradientAllreduce, NonFiniteGradientError
 from oktopk.buckets import BucketedAllreduce
-from tests.devices import DEVICES, get, put, use
-from tests.fake_peers import FakePeers
+from tests.devices import get, gpus, put, use
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(not gpus(), reason="no GPU")]
 
 LENGTHS = [20_011, 9_000, 3_001]
 SETTINGS: dict[str, Any] = {
@@ -25,14 +24,10 @@ SETTINGS: dict[str, Any] = {
 TRUSTED = 8
 
 
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where there are peers: on the host by make-believe."""
-    use(request.param, comm)
-    if request.param == "cpu":
-        monkeypatch.setattr("oktopk.backend.Backend.p2p_step", lambda _, *arguments: FakePeers(*arguments))
-        monkeypatch.setattr(GradientAllreduce, "reads_tensors", lambda self, measure=False: True)
-    return str(request.param)
+@pytest.fixture
+def device(comm: MPI.Intracomm) -> str:
+    use("cuda", comm)
+    return "cuda"
 
 
 @pytest.fixture
