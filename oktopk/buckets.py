@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -19,7 +18,7 @@ from collectives.connect import connect
 from collectives.limit import Limit
 from collectives.transport import EVERY_RANK_CALLS
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
-from oktopk.results import StepReport
+from oktopk.results import StepReport, add_up, report_of_buckets
 from oktopk.settings import entries_kept, timeout_of
 from oktopk.state import state_problem
 from oktopk.worker import CommunicationThread
@@ -45,7 +44,8 @@ class BucketedAllreduce:
         lengths: elements of the buckets, in the order in which they start; each at least 1.
         method: as `GradientAllreduce`.
         share: "bucket": each keeps entries in proportion to its length. "model": in proportion to how many of its elements were
-            among the largest of all buckets, sampled before every exact step; flat steps only.
+            among the largest of all buckets, sampled before every exact step, and after 1, 2, 4, ... sparse steps before the
+            second of those; flat steps only.
         updates: memory for the update of each bucket, see `GradientAllreduce`; None: its own.
         problem: an error that the caller found on this rank alone; every rank then raises it.
         options: further arguments of `GradientAllreduce`, and keywords of `oktopk.Settings`.
@@ -59,7 +59,7 @@ class BucketedAllreduce:
         transport: for control operations beside the thread; its `library` is that of the buckets' messages.
         lengths, length: elements of the buckets, and of all.
 
-    Traffic: that of the method for each bucket; with share "model" one control allreduce of a word a bucket before exact steps.
+    Traffic: that of the method for each bucket; with share "model" one control allreduce of two words a bucket where it samples.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class BucketedAllreduce:
             self._incomplete = None
             return _one_error(errors)
         if self._incomplete is not None:
-            _add_up(self._incomplete)
+            add_up(self._incomplete)
             self._incomplete = None
         return None
 
@@ -239,10 +239,13 @@ class BucketedAllreduce:
         return report
 
     def _renews_shares(self, reducer: GradientAllreduce) -> bool:
-        """Whether the step after this one is exact and keeps what the sizes of this one's elements tell."""
-        settings = self.settings
-        sparse = reducer.sparse_steps + 1
-        return self._share == "model" and sparse % settings.threshold_interval == 0
+        """Whether the step after this one is exact and keeps what the sizes of this one's elements tell.
+
+        Early in training the sizes of layers change most, so that shares do not wait for the next exact step.
+        """
+        sparse, interval = reducer.sparse_steps + 1, self.settings.threshold_interval
+        early = sparse < interval and sparse.bit_count() == 1
+        return self._share == "model" and (early or sparse % interval == 0)
 
     def _renew_shares(self) -> None:
         """Divide k anew, by the buckets in which the largest elements lie, as many as the final density keeps. Collective."""
@@ -297,7 +300,7 @@ class BucketedAllreduce:
                 self._take_back(futures)
         if errors:
             raise _one_error(errors)
-        report = _sum_of(reports, waited)
+        report = report_of_buckets(reports, waited)
         if not report.complete:
             self._incomplete = report
         return report
@@ -348,7 +351,7 @@ class BucketedAllreduce:
                 raise error
         if not reports:
             raise NonFiniteGradientError([], self.steps - 1)
-        return replace(_sum_of(reports, 0.0), skipped=True)
+        return replace(report_of_buckets(reports, 0.0), skipped=True)
 
     def abandon(self) -> None:
         """Undo a step of which some buckets were started and the others will not be. Collective: every rank must call."""
@@ -367,7 +370,7 @@ class BucketedAllreduce:
         if first is None:
             return None
         others = [reducer.skip_together(True) for reducer in self.buckets[1:]]
-        return _sum_of([first, *(report for report in others if report is not None)], 0.0)
+        return report_of_buckets([first, *(report for report in others if report is not None)], 0.0)
 
     def _check_idle(self, what: str) -> None:
         """Raise RuntimeError where buckets are being reduced."""
@@ -380,8 +383,9 @@ class BucketedAllreduce:
         Raises:
             NonFiniteGradientError: as `step`, but on the ranks that called.
         """
-        self._check_idle("complete()")
-        error = self._completed()
+        error = (
+            None if self._started else self._completed()
+        )  # the first bucket of a step completes those of the last one
         if error is not None:
             raise error
 
@@ -497,44 +501,3 @@ def _ended(reducer: GradientAllreduce, report: StepReport) -> StepReport:
     """The report of a step that has begun, once that has ended."""
     reducer.complete()
     return report
-
-
-_TOTALS = (
-    "k", "length", "local_nnz", "global_nnz", "words", "bytes", "bytes_between", "messages", "control_words", "control_messages",
-)  # fmt: skip
-
-
-def _sum_of(reports: Sequence[StepReport], waited: float) -> StepReport:
-    first = reports[0]
-    report = StepReport(
-        first.step,
-        first.method,
-        first.k,
-        first.length,
-        {"wait": waited},
-        levels=first.levels,
-        shards=first.shards,
-        wire=first.wire,
-        buckets=tuple(reports),
-    )
-    _add_up(report)
-    return report
-
-
-def _add_up(report: StepReport) -> None:
-    """Fill in what the reports of its buckets say together."""
-    reports = report.buckets
-
-    def common(name: str) -> float:
-        values = {getattr(each, name) for each in reports}
-        return values.pop() if len(values) == 1 else math.nan
-
-    for name in _TOTALS:
-        setattr(report, name, sum(getattr(each, name) for each in reports))
-    report.local_exact = all(each.local_exact for each in reports)
-    report.global_exact = all(each.global_exact for each in reports)
-    report.skipped = any(each.skipped for each in reports)
-    report.complete = all(each.complete for each in reports)
-    report.local_threshold, report.global_threshold = common("local_threshold"), common("global_threshold")
-    rounded = sum(each.rounded * each.words for each in reports)
-    report.rounded = rounded / report.words if report.words else 0.0

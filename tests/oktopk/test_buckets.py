@@ -89,7 +89,7 @@ def test_a_bucket_of_larger_elements_keeps_more_of_its_own(
             for number, vector in enumerate(gradients(comm, step, "iid"))
         ]
         kept = [bucket.k for bucket in reducer.step(given).buckets]
-        if step < 4:
+        if not step:
             assert kept[0] == K * 700 // 5000
     assert kept[0] > 0.9 * K
     assert min(kept) == 1
