@@ -18,9 +18,9 @@ from oktopk.torch.interop import TensorMemory
 DEFAULT_BUCKET_MB = 25.0
 """Size of a bucket where gradients are reduced behind the backward pass, on CPUs."""
 
-_LEAST_MB, _SHARE = 32.0, 0.25
-"""On GPUs each bucket has at least so much, and so much of what is left: the last ones are small, since little computation hides
-them, and the host has few to start."""
+_LEAST_MB, _SHARE = 240.0, 0.45
+"""On GPUs each bucket has at least so much, and so much of what is left. Few and large ones won: the thresholds of a small one,
+such as a table of embeddings alone, miss so often that the host must wait for it."""
 
 _ALIGNMENT = 64
 """Elements: kernels read several at once, so that a bucket must not begin anywhere."""
@@ -32,7 +32,7 @@ class BucketLayout:
     Args:
         parameters: of one type.
         bucket_mb: size of a bucket, in 1e6 bytes of float32; one holds whole parameters, the last ones first, and is larger than
-            that by less than a parameter. 0: DEFAULT_BUCKET_MB, on GPUs a quarter of what is left and 32 at least.
+            that by less than a parameter. 0: DEFAULT_BUCKET_MB, on GPUs 0.45 of what is left and 240 at least.
 
     Attributes:
         ranges: the numbers of the parameters of each bucket, in the order in which buckets start.
