@@ -131,7 +131,7 @@ class GradientAllreduce:
         self._sparse_steps = 0
         self._last_k: int | None = None
         self._said_dense = False
-        # the deferred step whose result is not known yet, and the caller's report of it
+        # the step whose result is not known yet, and the caller's report of it
         self._open: tuple[Plan, StepHandle, StepReport] | None = None
         self._trust = 0  # deferrable steps in a row, up to _TRUSTED
 
@@ -308,6 +308,29 @@ class GradientAllreduce:
             MissingRanksError: ranks did not come within `Settings.timeout`; on the others, and on a missing rank when it comes.
             RuntimeError: there is no peer memory for a new k, on every rank alike; or a kernel failed, on this rank alone.
         """
+        return self._take(gradient, problem, measure=measure, wait=True)
+
+    def begin(self, gradient: NDArray[np.float32] | GradientTensors, *, problem: str = "") -> StepReport:
+        """Start a step, which `complete` ends. Collective: every rank must call, and then `complete`, before the next step.
+
+        A step whose kernels do all of it (`reads_tensors`) is put on the stream, and nothing is waited for but where it computes
+        exact thresholds or new regions. `awaited` tells whether its outcome is still open; the report is then incomplete. Other
+        steps run as `step`. The bits are those of `step`.
+
+        Args:
+            gradient, problem: as `step`; the gradient is unchanged until `complete` returns.
+
+        Raises:
+            As `step`.
+        """
+        return self._take(gradient, problem, measure=False, wait=False)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a step has begun whose update holds only after `complete`, which every rank must call; no deferred one."""
+        return self._open is not None and not self._open[1].deferred
+
+    def _take(self, gradient: Any, problem: str, *, measure: bool, wait: bool) -> StepReport:
         if isinstance(gradient, GradientTensors) and not self.reads_tensors(measure):
             raise ValueError("this step reads no tensor list, see reads_tensors(): pass one vector")
         accepted = self.backend.validate(gradient, self.length)
@@ -317,11 +340,14 @@ class GradientAllreduce:
             )
         with self.backend.stream_scope():
             self._complete()
-            self._expect_step()
+            self._expect_step(self.steps)
             try:
                 if measure:
                     return self._measured_step(accepted, problem)
-                return self._step(accepted, problem, may_defer=True)
+                report = self._begin(accepted, problem, may_defer=True)
+                if wait and self.awaited:
+                    self._complete()
+                return report
             finally:
                 self._expect_none()  # through peer memory there was no control operation
 
@@ -339,7 +365,7 @@ class GradientAllreduce:
         """
         with self.backend.stream_scope():
             self._complete()
-            self._expect_step()
+            self._expect_step(self.steps)
             try:
                 if not self.transport.allreduce_control(np.array([wanted], np.int64))[0]:
                     return None
@@ -354,16 +380,25 @@ class GradientAllreduce:
         return report
 
     def complete(self) -> None:
-        """Complete the report of the last step, if that was deferred.
+        """End the last step, if `begin` has started it, or complete its report, if it was deferred.
 
         Call it after the last step of a run. It waits for the decision of the ranks, and for the update only where stages are
-        timed. Ranks may call it alone, but a rank that catches the error must not go on alone.
+        timed. After `begin` it is collective: a step that the kernels cannot end goes on by messages. After a deferred step ranks
+        may call it alone, but a rank that catches the error must not go on alone.
 
         Raises:
-            NonFiniteGradientError: as `step`, but on the ranks that called.
+            NonFiniteGradientError: as `step`, but of a deferred step on the ranks that called.
+            RuntimeError, MissingRanksError: as `step`.
         """
         with self.backend.stream_scope():
-            self._complete()
+            if not self.awaited:
+                self._complete()
+                return
+            self._expect_step(self.steps - 1)
+            try:
+                self._complete()
+            finally:
+                self._expect_none()
 
     def _expect_all(self, what: str, advice: str = EVERY_RANK_CALLS) -> None:
         """Limit the time that ranks may come late to what begins now."""
@@ -371,9 +406,9 @@ class GradientAllreduce:
         if self._group is not None:
             self._group.expect_all(what, self.settings.timeout, advice)
 
-    def _expect_step(self) -> None:
-        """Limit the time that ranks may come late to the step that begins now."""
-        self._expect_all(f"step {self.steps}", _SAME_STEPS)
+    def _expect_step(self, step: int) -> None:
+        """Limit the time that ranks may come late to what begins now of a step."""
+        self._expect_all(f"step {step}", _SAME_STEPS)
 
     def _expect_none(self) -> None:
         self.transport.expect_none()
@@ -411,7 +446,13 @@ class GradientAllreduce:
         report.measures = self._sampler.after(self.update, selected, k, to_sum, boundaries)
         return report
 
-    def _step(self, gradient: NDArray[np.float32], problem: str, may_defer: bool = False) -> StepReport:
+    def _step(self, gradient: NDArray[np.float32], problem: str) -> StepReport:
+        """One step, which is waited for."""
+        report = self._begin(gradient, problem, may_defer=False)
+        self._complete()
+        return report
+
+    def _begin(self, gradient: NDArray[np.float32], problem: str, may_defer: bool) -> StepReport:
         settings, step = self.settings, self.steps
         timer = StageTimer(self.time_stages)
         method, k = self._method_at(step)
@@ -446,10 +487,7 @@ class GradientAllreduce:
             raise
         self._last_k = k
         report = self._new_report(method, plan)
-        if handle.deferred:
-            self._open = plan, handle, report
-        else:
-            self._end(plan, handle, report)
+        self._open = plan, handle, report
         return report
 
     def _end(self, plan: Plan, handle: StepHandle, report: StepReport) -> None:

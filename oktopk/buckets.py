@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -19,7 +18,7 @@ from collectives.connect import connect
 from collectives.limit import Limit
 from collectives.transport import EVERY_RANK_CALLS
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
-from oktopk.results import StepReport
+from oktopk.results import StepReport, add_up, report_of_buckets
 from oktopk.settings import entries_kept, timeout_of
 from oktopk.state import state_problem
 from oktopk.worker import CommunicationThread
@@ -32,7 +31,10 @@ _SAMPLES = 1 << 16
 
 
 class BucketedAllreduce:
-    """Reduces one gradient per step in buckets, in a thread of its own, in one order on all ranks.
+    """Reduces one gradient per step in buckets, behind what the caller computes, in one order on all ranks.
+
+    A bucket that the kernels of GPUs of one host reduce (`reads_tensors`) is put on the stream when it starts, and the host waits
+    for none before `finish`; with `deferred` not there either. Any other bucket is reduced in a thread.
 
     Each bucket has a `GradientAllreduce` of its own: residual, thresholds, regions, communicator and messages. Together they keep
     k entries, one a bucket at least, so that caps and bounds of a step in words are those of one vector.
@@ -42,21 +44,22 @@ class BucketedAllreduce:
         lengths: elements of the buckets, in the order in which they start; each at least 1.
         method: as `GradientAllreduce`.
         share: "bucket": each keeps entries in proportion to its length. "model": in proportion to how many of its elements were
-            among the largest of all buckets, sampled before every exact step; flat steps only.
+            among the largest of all buckets, sampled before every exact step, and after 1, 2, 4, ... sparse steps before the
+            second of those; flat steps only.
         updates: memory for the update of each bucket, see `GradientAllreduce`; None: its own.
         problem: an error that the caller found on this rank alone; every rank then raises it.
         options: further arguments of `GradientAllreduce`, and keywords of `oktopk.Settings`.
 
     Raises:
         RuntimeError: as `GradientAllreduce`, and where ranks do not come.
-        ValueError: as that; no bucket; `deferred`, which is for one vector; an MPI that serves one thread only. On every rank.
+        ValueError: as that; no bucket; an MPI that serves one thread only. On every rank.
 
     Attributes:
         buckets: one reducer a bucket.
         transport: for control operations beside the thread; its `library` is that of the buckets' messages.
         lengths, length: elements of the buckets, and of all.
 
-    Traffic: that of the method for each bucket; with share "model" one control allreduce of a word a bucket before exact steps.
+    Traffic: that of the method for each bucket; with share "model" one control allreduce of two words a bucket where it samples.
     """
 
     def __init__(
@@ -93,13 +96,15 @@ class BucketedAllreduce:
         self._keep(np.array(self.lengths, np.int64))
         self._thread = CommunicationThread("oktopk", together=_TOGETHER)
         self._started: list[Future[StepReport]] = []
+        # of these, on the stream and to be ended by the host
+        self._awaited: list[tuple[Future[StepReport], GradientAllreduce, StepReport]] = []
+        self._refused: BaseException | None = None  # why no bucket of this step starts
+        self._incomplete: StepReport | None = None  # of the last step, some of whose buckets were deferred
         self._drawn: list[NDArray[np.float32]] = []
 
     def _problem(self, options: dict[str, Any]) -> str:
         if not self.lengths or min(self.lengths) < 1:
             return f"buckets of {self.lengths} elements: there must be one at least, of one element at least each"
-        if options.get("deferred"):
-            return "deferred steps reduce one vector: pass deferred=False with buckets"
         if self._share not in ("bucket", "model"):
             return f"share {self._share!r} is not 'bucket' or 'model'"
         return self.transport.threads_problem
@@ -145,19 +150,24 @@ class BucketedAllreduce:
         """Buckets of this step that were started."""
         return len(self._started)
 
+    def reads_tensors(self, number: int) -> bool:
+        """Whether a bucket of the next step may be given a tensor list, see `GradientAllreduce.reads_tensors`."""
+        reducer = self.buckets[number]
+        return reducer.reads_tensors() and not self._renews_shares(reducer)
+
     def start(
         self, gradient: Any, ready: Callable[[], None] | None = None, problem: str = ""
     ) -> Future[StepReport]:
-        """Reduce the next bucket once those before it are reduced; returns at once. Collective, in one order on all ranks.
+        """Reduce the next bucket after those before it; returns at once. Collective, in one order on all ranks.
 
         Args:
-            gradient: as `GradientAllreduce.step`; unchanged until the future is done.
-            ready: called in the thread before the gradient is read; on a GPU it orders the reducer's stream after the one that
-                filled it.
+            gradient: as `GradientAllreduce.step`, a tensor list where `reads_tensors` allows it; unchanged until `finish`.
+            ready: called before the gradient is read; on a GPU it orders the reducer's stream after the one that filled it.
             problem: as `GradientAllreduce.step`.
 
         Returns:
-            The bucket's report, or its error. Its update is valid, on a GPU on the reducer's stream, until it starts again.
+            The bucket's report, or its error; done after `finish` or `end_started` at the latest, in a thread earlier. Its update
+            is then valid, on a GPU on the reducer's stream, until it starts again.
 
         Raises:
             TypeError, ValueError: as `GradientAllreduce.step`, on this rank alone.
@@ -166,10 +176,54 @@ class BucketedAllreduce:
         number = len(self._started)
         if number == len(self.buckets):
             raise RuntimeError(f"all {number} buckets were started: call finish() first")
-        self.buckets[number].backend.validate(gradient, self.lengths[number])
-        future = self._thread.submit(partial(self._reduce, number, gradient, ready, problem))
-        self._started.append(future)
-        return future
+        reducer = self.buckets[number]
+        reducer.backend.validate(gradient, self.lengths[number])
+        if not number:
+            self._refused = self._completed()
+        begun: Future[StepReport] = Future()
+        if self._refused is not None:
+            begun.set_exception(self._refused)
+        elif not self.reads_tensors(number):
+            begun = self._thread.submit(partial(self._reduce, number, gradient, ready, problem))
+        else:
+            self._thread.run(begun, partial(self._begin, reducer, gradient, ready, problem))
+            if reducer.awaited:
+                report, begun = begun.result(), Future()
+                self._awaited.append((begun, reducer, report))
+        self._started.append(begun)
+        return begun
+
+    def _begin(
+        self, reducer: GradientAllreduce, gradient: Any, ready: Callable[[], None] | None, problem: str
+    ) -> StepReport:
+        if ready is not None:
+            ready()
+        return reducer.begin(gradient, problem=problem)
+
+    def end_started(self) -> None:
+        """End the buckets that were put on the stream, in their order. Collective: every rank must call.
+
+        It waits for the decisions of the ranks. The futures are then done, but for those of buckets in the thread.
+        """
+        awaited, self._awaited = self._awaited, []
+        for future, reducer, report in awaited:
+            self._thread.run(future, partial(_ended, reducer, report))
+
+    def _completed(self) -> BaseException | None:
+        """Complete the reports of deferred buckets; the error of their step, where there is one. Equal on all ranks."""
+        errors: list[BaseException] = []
+        for reducer in self.buckets:
+            try:
+                reducer.complete()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            self._incomplete = None
+            return _one_error(errors)
+        if self._incomplete is not None:
+            add_up(self._incomplete)
+            self._incomplete = None
+        return None
 
     def _reduce(
         self, number: int, gradient: Any, ready: Callable[[], None] | None, problem: str
@@ -185,10 +239,13 @@ class BucketedAllreduce:
         return report
 
     def _renews_shares(self, reducer: GradientAllreduce) -> bool:
-        """Whether the step after this one is exact and keeps what the sizes of this one's elements tell."""
-        settings = self.settings
-        sparse = reducer.sparse_steps + 1
-        return self._share == "model" and sparse % settings.threshold_interval == 0
+        """Whether the step after this one is exact and keeps what the sizes of this one's elements tell.
+
+        Early in training the sizes of layers change most, so that shares do not wait for the next exact step.
+        """
+        sparse, interval = reducer.sparse_steps + 1, self.settings.threshold_interval
+        early = sparse < interval and sparse.bit_count() == 1
+        return self._share == "model" and (early or sparse % interval == 0)
 
     def _renew_shares(self) -> None:
         """Divide k anew, by the buckets in which the largest elements lie, as many as the final density keeps. Collective."""
@@ -204,15 +261,20 @@ class BucketedAllreduce:
         self._keep(self.transport.allreduce_control(np.array(above, np.int64) + 1))
 
     def finish(self, all_or_none: bool = True) -> StepReport:
-        """Wait for the step's buckets, all of which were started; its report. Every rank must call. No traffic.
+        """Wait for the step's buckets, all of which were started; its report. Collective: every rank must call.
 
-        The report adds up those of the buckets, which are in `buckets`; its time is what this call waited.
+        The report adds up those of the buckets, which are in `buckets`; its time is what this call waited. Buckets that were put
+        on the stream end here in their order: one that its kernels cannot end goes on by messages.
+
+        With `deferred` a bucket whose outcome nobody waits for is none of the others' business: where it is given up, or is not
+        finite, it alone has an update of zero, and the report is incomplete until the next step begins, or `complete`.
 
         Args:
             all_or_none: where a bucket is skipped, undo the others, see `GradientAllreduce.take_back`; else their updates hold.
 
         Raises:
-            NonFiniteGradientError: as `GradientAllreduce.step`; the other buckets are undone.
+            NonFiniteGradientError: as `GradientAllreduce.step`; the other buckets are undone. Of a deferred bucket in the next
+                step, of which no bucket then starts.
             RuntimeError: a bucket was not started.
             TypeError, ValueError, RuntimeError: as `GradientAllreduce.step`, and where ranks do not come.
         """
@@ -220,8 +282,9 @@ class BucketedAllreduce:
             raise RuntimeError(
                 f"{len(self._started)} of {len(self.buckets)} buckets were started: start the others first"
             )
-        futures, self._started = self._started, []
         began = time.perf_counter()
+        self.end_started()
+        futures, self._started = self._started, []
         reports: list[StepReport] = []
         errors: list[BaseException] = []
         for future in futures:
@@ -237,12 +300,18 @@ class BucketedAllreduce:
                 self._take_back(futures)
         if errors:
             raise _one_error(errors)
-        return _sum_of(reports, waited)
+        report = report_of_buckets(reports, waited)
+        if not report.complete:
+            self._incomplete = report
+        return report
 
     def _take_back(self, futures: Sequence[Future[StepReport]]) -> None:
         for reducer, future in zip(self.buckets, futures, strict=False):
-            if future.exception() is None and not future.result().skipped:
-                reducer.take_back()
+            if future.exception() is None:
+                with suppress(NonFiniteGradientError):  # of a deferred one, which is undone then
+                    reducer.complete()
+                    if not future.result().skipped:
+                        reducer.take_back()
 
     def step(self, gradients: Sequence[Any], problem: str = "") -> StepReport:
         """Start the buckets that were not started, and `finish`. Collective: every rank must call.
@@ -269,6 +338,7 @@ class BucketedAllreduce:
         """
         for gradient in gradients:
             self.start(gradient)
+        self.end_started()
         futures, self._started = self._started, []
         self._take_back(futures)  # waits
         self._drawn = []
@@ -281,10 +351,11 @@ class BucketedAllreduce:
                 raise error
         if not reports:
             raise NonFiniteGradientError([], self.steps - 1)
-        return replace(_sum_of(reports, 0.0), skipped=True)
+        return replace(report_of_buckets(reports, 0.0), skipped=True)
 
     def abandon(self) -> None:
-        """Undo a step of which some buckets were started and the others will not be. Every rank must call. No traffic."""
+        """Undo a step of which some buckets were started and the others will not be. Collective: every rank must call."""
+        self.end_started()
         futures, self._started = self._started, []
         self._take_back(futures)  # waits
         self._drawn = []
@@ -294,11 +365,12 @@ class BucketedAllreduce:
     def skip_together(self, wanted: bool) -> StepReport | None:
         """As `GradientAllreduce.skip_together`, before any bucket was started."""
         self._check_idle("skip_together()")
+        self.complete()
         first = self.buckets[0].skip_together(wanted)
         if first is None:
             return None
         others = [reducer.skip_together(True) for reducer in self.buckets[1:]]
-        return _sum_of([first, *(report for report in others if report is not None)], 0.0)
+        return report_of_buckets([first, *(report for report in others if report is not None)], 0.0)
 
     def _check_idle(self, what: str) -> None:
         """Raise RuntimeError where buckets are being reduced."""
@@ -306,7 +378,16 @@ class BucketedAllreduce:
             raise RuntimeError(f"{what} while {len(self._started)} buckets are reduced: end the step first")
 
     def complete(self) -> None:
-        """No step is deferred: nothing to do."""
+        """As `GradientAllreduce.complete`, of the buckets that were deferred. Not collective.
+
+        Raises:
+            NonFiniteGradientError: as `step`, but on the ranks that called.
+        """
+        error = (
+            None if self._started else self._completed()
+        )  # the first bucket of a step completes those of the last one
+        if error is not None:
+            raise error
 
     def forget_support(self) -> None:
         """As `GradientAllreduce.forget_support`."""
@@ -316,11 +397,13 @@ class BucketedAllreduce:
     def gathered_residual(self) -> NDArray[np.float32]:
         """As `GradientAllreduce.gathered_residual`: those of the buckets, from the last to the first. Collective."""
         self._check_idle("gathered_residual()")
+        self.complete()
         return np.concatenate([reducer.gathered_residual() for reducer in reversed(self.buckets)])
 
     def state_dict(self) -> dict[str, Any]:
         """As `GradientAllreduce.state_dict`, of each bucket."""
         self._check_idle("state_dict()")
+        self.complete()
         return {
             "length": self.length,
             "method": self.method,
@@ -344,6 +427,7 @@ class BucketedAllreduce:
         for number, reducer in enumerate(self.buckets):
             reducer.load_state_dict(state["buckets"][str(number)])
         self._keep(np.array(weights, np.int64))
+        self._incomplete = None
 
     def _state_problem(self, state: Any) -> str:
         try:
@@ -367,6 +451,7 @@ class BucketedAllreduce:
         for reducer in self.buckets:
             reducer.reset()
         self._keep(np.array(self.lengths, np.int64))
+        self._incomplete = None
 
     def close(self) -> None:
         """Free what MPI and the device hold, after what was started. Collective."""
@@ -376,22 +461,23 @@ class BucketedAllreduce:
         self.transport.close()
 
 
-def bucket_ranges(lengths: Sequence[int], most: float) -> Iterator[range]:
-    """Group consecutive tensors into buckets, from the last one on, each at least so large but for the one of the first tensors.
+def bucket_ranges(lengths: Sequence[int], least: float, share: float = 0.0) -> Iterator[range]:
+    """Group consecutive tensors into buckets, from the last one on, each as large as asked for but the one of the first tensors.
 
     Args:
         lengths: elements of the tensors.
-        most: elements of a bucket.
+        least: elements of a bucket.
+        share: of the elements that are in no bucket before it, what a bucket has at least.
 
     Yields:
         The numbers of the tensors of each bucket, ascending.
     """
-    stop, held = len(lengths), 0
+    stop, held, left = len(lengths), 0, sum(lengths)
     for number in range(len(lengths) - 1, -1, -1):
         held += lengths[number]
-        if held >= most or number == 0:
+        if held >= max(least, share * left) or number == 0:
             yield range(number, stop)
-            stop, held = number, 0
+            stop, held, left = number, 0, left - held
 
 
 def _entries_of(number: int, lengths: Sequence[int], weights: NDArray[np.int64], density: float) -> int:
@@ -411,39 +497,7 @@ def _one_error(errors: Sequence[BaseException]) -> BaseException:
     return NonFiniteGradientError(ranks, nonfinite[0].step)
 
 
-def _sum_of(reports: Sequence[StepReport], waited: float) -> StepReport:
-    first = reports[0]
-
-    def total(name: str) -> Any:
-        return sum(getattr(report, name) for report in reports)
-
-    def common(name: str) -> float:
-        values = {getattr(report, name) for report in reports}
-        return values.pop() if len(values) == 1 else math.nan
-
-    words = total("words")
-    return StepReport(
-        step=first.step,
-        method=first.method,
-        local_exact=all(report.local_exact for report in reports),
-        global_exact=all(report.global_exact for report in reports),
-        skipped=any(report.skipped for report in reports),
-        k=total("k"),
-        length=total("length"),
-        local_nnz=total("local_nnz"),
-        global_nnz=total("global_nnz"),
-        local_threshold=common("local_threshold"),
-        global_threshold=common("global_threshold"),
-        words=words,
-        bytes=total("bytes"),
-        bytes_between=total("bytes_between"),
-        messages=total("messages"),
-        control_words=total("control_words"),
-        control_messages=total("control_messages"),
-        seconds={"wait": waited},
-        levels=first.levels,
-        shards=first.shards,
-        wire=first.wire,
-        rounded=sum(report.rounded * report.words for report in reports) / words if words else 0.0,
-        buckets=tuple(reports),
-    )
+def _ended(reducer: GradientAllreduce, report: StepReport) -> StepReport:
+    """The report of a step that has begun, once that has ended."""
+    reducer.complete()
+    return report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -104,6 +105,48 @@ class StepReport:
     def total_seconds(self) -> float:
         """Time of all stages."""
         return sum(self.seconds.values())
+
+
+_TOTALS = (
+    "k", "length", "local_nnz", "global_nnz", "words", "bytes", "bytes_between", "messages", "control_words", "control_messages",
+)  # fmt: skip
+
+
+def report_of_buckets(reports: Sequence[StepReport], waited: float) -> StepReport:
+    """The report of a step in buckets, whose reports these are; `waited`: seconds that it waited for them."""
+    first = reports[0]
+    report = StepReport(
+        first.step,
+        first.method,
+        first.k,
+        first.length,
+        {"wait": waited},
+        levels=first.levels,
+        shards=first.shards,
+        wire=first.wire,
+        buckets=tuple(reports),
+    )
+    add_up(report)
+    return report
+
+
+def add_up(report: StepReport) -> None:
+    """Fill in what the reports of its buckets add up to."""
+    reports = report.buckets
+
+    def common(name: str) -> float:
+        values = {getattr(each, name) for each in reports}
+        return values.pop() if len(values) == 1 else math.nan
+
+    for name in _TOTALS:
+        setattr(report, name, sum(getattr(each, name) for each in reports))
+    report.local_exact = all(each.local_exact for each in reports)
+    report.global_exact = all(each.global_exact for each in reports)
+    report.skipped = any(each.skipped for each in reports)
+    report.complete = all(each.complete for each in reports)
+    report.local_threshold, report.global_threshold = common("local_threshold"), common("global_threshold")
+    rounded = sum(each.rounded * each.words for each in reports)
+    report.rounded = rounded / report.words if report.words else 0.0
 
 
 class StageTimer:

@@ -37,11 +37,26 @@ class CommunicationThread:
         Raises:
             RuntimeError: `close` was called.
         """
-        if self._closed:
-            raise RuntimeError("the reducer was closed")
+        self._check_open()
         future: Future[_Result] = Future()
         self._calls.put((future, call))
         return future
+
+    def run(self, future: Future[_Result], call: Callable[[], _Result]) -> None:
+        """Run a call now, in the caller's thread; none that was submitted may be on its way.
+
+        Args:
+            future: is given the result or the error.
+
+        Raises:
+            RuntimeError: `close` was called.
+        """
+        self._check_open()
+        self._run_next(future, call)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the reducer was closed")
 
     def close(self) -> None:
         """End the thread after the calls that were submitted."""
@@ -52,15 +67,17 @@ class CommunicationThread:
 
     def _run(self) -> None:
         while (submitted := self._calls.get()) is not None:
-            future, call = submitted
-            try:
-                if self._failed is not None:
-                    raise self._failed
-                result = call()
-            except BaseException as error:
-                if not isinstance(error, self._together):
-                    self._failed = error
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-            del submitted, future, call  # a result would live until the next call
+            self._run_next(*submitted)
+            del submitted  # a result would live until the next call
+
+    def _run_next(self, future: Future[Any], call: Callable[[], Any]) -> None:
+        try:
+            if self._failed is not None:
+                raise self._failed
+            result = call()
+        except BaseException as error:
+            if not isinstance(error, self._together):
+                self._failed = error
+            future.set_exception(error)
+        else:
+            future.set_result(result)

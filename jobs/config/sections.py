@@ -323,8 +323,8 @@ class ReductionConfig(Section):
     """For methods of oktopk and nccl: reduce gradients in buckets behind the backward pass"""
     share: Literal["bucket", "model"] = "bucket"
     """With overlap: how entries are divided among buckets, by their lengths or by where the model's largest lie"""
-    bucket_mb: float = Field(default=25.0, gt=0.0)
-    """For overlap, ddp and powersgd: size of a bucket of gradients, in 1e6 bytes"""
+    bucket_mb: float = Field(default=0.0, ge=0.0)
+    """For overlap, ddp and powersgd: size of a bucket of gradients, in 1e6 bytes; 0: as oktopk.DistributedOptimizer, others 25"""
     powersgd_rank: int = Field(default=1, ge=1)
     """For powersgd: rank of the matrices that approximate a parameter's gradient"""
     powersgd_start: int = Field(default=1000, ge=2)
@@ -352,8 +352,6 @@ class ReductionConfig(Section):
         Settings(**self.settings())
         if self.overlap and self.method not in (*METHODS, "nccl"):
             raise ValueError(f"overlap is for nccl and the methods of oktopk, not for {self.method!r}")
-        if self.overlap and self.deferred:
-            raise ValueError("overlap and deferred exclude each other")
         return self
 
     def buckets(self) -> dict[str, Any]:

@@ -126,10 +126,12 @@ def _merged(document: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
 
 def _of_no_consequence(trial: Trial) -> set[str]:
     """The "section.key" of what may be another one, and the run still be this trial's."""
+    # trials that differ by the size of buckets have it in their names
+    free = {"data.path", "reduction.bucket_mb"}
     if trial.kind not in SHORT:
-        return {"data.path", "reduction.deferred"}
+        return free | {"reduction.deferred"}
     # a short run ends by its steps; and only with Ok-Topk does it matter whether the host waits
-    return {"data.path", "training.epochs"} | ({"reduction.deferred"} if trial.method != "oktopk" else set())
+    return free | {"training.epochs"} | ({"reduction.deferred"} if trial.method != "oktopk" else set())
 
 
 def is_done(file: Path, document: Mapping[str, Any], trial: Trial) -> bool:

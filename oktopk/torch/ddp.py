@@ -144,9 +144,22 @@ class OkTopkState:
 
     @property
     def report(self) -> StepReport | None:
-        """The last step, after its backward pass; None before the first. Its `buckets` are those that were reduced."""
+        """The last step, after its backward pass; None before the first. Its `buckets` are those that were reduced.
+
+        With `deferred` it may be incomplete until the next step begins, or `complete`.
+        """
         self._finish_step()
         return self._report
+
+    def complete(self) -> None:
+        """Complete the report of the last step, where it was deferred, see `oktopk.GradientAllreduce.complete`.
+
+        Raises:
+            NonFiniteGradientError: of that step.
+        """
+        self._finish_step()
+        if self._reducer is not None:
+            self._reducer.complete()
 
     @property
     def table_reports(self) -> dict[str, RowReport]:
@@ -179,6 +192,8 @@ class OkTopkState:
                 for each in self._given:
                     self._add(each)
             self._check_complete()
+            assert self._reducer is not None
+            self._reducer.end_started()
             _after_backward(self._set_unused)
         reduced: torch.futures.Future[Tensor] = given.done.then(given.result)
         return reduced

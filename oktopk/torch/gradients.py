@@ -137,17 +137,33 @@ class GradientsInPlace:
     Args:
         parameters: on one device, of one type, each dense in memory (`is_dense`).
         dtype: of the vector.
-        tensors: one a parameter, of the parameters' type.
+        tensors: for each bucket a list of the tensors of its parameters, of their type.
+        ranges: the parameters of each bucket.
+        starts: where each parameter's gradient begins in the vector; None: one after the other.
+        length: elements of the vector; None: those of the parameters.
 
-    Memory: n elements of the vector, once it is asked for. A gradient that is not laid out as its parameter, once more.
+    Memory: the elements of the vector, once it is asked for. A gradient that is not laid out as its parameter, once more.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], dtype: torch.dtype, tensors: GradientTensors) -> None:
-        self._parameters, self._dtype, self._tensors = parameters, dtype, tensors
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        dtype: torch.dtype,
+        tensors: Sequence[GradientTensors],
+        ranges: Sequence[slice] = (slice(None),),
+        starts: Sequence[int] | None = None,
+        length: int | None = None,
+    ) -> None:
+        self._parameters, self._dtype, self._tensors, self._ranges = parameters, dtype, tensors, ranges
+        self._starts, self._length = starts, length
         self._strides = [parameter.stride() for parameter in parameters]
         self._flat: FlatGradients | None = None
         self._aside: list[Tensor | None] | None = None
         self._copies: dict[int, Tensor] = {}
+
+    def holds(self, number: int) -> bool:
+        """As `FlatGradients.holds`: never."""
+        return False
 
     def lay_aside(self) -> None:
         """Keep the gradients until `attach`: each `p.grad` may be something else in between."""
@@ -164,36 +180,51 @@ class GradientsInPlace:
         self._aside = None
         self.attach()
 
-    def tensors(self) -> GradientTensors:
-        """The gradients as they are now, each where it lies; a missing one counts as zero.
+    def tensors(self, bucket: int = 0) -> tuple[GradientTensors, bool]:
+        """The gradients of a bucket as they are now, each where it lies; a missing one counts as zero.
 
         One that is of another type than its parameter, or in another order in memory, is copied first.
+
+        Returns:
+            The list, and whether any was copied, which the current stream does.
 
         Raises:
             TypeError: a gradient is sparse.
         """
-        addresses = []
-        for number, (parameter, strides) in enumerate(zip(self._parameters, self._strides, strict=True)):
+        addresses, copied = [], False
+        numbers = range(len(self._parameters))[self._ranges[bucket]]
+        for number in numbers:
+            parameter = self._parameters[number]
             gradient = parameter.grad
             if gradient is None:
                 addresses.append(0)
                 continue
             refuse_sparse(gradient)
-            if gradient.dtype != parameter.dtype or not _same_order(gradient, strides):
-                gradient = self._copied(number, gradient)
+            if gradient.dtype != parameter.dtype or not _same_order(gradient, self._strides[number]):
+                gradient, copied = self._copied(number, gradient), True
             addresses.append(gradient.data_ptr())
-        self._tensors.set_pointers(addresses)
-        return self._tensors
+        self._tensors[bucket].set_pointers(addresses)
+        return self._tensors[bucket], copied
 
-    def collect(self) -> Tensor:
-        """[n] of `dtype`: the gradients in one vector, as they are now or were laid aside; a missing one is zero.
+    def collect(self, only: slice = slice(None)) -> Tensor:
+        """The gradients in one vector, as they are now or were laid aside; a missing one is zero.
+
+        Args:
+            only: of these parameters.
 
         Raises:
             TypeError: a gradient is sparse.
         """
+        return self._whole.collect(self._aside, only)
+
+    @property
+    def _whole(self) -> FlatGradients:
         if self._flat is None:
-            self._flat = FlatGradients(self._parameters, self._dtype)
-        return self._flat.collect(self._aside)
+            whole = None
+            if self._length is not None:
+                whole = torch.zeros(self._length, dtype=self._dtype, device=self._parameters[0].device)
+            self._flat = FlatGradients(self._parameters, self._dtype, whole, self._starts)
+        return self._flat
 
     @property
     def vector(self) -> Tensor:

@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from oktopk.buckets import bucket_ranges
-from oktopk.torch.gradients import FlatGradients
+from oktopk.torch.gradients import FlatGradients, GradientsInPlace
 from oktopk.torch.interop import TensorMemory
 
 DEFAULT_BUCKET_MB = 25.0
-"""Size of a bucket where gradients are reduced behind the backward pass."""
+"""Size of a bucket where gradients are reduced behind the backward pass, on CPUs."""
+
+_LEAST_MB, _SHARE = 240.0, 0.45
+"""On GPUs each bucket has at least so much, and so much of what is left. Few and large ones won: the thresholds of a small one,
+such as a table of embeddings alone, miss so often that the host must wait for it."""
 
 _ALIGNMENT = 64
 """Elements: kernels read several at once, so that a bucket must not begin anywhere."""
@@ -28,7 +32,7 @@ class BucketLayout:
     Args:
         parameters: of one type.
         bucket_mb: size of a bucket, in 1e6 bytes of float32; one holds whole parameters, the last ones first, and is larger than
-            that by less than a parameter.
+            that by less than a parameter. 0: DEFAULT_BUCKET_MB, on GPUs 0.45 of what is left and 240 at least.
 
     Attributes:
         ranges: the numbers of the parameters of each bucket, in the order in which buckets start.
@@ -39,7 +43,11 @@ class BucketLayout:
 
     def __init__(self, parameters: Sequence[Tensor], bucket_mb: float) -> None:
         sizes = [parameter.numel() for parameter in parameters]
-        self.ranges = [slice(each.start, each.stop) for each in bucket_ranges(sizes, bucket_mb * 1e6 / 4)]
+        share = 0.0
+        if not bucket_mb:
+            bucket_mb, share = (_LEAST_MB, _SHARE) if parameters[0].is_cuda else (DEFAULT_BUCKET_MB, 0.0)
+        ranges = bucket_ranges(sizes, bucket_mb * 1e6 / 4, share)
+        self.ranges = [slice(each.start, each.stop) for each in ranges]
         self.starts = [0] * len(sizes)
         self.slices: list[slice] = []
         self.length = 0
@@ -74,6 +82,9 @@ class BucketReducer(Protocol):
     def started(self) -> int:
         """Buckets of this step that were started."""
 
+    def reads_tensors(self, number: int) -> bool:
+        """Whether a bucket may be given as a tensor list; asked where gradients stay in place."""
+
     def start(self, gradient: Any, ready: Callable[[], None] | None = None) -> Any:
         """Begin with the next bucket. Collective."""
 
@@ -94,7 +105,7 @@ class BackwardBuckets:
 
     Args:
         parameters: whose gradients are reduced.
-        gradients: of these, in a vector of this layout.
+        gradients: of these, in a vector of this layout, or in place.
         layout: of the buckets.
         reducer: of the buckets.
         memory: of the gradients.
@@ -104,14 +115,14 @@ class BackwardBuckets:
     def __init__(
         self,
         parameters: Sequence[Tensor],
-        gradients: FlatGradients,
+        gradients: FlatGradients | GradientsInPlace,
         layout: BucketLayout,
         reducer: BucketReducer,
         memory: TensorMemory,
         overlapped: bool,
     ) -> None:
         self._gradients, self._layout, self._reducer, self._memory = gradients, layout, reducer, memory
-        self._arrays = [memory.array(gradients.vector[each]) for each in layout.slices]
+        self._arrays: list[Any] | None = None  # of the buckets in the vector, once a step takes one
         self._sizes = [each.stop - each.start for each in layout.ranges]
         self._missing = list(self._sizes)
         self._armed = overlapped
@@ -143,11 +154,25 @@ class BackwardBuckets:
         self._versions[number] = self._version(number)
         self._missing[bucket] -= 1
         while (first := self._filled) < len(self._sizes) - 1 and not self._missing[first]:
-            self._gradients.collect(only=self._layout.ranges[first])
-            if self._marks is not None:
-                self._marks.append(self._memory.mark())
-            else:
-                self._reducer.start(self._arrays[first], self._memory.after_current())
+            if self._marks is None:
+                self._reducer.start(self._bucket(first)[0], self._memory.after_current())
+                continue
+            if isinstance(self._gradients, FlatGradients):
+                self._gradients.collect(only=self._layout.ranges[first])
+            self._marks.append(self._memory.mark())
+
+    def _bucket(self, number: int) -> tuple[Any, bool]:
+        """A bucket as the reducer takes it, and whether gradients were copied for it, on the current stream."""
+        if isinstance(self._gradients, GradientsInPlace) and self._reducer.reads_tensors(number):
+            return self._gradients.tensors(number)
+        with torch.no_grad():
+            vector = self._gradients.collect(only=self._layout.ranges[number])
+        return self._array(vector, number), True
+
+    def _array(self, vector: Tensor, number: int) -> Any:
+        if self._arrays is None:
+            self._arrays = [self._memory.array(vector[each]) for each in self._layout.slices]
+        return self._arrays[number]
 
     @property
     def _filled(self) -> int:
@@ -173,8 +198,12 @@ class BackwardBuckets:
             RuntimeError: buckets of an earlier pass are being reduced.
         """
         self.check_nothing_started("a replay")
-        for array, mark in zip(self._arrays, marks, strict=False):
-            self._reducer.start(array, self._memory.after(mark))
+        for number, mark in enumerate(marks):
+            if isinstance(self._gradients, FlatGradients):  # the pass has filled the vector
+                given, copied = self._array(self._gradients.vector, number), False
+            else:
+                given, copied = self._bucket(number)
+            self._reducer.start(given, self._memory.after_current() if copied else self._memory.after(mark))
         self._missing = [0] * len(self._sizes)  # a further pass would add to what is being reduced
 
     def _version(self, number: int) -> int:
@@ -226,11 +255,9 @@ class BackwardBuckets:
             RuntimeError: gradients were changed while they are reduced.
         """
         self._check_unchanged()
-        with torch.no_grad():
-            for each in self._layout.ranges[self._reducer.started :]:
-                self._gradients.collect(only=each)
+        rest = [self._bucket(number)[0] for number in range(self._reducer.started, len(self._sizes))]
         self._start_anew()
-        return self._arrays[self._reducer.started :]
+        return rest
 
     def abandon(self) -> None:
         """Undo what a backward pass has begun. Every rank must call."""

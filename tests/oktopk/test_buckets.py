@@ -89,7 +89,7 @@ def test_a_bucket_of_larger_elements_keeps_more_of_its_own(
             for number, vector in enumerate(gradients(comm, step, "iid"))
         ]
         kept = [bucket.k for bucket in reducer.step(given).buckets]
-        if step < 4:
+        if not step:
             assert kept[0] == K * 700 // 5000
     assert kept[0] > 0.9 * K
     assert min(kept) == 1
@@ -160,7 +160,6 @@ def test_ranks_with_other_buckets_all_raise(comm: MPI.Intracomm) -> None:
     [
         ([], {}, "there must be one at least"),
         ([3, 0], {}, "of one element at least each"),
-        ([3], {"deferred": True}, "deferred steps reduce one vector"),
         ([3], {"share": "layer"}, "share 'layer' is not 'bucket' or 'model'"),
         ([3], {"densty": 0.1}, "did you mean density"),
     ],

@@ -34,7 +34,7 @@ def in_place(
     parameters: list[nn.Parameter], dtype: torch.dtype = torch.float32
 ) -> tuple[GradientsInPlace, Noted]:
     noted = Noted()
-    gradients = GradientsInPlace(parameters, dtype, noted)  # type: ignore[arg-type]
+    gradients = GradientsInPlace(parameters, dtype, [noted])  # type: ignore[list-item]
     gradients.attach()
     return gradients, noted
 

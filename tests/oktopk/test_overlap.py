@@ -220,7 +220,6 @@ def test_on_another_number_of_ranks_the_sum_of_the_residuals_stays(
         ({"overlap": 1}, "overlap 1 is not True or False"),
         ({"bucket_mb": -1.0}, "bucket_mb -1.0 is not a number in"),
         ({"overlap": False, "bucket_mb": 0, "share": "model"}, "share 'model' is for buckets"),
-        ({"deferred": True}, "deferred steps reduce one vector"),
     ],
 )
 def test_wrong_arguments_raise_on_every_rank(

@@ -41,6 +41,10 @@ class TorchWire:
         """Vectors that were started since `finish`."""
         return len(self._works)
 
+    def reads_tensors(self, number: int) -> bool:
+        """Never: a bucket is one vector."""
+        return False
+
     def start(self, gradient: Tensor, ready: Callable[[], None] | None = None) -> None:
         """Begin with a vector, once what was asked for before has filled it. Collective, in the same order on all ranks."""
         vector = sent = gradient

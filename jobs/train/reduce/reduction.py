@@ -16,6 +16,7 @@ from jobs.train.reduce.background import WireError, allow_p2p, start_process_gro
 from jobs.train.reduce.baselines import DdpTraining, DenseTraining, NcclTraining
 from jobs.train.reduce.powersgd import PowerSgdTraining
 from oktopk import METHODS, DistributedOptimizer
+from oktopk.torch.overlap import DEFAULT_BUCKET_MB
 
 _TRIAL_LENGTH = 4096
 _TRIAL_STEPS = 3  # one with exact thresholds, then some that reuse them
@@ -116,7 +117,7 @@ def _build_mode(
     if on_gpus:
         allow_p2p(settings.nccl_p2p)
     start_process_group(comm, placement.device, placement.process_group, placement.unit)
-    bucket_mb = settings.bucket_mb
+    bucket_mb = settings.bucket_mb or DEFAULT_BUCKET_MB
     if method == "nccl":
         bucket_mb = bucket_mb if settings.overlap else math.inf
         dtype = getattr(torch, kind or "float32")
