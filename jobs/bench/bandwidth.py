@@ -143,7 +143,7 @@ def draw(
         beside: dict[str, Any] = (
             {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(shown) > 3 else {}
         )
-        axes.legend(frameon=False, **beside)
+        axes.legend(frameon=False, handlelength=4.0, **beside)  # long enough to show dashes
         axes.set_title(what, color=GREY, fontsize=10)
         try:
             figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None)
