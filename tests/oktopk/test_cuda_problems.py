@@ -345,6 +345,10 @@ class Window:
     ptr = 1
 
 
+class NamedTransport(str):
+    """A transport that is its name, and takes attributes."""
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("staged", ["none", "all", "last"])
 def test_staging_is_chosen_where_it_must_be_and_said_once(
@@ -353,8 +357,8 @@ def test_staging_is_chosen_where_it_must_be_and_said_once(
     mine = staged == "all" or (staged == "last" and comm.rank == comm.size - 1)
     monkeypatch.setattr(device_backend, "device_memory_problem", lambda: "it is made of wood" if mine else "")
     transports: Any = importlib.import_module("collectives.mpi_cuda")
-    monkeypatch.setattr(transports, "CudaMpiTransport", lambda *_: "straight")
-    monkeypatch.setattr(transports, "StagedCudaTransport", lambda *_: "staged")
+    monkeypatch.setattr(transports, "CudaMpiTransport", lambda *_: NamedTransport("straight"))
+    monkeypatch.setattr(transports, "StagedCudaTransport", lambda *_: NamedTransport("staged"))
     backend = device_backend.DeviceBackend.__new__(device_backend.DeviceBackend)
     backend.device = None
     with warnings.catch_warnings(record=True) as said:
