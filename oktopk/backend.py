@@ -142,13 +142,9 @@ class SharedGradients:
             out: float32[shard], for the sum where it is taken at once.
 
         Returns:
-            What `accumulate_select` and `undo_accumulate` of the kernels take as a gradient; `whole_sum` makes it `out`.
+            What `accumulate_select` and `undo_accumulate` of the kernels take as a gradient; its `summed()` is the sum in `out`.
         """
         return kernels.ShardSum(self._rows, layout.block, layout.shards, shard, out)
-
-    def whole_sum(self, taken: Any) -> Any:
-        """float32[shard] of what `sum_of_shard` returned."""
-        return taken.summed()
 
     def close(self) -> None:
         """Let go of the memory, which is freed with the last array that reads it. Collective."""

@@ -61,6 +61,7 @@ class HostExecutor:
                 corrected = summed if vectors.velocity is None else vectors.velocity
                 method.kernels.undo_accumulate(corrected, vectors.residual, True)
             vectors.undo(summed)
+            group.end_reading()
             raise self._flagged(gradient, plan)
         mine, update = None, None
         if result is not None:

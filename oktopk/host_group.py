@@ -62,7 +62,8 @@ class HostGroup:
             try:
                 self._shared = backend.shared_gradients(host, layout.length, peer_memory)
                 opened.callback(self._shared.close)
-                self._sum = self.new_shard()
+                out = self.new_shard()
+                self._sum = None if self.shard is None else self._shared.sum_of_shard(layout, self.shard, out)
             except (RuntimeError, MemoryError) as error:
                 problem = str(error) or type(error).__name__
             transport.agree({}, problem)
@@ -90,18 +91,27 @@ class HostGroup:
         Args:
             at_once: as float32[shard]; else as what `accumulate_select` of the kernels takes, which may sum while it reads.
         """
-        assert self.shard is not None
-        taken = self._shared.sum_of_shard(self.layout, self.shard, self._sum)
-        return self._shared.whole_sum(taken) if at_once else taken
+        assert self._sum is not None
+        return self._sum.summed() if at_once else self._sum
 
     def share_outcome(self, outcome: list[int]) -> NDArray[np.int64]:
         """int64[G, m], what every rank of the host says of its shard's step. Collective.
 
-        After it every rank has read the gradients of the host, which may change. A limit that `expect_all` set holds for it, too.
+        After it the gradients of the host may change, as every rank has read them, unless a rank takes its step back: then after
+        `end_reading`. A limit that `expect_all` set holds for both, too.
         """
+        self._limit_next()
+        return self.host.allgather_control(np.array(outcome, np.int64))
+
+    def end_reading(self) -> None:
+        """Wait until every rank has taken back what it added of the host's gradients, which may change then. Collective."""
+        self._backend.wait()
+        self._limit_next()
+        self.host.allreduce_control(np.zeros(1, np.int64))
+
+    def _limit_next(self) -> None:
         if self._limit is not None:
             self.host.expect_all(*self._limit)
-        return self.host.allgather_control(np.array(outcome, np.int64))
 
     def share_entries(self, mine: SparseVector | None, counts: NDArray[np.int64]) -> SparseVector:
         """The update's entries of all shards, with their indices in the whole vector, shard by shard. Collective.
@@ -211,6 +221,7 @@ class HostGroup:
         """Free what the library and the device hold. Collective."""
         if any(transport.gave_up for transport in self._transports):
             return
+        self._sum = None
         self._shared.close()
         for transport in self._transports:
             transport.close()

@@ -17,7 +17,7 @@ constexpr unsigned GROUP = 256;                 // values that share a range: a 
 constexpr int ROW = GROUP / 32;                 // of them a lane's
 constexpr unsigned PADDED_GROUP = GROUP + 32;   // in shared memory, so that lanes meet in no bank
 constexpr unsigned FEW = 3;                     // words of a gap that a lane clears by itself
-constexpr int DECODE_ROWS = 4;  // entries that a thread decodes at once
+constexpr int DECODE_ROWS = 4;                  // entries that a thread decodes at once
 constexpr unsigned DAMAGED_COUNT = 1, DAMAGED_ORDER = 2, DAMAGED_VALUES = 3;
 
 // Between the least and the largest magnitude of a group: span = MOST·quotient + rest, so that 32 bits hold all that follows.
@@ -349,7 +349,8 @@ extern "C" __global__ void __launch_bounds__(CODEC_THREADS) decode_entries(const
       const unsigned prefix = look_back(p.scan.status, tile, total, p.scan.epoch, lane);
       if (lane == 0) before = prefix;
     }
-    for (; word; word &= word - 1) places[position++] = static_cast<unsigned short>(32 * threadIdx.x + __ffs(static_cast<int>(word)) - 1);
+    for (; word; word &= word - 1)
+      places[position++] = static_cast<unsigned short>(32 * threadIdx.x + __ffs(static_cast<int>(word)) - 1);
     __syncthreads();
     const unsigned mask = (1u << p.low_bits) - 1;
     for (unsigned start = 0; start < total; start += DECODE_ROWS * CODEC_THREADS) {

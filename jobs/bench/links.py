@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 import statistics
@@ -96,7 +97,7 @@ class Links:
         Returns:
             bytes: those sent.
             seconds: by MPI, until the last host has received all, the median of some tries.
-            tcp_seconds: the same by TCP itself; None where the names of the hosts do not lead to them.
+            tcp_seconds: the same by TCP itself; None where the names of the hosts do not lead to them, or a connection broke.
             share, tcp_share: their rates over that of the links; None where these are unshaped.
             holds: whether `share` is at most TOLERANCE, or links are unshaped.
         """
@@ -110,6 +111,8 @@ class Links:
         seconds = self._after_pauses(by_mpi)
         usable = self._comm.allreduce(self._tcp is None or self._tcp.usable, MPI.LAND)
         tcp_seconds = self._after_pauses(by_tcp) if usable else None
+        if self._tcp and tcp_seconds is None:
+            self._tcp.usable = False
 
         def share(spent: float | None) -> float | None:
             return None if self.rate is None or spent is None else 8 * sent / spent / self.rate
@@ -123,16 +126,22 @@ class Links:
             "holds": (share(seconds) or 0.0) <= TOLERANCE,
         }
 
-    def _after_pauses(self, send: Callable[[], None] | None) -> float:
-        """Seconds until the last rank has done its part, each time after a pause; the median. Collective."""
+    def _after_pauses(self, send: Callable[[], None] | None) -> float | None:
+        """Seconds until the last rank has done its part, after a pause; the median; None where one failed. Collective."""
         spent = []
         for _ in range(_TRIES + 1):
             time.sleep(_PAUSE)
             self._comm.Barrier()
             start = time.perf_counter()
+            failed = False
             if send is not None:
-                send()
-            spent.append(self._comm.allreduce(time.perf_counter() - start, MPI.MAX))
+                try:
+                    send()
+                except OSError:
+                    failed = True
+            spent.append(self._comm.allreduce(math.inf if failed else time.perf_counter() - start, MPI.MAX))
+            if spent[-1] == math.inf:
+                return None
         return statistics.median(spent[1:])
 
     def record(self, host_bytes: float, mean: float) -> dict[str, Any]:

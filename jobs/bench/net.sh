@@ -79,6 +79,7 @@ user=() # what unshare needs besides where this is not root
 check() {
     [[ $hosts =~ ^[1-9][0-9]?$ ]] || refuse "--hosts $hosts is not a number in [1, 99]"
     [[ $ranks =~ ^[1-9][0-9]*$ ]] || refuse "--ranks $ranks is not a number of at least 1"
+    [ "$ranks" -ge "$hosts" ] || refuse "$ranks ranks are fewer than $hosts hosts: try --hosts $ranks"
     [[ $device == cpu || $device == cuda ]] || refuse "--device $device is neither cpu nor cuda"
     [[ $rate == none || $rate =~ ^[0-9]+(\.[0-9]+)?[kmg]bit$ ]] || refuse "--rate $rate is not a rate such as 1gbit or 100mbit, nor none"
     [[ $burst =~ ^[0-9]+(\.[0-9]+)?[km]?b$ ]] || refuse "--burst $burst is not a number of bytes such as 128kb"
@@ -179,17 +180,16 @@ bench() {
     local flavour
     flavour=$("$python" -c 'import sys; from oktopk.launch import mpiexec_flavour; print(mpiexec_flavour(sys.argv[1]))' "$mpiexec") || exit 2
     local names=() methods=(dense oktopk topka topkdsa gtopk gaussiank mpi) i
-    for ((i = 1; i <= hosts; i++)); do names+=("10.77.0.$i"); done
+    # consecutive ranks share a host, as launchers place them; the first hosts hold one more where they do not divide
+    for ((i = 1; i <= hosts; i++)); do names+=("10.77.0.$i:$((ranks / hosts + (i <= ranks % hosts)))"); done
     local list
     list=$(IFS=,; echo "${names[*]}")
-    # consecutive ranks share a host, as launchers place them
-    local each=$(((ranks + hosts - 1) / hosts))
     local launch=("$mpiexec") network="TCP over $rate links"
     [ "$rate" != none ] || network='TCP over unshaped links'
     case $flavour in
     openmpi)
         launch+=(--prtemca plm_ssh_agent /run/agent --prtemca prte_if_include 10.77.0.0/24)
-        launch+=(--host "$list" --map-by "ppr:$each:node:OVERSUBSCRIBE" --bind-to none)
+        launch+=(--host "$list" --map-by slot --bind-to none)
         # han would hide which algorithm runs between the hosts
         launch+=(--mca coll ^han)
         [ "$device" = cuda ] || launch+=(--mca mpi_yield_when_idle 1)
@@ -209,7 +209,7 @@ bench() {
     mpich)
         [ "$device" = cpu ] || refuse "--device cuda needs Open MPI, and $mpiexec is MPICH's"
         export UCX_TLS=tcp,self UCX_NET_DEVICES=eth0
-        launch+=(-launcher ssh -launcher-exec /run/agent -iface switch -hosts "$list" -ppn "$each")
+        launch+=(-launcher ssh -launcher-exec /run/agent -iface switch -hosts "$list")
         ;;
     *) refuse "$mpiexec is neither Open MPI 5's nor MPICH's" ;;
     esac

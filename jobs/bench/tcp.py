@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import socket
+import time
 from contextlib import suppress
 from typing import Any
 
 from mpi4py import MPI
 
 _PIECE = 1 << 20
-_PATIENCE = 10.0  # seconds
+_PATIENCE = 10.0  # seconds without a byte
 
 
 class TcpRing:
@@ -21,21 +22,28 @@ class TcpRing:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._sockets: list[socket.socket] = []
-        server, place = None, None
+        server, address = None, None
         try:
-            server = socket.create_server(("", 0))
+            server = socket.create_server((socket.gethostbyname(socket.gethostname()), 0))
             server.settimeout(_PATIENCE)
-            place = socket.gethostbyname(socket.gethostname()), server.getsockname()[1]
+            address = server.getsockname()
         except OSError:
             pass
-        places = comm.allgather(place)
-        self.usable = all(places)
+        addresses = comm.allgather(address)
+        self.usable = all(addresses)
         if self.usable:
             try:
                 # the next rank's server takes the connection before it is accepted
-                self._sockets.append(socket.create_connection(places[(comm.rank + 1) % comm.size], _PATIENCE))
+                after = socket.create_connection(addresses[(comm.rank + 1) % comm.size], _PATIENCE)
+                self._sockets.append(after)
                 assert server is not None
-                self._sockets.append(server.accept()[0])
+                before = server.accept()[0]
+                self._sockets.append(before)
+                before.settimeout(_PATIENCE)
+                after.sendall(comm.rank.to_bytes(8, "little"))
+                # a name may lead to this machine itself, where another one was meant
+                greeting = before.recv(8, socket.MSG_WAITALL)
+                self.usable = int.from_bytes(greeting, "little") == (comm.rank - 1) % comm.size
                 for each in self._sockets:
                     each.setblocking(False)
                     each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -46,10 +54,15 @@ class TcpRing:
         self.usable = all(comm.allgather(self.usable))
 
     def exchange(self, outgoing: Any, incoming: Any) -> None:
-        """Send bytes to the next rank while as many from the rank before arrive. Does not sleep, as an MPI does not."""
+        """Send bytes to the next rank while as many from the rank before arrive. Does not sleep, as an MPI does not.
+
+        Raises:
+            OSError: a connection is closed, or nothing moves for 10 s; on this rank alone.
+        """
         after, before = self._sockets
         out, into = memoryview(outgoing).cast("B"), memoryview(incoming).cast("B")
-        sent = got = 0
+        sent = got = moved = 0
+        deadline = time.monotonic() + _PATIENCE
         while sent < len(out) or got < len(into):
             if got < len(into):
                 with suppress(BlockingIOError):
@@ -60,6 +73,10 @@ class TcpRing:
             if sent < len(out):
                 with suppress(BlockingIOError):
                     sent += after.send(out[sent : sent + _PIECE])
+            if sent + got > moved:
+                moved, deadline = sent + got, time.monotonic() + _PATIENCE
+            elif time.monotonic() > deadline:
+                raise TimeoutError(f"{sent} of {len(out)} bytes sent, {got} received, and then none")
 
     def close(self) -> None:
         """Close both connections."""

@@ -1,7 +1,7 @@
 // accumulate: the passes over whole vectors that select nothing. GRADIENT is float, __nv_bfloat16 or __half.
 //
-// Shapes   gradient[n], a tensor list (multi_tensor.cuh) or a ShardSum (shard_sum.cuh); residual[n], velocity[n], out[n]; sums[2] double; nonfinite[1], zero
-//          before, counts elements that are not finite. p: structs of layouts.py.
+// Shapes   gradient[n], a tensor list (multi_tensor.cuh) or a ShardSum (shard_sum.cuh); residual[n], velocity[n], out[n]; sums[2]
+//          double; nonfinite[1], zero before, counts elements that are not finite. p: structs of layouts.py.
 // Units    momentum, scale: factors.
 // Launch   grid-stride, any grid of blocks of 256.
 // Overflow a sum above the largest float is Inf, and not finite.

@@ -5,7 +5,8 @@
 // brings the hits into order, in O(k): each block adds up the counts before its group of chunks.
 //
 // Shapes   gradient[n] (GRADIENT: float, __nv_bfloat16 or __half), a tensor list (multi_tensor.cuh, SOURCE likewise) or a ShardSum
-//          of n elements (shard_sum.cuh); residual[n] float; pool[capacity], entries[capacity] COO; chunks[ceil(n / CHUNK)]: hits of a chunk, and where they begin in the pool;
+//          of n elements (shard_sum.cuh); residual[n] float; pool[capacity], entries[capacity] COO; chunks[ceil(n / CHUNK)]: hits of a
+//          chunk, and where they begin in the pool;
 //          totals[groups] hits of each group of 2^shift <= MOST_GROUP chunks, cursor[1] hits in the pool, both zero before and
 //          after; boundaries[regions + 1]; header[2 + regions + 1], and the same in host memory as report: nnz, nonfinite, and where
 //          each region begins in `entries`; with windows the mailbox gets it. p: structs of layouts.py.
@@ -18,7 +19,8 @@
 // Overflow hits beyond `capacity` are counted in report[0]; `entries` is then incomplete.
 // NaN, Inf where gradient + residual is not finite the residual stays as it was, nothing is packed, report[1] counts it.
 // Traffic  (4 + sizeof(GRADIENT)) n bytes read, 4n written, 24 bytes an entry; of tensors (4 + sizeof(SOURCE)) n read, and 8 bytes a
-//          chunk; of a sum (4 + ranks·sizeof(GRADIENT)) n, (ranks - 1)/ranks of the gradients from peers. Where a tensor does not begin on a vector of four, its loads are of single elements, four times as many.
+//          chunk; of a sum (4 + ranks·sizeof(GRADIENT)) n, (ranks - 1)/ranks of the gradients from peers. Where a tensor does not
+//          begin on a vector of four, its loads are of single elements, four times as many.
 
 #include "coo.cuh"
 #include "gradient.cuh"
@@ -47,9 +49,11 @@ __device__ __forceinline__ unsigned before_warp(unsigned hits, unsigned* of_warp
   return before;
 }
 
+// Gradients. BY_WARP: `load` fetches a warp's elements by itself, by what `word` has looked up for the chunk.
+//
 // A gradient that is one vector: its loads are issued beside the residual's.
 struct Flat {
-  static constexpr bool SEARCHED = false;
+  static constexpr bool BY_WARP = false;
   const GRADIENT* __restrict__ values;
 
   __device__ __forceinline__ bool aligned() const {
@@ -61,7 +65,7 @@ struct Flat {
 
 // A tensor list, nearly all of whose chunks lie in one tensor each: its loads wait for the table.
 struct Scattered {
-  static constexpr bool SEARCHED = true;
+  static constexpr bool BY_WARP = true;
   TensorList list;
 
   __device__ __forceinline__ unsigned long long word(unsigned chunk) const { return list.table[chunk]; }
@@ -118,11 +122,11 @@ struct Scattered {
 
 // A shard of the sum of a host's gradients.
 struct Summed {
-  static constexpr bool SEARCHED = true;
+  static constexpr bool BY_WARP = true;
   const ShardSum& sum;
   long long n;
 
-  __device__ __forceinline__ unsigned long long word(unsigned) const { return 0; }
+  __device__ __forceinline__ unsigned long long word(unsigned) const { return 0; }  // nothing to look up
 
   // As Scattered's. All loads of one gradient are in flight together.
   __device__ __forceinline__ void load(unsigned long long, long long start, int lane, float4 (&g)[VECTORS]) const {
@@ -155,20 +159,20 @@ __device__ __forceinline__ void add_and_append(const Gradient& gradient, const A
   __shared__ unsigned of_warps[WARPS];
   __shared__ unsigned room;
   unsigned long long word = 0;
-  if constexpr (Gradient::SEARCHED) word = gradient.word(blockIdx.x);  // loads while the residual does
+  if constexpr (Gradient::BY_WARP) word = gradient.word(blockIdx.x);  // loads while the residual does
   const unsigned threshold = p.step ? p.step->local_bits : p.threshold;
   float* __restrict__ residual = p.residual;
   const long long n = p.n;
   const int lane = threadIdx.x & 31;
   const long long start = blockIdx.x * static_cast<long long>(CHUNK) + (threadIdx.x >> 5) * SPAN;
   bool whole = start + SPAN <= n && reinterpret_cast<unsigned long long>(residual) % 16 == 0;
-  if constexpr (!Gradient::SEARCHED) whole = whole && gradient.aligned();
+  if constexpr (!Gradient::BY_WARP) whole = whole && gradient.aligned();
   float4 g[VECTORS], e[VECTORS];
   if (whole) {
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) {
       const long long at = start + (j * 32 + lane) * 4;
-      if constexpr (!Gradient::SEARCHED) g[j] = gradient.four(at);
+      if constexpr (!Gradient::BY_WARP) g[j] = gradient.four(at);
       e[j] = __ldcs(reinterpret_cast<const float4*>(residual + at));
     }
   } else {
@@ -179,12 +183,12 @@ __device__ __forceinline__ void add_and_append(const Gradient& gradient, const A
       float* ej = reinterpret_cast<float*>(&e[j]);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        if constexpr (!Gradient::SEARCHED) gj[c] = at + c < n ? gradient[at + c] : 0.0f;
+        if constexpr (!Gradient::BY_WARP) gj[c] = at + c < n ? gradient[at + c] : 0.0f;
         ej[c] = at + c < n ? residual[at + c] : 0.0f;
       }
     }
   }
-  if constexpr (Gradient::SEARCHED) gradient.load(word, start, lane, g);
+  if constexpr (Gradient::BY_WARP) gradient.load(word, start, lane, g);
   unsigned hits = 0, nonfinite = 0;  // hits: four bits a vector
 #pragma unroll
   for (int j = 0; j < VECTORS; ++j) {

@@ -174,7 +174,6 @@ class DeviceSharedGradients(SharedGradients):
         _ = kernels.shard_sum_kernels  # compiled before ranks wait for each other
         self._memory = SymmetricMemory(transport, kernels.device, length * stored.itemsize)
         self.mine: Any = self._memory.array(length, stored)
-        self._sum: DeviceShardSum | None = None
 
     def publish(self, gradient: Any) -> None:
         device = self._kernels.device
@@ -184,12 +183,11 @@ class DeviceSharedGradients(SharedGradients):
         device.synchronize()  # MPI does not know streams, and the barrier that follows is one of hosts
 
     def sum_of_shard(self, layout: Layout, shard: int, out: Any) -> DeviceShardSum:
-        if self._sum is None:
-            memory, place = self._memory, {"block": layout.block, "shards": layout.shards, "shard": shard}
-            self._sum = self._kernels.shard_sum(
-                out, windows=memory.windows, first=memory.first, ranks=self._size, **place
-            )
-        return self._sum
+        memory = self._memory
+        return self._kernels.shard_sum(
+            out, windows=memory.windows, first=memory.first, ranks=self._size,
+            block=layout.block, shards=layout.shards, shard=shard,
+        )  # fmt: skip
 
     def close(self) -> None:
         self._memory.close()

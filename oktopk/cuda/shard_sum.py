@@ -28,7 +28,9 @@ class DeviceShardSum(ComposedGradient):
     def __init__(self, device: Device, kernels: Mapping[str, Kernel], out: Any, **layout: int) -> None:
         self.kernels, self._device, self._out = kernels, device, out
         self._sum = bytes(ShardSum(**layout))
-        self.address = device.table(np.frombuffer(self._sum, np.uint8))
+        self._table = device.allocate(len(self._sum), np.uint8)
+        self.address: int = self._table.data.ptr
+        device.upload(self.address, np.frombuffer(self._sum, np.uint8))
 
     def summed(self) -> Any:
         """The sum as one vector."""

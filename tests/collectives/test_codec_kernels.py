@@ -45,6 +45,23 @@ def test_a_gpu_codes_as_the_host_does(name: str) -> None:
     check(name, sides, entries_with(clusters, rng.standard_normal(len(clusters))), 0, 1_000_000)
 
 
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_a_gpu_rounds_to_the_hosts_code_wherever_a_value_lies_in_its_range(name: str) -> None:
+    rng, most = np.random.default_rng(12), 2 ** (VALUE_BITS[name] - 1) - 1
+    groups = []
+    for span in [*range(1, 255), *rng.integers(255, 4097, 40), *2 ** rng.integers(13, 30, 20)]:
+        offsets = np.arange(1, 255) % (span + 1)  # all of them
+        if span > 254:  # those beside a code, and beside the middle of two
+            near = rng.integers(0, 2 * most + 1, 254) * span / (2 * most)
+            offsets = np.clip(np.round(near) + rng.integers(-1, 2, 254), 0, span)
+        low = rng.integers(1, 0x7F7FFFFF - span)
+        groups.append(low + np.concatenate([[0, span], offsets.astype(np.int64)]))
+    bits = np.concatenate(groups).astype(np.uint32)
+    bits |= rng.integers(0, 2, len(bits), np.uint32) << np.uint32(31)
+    entries = entries_with(np.arange(len(bits)), bits.view(np.float32))
+    check(name, [Wire(name, on_gpu) for on_gpu in (False, True)], entries, 0, len(bits))
+
+
 @pytest.mark.parametrize("name", VALUE_BITS)
 def test_a_gpu_notes_damage_as_the_host_does(name: str) -> None:
     rng = np.random.default_rng(4)

@@ -153,8 +153,10 @@ def check_selection(
 
 
 @pytest.mark.parametrize("block", [1024, 768, 100, 7], ids=lambda block: f"blocks of {block}")
-@pytest.mark.parametrize("gradient_type", ["float32", "bfloat16"])
-def test_a_shard_is_summed_where_it_is_selected_from(device: Any, gradient_type: str, block: int) -> None:
+@pytest.mark.parametrize("gradient_type", ["float32", "bfloat16", "float16"])
+def test_a_shard_is_summed_where_it_is_selected_from(
+    device: Any, gradient_type: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import cupy
 
     from oktopk.cuda.kernels import DeviceKernels
@@ -164,18 +166,21 @@ def test_a_shard_is_summed_where_it_is_selected_from(device: Any, gradient_type:
     rows[1, [5, length - 1]] = np.inf, np.nan
     if gradient_type == "bfloat16":
         rows = (rows.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-    stored = rows if gradient_type == "float32" else (rows.view(np.uint32) >> 16).astype(np.uint16)
+        stored: Any = (rows.view(np.uint32) >> 16).astype(np.uint16)
+    else:
+        stored = rows.astype(gradient_type)
+        rows = stored.astype(np.float32)
     theirs = [cupy.asarray(row) for row in stored]
     windows = cupy.asarray(np.array([row.data.ptr - 256 for row in theirs], np.uint64))
     kernels, layout = DeviceKernels(device, gradient_type), Layout((0,) * shards, length)
-    layout.__dict__["block"] = block
+    monkeypatch.setattr("oktopk.levels.BLOCK", block)
     for shard in range(shards):
         n = layout.shard_length(shard)
-        place = {"block": block, "shards": shards, "shard": shard}
+        cut = {"block": layout.block, "shards": layout.shards, "shard": shard}
         summed = kernels.shard_sum(
-            device.allocate(n, np.float32), windows=windows.data.ptr, first=256, ranks=3, **place
+            device.allocate(n, np.float32), windows=windows.data.ptr, first=256, ranks=3, **cut
         )
-        on_host = ShardSum(rows, **place, out=np.empty(n, np.float32))
+        on_host = ShardSum(rows, **cut, out=np.empty(n, np.float32))
         assert summed.summed().get().tobytes() == on_host.summed().tobytes()
         residual = rng.standard_normal(n, np.float32)
         left, packed = cupy.asarray(residual), np.empty(n + BLOCK, ENTRY)

@@ -491,12 +491,24 @@ def test_what_one_shard_cannot_decode_is_taken_back_in_all_shards(
     group = reducer._group
     assert group is not None
     codec = reducer._methods["oktopk"].codec
+    kernels, ended, buffer = reducer._methods["oktopk"].kernels, group.end_reading, reducer.gradient_buffer
+    assert buffer is not None
+    undo = kernels.undo_accumulate
     if group.shard == 0:
         checked = codec.check_gathered
         damage = f"float32 entries are damaged that came from rank {comm.rank}"
         monkeypatch.setattr(codec, "check_gathered", lambda: (_ for _ in ()).throw(ValueError(damage)))
+    else:  # takes back late what it read of the others' gradients
+        monkeypatch.setattr(kernels, "undo_accumulate", lambda *given: (time.sleep(0.05), undo(*given)))
+
+    def overwrite() -> None:
+        ended()
+        buffer[:] = 1e6  # as soon as it may change
+
+    monkeypatch.setattr(group, "end_reading", overwrite)
+    buffer[:] = gradients[1]
     with pytest.raises(ValueError, match="damaged that came from rank"):
-        reducer.step(gradients[1])
+        reducer.step(buffer)
     if group.shard == 0:
         monkeypatch.setattr(codec, "check_gathered", checked)
     assert np.allclose(reducer.gathered_residual(), before, atol=1e-4)

@@ -106,6 +106,25 @@ def test_a_ring_moves_bytes_by_tcp_or_is_unusable_on_all_ranks(
 
 
 @pytest.mark.mpi(min_size=2)
+def test_a_ring_whose_rank_is_silent_or_gone_is_given_up_by_all(
+    comm: MPI.Intracomm, hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.bench.tcp._PATIENCE", 0.3)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.0.1")
+    for silent in (True, False):
+        links = Links(comm, "none")
+        assert links.transfer(1000)["tcp_seconds"] > 0
+        if links._tcp and comm.rank == 1:
+            if silent:
+                monkeypatch.setattr(links._tcp, "exchange", lambda outgoing, incoming: None)
+            else:
+                links._tcp.close()
+        assert links.transfer(1000)["tcp_seconds"] is None
+        assert links.transfer(1000)["tcp_seconds"] is None
+        links.close()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_transfer_takes_as_long_as_its_last_host(
     comm: MPI.Intracomm, hosts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ def networks() -> None:
         ),
         (["--hosts", "0"], "--hosts 0 is not a number in [1, 99]"),
         (["--ranks", "x"], "--ranks x is not a number of at least 1"),
+        (["--ranks", "3"], "3 ranks are fewer than 4 hosts: try --hosts 3"),
         (["--rate"], "--rate needs a value"),
     ],
 )
@@ -222,6 +223,15 @@ def test_a_bench_over_tcp_names_the_dense_algorithms(networks: None, tmp_path: P
     # 4 MB pieces in both directions at once: the links are shaped
     assert entry["speeds"]["wire"] < 1.1 * 125e6
     assert not processes("--length 20011")
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_ranks_that_do_not_divide_leave_no_host_empty(networks: None, tmp_path: Path) -> None:
+    (tmp_path / "seen_by_ranks.py").write_text(SEEN)
+    words = ["--hosts", "4", "--ranks", "6", "--module", "seen_by_ranks"]
+    done = call(command(*words), PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["h1", "h1", "h2", "h2", "h3", "h4"]
 
 
 @pytest.mark.timeout(PATIENCE)
