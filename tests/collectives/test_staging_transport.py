@@ -76,6 +76,24 @@ def test_a_device_array_may_be_sent_on_as_soon_as_it_was_waited_for(transport: F
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("elements", [1, 1 << 20])
+def test_ranks_that_stage_and_ranks_that_do_not_understand_each_other(
+    comm: MPI.Intracomm, elements: int
+) -> None:
+    made = FakeDeviceTransport(comm) if comm.rank % 2 else MpiTransport(comm)
+    dest, source = ring(made)
+    first, second = (np.arange(elements) * (comm.rank + 1) + step for step in range(2))
+    arrived = [np.zeros(elements, np.int64) for _ in range(2)]
+    requests = made.receive(arrived[0], source) + made.receive(arrived[1], source)
+    made.wait(requests + made.send_all([(first, dest), (second, dest)]))
+    if isinstance(made, FakeDeviceTransport):
+        made.stream.run()
+    for step in range(2):
+        assert np.array_equal(arrived[step], np.arange(elements) * (source + 1) + step)
+    made.close()
+
+
+@pytest.mark.mpi
 def test_what_was_prepared_is_copied_once_and_sent_without_another_wait(
     transport: FakeDeviceTransport,
 ) -> None:
