@@ -494,12 +494,17 @@ def test_what_one_shard_cannot_decode_is_taken_back_in_all_shards(
     kernels, ended, buffer = reducer._methods["oktopk"].kernels, group.end_reading, reducer.gradient_buffer
     assert buffer is not None
     undo = kernels.undo_accumulate
+
+    def late(*given: Any) -> None:
+        time.sleep(0.05)
+        undo(*given)
+
     if group.shard == 0:
         checked = codec.check_gathered
         damage = f"float32 entries are damaged that came from rank {comm.rank}"
         monkeypatch.setattr(codec, "check_gathered", lambda: (_ for _ in ()).throw(ValueError(damage)))
     else:  # takes back late what it read of the others' gradients
-        monkeypatch.setattr(kernels, "undo_accumulate", lambda *given: (time.sleep(0.05), undo(*given)))
+        monkeypatch.setattr(kernels, "undo_accumulate", late)
 
     def overwrite() -> None:
         ended()
