@@ -19,8 +19,11 @@ ELEMENT_TYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "
 _EVEN_ABOVE = 1.1
 """Gather in `even_order` where the largest block of sums exceeds this times the mean: it takes more messages."""
 
+MOST_ON_GPU = (1 << 31) - 1
+"""Rows at most that a GPU adds up at a time."""
+
 LONGEST_ON_GPU = 1 << 33
-"""Rows of a table at most: the id of a row and its place among 2**31 others are sorted as one word of 64 bits."""
+"""Rows of a table at most: the id of a row and its place among MOST_ON_GPU are sorted as one word of 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class RowKernels(Protocol):
 
         Args:
             rows: int32[m] or int64[m], in any order, more than once each perhaps.
-            values: [m, width].
+            values: [m, width], C-contiguous.
             length: of the table; the ids of the sums are of its `row_type`.
             scale: that each sum is multiplied by before it is rounded to the type of the values.
 
@@ -61,7 +64,7 @@ class RowKernels(Protocol):
             The sums, and how many of their elements are Inf or NaN.
 
         Raises:
-            ValueError: a row is not in [0, length).
+            ValueError: a row is not in [0, length); on a GPU m > MOST_ON_GPU, or length > LONGEST_ON_GPU.
         """
 
     def merge(self, rows: Any, values: Any, firsts: NDArray[np.int64], scale: float) -> tuple[Rows, int]:
@@ -121,6 +124,8 @@ class RowWindows(Protocol):
 
     Attributes:
         nbytes: of this rank's window.
+
+    Memory: see `collectives.row_windows`.
     """
 
     nbytes: int
@@ -186,7 +191,8 @@ def row_sparse_allreduce(
         FlaggedRanksError: on every rank alike: those that raised their flag, before a row was sent; none where a sum is not
             finite.
 
-    Memory: the rows that arrive for this rank's region (with windows their ids), its sums, and the sums of all.
+    Memory: the rows that arrive for this rank's region, its sums, and the sums of all; with windows not the first, and see
+        `RowWindows`. Besides what the kernels sort and add up by, on a GPU some 13 bytes a row.
     Traffic: for 2 ranks all rows of its own, in 2 messages. For more, with r rows of its own, u in the sum, w bytes a row with
         its id, and regions that balance: (P-1)/P·r·w bytes in 2(P-1) messages, then (P-1)/P·u·w in 2·ceil(log2 P) rounds.
         Where hot rows lie together, as by Zipf's law, the busiest rank sends at most 1.3 times that (counted for 2 to 64 ranks).

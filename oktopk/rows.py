@@ -67,7 +67,7 @@ class RowSparseAllreduce:
 
     Args:
         comm: as `GradientAllreduce`. Collective: every rank must construct, with the same arguments.
-        length, width: rows of the table, and elements of a row.
+        length, width: rows of the table, at most 2^33 on a GPU, and elements of a row.
         element_type: of the table: "float32", "float16" or "bfloat16" (its bits in uint16). Sums are taken in float32 and rounded
             once a rank and once a sum.
         average: the mean over the ranks, else the sum.
@@ -92,8 +92,9 @@ class RowSparseAllreduce:
 
     Memory: in a step the rows of its own, those that arrive for its region, that region's sums, and the sums of all: with r rows
         a rank and u in the sum, about 2(r + u) where regions balance. With `row_density` below 1 a residual of length x width
-        float32, a float64 a row, and float32 copies of the rows that the last step has touched or sent. With peer memory the sums
-        of all, and two windows for a quarter more rows than a rank has ever sent, or summed for its region, in which those lie.
+        float32, a float64 a row, and float32 copies of the rows that the last step has touched or sent. On a GPU some 13
+        bytes more a row that is added up. With peer memory the sums of all, and a window of two slots, in which own rows and the
+        region's sums lie: each has room for a quarter more rows than a rank has ever sent, or summed for its region.
     Traffic: see `collectives.rows.row_sparse_allreduce`.
     Source: Li & Hoefler, PPoPP 2022, section 3.1, with rows for entries; error feedback as in algorithm 2.
 
@@ -189,8 +190,8 @@ class RowSparseAllreduce:
         Raises:
             NonFiniteGradientError: a gradient is NaN or Inf on some rank, or a sum is; on every rank alike. Residuals are as
                 before, bit for bit.
-            ValueError: rows that are out of range, or not as many as values, or of another width or type, on some rank; on every
-                rank alike, before anything is sent.
+            ValueError: rows that are out of range, or not as many as values, or of another width or type, or no memory to add
+                equal ones up, on some rank; on every rank alike, before anything is sent.
             RuntimeError: ranks do not come within the timeout, see `GradientAllreduce.step`.
         """
         with self._scope():
@@ -201,13 +202,15 @@ class RowSparseAllreduce:
         problem = problem or self._given_problem(rows, values)
         nonfinite = 0
         if not problem:
-            adds_up: Any = (
-                self.windows if self.windows is not None and self._feedback is None else self.kernels
-            )
+            into: RowKernels | RowWindows = self.kernels
+            if self.windows is not None and self._feedback is None:
+                into = self.windows
             try:
-                local, nonfinite = adds_up.coalesce(rows, values, self.length, 1.0)
+                local, nonfinite = into.coalesce(rows, values, self.length, 1.0)
             except ValueError as error:
                 problem = str(error)
+            except MemoryError as error:
+                problem = f"no memory to add up {len(rows)} rows: {error}"
         if problem:
             local = self._empty()
         touched, flagged = len(local), bool(problem or nonfinite)
@@ -442,5 +445,5 @@ def _problem(
     if device not in ("cpu", "cuda"):
         return f"device {device!r} is not 'cpu' or 'cuda'"
     if device == "cuda" and length > LONGEST_ON_GPU:
-        return f"length {length} is more than {LONGEST_ON_GPU}, which a GPU sorts"
+        return f"a table on a GPU has at most {LONGEST_ON_GPU} rows, not {length}"
     return ""

@@ -21,7 +21,7 @@ from collectives.cuda.layouts import (
     RowsSummed,
     RowState,
 )
-from collectives.rows import LONGEST_ON_GPU, Rows, row_type, rows_problem
+from collectives.rows import LONGEST_ON_GPU, MOST_ON_GPU, Rows, row_type, rows_problem
 from collectives.sparse import MAX_LENGTH
 
 _SOURCE = Path(__file__).with_name("rows.cu")
@@ -58,6 +58,7 @@ class DeviceRowKernels:
         self._sum_hot = PreparedLaunch(Kernel(module, "sum_hot_rows"), self._sum.params)
         self._room = 0
         self._keys: Any = None
+        self._marks: Any = None
 
     def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
         return self.coalesce_into(None, rows, values, length, scale)
@@ -69,14 +70,20 @@ class DeviceRowKernels:
         if not len(rows):
             return Rows(self.empty(0, rows).astype(row_type(length)), self.empty(0, values)), 0
         with self._device.gpu, self._device.stream:
-            self._sort(rows, length)
             lists = [(0, address_of(values))]
-            sums = self._add_up(lists, len(rows), len(rows), row_type(length), values, scale, room)
+            try:
+                self._sort(cupy.ascontiguousarray(rows), length)
+                sums = self._add_up(lists, len(rows), len(rows), row_type(length), values, scale, room)
+            except MemoryError:
+                # what a kernel noted is for one that did not run
+                self._device.zero(self._mark.params.state, ctypes.sizeof(RowState))
+                raise
         if self._report.outside:
             raise ValueError(rows_problem(rows, length))
         return sums, self._report.nonfinite
 
     def merge(self, rows: Any, values: Any, firsts: NDArray[np.int64], scale: float) -> tuple[Rows, int]:
+        firsts = firsts[np.diff(firsts, append=len(rows)) > 0]
         if len(firsts) > MOST_PEERS:
             return self.coalesce(rows, values, MAX_LENGTH if rows.itemsize == 4 else LONGEST_ON_GPU, scale)
         ids, base, row_bytes = address_of(rows), address_of(values), values.shape[1] * values.itemsize
@@ -89,15 +96,15 @@ class DeviceRowKernels:
         """As `merge`; the sums are in `room` where it is large enough.
 
         Args:
-            lists: MOST_PEERS at most. Of each how many rows are before it, and the addresses of its ids and its values, which may
-                be in another rank's memory.
+            lists: MOST_PEERS at most, none of them empty. Of each how many rows are before it, and the addresses of its ids and
+                its values, which may be in another rank's memory.
             count: rows of all lists.
             like: its types and width are those of the lists.
         """
         if not count:
             return Rows(self.empty(0, like.rows), self.empty(0, like.values)), 0
         with self._device.gpu, self._device.stream:
-            merge = self._order(self._merge, count)
+            merge = self._prepare(self._merge, count)
             for i, (first, ids, _) in enumerate(lists):
                 merge.firsts[i], merge.ids[i] = first, ids
             merge.lists, merge.wide = len(lists), like.rows.itemsize == 8
@@ -108,22 +115,31 @@ class DeviceRowKernels:
 
     def _sort(self, rows: Any, length: int) -> None:
         """Put on the stream: keys of rows in the order of their ids."""
-        pack = self._order(self._pack, len(rows))
+        pack = self._prepare(self._pack, len(rows), length)
         pack.ids, pack.length, pack.wide = address_of(rows), length, rows.itemsize == 8
         self._launch(self._pack, self._blocks(len(rows)))
         self._keys[: len(rows)].sort()  # by a radix sort
 
-    def _order(self, launch: PreparedLaunch, count: int) -> Any:
-        """The parameters of a launch that makes so many keys; those of the kernels after it are set."""
+    def _prepare(self, launch: PreparedLaunch, count: int, length: int = LONGEST_ON_GPU) -> Any:
+        """Make room for so many keys, and set them in the kernels after `launch`; returns that one's parameters, to be completed.
+
+        Raises:
+            ValueError: so many rows, or those of so long a table, do not fit in keys.
+        """
+        if count > MOST_ON_GPU or length > LONGEST_ON_GPU:
+            raise ValueError(
+                f"a GPU adds up at most {MOST_ON_GPU} rows of a table of at most {LONGEST_ON_GPU}, not {count} of {length}"
+            )
         mark, sums = self._mark.params, self._sum.params
         if count > self._room:
-            self._room = max(count, self._room * 3 // 2)
-            self._keys = self._device.allocate(self._room, np.uint64)
-            self._marks = self._device.allocate(self._room + self._room // HOT_ROWS + 2, np.uint32)
+            room = max(count, self._room * 3 // 2)
+            keys = self._device.allocate(room, np.uint64)
+            marks = self._device.allocate(room + room // HOT_ROWS + 2, np.uint32)
+            self._room, self._keys, self._marks = room, keys, marks  # all of them, or none where memory lacks
             for params in (self._pack.params, self._merge.params, mark, sums):
                 params.keys = address_of(self._keys)
             mark.starts = sums.starts = address_of(self._marks)
-            mark.hot = sums.hot = mark.starts + 4 * (self._room + 1)
+            mark.hot = sums.hot = mark.starts + 4 * (room + 1)
         params = launch.params
         params.n = mark.n = count
         params.shift = mark.shift = max(1, (count - 1).bit_length())
@@ -176,7 +192,7 @@ class DeviceRowKernels:
             params.firsts[i], params.values[i] = first, address - first * width * itemsize
             vectors = vectors and address % (4 * itemsize) == 0
         params.lists, params.vectors = len(lists), vectors
-        if most > HOT_ROWS:
+        if min(count, most) > HOT_ROWS:
             self._launch(self._sum_hot, self._blocks(32 * (count // HOT_ROWS) * -(-width // 32)))
         self._launch(self._sum, self._blocks(32 * count * -(-width // (512 if vectors else 128))))
 

@@ -82,8 +82,7 @@ class OkTopkState:
         share: how the k entries of a step are divided among buckets, see `oktopk.buckets.BucketedAllreduce`.
         module: whose parameters' names are the keys of the state; None: that of the DDP which has this state.
         settings: keywords of `oktopk.Settings`, and `peer_memory` of `GradientAllreduce`, for buckets and tables. With
-            nonfinite="skip" a bucket that is not finite becomes zero on all ranks, and
-            the others are reduced.
+            nonfinite="skip" a bucket that is not finite becomes zero on all ranks, and the others are reduced.
 
     Raises:
         ValueError: a setting is not known or out of range.

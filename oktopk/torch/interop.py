@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from collectives.cuda.environment import gpu_problem
+from collectives.rows import ELEMENT_TYPES
 
 
 class TensorMemory:
@@ -63,13 +65,8 @@ class TensorMemory:
         return self.after(self.mark())
 
 
-_CUPY_TYPES = {
-    torch.float32: "f4",
-    torch.float16: "f2",
-    torch.bfloat16: "u2",
-    torch.int32: "i4",
-    torch.int64: "i8",
-}
+_CUPY_TYPES = {getattr(torch, name): held for name, held in ELEMENT_TYPES.items()}
+_CUPY_TYPES |= {torch.int32: np.int32, torch.int64: np.int64}
 
 
 class CudaMemory(TensorMemory):
@@ -103,7 +100,11 @@ class CudaMemory(TensorMemory):
         self.stream = cupy.cuda.ExternalStream(self._torch_stream.cuda_stream, place.index)
 
     def array(self, tensor: Tensor) -> Any:
-        """As on the host; bfloat16, which CuPy does not have, as the bits in uint16."""
+        """As on the host; bfloat16, which CuPy does not have, as the bits in uint16.
+
+        The caller works on `stream`, and is in `stream_scope` where torch's current stream is another: nothing else orders it
+        behind what torch writes.
+        """
         if tensor.dtype not in _CUPY_TYPES or not tensor.is_contiguous():
             return self._cupy.from_dlpack(tensor)
         # DLPack takes 60 us a tensor

@@ -235,6 +235,8 @@ def launch(function: int, blocks: int, rows: int, _: int, threads: int, *more: A
     kernel = _kernels[function]
     if len(places) != kernel.arguments:
         raise TypeError(f"{kernel.name} takes {kernel.arguments} arguments, not {len(places)}")
+    if not blocks or not rows or not threads:
+        return 1  # CUDA_ERROR_INVALID_VALUE
     if stream not in _captures:
         return kernel.run(blocks, rows, threads, places)
     values = [
@@ -365,6 +367,7 @@ def install() -> None:
     cupy.empty = lambda shape, dtype=np.float64: Array(shape, dtype)
     for name in ("ones", "zeros", "flatnonzero", "searchsorted", "partition"):
         setattr(cupy, name, _copied(getattr(np, name)))
+    cupy.ascontiguousarray = lambda array: array if array.flags.c_contiguous else asarray(array.get())
     cupy.count_nonzero = np.count_nonzero
     cupy.argsort = _copied(lambda array: np.argsort(array, kind="stable"))
     cupy.on_host = True

@@ -163,11 +163,47 @@ def test_bad_rows_on_one_gpu_are_one_error_on_all(bad: str, device: str, comm: M
             assert not reducer.step(*good).skipped
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_row_ids_may_lie_apart(device: str, comm: MPI.Intracomm) -> None:
+    use(device, comm)
+    rows, values = gradient(comm.rank, 1)
+    pairs = put(device, np.stack([rows, rows[::-1]], axis=1))
+    with table(comm) as host, table(comm, device=device) as reducer:
+        host.step(rows, values)
+        reducer.step(pairs[:, 0], put(device, values))
+        assert host.sum is not None and reducer.sum is not None
+        assert get(reducer.sum.rows).tobytes() == host.sum.rows.tobytes()
+        assert get(reducer.sum.values).tobytes() == host.sum.values.tobytes()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_without_memory_on_one_rank_all_are_told(
+    device: str, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(device, comm)
+    rows, values = (put(device, array) for array in gradient(comm.rank, 1))
+    last = comm.size - 1
+
+    def none_left(*arguments: Any) -> None:
+        raise MemoryError
+
+    with table(comm, device=device, row_density=0.5) as reducer:
+        reducer.step(rows, values)
+        before = get(reducer.residual)
+        with monkeypatch.context() as patch:
+            if comm.rank == last:
+                patch.setattr(reducer.kernels, "coalesce", none_left)
+            with pytest.raises(ValueError, match=f"(rank {last}|all ranks): no memory to add up 30 rows"):
+                reducer.step(rows, values)
+        assert np.array_equal(get(reducer.residual), before)
+        assert not reducer.step(rows, values).skipped
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
         ({"element_type": "float64"}, "element_type 'float64' is not one of"),
-        ({"device": "cuda", "length": 2**33 + 1}, "length 8589934593 is more than"),
+        ({"device": "cuda", "length": 2**33 + 1}, "a table on a GPU has at most 8589934592 rows"),
         ({"row_density": 0}, "row_density 0 is not in"),
         ({"nonfinite": "ignore"}, "nonfinite 'ignore'"),
         ({"timeout": -1.0}, "timeout"),

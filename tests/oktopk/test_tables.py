@@ -310,6 +310,9 @@ def test_ddps_hook_reduces_a_table_by_its_rows_and_continues_bit_for_bit(
     train(later, its, range(3, 6))
     assert {report.step for report in state.table_reports.values()} == {5}
     assert set(state.table_reports) == {"words.weight", "bags.weight"}
+    if peer_memory is not None:
+        for table in state._tables.values():
+            assert (table.p2p_unavailable_reason == "") == peer_memory
     for mine, theirs in zip(ddp.parameters(), later.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     if row_density == 1.0:

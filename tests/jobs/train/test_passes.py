@@ -87,6 +87,7 @@ def alike() -> Iterator[None]:
     torch.backends.cudnn.benchmark = False
     yield
     torch.use_deterministic_algorithms(False)
+    stop_process_group()  # of a run that was stopped, or failed
 
 
 def trained(

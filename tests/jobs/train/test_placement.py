@@ -11,6 +11,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
+import collectives
 from jobs.cluster.agreement import Refused
 from jobs.run.columns import PHASES, gather
 from jobs.train import placement as placements
@@ -124,7 +125,9 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused() -> None:
 def test_a_gpu_without_cupy_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "cupy", None)
+    # where an earlier test has imported it: `from collectives import` would find it in the package
     monkeypatch.delitem(sys.modules, "collectives.mpi_cuda", raising=False)
+    monkeypatch.delattr(collectives, "mpi_cuda", raising=False)
     for wanted in ("auto", "cuda"):
         with pytest.raises(Refused, match="CuPy is not installed.* pip install '"):
             find_placement(wanted, MPI.COMM_SELF)

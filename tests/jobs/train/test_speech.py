@@ -309,7 +309,12 @@ def test_a_file_that_cannot_be_trained_on_is_named_in_one_sentence(
 
 @pytest.mark.skipif(not gpus(), reason="no GPU")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_gpu_computes_the_losses_and_gradients_of_the_host(prepared: Path, precision: str) -> None:
+def test_a_gpu_computes_the_losses_and_gradients_of_the_host(
+    prepared: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # by default cuDNN rounds to TF32, which moves the gradients' norm by 0.1 to 0.3 %
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
     class Placed:
         def __init__(self, name: str) -> None:
             self.device = torch.device(name)
