@@ -34,13 +34,14 @@ class DenseAllreduce:
         transport: of the ranks. Collective: every rank must construct.
 
     Attributes:
-        same_everywhere: whether `run` returns the same on all ranks.
+        on_device: whether kernels of the ranks sum through peer memory; `run` then returns the same on all ranks, and there are
+            `abort` and `check`.
 
     Memory: n/2 words of scratch.
     Traffic: `dense_words`; 2 log2 P messages a rank where P is a power of two.
     """
 
-    same_everywhere = False
+    on_device = False
 
     def __init__(self, vector: NDArray[np.float32], transport: Transport) -> None:
         self.vector = vector

@@ -12,8 +12,7 @@ from collectives.cuda.device import Device, DeviceWorkspace
 from collectives.cuda.kernels import DeviceKernels
 from collectives.cuda.layouts import MOST_DENSE_RANKS
 from collectives.host_transport import HostTransport
-from collectives.symmetric_memory import SymmetricMemory, symmetric_memory_problem
-from collectives.transport import MissingRanksError
+from collectives.symmetric_memory import NoPeerMemoryError, SymmetricMemory, symmetric_memory_problem
 
 
 class DeviceTransport(HostTransport):
@@ -36,9 +35,7 @@ class DeviceTransport(HostTransport):
         if self.p2p and 1 < self.size <= MOST_DENSE_RANKS:
             try:
                 return P2PDenseAllreduce(vector, self, self.device, timeout)
-            except MissingRanksError:
-                raise
-            except RuntimeError as error:  # on every rank alike: most often there is no room for windows
+            except NoPeerMemoryError as error:  # on every rank alike: most often there is no room for windows
                 self.dense_problem = str(error)
                 if self.rank == 0:
                     warnings.warn(f"dense sums go by messages: {error}", stacklevel=2)

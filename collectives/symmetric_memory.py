@@ -46,6 +46,23 @@ def symmetric_memory_problem(transport: Transport, *, shared_gpus: bool = False)
     return ""
 
 
+class NoPeerMemoryError(RuntimeError):
+    """A rank has no memory that the others can map, or no room for it; raised on every rank alike, naming the ranks."""
+
+
+def raise_problems(transport: Transport, problem: str, what: str, error: type[RuntimeError]) -> None:
+    """Raise an error with all ranks' problems where one has any. Collective.
+
+    Args:
+        problem: of this rank, "" if it has none.
+        what: what cannot be had, how the sentence begins.
+    """
+    problems = transport.allgather_objects(problem)
+    if any(problems):
+        texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+        raise error(f"{what}: {texts}")
+
+
 class SymmetricMemory:
     """One window a rank, mapped by all ranks.
 
@@ -56,7 +73,7 @@ class SymmetricMemory:
         problem: an error that the caller found on this rank alone; every rank then raises it.
 
     Raises:
-        RuntimeError: a window cannot be allocated or mapped, or a rank has a problem; on every rank alike, naming the ranks.
+        NoPeerMemoryError: a window cannot be allocated or mapped, or a rank has a problem.
 
     Attributes:
         windows: device address of uint64[P], the address of each rank's window as this rank maps it.
@@ -99,11 +116,11 @@ class SymmetricMemory:
                 device.synchronize()
             except Exception as error:
                 problem = str(error) or type(error).__name__
-        problems = transport.allgather_objects(problem)
-        if any(problems):
+        try:
+            raise_problems(transport, problem, "no peer memory", NoPeerMemoryError)
+        except NoPeerMemoryError:
             self.close()
-            texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
-            raise RuntimeError(f"no peer memory: {texts}")
+            raise
         self.windows = int(self._table.data.ptr)
 
     def entries(self, at: int, count: int) -> DeviceEntries:

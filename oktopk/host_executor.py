@@ -103,6 +103,7 @@ class HostExecutor:
     def check(self) -> None:
         if self._method.codec.gathered_damage:
             raise RuntimeError(DAMAGED)
+        self._method.check()
 
     def close(self) -> None:
         self._method.close()

@@ -59,6 +59,7 @@ class MessageExecutor:
     def check(self) -> None:
         if self._method.codec.gathered_damage:
             raise RuntimeError(DAMAGED)
+        self._method.check()
 
     def close(self) -> None:
         self._method.close()

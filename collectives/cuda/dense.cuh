@@ -135,27 +135,28 @@ __device__ __forceinline__ int rank_after(int rank, int distance) {
 __device__ __forceinline__ int row_of(int owner, int source) { return (source > owner ? source : source + RANKS) - owner - 1; }
 
 // Whether this block is the first of a launch, which sends the others this call and compares it with theirs. The blocks that move
-// data are those after it.
+// data are those after it. A call is two words, the low 25 bits of its number in each: n below the one, scale, type and algorithm
+// below the other.
 __device__ __forceinline__ bool compares_calls(const DenseAllreduce& p) {
   if (blockIdx.x) return false;
   if (threadIdx.x >= 32) return true;
-  const unsigned long long number = *p.calls + 1, flag = (number & 0xffffffffull) << 32;
+  constexpr int BITS = 39;  // below the number
+  const unsigned long long number = *p.calls + 1, flag = number << BITS;
   __syncwarp();
   if (threadIdx.x == 0) *p.calls = number;
   if (threadIdx.x >= RANKS) return true;
-  const unsigned scale = __float_as_uint(p.scale);
-  const unsigned long long first = flag | static_cast<unsigned>(p.n);
-  const unsigned long long second =
-      flag | (static_cast<unsigned>(p.n >> 32) & 0xff) | p.call << 8 | (scale >> 14 ^ (scale & 0x3fff)) << 14;
+  const unsigned long long first = flag | static_cast<unsigned long long>(p.n);
+  const unsigned long long second = flag | static_cast<unsigned long long>(p.call) << 32 | __float_as_uint(p.scale);
   const int rank = p.p2p.rank, peer = rank_after(rank, threadIdx.x);
+  const WindowHead* head = head_of(p.windows[rank]);
   const unsigned long long slots = p.calls_at + (number & 1) * RANKS * 16;
   store_relaxed(p.windows[peer] + slots + rank * 16, first, second);
   if (peer == rank) return true;
   Wait wait;
   unsigned long long a, b;
-  for (load_relaxed(p.windows[rank] + slots + peer * 16, a, b); ((a ^ flag) | (b ^ flag)) >> 32;
+  for (load_relaxed(p.windows[rank] + slots + peer * 16, a, b); ((a ^ flag) | (b ^ flag)) >> BITS;
        load_relaxed(p.windows[rank] + slots + peer * 16, a, b))
-    if (wait.is_over(p.p2p, head_of(p.windows[rank]), peer, DENSE_ABORT)) {
+    if (wait.is_over(p.p2p, head, peer, DENSE_ABORT)) {
       *p.report = 1;
       return true;
     }
@@ -163,5 +164,7 @@ __device__ __forceinline__ bool compares_calls(const DenseAllreduce& p) {
     abort_for_all(p.p2p, peer, DENSE_ABORT, DIFFERS);
     *p.report = 1;
   }
+  // Who comes late finds everything there, waits for nothing, and yet the others have given up.
+  if (is_aborted(head, DENSE_ABORT)) *p.report = 1;
   return true;
 }

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cupy
+import numpy as np
+
+from collectives.cuda.device import Device
+from collectives.symmetric_memory import raise_problems
+from collectives.transport import Transport
 
 MEASURED = tuple(4096 << i for i in range(15))
 """Lengths in bytes that are measured, 4 KB to 64 MB; a vector takes what is fastest at the next one."""
@@ -19,8 +25,17 @@ class Choice(NamedTuple):
     algorithm: str
 
 
-UNMEASURED = (Choice(64 << 10, "one_shot"), Choice(32 << 20, "lines"), Choice(None, "two_shot"))
-"""Of two GPUs."""
+UNMEASURED = (
+    Choice(128 << 10, "one_shot"),
+    Choice(32 << 20, "lines"),
+    Choice(16 << 20, "pushed"),  # without lines
+    Choice(None, "two_shot"),
+)
+"""Of 2 H100 in float32 at ff5fe90, see `docs/results/dense.md`; `lines` and `two_shot_lines` differ by 3 % at most there."""
+
+
+class NotMeasuredError(RuntimeError):
+    """A rank has no room to measure in; nothing was launched. On every rank alike, naming the ranks."""
 
 
 def choices_by(seconds: Mapping[tuple[int, str], float]) -> tuple[Choice, ...]:
@@ -58,3 +73,46 @@ def graph_seconds(call: Callable[[], None], stream: Any, calls: int = 10, replay
         end.synchronize()
         times.append(cupy.cuda.get_elapsed_time(begin, end) / 1e3 / calls)
     return float(min(times))
+
+
+def measured_seconds(
+    runs: Sequence[tuple[int, str]],
+    call: Callable[[int, int, str, int], None],
+    transport: Transport,
+    device: Device,
+    abort: Callable[[], None],
+) -> dict[tuple[int, str], float]:
+    """Seconds of the slowest rank. Collective.
+
+    Args:
+        runs: lengths in bytes, each with an algorithm.
+        call: launches one, in place: the address of a vector, its length in bytes, the algorithm and a stream.
+        abort: ends the waiting of the others' kernels.
+
+    Raises:
+        NotMeasuredError: a rank has no room.
+        RuntimeError: a launch failed, and all were aborted; on every rank alike, naming the ranks.
+    """
+    times: list[float] = []
+    problem = ""
+    try:
+        vector = device.allocate(max(nbytes for nbytes, _ in runs) // 4, np.float32)
+        with device.gpu:
+            stream = cupy.cuda.Stream(non_blocking=True)
+            with stream:
+                vector.fill(0)
+    except Exception as error:  # of CUDA, or another one: the other ranks wait below
+        problem = str(error) or type(error).__name__
+    cannot = "dense allreduces over peer memory cannot be measured"
+    raise_problems(transport, problem, cannot, NotMeasuredError)
+    try:
+        with device.gpu:
+            for nbytes, name in runs:
+                one = functools.partial(call, vector.data.ptr, nbytes, name, stream.ptr)
+                times.append(graph_seconds(one, stream))
+    except Exception as error:
+        problem = str(error) or type(error).__name__
+        abort()  # the others' kernels wait for this rank's
+    raise_problems(transport, problem, cannot, RuntimeError)
+    slowest = [max(each) for each in zip(*transport.allgather_objects(times), strict=True)]
+    return dict(zip(runs, slowest, strict=True))

@@ -130,12 +130,15 @@ __device__ __forceinline__ Share<BYTES> decode(Word word) {
   return share;
 }
 
-// 16 bytes of each lane of a warp, which calls as a whole.
+// 16 bytes of each lane of a warp, which calls as a whole. A line is whole only as one instruction of the warp, and lanes that have
+// branched apart, at has_flag() or at the end of a vector, need not have met again: __syncwarp() before it.
 __device__ __forceinline__ void store_line(unsigned long long to, Word word) {
+  __syncwarp();
   const unsigned long long a = word.a, b = word.b;
   asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(a), "l"(b) : "memory");
 }
 __device__ __forceinline__ Word load_line(unsigned long long from) {
+  __syncwarp();
   unsigned long long a, b;
   asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(from) : "memory");
   return {a, b};

@@ -19,20 +19,21 @@
 // Sum      x0 + x1, x2 + x3, ... of neighbouring ranks, then of neighbouring pairs: the tree of DenseAllreduce in rank order and in
 //          float32 in every algorithm, rounded once to GRADIENT; so the bits depend on neither length, algorithm nor alignment. out
 //          becomes round(scale * sum), with an addend round(round(scale * sum) + addend).
-// Calls    the first block of a launch sends the others n, scale and p.call, which says type and algorithm, and aborts all where
-//          theirs differ. Calls are counted, so that parities suffice: who sends a call has heard from all in the one before, and
+// Calls    the first block of a launch sends the others n, below 2^39, scale and p.call, which says type and algorithm, and aborts
+//          all where theirs differ. Calls are counted, so that parities suffice: who sends a call has heard from all in the one before, and
 //          all have ended the one before that, with their reads.
 // Replays  calls, launches, tiles and lines are counted in device memory, so that a captured launch can be replayed.
-// Parities so the words of a launch of one_shot may overwrite those of the one before the last.
+// Parities for the same reason a launch of one_shot may overwrite the words that the launch of one_shot before the last one sent.
 // Rings    go on from launch to launch. Who sends tile j (in lines: what a warp sends at once) has received tile j - 1, in two shots
 //          its sum; the sender of that had then read tile j - 2, whose place tile j takes. Lines behind the end of a vector are not
-//          sent; a later launch that takes their place begins after all ranks have ended this one, or hears from them first. Other
-//          blocks send while one waits. Rings of lines hold lines alone: no value can be taken for a flag.
+//          sent: so that nothing is heard through them. Still no line is overwritten before it is read: a later launch sends to its
+//          place when all ranks have ended this one, or when it has heard from them. Other blocks send while one waits. Rings of lines hold lines alone: no value can be taken for a flag.
 // Launch   one block more than those that move data, which are at most DENSE_BLOCKS, through rings at most DENSE_RING_BLOCKS; of
 //          DENSE_THREADS; as many on every rank. All ranks launch alike, in the same order. Not all blocks need a place at once: those
 //          of lower numbers get one first.
 // Abort    a wait past the time limit aborts all ranks, as in p2p.cuh; so do a call that differs and the host. `report` becomes 1,
-//          `out` is undefined.
+//          `out` is undefined. The first block looks for an abort when it has heard from all, so that a rank that is late sees it,
+//          though its own data blocks wait for nothing. An abort in the microseconds after that shows on the next look of the host.
 // Overflow a sum that overflows is Inf. The host sees to it that the vector fits.
 // NaN      stays NaN. nonfinite, if there is one, counts the elements of `out` that are not finite, the same on all ranks where their
 //          addends are.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import cupy
@@ -22,12 +21,19 @@ from collectives.cuda.dense_algorithms import (
     lines_arrive_whole,
     most_units,
 )
-from collectives.cuda.dense_choices import MEASURED, UNMEASURED, Choice, choices_by, graph_seconds
+from collectives.cuda.dense_choices import (
+    MEASURED,
+    UNMEASURED,
+    Choice,
+    NotMeasuredError,
+    choices_by,
+    measured_seconds,
+)
 from collectives.cuda.device import Device
 from collectives.cuda.launch import PreparedLaunch
-from collectives.cuda.layouts import DENSE_ABORT, DIFFERS, MOST_DENSE_RANKS, P2P
-from collectives.symmetric_memory import SymmetricMemory, abort_reasons
-from collectives.transport import Transport
+from collectives.cuda.layouts import DENSE_ABORT, DIFFERS, MISSING, MOST_DENSE_RANKS, P2P
+from collectives.symmetric_memory import NoPeerMemoryError, SymmetricMemory, abort_reasons, raise_problems
+from collectives.transport import MissingRanksError, Transport
 
 ELEMENT_TYPES = {
     np.dtype(np.float32): "float32",
@@ -49,13 +55,15 @@ class DenseP2P:
         transport: of the ranks, at most 8, which must be able to use symmetric memory. Collective: every rank must construct.
         device: the GPU of this rank and the stream that calls go to.
         timeout: seconds that a kernel waits for another rank.
-        measure: lengths in bytes at which it is measured, once, which algorithm is fastest; () takes a table
-            that was measured on two GPUs.
+        measure: lengths in bytes at which it is measured, once, which algorithm is fastest; () takes `UNMEASURED`,
+            a table of two H100.
 
     Raises:
         ValueError: more ranks; on every rank alike.
-        RuntimeError: a rank has no memory or window, or a kernel cannot be compiled or measured; on every rank alike, naming the
-            ranks.
+        NoPeerMemoryError: a rank has no memory or window, or a kernel cannot be compiled; a RuntimeError, on every rank alike,
+            naming the ranks. The kernels of a type that is not measured, as float16's, are compiled by the first call with it,
+            whose error is that of one rank alone.
+        RuntimeError: algorithms cannot be measured; on every rank alike, naming the ranks.
 
     Attributes:
         choices: by element type; by length in bytes, see `Choice`.
@@ -86,12 +94,18 @@ class DenseP2P:
         except Exception as error:  # whatever CUDA or a compiler raises: the other ranks wait below
             problem = str(error) or type(error).__name__
         self._memory = SymmetricMemory(transport, device, within.nbytes, problem)
-        device.zero(self._memory.array(within.nbytes, np.uint8).data.ptr, within.nbytes)
-        for counts, start in zip(self._counts, (1, 0, 0, 0), strict=True):  # launches of one_shot begin at 1
-            counts.set(np.full(counts.size, start, np.uint64), stream=device.stream)
+        try:
+            device.zero(self._memory.array(within.nbytes, np.uint8).data.ptr, within.nbytes)
+            for counts, start in zip(
+                self._counts, (1, 0, 0, 0), strict=True
+            ):  # launches of one_shot begin at 1
+                counts.set(np.full(counts.size, start, np.uint64), stream=device.stream)
+            device.synchronize()
+        except Exception as error:
+            problem = str(error) or type(error).__name__
+        raise_problems(transport, problem, "no peer memory", NoPeerMemoryError)
         self._report = ctypes.c_uint32.from_address(self._report_memory.ptr)
         self._report.value = 0
-        device.synchronize()
         self._lines = lines_arrive_whole(transport, device)  # and no rank writes before all have zeroed
         windows = self._memory.bases
         p2p = P2P(windows=self._memory.windows, ranks=ranks, rank=transport.rank, timeout=int(1e9 * timeout))
@@ -111,11 +125,15 @@ class DenseP2P:
         self._fastest: dict[int, str] = {}
         self.choices: dict[str, tuple[Choice, ...]] = dict.fromkeys(SIZES, UNMEASURED)
         if len(measure) and ranks > 1:
-            self.choices["float32"] = choices_by(self._measured(measure, "float32"))
-            # elements of float16 take as many bytes and instructions
-            self.choices["bfloat16"] = self.choices["float16"] = choices_by(
-                self._measured(measure, "bfloat16")
-            )
+            try:
+                self.choices["float32"] = choices_by(self._measured(measure, "float32"))
+                # elements of float16 take as many bytes and instructions
+                self.choices["bfloat16"] = self.choices["float16"] = choices_by(
+                    self._measured(measure, "bfloat16")
+                )
+            except NotMeasuredError:
+                self.close()
+                raise
 
     @property
     def transport(self) -> Transport:
@@ -143,7 +161,9 @@ class DenseP2P:
 
         Raises:
             TypeError, ValueError: an argument is none of these; on this rank alone.
-            RuntimeError: an earlier call was aborted, see `check`.
+            MissingRanksError, RuntimeError: an earlier call was aborted, see `check`.
+
+        A captured call must not be replayed after `close`: the windows that it writes to are then freed.
 
         Traffic: `nbytes_sent`, in one message to each other rank.
         """
@@ -178,7 +198,7 @@ class DenseP2P:
         Raises:
             ValueError: an algorithm that does not take the vector, see `can_run`; `out` overlaps another vector and is not it.
         """
-        self._raise_if_aborted()
+        self.raise_if_aborted()
         nbytes = length * SIZES[element_type]
         for name, other in (("array", array), ("addend", addend)):
             if other not in (0, out) and abs(other - out) < nbytes:
@@ -189,7 +209,7 @@ class DenseP2P:
         stream = self._device.stream.ptr if stream is None else stream
         self._launch(array, out, addend, length, element_type, scale, nonfinite, stream, algorithm)
         self._device.pending = True
-        sent = self.nbytes_sent(algorithm, nbytes)
+        sent = self.nbytes_sent(algorithm, nbytes, element_type)
         traffic = self.transport.traffic
         traffic.count(sent, self.transport.size - 1)
         if flags := self._nbytes_of_flags(algorithm, sent):
@@ -202,14 +222,20 @@ class DenseP2P:
             for choice in self.choices[element_type]
             if choice.nbytes is None or nbytes <= choice.nbytes
         )
-        return next(algorithm for algorithm in fits if self.can_run(algorithm, nbytes))
+        return next((algorithm for algorithm in fits if self.can_run(algorithm, nbytes)), "two_shot")
 
     def fastest(self, nbytes: int) -> str:
-        """Which algorithm is fastest for float32 vectors of so many bytes, measured. Collective."""
-        nbytes = min(max(nbytes, 4), MEASURED[-1])
-        if nbytes not in self._fastest:
-            self._fastest[nbytes] = choices_by(self._measured((nbytes,), "float32"))[0].algorithm
-        return self._fastest[nbytes]
+        """Which algorithm is fastest for float32 vectors of so many bytes. Collective; none may be under way on another stream.
+
+        It is measured once; where a rank has no room for that, `choices` say it.
+        """
+        measured = min(max(nbytes, 4), MEASURED[-1])
+        if measured not in self._fastest:
+            try:
+                self._fastest[measured] = choices_by(self._measured((measured,), "float32"))[0].algorithm
+            except NotMeasuredError:
+                return self.algorithm_for(nbytes)
+        return self._fastest[measured]
 
     def can_run(self, algorithm: str, nbytes: int) -> bool:
         """Whether an algorithm takes a vector of so many bytes: lines only where NVLink joins the GPUs, each rank's its own."""
@@ -217,11 +243,11 @@ class DenseP2P:
             return nbytes <= 8 * self._most_units
         return self._lines or algorithm in ("pushed", "two_shot")
 
-    def nbytes_sent(self, algorithm: str, nbytes: int) -> int:
+    def nbytes_sent(self, algorithm: str, nbytes: int, element_type: str = "float32") -> int:
         """Bytes of data that a rank sends in a call; flags beside them count as control traffic, see `dense_p2p.cu`."""
         ranks = self.transport.size
         if algorithm == "int8":
-            nbytes = -(-nbytes // 4)  # of float32, for which it is meant
+            nbytes //= SIZES[element_type]
         if algorithm in ("two_shot", "two_shot_lines", "int8"):
             return 2 * nbytes * (ranks - 1) // ranks
         return nbytes * (ranks - 1)
@@ -232,29 +258,47 @@ class DenseP2P:
         return 0 if algorithm in ("pushed", "two_shot") else sent // 15
 
     def check(self) -> None:
-        """Wait for the calls so far on the device's stream.
+        """Wait for the calls so far on the device's stream, and look for an abort that none of them met.
 
         Raises:
-            RuntimeError: one was aborted: the sentence names the ranks that did not come or raised, or says how
-                their calls differ. No call can follow.
+            MissingRanksError: ranks did not come in time; on the others, and on a missing rank when it comes.
+            RuntimeError: one was aborted otherwise: the sentence names the ranks that raised, or says how their calls differ.
+
+        No call can follow either.
         """
-        self._device.synchronize()
-        self._raise_if_aborted()
+        if self.aborted:
+            self._report.value = 1
+        self.raise_if_aborted()
 
     def abort(self) -> None:
-        """End the waiting of all ranks' kernels, now and later. Not collective; for a rank that raises between calls."""
-        self._memory.abort(DENSE_ABORT)
+        """End the waiting of all ranks' kernels, now and later. Not collective; for a rank that raises where others may wait."""
+        if not self._report.value:  # else they do not wait, and the reason is another one
+            self._memory.abort(DENSE_ABORT)
+            self._report.value = 1
+
+    @property
+    def aborted(self) -> bool:
+        """Whether no call can follow; waits for the calls so far on the device's stream."""
+        return self._memory.aborted
 
     def close(self) -> None:
-        """Free the windows. Collective, but after an abort."""
+        """Free the windows. Collective, but after an abort. No captured call may be replayed after it."""
         self._memory.close()
 
-    def _raise_if_aborted(self) -> None:
+    def raise_if_aborted(self) -> None:
+        """As `check`, of what this rank's calls that are over have met."""
         if self._report.value:
             reasons = self._memory.reasons()
             if DIFFERS in reasons:
                 raise RuntimeError(
                     f"ranks disagree on a dense allreduce over peer memory: {self._last_calls()}"
+                )
+            if missing := [rank for rank, reason in enumerate(reasons) if reason == MISSING]:
+                raise MissingRanksError(
+                    "a dense allreduce over peer memory was aborted",
+                    missing,
+                    self._timeout,
+                    "No other can follow.",
                 )
             raise RuntimeError(
                 f"a dense allreduce over peer memory was aborted: {abort_reasons(reasons, self._timeout)}"
@@ -262,16 +306,26 @@ class DenseP2P:
 
     def _last_calls(self) -> str:
         """What the ranks called last, as far as they have sent it to this one, see `compares_calls` of dense.cuh."""
-        ranks = self.transport.size
-        words = np.array(self._memory.read(self._calls_at, 2 * ranks * 4), np.uint32).reshape(2, ranks, 4)
-        latest = words[int(np.argmax(words[:, self.transport.rank, 1]))].tolist()
-        calls = []
-        for low, _, high, _ in latest:
-            kind, algorithm = tuple(SIZES)[high >> 8 & 3], (*ALGORITHMS, *ROUNDING)[high >> 10 & 15]
-            calls.append(f"{low | (high & 0xFF) << 32} elements of {kind} by {algorithm}")
-        if len(set(calls)) == 1:
-            return f"{calls[0]} on all, with different scales"
-        return ", ".join(f"rank {rank} sums {call}" for rank, call in enumerate(calls))
+        ranks, below = self.transport.size, (1 << 39) - 1
+        words = np.array(self._memory.read(self._calls_at, 2 * ranks * 4), np.uint32).view(np.uint64)
+        slots = words.reshape(2, ranks, 2)
+        latest = slots[int(np.argmax(slots[:, self.transport.rank, 0] >> np.uint64(39)))].tolist()
+        number = latest[self.transport.rank][0] >> 39
+        calls, scales = [], []
+        for first, second in latest:
+            if (first >> 39, second >> 39) != (number, number):
+                calls.append("has not called")
+                continue
+            kind, algorithm = second >> 32 & 3, second >> 34 & 15
+            calls.append(
+                f"sums {first & below} elements of {tuple(SIZES)[kind]} by {(*ALGORITHMS, *ROUNDING)[algorithm]}"
+            )
+            scales.append(float(np.uint32(second & 0xFFFFFFFF).view(np.float32)))
+        if len(set(scales)) > 1:
+            calls = [
+                each if each == "has not called" else f"{each} times {scales.pop(0):g}" for each in calls
+            ]
+        return ", ".join(f"rank {rank} {call}" for rank, call in enumerate(calls))
 
     def _launch(
         self, array: int, out: int, addend: int, length: int, element_type: str, scale: float, nonfinite: int, stream: int,
@@ -291,37 +345,16 @@ class DenseP2P:
         launch(1 + blocks, THREADS, stream)
 
     def _measured(self, lengths: Sequence[int], element_type: str) -> dict[tuple[int, str], float]:
-        """Seconds of the slowest rank, by length and algorithm. Collective."""
-        runs = [(nbytes, name) for nbytes in lengths for name in ALGORITHMS if self.can_run(name, nbytes)]
-        times: list[float] = []
-        problem = ""
-        try:
-            vector = self._device.allocate(max(lengths) // 4, np.float32)
-            with self._device.gpu:
-                stream = cupy.cuda.Stream(non_blocking=True)
-                with stream:
-                    vector.fill(0)
-                for nbytes, name in runs:
-                    call = self._repeatable(vector.data.ptr, nbytes, element_type, name, stream.ptr)
-                    times.append(graph_seconds(call, stream))
-                    self._raise_if_aborted()
-        except Exception as error:
-            problem = str(error) or type(error).__name__
-            self.abort()  # the others' kernels wait for this rank's
-        everyone = self.transport.allgather_objects((problem, times))
-        if any(theirs for theirs, _ in everyone):
-            texts = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text)
-            raise RuntimeError(f"dense allreduces over peer memory cannot be measured: {texts}")
-        slowest = [max(each) for each in zip(*(theirs for _, theirs in everyone), strict=True)]
-        return dict(zip(runs, slowest, strict=True))
+        """Seconds of the slowest rank, by length and algorithm, see `measured_seconds`. Collective."""
 
-    def _repeatable(
-        self, address: int, nbytes: int, element_type: str, algorithm: str, stream: int
-    ) -> Callable[[], None]:
-        length = nbytes // SIZES[element_type]
-        return functools.partial(
-            self._launch, address, address, 0, length, element_type, 0.5, 0, stream, algorithm
-        )
+        def call(address: int, nbytes: int, name: str, stream: int) -> None:
+            self.raise_if_aborted()
+            length = nbytes // SIZES[element_type]
+            self._launch(address, address, 0, length, element_type, 0.5, 0, stream, name)
+
+        self.check()  # it has a stream of its own, and launches share counters
+        runs = [(nbytes, name) for nbytes in lengths for name in ALGORITHMS if self.can_run(name, nbytes)]
+        return measured_seconds(runs, call, self.transport, self._device, self.abort)
 
 
 def _element_type(array: Any, out: Any, addend: Any) -> str:

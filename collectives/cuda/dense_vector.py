@@ -1,53 +1,86 @@
-"""The sum of one fixed vector through peer memory; all vectors of a process share the windows."""
+"""The sum of one fixed vector through peer memory; vectors of one connection, stream and time limit share the windows."""
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
 from typing import Any
 
+from collectives.cuda.dense_algorithms import dense_kernels
 from collectives.cuda.dense_p2p import DenseP2P
 from collectives.cuda.device import Device
 from collectives.transport import Transport
+
+_NUMBERS = itertools.count()
+
+
+@dataclass
+class SharedWindows:
+    """Windows that several vectors use.
+
+    Attributes:
+        number: rank 0's, of these windows.
+        users: how many vectors use them.
+    """
+
+    windows: DenseP2P
+    number: int
+    users: int = 0
 
 
 class P2PDenseAllreduce:
     """As `collectives.dense_allreduce.DenseAllreduce`, through peer memory: the sum of one fixed vector, in place.
 
-    Those whose transports come from one connection, and whose streams are the same, share one `DenseP2P`: they must run in one
-    order on all ranks.
+    Those whose transports come from one connection, and whose streams and time limits are the same, share one `DenseP2P`: they
+    must run in one order on all ranks. Where ranks differ in what they could share, or it was aborted, a new one is made.
 
     Args:
         vector: CuPy float32[n] on the GPU of `device`; must not move.
         transport, device, timeout: as `DenseP2P`. Collective: every rank must construct.
 
     Raises:
-        RuntimeError: as `DenseP2P`; on every rank alike.
+        NoPeerMemoryError, RuntimeError: as `DenseP2P`; on every rank alike.
 
     Memory: windows, see `DenseP2P`.
     Traffic: `DenseP2P.nbytes_sent`.
     """
 
-    same_everywhere = True
+    on_device = True
 
     def __init__(self, vector: Any, transport: Transport, device: Device, timeout: float) -> None:
         self._vector, self._device, self._transport = vector, device, transport
-        self._key = "dense", device.id, device.stream.ptr
-        if self._key in transport.shared:
-            windows, users = transport.shared[self._key]
-        else:
-            windows, users = DenseP2P(transport, device, timeout, measure=()), 0
-        self._windows: DenseP2P = windows
-        windows.transport = transport
-        self._nonfinite = device.report("dense nonfinite", 1)
-        self._algorithm = windows.fastest(vector.nbytes)
-        transport.shared[self._key] = windows, users + 1
+        self._key = "dense", device.id, device.stream.ptr, timeout
+        found: SharedWindows | None = transport.shared.get(self._key)
+        mine, problem = None, ""
+        try:
+            device.report("dense nonfinite", 1)
+            dense_kernels("float32", transport.size)
+            if found is not None and not found.windows.aborted:
+                mine = found.number, found.users
+        except Exception as error:  # of CUDA or a compiler: the other ranks wait below
+            problem = str(error) or type(error).__name__
+        everyone = transport.allgather_objects((mine, next(_NUMBERS), problem))
+        if any(theirs for _, _, theirs in everyone):
+            texts = "; ".join(f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(everyone) if text)
+            raise RuntimeError(f"no dense sums through peer memory: {texts}")
+        if found is None or any(theirs is None or theirs != mine for theirs, _, _ in everyone):
+            # a device of its own: that of a vector ends with it, the windows with the last vector
+            with device.gpu:
+                windows = DenseP2P(transport, Device(device.stream), timeout, measure=())
+            found = transport.shared[self._key] = SharedWindows(windows, everyone[0][1])
+        self._shared, self._windows = found, found.windows
+        found.users += 1
+        self._windows.transport = transport
+        self._algorithm = self._windows.fastest(vector.nbytes)
 
     def run(self, scale: float = 1.0) -> bool:
         """Sum over the ranks, times `scale`; waits. Collective. Returns whether all sums are finite.
 
         Raises:
-            RuntimeError: as `DenseP2P.check`.
+            MissingRanksError, RuntimeError: as `DenseP2P.check`.
         """
-        self._nonfinite[0] = 0
+        nonfinite = self._device.report("dense nonfinite", 1)
+        nonfinite[0] = 0
         self._windows.transport = self._transport
         pointer, count = self._vector.data.ptr, self._device.address("dense nonfinite")
         self._windows.enqueue(
@@ -61,16 +94,29 @@ class P2PDenseAllreduce:
             stream=self._device.stream.ptr,
             algorithm=self._algorithm,
         )
-        self._device.pending = True
+        self._device.synchronize()
+        self._windows.raise_if_aborted()
+        return not nonfinite[0]
+
+    def abort(self) -> None:
+        """End the waiting of the other ranks' kernels: this rank raises. Not collective; no sum in these windows can follow."""
+        self._windows.abort()
+
+    def check(self) -> None:
+        """Look for an abort that no sum of this rank has met; waits for its kernels.
+
+        Raises:
+            MissingRanksError, RuntimeError: as `DenseP2P.check`.
+        """
         self._windows.check()
-        return not self._nonfinite[0]
 
     def free(self) -> None:
         """Free the windows, if no other vector shares them. Collective."""
+        self._shared.users -= 1
+        if self._shared.users:
+            return
         shared = self._transport.shared
-        windows, users = shared.pop(self._key)
-        windows.transport = self._transport
-        if users > 1:
-            shared[self._key] = windows, users - 1
-        else:
-            windows.close()
+        if shared.get(self._key) is self._shared:
+            del shared[self._key]
+        self._windows.transport = self._transport
+        self._windows.close()

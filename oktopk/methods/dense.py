@@ -1,4 +1,4 @@
-"""Dense: every entry, by Rabenseifner's allreduce."""
+"""Dense: every entry, by Rabenseifner's allreduce, or by kernels through peer memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Dense(Method):
         plan: Plan,
         overflowed: bool = False,
     ) -> StepResult:
-        if self._allreduce.same_everywhere:
+        if self._allreduce.on_device:
             return self._reduce_on_device(gradient, residual, out, plan, overflowed)
         nonfinite = self.kernels.accumulate(gradient, residual, out)
         plan.timer.record("select")
@@ -56,11 +56,15 @@ class Dense(Method):
         self, gradient: Any, residual: Any, out: Any, plan: Plan, overflowed: bool
     ) -> StepResult:
         """The same with one wait: what is not finite on some rank is not finite in the sum, which all ranks see."""
-        self.kernels.start_accumulate(gradient, residual, out)
-        if overflowed:
-            out[:1].fill(np.nan)
-        plan.timer.record("select")
-        finite = self._allreduce.run(plan.scale)
+        try:
+            self.kernels.start_accumulate(gradient, residual, out)
+            if overflowed:
+                out[:1].fill(np.nan)
+            plan.timer.record("select")
+            finite = self._allreduce.run(plan.scale)
+        except BaseException:
+            self._allreduce.abort()  # the others' kernels may wait for this rank's
+            raise
         plan.timer.record("allreduce")
         if not finite:
             flagged = self.kernels.take_nonfinite() > 0 or overflowed
@@ -70,6 +74,10 @@ class Dense(Method):
 
     def _result(self) -> StepResult:
         return StepResult(None, None, local_exact=True, local_nnz=self.length, global_nnz=self.length)
+
+    def check(self) -> None:
+        if self._allreduce is not None and self._allreduce.on_device:
+            self._allreduce.check()
 
     def close(self) -> None:
         if self._allreduce is not None:

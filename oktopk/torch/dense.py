@@ -22,7 +22,8 @@ class DenseAllreduce:
     """Sums of tensors over the ranks of one host; the bits depend on the values alone, not on the length or the alignment.
 
     A call puts one kernel on torch's current stream and does not wait. `torch.cuda.graph` captures it, after a first call with
-    tensors of that type, which loads the kernels. All ranks make the same calls in the same order, replays included. Who calls
+    tensors of that type, which loads the kernels; the graph must not be replayed after `close`, and only `check` shows that a
+    replay was aborted. All ranks make the same calls in the same order, replays included. Who calls
     on several streams must order them.
 
     Args:
@@ -91,8 +92,8 @@ class DenseAllreduce:
 
         Raises:
             TypeError, ValueError: an argument is none of these; on this rank alone.
-            RuntimeError: an earlier call was aborted, since a rank did not come within `timeout`, or ranks passed different
-                lengths, types or scales; the sentence says which.
+            oktopk.MissingRanksError: an earlier call was aborted, since a rank did not come within `timeout`; also on that rank.
+            RuntimeError: it was aborted, since ranks passed different lengths, types or scales; the sentence says which.
         """
         out = tensor if out is None else out
         for name, given in (("tensor", tensor), ("out", out), ("addend", addend)):
@@ -122,14 +123,14 @@ class DenseAllreduce:
         """Wait for all work on the GPU.
 
         Raises:
-            RuntimeError: a call was aborted; the sentence names the ranks that did not come, or what ranks passed. No call can
-                follow.
+            oktopk.MissingRanksError: a call was aborted, since a rank did not come.
+            RuntimeError: it was aborted otherwise; the sentence says what ranks passed. No call can follow either.
         """
         torch.cuda.synchronize()
         self._dense.check()
 
     def close(self) -> None:
-        """Free the windows. Collective, but after an abort."""
+        """Free the windows. Collective, but after an abort. No captured call may be replayed after it: it would write there."""
         torch.cuda.synchronize()
         self._dense.close()
         self._transport.close()

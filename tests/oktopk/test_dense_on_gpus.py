@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,10 @@ def test_buckets_share_one_window_and_the_last_one_closes_it(comm: MPI.Intracomm
     buckets = BucketedAllreduce(comm, LENGTHS, "dense", device="cuda")
     check_steps(comm, buckets)
     shared = buckets.transport.shared
-    assert [users for _, users in shared.values()] == [len(LENGTHS)]
+    assert [each.users for each in shared.values()] == [len(LENGTHS)]
     assert not any(reducer.p2p_unavailable_reason for reducer in buckets.buckets)
     buckets.buckets[0].reset()  # gives its part back; the others go on
-    assert [users for _, users in shared.values()] == [len(LENGTHS) - 1]
+    assert [each.users for each in shared.values()] == [len(LENGTHS) - 1]
     check_steps(comm, buckets)
     buckets.close()
     assert not shared
@@ -71,6 +72,105 @@ def test_a_rank_without_room_for_windows_sends_all_to_messages(
             reducer.step(array)
     assert f"rank 1: {error}" in reducer.p2p_unavailable_reason
     assert (get(reducer.update) == (comm.size - 1) / 2).all()
+    reducer.close()
+
+
+def summed(transport: Any, timeout: float = 600.0, stream: Any = None) -> Any:
+    """A sum through peer memory, and its vector."""
+    from collectives.cuda.dense_vector import P2PDenseAllreduce
+    from collectives.cuda.device import Device
+
+    vector = put("cuda", np.full(700, transport.rank + 1, np.float32))
+    device = transport.device if stream is None else Device(stream)
+    return P2PDenseAllreduce(vector, transport, device, timeout), vector
+
+
+def check_sum(comm: MPI.Intracomm, made: tuple[Any, Any]) -> None:
+    allreduce, vector = made
+    vector.set(np.full(700, comm.rank + 1, np.float32))
+    assert allreduce.run()
+    assert (get(vector) == comm.size * (comm.size + 1) / 2).all()
+
+
+def test_vectors_share_windows_only_where_all_ranks_can_and_with_one_limit(comm: MPI.Intracomm) -> None:
+    use("cuda", comm)
+    import cupy
+
+    from collectives.cuda.device import Device
+    from collectives.mpi_cuda import StagedCudaTransport
+
+    transport = StagedCudaTransport(comm, Device())
+    first, same, hasty = summed(transport), summed(transport), summed(transport, timeout=5.0)
+    # only one rank's stream is another one
+    apart = summed(transport, stream=cupy.cuda.Stream(non_blocking=True) if comm.rank == 1 else None)
+    windows = [allreduce._windows for allreduce, _ in (first, same, hasty, apart)]
+    assert windows[0] is windows[1]
+    assert len({id(each) for each in windows}) == 3
+    for each in (first, same, hasty, apart):
+        check_sum(comm, each)
+    hasty[0].check()
+    comm.Barrier()
+    if comm.rank == 0:
+        hasty[0].abort()
+    comm.Barrier()
+    with pytest.raises(RuntimeError, match="rank 0 raised an error of its own"):
+        hasty[0].check()  # before the state is saved, whether or not a sum met it
+    again = summed(transport, timeout=5.0)  # not in the windows that were aborted
+    for each in (again, first):
+        check_sum(comm, each)
+    for each in (first, same, hasty, apart, again):
+        each[0].free()
+    assert not transport.shared
+
+
+def test_a_rank_without_room_to_measure_ends_nobodys_sums(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use("cuda", comm)
+    from collectives.cuda.device import Device
+    from collectives.mpi_cuda import StagedCudaTransport
+
+    transport = StagedCudaTransport(comm, Device())
+    first = summed(transport)
+    allocate = Device.allocate
+
+    def refuse(device: Any, count: int, dtype: Any) -> Any:
+        if comm.rank == 1 and dtype == np.float32:
+            raise MemoryError("no room here")
+        return allocate(device, count, dtype)
+
+    first[0]._windows._fastest.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(Device, "allocate", refuse)
+        second = summed(transport)
+    for each in (first, second):
+        check_sum(comm, each)
+        each[0].free()
+
+
+def test_a_rank_that_raises_before_its_sum_ends_the_others_at_once(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use("cuda", comm)
+    reducer = GradientAllreduce(comm, LENGTHS[0], "dense", device="cuda")
+    gradient = put("cuda", np.ones(LENGTHS[0], np.float32))
+    reducer.step(gradient)
+    if comm.rank == 1:
+        kernels = reducer._methods["dense"].kernels
+
+        def fail(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(kernels, "start_accumulate", fail)
+    comm.Barrier()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt if comm.rank == 1 else RuntimeError) as raised:
+        reducer.step(gradient)
+    assert comm.rank == 1 or "rank 1 raised an error of its own" in str(raised.value)
+    assert time.monotonic() - begun < 60  # not the time limit
+    with pytest.raises(RuntimeError, match="rank 1 raised"):
+        reducer.state_dict()
+    comm.Barrier()
     reducer.close()
 
 
