@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from collectives.limit import Limit
 from collectives.symmetric_memory import symmetric_memory_problem
 from jobs.bench.document import BenchError
 from jobs.bench.gpu.links import copy_speed, event_seconds, median_of_slowest, round_trip
-from jobs.bench.nccl import join, require_nccl
+from jobs.bench.nccl import join, on_all, require_nccl
 from jobs.bench.nccl_windows import DirectNccl, NcclError
 from jobs.bench.options import Options
 
@@ -91,7 +92,10 @@ def measure_dense(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
     cells: list[dict[str, Any]] = []
     errors: dict[str, dict[str, float]] = {}
     left_out: dict[str, str] = {}
-    direct = DirectNccl(comm)
+    try:
+        direct = DirectNccl(comm)
+    except NcclError as error:
+        raise BenchError(f"--table dense: {error}") from None
     for kind in options.types or ("float32", "bfloat16", "float16"):
         with _vectors(kind, comm, direct, left_out) as vectors:
             found = _contestants(dense, direct, kind, stream, vectors)
@@ -137,21 +141,25 @@ def _vectors(
     torch.manual_seed(comm.rank)
     vector = torch.randn(n, device="cuda").to(TYPES[kind])
     vectors = {"vector": vector, "out": torch.empty_like(vector)}
-    try:
+
+    def in_torch() -> Vectors:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         symmetric = symmetric_memory.empty(
             n, dtype=TYPES[kind], device=torch.device("cuda", torch.cuda.current_device())
         )
         symmetric_memory.rendezvous(symmetric, dist.group.WORLD.group_name)  # type: ignore[union-attr]
-        vectors["torch"] = symmetric.copy_(vector)
-    except (ImportError, RuntimeError, AttributeError) as error:
-        left_out["torch"] = str(error).splitlines()[0]
-    try:
+        return {"torch": symmetric.copy_(vector)}
+
+    def in_windows() -> Vectors:
         registered = direct.window(vector), direct.window(vector)
-        vectors["window"], vectors["window out"] = registered[0].copy_(vector), registered[1]
-    except NcclError as error:
-        left_out["nccl-window"] = str(error)
+        return {"window": registered[0].copy_(vector), "window out": registered[1]}
+
+    if kind == "float16":
+        left_out["torch, float16"] = "its sums in symmetric memory do not take it"
+    else:
+        vectors |= on_all(comm, "torch", in_torch, left_out)
+    vectors |= on_all(comm, "nccl-window", in_windows, left_out)
     yield vectors
     vectors.clear()
     torch.cuda.empty_cache()
@@ -182,7 +190,7 @@ def _contestants(
     found.append(Contestant("nccl", "out", nccl, vector, out))
     if "window" in vectors:
         found.append(Contestant("nccl-window", "out", nccl, vectors["window"], vectors["window out"]))
-    if "torch" in vectors and kind != "float16":  # which torch 2.11 cannot sum there
+    if "torch" in vectors:
         group = dist.group.WORLD.group_name  # type: ignore[union-attr]
         one, two = torch.ops.symm_mem.one_shot_all_reduce, torch.ops.symm_mem.two_shot_all_reduce_
         symmetric = vectors["torch"]
@@ -207,7 +215,7 @@ def _errors(
     """‖sum − sum in float64‖ / ‖sum in float64‖ by contestant, the largest of all ranks. Collective.
 
     Raises:
-        BenchError: one is far off, or ranks disagree; on every rank alike.
+        BenchError: one is far off, ranks disagree, or two of ours that must have the same bits; on every rank alike.
     """
     n = CHECKED // TYPES[kind].itemsize
     kept = found[0].source[:n].clone()
@@ -215,6 +223,7 @@ def _errors(
     dist.all_gather(parts, kept)
     exact = torch.stack(parts).double().sum(dim=0)
     errors: dict[str, float] = {}
+    bits = ""  # of ours that do not round
     for one in found:
         one.source[:n].copy_(kept)
         call = one.call_on(n)
@@ -228,10 +237,14 @@ def _errors(
         if not isinstance(result, Tensor) or one.place == "in":
             result = one.target[:n]
         error = float((result.double() - exact).norm() / exact.norm())
-        digest = result.view(torch.uint8).to(torch.int64).sum().item()
+        digest = hashlib.sha256(result.view(torch.uint8).cpu().numpy()).hexdigest()
         errors[f"{one.name}, {one.place}"] = comm.allreduce(error, MPI.MAX)
         if not errors[f"{one.name}, {one.place}"] < 0.02 or len(set(comm.allgather(digest))) > 1:
             raise BenchError(f"{one.name} in {kind} is off by {error:.2g} of the sum, or ranks disagree")
+        if one.name in ("oktopk", *ALGORITHMS):
+            bits = bits or digest
+            if digest != bits:
+                raise BenchError(f"{one.name} in {kind} has other bits than the algorithms before it")
         one.source[:n].copy_(kept)
     return errors
 

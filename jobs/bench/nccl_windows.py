@@ -29,15 +29,22 @@ class DirectNccl:
         comm: intracommunicator. Collective: every rank must construct.
 
     Raises:
-        NcclError: on this rank alone.
+        NcclError: a rank has no NCCL, or an old one; on every rank alike. What joins the ranks may fail on one alone.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self._library = ctypes.CDLL("libnccl.so.2")  # the one that torch has loaded
         unique, self._comm = _UniqueId(), ctypes.c_void_p()
-        if comm.rank == 0:
-            self._call("ncclGetUniqueId", ctypes.byref(unique))
-        unique = _UniqueId.from_buffer_copy(comm.bcast(bytes(unique)))
+        problem = ""
+        try:
+            self._library = ctypes.CDLL("libnccl.so.2")  # the one that torch has loaded
+            if comm.rank == 0:
+                self._call("ncclGetUniqueId", ctypes.byref(unique))
+        except (OSError, NcclError) as error:
+            problem = str(error)
+        everyone = comm.allgather((problem, bytes(unique)))
+        if problems := [text for text, _ in everyone if text]:
+            raise NcclError(problems[0])
+        unique = _UniqueId.from_buffer_copy(everyone[0][1])
         self._call("ncclCommInitRank", ctypes.byref(self._comm), comm.size, unique, comm.rank)
 
     def all_reduce(self, source: Tensor, target: Tensor, stream: int) -> None:

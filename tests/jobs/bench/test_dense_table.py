@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from mpi4py import MPI
 
 from jobs.bench.dense_table import bandwidth, dense_table, draw_dense, size
+from jobs.bench.nccl import on_all
 
 
 def times(graph: float | None) -> dict[str, float | None]:
@@ -76,3 +78,17 @@ def test_the_picture_has_a_panel_a_type_and_a_line_a_contestant_with_times(kinds
     assert list(lines["Ok-Topk"].get_xdata()) == [4096, 4 << 20]
     assert list(lines["Ok-Topk"].get_ydata()) == pytest.approx([5, 20])
     assert list(lines["torch, two shots"].get_xdata()) == [4096]
+
+
+@pytest.mark.mpi
+def test_what_one_rank_lacks_all_leave_out(comm: MPI.Intracomm) -> None:
+    def attempt() -> dict[str, int]:
+        if comm.rank == comm.size - 1:
+            raise OSError("no such library\nand more")
+        return {"window": 1}
+
+    left_out: dict[str, str] = {}
+    assert on_all(comm, "there", lambda: {"vector": 2}, left_out) == {"vector": 2}
+    assert not left_out
+    assert on_all(comm, "windows", attempt, left_out) == {}
+    assert left_out == {"windows": f"rank {comm.size - 1}: no such library"}
