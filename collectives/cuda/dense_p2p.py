@@ -21,6 +21,7 @@ from collectives.cuda.dense_algorithms import (
     lines_arrive_whole,
     most_units,
 )
+from collectives.cuda.dense_calls import element_type_of, last_calls
 from collectives.cuda.dense_choices import (
     MEASURED,
     UNMEASURED,
@@ -34,13 +35,6 @@ from collectives.cuda.launch import PreparedLaunch
 from collectives.cuda.layouts import DENSE_ABORT, DIFFERS, MISSING, MOST_DENSE_RANKS, P2P
 from collectives.symmetric_memory import NoPeerMemoryError, SymmetricMemory, abort_reasons, raise_problems
 from collectives.transport import MissingRanksError, Transport
-
-ELEMENT_TYPES = {
-    np.dtype(np.float32): "float32",
-    np.dtype(np.float16): "float16",
-    np.dtype(np.uint16): "bfloat16",
-}
-"""Element type of a CuPy array; bfloat16 is given as its bits."""
 
 
 class DenseP2P:
@@ -168,7 +162,7 @@ class DenseP2P:
         Traffic: `nbytes_sent`, in one message to each other rank.
         """
         out = array if out is None else out
-        kind = _element_type(array, out, addend)
+        kind = element_type_of(array, out, addend)
         source, target, more, count = (
             0 if each is None else each.data.ptr for each in (array, out, addend, nonfinite)
         )
@@ -290,8 +284,9 @@ class DenseP2P:
         if self._report.value:
             reasons = self._memory.reasons()
             if DIFFERS in reasons:
+                words = self._memory.read(self._calls_at, 2 * self.transport.size * 4)
                 raise RuntimeError(
-                    f"ranks disagree on a dense allreduce over peer memory: {self._last_calls()}"
+                    f"ranks disagree on a dense allreduce over peer memory: {last_calls(words, self.transport.rank)}"
                 )
             if missing := [rank for rank, reason in enumerate(reasons) if reason == MISSING]:
                 raise MissingRanksError(
@@ -303,29 +298,6 @@ class DenseP2P:
             raise RuntimeError(
                 f"a dense allreduce over peer memory was aborted: {abort_reasons(reasons, self._timeout)}"
             )
-
-    def _last_calls(self) -> str:
-        """What the ranks called last, as far as they have sent it to this one, see `compares_calls` of dense.cuh."""
-        ranks, below = self.transport.size, (1 << 39) - 1
-        words = np.array(self._memory.read(self._calls_at, 2 * ranks * 4), np.uint32).view(np.uint64)
-        slots = words.reshape(2, ranks, 2)
-        latest = slots[int(np.argmax(slots[:, self.transport.rank, 0] >> np.uint64(39)))].tolist()
-        number = latest[self.transport.rank][0] >> 39
-        calls, scales = [], []
-        for first, second in latest:
-            if (first >> 39, second >> 39) != (number, number):
-                calls.append("has not called")
-                continue
-            kind, algorithm = second >> 32 & 3, second >> 34 & 15
-            calls.append(
-                f"sums {first & below} elements of {tuple(SIZES)[kind]} by {(*ALGORITHMS, *ROUNDING)[algorithm]}"
-            )
-            scales.append(float(np.uint32(second & 0xFFFFFFFF).view(np.float32)))
-        if len(set(scales)) > 1:
-            calls = [
-                each if each == "has not called" else f"{each} times {scales.pop(0):g}" for each in calls
-            ]
-        return ", ".join(f"rank {rank} {call}" for rank, call in enumerate(calls))
 
     def _launch(
         self, array: int, out: int, addend: int, length: int, element_type: str, scale: float, nonfinite: int, stream: int,
@@ -355,26 +327,3 @@ class DenseP2P:
         self.check()  # it has a stream of its own, and launches share counters
         runs = [(nbytes, name) for nbytes in lengths for name in ALGORITHMS if self.can_run(name, nbytes)]
         return measured_seconds(runs, call, self.transport, self._device, self.abort)
-
-
-def _element_type(array: Any, out: Any, addend: Any) -> str:
-    """The element type that all vectors have.
-
-    Raises:
-        TypeError, ValueError: they are not CuPy arrays of one type and length.
-    """
-    for name, vector in (("array", array), ("out", out), ("addend", addend)):
-        if vector is None:
-            continue
-        if not isinstance(vector, cupy.ndarray):
-            raise TypeError(f"{name} is a {type(vector).__name__}, not a CuPy array")
-        if vector.dtype not in ELEMENT_TYPES or vector.dtype != array.dtype:
-            known = ", ".join(map(str, ELEMENT_TYPES))
-            raise TypeError(
-                f"{name} dtype {vector.dtype} is not one of {known}, or not that of array, {array.dtype}"
-            )
-        if vector.size != array.size or not vector.flags.c_contiguous:
-            raise ValueError(
-                f"{name} of shape {vector.shape} is not contiguous with the {array.size} elements of array"
-            )
-    return ELEMENT_TYPES[array.dtype]

@@ -237,7 +237,7 @@ def _errors(
         if not isinstance(result, Tensor) or one.place == "in":
             result = one.target[:n]
         error = float((result.double() - exact).norm() / exact.norm())
-        digest = hashlib.sha256(result.view(torch.uint8).cpu().numpy()).hexdigest()
+        digest = hashlib.sha256(result.view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
         errors[f"{one.name}, {one.place}"] = comm.allreduce(error, MPI.MAX)
         if not errors[f"{one.name}, {one.place}"] < 0.02 or len(set(comm.allgather(digest))) > 1:
             raise BenchError(f"{one.name} in {kind} is off by {error:.2g} of the sum, or ranks disagree")

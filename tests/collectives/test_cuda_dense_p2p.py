@@ -441,6 +441,22 @@ def test_calls_that_differ_are_an_error_on_every_rank(
     dense.close()
 
 
+def test_a_rank_that_has_not_called_is_not_said_to_have_made_an_old_call(comm: MPI.Intracomm) -> None:
+    from collectives.cuda.dense_calls import last_calls
+
+    def call(number: int, length: int, scale: float) -> list[int]:
+        flag, low = number << 39, int(np.float32(scale).view(np.uint32))
+        words = np.array([flag | length, flag | 2 << 32 | low], np.uint64)
+        return words.view(np.uint32).tolist()  # type: ignore[no-any-return]
+
+    before = [call(7, 5, 1.0)] * 3
+    words = np.array([[call(8, 10, 0.5), call(8, 10, 0.50098), call(6, 99, 2.0)], before]).ravel().tolist()
+    assert last_calls(words, 0) == (
+        "rank 0 sums 10 elements of bfloat16 by one_shot times 0.5, "
+        "rank 1 sums 10 elements of bfloat16 by one_shot times 0.50098002, rank 2 has not called"
+    )
+
+
 def test_lines_are_left_to_gpus_that_are_all_joined(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

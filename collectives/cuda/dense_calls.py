@@ -1,0 +1,69 @@
+"""The calls of dense allreduces over peer memory: what they may pass, and what ranks have passed that disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+
+from collectives.cuda.dense_algorithms import ALGORITHMS, ROUNDING, SIZES
+
+ELEMENT_TYPES = {
+    np.dtype(np.float32): "float32",
+    np.dtype(np.float16): "float16",
+    np.dtype(np.uint16): "bfloat16",
+}
+"""Element type of a CuPy array; bfloat16 is given as its bits."""
+
+_BELOW = 39
+"""Bits of a word of a call below the call's number, see `compares_calls` of dense.cuh."""
+
+
+def last_calls(words: Sequence[int], rank: int) -> str:
+    """What the ranks called last, as far as they have sent it to this one.
+
+    Args:
+        words: uint32[2 parities, P, 4], what they sent.
+        rank: this one, whose own call is there, too.
+    """
+    slots = np.array(words, np.uint32).view(np.uint64).reshape(2, -1, 2)
+    latest = slots[int(np.argmax(slots[:, rank, 0] >> np.uint64(_BELOW)))].tolist()
+    number = latest[rank][0] >> _BELOW
+    calls, scales = [], []
+    for first, second in latest:
+        if (first >> _BELOW, second >> _BELOW) != (number, number):
+            calls.append("has not called")
+            continue
+        length, kind, algorithm = first & (1 << _BELOW) - 1, second >> 32 & 3, second >> 34 & 15
+        calls.append(
+            f"sums {length} elements of {tuple(SIZES)[kind]} by {(*ALGORITHMS, *ROUNDING)[algorithm]}"
+        )
+        scales.append(float(np.uint32(second & 0xFFFFFFFF).view(np.float32)))
+    if len(set(scales)) > 1:
+        calls = [each if each == "has not called" else f"{each} times {scales.pop(0):.9g}" for each in calls]
+    return ", ".join(f"rank {other} {call}" for other, call in enumerate(calls))
+
+
+def element_type_of(array: Any, out: Any, addend: Any) -> str:
+    """The element type that all vectors have.
+
+    Raises:
+        TypeError, ValueError: they are not CuPy arrays of one type and length.
+    """
+    for name, vector in (("array", array), ("out", out), ("addend", addend)):
+        if vector is None:
+            continue
+        if not isinstance(vector, cupy.ndarray):
+            raise TypeError(f"{name} is a {type(vector).__name__}, not a CuPy array")
+        if vector.dtype not in ELEMENT_TYPES or vector.dtype != array.dtype:
+            known = ", ".join(map(str, ELEMENT_TYPES))
+            raise TypeError(
+                f"{name} dtype {vector.dtype} is not one of {known}, or not that of array, {array.dtype}"
+            )
+        if vector.size != array.size or not vector.flags.c_contiguous:
+            raise ValueError(
+                f"{name} of shape {vector.shape} is not contiguous with the {array.size} elements of array"
+            )
+    return ELEMENT_TYPES[array.dtype]
