@@ -14,7 +14,8 @@
 // Launch   grid-stride; mark_rows: a block of COMPACT_THREADS for COMPACT_TILE keys; sums: 256 threads, a warp for up to
 //          4 * 128 elements of a row, or 4 * 32 without vectors, and for 32 elements of a hot row: one that comes more than HOT_ROWS
 //          times, whose elements are added one after the other by one lane each.
-// Overflow more sums than `capacity`: none is written, but `capacity` of the ids are; count says how many there are. n < 2^31. A row that is not in
+// Overflow more sums than `capacity`: none is written, but `capacity` of the ids are; count says how many there are.
+//          n < 2^31. A row that is not in
 //          [0, length) is reported, and no address depends on it. NaN and Inf are summed as they are, and counted.
 // Vectors  `vectors` where width is a multiple of 4 and all lists and the sums are aligned to 4 elements.
 // Traffic  sizeof(GRADIENT) * (n + count) * width bytes, and some 40 bytes a row.
