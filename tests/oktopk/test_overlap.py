@@ -113,19 +113,19 @@ def test_a_recorded_backward_pass_starts_its_buckets_once_it_is_replayed(
     for step in range(4):
         for replay in (False, True):  # a pass before the capture leaves nothing
             optimizer.zero_grad()
-            with buckets.recording() as marks:
+            with buckets.recording() as recorded:
                 loss(model, comm.rank, step).backward()
-            assert (buckets.started, len(marks)) == (0, 2)
+            assert (buckets.started, len(recorded.marks)) == (0, 2)
             if replay:
-                buckets.replayed(marks)
+                buckets.replayed(recorded)
         assert buckets.started == 2
         optimizer.step()
     assert np.array_equal(flat(model), flat(expected))
-    buckets.replayed(marks)
+    buckets.replayed(recorded)
     with pytest.raises(RuntimeError, match="a second backward pass before step"):
         loss(model, comm.rank, 4).backward()
     with pytest.raises(RuntimeError, match="a replay while the gradients"):
-        buckets.replayed(marks)
+        buckets.replayed(recorded)
     optimizer.abandon()
 
 
@@ -241,7 +241,7 @@ def test_what_would_change_gradients_that_are_being_reduced_raises(
         optimizer.zero_grad()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.zeros(()))
-    with pytest.raises(RuntimeError, match="GradScaler while the gradients"):
+    with pytest.raises(RuntimeError, match="GradScaler with overlap=True"):
         scaler.step(optimizer)
     with pytest.raises(ValueError, match="measures are taken of one vector"):
         optimizer.step(measure=True)
