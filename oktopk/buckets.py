@@ -477,13 +477,13 @@ class BucketedAllreduce:
         self.transport.close()
 
 
-def bucket_ranges(lengths: Sequence[int], least: float, share: float = 0.0) -> Iterator[range]:
+def bucket_ranges(lengths: Sequence[int], least: float, part: float = 0.0) -> Iterator[range]:
     """Group consecutive tensors into buckets, from the last one on, each as large as asked for but the one of the first tensors.
 
     Args:
         lengths: elements of the tensors.
         least: elements of a bucket.
-        share: of the elements that are in no bucket before it, what a bucket has at least.
+        part: of the elements that are in no bucket before it, that a bucket has at least, in [0, 1].
 
     Yields:
         The numbers of the tensors of each bucket, ascending.
@@ -491,7 +491,7 @@ def bucket_ranges(lengths: Sequence[int], least: float, share: float = 0.0) -> I
     stop, held, left = len(lengths), 0, sum(lengths)
     for number in range(len(lengths) - 1, -1, -1):
         held += lengths[number]
-        if held >= max(least, share * left) or number == 0:
+        if held >= max(least, part * left) or number == 0:
             yield range(number, stop)
             stop, held, left = number, 0, left - held
 

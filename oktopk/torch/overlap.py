@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from oktopk.buckets import bucket_ranges
+from oktopk.settings import DEFAULT_BUCKET_MB
 from oktopk.torch.gradients import FlatGradients, GradientsInPlace
 from oktopk.torch.interop import TensorMemory
 
-DEFAULT_BUCKET_MB = 25.0
-"""Size of a bucket where gradients are reduced behind the backward pass, on CPUs."""
+_LEAST_MB = 240.0
+"""The least size of a bucket on GPUs. Large ones won: the thresholds of a small one, such as a table of embeddings alone, miss so
+often that the host must wait for it."""
 
-_LEAST_MB, _SHARE = 240.0, 0.45
-"""On GPUs each bucket has at least so much, and so much of what is left. Few and large ones won: the thresholds of a small one,
-such as a table of embeddings alone, miss so often that the host must wait for it."""
+_PART_OF_REST = 0.45
+"""Of what is in no bucket before it, the part that a bucket on GPUs has at least: few buckets, the last of which is smaller."""
 
 _ALIGNMENT = 64
 """Elements: kernels read several at once, so that a bucket must not begin anywhere."""
@@ -44,10 +45,12 @@ class BucketLayout:
 
     def __init__(self, parameters: Sequence[Tensor], bucket_mb: float) -> None:
         sizes = [parameter.numel() for parameter in parameters]
-        share = 0.0
+        part = 0.0
         if not bucket_mb:
-            bucket_mb, share = (_LEAST_MB, _SHARE) if parameters[0].is_cuda else (DEFAULT_BUCKET_MB, 0.0)
-        ranges = bucket_ranges(sizes, bucket_mb * 1e6 / 4, share)
+            bucket_mb, part = (
+                (_LEAST_MB, _PART_OF_REST) if parameters[0].is_cuda else (DEFAULT_BUCKET_MB, 0.0)
+            )
+        ranges = bucket_ranges(sizes, bucket_mb * 1e6 / 4, part)
         self.ranges = [slice(each.start, each.stop) for each in ranges]
         self.starts = [0] * len(sizes)
         self.slices: list[slice] = []
