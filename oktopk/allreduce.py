@@ -326,7 +326,7 @@ class GradientAllreduce:
             gradient, problem: as `step`; the gradient is unchanged until `complete` returns.
 
         Raises:
-            As `step`.
+            NonFiniteGradientError, TypeError, ValueError, MissingRanksError, RuntimeError: as `step`.
         """
         return self._take(gradient, problem, measure=False, wait=False)
 
