@@ -60,6 +60,7 @@ class BucketedAllreduce:
         buckets: one reducer a bucket.
         transport: for control operations beside the thread; its `library` is that of the buckets' messages.
         lengths, length: elements of the buckets, and of all.
+        can_read_tensors: as `GradientAllreduce.can_read_tensors`, of every bucket.
 
     Traffic: that of the method for each bucket; with share "model" one control allreduce of two words a bucket where it samples.
     """
@@ -95,6 +96,8 @@ class BucketedAllreduce:
                 raise ValueError("share 'model' is for flat steps: pass levels='flat', or share='bucket'")
             opened.pop_all()
         self.settings = self.buckets[0].settings
+        # all are put on the stream, or all reduced in the thread: they share what carries their messages
+        self.can_read_tensors = all(reducer.can_read_tensors for reducer in self.buckets)
         self._keep(np.array(self.lengths, np.int64))
         self._thread = CommunicationThread("oktopk", together=_TOGETHER)
         self._started: list[Future[StepReport]] = []
@@ -151,11 +154,6 @@ class BucketedAllreduce:
     def started(self) -> int:
         """Buckets of this step that were started."""
         return len(self._started)
-
-    @property
-    def can_read_tensors(self) -> bool:
-        """As `GradientAllreduce.can_read_tensors`, of every bucket: all are put on the stream, or all reduced in the thread."""
-        return all(reducer.can_read_tensors for reducer in self.buckets)
 
     def reads_tensors(self, number: int) -> bool:
         """Whether a bucket of the next step may be given a tensor list, see `GradientAllreduce.reads_tensors`."""

@@ -236,9 +236,8 @@ class DistributedOptimizer(WrappedOptimizer):
             else:
                 vector = torch.zeros(self._layout.length, dtype=dtype, device=self._parameters[0].device)
                 gradients = FlatGradients(self._parameters, dtype, vector, self._layout.starts)
-            postponed = partial(
-                _may_only_set_up, self.inner
-            )  # not of this instance, which the buckets would keep alive
+            # not of this instance, which the buckets would keep alive
+            postponed = partial(_may_only_set_up, self.inner)
             self._buckets = BackwardBuckets(
                 self._parameters, gradients, self._layout, self.reducer, self._memory, overlap, postponed
             )
@@ -373,7 +372,7 @@ class DistributedOptimizer(WrappedOptimizer):
         """The first half of a step: from here to `apply`, each `p.grad` is its piece of the update. Collective.
 
         In between the update may be looked at or changed, as long as all ranks change it alike; a skipped step has none, and a
-        deferred one that is skipped or stopped has zeros, in buckets only where the buckets that were.
+        deferred one that is skipped or stopped has zeros; in buckets only those have that were.
 
         Args:
             measure, grad_scaler: as `step`.
