@@ -24,7 +24,7 @@ from oktopk.metrics import Sampler
 from oktopk.results import StageTimer, StepReport
 from oktopk.settings import DENSE_ABOVE, entries_kept, unknown_setting
 from oktopk.state import state_problem
-from oktopk.step import Executor, Plan, StepHandle, StepResult
+from oktopk.step import CompletedStep, Executor, Plan, StepHandle, StepResult
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
@@ -193,7 +193,10 @@ class GradientAllreduce:
         """float32[n] in CPU memory, whose sum over the ranks is all that was not applied. Collective.
 
         In flat steps this rank's residual. In two levels that of the whole host on its first rank, and zero on the others.
+        A step that `begin` has started is ended first, and may raise as `complete`.
         """
+        if self.awaited:
+            self.complete()
         self._expect_all("gathered_residual")
         self.transport.barrier()
         self._expect_none()
@@ -315,13 +318,15 @@ class GradientAllreduce:
 
         A step whose kernels do all of it (`reads_tensors`) is put on the stream, and nothing is waited for but where it computes
         exact thresholds or new regions. `awaited` tells whether its outcome is still open; the report is then incomplete. Other
-        steps run as `step`. The bits are those of `step`.
+        steps run as `step`, and have ended when this returns. The bits are those of `step`.
+
+        Until `complete` has returned, `update` and `residual` do not hold; the report's last stage lasts until then.
 
         Args:
             gradient, problem: as `step`; the gradient is unchanged until `complete` returns.
 
         Raises:
-            As `step`.
+            NonFiniteGradientError, TypeError, ValueError, MissingRanksError, RuntimeError: as `step`.
         """
         return self._take(gradient, problem, measure=False, wait=False)
 
@@ -329,6 +334,18 @@ class GradientAllreduce:
     def awaited(self) -> bool:
         """Whether a step has begun whose update holds only after `complete`, which every rank must call; no deferred one."""
         return self._open is not None and not self._open[1].deferred
+
+    def give_up(self) -> None:
+        """Abort a step that is `awaited`, since this rank has failed; on this rank alone. Its report stays incomplete.
+
+        The other ranks' kernels end, and their next step raises RuntimeError, as this one's does. A rank whose kernels had ended
+        without the update waits for this one's messages until `timeout`.
+        """
+        if self._open is not None and self.awaited:
+            with self.backend.stream_scope():
+                self._open[1].abort()
+            self._open, self._trust = None, 0
+            self.forget_support()
 
     def _take(self, gradient: Any, problem: str, *, measure: bool, wait: bool) -> StepReport:
         if isinstance(gradient, GradientTensors) and not self.reads_tensors(measure):
@@ -345,7 +362,8 @@ class GradientAllreduce:
                 if measure:
                     return self._measured_step(accepted, problem)
                 report = self._begin(accepted, problem, may_defer=True)
-                if wait and self.awaited:
+                handle = None if self._open is None else self._open[1]
+                if isinstance(handle, CompletedStep) or (wait and self.awaited):
                     self._complete()
                 return report
             finally:

@@ -33,8 +33,10 @@ _SAMPLES = 1 << 16
 class BucketedAllreduce:
     """Reduces one gradient per step in buckets, behind what the caller computes, in one order on all ranks.
 
-    A bucket that the kernels of GPUs of one host reduce (`reads_tensors`) is put on the stream when it starts, and the host waits
-    for none before `finish`; with `deferred` not there either. Any other bucket is reduced in a thread.
+    A bucket that the kernels of GPUs of one host reduce (`reads_tensors`) is put on the stream when it starts. The host waits for
+    it in `finish`, with `deferred` not even there. But where a bucket computes exact thresholds or new regions, in the first
+    sparse step, each `threshold_interval` and `boundary_interval` and after a new k, its start waits for the buckets before it
+    and for the other ranks. Any other bucket is reduced in a thread.
 
     Each bucket has a `GradientAllreduce` of its own: residual, thresholds, regions, communicator and messages. Together they keep
     k entries, one a bucket at least, so that caps and bounds of a step in words are those of one vector.
@@ -58,6 +60,7 @@ class BucketedAllreduce:
         buckets: one reducer a bucket.
         transport: for control operations beside the thread; its `library` is that of the buckets' messages.
         lengths, length: elements of the buckets, and of all.
+        can_read_tensors: as `GradientAllreduce.can_read_tensors`, of every bucket.
 
     Traffic: that of the method for each bucket; with share "model" one control allreduce of two words a bucket where it samples.
     """
@@ -93,10 +96,12 @@ class BucketedAllreduce:
                 raise ValueError("share 'model' is for flat steps: pass levels='flat', or share='bucket'")
             opened.pop_all()
         self.settings = self.buckets[0].settings
+        # all are put on the stream, or all reduced in the thread: they share what carries their messages
+        self.can_read_tensors = all(reducer.can_read_tensors for reducer in self.buckets)
         self._keep(np.array(self.lengths, np.int64))
         self._thread = CommunicationThread("oktopk", together=_TOGETHER)
         self._started: list[Future[StepReport]] = []
-        # of these, on the stream and to be ended by the host
+        # those of `_started` that are on the stream, and that the host must end
         self._awaited: list[tuple[Future[StepReport], GradientAllreduce, StepReport]] = []
         self._refused: BaseException | None = None  # why no bucket of this step starts
         self._incomplete: StepReport | None = None  # of the last step, some of whose buckets were deferred
@@ -153,12 +158,14 @@ class BucketedAllreduce:
     def reads_tensors(self, number: int) -> bool:
         """Whether a bucket of the next step may be given a tensor list, see `GradientAllreduce.reads_tensors`."""
         reducer = self.buckets[number]
-        return reducer.reads_tensors() and not self._renews_shares(reducer)
+        return self.can_read_tensors and reducer.reads_tensors() and not self._renews_shares(reducer)
 
     def start(
         self, gradient: Any, ready: Callable[[], None] | None = None, problem: str = ""
     ) -> Future[StepReport]:
-        """Reduce the next bucket after those before it; returns at once. Collective, in one order on all ranks.
+        """Reduce the next bucket after those before it. Collective, in one order on all ranks, with no other call in between.
+
+        It returns at once, but where a bucket on the stream computes exact thresholds or new regions: see the class.
 
         Args:
             gradient: as `GradientAllreduce.step`, a tensor list where `reads_tensors` allows it; unchanged until `finish`.
@@ -205,12 +212,18 @@ class BucketedAllreduce:
 
         It waits for the decisions of the ranks. The futures are then done, but for those of buckets in the thread.
         """
-        awaited, self._awaited = self._awaited, []
-        for future, reducer, report in awaited:
-            self._thread.run(future, partial(_ended, reducer, report))
+        while self._awaited:
+            future, reducer, report = self._awaited.pop(0)
+            try:
+                self._thread.run(future, partial(_ended, reducer, report))
+            finally:
+                if self._thread.failed is not None:  # nothing may end it later, on this rank alone
+                    reducer.give_up()
 
     def _completed(self) -> BaseException | None:
         """Complete the reports of deferred buckets; the error of their step, where there is one. Equal on all ranks."""
+        if self._thread.failed is not None:
+            return self._thread.failed
         errors: list[BaseException] = []
         for reducer in self.buckets:
             try:
@@ -266,8 +279,8 @@ class BucketedAllreduce:
         The report adds up those of the buckets, which are in `buckets`; its time is what this call waited. Buckets that were put
         on the stream end here in their order: one that its kernels cannot end goes on by messages.
 
-        With `deferred` a bucket whose outcome nobody waits for is none of the others' business: where it is given up, or is not
-        finite, it alone has an update of zero, and the report is incomplete until the next step begins, or `complete`.
+        With `deferred` the report is incomplete until the next step begins, or `complete`. Where a bucket is then given up, or is
+        not finite, it alone has an update of zero; the updates of the others hold.
 
         Args:
             all_or_none: where a bucket is skipped, undo the others, see `GradientAllreduce.take_back`; else their updates hold.
@@ -382,10 +395,11 @@ class BucketedAllreduce:
 
         Raises:
             NonFiniteGradientError: as `step`, but on the ranks that called.
+            Exception: the error that has left the ranks apart in an earlier step.
         """
-        error = (
-            None if self._started else self._completed()
-        )  # the first bucket of a step completes those of the last one
+        if self._started:
+            return  # the first bucket has completed those of the last step
+        error = self._completed()
         if error is not None:
             raise error
 
@@ -461,13 +475,13 @@ class BucketedAllreduce:
         self.transport.close()
 
 
-def bucket_ranges(lengths: Sequence[int], least: float, share: float = 0.0) -> Iterator[range]:
+def bucket_ranges(lengths: Sequence[int], least: float, part: float = 0.0) -> Iterator[range]:
     """Group consecutive tensors into buckets, from the last one on, each as large as asked for but the one of the first tensors.
 
     Args:
         lengths: elements of the tensors.
         least: elements of a bucket.
-        share: of the elements that are in no bucket before it, what a bucket has at least.
+        part: of the elements that are in no bucket before it, that a bucket has at least, in [0, 1].
 
     Yields:
         The numbers of the tensors of each bucket, ascending.
@@ -475,7 +489,7 @@ def bucket_ranges(lengths: Sequence[int], least: float, share: float = 0.0) -> I
     stop, held, left = len(lengths), 0, sum(lengths)
     for number in range(len(lengths) - 1, -1, -1):
         held += lengths[number]
-        if held >= max(least, share * left) or number == 0:
+        if held >= max(least, part * left) or number == 0:
             yield range(number, stop)
             stop, held, left = number, 0, left - held
 

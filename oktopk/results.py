@@ -44,7 +44,8 @@ class StepReport:
             dense. False where it reused a threshold.
         global_exact: all ranks applied the exact top k of the sums. False where they reused a threshold or the method has none.
         skipped: a gradient was not finite, the settings ask to skip, and nothing was applied. After a deferred step the
-            optimizer then saw an update of zero.
+            optimizer then saw an update of zero. Of a step in buckets: so it was in one of them at least. The others were undone,
+            but those of a deferred step and of `ddp_hook` were applied: see `buckets`.
         complete: whether the outcome is known. A deferred step's report is incomplete until the next step begins or
             `GradientAllreduce.complete` returns, and for good if that raised, a state was loaded or the instance was closed.
             Until then entries, words and messages are 0 and thresholds NaN.
@@ -61,7 +62,8 @@ class StepReport:
             not round.
         control_words, control_messages: sizes, splits, histograms, flags; see `collectives.Traffic`.
         seconds: time by stage, in the order in which the stages ran; of a deferred step what the host took to launch it,
-            and where stages are timed (`GradientAllreduce.time_stages`) theirs beside it.
+            and where stages are timed (`GradientAllreduce.time_stages`) theirs beside it. The last stage of a bucket that was put
+            on the stream lasts until the host has ended it, with what the caller computed meanwhile.
         levels: "flat" or "hosts", see `Settings.levels`.
         shards: that a host holds its residual in; 1 in flat steps.
         buckets: the reports of the buckets, in the order in which they started, where the gradient is reduced in several; the

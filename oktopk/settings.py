@@ -17,6 +17,9 @@ from collectives.codec import WIRES
 DENSE_ABOVE = 0.25
 """A density above this runs the dense path: COO entries cost twice their value, in both phases."""
 
+DEFAULT_BUCKET_MB = 25.0
+"""Size of a bucket where gradients are reduced behind the backward pass, on CPUs and by other libraries, in 1e6 bytes."""
+
 SELECTION_CAP = 1.25
 """No selection, local or global, exceeds this times k."""
 

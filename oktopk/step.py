@@ -83,6 +83,9 @@ class StepHandle(Protocol):
 
     deferred: bool
 
+    def abort(self) -> None:
+        """End the step's kernels on all ranks, since this rank does not end the step; its later steps raise RuntimeError."""
+
     def result(self) -> StepResult:
         """Wait for what the ranks decided, and end the step: update, residual and velocity are final. To be called once.
 
@@ -98,6 +101,9 @@ class CompletedStep:
 
     ended: StepResult
     deferred: bool = False
+
+    def abort(self) -> None:
+        """Nothing to end."""
 
     def result(self) -> StepResult:
         return self.ended

@@ -26,6 +26,7 @@ class CommunicationThread:
         self._together = together
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._failed: BaseException | None = None
+        self._last: Future[Any] | None = None  # that was submitted
         self._closed = False
         # a daemon: a process that fails must end, though this thread waits for other ranks
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -40,19 +41,30 @@ class CommunicationThread:
         self._check_open()
         future: Future[_Result] = Future()
         self._calls.put((future, call))
+        self._last = future
         return future
 
     def run(self, future: Future[_Result], call: Callable[[], _Result]) -> None:
-        """Run a call now, in the caller's thread; none that was submitted may be on its way.
+        """Run a call now, in the caller's thread.
 
         Args:
             future: is given the result or the error.
 
         Raises:
-            RuntimeError: `close` was called.
+            RuntimeError: `close` was called; or a call that was submitted has not ended.
+            KeyboardInterrupt, SystemExit: came during the call; later calls fail.
         """
         self._check_open()
+        if self._last is not None and not self._last.done():
+            raise RuntimeError("a call in the caller's thread while the communication thread runs others")
         self._run_next(future, call)
+        if not isinstance(error := future.exception(), Exception | None):
+            raise error
+
+    @property
+    def failed(self) -> BaseException | None:
+        """The error that left the ranks apart, None where there was none."""
+        return self._failed
 
     def _check_open(self) -> None:
         if self._closed:
@@ -76,7 +88,11 @@ class CommunicationThread:
                 raise self._failed
             result = call()
         except BaseException as error:
-            if not isinstance(error, self._together):
+            if not isinstance(error, Exception):  # of a signal: to be raised once
+                self._failed = self._failed or RuntimeError(
+                    f"an earlier call was ended by {type(error).__name__}"
+                )
+            elif not isinstance(error, self._together):
                 self._failed = error
             future.set_exception(error)
         else:

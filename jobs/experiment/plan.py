@@ -126,8 +126,7 @@ def _merged(document: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
 
 def _of_no_consequence(trial: Trial) -> set[str]:
     """The "section.key" of what may be another one, and the run still be this trial's."""
-    # trials that differ by the size of buckets have it in their names
-    free = {"data.path", "reduction.bucket_mb"}
+    free = {"data.path"}
     if trial.kind not in SHORT:
         return free | {"reduction.deferred"}
     # a short run ends by its steps; and only with Ok-Topk does it matter whether the host waits

@@ -11,9 +11,11 @@ from typing import Any
 from mpi4py import MPI
 
 from jobs.cluster.agreement import Refused, decide_on_root
+from jobs.config.modes import EAGER_MODES, TRAINING_MODES
 from jobs.restart import files
 from jobs.restart.files import BadCheckpointError, Identity
 from oktopk.elastic import inherited_ranks, redistribute
+from oktopk.settings import DEFAULT_BUCKET_MB
 
 RESIDUALS = ("reducer", "tables")
 """Parts of an optimizer's state that differ from rank to rank, see `oktopk.DistributedOptimizer`."""
@@ -131,14 +133,29 @@ def _first_problem(comm: MPI.Intracomm, path: Path, manifest: Mapping[str, Any])
     return next((text for text in comm.allgather(problem) if text), "")
 
 
+def _bucket_mb(config: Mapping[str, Any]) -> float | None:
+    """The size of the buckets of a run, in 1e6 bytes of float32; 0: as GPUs have them by default; None: it has none."""
+    reduction = config.get("reduction", {})
+    method, given = reduction.get("method"), reduction.get("bucket_mb", 0.0)
+    if method not in EAGER_MODES and not reduction.get("overlap"):
+        return None
+    if method in TRAINING_MODES or config.get("training", {}).get("device") == "cpu":
+        return given or DEFAULT_BUCKET_MB
+    return given
+
+
 def differences(theirs: str, mine: str, ignored: frozenset[str]) -> list[str]:
     """What differs between two configurations in JSON, as "section.key: theirs there, mine here".
+
+    A size of buckets differs only where the run has other buckets.
 
     Args:
         theirs, mine: objects of objects.
         ignored: "section" or "section.key" that may differ.
     """
     there, here = json.loads(theirs), json.loads(mine)
+    if _bucket_mb(there) == _bucket_mb(here):
+        ignored |= {"reduction.bucket_mb"}
     found = []
     for section in sorted({*there, *here} - ignored):
         a, b = there.get(section, {}), here.get(section, {})

@@ -19,15 +19,13 @@ from jobs.run.probe import check_readable
 from jobs.run.reader import RunReader
 
 # What may differ between a run and its continuation: nothing that it computes depends on these; on `deferred` only what becomes
-# of the few steps that need the host's help; between flat steps and two levels the sum of the residuals is kept; a state of other
-# buckets is refused when it is loaded.
+# of the few steps that need the host's help; between flat steps and two levels the sum of the residuals is kept.
 _FREE = frozenset(
     {
         "run",
         "checkpoint",
         "training.threads",
         "training.device",
-        "reduction.bucket_mb",
         "reduction.deferred",
         "reduction.levels",
         "reduction.ranks_per_host",

@@ -26,7 +26,7 @@ class _P2PHandle:
     """A step that is on the stream, see `oktopk.step.StepHandle`.
 
     Attributes:
-        executor: that began it.
+        executor: that began it; epoch: of its launch.
         gradient: the caller's; corrected: with momentum, if that was asked for; overflowed: which is no longer finite.
         plan: of the step.
         selection: made before the launch; None where the step's own kernels select.
@@ -37,6 +37,7 @@ class _P2PHandle:
     """
 
     executor: P2PExecutor
+    epoch: int
     gradient: Any
     corrected: Any
     overflowed: bool
@@ -46,6 +47,9 @@ class _P2PHandle:
     cut_to_k: bool
     exact: bool
     deferred: bool
+
+    def abort(self) -> None:
+        self.executor.p2p_step.abort(self.epoch)
 
     def result(self) -> StepResult:
         return self.executor.end_deferred(self) if self.deferred else self.executor.end_waited(self)
@@ -72,12 +76,12 @@ class P2PExecutor:
     def begin(self, gradient: Any, plan: Plan) -> _P2PHandle:
         epoch = self.p2p_step.upcoming_epoch()
         try:
-            return self._begin(gradient, plan)
+            return self._begin(gradient, plan, epoch)
         except BaseException:
             self.p2p_step.abort(epoch)
             raise
 
-    def _begin(self, gradient: Any, plan: Plan) -> _P2PHandle:
+    def _begin(self, gradient: Any, plan: Plan, epoch: int) -> _P2PHandle:
         method, vectors = self._method, self._vectors
         regions, local, threshold = method.regions, method.selection, method.threshold
         if not self.p2p_step.fits(plan.k):
@@ -126,7 +130,7 @@ class P2PExecutor:
             vectors.selected, vectors.pending = None, True
             plan.timer.record("step")
         return _P2PHandle(
-            self, gradient, corrected, overflowed, plan, selection, bits, cut_to_k, exact, deferred
+            self, epoch, gradient, corrected, overflowed, plan, selection, bits, cut_to_k, exact, deferred
         )
 
     def end_waited(self, step: _P2PHandle) -> StepResult:

@@ -391,8 +391,9 @@ class OkTopkState:
         """Go on with the buckets that DDP has now. Collective."""
         if self._moves_to is None:
             return
-        layout, self._moves_to = self._moves_to, None
         assert self._reducer is not None
+        self._reducer.complete()  # where its last step was deferred, `report` has that one
+        layout, self._moves_to = self._moves_to, None
         old, places = self._reducer, self._places
         held = [bucket.whole_vectors() for bucket in old.buckets]
         counts = old.steps, old.buckets[0].sparse_steps

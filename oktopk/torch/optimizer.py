@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -227,7 +228,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._layout is not None:
             assert isinstance(self.reducer, BucketedAllreduce)
             gradients: FlatGradients | GradientsInPlace
-            if self.reducer.buckets[0].can_read_tensors:
+            if self.reducer.can_read_tensors:
                 tensors = self._tensor_lists(self.reducer.buckets, self._layout.ranges)
                 gradients = GradientsInPlace(
                     self._parameters, dtype, tensors, self._layout.ranges, self._layout.starts, self._layout.length
@@ -235,8 +236,10 @@ class DistributedOptimizer(WrappedOptimizer):
             else:
                 vector = torch.zeros(self._layout.length, dtype=dtype, device=self._parameters[0].device)
                 gradients = FlatGradients(self._parameters, dtype, vector, self._layout.starts)
+            # not of this instance, which the buckets would keep alive
+            postponed = partial(_may_only_set_up, self.inner)
             self._buckets = BackwardBuckets(
-                self._parameters, gradients, self._layout, self.reducer, self._memory, overlap
+                self._parameters, gradients, self._layout, self.reducer, self._memory, overlap, postponed
             )
             return gradients
         assert isinstance(self.reducer, GradientAllreduce)
@@ -315,7 +318,8 @@ class DistributedOptimizer(WrappedOptimizer):
 
         A skipped step leaves parameters and optimizer state untouched, unless it was deferred: the report of such a step
         (`Settings.deferred`) is incomplete until the next one begins, or `complete`, and where it stopped or is skipped the
-        optimizer has stepped on an update of zero. A step at a learning rate of 0, without state and with gradients of zero on
+        optimizer has stepped on an update of zero. In buckets that is so of each bucket by itself: the optimizer has stepped on
+        the updates of the others. A step at a learning rate of 0, without state and with gradients of zero on
         all ranks, reduces nothing.
 
         Args:
@@ -330,7 +334,8 @@ class DistributedOptimizer(WrappedOptimizer):
 
         Raises:
             NonFiniteGradientError: on every rank alike, if settings say so; nothing was stepped, or where the last step was
-                deferred and it is that one's, it was stepped on an update of zero.
+                deferred and it is that one's, it was stepped on an update of zero, in buckets on those of the other buckets: to
+                go back, load a state of before that step.
             ValueError: on some rank a parameter needs a gradient that did not when the optimizer was wrapped; on every rank.
         """
         loss = None
@@ -338,6 +343,8 @@ class DistributedOptimizer(WrappedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._only_sets_up_state():
+            if self._buckets is not None:
+                self._buckets.forget()
             self.inner.step()
         else:
             self.reduce(measure=measure, grad_scaler=grad_scaler)
@@ -349,7 +356,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
         No parameter moves at a learning rate of 0, but a step would take entries out of the residuals.
         """
-        if self.inner.state or not all(_is_zero(group.get("lr")) for group in self.inner.param_groups):
+        if not _may_only_set_up(self.inner):
             return False
         moving = any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
         if self._buckets is not None:
@@ -365,7 +372,7 @@ class DistributedOptimizer(WrappedOptimizer):
         """The first half of a step: from here to `apply`, each `p.grad` is its piece of the update. Collective.
 
         In between the update may be looked at or changed, as long as all ranks change it alike; a skipped step has none, and a
-        deferred one that is skipped or stopped has zeros.
+        deferred one that is skipped or stopped has zeros; in buckets only those have that were.
 
         Args:
             measure, grad_scaler: as `step`.
@@ -419,8 +426,14 @@ class DistributedOptimizer(WrappedOptimizer):
             self._version = -1
 
     def _reduced(self, measure: bool) -> StepReport:
-        """Reduce the tables, which can be undone without traffic, then the vector: both or neither."""
+        """Reduce the tables, which can be undone without traffic, then the vector: both or neither.
+
+        Buckets start before any other collective call: ranks may have started unlike numbers of them in the backward pass, and
+        one that waits for a bucket of another rank, on the host or on the stream, must not be waited for itself.
+        """
         problem = self._unwrapped_parameters()
+        if self._buckets is not None:
+            self._start_rest(measure, "" if self._tables is not None else problem)
         if self._tables is None:
             return self._reduced_vector(measure, problem)
         try:
@@ -446,21 +459,26 @@ class DistributedOptimizer(WrappedOptimizer):
         report.row_bytes = sum(each.bytes for each in self._tables.reports)
         return report
 
-    def _discard_buckets(self) -> StepReport:
-        """End a step whose tables were not reduced: ranks may have started different buckets. Collective."""
+    def _start_rest(self, measure: bool, problem: str) -> None:
+        """Start the buckets that the backward pass has not. Collective."""
+        if measure:
+            raise ValueError("measures are taken of one vector: pass overlap=False and bucket_mb=0")
         assert self._buckets is not None and isinstance(self.reducer, BucketedAllreduce)
         rest = self._buckets.rest()
         with self._memory.stream_scope():
-            return self.reducer.discard(rest)
+            for gradient in rest:
+                self.reducer.start(gradient, problem=problem)
+
+    def _discard_buckets(self) -> StepReport:
+        """End a step whose tables were not reduced. Collective."""
+        assert isinstance(self.reducer, BucketedAllreduce)
+        with self._memory.stream_scope():
+            return self.reducer.discard([])
 
     def _reduced_vector(self, measure: bool, problem: str) -> StepReport:
-        if self._buckets is not None:
-            if measure:
-                raise ValueError("measures are taken of one vector: pass overlap=False and bucket_mb=0")
-            assert isinstance(self.reducer, BucketedAllreduce)
-            rest = self._buckets.rest()
+        if isinstance(self.reducer, BucketedAllreduce):
             with self._memory.stream_scope():
-                return self.reducer.step(rest, problem)
+                return self.reducer.finish()
         assert isinstance(self.reducer, GradientAllreduce)
         gradient = self._given(measure)
         with self._memory.stream_scope():
@@ -472,8 +490,10 @@ class DistributedOptimizer(WrappedOptimizer):
         Returns:
             The report of the step, where an Inf on some rank skips it: every rank's scaler then has it too. Else None.
         """
-        if self._buckets is not None:
-            self._buckets.check_nothing_started("GradScaler")
+        if self.overlapped is not None:  # refused on every rank, though some may have started no bucket yet
+            raise RuntimeError(
+                "GradScaler with overlap=True: take bfloat16, which needs none, or overlap=False"
+            )
         if scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
             scaler.unscale_(self)
         found: dict[Any, Tensor] = scaler._found_inf_per_device(self)
@@ -659,6 +679,11 @@ def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
     if wrapper is not None and wrapper() is not None:
         gc.collect()  # a scheduler leaves a cycle
     return wrapper is not None and wrapper() is not None
+
+
+def _may_only_set_up(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step begins by asking all ranks if it only sets up the optimizer's state; equal on all ranks."""
+    return not optimizer.state and all(_is_zero(group.get("lr")) for group in optimizer.param_groups)
 
 
 def _is_zero(rate: Any) -> bool:

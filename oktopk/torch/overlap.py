@@ -6,21 +6,23 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from oktopk.buckets import bucket_ranges
+from oktopk.settings import DEFAULT_BUCKET_MB
 from oktopk.torch.gradients import FlatGradients, GradientsInPlace
 from oktopk.torch.interop import TensorMemory
 
-DEFAULT_BUCKET_MB = 25.0
-"""Size of a bucket where gradients are reduced behind the backward pass, on CPUs."""
+_LEAST_MB = 240.0
+"""The least size of a bucket on GPUs. Large ones won: the thresholds of a small one, such as a table of embeddings alone, miss so
+often that the host must wait for it."""
 
-_LEAST_MB, _SHARE = 240.0, 0.45
-"""On GPUs each bucket has at least so much, and so much of what is left. Few and large ones won: the thresholds of a small one,
-such as a table of embeddings alone, miss so often that the host must wait for it."""
+_PART_OF_REST = 0.45
+"""Of what is in no bucket before it, the part that a bucket on GPUs has at least: few buckets, the last of which is smaller."""
 
 _ALIGNMENT = 64
 """Elements: kernels read several at once, so that a bucket must not begin anywhere."""
@@ -43,10 +45,12 @@ class BucketLayout:
 
     def __init__(self, parameters: Sequence[Tensor], bucket_mb: float) -> None:
         sizes = [parameter.numel() for parameter in parameters]
-        share = 0.0
+        part = 0.0
         if not bucket_mb:
-            bucket_mb, share = (_LEAST_MB, _SHARE) if parameters[0].is_cuda else (DEFAULT_BUCKET_MB, 0.0)
-        ranges = bucket_ranges(sizes, bucket_mb * 1e6 / 4, share)
+            bucket_mb, part = (
+                (_LEAST_MB, _PART_OF_REST) if parameters[0].is_cuda else (DEFAULT_BUCKET_MB, 0.0)
+            )
+        ranges = bucket_ranges(sizes, bucket_mb * 1e6 / 4, part)
         self.ranges = [slice(each.start, each.stop) for each in ranges]
         self.starts = [0] * len(sizes)
         self.slices: list[slice] = []
@@ -92,16 +96,33 @@ class BucketReducer(Protocol):
         """Undo what was started."""
 
 
+@dataclass(slots=True)
+class Recorded:
+    """A backward pass that was recorded, see `BackwardBuckets.recording`.
+
+    Attributes:
+        marks: of the buckets that it filled, in their order: where on the stream it had done so.
+        gradients: one a parameter, where the pass put it and each replay writes it; None where it gave none.
+    """
+
+    marks: list[Any] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
+
+
 class BackwardBuckets:
     """Starts a bucket when it has all its gradients, and those before it were started. The last one waits for the step.
 
     A backward pass that is captured into a CUDA graph runs no hook when it is replayed. Put its capture, and passes before it
     that leave nothing, into `recording()`, and call `replayed` after each replay:
 
-        >>> with buckets.recording() as marks, torch.cuda.graph(graph):
+        >>> optimizer.zero_grad()
+        >>> with buckets.recording() as recorded, torch.cuda.graph(graph):
         ...     loss.backward()
-        >>> graph.replay()
-        >>> buckets.replayed(marks)
+        >>> for batch in batches:
+        ...     optimizer.zero_grad()
+        ...     graph.replay()
+        ...     buckets.replayed(recorded)
+        ...     optimizer.step()
 
     Args:
         parameters: whose gradients are reduced.
@@ -110,6 +131,8 @@ class BackwardBuckets:
         reducer: of the buckets.
         memory: of the gradients.
         overlapped: start in the backward pass, else all in the step.
+        postponed: whether this step starts with a collective call of another kind, so that no bucket may come before it: equal on
+            all ranks. All buckets then start in the step.
     """
 
     def __init__(
@@ -120,16 +143,17 @@ class BackwardBuckets:
         reducer: BucketReducer,
         memory: TensorMemory,
         overlapped: bool,
+        postponed: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._postponed = postponed
         self._gradients, self._layout, self._reducer, self._memory = gradients, layout, reducer, memory
         self._arrays: list[Any] | None = None  # of the buckets in the vector, once a step takes one
         self._sizes = [each.stop - each.start for each in layout.ranges]
         self._missing = list(self._sizes)
         self._armed = overlapped
-        self._marks: list[Any] | None = None  # of the buckets that a pass which is recorded has filled
-        self._versions: dict[
-            int, int
-        ] = {}  # parameter -> that of its gradient, when the backward pass had accumulated it
+        self._recorded: Recorded | None = None  # the pass that is being recorded
+        # parameter -> version of its gradient, when the backward pass had accumulated it
+        self._versions: dict[int, int] = {}
         self._parameters = parameters
         self._hooks: list[Any] = []
         if overlapped:
@@ -153,13 +177,15 @@ class BackwardBuckets:
             )
         self._versions[number] = self._version(number)
         self._missing[bucket] -= 1
+        if self._recorded is None and self._postponed():
+            return
         while (first := self._filled) < len(self._sizes) - 1 and not self._missing[first]:
-            if self._marks is None:
+            if self._recorded is None:
                 self._reducer.start(self._bucket(first)[0], self._memory.after_current())
                 continue
             if isinstance(self._gradients, FlatGradients):
                 self._gradients.collect(only=self._layout.ranges[first])
-            self._marks.append(self._memory.mark())
+            self._recorded.marks.append(self._memory.mark())
 
     def _bucket(self, number: int) -> tuple[Any, bool]:
         """A bucket as the reducer takes it, and whether gradients were copied for it, on the current stream."""
@@ -177,34 +203,50 @@ class BackwardBuckets:
     @property
     def _filled(self) -> int:
         """Buckets that this backward pass has filled, one after the other from the first."""
-        return self._reducer.started if self._marks is None else len(self._marks)
+        return self._reducer.started if self._recorded is None else len(self._recorded.marks)
 
     @contextmanager
-    def recording(self) -> Iterator[list[Any]]:
-        """Within it backward passes start nothing; gives what `replayed` takes, of the last one."""
+    def recording(self) -> Iterator[Recorded]:
+        """Within it backward passes start nothing; gives what `replayed` takes, of the one pass within."""
         self.check_nothing_started("a capture")
-        marks: list[Any] = []
-        self._marks = marks
+        self._recorded = recorded = Recorded()
         try:
-            yield marks
+            yield recorded
+            recorded.gradients = [parameter.grad for parameter in self._parameters]
         finally:
-            self._marks = None
-            self._start_anew()
+            self._recorded = None
+            self.forget()
 
-    def replayed(self, marks: Sequence[Any]) -> None:
+    def replayed(self, recorded: Recorded) -> None:
         """Start the buckets of a backward pass that was captured and has just been replayed. Collective.
 
+        Parameters whose gradients were cleared in between get those that the replay has written.
+
         Raises:
-            RuntimeError: buckets of an earlier pass are being reduced.
+            RuntimeError: buckets of an earlier pass are being reduced; or a parameter has a gradient elsewhere than where the
+                replay has written one.
         """
         self.check_nothing_started("a replay")
-        for number, mark in enumerate(marks):
+        self._give_back(recorded.gradients)
+        for number, mark in enumerate([] if self._postponed() else recorded.marks):
             if isinstance(self._gradients, FlatGradients):  # the pass has filled the vector
                 given, copied = self._array(self._gradients.vector, number), False
             else:
                 given, copied = self._bucket(number)
             self._reducer.start(given, self._memory.after_current() if copied else self._memory.after(mark))
         self._missing = [0] * len(self._sizes)  # a further pass would add to what is being reduced
+
+    def _give_back(self, gradients: Sequence[Tensor | None]) -> None:
+        """Make each `p.grad` what a replay has written."""
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            if gradient is None or parameter.grad is gradient:
+                continue
+            if parameter.grad is not None and parameter.grad.data_ptr() != gradient.data_ptr():
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a gradient of another backward pass, to which the replay "
+                    "has added nothing: call zero_grad() before the replay, or capture a pass that adds to it"
+                )
+            parameter.grad = gradient
 
     def _version(self, number: int) -> int:
         """Of a parameter's gradient; all that lie in the vector share the vector's."""
@@ -256,15 +298,16 @@ class BackwardBuckets:
         """
         self._check_unchanged()
         rest = [self._bucket(number)[0] for number in range(self._reducer.started, len(self._sizes))]
-        self._start_anew()
+        self.forget()
         return rest
 
     def abandon(self) -> None:
         """Undo what a backward pass has begun. Every rank must call."""
         self._reducer.abandon()
-        self._start_anew()
+        self.forget()
 
-    def _start_anew(self) -> None:
+    def forget(self) -> None:
+        """Let the next backward pass start anew, after one of which nothing is to be reduced."""
         self._missing = list(self._sizes)
         self._versions = {}
 

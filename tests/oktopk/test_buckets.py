@@ -11,6 +11,7 @@ from mpi4py import MPI
 from collectives.traffic import upper_bound
 from oktopk import GradientAllreduce, MissingRanksError, NonFiniteGradientError
 from oktopk.buckets import BucketedAllreduce, bucket_ranges
+from oktopk.step import StepHandle, StepResult
 from tests.inputs import GRADIENTS, Vector
 
 pytestmark = pytest.mark.mpi
@@ -251,3 +252,55 @@ def test_buckets_of_tensors_end_with_the_first_ones() -> None:
     assert list(bucket_ranges([4, 4, 4, 9, 1], 8)) == [range(3, 5), range(1, 3), range(0, 1)]
     assert list(bucket_ranges([4], 8)) == [range(0, 1)]
     assert list(bucket_ranges([], 8)) == []
+    # of 16 half, of the 8 that are left half, of 4 two at least
+    assert list(bucket_ranges([1] * 16, 2, 0.5)) == [range(8, 16), range(4, 8), range(2, 4), range(0, 2)]
+
+
+def test_a_step_that_begins_over_messages_has_ended(comm: MPI.Intracomm) -> None:
+    begun, stepped = (GradientAllreduce(comm, 700, density=DENSITY) for _ in range(2))
+    for step in range(3):
+        gradient = gradients(comm, step)[0]
+        report = begun.begin(gradient)
+        stepped.step(gradient)
+        assert report.complete and not begun.awaited
+        assert np.array_equal(begun.update, stepped.update)
+    begun.close()
+    stepped.close()
+
+
+class OnTheStream:
+    """As a step that the kernels of GPUs are doing."""
+
+    deferred, aborted = False, False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def result(self) -> StepResult:
+        raise AssertionError("its end would wait for other ranks")
+
+
+def test_an_error_of_one_bucket_gives_up_those_that_were_begun(
+    comm: MPI.Intracomm, reducer: BucketedAllreduce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reducer.step(gradients(comm, 0))
+    monkeypatch.setattr(reducer, "reads_tensors", lambda number: True)
+    handles = [OnTheStream(), OnTheStream()]
+    for bucket, handle in zip(reducer.buckets, handles, strict=False):
+        monkeypatch.setattr(bucket._executors["oktopk"], "begin", lambda *given, handle=handle: handle)
+
+    def fails(*given: object) -> StepHandle:
+        raise MemoryError("a bucket")
+
+    monkeypatch.setattr(reducer.buckets[2]._executors["oktopk"], "begin", fails)
+    given = gradients(comm, 1)
+    futures = [reducer.start(each) for each in given]
+    assert [future.done() for future in futures] == [False, False, True, True, True]
+    with pytest.raises(MemoryError):
+        reducer.finish()
+    assert all(handle.aborted for handle in handles)
+    assert all(isinstance(future.exception(), MemoryError) for future in futures)
+    assert not any(bucket.awaited for bucket in reducer.buckets)
+    for call in (reducer.complete, reducer.state_dict, reducer.gathered_residual):
+        with pytest.raises(MemoryError):
+            call()

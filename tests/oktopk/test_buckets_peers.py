@@ -73,7 +73,7 @@ def test_buckets_that_end_together_have_the_bits_of_steps_one_after_the_other(
         for n in LENGTHS
     ]
     made += alone
-    open_reports = 0
+    open_reports, needed_host = 0, 0
     for step in range(26):
         given = gradients(comm, step)
         if step >= 15:
@@ -92,10 +92,12 @@ def test_buckets_that_end_together_have_the_bits_of_steps_one_after_the_other(
             assert np.array_equal(get(single.residual), get(together.buckets[number].residual))
         together.complete()
         assert report.complete
+        needed_host += together.buckets[1].state_dict()["unaided"] == 0
         for single in alone:
             single.complete()
         assert report.words == sum(each.words for each in report.buckets) > 0 or comm.size == 1
     assert (open_reports > 3) == deferred
+    assert needed_host
 
 
 def test_a_bucket_that_is_not_finite_undoes_the_others_that_were_begun(

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from oktopk import DistributedOptimizer, GradientAllreduce
 from oktopk.results import StepReport
 from oktopk.torch.gradients import GradientsInPlace
+from oktopk.torch.interop import TensorMemory
+from oktopk.torch.overlap import BackwardBuckets, BucketLayout
 from tests.devices import asynchronous, gpus, hold_up, use
 
 # On the host
@@ -150,6 +152,57 @@ def test_autograd_hands_over_and_gets_back() -> None:
     gradients.zero()
     assert parameter.grad is None
     assert gradients.collect().tolist() == [0, 0, 0]
+
+
+class Started:
+    """As BucketedAllreduce: what was started."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    @property
+    def started(self) -> int:
+        return len(self.given)
+
+    def reads_tensors(self, number: int) -> bool:
+        return True
+
+    def start(self, gradient: Any, ready: Callable[[], None] | None = None) -> None:
+        self.given.append(gradient)
+
+    def abandon(self) -> None:
+        self.given.clear()
+
+
+def test_a_replay_is_read_where_it_has_written_though_gradients_were_cleared() -> None:
+    parameters = [nn.Parameter(torch.ones(40)) for _ in range(2)]
+    layout, lists, reducer = BucketLayout(parameters, 1e-5), [Noted(), Noted()], Started()
+    gradients = GradientsInPlace(
+        parameters,
+        torch.float32,
+        lists,  # type: ignore[arg-type]
+        layout.ranges,
+        layout.starts,
+        layout.length,
+    )
+    buckets = BackwardBuckets(parameters, gradients, layout, reducer, TensorMemory(), True)
+    gradients.zero()
+    with buckets.recording() as recorded:
+        (2 * parameters[0] + 3 * parameters[1]).sum().backward()
+    written = [parameter.grad for parameter in parameters]
+    assert len(recorded.marks) == 1 and not reducer.given
+    for _ in range(2):  # as a loop does before each replay
+        gradients.zero()
+        assert not any(parameter.grad is not None for parameter in parameters)
+        buckets.replayed(recorded)
+        assert reducer.given == [lists[0]] and buckets.rest() == [lists[1]]
+        addresses = [each.data_ptr() for each in written if each is not None]
+        assert [list(each.addresses) for each in lists] == [addresses[1:], addresses[:1]]
+        reducer.given.clear()
+    parameters[0].grad = torch.zeros(40)
+    with pytest.raises(RuntimeError, match=r"call zero_grad\(\) before the replay"):
+        buckets.replayed(recorded)
+    assert not reducer.given
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from mpi4py import MPI
 from torch import nn
 
 from oktopk import DistributedOptimizer, NonFiniteGradientError
+from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import redistribute
 from oktopk.torch.overlap import BucketLayout
 from tests.devices import on_torchs_gpu, torch_device
@@ -113,19 +116,19 @@ def test_a_recorded_backward_pass_starts_its_buckets_once_it_is_replayed(
     for step in range(4):
         for replay in (False, True):  # a pass before the capture leaves nothing
             optimizer.zero_grad()
-            with buckets.recording() as marks:
+            with buckets.recording() as recorded:
                 loss(model, comm.rank, step).backward()
-            assert (buckets.started, len(marks)) == (0, 2)
+            assert (buckets.started, len(recorded.marks)) == (0, 2)
             if replay:
-                buckets.replayed(marks)
+                buckets.replayed(recorded)
         assert buckets.started == 2
         optimizer.step()
     assert np.array_equal(flat(model), flat(expected))
-    buckets.replayed(marks)
+    buckets.replayed(recorded)
     with pytest.raises(RuntimeError, match="a second backward pass before step"):
         loss(model, comm.rank, 4).backward()
     with pytest.raises(RuntimeError, match="a replay while the gradients"):
-        buckets.replayed(marks)
+        buckets.replayed(recorded)
     optimizer.abandon()
 
 
@@ -241,7 +244,7 @@ def test_what_would_change_gradients_that_are_being_reduced_raises(
         optimizer.zero_grad()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.zeros(()))
-    with pytest.raises(RuntimeError, match="GradScaler while the gradients"):
+    with pytest.raises(RuntimeError, match="GradScaler with overlap=True"):
         scaler.step(optimizer)
     with pytest.raises(ValueError, match="measures are taken of one vector"):
         optimizer.step(measure=True)
@@ -304,3 +307,75 @@ def test_buckets_begin_where_kernels_may_read_several_elements_at_once() -> None
     assert layout.lengths == [2747, 1201]
     assert [each.start % 64 for each in layout.slices] == [0, 0]
     assert layout.starts == [0, 1216, 3616, 3676]
+
+
+def test_buckets_on_gpus_have_a_part_of_what_is_left_and_240_mb_at_least() -> None:
+    def lengths(millions: list[int], bucket_mb: float = 0.0) -> list[float]:
+        tensors: Any = [SimpleNamespace(numel=lambda n=n: n * 1_000_000, is_cuda=True) for n in millions]
+        return [length / 1e6 for length in BucketLayout(tensors, bucket_mb).lengths]
+
+    assert lengths([59]) == [59]
+    assert lengths([20, 30, 31]) == [61, 20]
+    assert lengths([40] * 10) == [200, 120, 80]  # 0.45 of 400, of 200, and 60 at least
+    assert lengths([20, 30, 31], 100.0) == [31, 30, 20]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("first", ["a learning rate of 0", "a table"])
+def test_ranks_that_started_unlike_buckets_meet_in_the_step(
+    first: str, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the start of a bucket waits for the other ranks, as it does on GPUs that compute exact thresholds."""
+    start = BucketedAllreduce.start
+
+    def waiting(*arguments: Any, **named: Any) -> Any:
+        begun = start(*arguments, **named)
+        begun.exception()
+        return begun
+
+    monkeypatch.setattr(BucketedAllreduce, "start", waiting)
+    torch.manual_seed(0)
+    words = nn.Embedding(10, 4, sparse=first == "a table")
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    inner = torch.optim.SGD(
+        [*words.parameters(), *layers.parameters()], lr=0.1 if first == "a table" else 0.0
+    )
+    optimizer = DistributedOptimizer(inner, comm, overlap=True, bucket_mb=1e-5, timeout=15.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        hidden = layers[1](layers[0](words(torch.tensor([1, 2]))))
+        (layers[2](hidden) if comm.rank == 0 else hidden).sum().backward()
+        optimizer.step()
+        assert optimizer.report is not None and optimizer.report.step == step
+    assert np.array_equal(flat(layers), comm.bcast(flat(layers)))
+    optimizer.close()
+
+
+def test_a_learning_rate_of_zero_that_leaves_nothing_to_reduce_leaves_no_pass_behind(
+    comm: MPI.Intracomm,
+) -> None:
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = DistributedOptimizer(inner, comm, overlap=True, bucket_mb=BUCKET_MB, density=0.05)
+    for _ in range(2):  # a second pass would be refused
+        optimizer.zero_grad()
+        (0 * loss(model, comm.rank, 0)).backward()
+        optimizer.step()
+    assert optimizer.reducer.steps == 0
+    inner.param_groups[0]["lr"] = 0.1
+    train(model, optimizer, comm.rank, range(2))
+    assert optimizer.reducer.steps == 2
+    optimizer.close()
+
+
+def test_deferred_buckets_are_completed_when_they_are_asked_for(
+    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
+) -> None:
+    expected, model = network(), network()
+    train(expected, wrap(expected), comm.rank, range(12))
+    optimizer = wrap(model, deferred=True)
+    train(model, optimizer, comm.rank, range(12))
+    optimizer.complete()
+    assert optimizer.report is not None and optimizer.report.complete
+    assert all(bucket.complete for bucket in optimizer.report.buckets)
+    assert np.array_equal(flat(model), flat(expected))  # over messages no step is deferred

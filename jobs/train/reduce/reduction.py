@@ -16,7 +16,7 @@ from jobs.train.reduce.background import WireError, allow_p2p, start_process_gro
 from jobs.train.reduce.baselines import DdpTraining, DenseTraining, NcclTraining
 from jobs.train.reduce.powersgd import PowerSgdTraining
 from oktopk import METHODS, DistributedOptimizer
-from oktopk.torch.overlap import DEFAULT_BUCKET_MB
+from oktopk.settings import DEFAULT_BUCKET_MB
 
 _TRIAL_LENGTH = 4096
 _TRIAL_STEPS = 3  # one with exact thresholds, then some that reuse them

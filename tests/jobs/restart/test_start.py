@@ -60,6 +60,23 @@ def test_a_run_is_only_continued_with_its_own_settings(tmp_path: Path) -> None:
     # what nothing that is computed depends on
     free = config(path, training={"steps": 10, "threads": 2}, checkpoint={"keep": 5}, run={"watchdog": 5.0})
     assert plan_start(free, 4, {}).resume
+    # the size of buckets only where a run has some; by default GPUs have others
+    for there, here, continued in (
+        ({"method": "ddp"}, {"method": "ddp", "bucket_mb": 25.0}, True),
+        ({"method": "ddp"}, {"method": "ddp", "bucket_mb": 100.0}, False),
+        ({"method": "oktopk"}, {"method": "oktopk", "bucket_mb": 100.0}, True),
+        ({"overlap": True, "bucket_mb": 25.0}, {"overlap": True}, False),
+        ({"overlap": True, "bucket_mb": 25.0}, {"overlap": True, "bucket_mb": 100.0}, False),
+    ):
+        path.unlink()
+        leave_run_file(path, config(path, reduction=there), "interrupted")
+        if continued:
+            assert plan_start(config(path, reduction=here), 4, {}).resume
+        else:
+            with pytest.raises(RunFileError, match=r"of another run: reduction\.bucket_mb: "):
+                plan_start(config(path, reduction=here), 4, {})
+    path.unlink()
+    leave_run_file(path, config(path), "interrupted")
     # the batch may follow the number of ranks, and nothing else
     larger = config(path, training={"steps": 10, "batch_size": 32})
     assert plan_start(larger, 2, {}).resume

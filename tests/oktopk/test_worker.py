@@ -1,0 +1,61 @@
+"""Calls in a thread and in the caller's: what becomes of one that fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from oktopk.worker import CommunicationThread
+
+
+@pytest.fixture
+def thread() -> Iterator[CommunicationThread]:
+    made = CommunicationThread("test", together=(ValueError,))
+    yield made
+    made.close()
+
+
+def raising(error: BaseException) -> Any:
+    def call() -> None:
+        raise error
+
+    return call
+
+
+def test_an_interrupt_in_the_callers_thread_reaches_the_caller_and_ends_later_calls(
+    thread: CommunicationThread,
+) -> None:
+    first: Future[None] = Future()
+    with pytest.raises(KeyboardInterrupt):
+        thread.run(first, raising(KeyboardInterrupt()))
+    assert first.done()
+    later: Future[int] = Future()
+    thread.run(later, lambda: 1)
+    with pytest.raises(RuntimeError, match="ended by KeyboardInterrupt"):
+        later.result()
+
+
+def test_an_error_that_is_not_common_to_all_ranks_ends_later_calls(thread: CommunicationThread) -> None:
+    common: Future[None] = Future()
+    thread.run(common, raising(ValueError("on all ranks")))
+    assert thread.failed is None and isinstance(common.exception(), ValueError)
+    alone: Future[None] = Future()
+    thread.run(alone, raising(MemoryError("here")))
+    assert thread.failed is alone.exception()
+    assert thread.submit(lambda: 1).exception() is alone.exception()
+
+
+def test_no_call_runs_beside_one_in_the_thread(thread: CommunicationThread) -> None:
+    go_on = threading.Event()
+    submitted = thread.submit(go_on.wait)
+    with pytest.raises(RuntimeError, match="while the communication thread runs others"):
+        thread.run(Future(), lambda: 1)
+    go_on.set()
+    submitted.result()
+    now: Future[int] = Future()
+    thread.run(now, lambda: 1)
+    assert now.result() == 1
