@@ -15,7 +15,7 @@ from numba.extending import register_jitable
 from numpy.typing import NDArray
 
 from collectives.cpu.compiled import BOOL, ENTRIES, FLOAT, INT, NONE, VECTOR, compiled
-from collectives.cpu.lanes import LANES, add, choose, count, load, lowest, prefetch, reaching, store
+from collectives.cpu.lanes import LANES, LINE, add, choose, count, load, lowest, prefetch, reaching, store
 
 BLOCK = 4096
 """Elements that stay in the first-level cache; a list to pack into needs this many spare entries at its end."""
@@ -26,7 +26,6 @@ LEVELS = ((20, 11), (10, 10), (0, 10))
 INFINITE_DIGIT = 0x7F8
 """The first digit of Inf in a histogram of level 0; those of NaN are as high or higher, all others are lower."""
 
-_LINE = 16  # elements of a cache line
 _AHEAD = 512  # elements that memory is asked for before they are read
 _SOON = 32  # entries likewise
 _SAMPLE = 1 << 14  # elements that a floor is guessed from
@@ -141,7 +140,7 @@ def _accumulate_select(rows, block, shards, shard, residual, threshold, entries)
 @register_jitable
 def _accumulate_lanes(values, at, stride, rows, residual, to, threshold):  # type: ignore[no-untyped-def]
     """Add LANES sums to the residual. Returns the lanes that reach the threshold, and those that are not finite."""
-    for ahead in range(_AHEAD, _AHEAD + LANES, _LINE):
+    for ahead in range(_AHEAD, _AHEAD + LANES, LINE):
         prefetch(residual, to + ahead)
         for row in range(rows):
             prefetch(values, at + row * stride + ahead)

@@ -177,7 +177,7 @@ class DeviceKernels:
         return np.asarray(counted).astype(np.int64)
 
     def top_histogram(self, values: Any, k: int) -> NDArray[np.int64]:
-        """As the host's; exact everywhere, which costs a GPU nothing."""
+        """As the host's, but exact everywhere."""
         return self.magnitude_histogram(values, 0, 0)
 
     def count_nonfinite(self, values: Any) -> int:
