@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from collectives.cuda.device import Device, DeviceEntries, address_of
 from collectives.cuda.launch import Kernel, compiled
 from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
-from oktopk.cpu.kernels import INFINITE_DIGIT, LEVELS, Packing
+from oktopk.cpu.histograms import INFINITE_DIGIT, LEVELS
+from oktopk.cpu.kernels import Packing
 from oktopk.cuda.multi_tensor import ComposedGradient, GradientTensors, pointer_of
 from oktopk.cuda.select import SelectLaunches
 from oktopk.cuda.shard_sum import DeviceShardSum
