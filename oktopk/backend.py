@@ -13,7 +13,7 @@ from collectives.host_transport import HostTransport
 from collectives.shared_vectors import SharedVectors
 from collectives.transport import Transport
 from oktopk.cpu import kernels
-from oktopk.cpu.update import SparseUpdate
+from oktopk.cpu.update import STREAMED, SparseUpdate
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.levels import Layout
 from oktopk.settings import Settings
@@ -33,14 +33,14 @@ class Backend:
         return host
 
     def zeros(self, length: int) -> Any:
-        """float32[length] of zeros, in memory that is there: a step that touched it first would wait for its pages."""
+        """float32[length] of zeros. Its pages are touched here, not in the first step."""
         vector = np.empty(length, np.float32)
         vector.fill(0)
         return vector
 
     def sparse_update(self, vector: Any) -> SparseUpdate | None:
         """What replaces the entries of float32[n], zero now; None: kernels clear the last entries, and write the new ones."""
-        return SparseUpdate(vector)
+        return SparseUpdate(vector) if vector.nbytes >= STREAMED else None
 
     def validate(self, gradient: Any, length: int) -> Any:
         """Check the caller's gradient, an array of this backend or, on a GPU, a tensor list; returns it, not copied.

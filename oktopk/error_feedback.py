@@ -78,19 +78,15 @@ class ErrorFeedback:
         self._all_moved = not self._kernels.accumulate_momentum(gradient, self.velocity, self._momentum)
         return (self.velocity, False) if self._all_moved else (gradient, True)
 
-    def begin_update(self, writes_out: bool) -> bool:
+    def begin_update(self, writes_out: bool) -> None:
         """Prepare the update for a sparse step, before the memory of the last update's entries is used again.
 
         Args:
-            writes_out: the step may write to the update by itself, which must be zero.
-
-        Returns:
-            Whether the update is zero now; else `write` takes the last entries away as it writes the new ones.
+            writes_out: the step may write to the update by itself, so that it must be zero. Else it may keep the last entries,
+                which `write` takes away as it writes the new ones.
         """
-        if self._sparse_update is not None and not writes_out:
-            return False
-        self.clear_update()
-        return True
+        if self._sparse_update is None or writes_out:
+            self.clear_update()
 
     def clear_update(self) -> None:
         """Make the update zero again."""

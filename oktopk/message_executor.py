@@ -33,13 +33,18 @@ class MessageExecutor:
         corrected, overflowed = vectors.correct(gradient)
         if method.hides_work:
             plan.meanwhile = vectors.clear_update
-        elif method.sparse and vectors.begin_update(method.writes_out):
-            plan.timer.record("apply")
+        elif method.sparse:
+            vectors.begin_update(method.writes_out)
+            plan.timer.record("apply")  # and `correct`
+        # the last update may still lie there
+        out = vectors.update if method.writes_out else None
         residual = vectors.residual if method.sparse or vectors.pending else None
         try:
             # a problem travels as the flag of a gradient that is not finite; its text follows only where a flag is up
             flag = overflowed or bool(plan.problem)
-            result = method.reduce(corrected, residual, vectors.update, plan, flag)
+            result = method.reduce(corrected, residual, out, plan, flag)
+            if out is None and result.update is None:
+                raise TypeError(f"{method.name} returned no update, and its writes_out is False")
         except FlaggedRanksError as flagged:
             vectors.undo(gradient)
             # so does what did not decode, as the flag of a sum that is not finite
@@ -51,6 +56,9 @@ class MessageExecutor:
             raise
         except ValueError:  # what was gathered did not decode
             vectors.undo(gradient)
+            raise
+        except BaseException:  # nothing was applied: the last update must not be applied a second time
+            vectors.clear_update()
             raise
         vectors.apply(result, plan.scale)
         plan.timer.record("apply")

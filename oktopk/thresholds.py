@@ -19,7 +19,7 @@ from collectives.cpu import kernels as host_kernels
 from collectives.cpu.kernels import bits_magnitude
 from collectives.split_and_reduce import RegionLists
 from collectives.transport import FlaggedRanksError
-from oktopk.cpu.kernels import INFINITE_DIGIT, LEVELS
+from oktopk.cpu.histograms import INFINITE_DIGIT, LEVELS
 from oktopk.settings import selection_cap
 
 NOTHING = 0x7F800000

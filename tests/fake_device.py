@@ -118,9 +118,6 @@ class StagedBackend(Backend):
     def connect(self, host: Any) -> MpiTransport:
         return FakeDeviceTransport(host.comm, self.stream)
 
-    def sparse_update(self, vector: Any) -> None:
-        return None
-
     def to_host(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
         self.stream.run()
         return array.copy()

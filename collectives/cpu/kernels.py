@@ -113,7 +113,7 @@ def _sum(pool, begins, ends, lower, upper, threshold_bits, out, centre, histogra
         for word in range(TILE // LANES):
             mask, marks[word] = marks[word], 0
             first, hits = word * LANES, count(mask)
-            # without a branch, which nobody could predict; what there is too much is overwritten
+            # without a branch, which nobody could predict; the next sums overwrite what is beyond `hits`
             for j in range(_FEW):
                 marked[found + j] = first + lowest(mask)
                 mask &= mask - np.uint64(1)
@@ -139,7 +139,7 @@ def _sum(pool, begins, ends, lower, upper, threshold_bits, out, centre, histogra
 
 @compiled((ENTRIES, types.int32[::1]))
 def count_at_least(entries: NDArray[np.void], thresholds: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Count the entries that reach each of several magnitudes.
+    """Count the entries that reach each of a few magnitudes, in a pass for each.
 
     Args:
         entries: ENTRY[nnz].

@@ -15,7 +15,7 @@ LANES = 64
 """Elements of a vector; lane i is bit i of a mask."""
 
 LINE = 16
-"""Elements of a cache line."""
+"""Elements of a cache line, of 64 bytes. Where a processor's are longer, as on some of ARM, kernels are as right, but slower."""
 
 intrinsic: Any = extending.intrinsic  # what it makes is called without the first argument
 _INT, _BIT = ir.IntType(32), ir.IntType(1)
@@ -149,29 +149,23 @@ def prefetch(typing: Any, array: Any, at: Any) -> Any:
     return types.void(array, types.intp), generate
 
 
-def _line_copy(past_the_cache: bool) -> Any:
+@intrinsic
+def stream_line(typing: Any, array: Any, at: Any, source: Any, start: Any) -> Any:
+    """array[at : at + LINE] = source[start : start + LINE], both float32, C-contiguous; array[at] begins a cache line.
+
+    The line is not read before, and does not stay in the cache. Call `fence` after the last one.
+    """
+
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, at, source, start = arguments
         kinds = signature.args
         line = builder.load(_pointer(context, builder, kinds[2], source, start, _LINE), align=4)
         written = builder.store(line, _pointer(context, builder, kinds[0], array, at, _LINE), align=4 * LINE)
-        if past_the_cache:
-            written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_INT, 1)]))
+        written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_INT, 1)]))
         return context.get_dummy_value()
 
-    def copy(typing: Any, array: Any, at: Any, source: Any, start: Any) -> Any:
-        ours = _is_vector(array) and _is_vector(source)
-        return (types.void(array, types.intp, source, types.intp), generate) if ours else None
-
-    return intrinsic(copy)
-
-
-copy_line = _line_copy(past_the_cache=False)
-"""copy_line(array, at, source, start): array[at : at + LINE] = source[start : start + LINE], both float32, C-contiguous;
-array[at] begins a cache line."""
-
-stream_line = _line_copy(past_the_cache=True)
-"""As `copy_line`; the line is not read before and does not stay in the cache. `fence` ends a row of such writes."""
+    ours = _is_vector(array) and _is_vector(source)
+    return (types.void(array, types.intp, source, types.intp), generate) if ours else None
 
 
 @intrinsic

@@ -238,12 +238,13 @@ class DeviceKernels:
     ) -> int:
         return self.split_at_least(entries, threshold_bits, ties, out, None)[0]
 
-    def count_at_least(self, entries: DeviceEntries, edges: NDArray[np.int32]) -> NDArray[np.int64]:
-        """As the host's, one pass for each of few edges."""
+    def count_at_least(self, entries: DeviceEntries, thresholds: NDArray[np.int32]) -> NDArray[np.int64]:
+        """As the host's."""
         out = self.device.scratch("counted", len(entries), np.uint64)
         target = DeviceEntries(self.device, out.data.ptr, len(entries), out)
         return np.array(
-            [self.take_at_least(entries, int(edge), 2**31 - 1, target) for edge in edges], np.int64
+            [self.take_at_least(entries, int(threshold), 2**31 - 1, target) for threshold in thresholds],
+            np.int64,
         )
 
     def region_offsets(self, entries: DeviceEntries, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Host kernels that touch gradients: accumulate-select-pack, histogram, apply.
+"""Host kernels that touch gradients: accumulate-select-pack and apply; histograms lie beside them.
 
 All magnitudes are compared by bits, as in `collectives.cpu.kernels`. A vector is read and written once per call; no call
 allocates more than a block.
@@ -15,22 +15,19 @@ from numba.extending import register_jitable
 from numpy.typing import NDArray
 
 from collectives.cpu.compiled import BOOL, ENTRIES, FLOAT, INT, NONE, VECTOR, compiled
-from collectives.cpu.lanes import LANES, add, choose, count, load, lowest, prefetch, reaching, store
+from collectives.cpu.lanes import LANES, LINE, add, choose, count, load, lowest, prefetch, reaching, store
+from oktopk.cpu.histograms import (  # noqa: F401 - of these kernels, too
+    LEVELS,
+    magnitude_histogram,
+    top_histogram,
+    words_of,
+)
 
 BLOCK = 4096
 """Elements that stay in the first-level cache; a list to pack into needs this many spare entries at its end."""
 
-LEVELS = ((20, 11), (10, 10), (0, 10))
-"""(shift, width) of the digits of a radix histogram over the 31 bits of a magnitude, coarsest first."""
-
-INFINITE_DIGIT = 0x7F8
-"""The first digit of Inf in a histogram of level 0; those of NaN are as high or higher, all others are lower."""
-
-_LINE = 16  # elements of a cache line
 _AHEAD = 512  # elements that memory is asked for before they are read
 _SOON = 32  # entries likewise
-_SAMPLE = 1 << 14  # elements that a floor is guessed from
-_FEWEST = 32  # of the sample that are to lie above it at least
 _TILE = 1 << 15  # elements whose flags stay in the second-level cache
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
@@ -141,7 +138,7 @@ def _accumulate_select(rows, block, shards, shard, residual, threshold, entries)
 @register_jitable
 def _accumulate_lanes(values, at, stride, rows, residual, to, threshold):  # type: ignore[no-untyped-def]
     """Add LANES sums to the residual. Returns the lanes that reach the threshold, and those that are not finite."""
-    for ahead in range(_AHEAD, _AHEAD + LANES, _LINE):
+    for ahead in range(_AHEAD, _AHEAD + LANES, LINE):
         prefetch(residual, to + ahead)
         for row in range(rows):
             prefetch(values, at + row * stride + ahead)
@@ -300,85 +297,9 @@ def select_at_least(
     return packed
 
 
-def magnitude_histogram(
-    values: NDArray[np.float32] | NDArray[np.void], level: int, prefix: int
-) -> NDArray[np.int64]:
-    """Count nonzero magnitudes by one digit of their bits.
-
-    Args:
-        values: float32[n], or ENTRY[n] whose values are counted.
-        level: which digit, an index into LEVELS.
-        prefix: the digits above it that a magnitude must have to be counted; 0 at level 0.
-
-    Returns:
-        int64[2**width], counts by digit, ascending.
-    """
-    return _magnitude_histogram(_words(values), *LEVELS[level], prefix)
-
-
-def top_histogram(values: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-    """As `magnitude_histogram` of the first digit, exact from the top down to where k magnitudes are reached.
-
-    The magnitudes below may be counted in a lower digit than theirs; the total is exact. So only as many are looked at closely
-    as a sample says, and the rest is counted by vectors.
-
-    Args:
-        values: float32[n].
-        k: >= 1.
-
-    Returns:
-        int64[2**11].
-    """
-    shift, width = LEVELS[0]
-    sample = np.sort(values[:: max(1, len(values) // _SAMPLE)].view(np.int32) & _MAGNITUDE)
-    rank = 2 * k * len(sample) // max(1, len(values)) + _FEWEST
-    floor = int(sample[-rank]) >> shift << shift if rank <= len(sample) else 0
-    if floor:
-        counts = _top_histogram(values, floor, shift, width)
-        if counts[floor >> shift :].sum() >= k:
-            return counts
-    return magnitude_histogram(values, 0, 0)
-
-
-@compiled((VECTOR, INT, INT, INT))
-def _top_histogram(values, floor, shift, width):  # type: ignore[no-untyped-def]
-    counts = np.zeros(1 << width, np.int64)
-    bits, lowest_bits = values.view(np.int32), np.int32(floor)
-    rest = np.zeros(LANES, np.float32)  # what is left of the vector, padded with zeros
-    below = 0
-    for start in range(0, len(values), LANES):
-        size = min(LANES, len(values) - start)
-        if size < LANES:
-            rest[:size] = values[start:]
-        lanes = load(values, start) if size == LANES else load(rest, 0)
-        mask = reaching(lanes, lowest_bits)
-        below += count(reaching(lanes, np.int32(1))) - count(mask)
-        while mask:
-            counts[(bits[start + lowest(mask)] & _MAGNITUDE) >> shift] += 1
-            mask &= mask - np.uint64(1)
-    counts[0] += below
-    return counts
-
-
-def _words(values: NDArray[np.float32] | NDArray[np.void]) -> NDArray[np.int32]:
-    words = values.view(np.int32)
-    return words if values.dtype.fields is None else words[1::2]
-
-
-@compiled((types.int32[::1], INT, INT, INT), (types.int32[:], INT, INT, INT))
-def _magnitude_histogram(words, shift, width, prefix):  # type: ignore[no-untyped-def]
-    counts = np.zeros(1 << width, np.int64)
-    mask = (1 << width) - 1
-    for at in range(len(words)):
-        bits = words[at] & _MAGNITUDE
-        if bits != 0 and (bits >> (shift + width)) == prefix:
-            counts[(bits >> shift) & mask] += 1
-    return counts
-
-
 def count_nonfinite(values: NDArray[np.float32] | NDArray[np.void]) -> int:
     """Elements of float32[n], or values of ENTRY[n], that are NaN or Inf."""
-    return _count_nonfinite(_words(values))
+    return _count_nonfinite(words_of(values))
 
 
 @compiled((types.int32[::1],), (types.int32[:],))

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from collectives.cuda.device import Device, DeviceEntries, address_of
 from collectives.cuda.launch import Kernel, compiled
 from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
-from oktopk.cpu.kernels import INFINITE_DIGIT, LEVELS, Packing
+from oktopk.cpu.histograms import INFINITE_DIGIT, LEVELS
+from oktopk.cpu.kernels import Packing
 from oktopk.cuda.multi_tensor import ComposedGradient, GradientTensors, pointer_of
 from oktopk.cuda.select import SelectLaunches
 from oktopk.cuda.shard_sum import DeviceShardSum
@@ -177,7 +178,7 @@ class DeviceKernels:
         return np.asarray(counted).astype(np.int64)
 
     def top_histogram(self, values: Any, k: int) -> NDArray[np.int64]:
-        """As the host's; exact everywhere, which costs a GPU nothing."""
+        """As the host's, but exact everywhere."""
         return self.magnitude_histogram(values, 0, 0)
 
     def count_nonfinite(self, values: Any) -> int:

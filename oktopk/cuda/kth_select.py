@@ -12,7 +12,7 @@ from collectives.cuda.device import DeviceEntries
 from collectives.cuda.launch import Kernel, PreparedLaunch, compiled
 from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
 from collectives.device_transport import DeviceTransport
-from oktopk.cpu.kernels import LEVELS
+from oktopk.cpu.histograms import LEVELS
 from oktopk.cuda.layouts import Search
 from oktopk.selection import most_equal
 

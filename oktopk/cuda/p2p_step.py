@@ -35,7 +35,7 @@ from collectives.sparse import ENTRY
 from collectives.split_and_reduce import RegionLists
 from collectives.symmetric_memory import abort_reasons
 from collectives.traffic import WORD_BYTES
-from oktopk.cpu.kernels import LEVELS
+from oktopk.cpu.histograms import LEVELS
 from oktopk.cuda.multi_tensor import pointer_of
 from oktopk.cuda.p2p_graph import P2PGraph
 from oktopk.error_feedback import ErrorFeedback

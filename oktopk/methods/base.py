@@ -32,7 +32,8 @@ class Method(ABC):
     sparse: ClassVar[bool] = True
     """Whether it leaves entries behind, so that it needs a residual."""
     writes_out: ClassVar[bool] = True
-    """Whether `reduce` may write to `out`, so that it must be zero where the method is sparse."""
+    """Whether `reduce` may write to `out`. One that does not gets none, as the last update may still lie there. A method that is
+    derived from such a one, and writes to `out`, sets it to True again."""
     coded: ClassVar[bool] = False
     """Whether its entries may travel in another way than plain."""
     codec: Codec = PLAIN
@@ -69,7 +70,7 @@ class Method(ABC):
         self,
         gradient: NDArray[np.float32],
         residual: NDArray[np.float32] | None,
-        out: NDArray[np.float32],
+        out: NDArray[np.float32] | None,
         plan: Plan,
         overflowed: bool = False,
     ) -> StepResult:
@@ -79,8 +80,8 @@ class Method(ABC):
             gradient: float32[n], unchanged.
             residual: float32[n], what earlier steps left; None counts as zero. Sparse methods need it, and leave
                 gradient + residual in it.
-            out: float32[n], zero where the method is sparse and `writes_out`, if need be after `plan.meanwhile`; a method whose
-                result is dense writes it here, scaled.
+            out: float32[n], zero where the method is sparse, if need be after `plan.meanwhile`; a method whose result is dense
+                writes it here, scaled. May be None where not `writes_out`.
             overflowed: this rank knows already that its gradient is not finite.
 
         Raises:
@@ -126,7 +127,7 @@ class SparseMethod(Method):
         self,
         gradient: NDArray[np.float32],
         residual: NDArray[np.float32] | None,
-        out: NDArray[np.float32],
+        out: NDArray[np.float32] | None,
         plan: Plan,
         overflowed: bool = False,
     ) -> StepResult:
@@ -168,12 +169,12 @@ class SparseMethod(Method):
         return None
 
     @abstractmethod
-    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
+    def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
         """Turn every rank's selection into the update. Collective.
 
         Args:
             selection: what this rank selected.
-            out: float32[n], zero where the method `writes_out`; where a result that is dense goes, scaled.
+            out: float32[n], zero; where a result that is dense goes, scaled. May be None where not `writes_out`.
             plan: k and scale.
 
         Raises:

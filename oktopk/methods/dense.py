@@ -35,10 +35,11 @@ class Dense(Method):
         self,
         gradient: NDArray[np.float32],
         residual: NDArray[np.float32] | None,
-        out: NDArray[np.float32],
+        out: NDArray[np.float32] | None,
         plan: Plan,
         overflowed: bool = False,
     ) -> StepResult:
+        assert out is not None, "it writes out"
         if self._allreduce.on_device:
             return self._reduce_on_device(gradient, residual, out, plan, overflowed)
         nonfinite = self.kernels.accumulate(gradient, residual, out)

@@ -39,7 +39,7 @@ class GTopk(SparseMethod):
     name = "gtopk"
     writes_out = False
 
-    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
+    def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
         transport, workspace = self.transport, self.transport.workspace
         largest = max(plan.k, int(self.gather_counts(selection).max()))
         parent, children = parent_and_children(transport.rank, transport.size)

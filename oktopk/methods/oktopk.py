@@ -65,7 +65,7 @@ class OkTopk(SparseMethod):
     def known_regions(self, plan: Plan) -> NDArray[np.int64] | None:
         return None if plan.new_boundaries else self.boundaries
 
-    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
+    def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
         packed, regions, timer = selection.packed, self.regions, plan.timer
         offsets = selection.offsets
         if plan.new_boundaries or regions.boundaries is None:

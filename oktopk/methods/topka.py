@@ -28,7 +28,7 @@ class TopkA(SparseMethod):
     name = "topka"
     writes_out = False
 
-    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
+    def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
         transport, counts = self.transport, self.gather_counts(selection)
         ends = np.cumsum(counts)
         begins = ends - counts

@@ -36,7 +36,7 @@ class TopkDSA(SparseMethod):
 
     name = "topkdsa"
 
-    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
+    def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
         transport, bucket_rounds = self.transport, self.settings.bucket_rounds
         boundaries = equal_boundaries(self.length, transport.size)
         flag = selection.flagged
@@ -49,6 +49,7 @@ class TopkDSA(SparseMethod):
             raise FlaggedRanksError([])
         regions = allgather_regions(sums, counts, boundaries, transport)
         plan.timer.record("allgather")
+        assert out is not None, "it writes out"
         update = self._write_if_dense(regions, out, plan.scale)
         return self.result(selection, update, global_nnz=int(counts.sum()))
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from collectives.sparse import ENTRY, SparseVector
 from collectives.transport import FlaggedRanksError
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError, StepReport
-from oktopk.backend import Backend
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.methods.base import Method
 from oktopk.step import Plan, StepResult
@@ -91,8 +90,6 @@ def late(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
             return LateExecutor(method, self._vectors) if isinstance(method, Late) else usual(self, method)
 
         monkeypatch.setattr(GradientAllreduce, "_executor", executor)
-        # a device writes the update by itself
-        monkeypatch.setattr(Backend, "sparse_update", lambda self, vector: None)
         monkeypatch.setattr(LateExecutor, "plans", [])
         monkeypatch.setattr(LateExecutor, "supports", [])
         monkeypatch.setattr(LateExecutor, "script", [*["done"] * TRUSTED, *script.split()])

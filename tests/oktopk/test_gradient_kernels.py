@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from collectives.cpu.lanes import LANES
 from collectives.sparse import ENTRY
 from oktopk.cpu import kernels
-from oktopk.cpu.kernels import BLOCK, LEVELS
+from oktopk.cpu.histograms import LEVELS
+from oktopk.cpu.kernels import BLOCK
 
 Vector = NDArray[np.float32]
 

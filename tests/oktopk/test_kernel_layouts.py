@@ -11,7 +11,7 @@ import pytest
 
 from collectives.cuda import layouts
 from collectives.cuda.layouts import PARAMETERS, Layouts, Struct
-from oktopk.cpu.kernels import LEVELS
+from oktopk.cpu.histograms import LEVELS
 from oktopk.cuda import layouts as gradient_layouts
 from oktopk.thresholds import CANDIDATES
 

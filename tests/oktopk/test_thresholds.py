@@ -18,7 +18,7 @@ from collectives.sparse import ENTRY
 from collectives.split_and_reduce import RegionLists
 from collectives.traffic import Traffic
 from oktopk.cpu import kernels as host_kernels
-from oktopk.cpu.kernels import LEVELS, magnitude_histogram
+from oktopk.cpu.histograms import LEVELS, magnitude_histogram
 from oktopk.thresholds import GlobalThreshold, kth_magnitude
 
 RANKS = 8  # as many as a test may have; fewer take the first of what was drawn

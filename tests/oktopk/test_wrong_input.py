@@ -58,7 +58,7 @@ class Forgetful(SparseMethod):
 
     name = "forgetful"
 
-    def exchange(self, selection: Selection, out: NDArray[np.float32], plan: Plan) -> StepResult:
+    def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
         selection.packed.entries = selection.packed.entries[:1]
         return StepResult(
             selection.packed,
