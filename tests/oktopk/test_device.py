@@ -235,13 +235,13 @@ def test_a_step_runs_on_its_own_gpu_whatever_the_caller_made_current(
     on_gpu, on_cpu = reducer(comm, "oktopk"), reducer(comm, "oktopk", device="cpu")
     gradients = [normal(comm, step) for step in range(6)]
     given = [put("cuda", gradient) for gradient in gradients]
-    begin, seen = on_gpu._step, []
+    begin, seen = on_gpu._begin, []
 
     def noted(*arguments: Any, **keywords: Any) -> Any:
         seen.append(cupy.cuda.runtime.getDevice())
         return begin(*arguments, **keywords)
 
-    monkeypatch.setattr(on_gpu, "_step", noted)
+    monkeypatch.setattr(on_gpu, "_begin", noted)
     own = on_gpu.backend.device.id  # type: ignore[attr-defined]
     other = (own + 1) % gpus()
     cupy.cuda.Device(other).use()
