@@ -119,10 +119,12 @@ def test_a_bucket_that_is_not_finite_undoes_the_others_that_were_begun(
 def test_a_deferred_bucket_that_is_not_finite_is_known_before_another_bucket_starts(
     device: str, comm: MPI.Intracomm, made: list[Any], nonfinite: str
 ) -> None:
+    if comm.size == 1:
+        pytest.skip("the smaller buckets of one rank's gradients need the host, which is no deferred step")
     reducer = buckets(device, comm, made, deferred=True, nonfinite=nonfinite)
     for step in range(TRUSTED + 1):
         report = reducer.step([put(device, vector) for vector in gradients(comm, step)])
-    assert not report.complete
+    assert not any(bucket.complete for bucket in report.buckets)
     broken = gradients(comm, 20)
     if comm.rank == 0:
         broken[2][:] = np.inf

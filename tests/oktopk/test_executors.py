@@ -190,7 +190,13 @@ def test_every_way_gives_the_bits_and_counts_the_words_of_messages_between_hosts
                 with pytest.raises(NonFiniteGradientError, match=rf"step {step}: .*rank\(s\) {last}$"):
                     each.step(reducer, gradient)
                 assert not get(reducer.update).any()
-                assert each.vectors(reducer)[1] == before or "int8" in settings.values()
+                kept = each.vectors(reducer)[1]
+                if "int8" in settings.values() or "momentum_correction" in settings:  # values with fractions
+                    rounding = 1e-6 * np.nanmax(np.abs(gradient))
+                    was, now = (np.frombuffer(vector, np.float32) for vector in (before, kept))
+                    assert np.allclose(now, was, rtol=0, atol=rounding)
+                else:
+                    assert kept == before
         else:
             measure = step == MEASURED and name == "gloo"
             reports = [plain.step(expected, gradient, measure), way.step(found, gradient, measure)]
