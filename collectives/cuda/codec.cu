@@ -30,7 +30,7 @@ struct Range {
     const unsigned span = high - low;
     quotient = span / MOST;
     rest = span % MOST;
-    scale = span ? static_cast<float>(MOST) / static_cast<float>(span) : 0.0f;
+    scale = span ? divide(MOST, static_cast<float>(span)) : 0.0f;
   }
   // low + (code·span + MOST / 2) / MOST, the magnitude of a code in [0, MOST]
   __device__ __forceinline__ unsigned magnitude_of(unsigned code) const {
@@ -46,11 +46,11 @@ struct Coded {
 template <unsigned MOST>
 __device__ __forceinline__ Coded nearest_code(unsigned exact, unsigned sign, const Range<MOST>& range) {
   // rounded down, but for what is within 2^-15 of an integer: that has the code of this integer whichever two codes are compared
-  unsigned code = static_cast<unsigned>(static_cast<float>(exact - range.low) * range.scale);
+  unsigned code = static_cast<unsigned>(multiply(static_cast<float>(exact - range.low), range.scale));
   if (code > MOST - 1) code = MOST - 1;
   const unsigned below = range.magnitude_of(code), above = range.magnitude_of(code + 1);
-  const float value = __uint_as_float(exact), to_below = __uint_as_float(below | 0x80000000u);
-  const bool up = add(value, to_below) > add(__uint_as_float(above), __uint_as_float(exact | 0x80000000u));
+  const float value = __uint_as_float(exact);
+  const bool up = magnitude(subtract(value, __uint_as_float(below))) > magnitude(subtract(__uint_as_float(above), value));
   return {(code + up) | sign * (MOST + 1), up ? above : below};
 }
 
@@ -254,11 +254,11 @@ extern "C" __global__ void __launch_bounds__(CODEC_THREADS) encode_entries(const
       if (p.bits == 4) write_codes<7>(p, decoded, group, here, lane);
 #pragma unroll
       for (int e = 0; e < ROW; ++e) {
-        const float error = add(value[e], -decoded[e]);
+        const float error = subtract(value[e], decoded[e]);
         values[padded(ROW * lane + e)] = error;
         if (e < here) {
-          lost += static_cast<double>(__uint_as_float(magnitude(error)));
-          mass += static_cast<double>(__uint_as_float(magnitude(value[e])));
+          lost += to_double(__uint_as_float(magnitude(error)));
+          mass += to_double(__uint_as_float(magnitude(value[e])));
         }
       }
       __syncwarp();
@@ -394,7 +394,6 @@ extern "C" __global__ void __launch_bounds__(CODEC_THREADS) decode_entries(const
 // entries.value -= others.value
 extern "C" __global__ void cut_values(const __grid_constant__ CutValues p) {
   FOR_EACH(i, p.n) {
-    const float value = entry_value(p.entries[i]);
-    p.entries[i].y = __float_as_int(add(value, __int_as_float(p.others[i].y ^ static_cast<int>(0x80000000u))));
+    p.entries[i].y = __float_as_int(subtract(entry_value(p.entries[i]), entry_value(p.others[i])));
   }
 }

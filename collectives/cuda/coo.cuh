@@ -7,7 +7,8 @@ constexpr unsigned INFINITY_BITS = 0x7f800000u;
 
 __device__ __forceinline__ Entry make_entry(int index, float value) { return make_int2(index, __float_as_int(value)); }
 __device__ __forceinline__ float entry_value(Entry entry) { return __int_as_float(entry.y); }
-// These keep denormals under every compiler flag (CuPy flushes them) and are never fused: results equal the host's bit for bit.
+// CuPy compiles with -ftz=true, which makes zero of every denormal in float arithmetic, comparisons, conversions and negation. These
+// keep denormals and are never fused: results equal the host's bit for bit.
 __device__ __forceinline__ float add(float a, float b) {
   float sum;
   asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
@@ -17,6 +18,21 @@ __device__ __forceinline__ float multiply(float a, float b) {
   float product;
   asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
   return product;
+}
+__device__ __forceinline__ float subtract(float a, float b) {
+  float difference;
+  asm("sub.rn.f32 %0, %1, %2;" : "=f"(difference) : "f"(a), "f"(b));
+  return difference;
+}
+__device__ __forceinline__ float divide(float a, float b) {
+  float quotient;
+  asm("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
+  return quotient;
+}
+__device__ __forceinline__ double to_double(float x) {
+  double same;
+  asm("cvt.f64.f32 %0, %1;" : "=d"(same) : "f"(x));
+  return same;
 }
 
 // For finite values the integer order of these bits is the order of |x|.

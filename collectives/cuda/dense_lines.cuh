@@ -96,9 +96,9 @@ __device__ __forceinline__ Word encode(const Share<BYTES>& share, unsigned long 
     }
     constexpr float LEAST = 1e-35f;  // smaller lines become zero: their unit would be too small to divide by
     const float most = __uint_as_float(largest);
-    const bool finite = largest < INFINITY_BITS, zero = finite && most < LEAST;
-    const float unit = !finite ? __uint_as_float(0x7fc00000u) : zero ? 0.0f : most / 127.0f;
-    const float inverse = finite && !zero ? 127.0f / most : 0.0f;
+    const bool finite = largest < INFINITY_BITS, zero = largest < __float_as_uint(LEAST);
+    const float unit = !finite ? __uint_as_float(0x7fc00000u) : zero ? 0.0f : divide(most, 127.0f);
+    const float inverse = finite && !zero ? divide(127.0f, most) : 0.0f;
     unsigned words[4] = {};
 #pragma unroll
     for (int i = 0; i < 16; ++i) {

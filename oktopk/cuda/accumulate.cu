@@ -56,8 +56,9 @@ extern "C" __global__ void accumulate_moments(const __grid_constant__ Accumulate
     const float sum = add(flat(p)[i], p.residual[i]);
     if (finite(sum)) {
       p.residual[i] = sum;
-      total += sum;
-      squares += static_cast<double>(sum) * sum;
+      const double exact = to_double(sum);
+      total += exact;
+      squares += exact * exact;
     } else {
       ++bad;
     }
@@ -83,7 +84,7 @@ __device__ __forceinline__ void undo(const UndoAccumulate& p, const Gradient& gr
   const bool all_added = p.all_added || stop == BAD_SUMS;
   FOR_EACH(i, p.n) {
     const float g = gradient[i], sum = p.residual[i];
-    p.residual[i] = all_added || (finite(g) && finite(add(g, sum))) ? add(sum, -g) : sum;
+    p.residual[i] = all_added || (finite(g) && finite(add(g, sum))) ? subtract(sum, g) : sum;
   }
 }
 
@@ -115,7 +116,7 @@ extern "C" __global__ void undo_momentum(const __grid_constant__ Momentum p) {
   FOR_EACH(i, p.n) {
     const float g = flat(p)[i];
     if (p.all_moved || finite(add(multiply(p.momentum, p.velocity[i]), g)))
-      p.velocity[i] = add(p.velocity[i], -g) / p.momentum;
+      p.velocity[i] = divide(subtract(p.velocity[i], g), p.momentum);
   }
 }
 

@@ -269,7 +269,7 @@ def test_a_captured_call_is_replayed_with_new_contents(comm: MPI.Intracomm, dens
             graph = stream.end_capture()
         for replay in range(5):
             vectors = [vector_of(rank, length, "float32", replay) for rank in range(comm.size)]
-            array.set(vectors[comm.rank])
+            array.set(vectors[comm.rank], stream=stream)
             graph.launch(stream)
             stream.synchronize()
             assert get(out).tobytes() == expected(vectors, "float32").tobytes()

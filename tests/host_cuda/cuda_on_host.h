@@ -361,6 +361,9 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 inline float ptx_add_rn_f32(float a, float b) { return a + b; }
 inline float ptx_mul_rn_f32(float a, float b) { return a * b; }
+inline float ptx_sub_rn_f32(float a, float b) { return a - b; }
+inline float ptx_div_rn_f32(float a, float b) { return a / b; }
+inline double ptx_cvt_f64_f32(float x) { return x; }
 inline unsigned long long ptx_ld_relaxed_gpu_global_u64(const unsigned long long* from) {
   host_cuda::spinning = true;
   host_cuda::give_way();

@@ -160,9 +160,9 @@ def test_an_allreduce_within_the_backward_pass_is_replayed_with_it(
     if comm.size > gpus():
         pytest.skip("NCCL takes one rank per GPU")
     use("cuda", comm)
-    start_process_group(comm, torch.device("cuda", torch.cuda.current_device()), "nccl", f"{comm.rank}")
 
-    def nccl(inner: torch.optim.Optimizer) -> NcclTraining:
+    def nccl(inner: torch.optim.Optimizer) -> NcclTraining:  # ends the process group when it is closed
+        start_process_group(comm, torch.device("cuda", torch.cuda.current_device()), "nccl", f"{comm.rank}")
         return NcclTraining(inner, 0.0, dtype, bucket_mb=0.04, overlapped=True)
 
     try:
