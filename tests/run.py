@@ -310,7 +310,9 @@ def workers(options: argparse.Namespace, share: str = "loadfile") -> list[str]:
     partial = options.expression is not None or options.paths != ALL_TESTS
     count = options.workers if options.workers is not None else 0 if partial else WORKERS
     # a test that ends its process is tried again in a new one, by default four times for each process
-    return ["-n", str(count), "--dist", share, "--max-worker-restart=2"] if count else []
+    # files in the order of conftest.py, not those of many tests first
+    order = ["--no-loadscope-reorder"]
+    return ["-n", str(count), "--dist", share, *order, "--max-worker-restart=2"] if count else []
 
 
 def rank_command(
@@ -435,6 +437,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plain = ["-m", "pytest", colour, "-p", "no:cacheprovider", *["-x"][: options.exit_first]]
     pytest = [*plain, *selection]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks are the parallelism
+    # Open MPI's module for libfabric sleeps for 1 s in every process when it finds no network of its own
+    os.environ.setdefault("OMPI_MCA_btl", "^ofi")
     # else each process compiles the tests and their asserts anew, in 3 s
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory() as folder:
