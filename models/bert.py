@@ -68,7 +68,7 @@ class BERT(nn.Module):
                 attention_probs_dropout_prob=dropout,
                 max_position_embeddings=positions,
                 tie_word_embeddings=False,
-                attn_implementation="sdpa",  # type: ignore[call-arg]
+                attn_implementation="sdpa",
             )
         )
         # The library keeps a second bias beside the decoder's for when both are tied; here nothing would train it.

@@ -15,6 +15,7 @@ from the test's source.
 
 from __future__ import annotations
 
+import functools
 import gc
 import signal
 import sys
@@ -45,6 +46,22 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("same_on_all_ranks")
 
+# Tests of a single process that take 10 s or more: first, so that no process is left with one of them at the end.
+LONGEST = (
+    "tests/jobs/restart/test_faults.py",
+    "tests/jobs/bench/test_net.py",
+    "tests/oktopk/doctor/test_doctor.py",
+    "tests/jobs/train/test_ranks.py",
+    "tests/jobs/restart/test_watchdog.py",
+    "tests/oktopk/test_kernels_compile.py",
+    "tests/jobs/train/test_train.py",
+    "tests/test_examples.py",
+    "tests/jobs/experiment/test_experiment.py",
+    "tests/test_multirank_reporting.py",
+    "tests/jobs/bench/test_bench.py",
+    "tests/collectives/test_compiled.py",
+    "tests/oktopk/test_torchrun.py",
+)
 NO_GPU = "no GPU"  # the reason that the marks of such tests give
 
 
@@ -97,6 +114,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Thousands of skips would hide the others.
     """
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in LONGEST)
     if host_cuda.installed():
         others = [item for item in items if not for_gpus(item)]
         items[:] = [item for item in items if for_gpus(item)]
@@ -160,6 +178,16 @@ def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
             Path(file).write_bytes(PIXEL)
 
     monkeypatch.setattr(figure.Figure, "savefig", save)
+
+
+@pytest.fixture(autouse=True)
+def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time dense algorithms once where kernels run on the host: the choice is the same on all ranks, and means nothing."""
+    if host_cuda.installed():
+        from collectives.cuda import dense_choices
+
+        once = functools.partial(dense_choices.graph_seconds, calls=1, replays=1)
+        monkeypatch.setattr(dense_choices, "graph_seconds", once)
 
 
 @pytest.fixture(scope="session")

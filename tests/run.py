@@ -87,7 +87,9 @@ HOST_CUDA_RANKS = {
     4: ("too_much or test_levels", ("tests/oktopk/test_deferred_peers.py", "tests/oktopk/test_levels.py")),
 }
 ALL_TESTS = ["tests"]
-WORKERS = min(4, 1 + (os.cpu_count() or 1))  # one more than cores: some tests wait
+CORES = os.cpu_count() or 1
+WORKERS = min(4, 1 + CORES)  # one more than cores: some tests wait
+RANK_WORKERS = min(4, CORES)  # for tests of one rank: they wait for nobody, and starting torch takes 3 s
 # Generous: they end what hangs, on a slow machine too.
 CHECK_SECONDS = 600
 SINGLE_SECONDS = 3600
@@ -301,16 +303,19 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
         run_group(tally, where, command, RANKS_SECONDS, environment | asked, outcomes, may_be_empty)
 
 
-def workers(options: argparse.Namespace, share: str = "loadfile") -> list[str]:
+def workers(options: argparse.Namespace, share: str = "loadfile", most: int = WORKERS) -> list[str]:
     """Arguments for pytest to share tests among processes, none for a few tests: starting the processes takes longer.
 
     Args:
         share: "loadfile": one process runs a file, whose tests share what they set up; "load": any process runs any test.
+        most: processes, where --workers does not say.
     """
     partial = options.expression is not None or options.paths != ALL_TESTS
-    count = options.workers if options.workers is not None else 0 if partial else WORKERS
+    count = options.workers if options.workers is not None else 0 if partial else most
     # a test that ends its process is tried again in a new one, by default four times for each process
-    return ["-n", str(count), "--dist", share, "--max-worker-restart=2"] if count else []
+    # files in the order of conftest.py, not those of many tests first
+    order = ["--no-loadscope-reorder"]
+    return ["-n", str(count), "--dist", share, *order, "--max-worker-restart=2"] if count else []
 
 
 def rank_command(
@@ -318,7 +323,7 @@ def rank_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Command and environment of a pytest on several ranks; one rank needs no launcher, so that processes share its tests."""
     command, environment = mpiexec_command(ranks, module_args, mpiexec=options.mpiexec)
-    shared = workers(options) if ranks == 1 else []
+    shared = workers(options, most=RANK_WORKERS) if ranks == 1 else []
     return [sys.executable, *module_args, *shared] if shared else command, environment
 
 
@@ -435,6 +440,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plain = ["-m", "pytest", colour, "-p", "no:cacheprovider", *["-x"][: options.exit_first]]
     pytest = [*plain, *selection]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks are the parallelism
+    # Open MPI's module for libfabric sleeps for 1 s in every process when it finds no network of its own
+    os.environ.setdefault("OMPI_MCA_btl", "^ofi")
     # else each process compiles the tests and their asserts anew, in 3 s
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory() as folder:

@@ -401,7 +401,7 @@ def test_choices_join_lengths_that_take_the_same() -> None:
             {"length": 9001, "algorithm": "pushed"},
             "rank 1 sums 9001",
         ),
-        ({"length": 9000, "algorithm": "lines"}, {"length": 70_000, "algorithm": "lines"}, "70000 elements"),
+        ({"length": 1000, "algorithm": "lines"}, {"length": 9000, "algorithm": "lines"}, "9000 elements"),
         ({"length": 64, "algorithm": "one_shot"}, {"length": 64, "algorithm": "two_shot"}, "by two_shot"),
         (
             {"length": 64, "element_type": "float16"},
@@ -515,7 +515,7 @@ def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(
 ) -> None:
     import cupy
 
-    dense = make(comm, timeout=6.0)
+    dense = make(comm, timeout=3.0)
     if not dense.can_run(algorithm, 20_000):
         dense.close()
         pytest.skip("the GPUs are not joined by NVLink")
@@ -523,11 +523,11 @@ def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(
     comm.Barrier()
     begun = time.monotonic()
     if comm.rank != 1:
-        with pytest.raises(MissingRanksError, match="rank.* 1 did not come within 6 s") as raised:
+        with pytest.raises(MissingRanksError, match="rank.* 1 did not come within 3 s") as raised:
             dense.enqueue(array.data.ptr, array.data.ptr, 0, 5000, "float32", algorithm=algorithm)
             dense.check()
         assert raised.value.ranks == [1]
-        assert 5.9 <= time.monotonic() - begun < 60
+        assert 2.9 <= time.monotonic() - begun < 60
         with pytest.raises(RuntimeError, match="aborted"):
             dense.dense_allreduce(array)
     comm.Barrier()

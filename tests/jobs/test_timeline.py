@@ -101,7 +101,7 @@ def test_clocks_of_one_host_are_found_equal_and_one_that_is_ahead_by_how_much(
 def test_a_run_with_a_rank_slowed_on_purpose_is_explained(comm: MPI.Intracomm, tmp_path: Path) -> None:
     folder: Path = comm.bcast(tmp_path)
     path = folder / "run.h5"
-    settings = ["training.steps=30", "training.eval_every=15", "run.timeline=true", "run.flush_every=7"]
+    settings = ["training.steps=16", "training.eval_every=8", "run.timeline=true", "run.flush_every=4"]
     slow = comm.size - 1
     words = [
         str(CONFIG),
@@ -122,12 +122,12 @@ def test_a_run_with_a_rank_slowed_on_purpose_is_explained(comm: MPI.Intracomm, t
     for rank in range(comm.size):
         mine = (found["rank"] == rank) & phases
         for phase in PHASES:
-            assert found["step"][mine & (found["name"] == phase)].tolist() == list(range(1, 31))
-        for name, least in (("between", 20), ("evaluation", 1), ("record", 3)):
+            assert found["step"][mine & (found["name"] == phase)].tolist() == list(range(1, 17))
+        for name, least in (("between", 10), ("evaluation", 1), ("record", 3)):
             assert (found["name"][found["rank"] == rank] == name).sum() >= least
     # what a rank waits for the others ends at about the same time on all, by the one clock
     ends = (found["start"] + found["seconds"])[(found["name"] == "reduction") & phases]
-    by_step = [ends[found["step"][(found["name"] == "reduction") & phases] == step] for step in range(1, 31)]
+    by_step = [ends[found["step"][(found["name"] == "reduction") & phases] == step] for step in range(1, 17)]
     assert np.median([np.ptp(each) for each in by_step]) < 0.05
     assert explained(found) >= 0.95
     late = slow_rank(found)
@@ -143,7 +143,7 @@ def test_a_run_with_a_rank_slowed_on_purpose_is_explained(comm: MPI.Intracomm, t
         page = (folder / "out.html").read_text()
         assert len(re.findall("<rect", page)) > 3 * comm.size * len(PHASES)
         assert comm.size == 1 or f"Rank {slow} is late" in page
-        assert main([str(path), "--first", "31"]) == 2
+        assert main([str(path), "--first", "17"]) == 2
 
 
 def test_a_run_without_a_timeline_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.mpi(min_size=2),
 ]
 LENGTH = 20_000
-TIMEOUT = 6.0
+TIMEOUT = 3.0
 """Seconds: longer than ranks that share two cores are apart."""
 
 

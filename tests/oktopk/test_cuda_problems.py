@@ -130,8 +130,9 @@ def test_two_cupy_packages_are_found_by_their_names(monkeypatch: pytest.MonkeyPa
     names = ["numpy", "cupy-cuda13x", "CuPy", "cupy-xarray", "cupy-cuda12x"]
     found = [SimpleNamespace(metadata={"Name": name}) for name in names]
     monkeypatch.setattr(importlib.metadata, "distributions", lambda: found)
-    assert cupy_packages() == ["cupy", "cupy-cuda12x", "cupy-cuda13x"]
-    monkeypatch.setattr(cuda_problems, "cupy_packages", cupy_packages)
+    uncached = cupy_packages.__wrapped__
+    assert uncached() == ["cupy", "cupy-cuda12x", "cupy-cuda13x"]
+    monkeypatch.setattr(cuda_problems, "cupy_packages", uncached)
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
     assert gpu_problem().startswith(
         "several CuPy packages are installed, cupy cupy-cuda12x cupy-cuda13x, which"

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jobs.train.reduce.background import start_process_group, stop_process_group
 from oktopk.torch import OkTopkState, ddp_hook
 from tests.devices import on_torchs_gpu, torch_device
+from tests.training import flat, loss
 
 pytestmark = pytest.mark.mpi
 
@@ -40,16 +41,6 @@ class Branches(nn.Module):
     def forward(self, inputs: torch.Tensor, through: bool = True) -> torch.Tensor:
         hidden = torch.relu(self.first(inputs))
         return self.last(torch.relu(self.second(hidden)) if through else hidden)
-
-
-def flat(model: nn.Module) -> np.ndarray:
-    return torch.cat([p.detach().reshape(-1).cpu() for p in model.parameters()]).numpy().copy()
-
-
-def loss(ddp: nn.Module, rank: int, step: int, **arguments: object) -> torch.Tensor:
-    drawn = torch.Generator().manual_seed(1000 * step + rank)
-    inputs = torch.randn(8, 20, generator=drawn).to(next(ddp.parameters()).device)
-    return nn.functional.mse_loss(ddp(inputs, **arguments), inputs[:, :7])
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def gradient_of(comm: MPI.Intracomm, step: int) -> NDArray[np.float32]:
     [
         pytest.param(
             *(name, *case),
-            marks=pytest.mark.skipif("cuda" in name and not gpus(), reason="no GPU"),
+            marks=[pytest.mark.skipif(not gpus(), reason="no GPU")] if "cuda" in name else [],
             id=f"{name}-{case[0]}-{case[1]}",
         )
         for name, cases in WAYS.items()

@@ -15,6 +15,7 @@ from oktopk import (
     DistributedOptimizer,
     NonFiniteGradientError,
 )
+from tests.training import flat
 
 pytestmark = pytest.mark.mpi
 
@@ -44,10 +45,6 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def backward(model: nn.Module, rank: int, step: int) -> None:
     x, y = batch(rank, step)
     nn.functional.cross_entropy(model(x), y).backward()
-
-
-def flat(model: nn.Module) -> np.ndarray:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
 
 
 def train(

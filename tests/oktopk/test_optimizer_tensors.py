@@ -12,6 +12,7 @@ from torch import nn
 
 from oktopk import METHODS, DistributedOptimizer, average_buffers, broadcast_parameters
 from tests.devices import DEVICES, get, gpus, torch_device
+from tests.training import flat
 
 pytestmark = pytest.mark.mpi
 
@@ -33,10 +34,6 @@ def backward(model: nn.Module, rank: int, step: int, share: int = 1) -> None:
     images, labels = batch(rank, step)
     scores = model(images.to(parameter.device, parameter.dtype))
     (nn.functional.cross_entropy(scores, labels.to(parameter.device)) / share).backward()
-
-
-def flat(model: nn.Module) -> np.ndarray:
-    return torch.cat([p.detach().float().cpu().reshape(-1) for p in model.parameters()]).numpy().copy()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -18,6 +18,7 @@ from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import redistribute
 from oktopk.torch.overlap import BucketLayout
 from tests.devices import on_torchs_gpu, torch_device
+from tests.training import flat, loss
 
 pytestmark = pytest.mark.mpi
 
@@ -28,16 +29,6 @@ def network(place: torch.device | str = "cpu") -> nn.Module:
     torch.manual_seed(3)
     layers = nn.Sequential(nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 40), nn.ReLU(), nn.Linear(40, 7))
     return layers.to(place)
-
-
-def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    drawn = torch.Generator().manual_seed(1000 * step + rank)
-    inputs = torch.randn(8, 20, generator=drawn).to(next(model.parameters()).device)
-    return nn.functional.mse_loss(model(inputs), inputs[:, :7])
-
-
-def flat(model: nn.Module) -> np.ndarray:
-    return torch.cat([p.detach().reshape(-1).cpu() for p in model.parameters()]).numpy().copy()
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from collectives.transport import MissingRanksError
 from oktopk import DistributedOptimizer, GradientAllreduce, average_buffers
 from oktopk.buckets import BucketedAllreduce
 from tests.devices import DEVICES, get, put, use
+from tests.training import squares
 
 pytestmark = pytest.mark.mpi
 
@@ -125,8 +126,7 @@ def test_an_optimizer_over_gloo_trains_to_the_parameters_of_one_over_mpi(
         assert f"library='{'gloo' if over is None else 'MPI'}'" in repr(optimizer)
         for step in range(4):
             optimizer.zero_grad()
-            drawn = torch.Generator().manual_seed(1000 * step + comm.rank)
-            model(torch.randn(8, 20, generator=drawn)).square().sum().backward()
+            squares(model, comm.rank, step).backward()
             optimizer.step()
         average_buffers(model, over)
         optimizer.load_state_dict(optimizer.state_dict())

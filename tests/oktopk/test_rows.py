@@ -384,7 +384,7 @@ def test_without_memory_for_windows_rows_travel_as_messages(
 def test_a_rank_that_does_not_come_is_named_by_all(device: str, comm: MPI.Intracomm) -> None:
     use(device, comm)
     # kernels on the host are further apart
-    peer_memory, limit = (True, 3.0) if device == "cuda" else (None, 1.0)
+    peer_memory, limit = (True, 2.0) if device == "cuda" else (None, 1.0)
     with table(comm, device=device, peer_memory=peer_memory, timeout=limit) as reducer:
         rows, values = (put(device, array) for array in gradient(comm.rank, 0))
         reducer.step(rows, values)

@@ -16,6 +16,7 @@ from torch import nn
 
 from oktopk import DistributedOptimizer
 from oktopk.torch.wrapped import WrappedOptimizer
+from tests.training import flat, squares
 
 pytestmark = pytest.mark.mpi
 SETTINGS = {"density": 0.05, "threshold_interval": 3}
@@ -33,14 +34,9 @@ def wrapped(model: nn.Module, comm: MPI.Intracomm, **keywords: Any) -> Distribut
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, comm: MPI.Intracomm, steps: range) -> None:
     for step in steps:
-        drawn = torch.Generator().manual_seed(1000 * step + comm.rank)
         optimizer.zero_grad()
-        model(torch.randn(8, 20, generator=drawn)).square().sum().backward()
+        squares(model, comm.rank, step).backward()
         optimizer.step()
-
-
-def flat(model: nn.Module) -> np.ndarray:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
 
 
 def test_a_deep_copy_goes_on_as_the_original_and_leaves_it_alone(comm: MPI.Intracomm) -> None:

@@ -19,6 +19,7 @@ from collectives.launchers import LauncherError
 from collectives.transport import MissingRanksError
 from oktopk import METHODS, DistributedOptimizer, GradientAllreduce, average_buffers, broadcast_parameters
 from oktopk.elastic import redistribute
+from tests.training import flat, squares
 
 pytestmark = pytest.mark.mpi
 
@@ -33,12 +34,7 @@ def sgd(model: nn.Module, **keywords: Any) -> torch.optim.Optimizer:
 
 
 def backward(model: nn.Module, comm: MPI.Intracomm, step: int = 0) -> None:
-    drawn = torch.Generator().manual_seed(1000 * step + comm.rank)
-    model(torch.randn(8, 20, generator=drawn)).square().sum().backward()
-
-
-def flat(model: nn.Module) -> np.ndarray:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
+    squares(model, comm.rank, step).backward()
 
 
 @pytest.mark.parametrize(
@@ -312,13 +308,8 @@ def test_a_state_of_another_rank_or_of_other_ranks_is_refused_on_all(comm: MPI.I
     [
         ("MPI", "oktopk", 0, False, {}),
         ("MPI", "oktopk", 3, True, {}),
-        (
-            "MPI",
-            "dense",
-            3,
-            False,
-            {},
-        ),  # the control operations of methods differ, what ends the waiting does not
+        # the control operations of methods differ, what ends the waiting does not
+        pytest.param("MPI", "dense", 3, False, {}, marks=pytest.mark.long),
         pytest.param("MPI", "gtopk", 3, False, {}, marks=pytest.mark.long),
         pytest.param("gloo", "oktopk", 3, False, {}, marks=pytest.mark.long),
         ("gloo", "oktopk", 3, False, {"levels": "hosts", "ranks_per_host": 2}),
@@ -366,7 +357,7 @@ def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
         ("MPI", "broadcast_parameters", "late"),
         pytest.param("MPI", "average_buffers", "late", marks=pytest.mark.long),
         ("gloo", "GradientAllreduce", "never"),
-        ("gloo", "DistributedOptimizer", "late"),
+        pytest.param("gloo", "DistributedOptimizer", "late", marks=pytest.mark.long),
     ],
 )
 def test_ranks_that_do_not_come_to_a_construction_are_named_by_all(

@@ -25,7 +25,7 @@ SLOW = ["run.flush_every=1"], ["seconds=0.02"]
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("kills", "steps", "ranks"),
-    [(3, 240, RANKS), pytest.param(20, 1200, 3, marks=pytest.mark.long)],
+    [(3, 160, RANKS), pytest.param(20, 1200, 3, marks=pytest.mark.long)],
     ids=["3", "20"],
 )
 def test_after_kills_of_random_ranks_a_run_ends_as_if_there_had_been_none(

@@ -20,6 +20,7 @@ from jobs.train.reduce.background import (
     stop_process_group,
 )
 from jobs.train.reduce.baselines import DdpTraining, DenseTraining, NcclTraining
+from tests.training import flat
 
 CPU = torch.device("cpu")
 
@@ -33,10 +34,6 @@ def backward(module: nn.Module, rank: int, step: int, share: float = 1.0) -> Non
     drawn = torch.Generator().manual_seed(1000 * step + rank)
     x, y = torch.randn(8, 20, generator=drawn), torch.randint(0, 7, (8,), generator=drawn)
     nn.functional.cross_entropy(module(x), y).backward(torch.tensor(share))
-
-
-def flat(module: nn.Module) -> np.ndarray:
-    return torch.cat([p.detach().reshape(-1) for p in module.parameters()]).numpy().copy()
 
 
 def nccl_training(model: nn.Module, *, overlapped: bool = True, clip_norm: float = 0.0) -> NcclTraining:
