@@ -81,9 +81,7 @@ def description(train: ImageSet, test: ImageSet) -> str:
     return f"{train.name!r} of {len(train)} training and {len(test)} test images, {channels}x{height}x{width}"
 
 
-def prepare_an4(
-    source: Path, output: Path, *, byte_order: str | None = None, partial: bool = False
-) -> str:
+def prepare_an4(source: Path, output: Path, *, byte_order: str | None = None, partial: bool = False) -> str:
     """Write AN4 from its published layout.
 
     Args:

@@ -127,7 +127,10 @@ def prepare_text(source: Path, output: Path, recipe: Recipe = Recipe()) -> str:
             counts=counts,
             length=recipe.length,
             parts=(
-                {split: Sequences(**{column: np.load(packed) for column in LAYOUT.columns}) for split in SPLITS}
+                {
+                    split: Sequences(**{column: np.load(packed) for column in LAYOUT.columns})
+                    for split in SPLITS
+                }
                 for _ in range(blocks)
             ),
         )
