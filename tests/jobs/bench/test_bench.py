@@ -74,10 +74,6 @@ def test_a_bench_of_all_methods_on_four_ranks(tmp_path: Path) -> None:
     watched = [methods["oktopk"]["memory"][kind] for kind in ("regular", "exact")]
     assert any(watched)
     assert not any(growth["n_sized"] for growth in watched if growth)
-    held = methods["oktopk"]["memory"]["held"]
-    assert held["update"] == held["residual"] == 80000
-    assert held["scratch"] < 2 * 80000
-    assert methods["mpi"]["memory"]["held"] == {"update": 80000, "residual": 0, "scratch": 0}
 
 
 def test_a_rows_name_says_levels_and_wire(tmp_path: Path) -> None:
