@@ -47,7 +47,6 @@ def prepare_cifar10(source: Path, output: Path) -> str:
     Raises:
         DataError: a source that is missing, incomplete or damaged.
     """
-    batches = cifar10.find_batches(source)
     counts = {"train": len(cifar10.TRAIN_FILES) * cifar10.BATCH_RECORDS, "test": cifar10.BATCH_RECORDS}
     known = source.is_file() and md5_of(source) == cifar10.MD5
     origin = (
@@ -59,9 +58,9 @@ def prepare_cifar10(source: Path, output: Path) -> str:
     with tqdm(total=sum(counts.values()), unit="image", desc="cifar10", disable=None) as bar:
 
         def parts() -> Iterator[tuple[str, int, NDArray[np.uint8], NDArray[np.uint8]]]:
-            for batch, images, labels in cifar10.read_batches(source, batches):
-                yield batch.split, batch.start, images, labels
-                bar.update(len(labels))
+            for part in cifar10.read_batches(source):
+                yield part
+                bar.update(len(part[-1]))
 
         write_image_file(
             output,
