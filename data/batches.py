@@ -58,7 +58,7 @@ class EpochLoader(ABC, Generic[Batch]):
 
     @abstractmethod
     def batch(self, epoch: int, step: int) -> Batch:
-        """The batch of one step, 0 <= step < steps_per_epoch. Raises ValueError: epoch or step out of bounds."""
+        """The batch of one step, 0 <= step < steps_per_epoch."""
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from first_step on: 0 for all of it, another to resume in its middle."""
@@ -89,8 +89,6 @@ class BlockLoader(EpochLoader[Batch]):
         """The samples of some columns of the plan."""
 
     def _pieces(self, epoch: int, step: int) -> tuple[torch.Tensor, ...]:
-        if not 0 <= step < self.steps_per_epoch:
-            raise ValueError(f"step {step} is not in [0, {self.steps_per_epoch})")
         size, first = self.shards.batch_size, step - step % self._steps_per_block
         if self._block is None or self._block[0] != (epoch, first):
             self._block = None  # before the next one takes as much

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import time
@@ -65,18 +64,12 @@ def exclusive(output: Path) -> Iterator[None]:
 
     Raises:
         DataError: another process holds the right, or the folder does not exist.
-        OSError: the file system is broken or full; a folder that cannot be written is no error yet.
+        OSError: the folder cannot be written.
     """
     if not output.parent.is_dir():
         raise DataError(f"{output.parent}: no such directory")
     path = output.with_name(f".{output.name}.lock")
-    try:
-        descriptor = take_lock(path)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EROFS):
-            raise
-        yield  # nobody can write: what is there can still be looked at
-        return
+    descriptor = take_lock(path)
     if descriptor is None:
         raise DataError(f"{output}: another process is writing it")
     try:

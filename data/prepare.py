@@ -9,9 +9,10 @@ python -m data.prepare text SOURCE -o text.h5             folder of plain text; 
 import argparse
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,32 +25,28 @@ from data.durable import exclusive
 from data.images import cifar10
 from data.images.dataset import ImageSet
 from data.images.file import open_image_file, write_image_file
-from data.prepared_file import kept
+from data.prepared_file import refuse_existing
 from data.speech import an4
 from data.speech.dataset import RATE, SpeechSet
 from data.speech.file import open_speech_file, write_speech_file
-from data.text.file import MOST_WORDS, SPECIAL
+from data.text.file import MOST_WORDS, SPECIAL, open_text_file
 from data.text.prepare import Recipe, prepare_text
+from data.text.prepare import description as text_description
 
 
-def prepare_cifar10(source: Path, output: Path, *, force: bool = False) -> str:
+def prepare_cifar10(source: Path, output: Path) -> str:
     """Write CIFAR-10 from its official binary layout.
 
     Args:
         source: directory or archive of the binary version.
-        output: HDF5 file to write.
-        force: replace an output that exists.
+        output: HDF5 file to write, in place of one that is there.
 
     Returns:
         What was done, in a line.
 
     Raises:
-        DataError: a source that is missing, incomplete or damaged; an output that exists and is something
-            else.
+        DataError: a source that is missing, incomplete or damaged.
     """
-    if line := kept_cifar10(output, force=force):
-        return line
-    batches = cifar10.find_batches(source)
     counts = {"train": len(cifar10.TRAIN_FILES) * cifar10.BATCH_RECORDS, "test": cifar10.BATCH_RECORDS}
     known = source.is_file() and md5_of(source) == cifar10.MD5
     origin = (
@@ -61,9 +58,9 @@ def prepare_cifar10(source: Path, output: Path, *, force: bool = False) -> str:
     with tqdm(total=sum(counts.values()), unit="image", desc="cifar10", disable=None) as bar:
 
         def parts() -> Iterator[tuple[str, int, NDArray[np.uint8], NDArray[np.uint8]]]:
-            for batch, images, labels in cifar10.read_batches(source, batches):
-                yield batch.split, batch.start, images, labels
-                bar.update(len(labels))
+            for part in cifar10.read_batches(source):
+                yield part
+                bar.update(len(part[-1]))
 
         write_image_file(
             output,
@@ -77,42 +74,21 @@ def prepare_cifar10(source: Path, output: Path, *, force: bool = False) -> str:
     return f"{output}: wrote {description(*cifar10.open_cifar10(output))}"
 
 
-def kept_cifar10(output: Path, *, force: bool) -> str | None:
-    """As data.prepared_file.kept, for CIFAR-10."""
-    counts = len(cifar10.TRAIN_FILES) * cifar10.BATCH_RECORDS, cifar10.BATCH_RECORDS
-
-    def same(train: ImageSet, test: ImageSet) -> bool:
-        return train.name == "cifar10" and (len(train), len(test)) == counts
-
-    wanted = f"'cifar10' of {counts[0]} training and {counts[1]} test images"
-    return kept(output, open_image_file, description, wanted, same, force=force)
-
-
 def description(train: ImageSet, test: ImageSet) -> str:
     """A prepared data set in words."""
     channels, height, width = train.shape
     return f"{train.name!r} of {len(train)} training and {len(test)} test images, {channels}x{height}x{width}"
 
 
-def prepare_an4(
-    source: Path, output: Path, *, byte_order: str | None = None, partial: bool = False, force: bool = False
-) -> str:
+def prepare_an4(source: Path, output: Path, *, byte_order: str | None = None, partial: bool = False) -> str:
     """Write AN4 from its published layout.
 
     Args:
         source: directory with etc/ and wav/.
         byte_order: "little" or "big", of raw files.
         partial: accept fewer utterances than 948 + 130.
-        output, force: as prepare_cifar10; result and errors too.
+        output: as prepare_cifar10; result and errors too.
     """
-    wanted = f"'an4' of {' + '.join(map(str, an4.COUNTS.values()))}"
-
-    def same(train: SpeechSet, test: SpeechSet) -> bool:
-        whole = {"train": len(train), "test": len(test)} == an4.COUNTS
-        return train.name == "an4" and (whole or partial)
-
-    if line := kept(output, open_speech_file, speech_description, wanted, same, force=force):
-        return line
     found = an4.find_utterances(source, byte_order)
     for split, count in an4.COUNTS.items():
         if len(found[split]) != count and not partial:
@@ -178,7 +154,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--byte-order", choices=an4.ORDERS, help=text)
     add("--partial", action="store_true", help="Accept fewer than 948 training and 130 test utterances")
 
-    text = "Plain text, packed for BERT. An interrupted call continues when repeated."
+    text = "Plain text, packed for BERT."
     add = data_set("text", text, "text articles -o text.h5 --vocabulary-size 30522").add_argument
     add("source", type=Path, help="Folder or file of UTF-8 text; a blank line ends a document")
     text = "Tokens per sequence, at least 8; default: %(default)s"
@@ -203,6 +179,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
         with exclusive(options.output):
+            if not options.force:
+                refuse_existing(options.output, *_SETS[options.set])
             line = _prepared(options)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -211,19 +189,27 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+_SETS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], str]]] = {
+    "cifar10": (open_image_file, description),
+    "an4": (open_speech_file, speech_description),
+    "text": (open_text_file, text_description),
+}
+"""Data set -> how its file is opened, and described."""
+
+
 def _prepared(options: argparse.Namespace) -> str:
     """Write what the command line names; returns what was done, in a line."""
-    given = {name: value for name, value in vars(options).items() if name not in ("set", "download", "url")}
     if options.set == "text":
-        recipe = Recipe(**{key.name: given[key.name] for key in fields(Recipe)})
-        return prepare_text(options.source, options.output, recipe, force=options.force)
+        recipe = Recipe(**{key.name: getattr(options, key.name) for key in fields(Recipe)})
+        return prepare_text(options.source, options.output, recipe)
     if options.set == "an4":
-        return prepare_an4(**given)
+        how = {"byte_order": options.byte_order, "partial": options.partial}
+        return prepare_an4(options.source, options.output, **how)
+    source = options.source
     if options.download:
-        given["source"] = options.output.parent / PurePosixPath(cifar10.URL).name
-        if not kept_cifar10(options.output, force=options.force):
-            download(options.url, given["source"], cifar10.MD5)
-    return prepare_cifar10(**given)
+        source = options.output.parent / PurePosixPath(cifar10.URL).name
+        download(options.url, source, cifar10.MD5)
+    return prepare_cifar10(source, options.output)
 
 
 if __name__ == "__main__":

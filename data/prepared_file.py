@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import glob
-import hashlib
-import shutil
-import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,86 +139,24 @@ def data_checksum(path: str | Path) -> str:
         return ""
 
 
-def kept(
-    output: Path,
-    opened: Callable[..., tuple[Any, Any]],
-    description: Callable[[Any, Any], str],
-    wanted: str,
-    same: Callable[[Any, Any], bool],
-    *,
-    force: bool,
-) -> str | None:
-    """Check whether the output exists already and is what is wanted.
+def refuse_existing(
+    output: Path, opened: Callable[..., tuple[Any, Any]], description: Callable[[Any, Any], str]
+) -> None:
+    """Keep an output that is there from being replaced.
 
     Args:
         output: HDF5 file to be written.
         opened: (path, verify=) -> its splits.
         description: splits -> in words.
-        wanted: what is to be written, in words.
-        same: whether the splits that are there are what is wanted.
-        force: the output is to be replaced, whatever it is.
-
-    Returns:
-        A line that says that it is kept, after its checksums were verified; None when it is to be written.
 
     Raises:
-        DataError: the output exists and is damaged, or something else than wanted.
+        DataError: the output exists; what it holds, or how it is damaged, checksums included.
     """
-    if force or not output.exists():
-        return None
+    if not output.exists():
+        return
     try:
         splits = opened(output, verify=True)
     except DataError as error:
         raise DataError(f"{error}; --force replaces it") from error
-    found = description(*splits)
-    if not same(*splits):
-        raise DataError(
-            f"{output}: exists and holds {found} ({splits[0].source}), not {wanted}; --force replaces it"
-        )
-    return f"{output}: kept, it holds {found}; --force writes it anew"
-
-
-class Parts:
-    """Finished parts of a file, in a folder beside it, from which an interrupted call continues.
-
-    Args:
-        output: the file that is to be written.
-        sources: what it is made from, in words; parts that were made from anything else are not found.
-    """
-
-    def __init__(self, output: Path, sources: Iterable[str]) -> None:
-        self.key = hashlib.sha256("\n".join(sources).encode()).hexdigest()[:16]
-        self.folder = output.with_name(f".{output.name}.{self.key}.parts")
-        self._output = output
-
-    def save(self, name: str, **arrays: NDArray[Any]) -> None:
-        """Keep a part."""
-        self.folder.mkdir(exist_ok=True)
-        with replaced(self.folder / f"{name}.npz") as draft, open(draft, "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-
-    def load(self, name: str) -> dict[str, NDArray[Any]] | None:
-        """The arrays of a part; None where there is none, or it is damaged."""
-        try:
-            with np.load(self.folder / f"{name}.npz", allow_pickle=False) as arrays:
-                return dict(arrays)
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile):
-            return None
-
-    @contextmanager
-    def kept_until_done(self) -> Iterator[Parts]:
-        """Remove all parts when the block ends, also those made from other sources; an interruption keeps them.
-
-        A DataError removes them, too: what is then read again will be another source.
-        """
-        try:
-            yield self
-        except BaseException as error:
-            if isinstance(error, DataError):
-                self._remove()
-            raise
-        self._remove()
-
-    def _remove(self) -> None:
-        for folder in self._output.parent.glob(f".{glob.escape(self._output.name)}.*.parts"):
-            shutil.rmtree(folder)
+    found = f"{description(*splits)} ({splits[0].source})"
+    raise DataError(f"{output}: exists and holds {found}; --force replaces it")

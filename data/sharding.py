@@ -20,14 +20,7 @@ def epoch_draws(count: int, seed: int, epoch: int, stream: int) -> NDArray[np.ui
 
     Raw 64-bit output of Philox: NumPy promises that stream across its versions, and not that of its
     distributions. stream: ORDER, AUGMENTATION, MASKING, TEMPO, SYNTHETIC or CONTEXTS.
-
-    Raises:
-        ValueError: seed or epoch < 0.
     """
-    if seed < 0:
-        raise ValueError(f"seed {seed} is not at least 0")
-    if epoch < 0:
-        raise ValueError(f"epoch {epoch} is not at least 0")
     sequence = np.random.SeedSequence(seed, spawn_key=(stream, epoch))
     return np.random.Philox(sequence).random_raw(count)
 
@@ -48,15 +41,9 @@ class ShardedBatches:
 
     Raises:
         DataError: fewer samples than ranks, or than one step of all ranks needs.
-        ValueError: batch_size, rank, size or seed out of bounds.
     """
 
     def __init__(self, count: int, *, batch_size: int, rank: int, size: int, seed: int) -> None:
-        check_rank(rank, size)
-        if batch_size < 1:
-            raise ValueError(f"batch_size {batch_size} is not at least 1")
-        if seed < 0:
-            raise ValueError(f"seed {seed} is not at least 0")
         if count < size:
             raise DataError(f"{count} samples are fewer than {size} ranks")
         if count < size * batch_size:
@@ -77,7 +64,7 @@ class ShardedBatches:
         return self.count // (self.size * self.batch_size)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """int64[count], read-only: the order of an epoch, equal on all ranks. Raises ValueError: epoch < 0."""
+        """int64[count], read-only: the order of an epoch, equal on all ranks."""
         if self._ordered is None or self._ordered[0] != epoch:
             draws = epoch_draws(self.count, self.seed, epoch, ORDER)
             permutation = np.argsort(draws, kind="stable").astype(np.int64, copy=False)
@@ -86,13 +73,7 @@ class ShardedBatches:
         return self._ordered[1]
 
     def indices(self, epoch: int, step: int) -> NDArray[np.int64]:
-        """int64[batch_size], read-only: the samples that this rank trains on in one step of an epoch.
-
-        Raises:
-            ValueError: epoch < 0, or step is not in [0, steps_per_epoch).
-        """
-        if not 0 <= step < self.steps_per_epoch:
-            raise ValueError(f"step {step} is not in [0, {self.steps_per_epoch})")
+        """int64[batch_size], read-only: the samples that this rank trains on in one step of an epoch, in [0, steps_per_epoch)."""
         start = (step * self.size + self.rank) * self.batch_size
         return self.order(epoch)[start : start + self.batch_size]
 
@@ -109,13 +90,7 @@ def evaluation_shard(count: int, *, rank: int, size: int) -> range:
     Returns:
         A contiguous range; the ranges of all ranks tile [0, count) in order, and their lengths differ by at
         most 1.
-
-    Raises:
-        ValueError: rank or size out of bounds, or count < 0.
     """
-    check_rank(rank, size)
-    if count < 0:
-        raise ValueError(f"count {count} is not at least 0")
     return range(count * rank // size, count * (rank + 1) // size)
 
 
@@ -129,23 +104,8 @@ def evaluation_batches(
         batch_size: at least 1.
         rank, size: as evaluation_shard.
         most: so many samples at most, spread evenly over the set, the same on any number of ranks; 0: all.
-
-    Raises:
-        ValueError: an argument out of bounds.
     """
-    if most < 0:
-        raise ValueError(f"most {most} is not at least 0")
     taken = min(most or count, count)
     shard = evaluation_shard(taken, rank=rank, size=size)
-    if batch_size < 1:
-        raise ValueError(f"batch_size {batch_size} is not at least 1")
     parts = (shard[start : start + batch_size] for start in range(0, len(shard), batch_size))
     return (np.arange(part.start, part.stop, dtype=np.int64) * count // taken for part in parts)
-
-
-def check_rank(rank: int, size: int) -> None:
-    """Raises ValueError: size < 1 or rank not in [0, size)."""
-    if size < 1:
-        raise ValueError(f"size {size} is not at least 1")
-    if not 0 <= rank < size:
-        raise ValueError(f"rank {rank} is not in [0, {size})")

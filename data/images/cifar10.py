@@ -7,9 +7,7 @@ Source: https://www.cs.toronto.edu/~kriz/cifar.html, "binary version".
 
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -30,23 +28,6 @@ TEST_FILE = "test_batch.bin"
 FILES = (*TRAIN_FILES, TEST_FILE)
 
 
-@dataclass(frozen=True)
-class BatchFile:
-    """A batch file and its place in the image set.
-
-    Args:
-        name: as in the official layout.
-        where: directory or archive and name, for messages.
-        split: "train" or "test".
-        start: position of its first record in that split.
-    """
-
-    name: str
-    where: str
-    split: str
-    start: int
-
-
 def open_cifar10(path: str | Path) -> tuple[ImageSet, ImageSet]:
     """Open the file that `python -m data.prepare cifar10` wrote: the training and the test split.
 
@@ -61,90 +42,60 @@ def open_cifar10(path: str | Path) -> tuple[ImageSet, ImageSet]:
     return train, test
 
 
-def find_batches(source: Path) -> tuple[BatchFile, ...]:
-    """The batch files of a directory or archive in official order, judged by names and sizes.
+def read_batches(source: Path) -> Iterator[tuple[str, int, NDArray[np.uint8], NDArray[np.uint8]]]:
+    """Read the batch files of a directory or archive, one in memory at a time, in the order in which they lie there.
 
     Args:
         source: a directory with the six .bin files (or with a folder cifar-10-batches-bin of them), or an
             archive of them, such as the official .tar.gz.
 
+    Returns:
+        An iterator over (split, position of the first record in it, images uint8[records, 3, 32, 32], labels uint8[records]).
+
     Raises:
-        DataError: no such source, nothing in it, a file missing, of another size, or (in an archive) there
-            twice; an archive that is damaged or cut.
+        DataError: no such source, or nothing in it; a file missing, of another size, or (in an archive) there twice; an archive
+            that is damaged or cut; a label above 9.
     """
     if not source.exists():
         raise DataError(f"{source}: no such file or directory")
     within = f"{binary_folder(source)}/" if source.is_dir() else f"{source}:"
-    where = {name: within + name for name in FILES}
-    sizes: dict[str, int] = {}
-    for name, size, _ in _contents(source):
-        if name in sizes:
+    left = {name: ("train", number * BATCH_RECORDS) for number, name in enumerate(TRAIN_FILES)}
+    left[TEST_FILE] = ("test", 0)
+    expected = BATCH_RECORDS * RECORD_BYTES
+    for name, size, content in _contents(source, expected):
+        if name not in left:
             raise DataError(f"{source}: {name} is there more than once")
-        sizes[name] = size
-    if not sizes:
-        raise DataError(f"{source}: none of {', '.join(FILES)} found{pickle_hint(source)}")
-    if missing := [name for name in FILES if name not in sizes]:
-        raise DataError(f"{source}: {', '.join(missing)} missing of the {len(FILES)} files of CIFAR-10")
-    for name, size in sizes.items():
-        if size != BATCH_RECORDS * RECORD_BYTES:
-            raise DataError(
-                f"{where[name]}: {size} bytes are not the {BATCH_RECORDS * RECORD_BYTES} of {BATCH_RECORDS} records"
-            )
-    train = [
-        BatchFile(name, where[name], "train", number * BATCH_RECORDS)
-        for number, name in enumerate(TRAIN_FILES)
-    ]
-    return (*train, BatchFile(TEST_FILE, where[TEST_FILE], "test", 0))
-
-
-def read_batches(
-    source: Path, batches: tuple[BatchFile, ...]
-) -> Iterator[tuple[BatchFile, NDArray[np.uint8], NDArray[np.uint8]]]:
-    """Read batch files, one in memory at a time, in the order in which they lie there.
-
-    Returns:
-        An iterator over (batch, images uint8[records, 3, 32, 32], labels uint8[records]).
-
-    Raises:
-        DataError: a file shorter than its size was, an archive that is damaged, or a label above 9.
-    """
-    wanted = {batch.name: batch for batch in batches}
-    for name, _, read in _contents(source):
-        if name not in wanted:
-            continue
-        batch = wanted[name]
-        expected = BATCH_RECORDS * RECORD_BYTES
-        content = read(expected + 1)
-        if len(content) != expected:
-            raise DataError(f"{batch.where}: {len(content)} bytes were read, not {expected}")
+        split, start = left.pop(name)
+        if size != expected:
+            raise DataError(f"{within}{name}: {size} bytes are not the {expected} of {BATCH_RECORDS} records")
         records = np.frombuffer(content, np.uint8).reshape(BATCH_RECORDS, RECORD_BYTES)
-        check_labels(records[:, 0], len(CLASSES), batch.where)
-        yield batch, records[:, 1:].reshape(-1, *SHAPE), records[:, 0]
+        check_labels(records[:, 0], len(CLASSES), f"{within}{name}")
+        yield split, start, records[:, 1:].reshape(-1, *SHAPE), records[:, 0]
+    if len(left) == len(FILES):
+        raise DataError(f"{source}: none of {', '.join(FILES)} found{pickle_hint(source)}")
+    if left:
+        raise DataError(f"{source}: {', '.join(left)} missing of the {len(FILES)} files of CIFAR-10")
 
 
-def _contents(source: Path) -> Iterator[tuple[str, int, Callable[[int], bytes]]]:
-    """Name, size in bytes, and a function that reads so many of them, of each batch file, in the order in which they lie there.
+def _contents(source: Path, most: int) -> Iterator[tuple[str, int, bytes]]:
+    """Name, size and so many bytes at most of each batch file, in the order in which they lie there.
 
     An archive is read in place: nothing is extracted, and going back would decompress it again.
     """
     if source.is_dir():
         for path in (binary_folder(source) / name for name in FILES):
             if path.is_file():
-                yield path.name, path.stat().st_size, partial(_read, path)
+                with open(path, "rb") as file:
+                    yield path.name, path.stat().st_size, file.read(most)
         return
     try:
         with tarfile.open(source, "r:*") as tar:
             for member in tar:
                 name = PurePosixPath(member.name).name
                 if name in FILES and member.isfile() and (stream := tar.extractfile(member)) is not None:
-                    yield name, member.size, stream.read
+                    yield name, member.size, stream.read(most)
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise DataError(f"{source}: not a whole tar archive: {error}") from error
-
-
-def _read(path: Path, most: int) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(most)
 
 
 def binary_folder(source: Path) -> Path:

@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 
 from data import DataError
 
-__all__ = ["Augment", "DataError", "ImageSet"]
-
 
 @dataclass(frozen=True)
 class Augment:
@@ -19,17 +17,10 @@ class Augment:
         crop: pixels of black added on every side before a window of the original size is cut at random; 0
             cuts none.
         flip: mirror every second image, left to right. Not for digits: a mirrored digit is no digit.
-
-    Raises:
-        ValueError: crop < 0.
     """
 
     crop: int = 4
     flip: bool = True
-
-    def __post_init__(self) -> None:
-        if self.crop < 0:
-            raise ValueError(f"crop {self.crop} is not at least 0")
 
     def places(self, draws: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Window and mirroring of each random number.

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.images.dataset import DataError, ImageSet, channel_statistics
+from data.images.dataset import ImageSet, channel_statistics
 from data.sharding import ORDER, epoch_draws
 
 CLASSES = tuple(str(digit) for digit in range(10))
@@ -31,16 +31,10 @@ def load_digits(size: int = 32, held_out: float = 0.5, seed: int = 0) -> tuple[I
         The training and the test split, with mean and std of the training split, each in the original order.
 
     Raises:
-        DataError: size < 8, or held_out not in (0, 1).
         ModuleNotFoundError: there is no scikit-learn.
-        ValueError: seed < 0.
 
     Source: Alpaydin & Kaynak, Optical Recognition of Handwritten Digits, UCI 1998 (its test part).
     """
-    if size < ORIGINAL_SIZE:
-        raise DataError(f"size {size} is not at least {ORIGINAL_SIZE}, that of the original digits")
-    if not 0 < held_out < 1:
-        raise DataError(f"held_out {held_out} is not in (0, 1)")
     original = _read_originals()
     labels = original[:, -1].astype(np.int64)
     levels = original[:, :-1].reshape(-1, 1, ORIGINAL_SIZE, ORIGINAL_SIZE)

@@ -26,7 +26,7 @@ class Pixels:
         images: the split.
         crop: of the augmentation.
         within: which of its samples are needed.
-        device, memory_format: of the batches.
+        device: of the batches.
 
     Raises:
         DataError: the samples do not fit on the device.
@@ -39,9 +39,8 @@ class Pixels:
         crop: int = 0,
         within: slice = slice(None),
         device: torch.device = HOST,
-        memory_format: torch.memory_format = torch.contiguous_format,
     ) -> None:
-        self.device, self._format, self._crop = device, memory_format, crop
+        self.device, self._crop = device, crop
         pixels = images.images[within]
         try:
             self._pixels = torch.from_numpy(pixels).to(device)
@@ -64,7 +63,7 @@ class Pixels:
         """
         samples = plan[0]
         pixels = self._augmented(*plan[:, :, None]) if len(plan) > 1 else self._pixels[samples]
-        images = pixels.to(torch.float32, memory_format=self._format).mul_(self._scale).add_(self._shift)
+        images = pixels.to(torch.float32).mul_(self._scale).add_(self._shift)
         return images, self._labels[samples]
 
     def _augmented(self, *plan: torch.Tensor) -> torch.Tensor:
@@ -94,7 +93,7 @@ class TrainingLoader(BlockLoader[Batch]):
 
     Raises:
         DataError: fewer samples than ranks, or than one step of all ranks needs.
-        ValueError: another argument out of bounds; a crop of more than half the image.
+        ValueError: a crop of more than half the image.
     """
 
     def __init__(
@@ -116,12 +115,10 @@ class TrainingLoader(BlockLoader[Batch]):
         self.images, self._augment = images, augment
         self.to(HOST)
 
-    def to(
-        self, device: torch.device, memory_format: torch.memory_format = torch.contiguous_format
-    ) -> TrainingLoader:
+    def to(self, device: torch.device) -> TrainingLoader:
         """Cut batches there from now on. Raises DataError: the split does not fit."""
         crop = self._augment.crop if self._augment else 0
-        self._pixels = Pixels(self.images, crop=crop, device=device, memory_format=memory_format)
+        self._pixels = Pixels(self.images, crop=crop, device=device)
         self._begin(0 if device.type == "cpu" else BLOCK)
         return self
 
@@ -151,9 +148,6 @@ class EvaluationLoader:
         images: the test split.
         batch_size: samples per batch at most; no effect on what is measured.
         rank, size: this rank and the number of ranks.
-
-    Raises:
-        ValueError: an argument out of bounds.
     """
 
     def __init__(self, images: ImageSet, *, batch_size: int, rank: int, size: int) -> None:
@@ -162,11 +156,9 @@ class EvaluationLoader:
         self._batches = list(evaluation_batches(len(shard), batch_size=batch_size, rank=0, size=1))
         self.to(HOST)
 
-    def to(
-        self, device: torch.device, memory_format: torch.memory_format = torch.contiguous_format
-    ) -> EvaluationLoader:
+    def to(self, device: torch.device) -> EvaluationLoader:
         """Hold this rank's samples there. Raises DataError: they do not fit."""
-        self._pixels = Pixels(self.images, within=self._shard, device=device, memory_format=memory_format)
+        self._pixels = Pixels(self.images, within=self._shard, device=device)
         return self
 
     def __iter__(self) -> Iterator[Batch]:

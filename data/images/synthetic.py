@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.images.dataset import DataError, ImageSet, channel_statistics
+from data import DataError
+from data.images.dataset import ImageSet, channel_statistics
 from data.sharding import SYNTHETIC, epoch_draws
 
 CELLS = 8
@@ -36,17 +37,10 @@ def load_synthetic(
         The training and the test split, with mean and std of the training split; equal on all ranks.
 
     Raises:
-        DataError: size < 8, classes < 2, held_out not in (0, 1), or a split that would have fewer samples than classes.
-        ValueError: seed < 0.
+        DataError: a split would have fewer samples than classes.
 
     Memory: samples * size * size * 3 bytes, twice while they are made.
     """
-    if size < CELLS:
-        raise DataError(f"size {size} is not at least {CELLS}, the cells of a pattern")
-    if classes < 2:
-        raise DataError(f"classes {classes} is not at least 2")
-    if not 0 < held_out < 1:
-        raise DataError(f"held_out {held_out} is not in (0, 1)")
     first_held_out = samples - round(held_out * samples)
     if min(first_held_out, samples - first_held_out) < classes:
         raise DataError(

@@ -150,9 +150,6 @@ class SpeechEvaluationLoader:
         speech: the test split.
         batch_size: utterances per batch at most; no effect on what is measured.
         rank, size: this rank and the number of ranks.
-
-    Raises:
-        ValueError: an argument out of bounds.
     """
 
     def __init__(self, speech: SpeechSet, *, batch_size: int, rank: int, size: int) -> None:

@@ -110,7 +110,6 @@ class ContextTrainingLoader(EpochLoader[ContextBatch]):
 
     Raises:
         DataError: fewer sequences than ranks, or than one step of all ranks needs.
-        ValueError: another argument out of bounds.
     """
 
     def __init__(self, contexts: Contexts, *, batch_size: int, rank: int, size: int, seed: int) -> None:
@@ -136,9 +135,6 @@ class ContextEvaluationLoader:
     Args:
         contexts: of the held-out split.
         batch_size, rank, size, most: as data.text.masking.TextEvaluationLoader.
-
-    Raises:
-        ValueError: an argument out of bounds.
     """
 
     def __init__(self, contexts: Contexts, *, batch_size: int, rank: int, size: int, most: int = 0) -> None:

@@ -1,6 +1,6 @@
 """HDF5 layout of packed text: written atomically, read through a memory map.
 
-/               attributes: format, version, name, source, key (of what it was made from)
+/               attributes: format, version, name, source
 /vocabulary     str[V], in the order of their numbers
 /train, /test   attribute: crc32, of the bytes of the three that follow
     tokens      uint16[N, length], contiguous
@@ -34,7 +34,6 @@ class TextSet:
         vocabulary: the words, in the order of their numbers.
         path: of the file, for messages.
         name, source: of the corpus, in words.
-        key: of what it was made from.
     """
 
     sequences: Sequences
@@ -42,7 +41,6 @@ class TextSet:
     path: str
     name: str = ""
     source: str = ""
-    key: str = ""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -75,7 +73,6 @@ def write_text_file(
     *,
     name: str,
     source: str,
-    key: str,
     vocabulary: Sequence[str],
     counts: dict[str, int],
     length: int,
@@ -85,7 +82,7 @@ def write_text_file(
 
     Args:
         path: of the file; a file there is replaced.
-        name, source, key, vocabulary: as in TextSet.
+        name, source, vocabulary: as in TextSet.
         counts: sequences of "train" and of "test" in all parts together.
         length: tokens of a sequence.
         parts: sequences of both splits each.
@@ -93,7 +90,7 @@ def write_text_file(
     Raises:
         DataError: a split without sequences.
     """
-    with LAYOUT.created(path, counts, name=name, source=source, key=key) as file:
+    with LAYOUT.created(path, counts, name=name, source=source) as file:
         file.create_dataset("vocabulary", data=list(vocabulary), dtype=h5py.string_dtype())
         for split in SPLITS:
             for column, shape in (("tokens", (length,)), ("spans", (2,)), ("follows", ())):
@@ -113,7 +110,7 @@ def open_text_file(path: str | Path, *, verify: bool = False) -> tuple[TextSet, 
     with LAYOUT.opened(path) as file:
         vocabulary = tuple(file["vocabulary"].asstr()[:])
         check_vocabulary(vocabulary, str(path))
-        described = [str(file.attrs[name]) for name in ("name", "source", "key")]
+        described = [str(file.attrs[name]) for name in ("name", "source")]
 
         def read(group: h5py.Group) -> TextSet:
             sequences = _sequences(group, len(vocabulary) if verify else 0)

@@ -137,7 +137,6 @@ class TextTrainingLoader(BlockLoader[TextBatch]):
 
     Raises:
         DataError: fewer sequences than ranks, or than one step of all ranks needs.
-        ValueError: another argument out of bounds.
     """
 
     def __init__(self, texts: TextSet, *, batch_size: int, rank: int, size: int, seed: int) -> None:

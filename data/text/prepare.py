@@ -1,28 +1,37 @@
-"""Packs plain text into sequences of numbered words; an interrupted call continues where it stopped."""
+"""Packs plain text into sequences of numbered words."""
 
 from __future__ import annotations
 
 import fnmatch
 import math
 import re
+import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from tqdm import tqdm
 
 from data import DataError
-from data.durable import replaced
-from data.prepared_file import SPLITS, Parts, kept
+from data.prepared_file import SPLITS
 from data.text.corpus import read_documents, split_sentences, text_files
-from data.text.file import MOST_WORDS, SPECIAL, TextSet, check_vocabulary, open_text_file, write_text_file
+from data.text.file import (
+    LAYOUT,
+    MOST_WORDS,
+    SPECIAL,
+    TextSet,
+    check_vocabulary,
+    open_text_file,
+    write_text_file,
+)
 from data.text.packing import Frame, Packer, Sequences
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# of text in a part: what an interruption loses at most, and what segments of other documents come from
+# of text that is packed at a time: what segments of other documents come from
 PART_BYTES = 4_000_000
 # no word: the library needs the square of its length to train on it
 _ENDLESS = re.compile(r"[^\W_]{1000,}")
@@ -74,88 +83,58 @@ class Recipe:
                 yield document, SPLITS[apart], nbytes
 
 
-def prepare_text(source: Path, output: Path, recipe: Recipe = Recipe(), *, force: bool = False) -> str:
+def prepare_text(source: Path, output: Path, recipe: Recipe = Recipe()) -> str:
     """Write a folder of plain text as packed sequences.
-
-    What was done when it is interrupted stays in a folder beside the output, and the same call continues from there.
 
     Args:
         source: folder or file of UTF-8 text; a blank line ends a document.
-        output: HDF5 file to write.
+        output: HDF5 file to write, in place of one that is there.
         recipe: how.
-        force: replace an output that exists.
 
     Returns:
         What was done, in a line.
 
     Raises:
-        DataError: a source or vocabulary that cannot be used; too little text; an output that exists and is something
-            else.
+        DataError: a source or vocabulary that cannot be used; too little text.
     """
-    if not output.parent.is_dir():
-        raise DataError(f"{output.parent}: no such directory")
     files = text_files(source)
-    parts = Parts(output, _sources(source, files, recipe))
-
-    def same(train: TextSet, test: TextSet) -> bool:
-        return train.key == parts.key
-
-    wanted = "what this text and these settings make"
-    if line := kept(output, open_text_file, description, wanted, same, force=force):
-        return line
-    with parts.kept_until_done():
-        _write_text(source, output, recipe, files, parts)
-    return f"{output}: wrote {description(*open_text_file(output))}"
-
-
-def _write_text(source: Path, output: Path, recipe: Recipe, files: list[Path], parts: Parts) -> None:
     total = sum(path.stat().st_size for path in files)
-    vocabulary = _vocabulary(parts, files, recipe, total)
+    vocabulary = read_vocabulary(recipe.vocabulary) if recipe.vocabulary else _trained(files, recipe, total)
     tokenizer = build_tokenizer(vocabulary)
     frame = Frame(recipe.length, *(vocabulary.index(word) for word in ("[PAD]", "[CLS]", "[SEP]")))
-    counts = dict.fromkeys(SPLITS, 0)
-    number = -1
-    with tqdm(total=total, unit="B", unit_scale=True, desc="packing", disable=None) as bar:
-        for number, (documents, nbytes) in enumerate(_blocks(recipe.splits(files))):
-            if (packed := _part(parts, number)) is None:
-                packed = {
-                    split: _packed(tokenizer, documents[split], frame, f"{recipe.seed} {number} {split}")
+    counts, blocks = dict.fromkeys(SPLITS, 0), 0
+    # how many sequences there are is known when all are packed: until then they are in a file without a name
+    with tempfile.TemporaryFile(dir=output.parent) as packed:
+        with tqdm(total=total, unit="B", unit_scale=True, desc="packing", disable=None) as bar:
+            for documents, nbytes in _blocks(recipe.splits(files)):
+                for split in SPLITS:
+                    seed = f"{recipe.seed} {blocks} {split}"
+                    sequences = _packed(tokenizer, documents[split], frame, seed)
+                    counts[split] += len(sequences)
+                    for column in LAYOUT.columns:
+                        np.save(packed, getattr(sequences, column))
+                blocks += 1
+                bar.update(nbytes)
+        if not counts["test"]:
+            how = recipe.held_out_files or f"a part of {recipe.held_out:g}"
+            raise DataError(f"{source}: no text is held out by {how!r}: more documents, or another choice")
+        packed.seek(0)
+        write_text_file(
+            output,
+            name=source.resolve().name,
+            source=f"{len(files)} files of {source.resolve().name}, {total} bytes",
+            vocabulary=vocabulary,
+            counts=counts,
+            length=recipe.length,
+            parts=(
+                {
+                    split: Sequences(**{column: np.load(packed) for column in LAYOUT.columns})
                     for split in SPLITS
                 }
-                arrays = {f"{split}_{name}": a for split in SPLITS for name, a in vars(packed[split]).items()}
-                parts.save(f"{number:06d}", **arrays)
-            for split in SPLITS:
-                counts[split] += len(packed[split])
-            bar.update(nbytes)
-    if not counts["test"]:
-        how = recipe.held_out_files or f"a part of {recipe.held_out:g}"
-        raise DataError(f"{source}: no text is held out by {how!r}: more documents, or another choice")
-
-    def every_part() -> Iterator[dict[str, Sequences]]:
-        for each in range(number + 1):
-            part = _part(parts, each)
-            assert part is not None
-            yield part
-
-    write_text_file(
-        output,
-        name=source.resolve().name,
-        source=f"{len(files)} files of {source.resolve().name}, {total} bytes",
-        key=parts.key,
-        vocabulary=vocabulary,
-        counts=counts,
-        length=recipe.length,
-        parts=every_part(),
-    )
-
-
-def _part(parts: Parts, number: int) -> dict[str, Sequences] | None:
-    """The packed sequences of a block; None where it was not packed yet."""
-    arrays = parts.load(f"{number:06d}")
-    if arrays is None:
-        return None
-    names = ("tokens", "spans", "follows")
-    return {split: Sequences(*(arrays[f"{split}_{name}"] for name in names)) for split in SPLITS}
+                for _ in range(blocks)
+            ),
+        )
+    return f"{output}: wrote {description(*open_text_file(output))}"
 
 
 def build_tokenizer(vocabulary: list[str]) -> Tokenizer:
@@ -174,13 +153,8 @@ def _normalised(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-def _vocabulary(parts: Parts, files: list[Path], recipe: Recipe, total: int) -> list[str]:
-    """The one given, the one that an interrupted call has trained, or one that is trained now."""
-    if recipe.vocabulary is not None:
-        return read_vocabulary(recipe.vocabulary)
-    trained = parts.folder / "vocabulary.txt"
-    if trained.exists():
-        return read_vocabulary(trained)
+def _trained(files: list[Path], recipe: Recipe, total: int) -> list[str]:
+    """A vocabulary that is trained on the training documents; total: bytes of the files."""
     from tokenizers import Tokenizer, models, trainers
 
     with tqdm(total=total, unit="B", unit_scale=True, desc="vocabulary", disable=None) as bar:
@@ -209,11 +183,7 @@ def _vocabulary(parts: Parts, files: list[Path], recipe: Recipe, total: int) -> 
         raise faults[0]
     numbers = tokenizer.get_vocab()
     # the library numbers even the same words otherwise in every call
-    words = [*SPECIAL, *sorted(numbers.keys() - set(SPECIAL))]
-    parts.folder.mkdir(exist_ok=True)
-    with replaced(trained) as draft:
-        draft.write_text("\n".join(words) + "\n", encoding="utf-8")
-    return words
+    return [*SPECIAL, *sorted(numbers.keys() - set(SPECIAL))]
 
 
 def read_vocabulary(path: Path) -> list[str]:
@@ -247,18 +217,6 @@ def _packed(tokenizer: Tokenizer, documents: list[str], frame: Frame, seed: str)
     # a sentence of nothing that the vocabulary can number has no tokens
     numbered = [[ids for _ in document if (ids := next(encoded).ids)] for document in sentences]
     return Packer(frame, seed).pack([document for document in numbered if document])
-
-
-def _sources(source: Path, files: list[Path], recipe: Recipe) -> list[str]:
-    """What the output depends on: the files, their times of change, the settings and the vocabulary."""
-    sources = [str((asdict(recipe) | {"vocabulary": ""}).items())]
-    if recipe.vocabulary is not None:
-        sources.append("\n".join(read_vocabulary(recipe.vocabulary)))
-    for path in files:
-        facts = path.stat()
-        name = path.relative_to(source) if path != source else path.name
-        sources.append(f"{name} {facts.st_size} {facts.st_mtime_ns}")
-    return sources
 
 
 def description(train: TextSet, test: TextSet) -> str:

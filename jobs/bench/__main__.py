@@ -7,7 +7,7 @@
     mpiexec -n 4 python -m mpi4py -m jobs.bench --table hook --json FILE   training steps with communication hooks of DDP
     mpiexec -n 4 python -m mpi4py -m jobs.bench --table rows --json FILE   sums of the rows that ranks touched of a table
 
-Rank 0 prints the tables and writes the JSON, which jobs.report draws.
+Rank 0 prints the tables and writes the JSON. jobs.report draws that of a sweep and of dense allreduces.
 
 Exit status: 0; 2 when what was asked for cannot be done, with one message and before anything is measured.
 """

@@ -51,7 +51,7 @@ TABLES: dict[str, tuple[str, ...]] = {
             "gradient_type",
             "settings",
         ),
-        *("ablate", "ranks", "sweep_ranks", "memory", "link"),
+        *("ablate", "sweep_ranks", "memory", "link"),
     ),
     "dense": ("gradient_type",),
     "gpu": ("rows", "budget", "gradient_type"),
@@ -148,11 +148,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="Setting of the reduction for all methods, such as threshold_interval=32; may be repeated",
     )
-    add("--ablate", action="store_true", help="Measure Ok-Topk with each of its ideas taken away in turn")
-    text = (
-        "Numbers of ranks to start --ablate on, each at least 1; default: 4,8, under mpiexec its own number"
-    )
-    add("--ranks", type=numbers, default=(), metavar="P,P", help=text)
+    text = "Measure Ok-Topk with each of its ideas taken away in turn; starts mpiexec on 4 and on 8 ranks, unless under one"
+    add("--ablate", action="store_true", help=text)
     text = "Numbers of ranks to count words on, each at least 1; starts an mpiexec for each of them"
     add("--sweep-ranks", type=numbers, default=(), metavar="P,P,...", help=text)
     text = (

@@ -36,9 +36,6 @@ FIELDS = (
 )
 """What is kept of each step: "seconds" is this rank's time, the rest is as in StepReport."""
 
-HOUSE = ("oktopk", "collectives", "jobs")
-"""Packages whose objects are walked through in search of arrays."""
-
 WHOLE_STEP = "gather and apply"
 """A stage that only a step has that runs on a device as a whole."""
 
@@ -128,14 +125,12 @@ class Samples:
         stages: seconds by stage, float64[ranks, steps].
         growth: {True, False: exact step or not} -> [Growth of each watched step], all ranks'.
         on_device: seconds on the device by stage, the median over some steps of each rank; empty where nothing tells.
-        held: bytes of arrays kept between steps, by what they are; the largest of all ranks.
         agreed: the last update was bit-identical on all ranks.
     """
 
     fields: dict[str, NDArray[np.float64]]
     stages: dict[str, NDArray[np.float64]]
     growth: dict[bool, list[Growth]]
-    held: dict[str, int]
     agreed: bool
     on_device: dict[str, list[float]] = field(default_factory=dict)
 
@@ -149,7 +144,6 @@ class _Log:
         self.stages: list[dict[str, float]] = []
         self.growth: dict[bool, list[Growth]] = {True: [], False: []}
         self.on_device: dict[str, float] = {}
-        self.held: dict[str, int] = {}
         self.checksum = 0
 
     def add(self, seconds: float, report: StepReport, finish: dict[str, float]) -> None:
@@ -207,7 +201,6 @@ def measure(
             and not reducer.p2p_unavailable_reason
         ):
             logs[contestant.name].on_device = stages_on_device(reducer, source, device)
-        logs[contestant.name].held = held_bytes(reducer)
         logs[contestant.name].checksum = device.digest(reducer.update)
     everyone = comm.gather(logs)
     if everyone is None:
@@ -269,48 +262,13 @@ def _combine(logs: list[_Log]) -> Samples:
         for name in names
     }
     growth = {exact: [one for log in logs for one in log.growth[exact]] for exact in (True, False)}
-    kinds = dict.fromkeys(kind for log in logs for kind in log.held)
     return Samples(
         fields={name: table[:, :, i] for i, name in enumerate(FIELDS)},
         stages=stages,
         growth=growth,
-        held={kind: max(log.held.get(kind, 0) for log in logs) for kind in kinds},
         agreed=len({log.checksum for log in logs}) == 1,
         on_device={stage: [log.on_device[stage] for log in logs] for stage in logs[0].on_device},
     )
-
-
-def held_bytes(reducer: Reducer) -> dict[str, int]:
-    """Bytes of the arrays that a reducer keeps between steps, found by walking through its attributes.
-
-    Returns:
-        "update", "residual", and "scratch" for all others; memory that several arrays share counts once.
-    """
-    nbytes = {"update": 0, "residual": 0, "scratch": 0}
-    seen: set[int] = set()
-
-    def walk(thing: Any, kind: str) -> None:
-        while getattr(thing, "base", None) is not None and hasattr(thing.base, "nbytes"):
-            thing = thing.base
-        if id(thing) in seen:
-            return
-        seen.add(id(thing))
-        if hasattr(thing, "nbytes") and hasattr(thing, "dtype"):
-            nbytes[kind] += int(thing.nbytes)
-        elif isinstance(thing, dict):
-            for value in thing.values():
-                walk(value, kind)
-        elif isinstance(thing, list | tuple | set):
-            for value in thing:
-                walk(value, kind)
-        elif type(thing).__module__.split(".")[0] in HOUSE and hasattr(thing, "__dict__"):
-            for value in vars(thing).values():
-                walk(value, kind)
-
-    for name in ("update", "residual"):
-        walk(getattr(reducer, name, None), name)
-    walk(reducer, "scratch")
-    return nbytes
 
 
 _STAGE_STEPS = (

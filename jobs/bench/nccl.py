@@ -92,8 +92,6 @@ class NcclAllreduce:
     Memory: the gradient itself, n elements; what NCCL takes besides is its own affair.
     """
 
-    residual = None
-
     def __init__(self, comm: MPI.Intracomm, length: int, method: str = "nccl") -> None:
         import cupy
         import torch

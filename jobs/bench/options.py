@@ -131,11 +131,8 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
     sweep = given.sweep_ranks
     if sweep and given.ablate:
         raise BenchError("--ablate and --sweep-ranks are two different benches: ask for one")
-    if launched and (sweep or given.ranks) and JOB not in os.environ:
-        name = "--sweep-ranks" if sweep else "--ranks"
-        raise BenchError(f"{name} starts mpiexec itself: run it without one")
-    if given.ranks and not given.ablate:
-        raise BenchError("--ranks is for --ablate; else start the bench with mpiexec")
+    if launched and sweep and JOB not in os.environ:
+        raise BenchError("--sweep-ranks starts mpiexec itself: run it without one")
     default = ("oktopk",) if given.ablate else tuple(METHODS) if sweep else None
     methods = _methods(given.methods, default, device)
     if given.ablate and methods != ("oktopk",):
@@ -162,7 +159,7 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
         gradient_type=gradient_type,
         settings=_settings(given.settings, density),
         ablate=given.ablate,
-        ranks=given.ranks or (ABLATION_RANKS if given.ablate and not launched else ()),
+        ranks=ABLATION_RANKS if given.ablate and not launched else (),
         sweep_ranks=sweep,
         memory=given.memory and not sweep,
         link=given.link,

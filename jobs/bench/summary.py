@@ -154,9 +154,8 @@ def _nnz(fields: dict[str, NDArray[np.float64]], k: int, method: str) -> dict[st
 
 
 def _memory(samples: Samples, length: int) -> dict[str, Any]:
-    """Bytes kept between steps, and what steps allocated beyond; of the worst rank and step."""
+    """Bytes that steps allocated; of the worst rank and step."""
     return {
-        "held": samples.held,
         "regular": _growth(samples.growth[False], length),
         "exact": _growth(samples.growth[True], length),
     }

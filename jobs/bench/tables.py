@@ -36,7 +36,6 @@ REFERENCES = ("mpi", "mpi-rabenseifner", "mpi-ring", "dense", "full")
 """What times are compared with: the first of these that takes part; "full" is an ablation's Ok-Topk as it is."""
 
 NAME = figure("name", "{}")
-HELD = ("update", "residual", "scratch")
 BUSIER = 1.1
 """The busiest rank is worth a word, or a line, when it sends this times the mean."""
 
@@ -184,14 +183,13 @@ def stages_table(methods: list[Record], digits: int = 2) -> str:
 
 
 def memory_table(methods: list[Record]) -> str:
-    """Megabytes kept between steps, and taken on top within one."""
+    """Megabytes that a step takes and gives back."""
 
     def n_sized(method: Record) -> str:
         found = [at(method, f"memory.{kind}.n_sized") for kind in ("regular", "exact")]
         return "yes" if any(found) else MISSING if found == [None, None] else "no"
 
-    columns: list[Column] = [("MB kept", NAME)]
-    columns += [(kind, figure(f"memory.held.{kind}", "{:.2f}", 1e-6)) for kind in HELD]
+    columns: list[Column] = [("MB taken", NAME)]
     for kind in ("regular", "exact"):
         columns.append((f"{kind}: allocated", figure(f"memory.{kind}.allocated", "{:.3f}", 1e-6)))
         columns.append(("process grew", figure(f"memory.{kind}.resident", "{:.2f}", 1e-6)))

@@ -22,7 +22,6 @@ from jobs.run import provenance
 from jobs.run.file import RunFile, RunFileError, RunInfo
 from jobs.train.agreement import NonFiniteLossError, RanksDiverged
 from jobs.train.loop import TrainingLoop
-from jobs.train.reduce.reduction import compile_kernels
 from jobs.train.setup import Build, Setup, set_up
 from oktopk import NonFiniteGradientError
 from oktopk.settings import entries_kept
@@ -52,7 +51,6 @@ def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
             return
         setup = set_up(config, comm, build)
         resumed = session.resume(setup.workload.model, setup.optimizer)
-        compile_kernels(config, setup.placement, comm)
         with (
             open_run_file(setup, session, resumed) as file,
             session.safeguard(resumed, watchdog) as safeguard,

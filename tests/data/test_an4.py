@@ -58,15 +58,14 @@ def test_raw_files_in_the_other_byte_order_are_refused_with_the_right_one(
     assert not list(tmp_path.glob("*.h5")) and not list(tmp_path.glob(".*"))
 
 
-def test_a_file_that_is_there_is_kept_and_a_damaged_one_refused(
+def test_a_file_that_is_there_is_not_replaced_and_a_damaged_one_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, output = tmp_path / "an4", tmp_path / "a.h5"
-    written = write_an4(source, TRAIN, TEST)
+    write_an4(source, TRAIN, TEST)
     assert prepare(source, output) == 0
-    written["train"][0].unlink()
-    assert prepare(source, output) == 0
-    assert "kept" in capsys.readouterr().out
+    assert prepare(source, output) == 1
+    assert "exists and holds 'an4' of 3 training and 1 test utterances" in capsys.readouterr().err
     with h5py.File(output, "r+") as file:
         file["train/samples"][5] += 1
     assert prepare(source, output) == 1

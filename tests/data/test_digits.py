@@ -5,7 +5,6 @@ import pytest
 import torch
 from sklearn.datasets import load_digits as load_original_digits
 
-from data import DataError
 from data.images.digits import load_digits
 from data.images.loader import Pixels
 
@@ -54,19 +53,8 @@ def test_both_parts_are_standardised_by_the_training_part() -> None:
     assert abs(pixels.std().item() - 1) < 1e-4
 
 
-@pytest.mark.parametrize("held_out", [0.0, 1.0, -0.5, float("nan")])
-def test_a_part_outside_zero_to_one_is_refused(held_out: float) -> None:
-    with pytest.raises(DataError, match=rf"held_out {held_out} is not in \(0, 1\)"):
-        load_digits(held_out=held_out)
-
-
 def test_a_tiny_part_keeps_one_of_each_class() -> None:
     train, test = load_digits(8, 1e-6)
     assert np.bincount(test.labels).tolist() == [1] * 10
     train, test = load_digits(8, 1 - 1e-6)
     assert np.bincount(train.labels).tolist() == [1] * 10
-
-
-def test_a_size_below_the_original_is_refused() -> None:
-    with pytest.raises(DataError, match="size 7 is not at least 8"):
-        load_digits(7)

@@ -90,31 +90,6 @@ def test_too_few_samples_are_refused_with_the_numbers(count: int, message: str) 
     assert ShardedBatches(16, batch_size=4, rank=0, size=4, seed=0).steps_per_epoch == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("batch_size", 0, "batch_size 0 is not at least 1"),
-        ("rank", 2, r"rank 2 is not in \[0, 2\)"),
-        ("rank", -1, r"rank -1 is not in \[0, 2\)"),
-        ("size", 0, "size 0 is not at least 1"),
-        ("seed", -1, "seed -1 is not at least 0"),
-    ],
-)
-def test_arguments_out_of_bounds_are_refused_with_their_value(name: str, value: int, message: str) -> None:
-    arguments = {"batch_size": 4, "rank": 0, "size": 2, "seed": 0} | {name: value}
-    with pytest.raises(ValueError, match=message):
-        ShardedBatches(100, **arguments)
-
-
-def test_steps_and_epochs_out_of_bounds_are_refused() -> None:
-    (one,) = shards(20, 5, 1, 0)
-    for step in (-1, 4):
-        with pytest.raises(ValueError, match=rf"step {step} is not in \[0, 4\)"):
-            one.indices(0, step)
-    with pytest.raises(ValueError, match="epoch -1 is not at least 0"):
-        one.indices(-1, 0)
-
-
 @given(count=st.integers(0, 200), size=st.integers(1, 9), batch_size=st.integers(1, 20))
 def test_evaluation_sees_every_sample_exactly_once(count: int, size: int, batch_size: int) -> None:
     lengths = [len(evaluation_shard(count, rank=rank, size=size)) for rank in range(size)]
@@ -124,12 +99,3 @@ def test_evaluation_sees_every_sample_exactly_once(count: int, size: int, batch_
     ]
     assert all(1 <= len(batch) <= batch_size for rank in batches for batch in rank)
     assert [index for rank in batches for batch in rank for index in batch] == list(range(count))
-
-
-def test_evaluation_arguments_are_checked_before_the_first_batch() -> None:
-    with pytest.raises(ValueError, match=r"rank 3 is not in \[0, 3\)"):
-        evaluation_batches(10, batch_size=1, rank=3, size=3)
-    with pytest.raises(ValueError, match="batch_size 0 is not at least 1"):
-        evaluation_batches(10, batch_size=0, rank=0, size=3)
-    with pytest.raises(ValueError, match="count -1 is not at least 0"):
-        evaluation_shard(-1, rank=0, size=3)

@@ -146,9 +146,7 @@ def test_evaluation_hears_each_utterance_once_over_all_ranks(size: int) -> None:
     assert sorted(heard) == list(range(23))
 
 
-def test_impossible_sizes_are_refused_with_their_value() -> None:
+def test_too_few_utterances_are_refused_with_their_number() -> None:
     speech = some_speech()
     with pytest.raises(DataError, match="23 samples are fewer than the 24 of one step"):
         SpeechTrainingLoader(speech, batch_size=8, rank=0, size=3, seed=0)
-    with pytest.raises(ValueError, match="batch_size 0 is not at least 1"):
-        SpeechEvaluationLoader(speech, batch_size=0, rank=0, size=1)

@@ -156,7 +156,6 @@ class IntoGradient:
     def __init__(self, reducer: GradientAllreduce, device: Cuda) -> None:
         self._reducer = reducer
         self.update: Any = cupy.zeros(reducer.length, STORED[device.gradient_type])
-        self.residual: Any = None
 
     def load(self, gradient: Any) -> Any:
         """Fill the gradient that is overwritten; outside the timed region."""
@@ -166,7 +165,6 @@ class IntoGradient:
     def step(self, gradient: Any) -> StepReport:
         """Reduce the gradient and overwrite it. Collective. The stage "into g" is the time to ask for the copy."""
         report = self._reducer.step(gradient)
-        self.residual = self._reducer.residual
         began = time.perf_counter()
         convert(self._reducer.update, gradient)
         seconds = time.perf_counter() - began

@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -101,15 +99,6 @@ class DenseTraining(ABC):
     def hosts(self) -> None:
         """Flat steps."""
         return None
-
-    @property
-    def gradient(self) -> NDArray[np.float32]:
-        """float32[n]: the reduced gradient on the host; what this rank alone computed is not kept."""
-        return (
-            torch.cat([p.grad.float().reshape(-1) for p in self._parameters if p.grad is not None])
-            .cpu()
-            .numpy()
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """As DistributedOptimizer's, of a reducer that leaves nothing behind."""

@@ -18,10 +18,6 @@ from jobs.train.reduce.powersgd import PowerSgdTraining
 from oktopk import METHODS, DistributedOptimizer
 from oktopk.settings import DEFAULT_BUCKET_MB
 
-_TRIAL_LENGTH = 4096
-_TRIAL_STEPS = 3  # one with exact thresholds, then some that reuse them
-
-
 ReducingOptimizer = DistributedOptimizer | DenseTraining
 """What the loop trains with: its first half of a step reduces, its second applies."""
 
@@ -64,35 +60,6 @@ def build_reduction(
         return _build_mode(config, network, inner, placement, comm)
     except (ValueError, WireError, LauncherError) as error:  # the same on every rank
         raise Refused(str(error)) from error
-
-
-def compile_kernels(config: Config, placement: Placement, comm: MPI.Intracomm) -> None:
-    """Take a few steps of the run's method on a parameter that is thrown away, so that its kernels are compiled. Collective.
-
-    Compiling takes seconds, and would be booked as the reduction of the first step. CPU ranks and methods of oktopk only: the
-    kernels of GPUs are compiled while the reduction is set up, and the other modes have none.
-
-    Raises:
-        Refused: as build_reduction.
-    """
-    if placement.device.type != "cpu" or config.reduction.method not in METHODS:
-        return
-    network = nn.Module()
-    weight = nn.Parameter(torch.zeros(_TRIAL_LENGTH))
-    network.register_parameter("weight", weight)
-    settings = config.reduction.model_copy(update={"dense_warmup_steps": 0, "density_warmup_steps": 0})
-    trial = config.model_copy(update={"reduction": settings})
-    optimizer = build_reduction(trial, network, torch.optim.SGD([weight], lr=0.0), placement, comm)
-    try:
-        # values that differ between ranks and steps, without a draw from the generators of the run
-        phases = torch.arange(1, _TRIAL_LENGTH + 1) * (comm.rank + 1)
-        for step in range(_TRIAL_STEPS):
-            weight.grad = torch.sin(phases * (step + 1.0))
-            optimizer.reduce(measure=bool(config.run.measure_every) and step == _TRIAL_STEPS - 1)
-            optimizer.apply()
-        optimizer.complete()
-    finally:
-        optimizer.close()
 
 
 def _build_mode(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import jiwer
 import numpy as np
@@ -14,41 +13,24 @@ from data.speech.dataset import decoded
 BLANK = 0
 
 
-@dataclass(frozen=True)
-class Errors:
-    """Counts over some utterances; those of disjoint parts add up.
-
-    word_errors are substitutions, deletions and insertions, which together may be more than words; characters alike.
-    """
-
-    word_errors: int
-    words: int
-    character_errors: int
-    characters: int
-
-
-def count_errors(references: Sequence[str], hypotheses: Sequence[str]) -> Errors:
+def count_errors(references: Sequence[str], hypotheses: Sequence[str]) -> tuple[int, int, int, int]:
     """Compare texts, by the library jiwer.
 
     Args:
-        references: what was said, none of them empty.
+        references: what was said, one or more, none of them empty.
         hypotheses: what was heard, one for each.
 
-    Raises:
-        ValueError: an empty reference, or another number of hypotheses.
+    Returns:
+        Wrong words, words said, wrong characters, characters said. Errors are substitutions, deletions and insertions, which
+        together may be more than words.
     """
-    if len(references) != len(hypotheses):
-        raise ValueError(f"{len(hypotheses)} hypotheses are not {len(references)}, one for each reference")
-    if not references:
-        return Errors(0, 0, 0, 0)
-    if not all(references):
-        raise ValueError(f"reference {list(references).index('')} is empty")
     counts = []
     for compare in (jiwer.process_words, jiwer.process_characters):
         found = compare(list(references), list(hypotheses))
         missed = found.substitutions + found.deletions
         counts += [missed + found.insertions, missed + found.hits]
-    return Errors(*counts)
+    wrong_words, words, wrong_characters, characters = counts
+    return wrong_words, words, wrong_characters, characters
 
 
 def decode(log_probabilities: NDArray[np.float32]) -> str:

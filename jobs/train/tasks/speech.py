@@ -52,19 +52,12 @@ class Speech(Task[SpeechBatch]):
         """CTC's loss, the mean over the utterances."""
         return self._ctc(*self._scores(self.network, batch), batch) / len(batch.lengths)
 
-    def _counts(self, batch: SpeechBatch) -> tuple[torch.Tensor, int, int, int, int]:
+    def _counts(self, batch: SpeechBatch) -> tuple[torch.Tensor | int, ...]:
         scores, frames = self._scores(self.model, batch)
         rows = zip(scores.transpose(0, 1).cpu().numpy(), frames.tolist(), strict=True)
         said = [self._said.transcript(index) for index in batch.indices.tolist()]
-        errors = count_errors(said, [decode(row[:count]) for row, count in rows])
-        right = errors.words - errors.word_errors
-        return (
-            self._ctc(scores, frames, batch),
-            right,
-            errors.words,
-            errors.character_errors,
-            errors.characters,
-        )
+        wrong, words, *characters = count_errors(said, [decode(row[:count]) for row, count in rows])
+        return self._ctc(scores, frames, batch), words - wrong, words, *characters
 
     def _scores(self, network: nn.Module, batch: SpeechBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """float32[output frames, batch, labels], log-probabilities, and int64[batch], the output frames of each."""

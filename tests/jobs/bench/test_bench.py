@@ -14,7 +14,6 @@ from mpi4py import MPI
 
 from collectives.dense_allreduce import dense_words
 from jobs.bench.document import read
-from jobs.bench.figures import draw
 from jobs.bench.gradients import DrawnGradients
 from jobs.bench.job import run
 from jobs.bench.mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
@@ -34,7 +33,6 @@ def by_name(entry: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {method["name"]: method for method in entry["methods"]}
 
 
-@pytest.mark.pictures
 @pytest.mark.timeout(PATIENCE)
 def test_a_bench_of_all_methods_on_four_ranks(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
@@ -76,11 +74,6 @@ def test_a_bench_of_all_methods_on_four_ranks(tmp_path: Path) -> None:
     watched = [methods["oktopk"]["memory"][kind] for kind in ("regular", "exact")]
     assert any(watched)
     assert not any(growth["n_sized"] for growth in watched if growth)
-    held = methods["oktopk"]["memory"]["held"]
-    assert held["update"] == held["residual"] == 80000
-    assert held["scratch"] < 2 * 80000
-    assert methods["mpi"]["memory"]["held"] == {"update": 80000, "residual": 0, "scratch": 0}
-    assert draw(path, tmp_path)[0].stat().st_size > 20_000
 
 
 def test_a_rows_name_says_levels_and_wire(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""Every kind of document becomes a picture and two CSV files."""
+"""Documents of a sweep become a picture."""
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from matplotlib.image import imread
 
 from jobs.bench.document import FORMAT, BenchError
-from jobs.bench.figures import draw, method_rows
+from jobs.bench.figures import report_bench
 
 STAGES = {"select": 0.02, "exchange": 0.003, "unheard of": 0.001}
 
@@ -65,50 +64,30 @@ def content(kind: str, *ranks: int, dirty: bool = False) -> dict[str, Any]:
 
 
 @pytest.mark.pictures
-@pytest.mark.parametrize(
-    ("kind", "ranks"), [("bench", (4,)), ("bench", (1,)), ("ablation", (4, 8)), ("sweep", (2, 4, 8))]
-)
-def test_a_document_is_drawn(tmp_path: Path, kind: str, ranks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("ranks", [(1,), (2, 4, 8)])
+def test_a_sweep_is_drawn(tmp_path: Path, ranks: tuple[int, ...]) -> None:
     path = tmp_path / "figures.json"
-    path.write_text(json.dumps(content(kind, *ranks)))
-    files = draw(path, tmp_path / "out" / "deeper")
-    assert [file.name for file in files] == ["figures.png", "figures-methods.csv", "figures-stages.csv"]
-    assert sorted(file.name for file in (tmp_path / "out" / "deeper").iterdir()) == sorted(
-        f.name for f in files
-    )
-    height, width, _ = imread(files[0]).shape
+    path.write_text(json.dumps(content("sweep", *ranks)))
+    said = report_bench(path, tmp_path / "out" / "deeper")
+    (picture,) = (tmp_path / "out" / "deeper").iterdir()
+    assert said.endswith(f"picture: {picture}")
+    height, width, _ = imread(picture).shape
     assert width > 1000
     assert height > 400
-    with open(files[1], newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["ranks"], row["name"]) for row in rows] == [
-        (str(count), name) for count in ranks for name in ("dense", "oktopk", "mpi")
-    ]
-    assert rows[1]["exact_mean"] == "0.03"
-    assert rows[0]["exact_mean"] == ""
-    with open(files[2], newline="", encoding="utf-8") as file:
-        stages = list(csv.DictReader(file))
-    first = next(row for row in stages if row["name"] == "oktopk" and row["kind"] == "regular")
-    assert (first["stage"], first["mean"], first["floor"]) == ("select", "0.02", "0.01")
 
 
-def test_rows_hold_words_and_formulas() -> None:
-    row = method_rows(content("bench", 4))[1]
-    assert (row["words_mean"], row["words_busiest"], row["formula_most"]) == (400.0, 600.0, 500.0)
-
-
-@pytest.mark.parametrize("kind", ["hook table", "rows table"])
-def test_a_table_has_no_picture(tmp_path: Path, kind: str) -> None:
+def test_a_table_has_no_picture(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    path.write_text(json.dumps(content(kind, 2)))
-    with pytest.raises(BenchError, match="has no picture"):
-        draw(path, tmp_path)
+    run = {"backend": "gloo", "device": "cpu", "course": {"steps": 1, "warmup": 0}, "methods": []}
+    path.write_text(json.dumps(content("hook table") | {"runs": [content("", 2)["runs"][0] | run]}))
+    assert "picture" not in report_bench(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_bad_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="cannot be read"):
-        draw(tmp_path / "none.json", tmp_path)
-    (tmp_path / "bench.json").write_text(json.dumps(content("bench", 2)))
+        report_bench(tmp_path / "none.json", tmp_path)
+    (tmp_path / "bench.json").write_text(json.dumps(content("sweep", 2)))
     (tmp_path / "file").write_text("")
     with pytest.raises(BenchError, match="file cannot be written"):
-        draw(tmp_path / "bench.json", tmp_path / "file")
+        report_bench(tmp_path / "bench.json", tmp_path / "file")

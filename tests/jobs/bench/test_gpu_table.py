@@ -171,18 +171,6 @@ def test_all_cells_are_measured_and_written(tmp_path: Path) -> None:
     assert "\n\n" in tables
 
 
-@pytest.mark.pictures
-def test_a_table_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from jobs.bench.figures import draw, report_bench
-
-    path = tmp_path / "table.json"
-    content = run_table(on_the_host(), MPI.COMM_SELF, None, TINY[:1])
-    Output(path).write(content)
-    assert draw(path, tmp_path)[0].stat().st_size > 20_000
-    assert gpu_tables(read(path)) in report_bench(path, tmp_path)
-
-
 def test_the_bench_starts_where_only_its_own_needs_are_installed() -> None:
     missing = ("matplotlib", "sklearn", "pydantic", "h5py", "torch", "cupy")
     code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import jobs.bench.__main__, jobs.bench.gpu.table"

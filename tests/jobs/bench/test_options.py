@@ -49,7 +49,6 @@ def test_a_sweep_measures_words_only() -> None:
 
 def test_an_ablation_is_of_oktopk_on_four_and_eight_ranks() -> None:
     assert parse(["--ablate"], launched=False).ranks == (4, 8)
-    assert parse(["--ablate", "--ranks", "3"], launched=False).ranks == (3,)
     launched = parse(["--ablate"], launched=True)
     assert (launched.ranks, launched.methods, launched.gradients) == ((), ("oktopk",), "clustered")
 
@@ -62,11 +61,11 @@ def test_settings_are_numbers_or_words() -> None:
 
 def test_a_job_takes_the_command_line_of_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(JOB, "1")
-    for words in (["--sweep-ranks", "2,4"], ["--ablate", "--ranks", "3"]):
-        driver = parse(words, launched=False)
-        assert parse([*words, "--json", "x", "--quiet"], launched=True) == dataclasses.replace(
-            driver, json=Path("x"), quiet=True
-        )
+    words = ["--sweep-ranks", "2,4"]
+    driver = parse(words, launched=False)
+    assert parse([*words, "--json", "x", "--quiet"], launched=True) == dataclasses.replace(
+        driver, json=Path("x"), quiet=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,6 @@ def test_a_job_takes_the_command_line_of_its_driver(monkeypatch: pytest.MonkeyPa
         (["--sweep-ranks", "2,x"], "argument --sweep-ranks: '2,x' is not a list of numbers such as 2,4,8"),
         (["--sweep-ranks", "0,2"], "argument --sweep-ranks: 0 is not at least 1"),
         (["--sweep-ranks", "2", "--ablate"], "two different benches"),
-        (["--ranks", "2"], "--ranks is for --ablate"),
         (["--ablate", "--methods", "topka"], "--ablate compares settings of oktopk, not methods topka"),
         (["--what"], "unrecognized arguments: --what"),
     ],
@@ -106,10 +104,9 @@ def test_what_cannot_be_done_is_refused_with_the_value_and_the_bound(words: list
         parse(words, launched=False)
 
 
-@pytest.mark.parametrize("words", [["--sweep-ranks", "2"], ["--ablate", "--ranks", "2"]])
-def test_a_rank_starts_no_ranks(words: list[str]) -> None:
+def test_a_rank_starts_no_ranks() -> None:
     with pytest.raises(BenchError, match="starts mpiexec itself: run it without one"):
-        parse(words, launched=True)
+        parse(["--sweep-ranks", "2"], launched=True)
 
 
 def test_the_table_of_hooks_takes_a_course_and_settings_but_no_methods() -> None:

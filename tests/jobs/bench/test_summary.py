@@ -13,7 +13,7 @@ import pytest
 from jobs.bench.device import Device, Growth
 from jobs.bench.document import BenchError, Output, document, read
 from jobs.bench.floors import Speeds, Workload, stage_floors
-from jobs.bench.measure import FIELDS, Contestant, Course, Samples, held_bytes
+from jobs.bench.measure import FIELDS, Contestant, Course, Samples
 from jobs.bench.summary import formulas, summarize
 from jobs.bench.tables import run_tables
 from jobs.run.provenance import environment
@@ -39,7 +39,6 @@ def samples(**replaced: Any) -> Samples:
         fields=fields,
         stages={"select": np.full((2, 4), 0.5), "reduce": np.array([[0.1] * 4, [0.3] * 4])},
         growth={False: [Growth(100, 200), Growth(300, None)], True: []},
-        held={"update": 4000, "residual": 4000, "scratch": 10},
         agreed=True,
         **replaced,
     )
@@ -127,17 +126,6 @@ def test_dense_contestants_run_a_short_course() -> None:
     sparse, dense = Contestant("a", "oktopk"), Contestant("b", "dense", sparse=False)
     assert [step for step in range(-10, 8) if course.runs(sparse, step)] == list(range(-10, 8))
     assert [step for step in range(-10, 8) if course.runs(dense, step)] == [-2, -1, 0, 1, 2]
-
-
-def test_arrays_that_are_kept_are_found_once() -> None:
-    class Held:
-        def __init__(self) -> None:
-            self.update = np.zeros(10, np.float32)
-            self.residual = None
-            self.pieces = [self.update[2:], np.zeros(3, np.int64)[1:], {"x": (np.zeros(1),)}]
-
-    Held.__module__ = "jobs.anything"
-    assert held_bytes(Held()) == {"update": 40, "residual": 0, "scratch": 32}  # type: ignore[arg-type]
 
 
 def test_watching_counts_what_was_allocated_at_the_peak() -> None:

@@ -387,20 +387,15 @@ def test_training_modes_are_methods_without_what_they_cannot_do() -> None:
                 with_overrides(f"reduction.method={mode}", override)
 
 
-def test_dense_ovlp_is_refused_by_what_to_write_instead() -> None:
-    with pytest.raises(ConfigError, match="'dense-ovlp' is overlap=true with method=nccl on GPUs"):
-        with_overrides("reduction.method=dense-ovlp")
+def test_overlap_is_for_methods_and_nccl() -> None:
     for method in ("dense", "nccl", "oktopk"):
         assert with_overrides(f"reduction.method={method}", "reduction.overlap=true").reduction.overlap
     with pytest.raises(ConfigError, match="overlap is for nccl and the methods of oktopk, not for 'ddp'"):
         with_overrides("reduction.method=ddp", "reduction.overlap=true")
 
 
-def test_a_saved_configuration_gets_later_keys_and_loses_gone_ones_at_their_defaults() -> None:
+def test_a_saved_configuration_gets_later_keys() -> None:
     config = validate({"training": {"steps": 1}})
     saved = json.loads(config.to_json())
     del saved["data"]["tempo"]
-    saved["data"]["snr"], saved["training"]["beam"] = [], 1
     assert json.loads(as_saved_now(json.dumps(saved))) == json.loads(config.to_json())
-    saved["training"]["beam"] = 8
-    assert json.loads(as_saved_now(json.dumps(saved)))["training"]["beam"] == 8

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from data.speech.dataset import ALPHABET, encoded
-from jobs.train.tasks.decoding import Errors, count_errors, decode, greedy
+from jobs.train.tasks.decoding import count_errors, decode, greedy
 
 
 def test_greedy_merges_repetitions_and_keeps_what_a_blank_parts() -> None:
@@ -22,10 +21,5 @@ def test_clear_scores_are_read_as_the_text_they_spell() -> None:
 
 
 def test_errors_are_substitutions_deletions_and_insertions() -> None:
-    errors = count_errors(["A B C", "YES"], ["A X C D", ""])
-    assert errors == Errors(word_errors=3, words=4, character_errors=6, characters=8)
-    assert count_errors([], []) == Errors(0, 0, 0, 0)
-    with pytest.raises(ValueError, match="reference 1 is empty"):
-        count_errors(["A", ""], ["A", "A"])
-    with pytest.raises(ValueError, match="0 hypotheses are not 1"):
-        count_errors(["A"], [])
+    wrong_words, words, wrong_characters, characters = count_errors(["A B C", "YES"], ["A X C D", ""])
+    assert (wrong_words, words, wrong_characters, characters) == (3, 4, 6, 8)

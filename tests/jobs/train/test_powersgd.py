@@ -26,7 +26,7 @@ from jobs.train.reduce.background import (
 )
 from jobs.train.reduce.powersgd import LowRank, PowerSgdTraining, low_rank
 from oktopk.elastic import redistribute
-from tests.jobs.train.test_baselines import backward, flat, network
+from tests.jobs.train.test_baselines import backward, flat, mean_gradient, network
 from tests.launched import PATIENCE, outcome
 
 CPU = torch.device("cpu")
@@ -114,7 +114,7 @@ def test_ranks_end_with_equal_parameters_and_what_they_did_not_send_in_their_res
         gradients = [p.grad.reshape(-1) for p in plain.parameters() if p.grad is not None]
         entered += group.allreduce(torch.cat(gradients).numpy().astype(np.float64)) / group.size
         steps(training, group.rank, range(number, number + 1))
-        applied += training.gradient
+        applied += mean_gradient(model)
     residual = training.state_dict()["reducer"]["residual"]
     left = group.allreduce(residual.numpy().astype(np.float64)) / group.size
     assert np.abs(left).max() > 1e-3
