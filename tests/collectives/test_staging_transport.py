@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,10 +144,19 @@ def test_of_a_long_array_the_first_part_leaves_before_the_rest_was_copied(
     dest, source = ring(made)
     outgoing, incoming, copied = np.arange(500), np.zeros(500, np.int64), []
     send, wait = MpiTransport.send, MpiTransport.wait
-    monkeypatch.setattr(MpiTransport, "send", lambda *a: copied.append(made.stream.done) or send(*a))
+
+    def watched_send(*arguments: Any) -> list[Any]:
+        copied.append(made.stream.done)
+        return send(*arguments)
+
+    def watched_wait(*arguments: Any) -> None:
+        copied.append(len(made.stream.waiting))
+        wait(*arguments)
+
+    monkeypatch.setattr(MpiTransport, "send", watched_send)
     requests = made.receive(incoming, source) + made.send(outgoing, dest)
     assert copied == [1, 2, 2]
-    monkeypatch.setattr(MpiTransport, "wait", lambda *a: copied.append(len(made.stream.waiting)) or wait(*a))
+    monkeypatch.setattr(MpiTransport, "wait", watched_wait)
     made.wait(requests)
     assert copied[3:] == [0, 1], "the last part is waited for when the others are on their way to the device"
     made.stream.run()
