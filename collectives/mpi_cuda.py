@@ -37,21 +37,9 @@ class StagedCudaTransport(DeviceTransport, StagedTransport, MpiTransport):
         super().__init__(comm, device, device)
 
 
-def connect_device(
-    host: MpiTransport, device: Device, staged: bool, all_staged: bool = False
-) -> DeviceTransport:
-    """The transport for device arrays among the ranks of `host`, which the caller closes. Collective.
-
-    Args:
-        staged: whether this rank's messages go through the host.
-        all_staged: whether those of all ranks do; equal on all ranks.
-    """
-    made: DeviceTransport
-    if staged:
-        made = StagedCudaTransport(host.comm, device)
-        made.in_parts = all_staged
-    else:
-        made = CudaMpiTransport(host.comm, device)
+def connect_device(host: MpiTransport, device: Device, staged: bool) -> DeviceTransport:
+    """The transport for device arrays among the ranks of `host`, which the caller closes; `staged` may differ. Collective."""
+    made = (StagedCudaTransport if staged else CudaMpiTransport)(host.comm, device)
     made.shared = host.shared
     return made
 

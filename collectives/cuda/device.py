@@ -205,7 +205,7 @@ class Device:
         self._copy(dest, array.ctypes.data, array.nbytes, cupy.cuda.runtime.memcpyHostToDevice)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """uint8[nbytes] of page-locked host memory; this and the next four are the `Copies` of `collectives.staging`."""
+        """uint8[nbytes] of page-locked host memory; this and the next two are the `Copies` of `collectives.staging`."""
         return np.frombuffer(pinned_memory(nbytes), np.uint8, nbytes)
 
     def copy_out(self, host: NDArray[np.uint8], array: Any) -> None:
@@ -213,14 +213,6 @@ class Device:
 
     def copy_in(self, array: Any, host: NDArray[np.uint8]) -> None:
         self._copy(address_of(array), host.ctypes.data, len(host), cupy.cuda.runtime.memcpyHostToDevice)
-
-    def mark(self) -> Any:
-        event = cupy.cuda.Event(disable_timing=True)
-        event.record(self.stream)
-        return event
-
-    def reach(self, mark: Any) -> None:
-        mark.synchronize()
 
     def _copy(self, dest: int, source: int, nbytes: int, kind: int) -> None:
         self.pending = True

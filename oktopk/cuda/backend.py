@@ -66,7 +66,7 @@ class DeviceBackend(Backend):
                 f"{next(iter(staged.values()))}. `oktopk-doctor` says what this host can do",
                 stacklevel=3,
             )
-        return connect_device(host, self.device, bool(problem), all_staged=len(staged) == host.size)
+        return connect_device(host, self.device, staged=bool(problem))
 
     def zeros(self, length: int) -> Any:
         array = self.device.allocate(length, np.float32)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -91,76 +90,6 @@ def test_ranks_that_stage_and_ranks_that_do_not_understand_each_other(
         made.stream.run()
     for step in range(2):
         assert np.array_equal(arrived[step], np.arange(elements) * (source + 1) + step)
-    made.close()
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("prepared", [False, True])
-def test_long_arrays_travel_in_parts_that_count_as_one_message(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, prepared: bool
-) -> None:
-    monkeypatch.setattr("collectives.staging._WHOLE", 800)
-    monkeypatch.setattr("collectives.staging._END", 160)
-    made = FakeDeviceTransport(comm)
-    made.in_parts = True
-    part = made.split(0)
-    assert isinstance(part, FakeDeviceTransport)
-    lengths = [100, 101, 0, 1000, 7, 333]
-    for transport in (made, part):
-        dest, source = ring(transport)
-        outgoing = [np.arange(length) + 10_000 * transport.rank for length in lengths]
-        incoming = [np.zeros(length, np.int64) for length in lengths]
-        for _ in range(3):
-            if prepared:
-                transport.prepare_sends(outgoing[:4])
-            requests = [request for array in incoming for request in transport.receive(array, source)]
-            requests += transport.send_all([(array, dest) for array in outgoing[:3]])
-            for array in outgoing[3:]:
-                requests += transport.send(array, dest)
-            transport.wait(requests)
-            transport.stream.run()
-            for length, array in zip(lengths, incoming, strict=True):
-                assert np.array_equal(array, np.arange(length) + 10_000 * source)
-                array[:] = 0
-        assert transport.take_traffic() == Traffic(3 * 8 * sum(lengths), 15)
-        # the length of one that is counted is not known where it arrives
-        requests = transport.send(outgoing[3], dest, even_if_empty=True)
-        assert transport.receive_counted(incoming[3], source) == 1000
-        transport.wait(requests)
-        transport.stream.run()
-        assert np.array_equal(incoming[3], np.arange(1000) + 10_000 * source)
-    part.close()
-    made.close()
-
-
-@pytest.mark.mpi
-def test_of_a_long_array_the_first_part_leaves_before_the_rest_was_copied(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("collectives.staging._WHOLE", 800)
-    monkeypatch.setattr("collectives.staging._END", 160)
-    made = FakeDeviceTransport(comm)
-    made.in_parts = True
-    dest, source = ring(made)
-    outgoing, incoming, copied = np.arange(500), np.zeros(500, np.int64), []
-    send, wait = MpiTransport.send, MpiTransport.wait
-
-    def watched_send(*arguments: Any) -> list[Any]:
-        copied.append(made.stream.done)
-        return send(*arguments)
-
-    def watched_wait(*arguments: Any) -> None:
-        copied.append(len(made.stream.waiting))
-        wait(*arguments)
-
-    monkeypatch.setattr(MpiTransport, "send", watched_send)
-    requests = made.receive(incoming, source) + made.send(outgoing, dest)
-    assert copied == [1, 2, 2]
-    monkeypatch.setattr(MpiTransport, "wait", watched_wait)
-    made.wait(requests)
-    assert copied[3:] == [0, 1], "the last part is waited for when the others are on their way to the device"
-    made.stream.run()
-    assert np.array_equal(incoming, outgoing)
     made.close()
 
 
