@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from collectives.codec import WIRES
 from jobs.bench.device import DEVICES
-from jobs.bench.document import NCCL_ROWS, BenchError
+from jobs.bench.document import HOST_ROWS, NCCL_ROWS, BenchError
 from jobs.bench.gradients import PROFILES
 from jobs.bench.mpi import ALGORITHMS
 from jobs.bench.row_volume import SKEWS
@@ -27,12 +26,6 @@ LIBRARY_METHODS = tuple(ALGORITHMS)
 OVER_MPI = "oktopk-mpi"
 OWN_ROWS = (OVER_MPI, "oktopk-into-g")
 """On a GPU: Ok-Topk kept to MPI where it could do without, and Ok-Topk whose update is written into the gradient."""
-HOST_ROWS = {
-    f"oktopk-{levels}-{wire}": {"levels": levels, "wire": wire}
-    for levels in ("flat", "hosts")
-    for wire in WIRES
-}
-"""Ok-Topk flat and in two levels, on each wire, for hosts of several ranks: name -> settings."""
 KNOWN = {
     "cpu": (*METHODS, *LIBRARY_METHODS, *HOST_ROWS),
     "cuda": (*METHODS, *OWN_ROWS, *NCCL_ROWS, *HOST_ROWS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import sys
@@ -15,10 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from data.command import command_parser
-from jobs.bench.arguments import HOST_ROWS
-from jobs.bench.document import BenchError, read
+from jobs.bench.document import HOST_ROWS, BenchError, read
 from jobs.bench.figures import TITLES
-from jobs.bench.links import UNSHAPED, bits_per_second
+from jobs.bench.rate import UNSHAPED, bits_per_second
+from jobs.report.panels import DrawnPanel
 from jobs.report.style import COLOURS, DASHES, GREY, OURS, STYLE, colour_of, title_of
 
 Lines = dict[str, list[tuple[float, float]]]
@@ -72,7 +73,7 @@ def byte_lines(documents: Sequence[dict[str, Any]], length: int | None = None) -
     return _sorted(
         (ranks_per_host(run), ranks_per_host(run) * at["bytes_between"]["mean"], at["name"])
         for run, at in _all(documents, length)
-        if at["counted"]
+        if at["counted"] and "bytes_between" in at  # not in the oldest documents
     )
 
 
@@ -131,24 +132,81 @@ def draw(
             raise BenchError(f"method {name!r} is in none of the documents: {', '.join(measured)}")
     run, _ = next(_all(documents, length))
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 3.6), layout="constrained")
-        axes = figure.subplots()
-        shown = {name: measured[name] for name in methods}
-        what = f"n = {run['length'] / 1e6:.1f} M, density {100 * run['density']:g} %"
-        if bytes_sent:
-            _draw_bytes(axes, shown)
-        else:
-            _draw_times(axes, shown)
-            what = f"{run['ranks']} ranks, {what}"
-        beside: dict[str, Any] = (
-            {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(shown) > 3 else {}
-        )
-        axes.legend(frameon=False, handlelength=4.0, **beside)  # long enough to show dashes
-        axes.set_title(what, color=GREY, fontsize=10)
+        figure = _figure({name: measured[name] for name in methods}, run, bytes_sent)
         try:
             figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None)
         except (OSError, ValueError) as error:
             raise BenchError(f"{output} cannot be written: {error}") from error
+
+
+def panels(documents: Sequence[dict[str, Any]]) -> list[DrawnPanel]:
+    """Pictures for the report's page: of each length time over bandwidth, and bytes between hosts over ranks per host.
+
+    Runs that name no links or hosts are left out, and so are pictures with fewer than two places on the axis.
+    """
+    alike: dict[Any, list[dict[str, Any]]] = {}  # in all that the axis does not tell
+    for document in documents:
+        for run in document["runs"]:
+            network = run.get("network") or ""
+            hosts = _HOSTS.search(network)
+            if hosts is None or _RATE.search(network) is None:
+                continue
+            for bytes_sent, fixed in ((False, run["ranks"]), (True, bandwidth(run))):
+                key = run["length"], int(hosts[1]), bytes_sent, fixed
+                alike.setdefault(key, []).append({**document, "runs": [run]})
+    return [panel for key in sorted(alike) for panel in _panel(alike[key], *key)]
+
+
+def _panel(
+    documents: Sequence[dict[str, Any]], length: int, hosts: int, bytes_sent: bool, fixed: float
+) -> list[DrawnPanel]:
+    """The picture of documents alike in all that its axis does not tell; none with fewer than two places on the axis.
+
+    Args:
+        documents: with one run each.
+        fixed: ranks, or with `bytes_sent` the bandwidth in Gb/s.
+    """
+    measured = (byte_lines if bytes_sent else lines)(documents)
+    if len({x for points in measured.values() for x, _ in points}) < 2:
+        return []
+    (run,) = documents[0]["runs"]
+    text = io.StringIO()
+    with mpl.rc_context(STYLE):
+        _figure(measured, run, bytes_sent).savefig(text, format="svg", metadata={"Date": None})
+    name, x, y = "time-over-bandwidth", "gigabits_per_second", "seconds"
+    title = f"Time of a step between {hosts} hosts"
+    if bytes_sent:
+        name, x, y = "bytes-over-ranks", "ranks_per_host", "bytes"
+        title = f"Bytes that one of {hosts} hosts sends in a step"
+    points = (
+        {"series": look(row)["label"], x: at, y: value} for row in measured for at, value in measured[row]
+    )
+    commits = ", ".join(dict.fromkeys((each["commit"] or "unknown")[:10] for each in documents))
+    return [
+        DrawnPanel(
+            f"{name}-{length}-{hosts}-{fixed:g}",
+            title,
+            f"jobs.bench, {run['gradients']['name']} gradients, commit {commits}",
+            text.getvalue(),
+            tuple(points),
+        )
+    ]
+
+
+def _figure(shown: Lines, run: dict[str, Any], bytes_sent: bool) -> Figure:
+    """The lines, under a title that says what the run was."""
+    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
+    axes = figure.subplots()
+    what = f"n = {run['length'] / 1e6:.1f} M, density {100 * run['density']:g} %"
+    if bytes_sent:
+        _draw_bytes(axes, shown)
+    else:
+        _draw_times(axes, shown)
+        what = f"{run['ranks']} ranks, {what}"
+    beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(shown) > 3 else {}
+    axes.legend(frameon=False, handlelength=4.0, **beside)  # long enough to show dashes
+    axes.set_title(what, color=GREY, fontsize=10)
+    return figure
 
 
 def _draw_times(axes: Axes, shown: Lines) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from mpi4py import MPI
 
-from jobs.bench.arguments import HOST_ROWS, OVER_MPI, OWN_ROWS
+from jobs.bench.arguments import OVER_MPI, OWN_ROWS
 from jobs.bench.device import Device
-from jobs.bench.document import NCCL_ROWS, BenchError
+from jobs.bench.document import HOST_ROWS, NCCL_ROWS, BenchError
 from jobs.bench.measure import Contestant, Reducer
 from jobs.bench.mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
 from jobs.bench.nccl import NcclAllreduce, require_nccl

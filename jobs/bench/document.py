@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from collectives.codec import WIRES
 from data.durable import draft_of, is_special, replaced
 from jobs.run import provenance
 
@@ -29,6 +30,13 @@ _SERIES = re.compile(r"\[[^\[\]{}\"]*\]")  # a list of numbers
 
 NCCL_ROWS: dict[str, str] = {"nccl": "float32", "nccl-bf16": "bfloat16"}
 """Method that runs NCCL -> what it sums."""
+
+HOST_ROWS = {
+    f"oktopk-{levels}-{wire}": {"levels": levels, "wire": wire}
+    for levels in ("flat", "hosts")
+    for wire in WIRES
+}
+"""Ok-Topk flat and in two levels, on each wire, for hosts of several ranks: name -> settings."""
 
 BASELINES = {"float32": "nccl", "bfloat16": "nccl-bf16", "float16": "nccl"}
 """Gradient type -> the method that its times are compared with."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import socket
 import statistics
 import time
@@ -17,32 +16,14 @@ from numpy.typing import NDArray
 
 from jobs.bench.document import BenchError
 from jobs.bench.floors import ring_exchange
+from jobs.bench.rate import bits_per_second
 from jobs.bench.tcp import TcpRing
-
-UNSHAPED = "none"
-"""The value of `--link` for unshaped links."""
 
 TOLERANCE = 1.15
 """Shaping holds where a transfer after a pause runs at no more than this times the rate of `--link`."""
 
-_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_RATE = re.compile(r"([0-9]+\.?[0-9]*)(kbit|mbit|gbit)")
 _PAUSE, _TRIES = 0.02, 5  # seconds; a bucket of 128 KB fills in 1 ms at 1 Gb/s
 _MOST = 8 << 20  # bytes: beyond that the bucket no longer matters
-
-
-def bits_per_second(text: str) -> float | None:
-    """The rate in a value of `--link`, None where links are unshaped.
-
-    Raises:
-        BenchError: it is neither a rate nor "none".
-    """
-    if text == UNSHAPED:
-        return None
-    found = _RATE.fullmatch(text)
-    if found is None or not float(found[1]):
-        raise BenchError(f"link {text!r} is neither a rate such as 10gbit nor {UNSHAPED!r}")
-    return float(found[1]) * _BITS[found[2]]
 
 
 class Links:

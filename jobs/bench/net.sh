@@ -2,14 +2,15 @@
 # The bench over real TCP on a slow network, on one machine: hosts are network namespaces, joined by a switch through links
 # that a token bucket shapes in both directions.
 #
-#     jobs/bench/net.sh [--hosts 4] [--ranks 4] [--rate 1gbit] [--burst 128kb] [--mpiexec PATH] [--python PATH] [BENCH ARGUMENT ...]
+#     jobs/bench/net.sh [--hosts 4] [--ranks 4] [--rate 1gbit] [--burst 128kb] [--mtu BYTES] [--mpiexec PATH] [--python PATH] [...]
 #     jobs/bench/net.sh --device cuda [--hosts 2] [--ranks 2] [--rate 10gbit] [--transport tcp|ucx] [--gpus 0,1] [...]
 #     jobs/bench/net.sh [...] --module jobs.train CONFIG.toml [ARGUMENT ...]     another module in place of jobs.bench
 #
 # --rate none leaves the links as they are. --burst is what a link lets through unshaped after a pause: by default 128kb up to
-# 10gbit, else 256kb. With --device cuda the GPUs (--gpus, or all that nvidia-smi lists) are dealt out to the hosts in equal
-# shares, and a host sees its own alone. Messages between GPUs are staged through host memory over Open MPI's tcp, or sent from
-# device memory over UCX's tcp (--transport ucx); NCCL takes the same links. Ranks beyond the GPUs of a host share them.
+# 10gbit, else 256kb. --mtu is the longest packet, 1500 bytes unless said; many clusters have jumbo frames of 9000. With --device
+# cuda the GPUs (--gpus, or all that nvidia-smi lists) are dealt out to the hosts in equal shares, and a host sees its own alone.
+# Messages between GPUs are staged through host memory over Open MPI's tcp, or sent from device memory over UCX's tcp (--transport
+# ucx); NCCL takes the same links. Ranks beyond the GPUs of a host share them.
 #
 # Needs root, or a kernel that lets users make namespaces. Everything is made inside mount, network and process namespaces of its
 # own, of which nothing is visible outside: when the first process in them ends, by whatever means, the kernel takes links, hosts
@@ -19,14 +20,14 @@ set -uo pipefail
 say() { echo "bench-net: $*" >&2; }
 refuse() { say "$@"; exit 2; }
 
-device=cpu hosts='' ranks='' rate='' burst='' transport='' gpus='' mpiexec='' inside='' module=jobs.bench
+device=cpu hosts='' ranks='' rate='' burst='' mtu='' transport='' gpus='' mpiexec='' inside='' module=jobs.bench
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=$here/.venv/bin/python
 while [ $# -gt 0 ]; do
     case $1 in
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;;
     --inside) inside=yes; shift; continue ;;
-    --device | --hosts | --ranks | --rate | --burst | --transport | --gpus | --mpiexec | --python | --module)
+    --device | --hosts | --ranks | --rate | --burst | --mtu | --transport | --gpus | --mpiexec | --python | --module)
         [ $# -ge 2 ] || refuse "$1 needs a value"
         ;;
     *) break ;;
@@ -37,6 +38,7 @@ while [ $# -gt 0 ]; do
     --ranks) ranks=$2 ;;
     --rate) rate=$2 ;;
     --burst) burst=$2 ;;
+    --mtu) mtu=$2 ;;
     --transport) transport=$2 ;;
     --gpus) gpus=$2 ;;
     --mpiexec) mpiexec=$2 ;;
@@ -83,6 +85,7 @@ check() {
     [[ $device == cpu || $device == cuda ]] || refuse "--device $device is neither cpu nor cuda"
     [[ $rate == none || $rate =~ ^[0-9]+(\.[0-9]+)?[kmg]bit$ ]] || refuse "--rate $rate is not a rate such as 1gbit or 100mbit, nor none"
     [[ $burst =~ ^[0-9]+(\.[0-9]+)?[km]?b$ ]] || refuse "--burst $burst is not a number of bytes such as 128kb"
+    [[ -z $mtu || $mtu =~ ^[1-9][0-9]{2,4}$ ]] || refuse "--mtu $mtu is not a number of bytes in [100, 99999]"
     [[ $device == cuda || -z $transport$gpus ]] || refuse "--transport and --gpus are for --device cuda"
     [[ $device == cpu || $transport == tcp || $transport == ucx ]] || refuse "--transport $transport is neither tcp nor ucx"
     [[ $gpus =~ ^([0-9]+(,[0-9]+)*)?$ ]] || refuse "--gpus $gpus is not a list of numbers such as 0,1"
@@ -110,7 +113,8 @@ outside() {
     trap 'exit 143' TERM HUP
     setpriv --pdeathsig KILL -- unshare "${user[@]}" --mount --net --uts --pid --fork --kill-child=KILL --mount-proc \
         "$BASH" "${BASH_SOURCE[0]}" --inside --device "$device" --hosts "$hosts" --ranks "$ranks" --rate "$rate" --burst "$burst" \
-        --transport "$transport" --gpus "$gpus" --mpiexec "$mpiexec" --python "$(realpath -s "$python")" --module "$module" "${arguments[@]}" &
+        --mtu "$mtu" --transport "$transport" --gpus "$gpus" --mpiexec "$mpiexec" --python "$(realpath -s "$python")" \
+        --module "$module" "${arguments[@]}" &
     child=$!
     wait "$child"
     local status=$?
@@ -141,6 +145,9 @@ network() {
         make 'veth pairs' CONFIG_VETH ip link add "v$i" type veth peer name eth0 netns "h$i"
         ip link set "v$i" master switch up && ip -n "h$i" addr add "10.77.0.$i/24" dev eth0 &&
             ip -n "h$i" link set lo up && ip -n "h$i" link set eth0 up || refuse "cannot join host $i to the switch"
+        if [ -n "$mtu" ]; then
+            ip link set "v$i" mtu "$mtu" && ip -n "h$i" link set eth0 mtu "$mtu" || refuse "links take no packets of $mtu bytes"
+        fi
         # BBR, where it is this machine's, paces below the rate of a link as short as these, and a pause between steps is no sign of a
         # network that has changed
         ip netns exec "h$i" sh -c 'cd /proc/sys/net/ipv4 && echo reno >tcp_congestion_control && echo 0 >tcp_slow_start_after_idle' ||
@@ -186,6 +193,7 @@ bench() {
     list=$(IFS=,; echo "${names[*]}")
     local launch=("$mpiexec") network="TCP over $rate links"
     [ "$rate" != none ] || network='TCP over unshaped links'
+    [ -z "$mtu" ] || network+=", packets of $mtu bytes"
     case $flavour in
     openmpi)
         launch+=(--prtemca plm_ssh_agent /run/agent --prtemca prte_if_include 10.77.0.0/24)

@@ -33,7 +33,7 @@ from jobs.bench.arguments import (
     parser,
 )
 from jobs.bench.document import NCCL_ROWS, BenchError
-from jobs.bench.links import bits_per_second
+from jobs.bench.rate import bits_per_second
 from jobs.bench.row_volume import SKEWS
 from oktopk import METHODS, Settings
 from oktopk.devices import GRADIENT_TYPES
@@ -58,7 +58,7 @@ class Options:
         settings: keywords of oktopk.Settings besides density, for all methods.
         ranks, sweep_ranks: numbers of ranks to start an ablation or a sweep on; empty: none are started.
         memory: watch allocations in the last steps of the warm-up.
-        link: rate of each host's link, as `jobs.bench.links.bits_per_second` takes it; "" where it is not given.
+        link: rate of each host's link, as `jobs.bench.rate.bits_per_second` takes it; "" where it is not given.
         table: a name in TABLES; "" for none.
         rows: numbers of the table's rows from 1; empty: all.
         types: gradient types of the table; empty: both.

@@ -3,7 +3,9 @@
     python -m jobs.report runs/dense.h5 runs/oktopk.h5 -o report --target 0.9
 
 Runs may still be going on, or have been killed; a file that is no run is named and left out. Runs that differ in
-their seed alone are one line of a picture and one row of a table. Writes into DIR:
+their seed alone are one line of a picture and one row of a table. Documents of jobs.bench (JSON) may stand among
+the runs: each is printed and drawn, and those over several bandwidths, or with several numbers of ranks a host,
+make a section of the page. Writes into DIR:
 
     index.html                          the page: nothing beside it is needed to read it
     report.png                          loss over steps and words, words against the bounds: for a README
@@ -19,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.command import command_parser
-from jobs.bench.document import BenchError
+from jobs.bench.bandwidth import panels
+from jobs.bench.document import BenchError, read
 from jobs.bench.figures import report_bench
 from jobs.report.write import PAGE, report
 from jobs.run.file import RunFileError
@@ -61,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     target=options.target,
                     title=options.title,
                     notes_besides=options.note,
+                    between_hosts=panels([read(document) for document in documents]),
                 )
             )
             print(f"\npage: {Path(options.output) / PAGE}")

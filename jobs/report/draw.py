@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from jobs.report.groups import Group, stands_out
-from jobs.report.panels import BarPanel, DotPanel, Level, LinePanel, Panel
+from jobs.report.panels import BarPanel, DotPanel, DrawnPanel, Level, LinePanel, Panel, Picture
 from jobs.report.style import GREY, STYLE
 
 # Inches. On a telephone a picture shrinks to 0.65 of this: letters of 12 points stay readable.
@@ -28,8 +28,10 @@ LABEL: dict[str, Any] = {"va": "center", "fontsize": "small", "color": GREY}
 PAGE: dict[Any, Any] = {**STYLE, "font.size": 12, "legend.fontsize": 11, "axes.labelsize": 12}
 
 
-def svg(panel: Panel) -> str:
+def svg(panel: Picture) -> str:
     """One panel with its legend, as an SVG document without a title: the page has that."""
+    if isinstance(panel, DrawnPanel):
+        return panel.document
     with mpl.rc_context(PAGE):
         height = HEIGHT
         if isinstance(panel, BarPanel | DotPanel):

@@ -16,7 +16,7 @@ from jobs.report.draw import svg
 from jobs.report.glossary import explained, terms_in
 from jobs.report.groups import Group, differences, settings_of
 from jobs.report.headline import Figure
-from jobs.report.panels import Panel
+from jobs.report.panels import Picture
 from jobs.report.summary import Run
 
 MISSING = "–"
@@ -58,7 +58,7 @@ class Section:
     """Panels under one heading."""
 
     title: str
-    panels: Sequence[Panel]
+    panels: Sequence[Picture]
 
 
 def render(
@@ -124,7 +124,7 @@ def _texts(
     return [*texts, *(text for panel in panels for text in (panel.title, panel.note))]
 
 
-def _picture(panel: Panel) -> dict[str, str]:
+def _picture(panel: Picture) -> dict[str, str]:
     encoded = base64.b64encode(svg(panel).encode()).decode()
     rows = len(panel.rows())
     return {

@@ -123,6 +123,24 @@ class DotPanel:
 Panel = LinePanel | BarPanel | DotPanel
 
 
+@dataclass(frozen=True)
+class DrawnPanel:
+    """A picture that is drawn already: an SVG document, and its points as the CSV file has them."""
+
+    name: str
+    title: str
+    note: str
+    document: str
+    points: tuple[dict[str, Any], ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The points."""
+        return list(self.points)
+
+
+Picture = Panel | DrawnPanel
+
+
 def write_columns(path: Path, columns: Mapping[str, Sequence[Any] | NDArray[Any]]) -> None:
     """Write a CSV file, as long as the shortest column: a run that was killed may have a step whose stages are missing."""
     lists = [column.tolist() if isinstance(column, np.ndarray) else column for column in columns.values()]

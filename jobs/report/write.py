@@ -11,7 +11,7 @@ from jobs.report.groups import Group, group_runs, reads_text
 from jobs.report.headline import SlowLinks, headline, sentence
 from jobs.report.headline import notes as headline_notes
 from jobs.report.page import Claim, Section, Table, render
-from jobs.report.panels import write_columns, write_rows
+from jobs.report.panels import DrawnPanel, write_columns, write_rows
 from jobs.report.speed_tables import speed_tables
 from jobs.report.summary import Run, figures, read_readable
 from jobs.report.tables import closing_table, method_figures, methods_table, regions_table, sweep_table, swept
@@ -33,6 +33,7 @@ def report(
     claims: Sequence[Claim] = (),
     notes_besides: Sequence[str] = (),
     links: SlowLinks | None = None,
+    between_hosts: Sequence[DrawnPanel] = (),
 ) -> str:
     """Write the page, the picture and the CSV files into folder, which is made if need be.
 
@@ -44,6 +45,7 @@ def report(
         title: the page's heading.
         claims: what the runs were to show; notes_besides: what the files do not say. For the page.
         links: adds a headline that compares Ok-Topk with Dense, also over these links.
+        between_hosts: pictures of what links between hosts carry, for a section of their own.
 
     Returns:
         The headline if there is one, and the closing table, with a note below it on every run that is not what it seems.
@@ -64,6 +66,7 @@ def report(
     shown = groups["train"] or groups["speed"] or groups["regions"]
     remarks = [*notes(groups["train"]), *(f"left out: {problem}" for problem in problems)]
     sections = _sections(groups["train"], groups["speed"], target)
+    sections.append(Section("Between hosts", between_hosts))
     figures_on_top = headline(groups["train"], groups["slow"], links) if links else []
     if links:
         remarks += headline_notes(figures_on_top, links, groups["train"], groups["slow"])

@@ -86,6 +86,7 @@ def networks() -> None:
         (["--rate", "fast"], "--rate fast is not a rate such as 1gbit or 100mbit, nor none"),
         (["--device", "abacus"], "--device abacus is neither cpu nor cuda"),
         (["--burst", "much"], "--burst much is not a number of bytes such as 128kb"),
+        (["--mtu", "jumbo"], "--mtu jumbo is not a number of bytes in [100, 99999]"),
         (["--gpus", "0,1"], "--transport and --gpus are for --device cuda"),
         (["--transport", "ucx"], "--transport and --gpus are for --device cuda"),
         (["--device", "cuda", "--transport", "rdma"], "--transport rdma is neither tcp nor ucx"),
@@ -132,21 +133,29 @@ SEEN = """
 import os, socket
 from mpi4py import MPI
 names = "CUDA_VISIBLE_DEVICES", "OKTOPK_CUDA_AWARE_MPI", "OMPI_MCA_pml", "NCCL_SOCKET_IFNAME", "UCX_TLS", "OMPI_MCA_plm"
-for seen in MPI.COMM_WORLD.gather((socket.gethostname(), *(os.environ.get(name) for name in names))) or []:
-    print(*seen)
+seen = socket.gethostname(), *(os.environ.get(name) for name in names)
+with open("/sys/class/net/eth0/mtu") as packet:
+    seen = *seen, packet.read().strip()
+for one in MPI.COMM_WORLD.gather(seen) or []:
+    print(*one)
 """
 
 
 @pytest.mark.timeout(PATIENCE)
 @pytest.mark.parametrize(
-    ("transport", "expected"),
-    [("tcp", "0 ob1 eth0 None None"), ("ucx", "None ucx eth0 tcp,self,cuda_copy None")],
+    ("transport", "more", "expected"),
+    [
+        ("tcp", ["--mtu", "9000"], "0 ob1 eth0 None None 9000"),
+        ("ucx", [], "None ucx eth0 tcp,self,cuda_copy None 1500"),
+    ],
 )
-def test_each_host_sees_its_own_gpus(networks: None, tmp_path: Path, transport: str, expected: str) -> None:
+def test_each_host_sees_its_own_gpus_and_a_link_of_the_packets_asked_for(
+    networks: None, tmp_path: Path, transport: str, more: list[str], expected: str
+) -> None:
     if "Open MPI" not in MPI.Get_library_version():
         pytest.skip("needs Open MPI")
     (tmp_path / "seen_by_ranks.py").write_text(SEEN)
-    words = ["--device", "cuda", "--gpus", "4,5,6,7", "--ranks", "4", "--transport", transport]
+    words = ["--device", "cuda", "--gpus", "4,5,6,7", "--ranks", "4", "--transport", transport, *more]
     done = call(
         command(*words, "--module", "seen_by_ranks"),
         PYTHONPATH=f"{ROOT}:{tmp_path}",

@@ -27,6 +27,8 @@ from jobs.report.tables import markdown, method_figures, methods_table
 from jobs.report.write import report
 from tests.jobs.report.test_report import DENSE_WORDS, K, rows, write_run
 
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
+
 
 class Page(HTMLParser):
     """The pictures, tables, text and links of a page; open elements must be closed in order."""
@@ -371,3 +373,33 @@ def test_the_run_of_an_experiment_is_told_by_its_name(tmp_path: Path) -> None:
     assert "oktopk-0: jobs.experiment --runs oktopk-0" in page
     assert "by-hand: jobs.train by-hand.toml" in page
     assert "plan.json" not in page
+
+
+def test_documents_of_the_bench_over_several_links_and_ranks_a_host_make_a_section(tmp_path: Path) -> None:
+    names = [
+        "gpu-net-10gbit",
+        "gpu-net-25gbit",
+        "hosts-bytes-1",
+        "hosts-bytes-2",
+        "hosts-1gbit",
+        "shared-memory",
+    ]
+    documents = [str(RESULTS / f"{name}.json") for name in names]
+    run = str(write_run(tmp_path / "a.h5"))
+    assert main([run, *documents, "-o", str(tmp_path / "report")]) == 0
+    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    assert "<h2>Between hosts</h2>" in page
+    # a picture has two places on its axis at least: 133.5 M and 306.5 M too, but neither one bandwidth nor no links
+    lengths = ["14728266", "133547324", "306535400"]
+    expected = {f"time-over-bandwidth-{length}-2-2.csv" for length in lengths}
+    expected |= {"bytes-over-ranks-1472826-4-inf.csv"}
+    written = {path.name for path in (tmp_path / "report").glob("*-over-*.csv")}
+    assert {name for name in written if name.startswith(("time-over-band", "bytes-over"))} == expected
+    assert all(name in page for name in expected)
+    sent = rows(tmp_path / "report" / "bytes-over-ranks-1472826-4-inf.csv")
+    by_series = {
+        name: [row for row in sent if row["series"] == name] for name in ("flat, int4", "two levels, int4")
+    }
+    assert all([row["ranks_per_host"] for row in of_one] == ["1.0", "2.0"] for of_one in by_series.values())
+    growth = [float(two["bytes"]) / float(one["bytes"]) for one, two in by_series.values()]
+    assert growth == pytest.approx([2.0, 1.0], rel=0.02)
