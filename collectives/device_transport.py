@@ -32,6 +32,7 @@ class DeviceTransport(HostTransport):
         self.kernels = DeviceKernels(device)
 
     def dense_allreduce(self, vector: Any, timeout: float) -> Any:
+        self.dense_problem = ""
         if self.p2p and 1 < self.size <= MOST_DENSE_RANKS:
             try:
                 return P2PDenseAllreduce(vector, self, self.device, timeout)

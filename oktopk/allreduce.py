@@ -115,7 +115,7 @@ class GradientAllreduce:
         self._group, self._vectors = parts.group, parts.vectors
         self.flat_reason = parts.flat_reason
         """Why steps are flat though levels is "auto", in a sentence; "" if they are not, or are meant to be."""
-        self.p2p_unavailable_reason = parts.p2p_unavailable_reason
+        self._p2p_problem = self.p2p_unavailable_reason = parts.p2p_unavailable_reason
         """Why this instance does not use peer memory, in a sentence; "" if it does."""
         self.length = length
         self.method = method
@@ -622,6 +622,7 @@ class GradientAllreduce:
         for executor in self._executors.values():
             executor.close()
         self._methods, self._executors, self._final = {}, {}, None
+        self.p2p_unavailable_reason = self._p2p_problem  # windows are asked for again
         self.steps = state["steps"]
         self._sparse_steps = state["sparse_steps"]
         self._last_k = state["last_k"]
@@ -720,7 +721,7 @@ class GradientAllreduce:
             self._executors[name] = make_together(self.transport, partial(self._executor, method))
             self._methods[name] = method
             if self.method == name == "dense":  # its windows are asked for when the first step begins
-                self.p2p_unavailable_reason = self.p2p_unavailable_reason or self.transport.dense_problem
+                self.p2p_unavailable_reason = self._p2p_problem or self.transport.dense_problem
         return self._methods[name]
 
     def _executor(self, method: Method) -> Executor:

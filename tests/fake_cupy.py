@@ -73,6 +73,7 @@ def on_fake(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
             "kernels",
             "launch",
             "layouts",
+            "mailbox",
             "rows",
         )
     ]
@@ -84,7 +85,6 @@ def on_fake(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
             "kernels",
             "kth_select",
             "layouts",
-            "mailbox",
             "p2p_step",
             "p2p_graph",
             "select",

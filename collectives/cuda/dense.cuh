@@ -7,15 +7,11 @@
 
 #ifndef RANKS
 #define RANKS 2
-#define DENSE_THREADS 512
-#define DENSE_VECTORS 2
 #define DENSE_LINE_VECTORS 2
-#define DENSE_BLOCKS 512
-#define DENSE_RING_BLOCKS 512
+#define DENSE_RING_BLOCKS DENSE_BLOCKS
 #endif
 
 constexpr int OTHERS = RANKS > 1 ? RANKS - 1 : 1;  // at least 1, as the length of arrays
-constexpr int SLOTS = 2;                           // of a ring
 
 __device__ __forceinline__ void narrow(float x, float& to) { to = x; }
 __device__ __forceinline__ void narrow(float x, __nv_bfloat16& to) { to = __float2bfloat16_rn(x); }

@@ -10,6 +10,14 @@ import cupy
 
 from collectives.cuda.device import Device
 from collectives.cuda.launch import Kernel, compiled, has_native_atomics
+from collectives.cuda.layouts import (
+    CHUNK_BYTES,
+    CHUNK_DATA,
+    DENSE_BLOCKS,
+    DENSE_SLOTS,
+    DENSE_THREADS,
+    DENSE_VECTORS,
+)
 from collectives.transport import Transport
 
 ALGORITHMS = ("one_shot", "lines", "pushed", "two_shot", "two_shot_lines")
@@ -23,13 +31,12 @@ SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 _CUDA = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 _SOURCE = Path(__file__).with_name("dense_p2p.cu")
-THREADS, _VECTORS = 512, 2  # of a block; packs of 16 bytes a thread of a tile; see `dense_p2p.cu`
-_SLOTS = 2  # of a ring
 _LINE_VECTORS = 2  # chunks of lines that a warp sends before it waits, for five ranks at most: fewer for more
-_CHUNK = 480  # bytes of data in 512 bytes of lines
-_MOST_BLOCKS = 512  # of any launch
-_RING_BLOCKS = 512  # of a launch through rings, for two ranks: fewer for more, which send each tile to more
-_TILE = THREADS * _VECTORS * 16  # bytes
+_RING_BLOCKS = (
+    DENSE_BLOCKS  # of a launch through rings, for two ranks: fewer for more, which send each tile to more
+)
+_WARPS = DENSE_THREADS // 32
+_TILE = DENSE_THREADS * DENSE_VECTORS * 16  # bytes
 _FLAGGED = 2 << 20  # bytes of data that all sources together may send by `one_shot`
 _ALIGNMENT = 256  # bytes, of what lies in a window
 
@@ -47,15 +54,15 @@ class Areas(NamedTuple):
 
 def areas(ranks: int) -> Areas:
     """The parts of a window for so many ranks."""
-    pieces = 2 * (ranks - 1) * ring_blocks(ranks) * _SLOTS
-    chunks = pieces * (THREADS // 32) * line_vectors(ranks)
+    pieces = 2 * (ranks - 1) * ring_blocks(ranks) * DENSE_SLOTS
+    chunks = pieces * _WARPS * line_vectors(ranks)
     ends = [0]
     for nbytes in (
         2 * ranks * 16,
         2 * ranks * most_units(ranks) * 16,
         pieces * _TILE,
         pieces * 8,
-        chunks * 512,
+        chunks * CHUNK_BYTES,
     ):
         ends.append(-(-(ends[-1] + nbytes) // _ALIGNMENT) * _ALIGNMENT)
     return Areas(*ends)
@@ -63,7 +70,7 @@ def areas(ranks: int) -> Areas:
 
 def counters(ranks: int) -> tuple[int, int, int]:
     """How many counters `one_shot`, the algorithms in tiles and those in lines have."""
-    return _MOST_BLOCKS, 2 * ring_blocks(ranks), 2 * ring_blocks(ranks) * (THREADS // 32)
+    return DENSE_BLOCKS, 2 * ring_blocks(ranks), 2 * ring_blocks(ranks) * _WARPS
 
 
 def most_units(ranks: int) -> int:
@@ -89,22 +96,18 @@ def blocks_of(algorithm: str, length: int, size: int, ranks: int) -> int:
         size: bytes of one.
     """
     if algorithm == "one_shot":
-        return min(-(-length * size // (8 * THREADS)), _MOST_BLOCKS)
+        return min(-(-length * size // (8 * DENSE_THREADS)), DENSE_BLOCKS)
     parts = 1 if algorithm in ("pushed", "lines") else ranks
     if algorithm in ("pushed", "two_shot"):
         return min(-(-length * size // (_TILE * parts)), ring_blocks(ranks))
-    chunk = _CHUNK if algorithm == "int8" else _CHUNK // size  # elements
-    return min(-(-length // (chunk * parts * (THREADS // 32))), ring_blocks(ranks))
+    chunk = CHUNK_DATA if algorithm == "int8" else CHUNK_DATA // size  # elements
+    return min(-(-length // (chunk * parts * _WARPS)), ring_blocks(ranks))
 
 
 @functools.cache
 def dense_kernels(element_type: str, ranks: int) -> dict[str, Kernel]:
     """The kernels of all algorithms, by name, for so many ranks."""
-    constants = {
-        "THREADS": THREADS, "VECTORS": _VECTORS, "BLOCKS": _MOST_BLOCKS,
-        "RING_BLOCKS": ring_blocks(ranks), "LINE_VECTORS": line_vectors(ranks),
-    }  # fmt: skip
-    defines = (f"DENSE_{name}={value}" for name, value in constants.items())
+    defines = f"DENSE_RING_BLOCKS={ring_blocks(ranks)}", f"DENSE_LINE_VECTORS={line_vectors(ranks)}"
     module = compiled(_SOURCE, f"GRADIENT={_CUDA[element_type]}", f"RANKS={ranks}", *defines)
     return {name: Kernel(module, f"dense_{name}") for name in (*ALGORITHMS, *ROUNDING)}
 

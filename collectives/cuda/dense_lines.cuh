@@ -23,7 +23,7 @@ __device__ __forceinline__ int place_of_lane() {
 template <bool BYTES>
 struct Share {
   static constexpr int PACKS = BYTES ? 16 / Pack<uint4>::ELEMENTS : 1;
-  static constexpr int CHUNK = 30 * PACKS;  // packs of a chunk
+  static constexpr int CHUNK = CHUNK_DATA / 16 * PACKS;  // packs of a chunk
   Pack<uint4> packs[PACKS];
 };
 
@@ -163,8 +163,8 @@ __device__ __forceinline__ void reduce_in_lines(const DenseAllreduce& p) {
   // where chunk v of turn j of a source lies in the rings of an owner, for this lane
   const auto at = [&](int phase, int owner, int source, long long j, int v) {
     const unsigned long long row = (phase * OTHERS + row_of(owner, source)) * DENSE_RING_BLOCKS * WARPS + warp;
-    const unsigned long long slot = row * SLOTS + (sent[phase] + j) % SLOTS;
-    return p.windows[owner] + p.area + (slot * LINE_VECTORS + v) * 512 + (threadIdx.x & 31) * 16;
+    const unsigned long long slot = row * DENSE_SLOTS + (sent[phase] + j) % DENSE_SLOTS;
+    return p.windows[owner] + p.area + (slot * LINE_VECTORS + v) * CHUNK_BYTES + (threadIdx.x & 31) * 16;
   };
   const auto chunk_of = [&](long long j, int part, int v) {
     return (j * turn + static_cast<long long>(v) * warps + warp) * PARTS + part;

@@ -4,15 +4,15 @@
 //           one 8-byte access, so that the data needs no fence and no second message: the fewest waits, twice the bytes.
 // lines     the same through rings, a flag in each line of 128 bytes: neither a fence nor twice the bytes, but only where a warp's
 //           store of a line arrives whole, over NVLink. See dense_lines.cuh.
-// pushed    in tiles through rings of SLOTS, one signal a tile: a fence a tile, the bytes alone. See dense_tiles.cuh.
+// pushed    in tiles through rings of DENSE_SLOTS, one signal a tile: a fence a tile, the bytes alone. See dense_tiles.cuh.
 // two_shot  tiles again, each summed by its owner alone, who writes the sum into the others' windows; two_shot_lines does so in lines.
 // int8      as two_shot_lines, each element a signed byte in units of its line's largest over 127, sums again; all ranks get the same.
 //           It rounds, so that the bits depend on the place in the vector.
 //
 // Shapes   in, out, addend: [n], each aligned to its elements; out may be in. A window holds calls [2 parities][RANKS sources] of 16
 //          bytes, from `calls_at` on; and from `area` on: flagged words [2 parities][RANKS sources][capacity] of 16 bytes (one_shot);
-//          rings [2 phases][RANKS - 1 sources][DENSE_RING_BLOCKS][SLOTS] of tiles, and behind them, from `flags` on, 64 bits for
-//          each tile of them; or rings [2 phases][RANKS - 1 sources][warps of DENSE_RING_BLOCKS][SLOTS][DENSE_LINE_VECTORS] of 512
+//          rings [2 phases][RANKS - 1 sources][DENSE_RING_BLOCKS][DENSE_SLOTS] of tiles, and behind them, from `flags` on, 64 bits for
+//          each tile of them; or rings [2 phases][RANKS - 1 sources][warps of DENSE_RING_BLOCKS][DENSE_SLOTS][DENSE_LINE_VECTORS] of 512
 //          bytes of lines. counts: on this GPU, in one_shot [DENSE_BLOCKS], its launches, in tiles [DENSE_RING_BLOCKS][2 phases], the
 //          tiles sent, in lines [warps][2 phases]. calls: uint64[1] on this GPU. p: struct of layouts.py.
 // Units    area, flags, calls_at: bytes from the start of a window. capacity: 8 bytes of data each. timeout: ns.

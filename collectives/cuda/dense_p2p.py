@@ -13,7 +13,6 @@ from collectives.cuda.dense_algorithms import (
     ALGORITHMS,
     ROUNDING,
     SIZES,
-    THREADS,
     areas,
     blocks_of,
     counters,
@@ -32,7 +31,14 @@ from collectives.cuda.dense_choices import (
 )
 from collectives.cuda.device import Device
 from collectives.cuda.launch import PreparedLaunch
-from collectives.cuda.layouts import DENSE_ABORT, DIFFERS, MISSING, MOST_DENSE_RANKS, P2P
+from collectives.cuda.layouts import (
+    DENSE_ABORT,
+    DENSE_THREADS,
+    DIFFERS,
+    MISSING,
+    MOST_DENSE_RANKS,
+    P2P,
+)
 from collectives.symmetric_memory import NoPeerMemoryError, SymmetricMemory, abort_reasons, raise_problems
 from collectives.transport import MissingRanksError, Transport
 
@@ -314,7 +320,7 @@ class DenseP2P:
         params.out, params.addend, params.nonfinite = out, addend, nonfinite
         setattr(params, "in", array)
         blocks = blocks_of(algorithm, length, SIZES[element_type], self.transport.size)
-        launch(1 + blocks, THREADS, stream)
+        launch(1 + blocks, DENSE_THREADS, stream)
 
     def _measured(self, lengths: Sequence[int], element_type: str) -> dict[tuple[int, str], float]:
         """Seconds of the slowest rank, by length and algorithm, see `measured_seconds`. Collective."""

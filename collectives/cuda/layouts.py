@@ -35,6 +35,10 @@ COMPACT_THREADS, COMPACT_TILE = 256, 2048  # of a block that compacts; entries t
 HOT_ROWS = 8  # equal rows that a warp adds up one by one; of more it loads many at a time
 DECODE_WORDS = 128  # of a coded list's bitmap that a block decodes
 MOST_DENSE_RANKS = 8  # of a dense allreduce over symmetric memory
+DENSE_THREADS, DENSE_BLOCKS = 512, 512  # of its launches; blocks at most
+DENSE_VECTORS = 2  # packs of 16 bytes a thread of a tile
+DENSE_SLOTS = 2  # of a ring
+CHUNK_BYTES, CHUNK_DATA = 512, 480  # of lines that a warp stores at once; of data in them
 DENSE_ABORT = 1  # the epoch from which on it is aborted: its launches have epochs of their own
 
 

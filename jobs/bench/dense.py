@@ -112,6 +112,7 @@ def measure_dense(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
                     if (call := one.call_on(n)) is not None:
                         row["times"][f"{one.name}, {one.place}"] = _times(call, stream, nbytes, comm)
                 cells.append(row)
+    direct.close()
     dense.check()
     dense.close()
     floors = {"copy": copy_speed(comm), "round_trip": round_trip(transport, comm)} if comm.size > 1 else {}
@@ -161,7 +162,10 @@ def _vectors(
         vectors |= on_all(comm, "torch", in_torch, left_out)
     vectors |= on_all(comm, "nccl-window", in_windows, left_out)
     yield vectors
+    registered = "window" in vectors
     vectors.clear()
+    if registered:
+        direct.free_windows()
     torch.cuda.empty_cache()
 
 

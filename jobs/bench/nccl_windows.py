@@ -34,6 +34,7 @@ class DirectNccl:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         unique, self._comm = _UniqueId(), ctypes.c_void_p()
+        self._windows: list[tuple[ctypes.c_void_p, ctypes.c_void_p]] = []  # with their memory
         problem = ""
         try:
             self._library = ctypes.CDLL("libnccl.so.2")  # the one that torch has loaded
@@ -61,7 +62,7 @@ class DirectNccl:
         )
 
     def window(self, like: Tensor) -> Tensor:
-        """A tensor like another one, in memory of NCCL's that is registered as a symmetric window. Collective. Never freed."""
+        """A tensor like another one, in memory of NCCL's that is registered as a symmetric window. Collective."""
         pointer, window, nbytes = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t(like.nbytes)
         self._call("ncclMemAlloc", ctypes.byref(pointer), nbytes)
         self._call(
@@ -74,11 +75,24 @@ class DirectNccl:
         )
         if not window.value:
             raise NcclError("ncclCommWindowRegister gives no window here")
+        self._windows.append((window, pointer))
         memory: Any = type("Memory", (), {})()
         memory.__cuda_array_interface__ = {
             "shape": (like.nbytes,), "typestr": "|u1", "data": (pointer.value, False), "version": 3,
         }  # fmt: skip
         return torch.as_tensor(memory, device=like.device).view(like.dtype)
+
+    def free_windows(self) -> None:
+        """Free all windows, whose tensors must not be used any more. Collective."""
+        torch.cuda.synchronize()
+        for window, pointer in self._windows:
+            self._call("ncclCommWindowDeregister", self._comm, window)
+            self._call("ncclMemFree", pointer)
+        self._windows.clear()
+
+    def close(self) -> None:
+        """Give the communicator back. Collective."""
+        self._call("ncclCommDestroy", self._comm)
 
     def _call(self, name: str, *arguments: Any) -> None:
         try:
