@@ -36,6 +36,10 @@ def backward(module: nn.Module, rank: int, step: int, share: float = 1.0) -> Non
     nn.functional.cross_entropy(module(x), y).backward(torch.tensor(share))
 
 
+def mean_gradient(module: nn.Module) -> np.ndarray:
+    return torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None]).numpy().copy()
+
+
 def nccl_training(model: nn.Module, *, overlapped: bool = True, clip_norm: float = 0.0) -> NcclTraining:
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return NcclTraining(inner, clip_norm, torch.float32, bucket_mb=0.003, overlapped=overlapped)
