@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from mpi4py import MPI
+from torch import nn
 from tqdm import tqdm
 
 from collectives.dense_allreduce import dense_words
@@ -27,7 +28,8 @@ from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.schedule import learning_rate_factor
 from jobs.train.setup import Setup
 from jobs.train.timing import PhaseTimer, TimedStep, clock_ahead, measure, timeline
-from oktopk import average_buffers
+from oktopk import MissingRanksError, average_buffers
+from oktopk.torch.dense import DenseAllreduce
 
 
 def run_length(config: Config, steps_per_epoch: int, ahead: int = 0) -> int:
@@ -41,6 +43,22 @@ def run_length(config: Config, steps_per_epoch: int, ahead: int = 0) -> int:
     return min(
         limit for limit, given in ((training.steps, training.steps), (epochs, training.epochs)) if given
     )
+
+
+def peer_allreduce(model: nn.Module, comm: MPI.Intracomm) -> DenseAllreduce | None:
+    """Sums of a model's buffers through peer memory. Collective.
+
+    None where there is no such buffer, on the host, and where ranks share a GPU, are on several hosts or more than 8.
+    """
+    floating = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if comm.size == 1 or not floating or not all(buffer.is_cuda for buffer in floating):
+        return None
+    try:
+        return DenseAllreduce(comm, measure=False)
+    except MissingRanksError:
+        raise
+    except (RuntimeError, ValueError):  # on every rank alike
+        return None
 
 
 class TrainingLoop:
@@ -79,6 +97,7 @@ class TrainingLoop:
         self.passes: Passes = EagerPasses(workload, share)
         if config.captured:
             self.passes = CapturedPasses(workload, share, self.optimizer.overlapped)
+        self._allreduce = peer_allreduce(workload.model, comm)  # of its buffers
         self.figures: dict[str, str] = {}
         self.bar: tqdm[Any] = tqdm(
             total=self.steps,
@@ -109,6 +128,8 @@ class TrainingLoop:
             self._run()
         finally:
             self.passes.close()
+        if self._allreduce is not None:
+            self._allreduce.close()
 
     def _run(self) -> None:
         with self.bar:
@@ -243,7 +264,7 @@ class TrainingLoop:
     def _evaluate(self, done: int) -> None:
         # Each rank's batch norm has seen its own batches only; all must measure the same network.
         began = time.perf_counter()
-        average_buffers(self.workload.model, self.comm)
+        average_buffers(self.workload.model, self.comm, allreduce=self._allreduce)
         check_same_parameters(self.workload.model, self.comm, done)
         mine = self.workload.score()
         sums = np.array(dataclasses.astuple(mine), np.float64)

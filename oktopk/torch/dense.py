@@ -31,6 +31,7 @@ class DenseAllreduce:
             Collective: every rank must construct.
         timeout: seconds that a rank may come late, to the construction or to a call.
         shared_gpus: allow ranks to share a GPU, which is slow.
+        measure: measure which algorithm is fastest at each length, for a second or two; else a table of two H100 says.
 
     Attributes:
         size: how many ranks there are (P).
@@ -47,7 +48,11 @@ class DenseAllreduce:
     """
 
     def __init__(
-        self, comm: Communicator | None = None, timeout: float = Settings.timeout, shared_gpus: bool = False
+        self,
+        comm: Communicator | None = None,
+        timeout: float = Settings.timeout,
+        shared_gpus: bool = False,
+        measure: bool = True,
     ) -> None:
         self._transport = connect(communicator(comm), Limit("DenseAllreduce(...)", timeout))
         self.size = self._transport.size
@@ -61,6 +66,7 @@ class DenseAllreduce:
             if not problem:
                 import cupy
 
+                from collectives.cuda.dense_choices import MEASURED
                 from collectives.cuda.dense_p2p import DenseP2P
                 from collectives.cuda.device import Device
                 from collectives.symmetric_memory import symmetric_memory_problem
@@ -70,7 +76,7 @@ class DenseAllreduce:
                 problem = symmetric_memory_problem(self._transport, shared_gpus=shared_gpus)
             if problem:
                 raise RuntimeError(f"no dense allreduce through peer memory: {problem}")
-            self._dense = DenseP2P(self._transport, Device(), timeout)
+            self._dense = DenseP2P(self._transport, Device(), timeout, MEASURED if measure else ())
         except BaseException:
             self._transport.close()
             raise

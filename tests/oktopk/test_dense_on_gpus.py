@@ -63,15 +63,21 @@ def test_a_rank_without_room_for_windows_sends_all_to_messages(
             raise error
         return allocate(nbytes)
 
-    monkeypatch.setattr(symmetric_memory, "device_memory", refuse)
     array = put("cuda", np.full(LENGTHS[0], comm.rank, np.float32))
-    if comm.rank:
-        reducer.step(array)
-    else:
-        with pytest.warns(UserWarning, match=f"dense sums go by messages: .*rank 1: {error}"):
+    with monkeypatch.context() as patch:
+        patch.setattr(symmetric_memory, "device_memory", refuse)
+        if comm.rank:
             reducer.step(array)
+        else:
+            with pytest.warns(UserWarning, match=f"dense sums go by messages: .*rank 1: {error}"):
+                reducer.step(array)
     assert f"rank 1: {error}" in reducer.p2p_unavailable_reason
     assert (get(reducer.update) == (comm.size - 1) / 2).all()
+    reducer.reset()
+    for _ in range(2):  # windows are asked for again
+        assert not reducer.p2p_unavailable_reason
+        reducer.step(array)
+        assert (get(reducer.update) == (comm.size - 1) / 2).all()
     reducer.close()
 
 
