@@ -36,7 +36,7 @@ TIMEOUT = 60.0
 CHECKED = 1 << 20
 """Bytes of the vector whose sum is compared with that in float64."""
 
-CALLS = ((1 << 20, 100, 20), (16 << 20, 40, 10), (LENGTHS[-1], 4, 4))
+CALLS = ((1 << 20, 100, 20), (16 << 20, 40, 10), (LENGTHS[-1], 16, 4))
 """Up to so many bytes: how many calls a graph holds, and how many the host launches. A graph's own launch takes some 17 us."""
 
 Call = Callable[[], object]
