@@ -104,6 +104,22 @@ def blocks_of(algorithm: str, length: int, size: int, ranks: int) -> int:
     return min(-(-length // (chunk * parts * _WARPS)), ring_blocks(ranks))
 
 
+def bytes_sent(algorithm: str, nbytes: int, size: int, ranks: int) -> tuple[int, int]:
+    """Bytes of data that a rank sends of a vector, and of flags beside them; see `dense_p2p.cu`.
+
+    Args:
+        nbytes: of the vector.
+        size: bytes of an element.
+    """
+    if algorithm == "int8":
+        nbytes //= size
+    whole = algorithm in ("one_shot", "lines", "pushed")
+    sent = nbytes * (ranks - 1) if whole else 2 * nbytes * (ranks - 1) // ranks
+    if algorithm == "one_shot":
+        return sent, sent
+    return sent, 0 if algorithm in ("pushed", "two_shot") else sent // 15
+
+
 @functools.cache
 def dense_kernels(element_type: str, ranks: int) -> dict[str, Kernel]:
     """The kernels of all algorithms, by name, for so many ranks."""

@@ -1,4 +1,4 @@
-"""The calls of dense allreduces over peer memory: what they may pass, and what ranks have passed that disagree."""
+"""The calls of dense allreduces over peer memory: what they may pass, and why none can follow, as where ranks disagree."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import cupy
 import numpy as np
 
 from collectives.cuda.dense_algorithms import ALGORITHMS, ROUNDING, SIZES
+from collectives.cuda.layouts import DIFFERS, MISSING
+from collectives.symmetric_memory import abort_reasons
+from collectives.transport import MissingRanksError
 
 ELEMENT_TYPES = {
     np.dtype(np.float32): "float32",
@@ -44,6 +47,24 @@ def last_calls(words: Sequence[int], rank: int) -> str:
     if len(set(scales)) > 1:
         calls = [each if each == "has not called" else f"{each} times {scales.pop(0):.9g}" for each in calls]
     return ", ".join(f"rank {other} {call}" for other, call in enumerate(calls))
+
+
+def abort_error(reasons: Sequence[int], words: Sequence[int], rank: int, timeout: float) -> RuntimeError:
+    """Why no call can follow.
+
+    Args:
+        reasons: of `SymmetricMemory.reasons`.
+        words, rank: as `last_calls`.
+        timeout: seconds that ranks wait.
+    """
+    if DIFFERS in reasons:
+        return RuntimeError(
+            f"ranks disagree on a dense allreduce over peer memory: {last_calls(words, rank)}"
+        )
+    what = "a dense allreduce over peer memory was aborted"
+    if missing := [other for other, reason in enumerate(reasons) if reason == MISSING]:
+        return MissingRanksError(what, missing, timeout, "No other can follow.")
+    return RuntimeError(f"{what}: {abort_reasons(reasons, timeout)}")
 
 
 def element_type_of(array: Any, out: Any, addend: Any) -> str:

@@ -15,12 +15,13 @@ from collectives.cuda.dense_algorithms import (
     SIZES,
     areas,
     blocks_of,
+    bytes_sent,
     counters,
     dense_kernels,
     lines_arrive_whole,
     most_units,
 )
-from collectives.cuda.dense_calls import element_type_of, last_calls
+from collectives.cuda.dense_calls import abort_error, element_type_of
 from collectives.cuda.dense_choices import (
     MEASURED,
     UNMEASURED,
@@ -31,16 +32,9 @@ from collectives.cuda.dense_choices import (
 )
 from collectives.cuda.device import Device
 from collectives.cuda.launch import PreparedLaunch
-from collectives.cuda.layouts import (
-    DENSE_ABORT,
-    DENSE_THREADS,
-    DIFFERS,
-    MISSING,
-    MOST_DENSE_RANKS,
-    P2P,
-)
-from collectives.symmetric_memory import NoPeerMemoryError, SymmetricMemory, abort_reasons, raise_problems
-from collectives.transport import MissingRanksError, Transport
+from collectives.cuda.layouts import DENSE_ABORT, DENSE_THREADS, MOST_DENSE_RANKS, P2P
+from collectives.symmetric_memory import NoPeerMemoryError, SymmetricMemory, raise_problems
+from collectives.transport import Transport
 
 
 class DenseP2P:
@@ -209,11 +203,9 @@ class DenseP2P:
         stream = self._device.stream.ptr if stream is None else stream
         self._launch(array, out, addend, length, element_type, scale, nonfinite, stream, algorithm)
         self._device.pending = True
-        sent = self.nbytes_sent(algorithm, nbytes, element_type)
-        traffic = self.transport.traffic
-        traffic.count(sent, self.transport.size - 1)
-        if flags := self._nbytes_of_flags(algorithm, sent):
-            traffic.count_control(flags, 0)
+        sent, flags = bytes_sent(algorithm, nbytes, SIZES[element_type], self.transport.size)
+        self.transport.traffic.count(sent, self.transport.size - 1)
+        self.transport.traffic.count_control(flags, 0)
 
     def algorithm_for(self, nbytes: int, element_type: str = "float32") -> str:
         """Which algorithm a vector of so many bytes takes."""
@@ -245,17 +237,7 @@ class DenseP2P:
 
     def nbytes_sent(self, algorithm: str, nbytes: int, element_type: str = "float32") -> int:
         """Bytes of data that a rank sends in a call; flags beside them count as control traffic, see `dense_p2p.cu`."""
-        ranks = self.transport.size
-        if algorithm == "int8":
-            nbytes //= SIZES[element_type]
-        if algorithm in ("two_shot", "two_shot_lines", "int8"):
-            return 2 * nbytes * (ranks - 1) // ranks
-        return nbytes * (ranks - 1)
-
-    def _nbytes_of_flags(self, algorithm: str, sent: int) -> int:
-        if algorithm == "one_shot":
-            return sent
-        return 0 if algorithm in ("pushed", "two_shot") else sent // 15
+        return bytes_sent(algorithm, nbytes, SIZES[element_type], self.transport.size)[0]
 
     def check(self) -> None:
         """Wait for the calls so far on the device's stream, and look for an abort that none of them met.
@@ -288,22 +270,8 @@ class DenseP2P:
     def raise_if_aborted(self) -> None:
         """As `check`, of what this rank's calls that are over have met."""
         if self._report.value:
-            reasons = self._memory.reasons()
-            if DIFFERS in reasons:
-                words = self._memory.read(self._calls_at, 2 * self.transport.size * 4)
-                raise RuntimeError(
-                    f"ranks disagree on a dense allreduce over peer memory: {last_calls(words, self.transport.rank)}"
-                )
-            if missing := [rank for rank, reason in enumerate(reasons) if reason == MISSING]:
-                raise MissingRanksError(
-                    "a dense allreduce over peer memory was aborted",
-                    missing,
-                    self._timeout,
-                    "No other can follow.",
-                )
-            raise RuntimeError(
-                f"a dense allreduce over peer memory was aborted: {abort_reasons(reasons, self._timeout)}"
-            )
+            words = self._memory.read(self._calls_at, 2 * self.transport.size * 4)
+            raise abort_error(self._memory.reasons(), words, self.transport.rank, self._timeout)
 
     def _launch(
         self, array: int, out: int, addend: int, length: int, element_type: str, scale: float, nonfinite: int, stream: int,
