@@ -32,9 +32,7 @@ SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _CUDA = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 _SOURCE = Path(__file__).with_name("dense_p2p.cu")
 _LINE_VECTORS = 2  # chunks of lines that a warp sends before it waits, for five ranks at most: fewer for more
-_RING_BLOCKS = (
-    DENSE_BLOCKS  # of a launch through rings, for two ranks: fewer for more, which send each tile to more
-)
+_RING_BLOCKS = DENSE_BLOCKS  # of a launch through rings, for two ranks: fewer for more, which send more
 _WARPS = DENSE_THREADS // 32
 _TILE = DENSE_THREADS * DENSE_VECTORS * 16  # bytes
 _FLAGGED = 2 << 20  # bytes of data that all sources together may send by `one_shot`

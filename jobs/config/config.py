@@ -126,9 +126,25 @@ class Config(Section):
         return self.model_dump_json()
 
 
+_GONE: dict[str, dict[str, object]] = {
+    "model": {"recompute": False},
+    "data": {"mask_bins": 0, "mask_frames": 0, "snr": [], "ascending_epochs": 0},
+    "schedule": {"final": 0.0},
+    "training": {"compile": "", "beam": 1},
+}
+"""Keys of earlier versions, with their defaults."""
+
+
 def as_saved_now(saved: str) -> str:
-    """A configuration in JSON as this version would have saved it: keys that its sections have got since have their defaults."""
+    """A configuration in JSON as this version would have saved it.
+
+    Keys that its sections have got since have their defaults, and those that they lost are left out where they had theirs.
+    """
     document = json.loads(saved)
+    for name, gone in _GONE.items():
+        for key, default in gone.items():
+            if name in document and document[name].get(key) == default:
+                document[name].pop(key, None)
     for name, section in Config.model_fields.items():
         if name in document and section.annotation is not None:
             later = {

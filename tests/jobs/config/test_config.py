@@ -394,8 +394,11 @@ def test_overlap_is_for_methods_and_nccl() -> None:
         with_overrides("reduction.method=ddp", "reduction.overlap=true")
 
 
-def test_a_saved_configuration_gets_later_keys() -> None:
+def test_a_saved_configuration_gets_later_keys_and_loses_gone_ones_at_their_defaults() -> None:
     config = validate({"training": {"steps": 1}})
     saved = json.loads(config.to_json())
     del saved["data"]["tempo"]
+    saved["data"]["snr"], saved["training"]["beam"] = [], 1
     assert json.loads(as_saved_now(json.dumps(saved))) == json.loads(config.to_json())
+    saved["training"]["beam"] = 8
+    assert json.loads(as_saved_now(json.dumps(saved)))["training"]["beam"] == 8
