@@ -12,7 +12,8 @@ from collectives.cuda.device import Device, DeviceWorkspace
 from collectives.cuda.kernels import DeviceKernels
 from collectives.cuda.layouts import MOST_DENSE_RANKS
 from collectives.host_transport import HostTransport
-from collectives.symmetric_memory import NoPeerMemoryError, SymmetricMemory, symmetric_memory_problem
+from collectives.symmetric_memory import SymmetricMemory, symmetric_memory_problem
+from collectives.transport import NoPeerMemoryError
 
 
 class DeviceTransport(HostTransport):

@@ -16,7 +16,7 @@ from collectives.cuda.device import Device, DeviceEntries
 from collectives.cuda.environment import device_memory
 from collectives.cuda.layouts import DIFFERS, MISSING, MOST_PEERS, RAISED, WindowHead
 from collectives.sparse import ENTRY
-from collectives.transport import Transport
+from collectives.transport import NoPeerMemoryError, Transport
 
 # windows that other ranks may map: freed by `close` alone, never by the garbage collector of one rank
 _EXPORTED: set[Any] = set()
@@ -44,10 +44,6 @@ def symmetric_memory_problem(transport: Transport, *, shared_gpus: bool = False)
     if not shared_gpus and len({gpu for _, gpu in everyone}) < transport.size:
         return "ranks share a GPU"
     return ""
-
-
-class NoPeerMemoryError(RuntimeError):
-    """A rank has no memory that the others can map, or no room for it; raised on every rank alike, naming the ranks."""
 
 
 def raise_problems(transport: Transport, problem: str, what: str, error: type[RuntimeError]) -> None:

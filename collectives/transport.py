@@ -56,6 +56,10 @@ class FlaggedRanksError(Exception):
         self.ranks = ranks
 
 
+class NoPeerMemoryError(RuntimeError):
+    """A rank has no memory that the others can map, or no room for it; raised on every rank alike, naming the ranks."""
+
+
 class MissingRanksError(RuntimeError):
     """Ranks did not come to a collective operation within the time allowed; raised on every rank, on a missing one when it comes.
 

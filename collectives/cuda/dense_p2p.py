@@ -33,8 +33,8 @@ from collectives.cuda.dense_choices import (
 from collectives.cuda.device import Device
 from collectives.cuda.launch import PreparedLaunch
 from collectives.cuda.layouts import DENSE_ABORT, DENSE_THREADS, MOST_DENSE_RANKS, P2P
-from collectives.symmetric_memory import NoPeerMemoryError, SymmetricMemory, raise_problems
-from collectives.transport import Transport
+from collectives.symmetric_memory import SymmetricMemory, raise_problems
+from collectives.transport import NoPeerMemoryError, Transport
 
 
 class DenseP2P:

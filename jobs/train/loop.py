@@ -16,6 +16,7 @@ from torch import nn
 from tqdm import tqdm
 
 from collectives.dense_allreduce import dense_words
+from collectives.transport import NoPeerMemoryError
 from jobs.cluster.agreement import decide_on_root, say
 from jobs.config.config import Config
 from jobs.restart.safeguard import Safeguard
@@ -28,7 +29,7 @@ from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.schedule import learning_rate_factor
 from jobs.train.setup import Setup
 from jobs.train.timing import PhaseTimer, TimedStep, clock_ahead, measure, timeline
-from oktopk import MissingRanksError, average_buffers
+from oktopk import average_buffers
 from oktopk.torch.dense import DenseAllreduce
 
 
@@ -48,16 +49,15 @@ def run_length(config: Config, steps_per_epoch: int, ahead: int = 0) -> int:
 def peer_allreduce(model: nn.Module, comm: MPI.Intracomm) -> DenseAllreduce | None:
     """Sums of a model's buffers through peer memory. Collective.
 
-    None where there is no such buffer, on the host, and where ranks share a GPU, are on several hosts or more than 8.
+    None where MPI sums them: with one rank or more than 8, with ranks that share a GPU or are on several hosts, with no buffer of
+    floating point, or with one on the host.
     """
     floating = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     if comm.size == 1 or not floating or not all(buffer.is_cuda for buffer in floating):
         return None
     try:
         return DenseAllreduce(comm, measure=False)
-    except MissingRanksError:
-        raise
-    except (RuntimeError, ValueError):  # on every rank alike
+    except (NoPeerMemoryError, ValueError):  # on every rank alike; the latter for more ranks than it takes
         return None
 
 
@@ -128,7 +128,7 @@ class TrainingLoop:
             self._run()
         finally:
             self.passes.close()
-        if self._allreduce is not None:
+        if self._allreduce is not None:  # collective: not after an error, which may be one rank's alone
             self._allreduce.close()
 
     def _run(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from collectives.connect import communicator, connect
 from collectives.cuda.environment import gpu_problem
 from collectives.limit import Limit
+from collectives.transport import NoPeerMemoryError
 from oktopk.settings import Settings
 
 if TYPE_CHECKING:
@@ -23,21 +24,22 @@ class DenseAllreduce:
 
     A call puts one kernel on torch's current stream and does not wait. `torch.cuda.graph` captures it, after a first call with
     tensors of that type, which loads the kernels; the graph must not be replayed after `close`, and only `check` shows that a
-    replay was aborted. All ranks make the same calls in the same order, replays included. Who calls
-    on several streams must order them.
+    replay was aborted. All ranks make the same calls in the same order, replays included. Calls on several
+    streams must be ordered by the caller.
 
     Args:
         comm: as `oktopk.GradientAllreduce` takes it; at most 8 ranks, each with a GPU of its own, which is torch's current one.
             Collective: every rank must construct.
         timeout: seconds that a rank may come late, to the construction or to a call.
         shared_gpus: allow ranks to share a GPU, which is slow.
-        measure: measure which algorithm is fastest at each length, for a second or two; else a table of two H100 says.
+        measure: measure which algorithm is fastest at each length, for a second or two; if not, take those that were fastest
+            on two H100.
 
     Attributes:
         size: how many ranks there are (P).
 
     Raises:
-        RuntimeError: the ranks cannot read each other's memory; on every rank alike, with the reason.
+        NoPeerMemoryError: a RuntimeError: the ranks cannot read each other's memory; on every rank alike, with the reason.
         oktopk.MissingRanksError: ranks did not come in time; on the others, and on a missing rank when it comes.
 
     Memory, traffic: of `collectives.cuda.dense_p2p.DenseP2P`.
@@ -75,7 +77,7 @@ class DenseAllreduce:
                 cupy.cuda.Device(self._gpu.index).use()
                 problem = symmetric_memory_problem(self._transport, shared_gpus=shared_gpus)
             if problem:
-                raise RuntimeError(f"no dense allreduce through peer memory: {problem}")
+                raise NoPeerMemoryError(f"no dense allreduce through peer memory: {problem}")
             self._dense = DenseP2P(self._transport, Device(), timeout, MEASURED if measure else ())
         except BaseException:
             self._transport.close()
