@@ -26,18 +26,29 @@ def _installed(distribution: str, pattern: str) -> Path | None:
     return next((path for path in found if path.exists()), None)
 
 
-def compile_source(library: Path, source: Path, options: Sequence[str]) -> str:
-    """What NVRTC says against a `.cu` file; "" if it compiles."""
+def compile_source(library: Path, source: Path, options: Sequence[str], ptx: Path) -> str:
+    """Compile a `.cu` file and write its PTX; returns NVRTC's messages, "" if it compiles."""
     nvrtc = ctypes.CDLL(str(library))
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    program = ctypes.c_void_p()
     code, name = source.read_bytes(), source.name.encode()
     status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), code, name, 0, None, None)
     if status:
         raise RuntimeError(f"nvrtcCreateProgram: error {status}")
-    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    status = nvrtc.nvrtcCompileProgram(program, len(options), given)
-    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetProgramLog(program, log)
+    arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    status = nvrtc.nvrtcCompileProgram(program, len(options), arguments)
+    text = _text(nvrtc, program, "ProgramLog" if status else "PTX")
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return f"NVRTC error {status}\n{log.value.decode(errors='replace')}" if status else ""
+    if status:
+        return f"NVRTC error {status}\n{text}"
+    ptx.write_text(text, encoding="utf-8")
+    return ""
+
+
+def _text(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, name: str) -> str:
+    size = ctypes.c_size_t()
+    status = getattr(nvrtc, f"nvrtcGet{name}Size")(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    status = status or getattr(nvrtc, f"nvrtcGet{name}")(program, text)
+    if status:
+        raise RuntimeError(f"nvrtcGet{name}: error {status}")
+    return text.value.decode(errors="replace")

@@ -43,7 +43,7 @@ each_compiler = pytest.mark.parametrize(
 def compiler_says(
     by: str, source: Path, architecture: int, gradient: str, out: Path, element: str = ""
 ) -> str:
-    """What a compiler says against a file; "" if it compiles."""
+    """Compile a file, with its PTX beside `out`; returns the compiler's messages, "" if it compiles."""
     options = [
         "-ftz=true",
         "-std=c++17",
@@ -59,7 +59,7 @@ def compiler_says(
     if by == "nvrtc":
         assert NVRTC
         library, headers = NVRTC
-        return nvrtc.compile_source(library, whole, [*options, f"-I{headers}"])
+        return nvrtc.compile_source(library, whole, [*options, f"-I{headers}"], whole.with_suffix(".ptx"))
     quick = ["-Xcicc", "-O0", "-Xptxas", "-O0"] if architecture == 80 else []
     command = [
         "nvcc",
@@ -76,14 +76,13 @@ def compiler_says(
     return f"nvcc ended with {done.returncode}\n{done.stderr}" if done.returncode else ""
 
 
-def flushing(folder: Path) -> set[str]:
-    """Instructions that make zero of a denormal, in what nvcc kept; conversions to integers make zero of it anyway."""
-    lines = (
-        line.strip()
-        for kept in folder.glob("*.ptx")
-        for line in kept.read_text(encoding="utf-8").splitlines()
-    )
-    return {line for line in lines if ".ftz" in line and not line.startswith(("//", "cvt.rzi"))}
+def assert_keeps_denormals(folder: Path, kernel: str) -> None:
+    """No instruction of the PTX in a folder makes zero of a denormal; conversions to integers would anyway."""
+    files = list(folder.glob("*.ptx"))
+    assert files, "the compiler kept no PTX"
+    lines = (line.strip() for file in files for line in file.read_text(encoding="utf-8").splitlines())
+    flushing = {line for line in lines if ".ftz" in line and not line.startswith(("//", "cvt.rzi"))}
+    assert not flushing, f"{kernel}: write it by the functions of coo.cuh"
 
 
 @compiler
@@ -94,7 +93,8 @@ def test_a_kernel_compiles(source: Path, architecture: int, tmp_path: Path) -> N
     by = "nvcc" if NVCC else "nvrtc"
     for gradient in TYPES if "gradient.cuh" in source.read_text(encoding="utf-8") else TYPES[:1]:
         assert not compiler_says(by, source, architecture, gradient, tmp_path / "kernel.cubin")
-        assert source.parent == FOLDERS[-1] or not flushing(tmp_path), f"write it by coo.cuh: {gradient}"
+        if source.parent != FOLDERS[-1]:
+            assert_keeps_denormals(tmp_path, f"{source.name} for {gradient}")
 
 
 @compiler
@@ -107,6 +107,17 @@ def test_a_kernel_compiles_for_tensors_of_another_type(
     (source,) = (source for source in SOURCES if source.stem == name)
     by = "nvcc" if NVCC else "nvrtc"
     assert not compiler_says(by, source, 90, gradient, tmp_path / "kernel.cubin", element)
+    assert_keeps_denormals(tmp_path, f"{source.name} for {gradient} from {element}")
+
+
+@each_compiler
+def test_an_addition_that_flushes_denormals_is_found(by: str, tmp_path: Path) -> None:
+    source = tmp_path / "kernel.cu"
+    text = 'extern "C" __global__ void f(float* x) { x[0] = x[1] + x[2]; }\n'
+    source.write_text(text, encoding="utf-8")
+    assert not compiler_says(by, source, 90, "float", tmp_path / "kernel.cubin")
+    with pytest.raises(AssertionError, match=r"add\.ftz\.f32"):
+        assert_keeps_denormals(tmp_path, source.name)
 
 
 @each_compiler
