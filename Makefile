@@ -2,7 +2,7 @@
 #     make demo      watch four ranks train, dense and sparse, then look at the page
 #     make test      lint, format, types, spelling and the tests, on 1 and 3 ranks, those of communication on 8 too
 #                    The CUDA kernels are compiled, GPU or not, by nvcc from PATH or NVRTC from the extra cuda-compile; with
-#                    neither that is skipped, unless CI is set, which installs the extra and fails without.
+#                    neither that is skipped. Where CI is set, set-up installs that extra and `examples`, and tests fail without.
 # Each does its own set-up in .venv, once; again when setup.cfg or constraints.txt change.
 
 # The interpreter that makes .venv; unset: the first of these that is new enough.
@@ -126,7 +126,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	fi
 	@if [ -n "$(CI)" ]; then \
 		$(PIP) install --quiet $(PIP_ARGS) -c constraints.txt -e '.[examples]' || \
-		echo "the libraries of examples/ are not to be had from the registry: their examples will be skipped"; \
+		echo "the libraries of examples/ are not to be had from the registry: the tests of those examples will fail"; \
 	fi
 	$(BIN)/python -m oktopk.cpu
 	@touch $(READY)
