@@ -19,8 +19,9 @@ from tests.devices import DEVICES, get, gpus, on_torchs_gpu, put, torch_device, 
 pytestmark = pytest.mark.mpi(min_size=2)
 
 STEPS = 10_000
+LEAST = 2_000
 SECONDS = 45.0
-"""That the soak takes at most; it then ends on all ranks with the steps that it has taken, of which there must be a fifth."""
+"""The soak ends on all ranks after STEPS, or after these seconds with at least LEAST."""
 TIMEOUT = 6.0
 
 
@@ -40,7 +41,7 @@ def nccl(comm: MPI.Intracomm) -> Any:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("device", [on_torchs_gpu("cuda", id="cuda")])
-def test_ten_thousand_overlapped_steps_beside_matrix_products_and_nccl(
+def test_thousands_of_overlapped_steps_beside_matrix_products_and_nccl(
     comm: MPI.Intracomm, nccl: torch.device, device: str
 ) -> None:
     """Every multiprocessor has products to do, which NCCL's sums wait for on all ranks, and a backward pass for such a sum."""
@@ -74,7 +75,7 @@ def test_ten_thousand_overlapped_steps_beside_matrix_products_and_nccl(
         if steps % 500 == 0 and comm.allreduce(time.monotonic() > deadline, MPI.LOR):
             break
     torch.cuda.synchronize()
-    assert steps >= STEPS // 5
+    assert steps >= LEAST
     values = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu().numpy()
     assert np.isfinite(values).all()
     assert len(set(comm.allgather(values.tobytes()))) == 1
