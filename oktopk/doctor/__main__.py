@@ -44,7 +44,7 @@ def examine(timeout: float, say: Callable[[str], None], packages: Sequence[str] 
         timeout: seconds for each thing that is tried.
         say: told what is being tried.
     """
-    found: dict[str, Any] = {
+    findings: dict[str, Any] = {
         "machine": machine.machine(),
         "date": machine.now(),
         "versions": machine.versions([*PACKAGES, *packages]),
@@ -55,30 +55,30 @@ def examine(timeout: float, say: Callable[[str], None], packages: Sequence[str] 
         "exchanges": {},
         "kernels": {},
     }
-    if any(name not in found["versions"] for name in REQUIRED):
-        return found  # the probes could not even be imported
+    if any(name not in findings["versions"] for name in REQUIRED):
+        return findings  # the probes could not even be imported
     say("kernels for CPUs, which are compiled once")
-    found["kernels"] = children.one("cpu", timeout)
-    gpu = found["gpu"]
+    findings["kernels"] = children.one("cpu", timeout)
+    gpu = findings["gpu"]
     if gpu["present"]:
         say("GPUs, and kernels for them")
         gpu |= ask_nvidia_smi() | children.one("gpus", timeout)
     try:
-        launcher = found["launcher"]["command"] = children.find_launcher()
+        launcher = findings["launcher"]["command"] = children.find_launcher()
     except LaunchError as error:
-        found["launcher"]["problem"] = str(error)
-        return found
+        findings["launcher"]["problem"] = str(error)
+        return findings
     say("the MPI library")
     if problem := children.one("mpi", timeout)["problem"]:
-        found["launcher"]["problem"] = problem
-        return found
+        findings["launcher"]["problem"] = problem
+        return findings
     tries: dict[str, dict[str, str]] = {"host": {}}
     if gpu["present"] and not gpu["problem"]:
         tries |= {"device": {}, "staged": {"OKTOPK_CUDA_AWARE_MPI": "0"}, "peer": {}}
     for what, extra in tries.items():
         say(f"{what} memory between two processes")
-        found["exchanges"][what] = children.two(launcher, what, timeout, extra)
-    return found
+        findings["exchanges"][what] = children.two(launcher, what, timeout, extra)
+    return findings
 
 
 def has_driver() -> bool:
@@ -97,10 +97,10 @@ def ask_nvidia_smi() -> dict[str, Any]:
         )
     )
     rows = [[cell.strip() for cell in row] for row in rows if len(row) == 4]
-    found: dict[str, Any] = {}
+    gpus: dict[str, Any] = {}
     if rows:
-        found["driver_name"] = rows[0][3]
-        found["devices"] = [
+        gpus["driver_name"] = rows[0][3]
+        gpus["devices"] = [
             {
                 "name": name,
                 "bytes": int(float(mebibytes) * 2**20) if _number(mebibytes) else 0,
@@ -109,8 +109,8 @@ def ask_nvidia_smi() -> dict[str, Any]:
             for name, mebibytes, capability, _ in rows
         ]
     if links := read_topology(_output("nvidia-smi", "topo", "-m")):
-        found["links"] = links
-    return found
+        gpus["links"] = links
+    return gpus
 
 
 def read_topology(text: str) -> list[list[str]]:
@@ -184,15 +184,15 @@ def main(
             print(f"\r\x1b[Ktrying {text} ...", end="", file=sys.stderr, flush=True)
 
     try:
-        found = examine(options.timeout, say, [name for each in optional for name in each.packages])
+        findings = examine(options.timeout, say, [name for each in optional for name in each.packages])
     except KeyboardInterrupt:
         return 130
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    judged = verdict(found, optional)
-    print(screen(found, judged))
+    judged = verdict(findings, optional)
+    print(screen(findings, judged))
     if options.json is not None:
-        answer = found | {"path": judged.path, "status": judged.status, "advice": judged.advice}
+        answer = findings | {"path": judged.path, "status": judged.status, "advice": judged.advice}
         try:
             options.json.write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
         except OSError as error:

@@ -90,25 +90,25 @@ def _result(
     job: Callable[[str], tuple[list[str], dict[str, str]]], timeout: float, ranks: int
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        path = Path(folder) / "found"
+        path = Path(folder) / "result"
         try:
             command, environment = job(str(path))
             ended = _ended(command, environment, timeout)
         except (LaunchError, OSError) as error:
             return {"problem": str(error)}
-        found = [_read(Path(f"{path}.{rank}")) for rank in range(ranks)]
+        results = [_read(Path(f"{path}.{rank}")) for rank in range(ranks)]
     # a rank's own words first: the other one, and the launcher, only say that it ended
-    for rank, result in enumerate(found):
+    for rank, result in enumerate(results):
         if result and result.get("problem"):
             where = f"rank {rank}: " if ranks > 1 and ended else ""
             return result | {"problem": where + result["problem"]}
     if ended:
-        return (found[0] or {}) | {"problem": ended}
-    missing = [rank for rank, result in enumerate(found) if result is None]
+        return (results[0] or {}) | {"problem": ended}
+    missing = [rank for rank, result in enumerate(results) if result is None]
     if missing:
         return {"problem": f"rank(s) {missing} ended without a word"}
-    assert found[0] is not None
-    return found[0]
+    assert results[0] is not None
+    return results[0]
 
 
 def _read(path: Path) -> dict[str, Any] | None:

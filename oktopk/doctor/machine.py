@@ -49,13 +49,13 @@ def host() -> str:
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Versions of Python and of those packages that are installed."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def environment() -> dict[str, str]:

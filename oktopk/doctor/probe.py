@@ -30,21 +30,21 @@ def gpus() -> dict[str, Any]:
     from collectives.cuda import environment as cuda_problems
 
     problem = cuda_problems.gpu_problem()
-    found: dict[str, Any] = {"driver": cuda_problems.driver_version(), "problem": problem}
+    result: dict[str, Any] = {"driver": cuda_problems.driver_version(), "problem": problem}
     try:
         import cupy
 
         runtime = cupy.cuda.runtime
-        found["runtime"] = runtime.runtimeGetVersion()
+        result["runtime"] = runtime.runtimeGetVersion()
         numbers = range(runtime.getDeviceCount())
-        found["devices"] = [_properties(runtime.getDeviceProperties(number)) for number in numbers]
-        found["peer_access"] = [
+        result["devices"] = [_properties(runtime.getDeviceProperties(number)) for number in numbers]
+        result["peer_access"] = [
             [one == other or bool(runtime.deviceCanAccessPeer(one, other)) for other in numbers]
             for one in numbers
         ]
     except Exception as error:  # of a CuPy that is missing or broken, which gpu_problem has a sentence for
-        found["problem"] = problem or cuda_problems.first_line(error)
-    return found if found["problem"] else found | _compile()
+        result["problem"] = problem or cuda_problems.first_line(error)
+    return result if result["problem"] else result | _compile()
 
 
 def mpi() -> dict[str, Any]:
@@ -115,8 +115,8 @@ def host(comm: Any) -> dict[str, Any]:
     from collectives.mpi import connect
 
     library = " ".join(MPI.Get_library_version().split()).split(", ")[0]
-    found = {"library": library[:60], "device_memory_problem": device_memory_problem()}
-    return found | _measure(connect(comm), np.copy, np.copy, lambda: None)
+    result = {"library": library[:60], "device_memory_problem": device_memory_problem()}
+    return result | _measure(connect(comm), np.copy, np.copy, lambda: None)
 
 
 def device(comm: Any) -> dict[str, Any]:
@@ -151,10 +151,10 @@ def _on_gpus(comm: Any, transport_of: Callable[..., Any]) -> dict[str, Any]:
             stream.synchronize()
             return placed
 
-        found = _measure(
+        result = _measure(
             transport_of(comm, device), place, lambda array: array.get(stream=stream), device.synchronize
         )
-    return found | {"devices": comm.allgather(number)}
+    return result | {"devices": comm.allgather(number)}
 
 
 def peer(comm: Any) -> dict[str, Any]:
@@ -196,10 +196,10 @@ def peer(comm: Any) -> dict[str, Any]:
     runtime.ipcCloseMemHandle(theirs)
     comm.Barrier()
     problem = "" if equal else "the bytes that were read are not those that were written"
-    found = {"problem": problem, "refused": symmetric_memory_problem(connect(comm))}
+    result = {"problem": problem, "refused": symmetric_memory_problem(connect(comm))}
     if comm.rank == 0:
-        found |= {"latency": latency, "bandwidth": bandwidth}  # type: ignore[dict-item]
-    return found | {"devices": comm.allgather(number)}
+        result |= {"latency": latency, "bandwidth": bandwidth}  # type: ignore[dict-item]
+    return result | {"devices": comm.allgather(number)}
 
 
 def _measure(
@@ -268,19 +268,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     comm = MPI.COMM_WORLD
     if comm.size != 2:
         text = f"the launcher started processes that see {comm.size} of each other, not 2: its MPI is not mpi4py's"
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             "problem": f"{text} (under Slurm try srun --mpi=pmix or --mpi=pmi2; srun --mpi=list)"
         }
     else:
         try:
-            found = EXCHANGES[what](comm)
+            result = EXCHANGES[what](comm)
         except Exception as error:
             from collectives.cuda.environment import first_line
 
-            found = {"problem": f"{type(error).__name__}: {first_line(error)}"}
-            Path(f"{path}.{comm.rank}").write_text(json.dumps(found), encoding="utf-8")
+            result = {"problem": f"{type(error).__name__}: {first_line(error)}"}
+            Path(f"{path}.{comm.rank}").write_text(json.dumps(result), encoding="utf-8")
             raise  # the runner ends the other process
-    Path(f"{path}.{comm.rank}").write_text(json.dumps(found), encoding="utf-8")
+    Path(f"{path}.{comm.rank}").write_text(json.dumps(result), encoding="utf-8")
     return 0
 
 

