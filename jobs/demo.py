@@ -130,7 +130,7 @@ def _over_links(ranks: int, arguments: Sequence[str], patience: float) -> str:
         errors="replace",
     ) as job:
         try:
-            _, said = job.communicate(timeout=patience)
+            _, output = job.communicate(timeout=patience)
         except subprocess.TimeoutExpired:
             return f"more than {patience:.0f} s"
         finally:
@@ -139,7 +139,7 @@ def _over_links(ranks: int, arguments: Sequence[str], patience: float) -> str:
             with suppress(subprocess.TimeoutExpired):
                 job.wait(timeout=10)
             job.kill()
-    lines = [line.strip() for line in said.replace("\r", "\n").splitlines() if line.strip()]
+    lines = [line.strip() for line in output.replace("\r", "\n").splitlines() if line.strip()]
     # a launcher adds lines of its own below
     own = [line for line in lines if line.startswith(("bench-net:", "jobs.train:"))] or lines
     return f"status {job.returncode}: {(own or ['no message'])[-1][:300]}" if job.returncode else ""

@@ -574,8 +574,8 @@ class GradientAllreduce:
         self._expect_all("load_state_dict")
         if self._group is not None:
             self.transport.barrier()  # names those that do not come
-            found, agreed = self._group.disagreement(agreed, learned), {}
-            problem = problem or found
+            disagreement, agreed = self._group.disagreement(agreed, learned), {}
+            problem = problem or disagreement
             self._expect_none()
         self.transport.agree(common | agreed, problem)
         with self.backend.stream_scope():
@@ -591,8 +591,8 @@ class GradientAllreduce:
             vectors = self._vectors.state_dict()
             if self._group is None:
                 return vectors
-            held = {"residual": self._vectors.residual, "velocity": self._vectors.velocity}
-            return {name: self._group.gathered(vector) for name, vector in held.items()}
+            shards = {"residual": self._vectors.residual, "velocity": self._vectors.velocity}
+            return {name: self._group.gathered(vector) for name, vector in shards.items()}
 
     def continue_from(self, vectors: dict[str, Any], steps: int, sparse_steps: int) -> None:
         """Start with vectors as `whole_vectors` gives them, thresholds and regions anew. Collective.
@@ -701,11 +701,11 @@ class GradientAllreduce:
                 )
             self._said_dense = True
             return self._instance("dense"), self.length
-        found = self._instance(self.method), self._entries(density)
+        chosen = self._instance(self.method), self._entries(density)
         if step >= self.settings.dense_warmup_steps + self.settings.density_warmup_steps:
-            self._final = found
+            self._final = chosen
             self._forget("dense")  # of the warm-up: its windows take more memory than all else
-        return found
+        return chosen
 
     def _forget(self, name: str) -> None:
         """Free what a method holds that runs no more. Every rank must call."""

@@ -32,7 +32,7 @@ class Parts:
     """The parts of a `GradientAllreduce`, which has these arguments, errors and attributes. Collective: every rank must call.
 
     Args:
-        given: keywords of `Settings`.
+        keywords: of `Settings`.
 
     Attributes:
         settings: with the wire that is used.
@@ -51,12 +51,12 @@ class Parts:
         peer_memory: bool | None,
         update: Any,
         problem: str,
-        given: Mapping[str, Any],
+        keywords: Mapping[str, Any],
     ) -> None:
         comm = communicator(comm)
         backend: Backend | None = None
         try:
-            self.settings = Settings(**given)
+            self.settings = Settings(**keywords)
             check_length(length)
             if method not in METHODS:
                 raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
@@ -68,9 +68,9 @@ class Parts:
         except (TypeError, ValueError, RuntimeError, MemoryError) as error:
             problem = problem or str(error) or type(error).__name__
         with ExitStack() as opened:  # closed where this raises
-            host = connect(comm, Limit("GradientAllreduce(...)", timeout_of(given)))
+            host = connect(comm, Limit("GradientAllreduce(...)", timeout_of(keywords)))
             opened.callback(host.close)
-            resolved = given if problem else asdict(self.settings)
+            resolved = keywords if problem else asdict(self.settings)
             means = {"length": length, "method": method, "device": device, "gradient_type": gradient_type}
             host.agree({**means, "peer_memory": peer_memory, **resolved}, problem)
             assert backend is not None

@@ -272,9 +272,9 @@ class RowSparseAllreduce:
     def _given_problem(self, rows: Any, values: Any) -> str:
         """What is wrong with what a step was given, in a sentence; "" if nothing is."""
         kind, array = np.dtype(ELEMENT_TYPES[self.element_type]), self.kernels.arrays.ndarray
-        for name, given in (("rows", rows), ("values", values)):
-            if not isinstance(given, array):
-                return f"{name} are a {type(given).__name__}, not a {array.__module__}.{array.__name__}"
+        for name, argument in (("rows", rows), ("values", values)):
+            if not isinstance(argument, array):
+                return f"{name} are a {type(argument).__name__}, not a {array.__module__}.{array.__name__}"
         if rows.ndim != 1 or rows.dtype.kind != "i" or rows.dtype.itemsize < 4:
             return f"rows are {rows.dtype}{list(rows.shape)}, not int32 or int64 of one dimension"
         if values.dtype != kind or values.ndim != 2 or values.shape[1] != self.width:

@@ -135,17 +135,17 @@ def timeout_of(settings: Mapping[str, Any]) -> float:
         return Settings.timeout
 
 
-def unknown_setting(given: Iterable[str], taker: Callable[..., Any], *more: str) -> str:
+def unknown_setting(keywords: Iterable[str], taker: Callable[..., Any], *more: str) -> str:
     """The first keyword that neither the taker nor `Settings` has, in a sentence that names the nearest one; "" for none.
 
     Args:
-        given: keywords.
+        keywords: of a call.
         taker: whose own parameters are known.
         more: keywords that are known too.
     """
     own = [name for name in inspect.signature(taker).parameters if name not in ("settings", "problem")]
     known = dict.fromkeys([*own, *more, *(field.name for field in fields(Settings))])
-    for name in given:
+    for name in keywords:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean {close[0]}?)" if close else ""
@@ -153,12 +153,12 @@ def unknown_setting(given: Iterable[str], taker: Callable[..., Any], *more: str)
     return ""
 
 
-def settings_problem(given: Mapping[str, Any], taker: Callable[..., Any], *more: str) -> str:
+def settings_problem(keywords: Mapping[str, Any], taker: Callable[..., Any], *more: str) -> str:
     """What is wrong with keywords of `Settings`, in a sentence; "" if nothing is. Arguments as `unknown_setting`."""
-    if unknown := unknown_setting(given, taker, *more):
+    if unknown := unknown_setting(keywords, taker, *more):
         return unknown
     try:
-        Settings(**{name: value for name, value in given.items() if name not in more})
+        Settings(**{name: value for name, value in keywords.items() if name not in more})
     except (TypeError, ValueError) as error:
         return str(error)
     return ""

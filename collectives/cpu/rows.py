@@ -100,7 +100,7 @@ def _sum_halves(
     sums: NDArray[Any],
 ) -> int:
     """As `sum_rows`, for types of 16 bits: some rows at a time in float32, then rounded."""
-    kind = next(name for name, held in ELEMENT_TYPES.items() if values.dtype == held)
+    kind = next(name for name, element in ELEMENT_TYPES.items() if values.dtype == element)
     width, nonfinite, first = values.shape[1], 0, 0
     most = max(1, _BLOCK // max(1, width))
     while first < len(starts) - 1:

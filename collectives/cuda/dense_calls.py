@@ -1,4 +1,4 @@
-"""The calls of dense allreduces over peer memory: what they may pass, and why none can follow, as where ranks disagree."""
+"""Dense allreduces over peer memory: checks of their arguments, and the error of a call that was aborted."""
 
 from __future__ import annotations
 

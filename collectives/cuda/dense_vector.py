@@ -50,26 +50,26 @@ class P2PDenseAllreduce:
     def __init__(self, vector: Any, transport: Transport, device: Device, timeout: float) -> None:
         self._vector, self._device, self._transport = vector, device, transport
         self._key = "dense", device.id, device.stream.ptr, timeout
-        found: SharedWindows | None = transport.shared.get(self._key)
+        shared: SharedWindows | None = transport.shared.get(self._key)
         mine, problem = None, ""
         try:
             device.report("dense nonfinite", 1)
             dense_kernels("float32", transport.size)
-            if found is not None and not found.windows.aborted:
-                mine = found.number, found.users
+            if shared is not None and not shared.windows.aborted:
+                mine = shared.number, shared.users
         except Exception as error:  # of CUDA or a compiler: the other ranks wait below
             problem = str(error) or type(error).__name__
         everyone = transport.allgather_objects((mine, next(_NUMBERS), problem))
         if any(theirs for _, _, theirs in everyone):
             texts = "; ".join(f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(everyone) if text)
             raise RuntimeError(f"no dense sums through peer memory: {texts}")
-        if found is None or any(theirs is None or theirs != mine for theirs, _, _ in everyone):
+        if shared is None or any(theirs is None or theirs != mine for theirs, _, _ in everyone):
             # a device of its own: that of a vector ends with it, the windows with the last vector
             with device.gpu:
                 windows = DenseP2P(transport, Device(device.stream), timeout, measure=())
-            found = transport.shared[self._key] = SharedWindows(windows, everyone[0][1])
-        self._shared, self._windows = found, found.windows
-        found.users += 1
+            shared = transport.shared[self._key] = SharedWindows(windows, everyone[0][1])
+        self._shared, self._windows = shared, shared.windows
+        shared.users += 1
         self._windows.transport = transport
         self._algorithm = self._windows.fastest(vector.nbytes)
 

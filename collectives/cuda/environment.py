@@ -84,7 +84,7 @@ def is_cuda_error(error: Exception) -> bool:
 @functools.cache  # the metadata of a hundred distributions take 50 ms to read
 def cupy_packages() -> list[str]:
     """Installed distributions of a module `cupy`, by name; several overwrite each other's files."""
-    names = {str(found.metadata["Name"] or "").lower() for found in importlib.metadata.distributions()}
+    names = {str(package.metadata["Name"] or "").lower() for package in importlib.metadata.distributions()}
     return sorted(name for name in names if name == "cupy" or name.startswith(("cupy-cuda", "cupy-rocm")))
 
 

@@ -72,8 +72,8 @@ def require(comm: MPI.Intracomm, problem: Callable[[], str], raises: type[Except
     """Raise on every rank where `problem` names one on some rank, "" being none; collective."""
 
     def check() -> None:
-        if found := problem():
-            raise _Problem(found)
+        if text := problem():
+            raise _Problem(text)
 
     decide_together(comm, check, (_Problem,), raises)
 

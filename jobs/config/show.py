@@ -36,12 +36,12 @@ def commented_toml(sections: Mapping[str, Any]) -> str:
     for name, section in Config.model_fields.items():
         model = section.annotation
         assert isinstance(model, type) and issubclass(model, BaseModel)
-        given = sections.get(name, {})
+        values = sections.get(name, {})
         lines += [*(f"# {line}" for line in _summary(model)), f"[{name}]"]
         for key, field in model.model_fields.items():
             default = field.get_default(call_default_factory=True)
             lines.append(f"# {key_comment(field)}")
-            lines.append(f"{key} = {to_toml(given.get(key, default))}")
+            lines.append(f"{key} = {to_toml(values.get(key, default))}")
         lines.append("")
     return "\n".join(lines)
 

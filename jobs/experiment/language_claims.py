@@ -102,11 +102,11 @@ def _reduction_claims(fast: Sequence[Group], where: str) -> list[Claim]:
 
 def _behind_selection(groups: Sequence[Group]) -> float:
     """Seconds of the steps whose stages were timed on the device, mean over them; NaN where there are none."""
-    found: list[float] = []
+    seconds: list[float] = []
     staged = [group for group in groups if group.method == "oktopk" and timed_by_stage(group)]
     for run in (run for group in staged for run in group.counted):
         if run.complete and ON_THE_DEVICE in run.stages:
             after = [values for name, values in run.stages.items() if name not in BEFORE_EXCHANGE]
             on_device = run.warm(run.stages[ON_THE_DEVICE]) > 0
-            found += run.warm(np.sum(after, axis=0))[on_device].tolist()
-    return float(np.mean(found)) if found else math.nan
+            seconds += run.warm(np.sum(after, axis=0))[on_device].tolist()
+    return float(np.mean(seconds)) if seconds else math.nan

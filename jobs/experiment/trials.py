@@ -195,7 +195,7 @@ class Pace:
 
 def launches(trials: Sequence[Trial]) -> list[list[Trial]]:
     """The trials by their number of ranks, in order of appearance: those of one launch together."""
-    found: dict[int, list[Trial]] = {}
+    by_ranks: dict[int, list[Trial]] = {}
     for trial in trials:
-        found.setdefault(trial.ranks, []).append(trial)
-    return list(found.values())
+        by_ranks.setdefault(trial.ranks, []).append(trial)
+    return list(by_ranks.values())

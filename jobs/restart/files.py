@@ -147,7 +147,7 @@ def seal(folder: Path, step: int, parts: list[Part], about: Mapping[str, Any], k
     draft.rename(final)
     sync(folder)
     # a newer one is none of this run's: had it been usable, the run would have continued from it
-    mine = [found for found in list_sets(folder) if _step_of(found) <= step]
+    mine = [path for path in list_sets(folder) if _step_of(path) <= step]
     for old in mine[keep:]:
         # hidden first: half a set must not look like one
         hidden = old.rename(old.with_name(f".{old.name}.replaced"))
@@ -157,8 +157,8 @@ def seal(folder: Path, step: int, parts: list[Part], about: Mapping[str, Any], k
 
 def list_sets(folder: Path) -> list[Path]:
     """All sets, whole or not, newest first."""
-    found = [path for path in folder.iterdir() if _SET.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(found, key=_step_of, reverse=True)
+    sets = [path for path in folder.iterdir() if _SET.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(sets, key=_step_of, reverse=True)
 
 
 def remove_drafts(folder: Path) -> None:
@@ -200,9 +200,9 @@ def read_manifest(path: Path, identity: Identity) -> dict[str, Any]:
         raise BadCheckpointError(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, RecursionError) as error:
         raise BadCheckpointError(f"{MANIFEST} is damaged: {error}") from error
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
-        raise BadCheckpointError(_wrong_format(found))
+    form = manifest.get("format") if isinstance(manifest, dict) else None
+    if form != FORMAT:
+        raise BadCheckpointError(_wrong_format(form))
     if not sound:
         raise BadCheckpointError(f"{MANIFEST} is damaged: its digest does not fit")
     try:
@@ -241,9 +241,9 @@ def check_part(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _step_of(path: Path) -> int:
-    found = _SET.fullmatch(path.name)
-    assert found is not None
-    return int(found[1])
+    match = _SET.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
 
 
 def _measure(path: Path) -> tuple[int, str]:
@@ -257,9 +257,9 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _wrong_format(found: Any) -> str:
-    family, _, number = str(found).rpartition(" ")
+def _wrong_format(form: Any) -> str:
+    family, _, number = str(form).rpartition(" ")
     mine, _, newest = FORMAT.rpartition(" ")
     if family == mine and number.isdigit() and int(number) > int(newest):
-        return f"its format {found!r} is newer than this program's, {FORMAT!r}"
-    return f"its format is {found!r}, not {FORMAT!r}"
+        return f"its format {form!r} is newer than this program's, {FORMAT!r}"
+    return f"its format is {form!r}, not {FORMAT!r}"

@@ -95,10 +95,10 @@ def differing_settings(config: Config, ranks: int, saved: str, saved_ranks: int)
 
 def other_data(path: str, info: RunInfo) -> list[str]:
     """Difference between a run's data and those at a path, as differing_settings; empty where unknown."""
-    found = data_checksum(path)
-    if not found or not info.data or found == info.data:
+    checksum = data_checksum(path)
+    if not checksum or not info.data or checksum == info.data:
         return []
-    return [f"data: checksum {info.data} there, {found} here"]
+    return [f"data: checksum {info.data} there, {checksum} here"]
 
 
 def _exists(path: Path) -> str:

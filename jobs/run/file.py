@@ -278,8 +278,8 @@ def _check_room(path: Path, nbytes: int) -> None:
 
 def _reason(error: Exception) -> str:
     """The system's message within HDF5's."""
-    found = re.search(r"error message = '([^']*)'", str(error))
-    return found[1] if found else str(getattr(error, "strerror", None) or error)
+    match = re.search(r"error message = '([^']*)'", str(error))
+    return match[1] if match else str(getattr(error, "strerror", None) or error)
 
 
 def _append(datasets: Mapping[str, h5py.Dataset], columns: Mapping[str, NDArray[Any]]) -> int:

@@ -128,9 +128,9 @@ def find_placement(wanted: str, comm: MPI.Intracomm, *, deterministic: bool = Fa
     kind = decide_together(comm, lambda: _kind(wanted), (PlacementError,))
     kinds = comm.allgather(kind)
     if len(set(kinds)) > 1:
-        found = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+        devices = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
         raise Refused(
-            f"training.device {wanted!r} means different devices ({found}): set it to 'cpu' or 'cuda'"
+            f"training.device {wanted!r} means different devices ({devices}): set it to 'cpu' or 'cuda'"
         )
     return _PLACEMENTS[kind](comm, deterministic)
 

@@ -79,16 +79,16 @@ class GradientTensors(ComposedGradient):
         """
         if addresses == self._addresses:
             return
-        given = np.array(addresses, np.uint64)
-        if len(given) != self._count:
-            raise ValueError(f"{len(given)} addresses for {self._count} tensors")
-        odd = given % self._element_bytes != 0
+        pointers = np.array(addresses, np.uint64)
+        if len(pointers) != self._count:
+            raise ValueError(f"{len(pointers)} addresses for {self._count} tensors")
+        odd = pointers % self._element_bytes != 0
         if odd.any():
             at = int(odd.argmax())
             raise ValueError(
-                f"address {given[at]} of tensor {at} is not a multiple of an element's {self._element_bytes} bytes"
+                f"address {pointers[at]} of tensor {at} is not a multiple of an element's {self._element_bytes} bytes"
             )
-        self._spans[:, 1] = given[self._filled]
+        self._spans[:, 1] = pointers[self._filled]
         self._device.upload(self.address + 8 * self._chunks, self._spans)
         self._device.launch_for(
             self.kernels["locate_chunks"], self._chunks,

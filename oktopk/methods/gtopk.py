@@ -47,29 +47,29 @@ class GTopk(SparseMethod):
 
         # a merge reads two lists from one pool, and writes beside them
         pool = workspace.entries("merge", 4 * largest)
-        held = pool[: selection.packed.nnz]
-        held[:] = selection.packed.entries
+        entries = pool[: selection.packed.nnz]
+        entries[:] = selection.packed.entries
         for number, child in enumerate(children):
             incoming = pool[largest : 2 * largest]
             arrived = transport.receive_counted(incoming, child)
             plan.timer.record("exchange")
             begins = np.array([0, largest], np.int64)
-            ends = begins + np.array([len(held), arrived])
+            ends = begins + np.array([len(entries), arrived])
             merged = pool[2 * largest :]
             nnz, _ = transport.kernels.sum_sorted_lists(pool, begins, ends, 0, self.length, 1, merged)
             rest = workspace.entries(f"pruned {number}", max(nnz, 1))
             kept, dropped = self._keep_k(merged[:nnz], plan.k, pool[:largest], rest)
-            held = pool[:kept]
+            entries = pool[:kept]
             if dropped:
                 pruned.append(SparseVector(rest[:dropped], self.length))
             plan.timer.record("reduce")
         if parent is not None:
-            transport.wait(transport.send(held, parent, even_if_empty=True))
+            transport.wait(transport.send(entries, parent, even_if_empty=True))
         plan.timer.record("exchange")
         gathered = workspace.entries("gathered", largest)
         if parent is None:
-            gathered[: len(held)] = held
-        nnz = broadcast(gathered, len(held), transport)
+            gathered[: len(entries)] = entries
+        nnz = broadcast(gathered, len(entries), transport)
         # a sum that is not finite is larger than what was pruned, so that every rank has it
         if transport.size > 1 and self.kernels.count_nonfinite(gathered[:nnz]):
             raise FlaggedRanksError([])

@@ -26,9 +26,9 @@ def count_errors(references: Sequence[str], hypotheses: Sequence[str]) -> tuple[
     """
     counts = []
     for compare in (jiwer.process_words, jiwer.process_characters):
-        found = compare(list(references), list(hypotheses))
-        missed = found.substitutions + found.deletions
-        counts += [missed + found.insertions, missed + found.hits]
+        errors = compare(list(references), list(hypotheses))
+        missed = errors.substitutions + errors.deletions
+        counts += [missed + errors.insertions, missed + errors.hits]
     wrong_words, words, wrong_characters, characters = counts
     return wrong_words, words, wrong_characters, characters
 
