@@ -100,27 +100,7 @@ class BarPanel:
         ]
 
 
-@dataclass(frozen=True)
-class DotPanel:
-    """A row of dots for each group: one for each of its runs, in percent."""
-
-    name: str
-    title: str
-    note: str
-    x_label: str
-    groups: tuple[Group, ...]
-    values: tuple[tuple[float, ...], ...]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The dots, as the CSV file has them."""
-        return [
-            {"series": group.label, "run": run.stem, "seed": run.info.seed, "accuracy": value}
-            for group, values in zip(self.groups, self.values, strict=True)
-            for run, value in zip(group.counted, values, strict=True)
-        ]
-
-
-Panel = LinePanel | BarPanel | DotPanel
+Panel = LinePanel | BarPanel
 
 
 @dataclass(frozen=True)
@@ -161,10 +141,8 @@ def stepwise(
     x_of: Callable[[Run], NDArray[Any]],
     y_of: Callable[[Run], NDArray[Any]],
     points: int = POINTS,
-    *,
-    first: bool = False,
 ) -> Line | None:
-    """A line of one value per step; None where no step has any. For `first` see `binned`."""
+    """A line of one value per step; None where no step has any."""
     count = max(len(run.steps["step"]) for run in group.runs)
     return binned(
         group,
@@ -172,7 +150,6 @@ def stepwise(
         [run.steps["step"].astype(np.float64) for run in group.runs],
         [np.asarray(x_of(run), np.float64) for run in group.runs],
         [np.asarray(y_of(run), np.float64) for run in group.runs],
-        first=first,
     )
 
 
@@ -182,10 +159,8 @@ def binned(
     steps: Sequence[Vector],
     xs: Sequence[Vector],
     ys: Sequence[Vector],
-    *,
-    first: bool = False,
 ) -> Line | None:
-    """Cut the steps of all runs into the same pieces, and average within them; or take the first, of what is no measurement."""
+    """Cut the steps of all runs into the same pieces, and average within them."""
     if not any(len(each) for each in steps):
         return None
     every = np.unique(np.concatenate(steps))
@@ -195,10 +170,6 @@ def binned(
         index = np.searchsorted(edges, step, side="right") - 1
         for values, out in ((own_x, x), (own_y, y)):
             good = np.isfinite(values)
-            if first:
-                where, at = np.unique(index[good], return_index=True)
-                out[row, where] = values[good][at]
-                continue
             count = np.bincount(index[good], minlength=len(edges))
             total = np.bincount(index[good], values[good], minlength=len(edges))
             out[row] = np.where(count > 0, total / np.maximum(count, 1), np.nan)

@@ -14,7 +14,6 @@ from jobs.report.groups import Group, by_batch, by_ranks, on_most_ranks, ordered
 from jobs.report.panels import (
     FEW_POINTS,
     BarPanel,
-    DotPanel,
     Level,
     Line,
     LinePanel,
@@ -141,32 +140,6 @@ def _held_out(groups: Sequence[Group], over: Over, file: str, column: str, **loo
             lines.append(line)
     note = "; ".join(["of samples that no rank trains on", *_band(groups)])
     return _over(over, file, f"held-out {column}", note, column, lines, marks=True, **look)
-
-
-def final_accuracy(groups: Sequence[Group]) -> DotPanel:
-    """The last held-out accuracy of each complete run."""
-    shown = [
-        group
-        for group in groups
-        if group.counted[0].complete and len(group.values("held_out_accuracy")) == len(group.counted)
-    ]
-    return DotPanel(
-        "accuracy-at-the-end",
-        "Held-out accuracy at the end",
-        "a dot for each seed, a line at their mean"
-        if any(len(group.counted) > 1 for group in shown)
-        else "one seed",
-        "held-out accuracy",
-        tuple(shown),
-        tuple(tuple(group.values("held_out_accuracy")) for group in shown),
-    )
-
-
-def learning_rate(groups: Sequence[Group]) -> LinePanel:
-    """The schedule."""
-    lines = _curves(groups, _step, lambda run: run.steps["learning_rate"], first=True)
-    note = "the schedule, one for all methods unless lines part"
-    return _by_step("learning-rate", "Learning rate", note, "learning rate", "learning_rate", lines)
 
 
 def words(groups: Sequence[Group]) -> LinePanel:

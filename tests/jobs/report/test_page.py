@@ -280,7 +280,7 @@ def test_speech_is_told_by_its_error_rates(tmp_path: Path) -> None:
     ]
     unheard = write_run(tmp_path / "t.h5", method="topka", steps=0)
     text = report([*paths, unheard], tmp_path / "out", target=0.691)
-    assert re.search(r"^ +word error rate +0\.2900 ", text, re.MULTILINE)
+    assert re.search(r"^WER \(held out, at the end\) +0\.2900 ", text, re.MULTILINE)
     heads, _, dense, topka = (
         re.split(r" *\| *", line)[1:-1]
         for line in markdown(
@@ -331,15 +331,6 @@ def test_throughput_tells_rivals_of_one_method_apart_on_every_number_of_ranks(tm
     assert [row[0].text for row in throughput.rows] == labels
     assert [len(line.x) for line in pictures.scaling(groups).lines] == [2, 2]
     assert [line.label for line in pictures.scaling(groups).lines] == labels
-
-
-def test_the_schedule_is_drawn_by_rates_that_were_used(tmp_path: Path) -> None:
-    rates = np.where(np.arange(500) < 250, 0.1, 0.01)
-    run = write_run(tmp_path / "a.h5", steps=500, learning_rate=rates)
-    (line,) = pictures.learning_rate(group_runs(read_runs([run]))).lines
-    assert len(line.x) < 500
-    assert set(line.y.tolist()) == {0.1, 0.01}
-    assert line.x[0] == 1 and line.y[0] == 0.1
 
 
 @pytest.mark.parametrize("growth", [0.1, 5.0, 1000.0])
