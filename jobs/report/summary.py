@@ -52,6 +52,7 @@ class Run:
     stages: dict[str, NDArray[np.float64]]
     evaluations: Columns
     measures: Columns
+    segments: Columns
 
     @property
     def complete(self) -> bool:
@@ -205,6 +206,7 @@ def _read(path: Path) -> Run:
             stages=reader.stages(),
             evaluations=reader.evaluations(),
             measures=reader.measures(),
+            segments=reader.segments(),
         )
 
 
