@@ -208,7 +208,7 @@ class TrainingLoop:
     def _write(self) -> None:
         began = time.perf_counter()
         self.optimizer.complete()
-        measured = measure(self.timed, self.began, self.comm.size)
+        measured = measure(self.timed, self.began)
         self.timed.clear()
         if not measured:
             return
