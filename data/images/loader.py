@@ -116,7 +116,6 @@ class TrainingLoader(BlockLoader[Batch]):
         self.to(HOST)
 
     def to(self, device: torch.device) -> TrainingLoader:
-        """Cut batches there from now on. Raises DataError: the split does not fit."""
         crop = self._augment.crop if self._augment else 0
         self._pixels = Pixels(self.images, crop=crop, device=device)
         self._begin(0 if device.type == "cpu" else BLOCK)
@@ -157,7 +156,6 @@ class EvaluationLoader:
         self.to(HOST)
 
     def to(self, device: torch.device) -> EvaluationLoader:
-        """Hold this rank's samples there. Raises DataError: they do not fit."""
         self._pixels = Pixels(self.images, within=self._shard, device=device)
         return self
 

@@ -160,7 +160,6 @@ class SpeechEvaluationLoader:
         self._batches = [by_length[each] for each in places]
 
     def to(self, device: torch.device) -> None:
-        """Cut batches there from now on."""
         self.utterances.to(device)
 
     def __iter__(self) -> Iterator[SpeechBatch]:

@@ -144,7 +144,6 @@ class ContextEvaluationLoader:
         self._batches = list(evaluation_batches(total, most=most, **place))
 
     def to(self, device: torch.device) -> None:
-        """Hold the text on a device. Raises DataError: it does not fit."""
         self.contexts.to(device)
 
     def __iter__(self) -> Iterator[ContextBatch]:

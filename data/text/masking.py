@@ -149,7 +149,6 @@ class TextTrainingLoader(BlockLoader[TextBatch]):
         self.to(torch.device("cpu"))
 
     def to(self, device: torch.device) -> Self:
-        """Hold the text on a device. Raises DataError: it does not fit."""
         self._text = MaskedText(self.texts, device)
         self._begin(BLOCK // self.texts.length)
         return self
@@ -187,7 +186,6 @@ class TextEvaluationLoader:
         self._text = MaskedText(texts, torch.device("cpu"))
 
     def to(self, device: torch.device) -> Self:
-        """Hold the text on a device. Raises DataError: it does not fit."""
         self._text = MaskedText(self.texts, device)
         self._plans = [plan.to(device) for plan in self._plans]
         return self

@@ -85,20 +85,16 @@ class FromBuffer:
 
     @property
     def update(self) -> Any:
-        """That of the reducer."""
         return self.reducer.update
 
     def load(self, gradient: Any) -> Any:
-        """As `InPlace.load`."""
         self.reducer.gradient_buffer[:] = gradient  # type: ignore[index]
         return self.reducer.gradient_buffer
 
     def step(self, gradient: Any) -> StepReport:
-        """As the reducer's."""
         return self.reducer.step(gradient)
 
     def close(self) -> None:
-        """As the reducer's."""
         self.reducer.close()
 
 

@@ -90,7 +90,6 @@ class BarPanel:
     colours: Mapping[str, str]
 
     def rows(self) -> list[dict[str, Any]]:
-        """The bars, as the CSV file has them."""
         return [
             {
                 "series": group.label,

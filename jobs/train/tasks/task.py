@@ -85,25 +85,21 @@ class Task(ABC, Generic[Batch]):
         self._training, self._held_out, self._precision = training, held_out, precision
 
     def move_to(self, placement: Placement) -> None:
-        """As Workload's."""
         self._training.to(placement.device)
         self._held_out.to(placement.device)
         self.model.to(placement.device)
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """As Workload's."""
         return self._training.epoch(epoch, first_step)
 
     @abstractmethod
-    def loss(self, batch: Batch) -> torch.Tensor:
-        """As Workload's."""
+    def loss(self, batch: Batch) -> torch.Tensor: ...
 
     @abstractmethod
     def _counts(self, batch: Batch) -> Iterable[torch.Tensor | int]:
         """The fields of Score for a held-out batch, in their order; the last two may be left out."""
 
     def score(self) -> Score:
-        """As Workload's."""
         device = next(self.model.parameters()).device
         # on the device, so that it is waited for once
         sums: list[Any] = [torch.zeros((), dtype=torch.float64, device=device), 0, 0, 0, 0]
