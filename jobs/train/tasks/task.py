@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from data import DataError
-from data.batches import EpochLoader, HeldOut
+from data.batches import EpochLoader, HeldOut, HeldOutPlace, Place
+from jobs.config.sections import TrainingConfig
 from jobs.train.placement import Placement
 
 Batch = TypeVar("Batch")
@@ -108,6 +109,16 @@ class Task(ABC, Generic[Batch]):
                 sums = [total + count for total, count in zip_longest(sums, self._counts(batch), fillvalue=0)]
         loss, *counts = sums
         return Score(float(loss), *map(int, counts))
+
+
+def training_place(config: TrainingConfig, rank: int, size: int) -> Place:
+    """What a rank trains on."""
+    return {"batch_size": config.batch_size, "rank": rank, "size": size, "seed": config.seed}
+
+
+def held_out_place(config: TrainingConfig, rank: int, size: int) -> HeldOutPlace:
+    """What a rank evaluates."""
+    return {"batch_size": config.eval_batch_size, "rank": rank, "size": size}
 
 
 @contextmanager
