@@ -121,8 +121,7 @@ def prepare_text(source: Path, output: Path, recipe: Recipe = Recipe()) -> str:
         packed.seek(0)
         write_text_file(
             output,
-            name=source.resolve().name,
-            source=f"{len(files)} files of {source.resolve().name}, {total} bytes",
+            **origin(source, recipe),
             vocabulary=vocabulary,
             counts=counts,
             length=recipe.length,
@@ -135,6 +134,14 @@ def prepare_text(source: Path, output: Path, recipe: Recipe = Recipe()) -> str:
             ),
         )
     return f"{output}: wrote {description(*open_text_file(output))}"
+
+
+def origin(source: Path, recipe: Recipe) -> dict[str, str]:
+    """Name and source, in words, of what `prepare_text` writes."""
+    files, name = text_files(source), source.resolve().name
+    settings = ", ".join(f"{key} {value}" for key, value in vars(recipe).items() if value not in (None, ""))
+    nbytes = sum(path.stat().st_size for path in files)
+    return {"name": name, "source": f"{len(files)} files of {name}, {nbytes} bytes, {settings}"}
 
 
 def build_tokenizer(vocabulary: list[str]) -> Tokenizer:

@@ -47,14 +47,14 @@ def test_raw_files_of_either_byte_order_become_the_same_file(tmp_path: Path, kin
     assert_holds_the_texts(tmp_path / "a.h5")
 
 
-def test_a_file_that_is_there_is_not_replaced_and_a_damaged_one_named(
+def test_a_file_that_is_there_is_kept_and_a_damaged_one_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, output = tmp_path / "an4", tmp_path / "a.h5"
     write_an4(source, TRAIN, TEST)
     assert prepare(source, output) == 0
-    assert prepare(source, output) == 1
-    assert "exists and holds 'an4' of 3 training and 1 test utterances" in capsys.readouterr().err
+    assert prepare(source, output) == 0
+    assert "already there, 'an4' of 3 training and 1 test utterances" in capsys.readouterr().out
     with h5py.File(output, "r+") as file:
         file["train/samples"][5] += 1
     assert prepare(source, output) == 1

@@ -69,6 +69,12 @@ def prepare(source: Path, output: Path, *options: str) -> int:
     return main(["cifar10", str(source), "-o", str(output), *options])
 
 
+def test_a_folder_and_the_one_above_become_the_same_file(folder: Path, tmp_path: Path) -> None:
+    for number, source in enumerate((folder, folder.parent)):
+        assert prepare(source, tmp_path / f"{number}.h5") == 0
+        assert_is_cifar10(tmp_path / f"{number}.h5")
+
+
 @pytest.mark.parametrize("mode", ["w:gz", "w"])
 def test_an_archive_in_any_order_becomes_the_same_file(folder: Path, tmp_path: Path, mode: str) -> None:
     archive = pack(folder, tmp_path / "c.tar", mode)
@@ -87,21 +93,26 @@ def test_the_official_archive_is_known_by_its_checksum(
     assert "official archive" in open_cifar10(tmp_path / "c.h5")[0].source
 
 
-def test_an_output_that_is_there_is_replaced_only_if_forced(
+def test_an_output_that_is_right_is_kept_and_another_one_replaced_only_if_forced(
     archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "c.h5"
     assert prepare(archive, output) == 0
     written = output.stat()
-    assert prepare(archive, output) == 1
-    said = "c.h5: exists and holds 'cifar10' of 100 training and 20 test images, 3x32x32 (CIFAR-10 binary version"
-    assert said in capsys.readouterr().err
+    assert prepare(archive, output) == 0
+    said = (
+        "c.h5: already there, 'cifar10' of 100 training and 20 test images, 3x32x32 (CIFAR-10 binary version"
+    )
+    assert said in capsys.readouterr().out
+    other = archive.rename(tmp_path / "other.tar.gz")
+    assert prepare(other, output) == 1
+    assert "c.h5: exists and holds 'cifar10' of 100 training" in capsys.readouterr().err
     assert (output.stat().st_ino, output.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
-    assert prepare(archive, output, "--force") == 0
+    assert prepare(other, output, "--force") == 0
     assert output.stat().st_ino != written.st_ino or output.stat().st_mtime_ns != written.st_mtime_ns
     with h5py.File(output, "r+") as file:
         file["test/images"][0] = 0
-    assert prepare(archive, output) == 1
+    assert prepare(other, output) == 1
     message = capsys.readouterr().err
     assert "checksum" in message
     assert "--force replaces it" in message
@@ -169,10 +180,9 @@ def test_a_damaged_source_is_refused_and_leaves_no_output(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_folder_or_nothing_is_refused(folder: Path, tmp_path: Path) -> None:
-    for source in (folder, tmp_path / "absent"):
-        with pytest.raises(DataError, match=rf"{source.name}: no such file: the archive is at https"):
-            prepare_cifar10(source, tmp_path / "c.h5")
+def test_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent: no such file or folder: the archive is at https"):
+        prepare_cifar10(tmp_path / "absent", tmp_path / "c.h5")
 
 
 def test_a_cut_or_foreign_archive_is_refused(folder: Path, tmp_path: Path) -> None:
