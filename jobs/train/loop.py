@@ -18,7 +18,7 @@ from tqdm import tqdm
 from collectives.dense_allreduce import dense_words
 from jobs.cluster.agreement import decide_on_root, say
 from jobs.config.config import Config
-from jobs.restart.safeguard import Safeguard
+from jobs.restart.session import Safeguard
 from jobs.restart.state import BatchStream, Progress, capture
 from jobs.run import provenance
 from jobs.run.columns import BETWEEN, Gathered, Span, Step, gather
