@@ -164,6 +164,8 @@ def _trained(files: list[Path], recipe: Recipe, total: int) -> list[str]:
     """A vocabulary that is trained on the training documents; total: bytes of the files."""
     from tokenizers import Tokenizer, models, trainers
 
+    for _ in recipe.splits(files):
+        pass  # a fault in the text would pass through the library as another error
     with tqdm(total=total, unit="B", unit_scale=True, desc="vocabulary", disable=None) as bar:
 
         def training() -> Iterator[str]:
@@ -176,18 +178,7 @@ def _trained(files: list[Path], recipe: Recipe, total: int) -> list[str]:
         trainer = trainers.WordPieceTrainer(
             vocab_size=recipe.vocabulary_size, special_tokens=list(SPECIAL), show_progress=False
         )
-        # a fault in the text would pass through the library as another error
-        faults: list[DataError] = []
-
-        def guarded() -> Iterator[str]:
-            try:
-                yield from training()
-            except DataError as error:
-                faults.append(error)
-
-        tokenizer.train_from_iterator(guarded(), trainer)
-    if faults:
-        raise faults[0]
+        tokenizer.train_from_iterator(training(), trainer)
     numbers = tokenizer.get_vocab()
     # the library numbers even the same words otherwise in every call
     return [*SPECIAL, *sorted(numbers.keys() - set(SPECIAL))]
