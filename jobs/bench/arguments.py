@@ -14,11 +14,9 @@ from typing import Any, NoReturn
 
 from collectives.sparse import check_length
 from jobs.bench.device import DEVICES
-from jobs.bench.document import NCCL_ROWS, BenchError
-from jobs.bench.gradients import PROFILES
+from jobs.bench.document import NCCL_ROWS, BenchError, bits_per_second
+from jobs.bench.gradients import PROFILES, SKEWS
 from jobs.bench.options import ABLATION_RANKS, DEFAULTS, JOB, KNOWN, OF_EVERY_BENCH, TABLES, Options
-from jobs.bench.rate import bits_per_second
-from jobs.bench.row_volume import SKEWS
 from oktopk import METHODS, Settings
 from oktopk.devices import GRADIENT_TYPES
 from oktopk.settings import DENSE_ABOVE

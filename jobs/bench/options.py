@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jobs.bench.document import HOST_ROWS, NCCL_ROWS
+from jobs.bench.gradients import SKEWS
 from jobs.bench.mpi import ALGORITHMS
-from jobs.bench.row_volume import SKEWS
 from oktopk import METHODS, Settings
 
 OVER_MPI = "oktopk-mpi"
