@@ -13,12 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from jobs.report.groups import stands_out
-from jobs.report.panels import BarPanel, DrawnPanel, Level, LinePanel, Panel, Picture
+from jobs.report.panels import DrawnPanel, Level, LinePanel, Picture
 from jobs.report.style import GREY, STYLE
 
 # Inches. On a telephone a picture shrinks to 0.65 of this: letters of 12 points stay readable.
 WIDTH, HEIGHT = 5.8, 4.1
-BAR_HEIGHT, BAR_FRAME = 0.42, 2.2  # of each bar; of axis and legend
 LEGEND_CHARACTERS = 48  # fit into one of its lines at WIDTH
 ACCURACY_SHOWN = 0.3  # below the best
 LABEL_ROOM = 0.055  # of the axes' height that the label of a level needs
@@ -32,10 +31,7 @@ def svg(panel: Picture) -> str:
     if isinstance(panel, DrawnPanel):
         return panel.document
     with mpl.rc_context(PAGE):
-        height = HEIGHT
-        if isinstance(panel, BarPanel):
-            height = BAR_FRAME + BAR_HEIGHT * max(2, len(panel.groups))
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         axes = figure.subplots()
         draw(axes, panel)
         _legend(figure, axes)
@@ -44,16 +40,9 @@ def svg(panel: Picture) -> str:
         return text.getvalue()
 
 
-def draw(axes: Axes, panel: Panel) -> None:
+def draw(axes: Axes, panel: LinePanel) -> None:
     """Draw one panel without its title, which the page has, and its legend."""
     axes.set_xlabel(panel.x_label)
-    if isinstance(panel, BarPanel):
-        _draw_bars(axes, panel)
-    else:
-        _draw_lines(axes, panel)
-
-
-def _draw_lines(axes: Axes, panel: LinePanel) -> None:
     axes.set_ylabel(panel.y_label)
     for line in panel.lines:
         group = line.group
@@ -113,31 +102,6 @@ def _name_levels(axes: Axes, levels: Sequence[Level]) -> None:
         axes.annotate(
             level.label, (1.01, lowest), xycoords="axes fraction", ha="left", annotation_clip=False, **LABEL
         )
-
-
-def _draw_bars(axes: Axes, panel: BarPanel) -> None:
-    rows = np.arange(len(panel.groups))
-    begin = np.zeros(len(panel.groups))
-    for part, seconds in panel.parts.items():
-        width = np.array(seconds) * 1e3
-        look: dict[str, Any] = {
-            "color": panel.colours[part],
-            "label": part,
-            "edgecolor": "white",
-            "linewidth": 0.5,
-        }
-        axes.barh(rows, width, 0.72, left=begin, **look)
-        begin += width
-    for row, total in zip(rows, begin, strict=True):
-        axes.annotate(f"{total:.3g}", (total, row), xytext=(4, 0), textcoords="offset points", **LABEL)
-    axes.set_yticks(rows, [group.label for group in panel.groups])
-    for name, group in zip(axes.get_yticklabels(), panel.groups, strict=True):
-        if stands_out(group, panel.groups):
-            name.set_fontweight("bold")
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.margins(x=0.12)
-    axes.set_xlim(left=0)
 
 
 def _legend(figure: Figure, axes: Axes) -> None:

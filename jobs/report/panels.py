@@ -78,31 +78,6 @@ class LinePanel:
 
 
 @dataclass(frozen=True)
-class BarPanel:
-    """A stacked bar for each group: part -> seconds, one for each of `groups`; colours has every part."""
-
-    name: str
-    title: str
-    note: str
-    x_label: str
-    groups: tuple[Group, ...]
-    parts: dict[str, list[float]]
-    colours: Mapping[str, str]
-
-    def rows(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "series": group.label,
-                **{f"{part}_seconds": values[index] for part, values in self.parts.items()},
-            }
-            for index, group in enumerate(self.groups)
-        ]
-
-
-Panel = LinePanel | BarPanel
-
-
-@dataclass(frozen=True)
 class DrawnPanel:
     """A picture that is drawn already: an SVG document, and its points as the CSV file has them."""
 
@@ -117,7 +92,7 @@ class DrawnPanel:
         return list(self.points)
 
 
-Picture = Panel | DrawnPanel
+Picture = LinePanel | DrawnPanel
 
 
 def write_columns(path: Path, columns: Mapping[str, Sequence[Any] | NDArray[Any]]) -> None:

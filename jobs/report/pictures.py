@@ -10,29 +10,10 @@ from numpy.typing import NDArray
 
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import lower_bound, upper_bound
-from jobs.report.groups import Group, by_batch, by_ranks, on_most_ranks, ordered_stages, timed_by_stage
-from jobs.report.panels import (
-    FEW_POINTS,
-    BarPanel,
-    Level,
-    Line,
-    LinePanel,
-    Panel,
-    binned,
-    line_of,
-    stepwise,
-)
-from jobs.report.style import PARTS, STAGES
+from jobs.report.groups import Group, by_batch, by_ranks, timed_by_stage
+from jobs.report.panels import FEW_POINTS, Level, Line, LinePanel, binned, line_of, stepwise
 from jobs.report.summary import Run
 
-_PART_MEANINGS = {
-    "compute": "forward, backward, optimizer",
-    "selection": "what the reduction does in a rank's own memory",
-    "communication": "the rest of it",
-    "combined": "both in one stream of kernels",
-    "data": "waiting for a batch",
-}
-OTHER_STAGE = "#DDDDDD"
 Values = Callable[[Run], NDArray[Any]]
 
 
@@ -217,58 +198,19 @@ def measure(groups: Sequence[Group], column: str) -> LinePanel:
     return _by_step(column.replace("_", "-"), title, note, unit, column, lines, levels=levels)
 
 
-def speed(groups: Sequence[Group]) -> list[Panel]:
-    """Pictures of runs compared by speed: over the numbers of ranks, and parts and stages on the largest."""
-    panels: list[Panel] = []
-    batches = by_batch(groups)
+def speed(groups: Sequence[Group]) -> list[LinePanel]:
+    """Throughput over the numbers of ranks, for each size of batches that ran on several."""
+    panels, batches = [], by_batch(groups)
     for batch, alike in batches.items():
-        place = f"-batch-{batch}" if len(batches) > 1 else ""
-        where = f", batches of {batch}" if len(batches) > 1 else ""
         if len({group.ranks for group in alike}) > 1:
             quick = [group for group in alike if not timed_by_stage(group)]
-            panels.append(scaling(quick, f"throughput{place}", where))
-        widest = on_most_ranks(alike)
-        panels.append(time_parts(widest, f"speed-by-part{place}", where))
-        panels.append(time_stages(widest, f"speed-by-stage{place}", where))
+            of_batch = (f"throughput-batch-{batch}", f", batches of {batch}") if len(batches) > 1 else ()
+            panels.append(scaling(quick, *of_batch))
     return panels
 
 
-def time_parts(groups: Sequence[Group], name: str = "time-by-part", where: str = "") -> BarPanel:
-    """Parts of a step's time for each group; where: in words, what the groups have in common."""
-    shown = [group for group in groups if group.mean("step_seconds")]
-    parts = {part: [group.mean(f"part_{part}_seconds") or 0.0 for group in shown] for part in PARTS}
-    parts = {part: values for part, values in parts.items() if any(values)}
-    return BarPanel(
-        name,
-        f"Time of a step{where}",
-        "; ".join(f"{part}: {meaning}" for part, meaning in _PART_MEANINGS.items() if part in parts),
-        "ms",
-        tuple(shown),
-        parts,
-        PARTS,
-    )
-
-
-def time_stages(groups: Sequence[Group], name: str = "time-by-stage", where: str = "") -> BarPanel:
-    """Stages of the reduction's time for each group; where: as time_parts."""
-    ordered = ordered_stages(groups)
-    shown = [group for group in groups if any(group.mean(f"stage_{stage}_seconds") for stage in ordered)]
-    return BarPanel(
-        name,
-        f"Time of the reduction, by stage{where}",
-        "mean over the steps and the ranks; rest: what no stage timed",
-        "ms",
-        tuple(shown),
-        {
-            stage: [max(group.mean(f"stage_{stage}_seconds") or 0.0, 0.0) for group in shown]
-            for stage in ordered
-        },
-        {stage: STAGES.get(stage, OTHER_STAGE) for stage in ordered},
-    )
-
-
 def scaling(groups: Sequence[Group], name: str = "throughput", where: str = "") -> LinePanel:
-    """Samples per second over the number of ranks, a line for each method; where: as time_parts."""
+    """Samples per second over the number of ranks, a line for each method; where: in words, what the groups have in common."""
     methods: dict[str, list[Group]] = {}
     for group in (group for members in by_ranks(groups).values() for group in members):
         if group.mean("samples_per_second"):

@@ -115,7 +115,8 @@ def tables(runs: Mapping[str, Sequence[Run]], target: float | None) -> list[Tabl
         found.append(sweep_table(rows, dense))
     if runs["regions"]:
         found.append(regions_table(group_runs(runs["regions"])))
-    return found + speed_tables(group_runs(runs["speed"]))
+    # where the time goes: of runs for that alone, else of those that were trained
+    return found + speed_tables(group_runs(runs["speed"] or runs["train"]))
 
 
 def _sections(groups: Sequence[Group], fast: Sequence[Group], target: float | None) -> list[Section]:
@@ -129,7 +130,6 @@ def _sections(groups: Sequence[Group], fast: Sequence[Group], target: float | No
             [pictures.accuracy(groups, each, target) for each in over],
         ),
         Section("Training loss", [pictures.loss(groups, each) for each in over]),
-        Section("Where the time goes", [pictures.time_parts(groups), pictures.time_stages(groups)]),
         Section("Speed", pictures.speed(fast)),
         Section(
             "Volume and selection",

@@ -100,7 +100,7 @@ def test_the_page_stands_alone_and_links_to_its_figures(tmp_path: Path) -> None:
         ElementTree.fromstring(base64.b64decode(image["src"].split(",")[1]))
     assert page.links
     assert all((out / link).is_file() for link in page.links)
-    assert {"accuracy-over-time.csv", "words-over-steps.csv", "xi.csv", "time-by-part.csv"} <= set(page.links)
+    assert {"accuracy-over-time.csv", "words-over-steps.csv", "xi.csv"} <= set(page.links)
     assert "throughput.csv" in page.links
     # every panel's numbers are there, none left over from elsewhere
     pictures = {path.name for path in out.glob("*.csv")} - {"summary.csv", "methods.csv"}
@@ -306,7 +306,7 @@ def test_speech_is_told_by_its_error_rates(tmp_path: Path) -> None:
 
 def test_a_method_has_one_colour_everywhere() -> None:
     assert len({colour for _, colour, _ in METHODS.values()}) == len(METHODS)
-    assert len({*STAGES.values(), pictures.OTHER_STAGE}) == len(STAGES) + 1
+    assert len({*STAGES.values()}) == len(STAGES)
 
 
 def test_the_command_takes_throughput_runs_alone(tmp_path: Path) -> None:
