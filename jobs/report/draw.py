@@ -50,7 +50,7 @@ def draw(axes: Axes, panel: LinePanel) -> None:
         mark = "o" if panel.marks and len(line.x) <= 12 else None
         width, order = (2.6, 3) if ours else (1.6, 2)
         look: dict[str, Any] = {"linestyle": group.dashes, "marker": mark, "markersize": 4, "zorder": order}
-        axes.plot(line.x, line.y, color=group.colour, linewidth=width, label=line.label, **look)
+        axes.plot(line.x, line.y, color=group.colour, linewidth=width, label=group.label, **look)
         if np.any(line.high > line.low):
             axes.fill_between(line.x, line.low, line.high, color=group.colour, alpha=0.18, linewidth=0)
     if panel.log_x:
@@ -66,9 +66,7 @@ def draw(axes: Axes, panel: LinePanel) -> None:
 def _count(axes: Axes, panel: LinePanel) -> None:
     """Ticks in the units that a reader thinks in."""
     largest = max(float(line.x[-1]) for line in panel.lines)
-    if panel.columns[0] == "ranks":
-        axes.set_xticks(sorted({float(x) for line in panel.lines for x in line.x}))
-    elif panel.log_x or largest >= 10_000:
+    if panel.log_x or largest >= 10_000:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         if panel.log_x:
             low, high = np.log10(axes.get_xlim())
@@ -76,7 +74,7 @@ def _count(axes: Axes, panel: LinePanel) -> None:
             axes.xaxis.set_minor_formatter(EngFormatter(sep="") if few else NullFormatter())
             if few:
                 axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-    if not panel.log_x and panel.columns[0] != "ranks":
+    if not panel.log_x:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=panel.columns[0] == "step"))
     if panel.percent:
         # what tells methods apart is how they end, not that they began at chance

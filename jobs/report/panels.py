@@ -30,7 +30,6 @@ class Line:
     """One group's line: float64[points] each; low and high are the least and the largest of its runs."""
 
     group: Group
-    label: str
     x: Vector
     y: Vector
     low: Vector
@@ -72,7 +71,7 @@ class LinePanel:
         for line in self.lines:
             for values in zip(line.x, line.y, line.low, line.high, strict=True):
                 named = dict(zip((x, y, f"{y}_least", f"{y}_largest"), map(float, values), strict=True))
-                rows.append({"series": line.label, **named})
+                rows.append({"series": line.group.label, **named})
         levels = [{"series": level.label, y: level.value} for level in self.levels]
         return rows + levels if rows else []
 
@@ -158,7 +157,6 @@ def line_of(group: Group, x: Vector, y: Vector) -> Line | None:
         return None
     return Line(
         group,
-        group.label,
         np.nanmean(x, axis=0),
         np.nanmean(y, axis=0),
         np.nanmin(y, axis=0),

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import lower_bound, upper_bound
-from jobs.report.groups import Group, by_batch, by_ranks, timed_by_stage
+from jobs.report.groups import Group
 from jobs.report.panels import FEW_POINTS, Level, Line, LinePanel, binned, line_of, stepwise
 from jobs.report.summary import Run
 
@@ -196,38 +196,3 @@ def measure(groups: Sequence[Group], column: str) -> LinePanel:
         note = "entries that any rank selected, counted once, over k: 1 where all supports coincide, P where none meet"
     levels = tuple(Level(float(size), f"P = {size}") for size in sizes)
     return _by_step(column.replace("_", "-"), title, note, unit, column, lines, levels=levels)
-
-
-def speed(groups: Sequence[Group]) -> list[LinePanel]:
-    """Throughput over the numbers of ranks, for each size of batches that ran on several."""
-    panels, batches = [], by_batch(groups)
-    for batch, alike in batches.items():
-        if len({group.ranks for group in alike}) > 1:
-            quick = [group for group in alike if not timed_by_stage(group)]
-            of_batch = (f"throughput-batch-{batch}", f", batches of {batch}") if len(batches) > 1 else ()
-            panels.append(scaling(quick, *of_batch))
-    return panels
-
-
-def scaling(groups: Sequence[Group], name: str = "throughput", where: str = "") -> LinePanel:
-    """Samples per second over the number of ranks, a line for each method; where: in words, what the groups have in common."""
-    methods: dict[str, list[Group]] = {}
-    for group in (group for members in by_ranks(groups).values() for group in members):
-        if group.mean("samples_per_second"):
-            methods.setdefault(group.label, []).append(group)
-    lines = []
-    for label, members in methods.items():
-        x = np.array([float(group.ranks) for group in members])
-        rates = [group.values("samples_per_second") for group in members]
-        y, low, high = (np.array([of(values) for values in rates]) for of in (np.mean, np.min, np.max))
-        lines.append(Line(members[0], label, x, y, low, high))
-    return LinePanel(
-        name,
-        f"Throughput{where}",
-        "samples per second of all ranks together, by the mean step, exact steps included",
-        "ranks",
-        "samples / s",
-        ("ranks", "samples_per_second"),
-        tuple(lines),
-        marks=True,
-    )

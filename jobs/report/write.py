@@ -64,7 +64,7 @@ def report(
     groups = {kind: group_runs(found) for kind, found in runs.items()}
     shown = groups["train"] or groups["speed"] or groups["regions"]
     remarks = [*notes(groups["train"]), *(f"left out: {problem}" for problem in problems)]
-    sections = _sections(groups["train"], groups["speed"], target)
+    sections = _sections(groups["train"], target)
     sections.append(Section("Between hosts", between_hosts))
     figures_on_top = headline(groups["train"], groups["slow"], links) if links else []
     if links:
@@ -119,7 +119,7 @@ def tables(runs: Mapping[str, Sequence[Run]], target: float | None) -> list[Tabl
     return found + speed_tables(group_runs(runs["speed"] or runs["train"]))
 
 
-def _sections(groups: Sequence[Group], fast: Sequence[Group], target: float | None) -> list[Section]:
+def _sections(groups: Sequence[Group], target: float | None) -> list[Section]:
     """The pictures of the page; those with nothing to show are left out."""
     over = (pictures.STEPS, pictures.TIME, pictures.WORDS)
     losses = [pictures.held_out_loss(groups, each) for each in over] if reads_text(groups) else []
@@ -130,7 +130,6 @@ def _sections(groups: Sequence[Group], fast: Sequence[Group], target: float | No
             [pictures.accuracy(groups, each, target) for each in over],
         ),
         Section("Training loss", [pictures.loss(groups, each) for each in over]),
-        Section("Speed", pictures.speed(fast)),
         Section(
             "Volume and selection",
             [
