@@ -252,7 +252,7 @@ def test_losses_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
 
 def test_throughput_is_that_of_the_median_step(tmp_path: Path) -> None:
     paths = [write_run(tmp_path / f"{ranks}.h5", ranks=ranks) for ranks in (1, 2, 4)]
-    rates = [group.mean("samples_per_second") for group in group_runs(read_runs(paths))]
+    rates = [group.values("samples_per_second")[0] for group in group_runs(read_runs(paths))]
     assert sorted(rates) == pytest.approx([16 * ranks / 0.006 for ranks in (1, 2, 4)])
 
 
