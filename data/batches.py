@@ -3,27 +3,77 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, Self, TypedDict, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from data import DataError
 from data.sharding import ShardedBatches, epoch_draws
 
 Batch = TypeVar("Batch")
-Cut_co = TypeVar("Cut_co", covariant=True)
 
 
-class HeldOut(Protocol[Cut_co]):
-    """One rank's part of a held-out split, in batches."""
+class HeldOutPlace(TypedDict):
+    """What part of a held-out split a rank gets, this rank of `size`, and how many samples a batch has at most."""
 
-    def to(self, device: torch.device) -> object:
+    batch_size: int
+    rank: int
+    size: int
+
+
+class Place(HeldOutPlace):
+    """What a rank trains on: batches of so many samples, shuffled by a seed of at least 0 that is the same on all ranks."""
+
+    seed: int
+
+
+class Resident:
+    """Tensors of a split that lie on one device together; on the host they may be mapped.
+
+    Args:
+        what: they are, for messages.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def to(self, device: torch.device) -> None:
+        """Move all of them. Raises DataError: they do not fit."""
+        try:
+            for name, value in vars(self).items():
+                if isinstance(value, torch.Tensor):
+                    setattr(self, name, value.to(device))
+        except torch.OutOfMemoryError as error:
+            raise DataError(f"{self._what} do not fit on {device}: {error}") from error
+        self.device = device
+
+
+class HeldOut(Generic[Batch]):
+    """One rank's part of a held-out split, in batches.
+
+    Ranks may have unequal numbers of samples and batches, or none; sum what was counted, never average averages.
+
+    Args:
+        source: what batches are cut from.
+        cut: plan -> batch.
+        plans: of all batches.
+    """
+
+    def __init__(self, source: Resident, cut: Callable[[Any], Batch], plans: Iterable[Any]) -> None:
+        self.source, self._cut, self._plans = source, cut, list(plans)
+
+    def to(self, device: torch.device) -> Self:
         """Cut batches there from now on. Raises DataError: the samples do not fit."""
-        ...
+        self.source.to(device)
+        return self
 
-    def __iter__(self) -> Iterator[Cut_co]: ...
+    def __iter__(self) -> Iterator[Batch]:
+        return map(self._cut, self._plans)
 
 
 class EpochLoader(ABC, Generic[Batch]):

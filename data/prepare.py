@@ -1,17 +1,18 @@
 """Write a data set into the one HDF5 layout that training reads.
 
-python -m data.prepare cifar10 SOURCE -o cifar10.h5       directory of the binary version, or its .tar.gz
-python -m data.prepare cifar10 --download -o cifar10.h5   fetches 170 MB beside the output first
-python -m data.prepare an4 SOURCE -o an4.h5               directory with etc/ and wav/, of WAV or raw files
-python -m data.prepare text SOURCE -o text.h5             folder of plain text; a blank line ends a document
+python -m data.prepare cifar10 SOURCE -o cifar10.h5   the .tar.gz of the binary version, or its folder
+python -m data.prepare an4 SOURCE -o an4.h5           directory with etc/ and wav/, of WAV or raw files
+python -m data.prepare text SOURCE -o text.h5         folder of plain text; a blank line ends a document
 """
 
 import argparse
+import hashlib
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path, PurePosixPath
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,25 +21,25 @@ from tqdm import tqdm
 
 from data import DataError
 from data.command import command_parser
-from data.download import download, md5_of
 from data.durable import exclusive
 from data.images import cifar10
 from data.images.dataset import ImageSet
 from data.images.file import open_image_file, write_image_file
-from data.prepared_file import refuse_existing
+from data.prepared_file import already_there
 from data.speech import an4
 from data.speech.dataset import RATE, SpeechSet
 from data.speech.file import open_speech_file, write_speech_file
 from data.text.file import MOST_WORDS, SPECIAL, open_text_file
 from data.text.prepare import Recipe, prepare_text
 from data.text.prepare import description as text_description
+from data.text.prepare import origin as text_origin
 
 
 def prepare_cifar10(source: Path, output: Path) -> str:
     """Write CIFAR-10 from its official binary layout.
 
     Args:
-        source: directory or archive of the binary version.
+        source: archive of the binary version, or its folder.
         output: HDF5 file to write, in place of one that is there.
 
     Returns:
@@ -48,12 +49,6 @@ def prepare_cifar10(source: Path, output: Path) -> str:
         DataError: a source that is missing, incomplete or damaged.
     """
     counts = {"train": len(cifar10.TRAIN_FILES) * cifar10.BATCH_RECORDS, "test": cifar10.BATCH_RECORDS}
-    known = source.is_file() and md5_of(source) == cifar10.MD5
-    origin = (
-        f"official archive, md5 {cifar10.MD5}"
-        if known
-        else f"{source.name}, not compared with the official archive"
-    )
     # disable=None: no bar where the output is not a terminal.
     with tqdm(total=sum(counts.values()), unit="image", desc="cifar10", disable=None) as bar:
 
@@ -65,13 +60,26 @@ def prepare_cifar10(source: Path, output: Path) -> str:
         write_image_file(
             output,
             parts(),
-            name="cifar10",
+            **cifar10_origin(source),
             classes=cifar10.CLASSES,
-            source=f"CIFAR-10 binary version, {origin}",
             shape=cifar10.SHAPE,
             counts=counts,
         )
     return f"{output}: wrote {description(*cifar10.open_cifar10(output))}"
+
+
+def cifar10_origin(source: Path) -> dict[str, str]:
+    """Name and source, in words, of what `prepare_cifar10` writes."""
+    words = f"{source.name}, not compared with the official archive"
+    if source.is_file() and md5_of(source) == cifar10.MD5:
+        words = f"official archive, md5 {cifar10.MD5}"
+    return {"name": "cifar10", "source": f"CIFAR-10 binary version, {words}"}
+
+
+def md5_of(path: Path) -> str:
+    """MD5 of a file, in hexadecimal: against damage, as publishers state it, not against malice."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
 def description(train: ImageSet, test: ImageSet) -> str:
@@ -80,16 +88,15 @@ def description(train: ImageSet, test: ImageSet) -> str:
     return f"{train.name!r} of {len(train)} training and {len(test)} test images, {channels}x{height}x{width}"
 
 
-def prepare_an4(source: Path, output: Path, *, byte_order: str | None = None, partial: bool = False) -> str:
+def prepare_an4(source: Path, output: Path, *, partial: bool = False) -> str:
     """Write AN4 from its published layout.
 
     Args:
         source: directory with etc/ and wav/.
-        byte_order: "little" or "big", of raw files.
         partial: accept fewer utterances than 948 + 130.
         output: as prepare_cifar10; result and errors too.
     """
-    found = an4.find_utterances(source, byte_order)
+    found = an4.find_utterances(source)
     for split, count in an4.COUNTS.items():
         if len(found[split]) != count and not partial:
             raise DataError(
@@ -98,14 +105,18 @@ def prepare_an4(source: Path, output: Path, *, byte_order: str | None = None, pa
             )
     write_speech_file(
         output,
-        name="an4",
-        source=f"CMU AN4, {source.name}, not compared with the published archive",
+        **an4_origin(source),
         names={split: [each.name for each in found[split]] for split in found},
         lengths={split: [each.length for each in found[split]] for split in found},
         labels={split: [each.labels for each in found[split]] for split in found},
-        samples=lambda split: an4.read_utterances(found[split], byte_order),
+        samples=lambda split: an4.read_utterances(found[split]),
     )
     return f"{output}: wrote {speech_description(*an4.open_an4(output))}"
+
+
+def an4_origin(source: Path) -> dict[str, str]:
+    """Name and source, in words, of what `prepare_an4` writes."""
+    return {"name": "an4", "source": f"CMU AN4, {source.name}, not compared with the published archive"}
 
 
 def speech_description(train: SpeechSet, test: SpeechSet) -> str:
@@ -118,7 +129,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     title = "Write a data set into the HDF5 layout that training reads."
     top = command_parser(
-        "data.prepare", title, "cifar10 --download -o cifar10.h5", "text articles -o text.h5"
+        "data.prepare", title, "cifar10 cifar-10-binary.tar.gz -o cifar10.h5", "text articles -o text.h5"
     )
     sets = top.add_subparsers(dest="set", required=True)
 
@@ -137,21 +148,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.add_argument("--force", action="store_true", help="Replace the output file if it exists")
         return parser
 
-    text = "cifar10 cifar-10-binary.tar.gz -o cifar10.h5"
-    parser = data_set(
-        "cifar10", "CIFAR-10, from its official binary version.", text, "cifar10 --download -o cifar10.h5"
-    )
-    origin = parser.add_mutually_exclusive_group(required=True)
-    origin.add_argument("source", nargs="?", type=Path, help="Folder of the binary version, or its .tar.gz")
-    text = "Fetch the archive of 170 MB into the folder of the output"
-    origin.add_argument("--download", action="store_true", help=text)
-    add = parser.add_argument
-    add("--url", default=cifar10.URL, help="Address of the archive for --download; default: %(default)s")
+    text = "CIFAR-10, from its official binary version."
+    add = data_set("cifar10", text, "cifar10 cifar-10-binary.tar.gz -o cifar10.h5").add_argument
+    add("source", type=Path, help=f"Archive of the binary version, which is at {cifar10.URL}, or its folder")
 
     add = data_set("an4", "CMU AN4, from its published layout.", "an4 an4 -o an4.h5").add_argument
     add("source", type=Path, help="Folder with etc/ and wav/, the recordings as WAV or raw files")
-    text = "Byte order of raw files, which do not state it; required for them"
-    add("--byte-order", choices=an4.ORDERS, help=text)
     add("--partial", action="store_true", help="Accept fewer than 948 training and 130 test utterances")
 
     text = "Plain text, packed for BERT."
@@ -179,8 +181,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
         with exclusive(options.output):
-            if not options.force:
-                refuse_existing(options.output, *_SETS[options.set])
             line = _prepared(options)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -189,27 +189,20 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-_SETS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], str]]] = {
-    "cifar10": (open_image_file, description),
-    "an4": (open_speech_file, speech_description),
-    "text": (open_text_file, text_description),
-}
-"""Data set -> how its file is opened, and described."""
-
-
 def _prepared(options: argparse.Namespace) -> str:
-    """Write what the command line names; returns what was done, in a line."""
-    if options.set == "text":
+    """Write what the command line names, unless it is there; returns what was done, in a line."""
+    source, output = options.source, options.output
+    if options.set == "cifar10":
+        parts: Any = open_image_file, description, cifar10_origin(source)
+        prepare = partial(prepare_cifar10, source, output)
+    elif options.set == "an4":
+        parts = open_speech_file, speech_description, an4_origin(source)
+        prepare = partial(prepare_an4, source, output, partial=options.partial)
+    else:
         recipe = Recipe(**{key.name: getattr(options, key.name) for key in fields(Recipe)})
-        return prepare_text(options.source, options.output, recipe)
-    if options.set == "an4":
-        how = {"byte_order": options.byte_order, "partial": options.partial}
-        return prepare_an4(options.source, options.output, **how)
-    source = options.source
-    if options.download:
-        source = options.output.parent / PurePosixPath(cifar10.URL).name
-        download(options.url, source, cifar10.MD5)
-    return prepare_cifar10(source, options.output)
+        parts = open_text_file, text_description, text_origin(source, recipe)
+        prepare = partial(prepare_text, source, output, recipe)
+    return already_there(output, *parts) if output.exists() and not options.force else prepare()
 
 
 if __name__ == "__main__":

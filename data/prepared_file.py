@@ -139,24 +139,31 @@ def data_checksum(path: str | Path) -> str:
         return ""
 
 
-def refuse_existing(
-    output: Path, opened: Callable[..., tuple[Any, Any]], description: Callable[[Any, Any], str]
-) -> None:
-    """Keep an output that is there from being replaced.
+def already_there(
+    output: Path,
+    opened: Callable[..., tuple[Any, Any]],
+    description: Callable[[Any, Any], str],
+    wanted: Mapping[str, object],
+) -> str:
+    """Keep an output that is there.
 
     Args:
-        output: HDF5 file to be written.
+        output: HDF5 file to be written, which exists.
         opened: (path, verify=) -> its splits.
         description: splits -> in words.
+        wanted: attributes of the splits to be written.
+
+    Returns:
+        A line that says so, where it has them and is whole, checksums included.
 
     Raises:
-        DataError: the output exists; what it holds, or how it is damaged, checksums included.
+        DataError: it is another one, or damaged.
     """
-    if not output.exists():
-        return
     try:
         splits = opened(output, verify=True)
     except DataError as error:
         raise DataError(f"{error}; --force replaces it") from error
     found = f"{description(*splits)} ({splits[0].source})"
-    raise DataError(f"{output}: exists and holds {found}; --force replaces it")
+    if any(getattr(splits[0], name) != value for name, value in wanted.items()):
+        raise DataError(f"{output}: exists and holds {found}; --force replaces it")
+    return f"{output}: already there, {found}"

@@ -38,17 +38,21 @@ class ShardedBatches:
         batch_size: samples per rank and step, at least 1.
         rank, size: this rank and the number of ranks, 0 <= rank < size.
         seed: at least 0, the same on all ranks.
+        where: the samples are, for messages.
 
     Raises:
         DataError: fewer samples than ranks, or than one step of all ranks needs.
     """
 
-    def __init__(self, count: int, *, batch_size: int, rank: int, size: int, seed: int) -> None:
+    def __init__(
+        self, count: int, *, batch_size: int, rank: int, size: int, seed: int, where: str = ""
+    ) -> None:
+        samples = f"{where}: {count} samples" if where else f"{count} samples"
         if count < size:
-            raise DataError(f"{count} samples are fewer than {size} ranks")
+            raise DataError(f"{samples} are fewer than {size} ranks")
         if count < size * batch_size:
             raise DataError(
-                f"{count} samples are fewer than the {size * batch_size} of one step,"
+                f"{samples} are fewer than the {size * batch_size} of one step,"
                 f" {size} ranks x {batch_size} samples per batch"
             )
         self.count = count

@@ -23,15 +23,13 @@ from numpy.typing import NDArray
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from collectives.dense_allreduce import dense_words
 from data.command import command_parser
+from jobs.report.summary import Run, read_runs
 from jobs.run.columns import PHASES
 from jobs.run.file import RunFileError
-from jobs.run.reader import RunReader
 
 RECENT = 50
 """Steps that the step time and the ETA are measured over."""
@@ -58,84 +56,50 @@ def view(path: Path, now: float, width: int) -> tuple[Panel, bool]:
     Raises:
         RunFileError: there is no such file, or it is none.
     """
-    with RunReader(path) as reader:
-        info, status = reader.info, reader.status
-        steps, evaluations, segments = reader.steps(), reader.evaluations(), reader.segments()
-        config = reader.config
-    done = len(steps["step"])
-    age = now - path.stat().st_mtime
-    if status == "running" and age > STALE:
-        status = "silent"
-    total = run_length(config, evaluations)
+    (run,) = read_runs([path])
+    done, total, age = run.count, run_length(run), now - path.stat().st_mtime
+    ended = run.status != "running"
+    status = "silent" if not ended and age > STALE else run.status
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim")
     rows.add_column()
-    news = f", last news {duration(age)} ago" if status in ("running", "silent") else ""
-    what = f"  {info.method} on {info.ranks} ranks of {info.host}{news}"
+    news = "" if ended else f", last news {duration(age)} ago"
+    what = f"  {run.info.method} on {run.info.ranks} ranks of {run.info.host}{news}"
     rows.add_row("state", Text.assemble((status, _STYLES[status]), what))
-    rows.add_row("progress", progress(done, total))
-    seconds = step_seconds(steps)
-    left = f", {duration((total - done) * seconds)} left" if total and seconds and done < total else ""
-    trained = float(steps["elapsed"][-1]) if done else 0.0
-    rows.add_row("time", f"{duration(trained)} of training{left}")
-    if seconds:
-        rows.add_row("step", f"{seconds * 1e3:,.1f} ms: {phases(steps)}")
+    rows.add_row(
+        "progress", f"{done:,} of {total:,} steps ({done / total:.1%})" if total else f"{done:,} steps"
+    )
     if done:
-        rows.add_row("loss", f"{mean(steps['loss']):.4f}  {curve(steps['loss'], width)}")
-        rows.add_row("words", words(steps, info.length, info.ranks))
-    if len(evaluations["step"]):
-        best = float(evaluations["accuracy"].max())
-        last = float(evaluations["accuracy"][-1])
-        rows.add_row("held-out", f"{last:.2%} after step {evaluations['step'][-1]}, best {best:.2%}")
-    if len(segments["step"]) > 1:
-        rows.add_row("restarts", ", ".join(f"after step {step}" for step in segments["step"][1:]))
-    return Panel(rows, title=str(path), title_align="left"), status not in ("running", "silent")
+        seconds = recent(run.step_seconds)
+        left = f", {duration((total - done) * seconds)} left" if done < total else ""
+        rows.add_row("time", f"{duration(run.steps['elapsed'][-1])} of training{left}")
+        shares = (f"{phase} {recent(run.steps[f'seconds_{phase}']) / seconds:.0%}" for phase in PHASES)
+        rows.add_row("step", f"{seconds * 1e3:,.1f} ms: {', '.join(shares)}")
+        loss, words = run.steps["loss"], recent(run.steps["words"])
+        rows.add_row("loss", f"{recent(loss):.4f}  {curve(loss, width)}")
+        share = f", {words / run.dense_words:.1%} of dense" if run.dense_words else ""
+        rows.add_row("words", f"{words:,.0f} a step and rank{share}")
+    accuracy, after = run.evaluations["accuracy"], run.evaluations["step"]
+    if len(accuracy):
+        rows.add_row("held-out", f"{accuracy[-1]:.2%} after step {after[-1]}, best {accuracy.max():.2%}")
+    if len(run.segments["step"]) > 1:
+        rows.add_row("restarts", ", ".join(f"after step {step}" for step in run.segments["step"][1:]))
+    return Panel(rows, title=str(path), title_align="left"), ended
 
 
-def run_length(config: dict[str, Any], evaluations: dict[str, NDArray[Any]]) -> int:
+def run_length(run: Run) -> int:
     """Steps of the whole run, 0 while that cannot be told: the file says no epoch's length before an evaluation."""
-    training = config["training"]
-    given, epochs = training.get("steps", 0), training.get("epochs", 0)
+    steps, epochs = (run.config["training"].get(unit, 0) for unit in ("steps", "epochs"))
     if not epochs:
-        return int(given)
-    if not len(evaluations["step"]):
+        return int(steps)
+    if not len(run.evaluations["step"]):
         return 0
-    epoch = float(evaluations["step"][-1]) / float(evaluations["epoch"][-1])
-    return min(given or sys.maxsize, round(epochs * epoch))
+    epoch = float(run.evaluations["step"][-1]) / float(run.evaluations["epoch"][-1])
+    return min(steps or sys.maxsize, round(epochs * epoch))
 
 
-def progress(done: int, total: int) -> Table | str:
-    """A bar, or the number of steps where the end is not known."""
-    if not total:
-        return f"{done:,} steps"
-    bar = Table.grid(padding=(0, 1))
-    text = f"{done:,} of {total:,} steps ({done / total:.1%})"
-    bar.add_row(ProgressBar(total=total, completed=done, width=40), text)
-    return bar
-
-
-def step_seconds(steps: dict[str, NDArray[Any]]) -> float:
-    """Mean over the last steps without what lies between them, evaluations and restarts; 0 without steps."""
-    if not len(steps["step"]):
-        return 0.0
-    return sum(mean(steps[f"seconds_{phase}"]) for phase in PHASES)
-
-
-def phases(steps: dict[str, NDArray[Any]]) -> str:
-    """Shares of the phases in the last steps' time."""
-    whole = step_seconds(steps)
-    return ", ".join(f"{phase} {mean(steps[f'seconds_{phase}']) / whole:.0%}" for phase in PHASES)
-
-
-def words(steps: dict[str, NDArray[Any]], length: int, ranks: int) -> str:
-    """Payload of the last steps, and what part of the dense one it is."""
-    sent, dense = mean(steps["words"]), dense_words(length, ranks)
-    share = f", {sent / dense:.1%} of dense" if dense else ""
-    return f"{sent:,.0f} a step and rank{share}"
-
-
-def mean(values: NDArray[Any]) -> float:
-    """Over the last RECENT steps."""
+def recent(values: NDArray[Any]) -> float:
+    """Mean over the last RECENT steps."""
     return float(np.mean(values[-RECENT:]))
 
 

@@ -23,7 +23,6 @@ COMMANDS = (
     "jobs.bench.tables",
     "jobs.demo",
     "jobs.experiment",
-    "jobs.export",
     "jobs.report",
     "jobs.timeline",
     "jobs.train",

@@ -43,22 +43,22 @@ def open_cifar10(path: str | Path) -> tuple[ImageSet, ImageSet]:
 
 
 def read_batches(source: Path) -> Iterator[tuple[str, int, NDArray[np.uint8], NDArray[np.uint8]]]:
-    """Read the batch files of a directory or archive, one in memory at a time, in the order in which they lie there.
+    """Read the batch files of an archive or a folder, one in memory at a time, in the order in which they lie there.
+
+    An archive is read in place: nothing is extracted, and going back would decompress it again.
 
     Args:
-        source: a directory with the six .bin files (or with a folder cifar-10-batches-bin of them), or an
-            archive of them, such as the official .tar.gz.
+        source: the official .tar.gz or another archive of its six .bin files, their folder, or the one that it was unpacked in.
 
     Returns:
         An iterator over (split, position of the first record in it, images uint8[records, 3, 32, 32], labels uint8[records]).
 
     Raises:
-        DataError: no such source, or nothing in it; a file missing, of another size, or (in an archive) there twice; an archive
-            that is damaged or cut; a label above 9.
+        DataError: no such source, or an archive that is damaged or cut; a file missing, of another size, or there twice; a label
+            above 9.
     """
     if not source.exists():
-        raise DataError(f"{source}: no such file or directory")
-    within = f"{binary_folder(source)}/" if source.is_dir() else f"{source}:"
+        raise DataError(f"{source}: no such file or folder: the archive is at {URL}")
     left = {name: ("train", number * BATCH_RECORDS) for number, name in enumerate(TRAIN_FILES)}
     left[TEST_FILE] = ("test", 0)
     expected = BATCH_RECORDS * RECORD_BYTES
@@ -67,26 +67,25 @@ def read_batches(source: Path) -> Iterator[tuple[str, int, NDArray[np.uint8], ND
             raise DataError(f"{source}: {name} is there more than once")
         split, start = left.pop(name)
         if size != expected:
-            raise DataError(f"{within}{name}: {size} bytes are not the {expected} of {BATCH_RECORDS} records")
+            raise DataError(
+                f"{source}:{name}: {size} bytes are not the {expected} of {BATCH_RECORDS} records"
+            )
         records = np.frombuffer(content, np.uint8).reshape(BATCH_RECORDS, RECORD_BYTES)
-        check_labels(records[:, 0], len(CLASSES), f"{within}{name}")
+        check_labels(records[:, 0], len(CLASSES), f"{source}:{name}")
         yield split, start, records[:, 1:].reshape(-1, *SHAPE), records[:, 0]
-    if len(left) == len(FILES):
-        raise DataError(f"{source}: none of {', '.join(FILES)} found{pickle_hint(source)}")
     if left:
-        raise DataError(f"{source}: {', '.join(left)} missing of the {len(FILES)} files of CIFAR-10")
+        raise DataError(
+            f"{source}: {', '.join(left)} missing of the {len(FILES)} files of CIFAR-10, binary version ({URL})"
+        )
 
 
 def _contents(source: Path, most: int) -> Iterator[tuple[str, int, bytes]]:
-    """Name, size and so many bytes at most of each batch file, in the order in which they lie there.
-
-    An archive is read in place: nothing is extracted, and going back would decompress it again.
-    """
+    """Name, size and so many bytes at most of each batch file, in the order in which they lie there."""
     if source.is_dir():
-        for path in (binary_folder(source) / name for name in FILES):
+        inner = source / "cifar-10-batches-bin"
+        for path in ((inner if inner.is_dir() else source) / name for name in FILES):
             if path.is_file():
-                with open(path, "rb") as file:
-                    yield path.name, path.stat().st_size, file.read(most)
+                yield path.name, path.stat().st_size, path.read_bytes()[:most]
         return
     try:
         with tarfile.open(source, "r:*") as tar:
@@ -96,16 +95,3 @@ def _contents(source: Path, most: int) -> Iterator[tuple[str, int, bytes]]:
                     yield name, member.size, stream.read(most)
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise DataError(f"{source}: not a whole tar archive: {error}") from error
-
-
-def binary_folder(source: Path) -> Path:
-    """The folder of the batch files: source, or the one that unpacking the archive in source makes."""
-    inner = source / "cifar-10-batches-bin"
-    return inner if inner.is_dir() and not any((source / name).is_file() for name in FILES) else source
-
-
-def pickle_hint(source: Path) -> str:
-    """A closing remark for whoever has the wrong one of the three official archives."""
-    if source.is_dir() and any(source.rglob("data_batch_1*")):
-        return "; this looks like the Python or MATLAB version, take the binary one"
-    return "; the directory is empty" if source.is_dir() and not any(source.iterdir()) else ""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Self, Unpack
 
 import numpy as np
 import torch
 
-from data import DataError
-from data.batches import BlockLoader
+from data.batches import BlockLoader, HeldOut, HeldOutPlace, Place, Resident
 from data.images.dataset import Augment, ImageSet
 from data.sharding import AUGMENTATION, ShardedBatches, evaluation_batches, evaluation_shard
 
@@ -16,40 +15,25 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 BLOCK = 4096
 """Samples that are cut together on a GPU: all batches among them share the launches."""
-HOST = torch.device("cpu")
 
 
-class Pixels:
-    """A split on a device, from which standardised batches are cut: on the host mapped, on a GPU resident as uint8.
+class Pixels(Resident):
+    """A split, from which standardised batches are cut: on the host mapped, on a GPU resident as uint8.
 
     Args:
         images: the split.
         crop: of the augmentation.
         within: which of its samples are needed.
-        device: of the batches.
-
-    Raises:
-        DataError: the samples do not fit on the device.
     """
 
-    def __init__(
-        self,
-        images: ImageSet,
-        *,
-        crop: int = 0,
-        within: slice = slice(None),
-        device: torch.device = HOST,
-    ) -> None:
-        self.device, self._crop = device, crop
+    def __init__(self, images: ImageSet, *, crop: int = 0, within: slice = slice(None)) -> None:
         pixels = images.images[within]
-        try:
-            self._pixels = torch.from_numpy(pixels).to(device)
-        except torch.OutOfMemoryError as error:
-            text = f"{len(pixels)} images of {pixels.nbytes / 1e9:.1f} GB do not fit on {device}: {error}"
-            raise DataError(text) from error
-        self._labels = torch.from_numpy(images.labels[within]).to(device)
-        self._scale, self._shift = (each.to(device) for each in images.standardisation())
-        self._channels, self._rows, self._columns = (torch.arange(n, device=device) for n in images.shape)
+        super().__init__(f"{len(pixels)} images of {pixels.nbytes / 1e9:.1f} GB")
+        self._crop = crop
+        self._pixels = torch.from_numpy(pixels)
+        self._labels = torch.from_numpy(images.labels[within])
+        self._scale, self._shift = images.standardisation()
+        self._channels, self._rows, self._columns = map(torch.arange, images.shape)
 
     def cut(self, plan: torch.Tensor) -> Batch:
         """Some of the samples, with their labels.
@@ -61,6 +45,7 @@ class Pixels:
             float32[batch, channels, height, width] of mean 0 and variance 1 per channel over the training split, and
             int64[batch]; on the device, free to be changed.
         """
+        plan = plan.to(self.device)
         samples = plan[0]
         pixels = self._augmented(*plan[:, :, None]) if len(plan) > 1 else self._pixels[samples]
         images = pixels.to(torch.float32).mul_(self._scale).add_(self._shift)
@@ -86,39 +71,26 @@ class TrainingLoader(BlockLoader[Batch]):
 
     Args:
         images: the training split.
-        batch_size: samples per rank and step.
-        rank, size: this rank and the number of ranks.
-        seed: at least 0, the same on all ranks.
         augment: crop and flip; None for neither.
+        place: of this rank.
 
     Raises:
         DataError: fewer samples than ranks, or than one step of all ranks needs.
         ValueError: a crop of more than half the image.
     """
 
-    def __init__(
-        self,
-        images: ImageSet,
-        *,
-        batch_size: int,
-        rank: int,
-        size: int,
-        seed: int,
-        augment: Augment | None = None,
-    ) -> None:
-        shards = ShardedBatches(len(images), batch_size=batch_size, rank=rank, size=size, seed=seed)
-        super().__init__(shards, AUGMENTATION)
+    def __init__(self, images: ImageSet, *, augment: Augment | None = None, **place: Unpack[Place]) -> None:
+        super().__init__(ShardedBatches(len(images), **place), AUGMENTATION)
         if augment is not None and augment.crop > min(images.shape[1:]) // 2:
             raise ValueError(
                 f"crop {augment.crop} is not in [0, {min(images.shape[1:]) // 2}], half the image"
             )
-        self.images, self._augment = images, augment
-        self.to(HOST)
+        self._augment = augment
+        self._pixels = Pixels(images, crop=augment.crop if augment else 0)
+        self._begin(0)
 
-    def to(self, device: torch.device) -> TrainingLoader:
-        """Cut batches there from now on. Raises DataError: the split does not fit."""
-        crop = self._augment.crop if self._augment else 0
-        self._pixels = Pixels(self.images, crop=crop, device=device)
+    def to(self, device: torch.device) -> Self:
+        self._pixels.to(device)
         self._begin(0 if device.type == "cpu" else BLOCK)
         return self
 
@@ -138,30 +110,11 @@ class TrainingLoader(BlockLoader[Batch]):
         return self._pixels.cut(plan)
 
 
-class EvaluationLoader:
-    """One rank's part of a test split in order, every sample once over all ranks.
+class EvaluationLoader(HeldOut[Batch]):
+    """One rank's part of a test split in order, every sample once over all ranks."""
 
-    Ranks may have unequal numbers of samples and batches, or none; sum what was counted, never average
-    averages.
-
-    Args:
-        images: the test split.
-        batch_size: samples per batch at most; no effect on what is measured.
-        rank, size: this rank and the number of ranks.
-    """
-
-    def __init__(self, images: ImageSet, *, batch_size: int, rank: int, size: int) -> None:
-        shard = evaluation_shard(len(images), rank=rank, size=size)
-        self.images, self._shard = images, slice(shard.start, shard.stop)
-        self._batches = list(evaluation_batches(len(shard), batch_size=batch_size, rank=0, size=1))
-        self.to(HOST)
-
-    def to(self, device: torch.device) -> EvaluationLoader:
-        """Hold this rank's samples there. Raises DataError: they do not fit."""
-        self._pixels = Pixels(self.images, within=self._shard, device=device)
-        return self
-
-    def __iter__(self) -> Iterator[Batch]:
-        return (
-            self._pixels.cut(torch.from_numpy(batch[None]).to(self._pixels.device)) for batch in self._batches
-        )
+    def __init__(self, images: ImageSet, **place: Unpack[HeldOutPlace]) -> None:
+        shard = evaluation_shard(len(images), rank=place["rank"], size=place["size"])
+        pixels = Pixels(images, within=slice(shard.start, shard.stop))
+        batches = evaluation_batches(len(shard), batch_size=place["batch_size"], rank=0, size=1)
+        super().__init__(pixels, pixels.cut, (torch.from_numpy(batch[None]) for batch in batches))

@@ -4,7 +4,7 @@
     etc/an4_train.transcription, etc/an4_test.transcription    <s> SO IT IS SPELT </s> (last part of the path)
     wav/**.wav or wav/**.raw                                   16 kHz, 16 bits, one channel; raw ones have no header
 
-The publisher has the raw ones in both byte orders, and nothing in a file says which.
+The publisher has the raw ones in both byte orders, and nothing in a file says which: in the other one it is far louder.
 Source: http://www.speech.cs.cmu.edu/databases/an4
 """
 
@@ -22,7 +22,6 @@ from data import DataError
 from data.speech.dataset import RATE, SpeechSet, encoded
 from data.speech.file import open_speech_file
 
-ORDERS = {"little": "<i2", "big": ">i2"}
 COUNTS = {"train": 948, "test": 130}
 LINE = re.compile(r"^\s*(?:<s>)?(?P<text>.*?)(?:</s>)?\s*\((?P<name>[^()\s]+)\)\s*$")
 
@@ -56,22 +55,19 @@ def open_an4(path: str | Path) -> tuple[SpeechSet, SpeechSet]:
     return train, test
 
 
-def find_utterances(source: Path, byte_order: str | None = None) -> dict[str, tuple[Utterance, ...]]:
+def find_utterances(source: Path) -> dict[str, tuple[Utterance, ...]]:
     """Find all utterances of a directory by its lists, transcripts, and the recordings' headers and sizes.
 
     Args:
         source: a directory with etc/ and wav/, or with a folder an4 that has them.
-        byte_order: "little" or "big", of raw files.
 
     Returns:
         The utterances of "train" and of "test", as the lists have them.
 
     Raises:
         DataError: a file that is missing, truncated, empty or of another format; a list and transcripts that differ; a
-            transcript that is empty or has another character; raw files without a byte_order.
+            transcript that is empty or has another character.
     """
-    if byte_order is not None and byte_order not in ORDERS:
-        raise DataError(f"byte order {byte_order!r} is not one of {', '.join(ORDERS)}")
     root = source / "an4" if (source / "an4" / "etc").is_dir() else source
     if not (root / "etc").is_dir():
         raise DataError(
@@ -93,24 +89,21 @@ def find_utterances(source: Path, byte_order: str | None = None) -> dict[str, tu
                 also = "" if lists[recording] == listed else f", first in {lists[recording].name}"
                 raise DataError(f"{listed}: {name} is there more than once{also}")
             lists[recording] = listed
-        found[split] = tuple(_utterance(root, name, listed, transcripts, byte_order) for name in names)
+        found[split] = tuple(_utterance(root, name, listed, transcripts) for name in names)
     return found
 
 
-def read_utterances(
-    utterances: Iterable[Utterance], byte_order: str | None = None
-) -> Iterator[NDArray[np.int16]]:
+def read_utterances(utterances: Iterable[Utterance]) -> Iterator[NDArray[np.int16]]:
     """Read recordings, one in memory at a time.
 
     Args:
         utterances: as find_utterances returned them.
-        byte_order: as given to it.
 
     Returns:
         An iterator over int16[length].
 
     Raises:
-        DataError: a file shorter than it was, or a raw one in the other byte order.
+        DataError: a file shorter than it was.
     """
     for utterance in utterances:
         if utterance.path.suffix == ".wav":
@@ -126,28 +119,15 @@ def read_utterances(
                 f"{utterance.path}: {len(content)} bytes of samples were read, not {2 * utterance.length}: "
                 "the file is truncated"
             )
-        if utterance.path.suffix == ".wav":
-            yield np.frombuffer(content, "<i2").astype(np.int16)
-        else:
-            yield _raw(content, byte_order or "little", utterance.path)
+        samples = np.frombuffer(content, "<i2")
+        if utterance.path.suffix != ".wav":
+            # the low bytes of a recording are noise: where they count 256-fold it is far louder
+            orders = (samples, np.frombuffer(content, ">i2"))
+            samples = min(orders, key=lambda each: np.abs(each.astype(np.float64)).mean())
+        yield samples.astype(np.int16)
 
 
-def _raw(content: bytes, byte_order: str, path: Path) -> NDArray[np.int16]:
-    samples = np.frombuffer(content, ORDERS[byte_order])
-    # the low bytes of a recording are noise: where they count 256-fold it is far louder
-    loudness, swapped = (float(np.abs(x.astype(np.float64)).mean()) for x in (samples, samples.byteswap()))
-    if loudness > swapped:
-        other = next(order for order in ORDERS if order != byte_order)
-        raise DataError(
-            f"{path}: read as {byte_order}-endian its mean amplitude is {loudness:.0f}, and {swapped:.0f} as "
-            f"{other}-endian: the byte order is {other}"
-        )
-    return samples.astype(np.int16)
-
-
-def _utterance(
-    root: Path, name: str, listed: Path, transcripts: dict[str, str], byte_order: str | None
-) -> Utterance:
+def _utterance(root: Path, name: str, listed: Path, transcripts: dict[str, str]) -> Utterance:
     """One line of a list, with what belongs to it."""
     path = root / "wav" / f"{name}.wav"
     # by name alone: recordings may be links into a store
@@ -162,8 +142,6 @@ def _utterance(
         length = _wave_length(path)
     elif raw.is_file():
         path, size = raw, raw.stat().st_size
-        if byte_order is None:
-            raise DataError(f"{raw}: has no header, and no byte order was given (--byte-order big or little)")
         if size % 2:
             raise DataError(f"{raw}: {size} bytes are not a multiple of 2, one sample: the file is truncated")
         length = size // 2

@@ -75,7 +75,7 @@ def open_speech_file(path: str | Path, *, verify: bool = False) -> tuple[SpeechS
 
     def read(group: h5py.Group) -> SpeechSet:
         return SpeechSet(
-            samples=mapped(group["samples"]).astype(np.int16, casting="safe", copy=False),
+            samples=mapped(group["samples"], "c").astype(np.int16, casting="safe", copy=False),
             offsets=group["offsets"][:].astype(np.int64, casting="safe"),
             labels=group["labels"][:].astype(np.uint8, casting="safe"),
             label_offsets=group["label_offsets"][:].astype(np.int64, casting="safe"),

@@ -1,13 +1,13 @@
 """Batches of recordings of similar length as torch tensors, sharded by rank."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.batches import EpochLoader
+from data.batches import EpochLoader, HeldOut, HeldOutPlace, Place, Resident
 from data.sharding import (
     ORDER,
     TEMPO,
@@ -51,13 +51,11 @@ class LengthBuckets(ShardedBatches):
 
     Args:
         lengths: of the utterances, at least 1.
-        batch_size, rank, size, seed: as for ShardedBatches, with its errors.
+        place: of this rank, with the errors of ShardedBatches.
     """
 
-    def __init__(
-        self, lengths: NDArray[np.int64], *, batch_size: int, rank: int, size: int, seed: int
-    ) -> None:
-        super().__init__(len(lengths), batch_size=batch_size, rank=rank, size=size, seed=seed)
+    def __init__(self, lengths: NDArray[np.int64], **place: Unpack[Place]) -> None:
+        super().__init__(len(lengths), **place)
         self._lengths = lengths
         self._bucketed: tuple[int, NDArray[np.int64]] | None = None
 
@@ -79,7 +77,7 @@ class LengthBuckets(ShardedBatches):
         return self._bucketed[1]
 
 
-class Utterances:
+class Utterances(Resident):
     """A split's recordings and transcripts, from which batches are cut; on the host mapped, on a device resident.
 
     Args:
@@ -87,18 +85,10 @@ class Utterances:
     """
 
     def __init__(self, speech: SpeechSet) -> None:
+        super().__init__(f"{len(speech)} utterances")
         self.speech = speech
-        self._device = torch.device("cpu")
-        self._samples: torch.Tensor | None = None
+        self._samples = torch.from_numpy(speech.samples)
         self._labels = torch.from_numpy(speech.labels.astype(np.int64))
-
-    def to(self, device: torch.device) -> None:
-        """Cut batches there from now on."""
-        self._device = device
-        self._labels = self._labels.to(device)
-        self._samples = (
-            None if device.type == "cpu" else torch.from_numpy(np.array(self.speech.samples)).to(device)
-        )
 
     def batch(self, indices: NDArray[np.int64], draws: NDArray[np.uint64] | None = None) -> SpeechBatch:
         """Some utterances of the split, at least one."""
@@ -108,7 +98,9 @@ class Utterances:
             speech.label_offsets[indices].tolist(), speech.label_offsets[indices + 1].tolist(), strict=True
         )
         return SpeechBatch(
-            samples=torch.nn.utils.rnn.pad_sequence([self._cut(*span) for span in spans], batch_first=True),
+            samples=torch.nn.utils.rnn.pad_sequence(
+                [self._samples[start:stop] for start, stop in spans], batch_first=True
+            ),
             lengths=torch.from_numpy(speech.lengths[indices]),
             targets=torch.cat([self._labels[start:stop] for start, stop in labels]),
             target_lengths=torch.from_numpy(speech.label_lengths[indices]),
@@ -116,23 +108,17 @@ class Utterances:
             draws=draws,
         )
 
-    def _cut(self, start: int, stop: int) -> torch.Tensor:
-        if self._samples is None:
-            return torch.from_numpy(np.array(self.speech.samples[start:stop]))
-        return self._samples[start:stop]
-
 
 class SpeechTrainingLoader(EpochLoader[SpeechBatch]):
     """One rank's training batches.
 
     Args:
         speech: the training split.
-        batch_size, rank, size, seed: as for ShardedBatches, with its errors.
+        place: of this rank, with the errors of ShardedBatches.
     """
 
-    def __init__(self, speech: SpeechSet, *, batch_size: int, rank: int, size: int, seed: int) -> None:
-        shards = LengthBuckets(speech.lengths, batch_size=batch_size, rank=rank, size=size, seed=seed)
-        super().__init__(shards, TEMPO)
+    def __init__(self, speech: SpeechSet, **place: Unpack[Place]) -> None:
+        super().__init__(LengthBuckets(speech.lengths, **place), TEMPO)
         self.utterances = Utterances(speech)
 
     def to(self, device: torch.device) -> None:
@@ -143,25 +129,12 @@ class SpeechTrainingLoader(EpochLoader[SpeechBatch]):
         return self.utterances.batch(indices, self.draws(epoch)[indices])
 
 
-class SpeechEvaluationLoader:
-    """One rank's part of a test split, every utterance once over all ranks, those of like length together.
+class SpeechEvaluationLoader(HeldOut[SpeechBatch]):
+    """One rank's part of a test split, every utterance once over all ranks, those of like length together."""
 
-    Args:
-        speech: the test split.
-        batch_size: utterances per batch at most; no effect on what is measured.
-        rank, size: this rank and the number of ranks.
-    """
-
-    def __init__(self, speech: SpeechSet, *, batch_size: int, rank: int, size: int) -> None:
-        self.utterances = Utterances(speech)
-        shard = np.array(evaluation_shard(len(speech), rank=rank, size=size), np.int64)
+    def __init__(self, speech: SpeechSet, **place: Unpack[HeldOutPlace]) -> None:
+        shard = np.array(evaluation_shard(len(speech), rank=place["rank"], size=place["size"]), np.int64)
         by_length = shard[np.argsort(speech.lengths[shard], kind="stable")]
-        places = evaluation_batches(len(shard), batch_size=batch_size, rank=0, size=1)
-        self._batches = [by_length[each] for each in places]
-
-    def to(self, device: torch.device) -> None:
-        """Cut batches there from now on."""
-        self.utterances.to(device)
-
-    def __iter__(self) -> Iterator[SpeechBatch]:
-        return map(self.utterances.batch, self._batches)
+        batches = evaluation_batches(len(shard), batch_size=place["batch_size"], rank=0, size=1)
+        self.utterances = Utterances(speech)
+        super().__init__(self.utterances, self.utterances.batch, (by_length[each] for each in batches))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data import DataError
-from data.batches import EpochLoader
+from data.batches import EpochLoader, HeldOut, HeldOutPlace, Place, Resident
 from data.sharding import CONTEXTS, ShardedBatches, epoch_draws, evaluation_batches
 from data.text.file import TextSet
 from data.text.masking import GOLDEN, POSITIVE, mixed
@@ -32,7 +30,7 @@ class ContextBatch(NamedTuple):
     words: torch.Tensor
 
 
-class Contexts:
+class Contexts(Resident):
     """Where pairs of adjacent words stand in packed text, and what stands beside them.
 
     Each pair of words of a sequence gets one context, a word at most `window` words before or after it. A pair is left out
@@ -53,7 +51,8 @@ class Contexts:
     def __init__(
         self, texts: TextSet, counts: NDArray[np.float64], *, rows: int, window: int, negatives: int
     ) -> None:
-        self.texts, self.device = texts, torch.device("cpu")
+        super().__init__(f"{texts.path}: {len(texts)} sequences")
+        self.texts = texts
         self._rows, self._window = rows, window
         self._apart = [texts.number(word) for word in ("[PAD]", "[CLS]", "[SEP]")]
         chances = np.cumsum(counts**_POWER)
@@ -62,23 +61,13 @@ class Contexts:
         self._columns = torch.arange(texts.length)
         self._draws = GOLDEN * (torch.arange(negatives) + 2)
 
-    def to(self, device: torch.device) -> None:
-        """Hold the text on a device. Raises DataError: it does not fit."""
-        try:
-            for name in ("_ends", "_tokens", "_columns", "_draws"):
-                setattr(self, name, getattr(self, name).to(device))
-        except torch.OutOfMemoryError as error:
-            text = f"{self.texts.path}: {len(self.texts)} sequences do not fit on {device}"
-            raise DataError(f"{text}: {error}") from error
-        self.device = device
-
-    def cut(self, samples: NDArray[np.int64], draws: NDArray[np.uint64]) -> ContextBatch:
+    def cut(self, plan: tuple[NDArray[np.int64], NDArray[np.uint64]]) -> ContextBatch:
         """A batch.
 
         Args:
-            samples: int64[batch], sequences of the split.
-            draws: uint64[batch], 64 random bits for each.
+            plan: int64[batch], sequences of the split, and uint64[batch], 64 random bits for each.
         """
+        samples, draws = plan
         tokens = self._tokens[torch.tensor(samples, device=self.device)].long() & 0xFFFF
         bits = torch.from_numpy(draws.view(np.int64)).to(self.device)
         present = torch.ones_like(tokens, dtype=torch.bool)
@@ -105,20 +94,15 @@ class ContextTrainingLoader(EpochLoader[ContextBatch]):
 
     Args:
         contexts: of the training split.
-        batch_size: sequences per rank and step.
-        rank, size, seed: as data.sharding.ShardedBatches.
+        place: of this rank.
 
     Raises:
         DataError: fewer sequences than ranks, or than one step of all ranks needs.
     """
 
-    def __init__(self, contexts: Contexts, *, batch_size: int, rank: int, size: int, seed: int) -> None:
+    def __init__(self, contexts: Contexts, **place: Unpack[Place]) -> None:
         texts = contexts.texts
-        try:
-            shards = ShardedBatches(len(texts), batch_size=batch_size, rank=rank, size=size, seed=seed)
-        except DataError as error:
-            raise DataError(f"{texts.path}: {error}") from error
-        super().__init__(shards, CONTEXTS)
+        super().__init__(ShardedBatches(len(texts), where=texts.path, **place), CONTEXTS)
         self.contexts = contexts
 
     def to(self, device: torch.device) -> None:
@@ -126,26 +110,18 @@ class ContextTrainingLoader(EpochLoader[ContextBatch]):
 
     def batch(self, epoch: int, step: int) -> ContextBatch:
         samples = self.shards.indices(epoch, step)
-        return self.contexts.cut(samples, self.draws(epoch)[samples])
+        return self.contexts.cut((samples, self.draws(epoch)[samples]))
 
 
-class ContextEvaluationLoader:
+class ContextEvaluationLoader(HeldOut[ContextBatch]):
     """One rank's part of the held-out split in order, every sequence once over all ranks, always with the same contexts.
 
     Args:
         contexts: of the held-out split.
-        batch_size, rank, size, most: as data.text.masking.TextEvaluationLoader.
+        most, place: as data.text.masking.TextEvaluationLoader.
     """
 
-    def __init__(self, contexts: Contexts, *, batch_size: int, rank: int, size: int, most: int = 0) -> None:
-        total, place = len(contexts.texts), {"batch_size": batch_size, "rank": rank, "size": size}
-        self.contexts = contexts
-        self._draws = epoch_draws(total, 0, 0, CONTEXTS)
-        self._batches = list(evaluation_batches(total, most=most, **place))
-
-    def to(self, device: torch.device) -> None:
-        """Hold the text on a device. Raises DataError: it does not fit."""
-        self.contexts.to(device)
-
-    def __iter__(self) -> Iterator[ContextBatch]:
-        return (self.contexts.cut(samples, self._draws[samples]) for samples in self._batches)
+    def __init__(self, contexts: Contexts, *, most: int = 0, **place: Unpack[HeldOutPlace]) -> None:
+        total = len(contexts.texts)
+        draws, batches = epoch_draws(total, 0, 0, CONTEXTS), evaluation_batches(total, most=most, **place)
+        super().__init__(contexts, contexts.cut, ((samples, draws[samples]) for samples in batches))

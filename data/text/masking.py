@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data import DataError
-from data.batches import BlockLoader
+from data.batches import BlockLoader, HeldOut, HeldOutPlace, Place, Resident
 from data.sharding import MASKING, ShardedBatches, epoch_draws, evaluation_batches
 from data.text.file import TextSet
 
@@ -40,47 +38,38 @@ class TextBatch(NamedTuple):
     follows: torch.Tensor
 
 
-class MaskedText:
-    """Packed text on a device, from which batches are cut.
+class MaskedText(Resident):
+    """Packed text, from which batches are cut; on the host its tokens stay mapped.
 
     15 % of a sequence's words (one at least) are to be predicted: 8 of 10 are replaced by [MASK], 1 by any word, 1 stays. Which
     ones, is a function of a random number per sequence, and the same on every device.
 
     Args:
         texts: one split.
-        device: where; on the host the tokens stay mapped.
-
-    Raises:
-        DataError: they do not fit on the device.
 
     Source: Devlin et al., NAACL 2019.
     """
 
-    def __init__(self, texts: TextSet, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, texts: TextSet) -> None:
+        super().__init__(f"{texts.path}: {len(texts)} sequences")
         self.count = max(1, round(PART * texts.length))
         self._words = len(texts.vocabulary)
         self._mask = texts.number("[MASK]")
         self._apart = [texts.number(word) for word in ("[PAD]", "[CLS]", "[SEP]")]
         sequences = texts.sequences
-        try:
-            # torch cannot index uint16 everywhere; the sign is taken off after the cut
-            self._tokens = torch.from_numpy(sequences.tokens.view(np.int16)).to(device)
-            self._spans = torch.from_numpy(sequences.spans.astype(np.int64)).to(device)
-            self._follows = torch.from_numpy(sequences.follows.astype(np.int64)).to(device)
-        except torch.OutOfMemoryError as error:
-            raise DataError(
-                f"{texts.path}: {len(texts)} sequences do not fit on {device}: {error}"
-            ) from error
-        self._columns = torch.arange(texts.length, device=device)
+        # torch cannot index uint16 everywhere; the sign is taken off after the cut
+        self._tokens = torch.from_numpy(sequences.tokens.view(np.int16))
+        self._spans = torch.from_numpy(sequences.spans.astype(np.int64))
+        self._follows = torch.from_numpy(sequences.follows.astype(np.int64))
+        self._columns = torch.arange(texts.length)
 
-    def cut(self, samples: torch.Tensor, draws: torch.Tensor) -> TextBatch:
+    def cut(self, plan: torch.Tensor) -> TextBatch:
         """A batch.
 
         Args:
-            samples: int64[batch], sequences of the split, on the device.
-            draws: int64[batch], 64 random bits for each, there too.
+            plan: int64[2, batch]: sequences of the split, and 64 random bits for each.
         """
+        samples, draws = plan.to(self.device)
         tokens = self._tokens[samples].long() & 0xFFFF
         spans = self._spans[samples]
         present = self._columns < spans[:, 1:]
@@ -131,27 +120,20 @@ class TextTrainingLoader(BlockLoader[TextBatch]):
 
     Args:
         texts: the training split.
-        batch_size: sequences per rank and step.
-        rank, size: this rank and the number of ranks.
-        seed: at least 0, the same on all ranks.
+        place: of this rank.
 
     Raises:
         DataError: fewer sequences than ranks, or than one step of all ranks needs.
     """
 
-    def __init__(self, texts: TextSet, *, batch_size: int, rank: int, size: int, seed: int) -> None:
-        try:
-            shards = ShardedBatches(len(texts), batch_size=batch_size, rank=rank, size=size, seed=seed)
-        except DataError as error:
-            raise DataError(f"{texts.path}: {error}") from error
-        super().__init__(shards, MASKING)
-        self.texts = texts
-        self.to(torch.device("cpu"))
+    def __init__(self, texts: TextSet, **place: Unpack[Place]) -> None:
+        super().__init__(ShardedBatches(len(texts), where=texts.path, **place), MASKING)
+        self._text, self._samples_per_block = MaskedText(texts), BLOCK // texts.length
+        self._begin(self._samples_per_block)
 
     def to(self, device: torch.device) -> Self:
-        """Hold the text on a device. Raises DataError: it does not fit."""
-        self._text = MaskedText(self.texts, device)
-        self._begin(BLOCK // self.texts.length)
+        self._text.to(device)
+        self._begin(self._samples_per_block)
         return self
 
     def batch(self, epoch: int, step: int) -> TextBatch:
@@ -163,37 +145,22 @@ class TextTrainingLoader(BlockLoader[TextBatch]):
         return _plan(samples, self.draws(epoch)[samples]).to(self._text.device)
 
     def _cut(self, plan: torch.Tensor) -> TextBatch:
-        return self._text.cut(*plan)
+        return self._text.cut(plan)
 
 
-class TextEvaluationLoader:
+class TextEvaluationLoader(HeldOut[TextBatch]):
     """One rank's part of the held-out split in order, every sequence once over all ranks, always masked alike.
 
     Args:
         texts: the held-out split.
-        batch_size: sequences per batch at most; no effect on what is measured.
-        rank, size: this rank and the number of ranks.
         most: so many sequences at most, spread evenly over the split, the same on any number of ranks; 0: all.
-
-    Raises:
-        ValueError: an argument out of bounds.
+        place: of this rank.
     """
 
-    def __init__(self, texts: TextSet, *, batch_size: int, rank: int, size: int, most: int = 0) -> None:
-        draws = epoch_draws(len(texts), 0, 0, MASKING)
-        place = {"batch_size": batch_size, "rank": rank, "size": size, "most": most}
-        self.texts = texts
-        self._plans = [_plan(samples, draws[samples]) for samples in evaluation_batches(len(texts), **place)]
-        self._text = MaskedText(texts, torch.device("cpu"))
-
-    def to(self, device: torch.device) -> Self:
-        """Hold the text on a device. Raises DataError: it does not fit."""
-        self._text = MaskedText(self.texts, device)
-        self._plans = [plan.to(device) for plan in self._plans]
-        return self
-
-    def __iter__(self) -> Iterator[TextBatch]:
-        return (self._text.cut(samples, draws) for samples, draws in self._plans)
+    def __init__(self, texts: TextSet, *, most: int = 0, **place: Unpack[HeldOutPlace]) -> None:
+        draws, text = epoch_draws(len(texts), 0, 0, MASKING), MaskedText(texts)
+        batches = evaluation_batches(len(texts), most=most, **place)
+        super().__init__(text, text.cut, (_plan(samples, draws[samples]) for samples in batches))
 
 
 def _plan(samples: NDArray[np.int64], draws: NDArray[np.uint64]) -> torch.Tensor:

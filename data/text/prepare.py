@@ -121,8 +121,7 @@ def prepare_text(source: Path, output: Path, recipe: Recipe = Recipe()) -> str:
         packed.seek(0)
         write_text_file(
             output,
-            name=source.resolve().name,
-            source=f"{len(files)} files of {source.resolve().name}, {total} bytes",
+            **origin(source, recipe),
             vocabulary=vocabulary,
             counts=counts,
             length=recipe.length,
@@ -135,6 +134,14 @@ def prepare_text(source: Path, output: Path, recipe: Recipe = Recipe()) -> str:
             ),
         )
     return f"{output}: wrote {description(*open_text_file(output))}"
+
+
+def origin(source: Path, recipe: Recipe) -> dict[str, str]:
+    """Name and source, in words, of what `prepare_text` writes."""
+    files, name = text_files(source), source.resolve().name
+    settings = ", ".join(f"{key} {value}" for key, value in vars(recipe).items() if value not in (None, ""))
+    nbytes = sum(path.stat().st_size for path in files)
+    return {"name": name, "source": f"{len(files)} files of {name}, {nbytes} bytes, {settings}"}
 
 
 def build_tokenizer(vocabulary: list[str]) -> Tokenizer:
@@ -157,6 +164,8 @@ def _trained(files: list[Path], recipe: Recipe, total: int) -> list[str]:
     """A vocabulary that is trained on the training documents; total: bytes of the files."""
     from tokenizers import Tokenizer, models, trainers
 
+    for _ in recipe.splits(files):
+        pass  # a fault in the text would pass through the library as another error
     with tqdm(total=total, unit="B", unit_scale=True, desc="vocabulary", disable=None) as bar:
 
         def training() -> Iterator[str]:
@@ -169,18 +178,7 @@ def _trained(files: list[Path], recipe: Recipe, total: int) -> list[str]:
         trainer = trainers.WordPieceTrainer(
             vocab_size=recipe.vocabulary_size, special_tokens=list(SPECIAL), show_progress=False
         )
-        # a fault in the text would pass through the library as another error
-        faults: list[DataError] = []
-
-        def guarded() -> Iterator[str]:
-            try:
-                yield from training()
-            except DataError as error:
-                faults.append(error)
-
-        tokenizer.train_from_iterator(guarded(), trainer)
-    if faults:
-        raise faults[0]
+        tokenizer.train_from_iterator(training(), trainer)
     numbers = tokenizer.get_vocab()
     # the library numbers even the same words otherwise in every call
     return [*SPECIAL, *sorted(numbers.keys() - set(SPECIAL))]

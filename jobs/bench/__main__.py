@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if drives:
         # a process that has started MPI must not start an mpiexec
         mpi4py.rc.initialize = False
-    from jobs.bench.arguments import usage
-    from jobs.bench.options import Options, parse
+    from jobs.bench.arguments import parse, usage
+    from jobs.bench.options import Options
 
     try:
         options: Options | str = usage() if {"-h", "--help"} & set(words) else parse(words, launched=launched)

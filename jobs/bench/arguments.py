@@ -1,61 +1,120 @@
-"""Names, defaults and parser of the bench's command line."""
+"""Reads the bench's command line, and checks it as a whole before anything starts."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from collectives.sparse import check_length
 from jobs.bench.device import DEVICES
-from jobs.bench.document import HOST_ROWS, NCCL_ROWS, BenchError
-from jobs.bench.gradients import PROFILES
-from jobs.bench.mpi import ALGORITHMS
-from jobs.bench.row_volume import SKEWS
-from oktopk import METHODS
+from jobs.bench.document import NCCL_ROWS, BenchError, bits_per_second
+from jobs.bench.gradients import PROFILES, SKEWS
+from jobs.bench.options import ABLATION_RANKS, DEFAULTS, JOB, KNOWN, OF_EVERY_BENCH, TABLES, Options
+from oktopk import METHODS, Settings
 from oktopk.devices import GRADIENT_TYPES
 from oktopk.settings import DENSE_ABOVE
 
-VGG_LENGTH = 14_728_266
-DENSITY = 0.01
-STEPS = 64
-SWEEP_LENGTH = 100_000
-SWEEP_DENSITY = 0.02  # an allgather of every selection crosses dense at 1/density ranks: within a sweep to 64
-ABLATION_RANKS = (4, 8)
-LIBRARY_METHODS = tuple(ALGORITHMS)
-OVER_MPI = "oktopk-mpi"
-OWN_ROWS = (OVER_MPI, "oktopk-into-g")
-"""On a GPU: Ok-Topk kept to MPI where it could do without, and Ok-Topk whose update is written into the gradient."""
-KNOWN = {
-    "cpu": (*METHODS, *LIBRARY_METHODS, *HOST_ROWS),
-    "cuda": (*METHODS, *OWN_ROWS, *NCCL_ROWS, *HOST_ROWS),
-}
-"""device -> what `--methods` takes."""
-TABLES: dict[str, tuple[str, ...]] = {
-    "": (
-        *(
-            "methods",
-            "length",
-            "density",
-            "steps",
-            "warmup",
-            "dense_steps",
-            "gradients",
-            "gradient_type",
-            "settings",
-        ),
-        *("ablate", "sweep_ranks", "memory", "link"),
-    ),
-    "dense": ("gradient_type",),
-    "gpu": ("rows", "budget", "gradient_type"),
-    "hook": ("length", "density", "steps", "warmup", "settings"),
-    "rows": ("rows", "table_rows", "width", "skew", "steps", "warmup"),
-}
-"""Table, "" for none -> the options that it takes besides those of every bench, by their names in the parser's result."""
-TABLE_METHODS = ("oktopk", *OWN_ROWS, *NCCL_ROWS)
-BUDGET = 300.0
-TOUCHED, TABLE_ROWS, WIDTH, ROW_STEPS, ROW_WARMUP = 50_000, 1_000_000, 512, 10, 2
-"""Of the table of rows."""
+
+def parse(words: Sequence[str], *, launched: bool) -> Options:
+    """Check a command line.
+
+    Args:
+        words: what follows the program's name.
+        launched: by mpiexec; then nothing that starts one can be done, but in a job that a sweep or an ablation has started.
+
+    Raises:
+        BenchError: it cannot be done; the message names the value and the bound.
+    """
+    told = vars(parser().parse_args(words))
+    table, sweep, ablate = told.get("table", ""), "sweep_ranks" in told, "ablate" in told
+    for name in told:
+        if name not in (*TABLES[table], *OF_EVERY_BENCH):
+            why = f"not for --table {table}: it says how it is measured" if table else "for --table"
+            raise BenchError(f"{_option(name)} is {why}")
+    if sweep and ablate:
+        raise BenchError("--ablate and --sweep-ranks are two different benches: ask for one")
+    if launched and sweep and JOB not in os.environ:
+        raise BenchError("--sweep-ranks starts mpiexec itself: run it without one")
+    kind = table or ("sweep" if sweep else "ablate" if ablate else "")
+    options = Options(
+        **DEFAULTS.get(kind, {}) | told, ranks=ABLATION_RANKS if ablate and not launched else ()
+    )
+    return _checked_bench(options) if options.lengths else _checked_table(options)
+
+
+def _option(name: str) -> str:
+    return "--" + {"settings": "set", "memory": "no-memory", "lengths": "length"}.get(
+        name, name.replace("_", "-")
+    )
+
+
+def _checked_table(options: Options) -> Options:
+    """The options of a table that has its own lengths."""
+    table, rows = options.table, options.rows
+    if table != "rows" and options.device != "cuda":
+        raise BenchError(f"--table {table} is measured on --device cuda, not {options.device}")
+    if table == "gpu" and options.gradient_type == "float16":
+        raise BenchError("gradient type 'float16' is not one of float32, bfloat16, the table's")
+    if table == "rows" and len(rows) > 1:
+        raise BenchError(f"--rows {','.join(map(str, rows))} is not one number, which --table rows takes")
+    return options
+
+
+def _checked_bench(options: Options) -> Options:
+    """The options with what depends on others."""
+    device, density, steps = options.device, options.density, options.steps
+    if options.gradient_type not in GRADIENT_TYPES[device]:
+        taken = ", ".join(GRADIENT_TYPES[device])
+        raise BenchError(
+            f"gradient type {options.gradient_type!r} is not one of {taken} on --device {device}"
+        )
+    methods = _checked_methods(options.methods, device)
+    if options.ablate and methods != ("oktopk",):
+        raise BenchError(f"--ablate compares settings of oktopk, not methods {', '.join(methods)}")
+    if not 0 < density <= DENSE_ABOVE:
+        raise BenchError(f"density {density} is not in (0, {DENSE_ABOVE}]: above, every method runs densely")
+    if len(options.lengths) > 1 and (options.sweep_ranks or options.ablate or options.table):
+        raise BenchError("--length takes one length with --ablate, --sweep-ranks and --table")
+    try:
+        for length in options.lengths:
+            check_length(length)
+        Settings(density=density, **options.settings)
+    except (TypeError, ValueError) as error:
+        raise BenchError(str(error)) from None
+    if options.link:
+        bits_per_second(options.link)
+    interval = options.threshold_interval
+    if steps < interval:
+        raise BenchError(
+            f"steps {steps} is not at least {interval}, the threshold interval: "
+            "no exact step would be sure to be among them (--set threshold_interval=... is the other way out)"
+        )
+    dense_steps = steps if options.dense_steps < 0 else options.dense_steps
+    if dense_steps > steps:
+        raise BenchError(f"dense-steps {dense_steps} is not in [1, {steps}], the steps")
+    warmup = math.ceil(2 / density) if options.warmup < 0 else options.warmup
+    return replace(options, methods=methods, warmup=warmup, dense_steps=dense_steps)
+
+
+def _checked_methods(given: Sequence[str], device: str) -> tuple[str, ...]:
+    known = KNOWN[device]
+    if not given:
+        return (*METHODS, *(NCCL_ROWS if device == "cuda" else ("mpi",)))
+    names = [name for words in given for name in words.split(",") if name]
+    for name in names:
+        if name not in known:
+            where = f" on --device {device}" if any(name in names for names in KNOWN.values()) else ""
+            raise BenchError(f"method {name!r} is not one of {', '.join(known)}{where}")
+    if not names:
+        raise BenchError(f"no method is named; there are {', '.join(known)}")
+    return tuple(dict.fromkeys(names))
 
 
 def number(kind: Callable[[str], float], least: float) -> Callable[[str], float]:
@@ -81,6 +140,21 @@ def numbers(text: str) -> tuple[int, ...]:
     return found
 
 
+class _Setting(argparse.Action):
+    """Collects NAME=VALUE words in a dictionary."""
+
+    def __call__(self, parser: Any, namespace: Any, word: Any, option_string: Any = None) -> None:
+        known = [setting.name for setting in dataclasses.fields(Settings) if setting.name != "density"]
+        name, equals, text = word.partition("=")
+        if not equals or name not in known:
+            raise BenchError(f"--set {word!r} is not NAME=VALUE with a name of {', '.join(known)}")
+        try:
+            value = math.inf if text == "inf" else json.loads(text)
+        except ValueError:
+            value = text
+        namespace.settings = {**getattr(namespace, "settings", {}), name: value}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # not printed from here: every rank parses, one speaks
@@ -104,8 +178,9 @@ def parser() -> argparse.ArgumentParser:
         "  mpiexec -n 4 python -m mpi4py -m jobs.bench --table gpu --json gpu.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,  # what is told, and nothing else
     )
-    add = parser.add_argument
+    add, sweep, rows = parser.add_argument, DEFAULTS["sweep"], DEFAULTS["rows"]
     add(
         "--methods",
         nargs="+",
@@ -116,62 +191,64 @@ def parser() -> argparse.ArgumentParser:
     )
     text = (
         f"Number of elements of the gradient, or several such as 14728266,133547324, measured one after another; default: "
-        f"{VGG_LENGTH}, those of VGG-16; {SWEEP_LENGTH} with --sweep-ranks"
+        f"{Options.lengths[0]}, those of VGG-16; {sweep['lengths'][0]} with --sweep-ranks"
     )
-    add("--length", type=numbers, metavar="N,N", help=text)
-    text = f"Share of the entries applied per step, in (0, {DENSE_ABOVE}]; default: {DENSITY}, {SWEEP_DENSITY} with --sweep-ranks"
+    add("--length", dest="lengths", type=numbers, metavar="N,N", help=text)
+    text = f"Share of the entries applied per step, in (0, {DENSE_ABOVE}]; default: {Options.density}, "
+    text += f"{sweep['density']} with --sweep-ranks"
     add("--density", type=float, help=text)
-    text = f"Number of steps to measure, at least the threshold interval; default: {STEPS}, {ROW_STEPS} with --table rows"
+    text = f"Number of steps to measure, at least the threshold interval; default: {Options.steps}, "
+    text += f"{rows['steps']} with --table rows"
     add("--steps", type=number(int, 1), metavar="STEPS", help=text)
-    text = f"Number of steps discarded before those, at least 0; default: 2/density, rounded up, {ROW_WARMUP} with --table rows"
+    text = "Number of steps discarded before those, at least 0; default: 2/density, rounded up, "
+    text += f"{rows['warmup']} with --table rows"
     add("--warmup", type=number(int, 0), metavar="STEPS", help=text)
     text = "Number of steps to measure of dense methods, from 1 to --steps; default: --steps"
     add("--dense-steps", type=number(int, 1), metavar="STEPS", help=text)
     text = "Kind of the random gradients; default: heavy, with --ablate clustered"
     add("--gradients", choices=tuple(PROFILES), help=text)
-    add("--seed", type=int, default=1, help="Seed of the random gradients; default: %(default)s")
+    add("--seed", type=int, help=f"Seed of the random gradients; default: {Options.seed}")
     add("--device", choices=DEVICES, help="Device that gradients lie on; default: cpu, with --table gpu cuda")
     text = "Type of the gradients, on a CPU float32 alone; default: float32, with --table both of its types"
     add("--gradient-type", choices=GRADIENT_TYPES["cuda"], help=text)
     add(
         "--set",
         dest="settings",
-        action="append",
-        default=[],
+        action=_Setting,
         metavar="NAME=VALUE",
         help="Setting of the reduction for all methods, such as threshold_interval=32; may be repeated",
     )
     text = "Measure Ok-Topk with each of its ideas taken away in turn; starts mpiexec on 4 and on 8 ranks, unless under one"
     add("--ablate", action="store_true", help=text)
     text = "Numbers of ranks to count words on, each at least 1; starts an mpiexec for each of them"
-    add("--sweep-ranks", type=numbers, default=(), metavar="P,P,...", help=text)
+    add("--sweep-ranks", type=numbers, metavar="P,P,...", help=text)
     text = (
         "Table to measure: gpu, cells with target times; hook, training steps with communication hooks of DDP; "
         "rows, sums of the rows that ranks touched of a table; dense, dense allreduces from 4 KB to 512 MB; default: none"
     )
-    add("--table", choices=tuple(filter(None, TABLES)), default="", help=text)
+    add("--table", choices=tuple(filter(None, TABLES)), help=text)
     text = "Numbers of the rows of --table gpu to measure, from 1; default: all. With --table rows: "
-    text += f"how many rows a rank draws in a step, at least 1; default: {TOUCHED}"
+    text += f"how many rows a rank draws in a step, at least 1; default: {rows['rows'][0]}"
     add("--rows", type=numbers, metavar="I,I", help=text)
-    text = f"Rows of the table of --table rows, at least 1; default: {TABLE_ROWS}"
+    text = f"Rows of the table of --table rows, at least 1; default: {Options.table_rows}"
     add("--table-rows", type=number(int, 1), metavar="N", help=text)
-    text = f"Elements of a row of --table rows, at least 1; default: {WIDTH}"
+    text = f"Elements of a row of --table rows, at least 1; default: {Options.width}"
     add("--width", type=number(int, 1), metavar="N", help=text)
     text = "How the rows of --table rows are drawn: all alike, or row i with a chance in proportion to 1/(i + 1); "
     add("--skew", choices=SKEWS, help=text + f"default: {SKEWS[0]}")
-    text = f"Start no further cell of --table gpu after so many seconds, at least 0; default: {BUDGET:g}"
+    text = f"Start no further cell of --table gpu after so many seconds, at least 0; default: {DEFAULTS['gpu']['budget']:g}"
     add("--budget", type=number(float, 0), metavar="SECONDS", help=text)
     text = "Commit that is measured, for the record; default: the one that git names"
-    add("--commit", default="", metavar="TEXT", help=text)
+    add("--commit", metavar="TEXT", help=text)
     add("--json", type=Path, metavar="FILE", help="File to write all results to; default: none")
     text = "Skip the measurement of memory, which slows the last steps of the warm-up"
     add("--no-memory", dest="memory", action="store_false", help=text)
     text = "Network that joins the ranks, in words for the record"
-    add("--network", default="", metavar="TEXT", help=text)
+    add("--network", metavar="TEXT", help=text)
     text = (
         "Rate of the link of each host, such as 10gbit, or none where links are unshaped: the table shows floors by it, and a "
         "transfer of a step's size shows whether it holds"
     )
-    add("--link", default="", metavar="RATE", help=text)
+    add("--link", metavar="RATE", help=text)
     add("--quiet", action="store_true", help="Print neither tables nor progress on the terminal")
     return parser

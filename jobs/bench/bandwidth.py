@@ -16,9 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from data.command import command_parser
-from jobs.bench.document import HOST_ROWS, BenchError, read
+from jobs.bench.document import HOST_ROWS, UNSHAPED, BenchError, bits_per_second, read
 from jobs.bench.figures import TITLES
-from jobs.bench.rate import UNSHAPED, bits_per_second
 from jobs.report.panels import DrawnPanel
 from jobs.report.style import COLOURS, DASHES, GREY, OURS, STYLE, colour_of, title_of
 

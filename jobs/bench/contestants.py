@@ -7,13 +7,12 @@ from typing import Any
 
 from mpi4py import MPI
 
-from jobs.bench.arguments import OVER_MPI, OWN_ROWS
 from jobs.bench.device import Device
 from jobs.bench.document import HOST_ROWS, NCCL_ROWS, BenchError
 from jobs.bench.measure import Contestant, Reducer
 from jobs.bench.mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
 from jobs.bench.nccl import NcclAllreduce, require_nccl
-from jobs.bench.options import Options
+from jobs.bench.options import OVER_MPI, OWN_ROWS, Options
 from oktopk import METHODS, GradientAllreduce, StepReport
 
 
@@ -86,20 +85,16 @@ class FromBuffer:
 
     @property
     def update(self) -> Any:
-        """That of the reducer."""
         return self.reducer.update
 
     def load(self, gradient: Any) -> Any:
-        """As `InPlace.load`."""
         self.reducer.gradient_buffer[:] = gradient  # type: ignore[index]
         return self.reducer.gradient_buffer
 
     def step(self, gradient: Any) -> StepReport:
-        """As the reducer's."""
         return self.reducer.step(gradient)
 
     def close(self) -> None:
-        """As the reducer's."""
         self.reducer.close()
 
 

@@ -96,7 +96,7 @@ def measure_dense(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
         direct = DirectNccl(comm)
     except NcclError as error:
         raise BenchError(f"--table dense: {error}") from None
-    for kind in options.types or ("float32", "bfloat16", "float16"):
+    for kind in (options.gradient_type,) if options.gradient_type else TYPES:
         with _vectors(kind, comm, direct, left_out) as vectors:
             found = _contestants(dense, direct, kind, stream, vectors)
             errors[kind] = _errors(found, kind, stream, comm)

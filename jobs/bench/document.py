@@ -46,6 +46,27 @@ class BenchError(Exception):
     """What was asked for cannot be done; the message is meant for the user."""
 
 
+UNSHAPED = "none"
+"""The value of `--link` for unshaped links."""
+
+_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_RATE = re.compile(r"([0-9]+\.?[0-9]*)(kbit|mbit|gbit)")
+
+
+def bits_per_second(text: str) -> float | None:
+    """The rate in a value of `--link`, None where links are unshaped.
+
+    Raises:
+        BenchError: it is neither a rate nor "none".
+    """
+    if text == UNSHAPED:
+        return None
+    found = _RATE.fullmatch(text)
+    if found is None or not float(found[1]):
+        raise BenchError(f"link {text!r} is neither a rate such as 10gbit nor {UNSHAPED!r}")
+    return float(found[1]) * _BITS[found[2]]
+
+
 def command_line(ranks: int | None) -> str:
     """The command line of the bench; ranks None: started without mpiexec."""
     launcher = ["python"] if ranks is None else ["mpiexec", "-n", str(ranks), "python", "-m", "mpi4py"]

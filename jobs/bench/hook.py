@@ -105,7 +105,6 @@ def contestants(options: Options, device: torch.device) -> tuple[list[Contestant
     Raises:
         ValueError: settings that Ok-Topk does not take; on every rank alike.
     """
-    assert options.length is not None
     torch.manual_seed(options.seed)
     model = perceptron(options.length)
     started = {name: value.clone() for name, value in model.state_dict().items()}
@@ -113,7 +112,7 @@ def contestants(options: Options, device: torch.device) -> tuple[list[Contestant
     length, ranks, left_out = sum(shape.numel() for shape in shapes), dist.get_world_size(), {}
 
     def ddp(hook: Any = None, state: object = None) -> DistributedDataParallel:
-        model = perceptron(options.length or 0).to(device)
+        model = perceptron(options.length).to(device)
         model.load_state_dict(started)
         made = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
         if hook is not None:

@@ -6,7 +6,9 @@ import dataclasses
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +16,8 @@ from unittest import mock
 from mpi4py import MPI
 
 from jobs.bench.document import BenchError, Output, command_line, document, read
-from jobs.bench.gpu.table import run_table
+from jobs.bench.gpu.markdown import cell_line, gpu_tables
+from jobs.bench.gpu.table import chosen, measure_cell
 from jobs.bench.nccl import leave
 from jobs.bench.options import JOB, Options
 from jobs.bench.run import FAULTS, measure_run, written
@@ -51,37 +54,79 @@ def _run(options: Options, comm: MPI.Intracomm) -> int:
         path = options.json
         if path is not None:
             output = decide_on_root(comm, lambda: Output(path), FAULTS, BenchError)
-        if options.table == "gpu":
-            run_table(options, comm, output)
-            return 0
-        if options.table == "hook":
-            from jobs.bench.hook import measure_hooks  # torch
-
-            kind, measured = "hook table", measure_hooks
-        elif options.table == "rows":
-            from jobs.bench.rows import measure_rows  # torch
-
-            kind, measured = "rows table", measure_rows
-        elif options.table == "dense":
-            from jobs.bench.dense import measure_dense  # torch and CuPy
-
-            kind, measured = "dense table", measure_dense
-        else:
-            kind, measured = "ablation" if options.ablate else "bench", measure_run
-        runs: list[dict[str, Any]] = []
-        for length in (options.length, *options.more_lengths):
-            runs.append(measured(dataclasses.replace(options, length=length), comm))
-            if comm.rank != 0:
-                continue
-            content = written(kind, runs, options, comm)
-            if not options.quiet:
-                print("\n" * (len(runs) > 1) + document_tables(content | {"runs": runs[-1:]}), flush=True)
-            if output is not None:
-                output.write(content)  # so that what is done stays when the job is cut off
+        measure_all(*_todo(options, comm), options, comm, output)
     except (BenchError, NonFiniteGradientError) as error:
         say(comm, f"jobs.bench: {error}", sys.stderr)
         return 2
     return 0
+
+
+Measure = Callable[[], dict[str, Any]]
+"""Measures one run, collectively, and returns it as it stands in the document, on rank 0."""
+
+
+def _todo(options: Options, comm: MPI.Intracomm) -> tuple[str, list[Measure]]:
+    """The kind of the document, and its runs."""
+    if options.table == "gpu":
+        return "gpu table", [partial(measure_cell, cell, own, comm) for cell, own in chosen(options)]
+    if options.table == "hook":
+        from jobs.bench.hook import measure_hooks  # torch
+
+        return "hook table", [partial(measure_hooks, options, comm)]
+    if options.table == "rows":
+        from jobs.bench.rows import measure_rows  # torch
+
+        return "rows table", [partial(measure_rows, options, comm)]
+    if options.table == "dense":
+        from jobs.bench.dense import measure_dense  # torch and CuPy
+
+        return "dense table", [partial(measure_dense, options, comm)]
+    each = [dataclasses.replace(options, lengths=(length,)) for length in options.lengths]
+    return "ablation" if options.ablate else "bench", [partial(measure_run, own, comm) for own in each]
+
+
+def measure_all(
+    kind: str, todo: Sequence[Measure], options: Options, comm: MPI.Intracomm, output: Output | None
+) -> dict[str, Any]:
+    """Measure runs one after another, as far as the budget goes. Collective.
+
+    Args:
+        kind: of the document.
+        todo: the runs.
+        output: written after each, so that what is done stays when the job is cut off; on rank 0.
+
+    Returns:
+        The document, on rank 0.
+
+    Raises:
+        BenchError: it cannot be done; on every rank alike.
+    """
+    began, longest = time.monotonic(), 0.0
+    runs: list[dict[str, Any]] = []
+    content: dict[str, Any] = {}
+    for number, measure in enumerate(todo):
+        spent = time.monotonic() - began
+        # one that would not end in time is not begun; rank 0's clock counts
+        if comm.bcast(number > 0 and spent + longest > options.budget):
+            said = f"{len(todo) - number} of {len(todo)} cells were not begun: {spent:.0f} s are gone, a cell took up to "
+            say(comm, f"{said}{longest:.0f} s and the budget is {options.budget:g} s", sys.stderr)
+            break
+        result = measure()
+        seconds = time.monotonic() - began - spent
+        longest = max(longest, seconds)
+        if comm.rank != 0:
+            continue
+        runs.append({**result, "seconds_taken": seconds})
+        content = written(kind, runs, options, comm) | {"cells": len(todo)}
+        if kind == "gpu table":
+            say(comm, cell_line(runs[-1]), sys.stderr)
+        elif not options.quiet:
+            print("\n" * (number > 0) + document_tables(content | {"runs": runs[-1:]}), flush=True)
+        if output is not None:
+            output.write(content)
+    if content and kind == "gpu table" and not options.quiet:
+        print(gpu_tables(content), flush=True)
+    return content
 
 
 def drive(options: Options, words: Sequence[str]) -> int:

@@ -14,9 +14,8 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from jobs.bench.document import BenchError
+from jobs.bench.document import BenchError, bits_per_second
 from jobs.bench.floors import ring_exchange
-from jobs.bench.rate import bits_per_second
 from jobs.bench.tcp import TcpRing
 
 TOLERANCE = 1.15

@@ -26,26 +26,14 @@ python=$here/.venv/bin/python
 while [ $# -gt 0 ]; do
     case $1 in
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;;
-    --inside) inside=yes; shift; continue ;;
+    --inside) inside=yes; shift ;;
     --device | --hosts | --ranks | --rate | --burst | --mtu | --transport | --gpus | --mpiexec | --python | --module)
         [ $# -ge 2 ] || refuse "$1 needs a value"
+        printf -v "${1#--}" %s "$2"
+        shift 2
         ;;
     *) break ;;
     esac
-    case $1 in
-    --device) device=$2 ;;
-    --hosts) hosts=$2 ;;
-    --ranks) ranks=$2 ;;
-    --rate) rate=$2 ;;
-    --burst) burst=$2 ;;
-    --mtu) mtu=$2 ;;
-    --transport) transport=$2 ;;
-    --gpus) gpus=$2 ;;
-    --mpiexec) mpiexec=$2 ;;
-    --python) python=$2 ;;
-    --module) module=$2 ;;
-    esac
-    shift 2
 done
 if [ "$device" = cuda ]; then
     hosts=${hosts:-2} rate=${rate:-10gbit} transport=${transport:-tcp}

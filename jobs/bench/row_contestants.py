@@ -90,7 +90,6 @@ class OkTopkRows:
                     setattr(part, name, partial(self._timed, getattr(part, name)))
 
     def run(self, rows: Tensor, values: Tensor, lap: Lap) -> Sum:
-        """As `Contestant.run`."""
         self._stages, self._lap = iter(("", "coalesce", "exchange", "sum")), lap
         report = self.reducer.step(self._memory.array(rows), self._memory.array(values))
         lap("gather")
@@ -99,7 +98,6 @@ class OkTopkRows:
         return torch.as_tensor(sums.rows), torch.as_tensor(sums.values), report.bytes
 
     def held(self) -> int:
-        """As `Contestant.held`."""
         return self.reducer.windows.nbytes if self.reducer.windows is not None else 0
 
     def _timed(self, add_up: Callable[..., Any], *given: Any) -> Any:

@@ -15,9 +15,9 @@ from tqdm import tqdm
 
 from jobs.bench.device import Device
 from jobs.bench.document import BenchError
+from jobs.bench.gradients import RowSource
 from jobs.bench.options import Options
 from jobs.bench.row_contestants import Contestant, Sum, contestants
-from jobs.bench.row_volume import RowSource
 from jobs.train.reduce.background import WireError, start_process_group, stop_process_group
 
 TOLERANCE = 1e-5

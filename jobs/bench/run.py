@@ -57,7 +57,6 @@ def measure_run(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
 def _measure(
     options: Options, comm: MPI.Intracomm, device: Device, present: list[Contestant], left_out: dict[str, str]
 ) -> dict[str, Any]:
-    assert options.length is not None
     length = options.length
     _check_memory(comm, device, length, present)
     source = decide_together(

@@ -6,7 +6,7 @@ jobs.config.file reads it from a file and a command line.
 from __future__ import annotations
 
 import json
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import model_validator
 from pydantic_core import to_jsonable_python
@@ -55,6 +55,8 @@ class Config(Section):
                 f"reduction.momentum_correction {correction} is the run's momentum: it needs optimizer.name "
                 f"'sgd' with momentum 0, not {self.optimizer.name!r} with {self.optimizer.momentum}"
             )
+        if self.reduction.overlap and self.run.measure_every:
+            raise ValueError(f"run.measure_every {self.run.measure_every} is not for reduction.overlap")
         return self
 
     @model_validator(mode="after")
@@ -74,10 +76,8 @@ class Config(Section):
             ("reduction.momentum_correction", 0.0),
             ("reduction.deferred", False),
         ):
-            section, _, name = key.partition(".")
-            value = getattr(getattr(self, section), name)
-            if value != needed:
-                raise ValueError(f"model.sparse true needs {key} {needed!r}, not {value!r}")
+            if self.value(key) != needed:
+                raise ValueError(f"model.sparse true needs {key} {needed!r}, not {self.value(key)!r}")
         return self
 
     @model_validator(mode="after")
@@ -93,17 +93,16 @@ class Config(Section):
             ("reduction.ranks_per_host", 0),
             ("run.measure_every", 0),
         ):
-            section, _, name = key.partition(".")
-            value = getattr(getattr(self, section), name)
-            if value != needed:
-                raise ValueError(f"{key} {value!r} is not for reduction.method {self.reduction.method!r}")
+            if self.value(key) != needed:
+                raise ValueError(
+                    f"{key} {self.value(key)!r} is not for reduction.method {self.reduction.method!r}"
+                )
         return self
 
-    @model_validator(mode="after")
-    def _overlap_measures_nothing(self) -> Self:
-        if self.reduction.overlap and self.run.measure_every:
-            raise ValueError(f"run.measure_every {self.run.measure_every} is not for reduction.overlap")
-        return self
+    def value(self, key: str) -> Any:
+        """The value of "section.key"."""
+        section, _, name = key.partition(".")
+        return getattr(getattr(self, section), name)
 
     @property
     def task(self) -> Literal["images", "speech", "text", "embeddings"]:

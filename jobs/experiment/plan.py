@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ def plan(experiment: Experiment, options: argparse.Namespace) -> list[Planned]:
             base = shortened(base, unit, length, given)
     # what cannot be continued is begun again
     begins_again = not base.get("checkpoint", {}).get("enabled", True)
-    every = trials(experiment, options, _values(base, experiment.swept))
+    usual = validate(base)
+    every = trials(experiment, options, {name: usual.value(name) for name in experiment.swept})
     if options.kinds is not None:
         wanted = [trial for trial in every if trial.kind in options.kinds]
         every = sorted(wanted, key=lambda trial: options.kinds.index(trial.kind))
@@ -110,12 +111,6 @@ def shortened(
     return _merged(
         document, {**changed, "training.epochs": 0, "training.steps": 0, f"training.{unit}": length}
     )
-
-
-def _values(document: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Values of "section.key" names in a configuration, defaults included. Raises ConfigError."""
-    config = validate(document)
-    return {name: getattr(getattr(config, name.split(".")[0]), name.split(".")[1]) for name in names}
 
 
 def _merged(document: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

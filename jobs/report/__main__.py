@@ -1,4 +1,4 @@
-"""Compare runs: one HTML page with pictures, the same figures as CSV files, and a closing table.
+"""Compare runs: one HTML page with pictures, the same figures as CSV files, and its tables on the terminal.
 
     python -m jobs.report runs/dense.h5 runs/oktopk.h5 -o report --target 0.9
 
@@ -8,7 +8,6 @@ the runs: each is printed and drawn, and those over several bandwidths, or with 
 make a section of the page. Writes into DIR:
 
     index.html                          the page: nothing beside it is needed to read it
-    report.png                          loss over steps and words, words against the bounds: for a README
     summary.csv methods.csv             a row for each run; a row for each method, means over its seeds
     PICTURE.csv                         what each picture of the page draws
     runs/RUN-{steps,evaluations,measures}.csv   all that a run file holds

@@ -1,10 +1,9 @@
-"""Draws panels: one by one as SVG for the page, and some of them side by side as the overview picture."""
+"""Draws panels as SVG for the page."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -13,13 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from jobs.report.groups import Group, stands_out
-from jobs.report.panels import BarPanel, DotPanel, DrawnPanel, Level, LinePanel, Panel, Picture
+from jobs.report.groups import stands_out
+from jobs.report.panels import DrawnPanel, Level, LinePanel, Picture
 from jobs.report.style import GREY, STYLE
 
 # Inches. On a telephone a picture shrinks to 0.65 of this: letters of 12 points stay readable.
 WIDTH, HEIGHT = 5.8, 4.1
-BAR_HEIGHT, BAR_FRAME = 0.42, 2.2  # of each bar; of axis and legend
 LEGEND_CHARACTERS = 48  # fit into one of its lines at WIDTH
 ACCURACY_SHOWN = 0.3  # below the best
 LABEL_ROOM = 0.055  # of the axes' height that the label of a level needs
@@ -33,58 +31,26 @@ def svg(panel: Picture) -> str:
     if isinstance(panel, DrawnPanel):
         return panel.document
     with mpl.rc_context(PAGE):
-        height = HEIGHT
-        if isinstance(panel, BarPanel | DotPanel):
-            height = BAR_FRAME + BAR_HEIGHT * max(2, len(panel.groups))
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         axes = figure.subplots()
         draw(axes, panel)
-        axes.set_title("")
-        _legend(figure, axes, LEGEND_CHARACTERS)
+        _legend(figure, axes)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
         return text.getvalue()
 
 
-def draw_overview(panels: Sequence[Panel], path: str | Path) -> None:
-    """Draw panels side by side, one legend below them, into a PNG file."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(5.2 * len(panels), 5.6), layout="constrained")
-        every = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axes, panel in zip(every, panels, strict=True):
-            draw(axes, panel)
-        _legend(figure, every[0], 55 * len(panels))
-        figure.savefig(path, dpi=120)
-
-
-def draw(axes: Axes, panel: Panel) -> None:
-    """Draw one panel, its legend excepted."""
-    axes.set_title(panel.title)
+def draw(axes: Axes, panel: LinePanel) -> None:
+    """Draw one panel without its title, which the page has, and its legend."""
     axes.set_xlabel(panel.x_label)
-    if isinstance(panel, BarPanel):
-        _draw_bars(axes, panel)
-    elif isinstance(panel, DotPanel):
-        _draw_dots(axes, panel)
-    else:
-        _draw_lines(axes, panel)
-
-
-def _draw_lines(axes: Axes, panel: LinePanel) -> None:
     axes.set_ylabel(panel.y_label)
-    if not panel.lines:
-        axes.set_xticks([])
-        axes.set_yticks([])
-        axes.text(
-            0.5, 0.5, "nothing on record", transform=axes.transAxes, ha="center", va="center", color=GREY
-        )
-        return
     for line in panel.lines:
         group = line.group
         ours = stands_out(group, [each.group for each in panel.lines])
         mark = "o" if panel.marks and len(line.x) <= 12 else None
         width, order = (2.6, 3) if ours else (1.6, 2)
         look: dict[str, Any] = {"linestyle": group.dashes, "marker": mark, "markersize": 4, "zorder": order}
-        axes.plot(line.x, line.y, color=group.colour, linewidth=width, label=line.label, **look)
+        axes.plot(line.x, line.y, color=group.colour, linewidth=width, label=group.label, **look)
         if np.any(line.high > line.low):
             axes.fill_between(line.x, line.low, line.high, color=group.colour, alpha=0.18, linewidth=0)
     if panel.log_x:
@@ -100,9 +66,7 @@ def _draw_lines(axes: Axes, panel: LinePanel) -> None:
 def _count(axes: Axes, panel: LinePanel) -> None:
     """Ticks in the units that a reader thinks in."""
     largest = max(float(line.x[-1]) for line in panel.lines)
-    if panel.columns[0] == "ranks":
-        axes.set_xticks(sorted({float(x) for line in panel.lines for x in line.x}))
-    elif panel.log_x or largest >= 10_000:
+    if panel.log_x or largest >= 10_000:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         if panel.log_x:
             low, high = np.log10(axes.get_xlim())
@@ -110,7 +74,7 @@ def _count(axes: Axes, panel: LinePanel) -> None:
             axes.xaxis.set_minor_formatter(EngFormatter(sep="") if few else NullFormatter())
             if few:
                 axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-    if not panel.log_x and panel.columns[0] != "ranks":
+    if not panel.log_x:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=panel.columns[0] == "step"))
     if panel.percent:
         # what tells methods apart is how they end, not that they began at chance
@@ -138,54 +102,11 @@ def _name_levels(axes: Axes, levels: Sequence[Level]) -> None:
         )
 
 
-def _draw_bars(axes: Axes, panel: BarPanel) -> None:
-    rows = np.arange(len(panel.groups))
-    begin = np.zeros(len(panel.groups))
-    for part, seconds in panel.parts.items():
-        width = np.array(seconds) * 1e3
-        look: dict[str, Any] = {
-            "color": panel.colours[part],
-            "label": part,
-            "edgecolor": "white",
-            "linewidth": 0.5,
-        }
-        axes.barh(rows, width, 0.72, left=begin, **look)
-        begin += width
-    for row, total in zip(rows, begin, strict=True):
-        axes.annotate(f"{total:.3g}", (total, row), xytext=(4, 0), textcoords="offset points", **LABEL)
-    _name_rows(axes, panel.groups)
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.margins(x=0.12)
-    axes.set_xlim(left=0)
-
-
-def _draw_dots(axes: Axes, panel: DotPanel) -> None:
-    for row, (group, values) in enumerate(zip(panel.groups, panel.values, strict=True)):
-        axes.scatter(values, [row] * len(values), s=44, color=group.colour, alpha=0.75, linewidth=0)
-        mean = float(np.mean(values))
-        axes.plot([mean, mean], [row - 0.3, row + 0.3], color=group.colour, linewidth=2.2)
-        axes.annotate(f"{mean:.2%}", (1.01, row), xycoords=("axes fraction", "data"), **LABEL)
-    _name_rows(axes, panel.groups)
-    axes.set_ylim(len(panel.groups) - 0.5, -0.5)
-    axes.grid(visible=False, axis="y")
-    axes.margins(x=0.08)
-    axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.xaxis.set_major_formatter(PERCENT)
-
-
-def _name_rows(axes: Axes, groups: Sequence[Group]) -> None:
-    axes.set_yticks(range(len(groups)), [group.label for group in groups])
-    for name, group in zip(axes.get_yticklabels(), groups, strict=True):
-        if stands_out(group, groups):
-            name.set_fontweight("bold")
-
-
-def _legend(figure: Figure, axes: Axes, characters: int) -> None:
+def _legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return
-    columns = max(1, min(len(labels), characters // (max(map(len, labels)) + 4)))
+    columns = max(1, min(len(labels), LEGEND_CHARACTERS // (max(map(len, labels)) + 4)))
     figure.legend(
         handles, labels, loc="outside lower center", ncols=columns, frameon=False, columnspacing=1.4
     )

@@ -13,7 +13,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from jobs.config.modes import is_replayed
 from jobs.report.draw import svg
-from jobs.report.glossary import explained, terms_in
 from jobs.report.groups import Group, differences, settings_of
 from jobs.report.headline import Figure
 from jobs.report.panels import Picture
@@ -89,14 +88,12 @@ def render(
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    environment.filters["explained"] = explained
     everything = [*groups, *besides]
     runs = [run for group in everything for run in group.runs]
     return environment.get_template("template.html").render(
         title=title,
         subtitle=_subtitle(everything),
         headline=headline,
-        terms=terms_in(_texts(title, tables, sections, headline)),
         notes=notes,
         claims=claims,
         tables=tables,
@@ -111,17 +108,6 @@ def render(
         commands="\n".join(f"{run.stem}: {_command(run)}" for run in runs),
         shared=_shared(groups),
     )
-
-
-def _texts(
-    title: str, tables: Sequence[Table], sections: Sequence[Section], headline: Sequence[Figure]
-) -> list[str]:
-    """The texts of the page that may contain terms."""
-    texts = [title, *(text for figure in headline for text in (figure.short, figure.text))]
-    for table in tables:
-        texts += [table.note, *(text for head in table.heads for text in (head.text, head.small))]
-    panels = [panel for section in sections for panel in section.panels]
-    return [*texts, *(text for panel in panels for text in (panel.title, panel.note))]
 
 
 def _picture(panel: Picture) -> dict[str, str]:

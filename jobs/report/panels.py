@@ -30,7 +30,6 @@ class Line:
     """One group's line: float64[points] each; low and high are the least and the largest of its runs."""
 
     group: Group
-    label: str
     x: Vector
     y: Vector
     low: Vector
@@ -72,55 +71,9 @@ class LinePanel:
         for line in self.lines:
             for values in zip(line.x, line.y, line.low, line.high, strict=True):
                 named = dict(zip((x, y, f"{y}_least", f"{y}_largest"), map(float, values), strict=True))
-                rows.append({"series": line.label, **named})
+                rows.append({"series": line.group.label, **named})
         levels = [{"series": level.label, y: level.value} for level in self.levels]
         return rows + levels if rows else []
-
-
-@dataclass(frozen=True)
-class BarPanel:
-    """A stacked bar for each group: part -> seconds, one for each of `groups`; colours has every part."""
-
-    name: str
-    title: str
-    note: str
-    x_label: str
-    groups: tuple[Group, ...]
-    parts: dict[str, list[float]]
-    colours: Mapping[str, str]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The bars, as the CSV file has them."""
-        return [
-            {
-                "series": group.label,
-                **{f"{part}_seconds": values[index] for part, values in self.parts.items()},
-            }
-            for index, group in enumerate(self.groups)
-        ]
-
-
-@dataclass(frozen=True)
-class DotPanel:
-    """A row of dots for each group: one for each of its runs, in percent."""
-
-    name: str
-    title: str
-    note: str
-    x_label: str
-    groups: tuple[Group, ...]
-    values: tuple[tuple[float, ...], ...]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The dots, as the CSV file has them."""
-        return [
-            {"series": group.label, "run": run.stem, "seed": run.info.seed, "accuracy": value}
-            for group, values in zip(self.groups, self.values, strict=True)
-            for run, value in zip(group.counted, values, strict=True)
-        ]
-
-
-Panel = LinePanel | BarPanel | DotPanel
 
 
 @dataclass(frozen=True)
@@ -138,7 +91,7 @@ class DrawnPanel:
         return list(self.points)
 
 
-Picture = Panel | DrawnPanel
+Picture = LinePanel | DrawnPanel
 
 
 def write_columns(path: Path, columns: Mapping[str, Sequence[Any] | NDArray[Any]]) -> None:
@@ -161,10 +114,8 @@ def stepwise(
     x_of: Callable[[Run], NDArray[Any]],
     y_of: Callable[[Run], NDArray[Any]],
     points: int = POINTS,
-    *,
-    first: bool = False,
 ) -> Line | None:
-    """A line of one value per step; None where no step has any. For `first` see `binned`."""
+    """A line of one value per step; None where no step has any."""
     count = max(len(run.steps["step"]) for run in group.runs)
     return binned(
         group,
@@ -172,7 +123,6 @@ def stepwise(
         [run.steps["step"].astype(np.float64) for run in group.runs],
         [np.asarray(x_of(run), np.float64) for run in group.runs],
         [np.asarray(y_of(run), np.float64) for run in group.runs],
-        first=first,
     )
 
 
@@ -182,10 +132,8 @@ def binned(
     steps: Sequence[Vector],
     xs: Sequence[Vector],
     ys: Sequence[Vector],
-    *,
-    first: bool = False,
 ) -> Line | None:
-    """Cut the steps of all runs into the same pieces, and average within them; or take the first, of what is no measurement."""
+    """Cut the steps of all runs into the same pieces, and average within them."""
     if not any(len(each) for each in steps):
         return None
     every = np.unique(np.concatenate(steps))
@@ -195,10 +143,6 @@ def binned(
         index = np.searchsorted(edges, step, side="right") - 1
         for values, out in ((own_x, x), (own_y, y)):
             good = np.isfinite(values)
-            if first:
-                where, at = np.unique(index[good], return_index=True)
-                out[row, where] = values[good][at]
-                continue
             count = np.bincount(index[good], minlength=len(edges))
             total = np.bincount(index[good], values[good], minlength=len(edges))
             out[row] = np.where(count > 0, total / np.maximum(count, 1), np.nan)
@@ -213,7 +157,6 @@ def line_of(group: Group, x: Vector, y: Vector) -> Line | None:
         return None
     return Line(
         group,
-        group.label,
         np.nanmean(x, axis=0),
         np.nanmean(y, axis=0),
         np.nanmin(y, axis=0),

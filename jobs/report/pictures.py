@@ -10,30 +10,10 @@ from numpy.typing import NDArray
 
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import lower_bound, upper_bound
-from jobs.report.groups import Group, by_batch, by_ranks, on_most_ranks, ordered_stages, timed_by_stage
-from jobs.report.panels import (
-    FEW_POINTS,
-    BarPanel,
-    DotPanel,
-    Level,
-    Line,
-    LinePanel,
-    Panel,
-    binned,
-    line_of,
-    stepwise,
-)
-from jobs.report.style import PARTS, STAGES
+from jobs.report.groups import Group
+from jobs.report.panels import FEW_POINTS, Level, Line, LinePanel, binned, line_of, stepwise
 from jobs.report.summary import Run
 
-_PART_MEANINGS = {
-    "compute": "forward, backward, optimizer",
-    "selection": "what the reduction does in a rank's own memory",
-    "communication": "the rest of it",
-    "combined": "both in one stream of kernels",
-    "data": "waiting for a batch",
-}
-OTHER_STAGE = "#DDDDDD"
 Values = Callable[[Run], NDArray[Any]]
 
 
@@ -143,32 +123,6 @@ def _held_out(groups: Sequence[Group], over: Over, file: str, column: str, **loo
     return _over(over, file, f"held-out {column}", note, column, lines, marks=True, **look)
 
 
-def final_accuracy(groups: Sequence[Group]) -> DotPanel:
-    """The last held-out accuracy of each complete run."""
-    shown = [
-        group
-        for group in groups
-        if group.counted[0].complete and len(group.values("held_out_accuracy")) == len(group.counted)
-    ]
-    return DotPanel(
-        "accuracy-at-the-end",
-        "Held-out accuracy at the end",
-        "a dot for each seed, a line at their mean"
-        if any(len(group.counted) > 1 for group in shown)
-        else "one seed",
-        "held-out accuracy",
-        tuple(shown),
-        tuple(tuple(group.values("held_out_accuracy")) for group in shown),
-    )
-
-
-def learning_rate(groups: Sequence[Group]) -> LinePanel:
-    """The schedule."""
-    lines = _curves(groups, _step, lambda run: run.steps["learning_rate"], first=True)
-    note = "the schedule, one for all methods unless lines part"
-    return _by_step("learning-rate", "Learning rate", note, "learning rate", "learning_rate", lines)
-
-
 def words(groups: Sequence[Group]) -> LinePanel:
     """Words of each step against the bounds."""
     lines = _curves(groups, _step, lambda run: np.where(run.steps["words"] > 0, run.steps["words"], np.nan))
@@ -242,77 +196,3 @@ def measure(groups: Sequence[Group], column: str) -> LinePanel:
         note = "entries that any rank selected, counted once, over k: 1 where all supports coincide, P where none meet"
     levels = tuple(Level(float(size), f"P = {size}") for size in sizes)
     return _by_step(column.replace("_", "-"), title, note, unit, column, lines, levels=levels)
-
-
-def speed(groups: Sequence[Group]) -> list[Panel]:
-    """Pictures of runs compared by speed: over the numbers of ranks, and parts and stages on the largest."""
-    panels: list[Panel] = []
-    batches = by_batch(groups)
-    for batch, alike in batches.items():
-        place = f"-batch-{batch}" if len(batches) > 1 else ""
-        where = f", batches of {batch}" if len(batches) > 1 else ""
-        if len({group.ranks for group in alike}) > 1:
-            quick = [group for group in alike if not timed_by_stage(group)]
-            panels.append(scaling(quick, f"throughput{place}", where))
-        widest = on_most_ranks(alike)
-        panels.append(time_parts(widest, f"speed-by-part{place}", where))
-        panels.append(time_stages(widest, f"speed-by-stage{place}", where))
-    return panels
-
-
-def time_parts(groups: Sequence[Group], name: str = "time-by-part", where: str = "") -> BarPanel:
-    """Parts of a step's time for each group; where: in words, what the groups have in common."""
-    shown = [group for group in groups if group.mean("step_seconds")]
-    parts = {part: [group.mean(f"part_{part}_seconds") or 0.0 for group in shown] for part in PARTS}
-    parts = {part: values for part, values in parts.items() if any(values)}
-    return BarPanel(
-        name,
-        f"Time of a step{where}",
-        "; ".join(f"{part}: {meaning}" for part, meaning in _PART_MEANINGS.items() if part in parts),
-        "ms",
-        tuple(shown),
-        parts,
-        PARTS,
-    )
-
-
-def time_stages(groups: Sequence[Group], name: str = "time-by-stage", where: str = "") -> BarPanel:
-    """Stages of the reduction's time for each group; where: as time_parts."""
-    ordered = ordered_stages(groups)
-    shown = [group for group in groups if any(group.mean(f"stage_{stage}_seconds") for stage in ordered)]
-    return BarPanel(
-        name,
-        f"Time of the reduction, by stage{where}",
-        "mean over the steps and the ranks; rest: what no stage timed",
-        "ms",
-        tuple(shown),
-        {
-            stage: [max(group.mean(f"stage_{stage}_seconds") or 0.0, 0.0) for group in shown]
-            for stage in ordered
-        },
-        {stage: STAGES.get(stage, OTHER_STAGE) for stage in ordered},
-    )
-
-
-def scaling(groups: Sequence[Group], name: str = "throughput", where: str = "") -> LinePanel:
-    """Samples per second over the number of ranks, a line for each method; where: as time_parts."""
-    methods: dict[str, list[Group]] = {}
-    for group in (group for members in by_ranks(groups).values() for group in members):
-        if group.mean("samples_per_second"):
-            methods.setdefault(group.label, []).append(group)
-    lines = []
-    for label, members in methods.items():
-        x = np.array([float(group.ranks) for group in members])
-        rates = [group.values("samples_per_second") for group in members]
-        y, low, high = (np.array([of(values) for values in rates]) for of in (np.mean, np.min, np.max))
-        lines.append(Line(members[0], label, x, y, low, high))
-    return LinePanel(
-        name,
-        f"Throughput{where}",
-        "samples per second of all ranks together, by the mean step, exact steps included",
-        "ranks",
-        "samples / s",
-        ("ranks", "samples_per_second"),
-        tuple(lines),
-        marks=True,
-    )

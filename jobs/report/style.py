@@ -1,4 +1,4 @@
-"""Colours, dashes and order of methods, parts and stages in all pictures."""
+"""Colours, dashes and order of methods and stages in all pictures."""
 
 from __future__ import annotations
 
@@ -28,15 +28,6 @@ METHODS: dict[str, tuple[str, str, int]] = {
 
 Methods that compute the same lie on one line: broken ones let the one below show through.
 """
-
-PARTS: dict[str, str] = {
-    "compute": "#BBBBBB",
-    "selection": COLOURS[1],
-    "communication": COLOURS[0],
-    "combined": COLOURS[3],
-    "data": COLOURS[4],
-}
-"""What a step spends its time on -> colour."""
 
 STAGES: dict[str, str] = {
     "step": "#44AA99",

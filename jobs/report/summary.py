@@ -52,6 +52,7 @@ class Run:
     stages: dict[str, NDArray[np.float64]]
     evaluations: Columns
     measures: Columns
+    segments: Columns
 
     @property
     def complete(self) -> bool:
@@ -128,7 +129,7 @@ class Run:
         return values[min(WARM_STEPS, max(1, self.count // 5)) if self.count > 1 else 0 :]
 
     def parts(self) -> dict[str, NDArray[np.float64]]:
-        """Part of a step, as in jobs.report.style.PARTS -> seconds[count].
+        """Part of a step -> seconds[count].
 
         Computing is forward, backward and the optimizer; selection is what a reduction does in this rank's memory
         (SELECTION_STAGES); communication the rest of the reduction, but for COMBINED_STAGE, with what no stage timed;
@@ -205,6 +206,7 @@ def _read(path: Path) -> Run:
             stages=reader.stages(),
             evaluations=reader.evaluations(),
             measures=reader.measures(),
+            segments=reader.segments(),
         )
 
 

@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
-from jobs.report.groups import Group, differences, group_runs, ordered_stages, reads_text, stands_out
+from jobs.report.groups import Group, differences, group_runs, reads_text, stands_out
 from jobs.report.page import MISSING, Cell, Table
 from jobs.report.summary import Run
-from jobs.run.columns import PHASES
 
 ERROR_RATES = {"word_error_rate": "WER", "character_error_rate": "CER"}
 """Figures of speech -> their heads."""
-_INDENT = "\x01"  # tabulate would strip blanks
 
 
 class Column(NamedTuple):
@@ -245,51 +243,22 @@ def sweep_table(settings: dict[Group, dict[str, Any]], dense: Group | None) -> T
 
 def markdown(table: Table) -> str:
     """The table for a Markdown file."""
-    heads = [_one_line(cell) for cell in table.heads]
-    rows = [[_one_line(cell) for cell in row] for row in table.rows]
+    heads, *rows = [[text.replace("|", "\\|") for text in row] for row in _texts(table)]
+    return _tabulated(rows, heads, "github")
+
+
+def terminal(table: Table) -> str:
+    """The table for a terminal, under its title: a column for each of its rows."""
+    heads, *rows = zip(*_texts(table), strict=True)
+    return f"{table.title}\n\n{_tabulated(rows, heads, 'simple')}\n"
+
+
+def _texts(table: Table) -> list[list[str]]:
+    """Head and rows, what stands small in brackets."""
+    lines = [table.heads, *table.rows]
+    return [[f"{cell.text} ({cell.small})" if cell.small else cell.text for cell in line] for line in lines]
+
+
+def _tabulated(rows: Sequence[Sequence[str]], heads: Sequence[str], form: str) -> str:
     align = ("left", *("right" for _ in heads[1:]))
-    return str(tabulate(rows, heads, tablefmt="github", colalign=align, disable_numparse=True))
-
-
-def _one_line(cell: Cell) -> str:
-    text = cell.text.replace("|", "\\|")
-    return f"{text} ({cell.small})" if cell.small else text
-
-
-def closing_table(groups: Sequence[Group]) -> str:
-    """One column per group, one line per figure, means over the group's complete runs."""
-    lines: list[tuple[str, str, str]] = [
-        ("ranks", "ranks", "{:.0f}"),
-        ("steps", "steps", "{:.0f}"),
-        ("held-out accuracy", "held_out_accuracy", "{:.2%}"),
-        ("  word error rate", "word_error_rate", "{:.4f}"),
-        ("  character error rate", "character_error_rate", "{:.4f}"),
-        ("held-out loss", "held_out_loss", "{:.4f}"),
-        ("words per rank and step", "words", "{:,.0f}"),
-        ("  busiest rank", "words_busiest", "{:,.0f}"),
-        ("  share of dense, 2n(P−1)/P", "share_of_dense", "{:.2%}"),
-        ("  lower bound 2k(P−1)/P", "lower_bound_words", "{:,.0f}"),
-        ("  upper bound 6k(P−1)/P", "upper_bound_words", "{:,.0f}"),
-        ("  control, besides", "control_words", "{:,.0f}"),
-        ("rounded away of what was sent", "rounded", "{:.2%}"),
-        ("mean |global nnz − k| / k", "global_nnz_deviation", "{:.2%}"),
-        ("busiest region / mean", "region_balance", "{:.2f}"),
-        ("ξ", "xi", "{:.2f}"),
-        ("fill-in", "fill_in", "{:.2f}"),
-        ("step, ms", "step_seconds", ""),
-    ]
-    for phase in PHASES:
-        lines.append((f"  {phase}", f"{phase}_seconds", ""))
-        if phase == "reduction":
-            lines += [(f"    {stage}", f"stage_{stage}_seconds", "") for stage in ordered_stages(groups)]
-    lines.append(("training, s", "total_seconds", "{:.1f}"))
-    runs = [str(len(group.runs)) for group in groups]
-    rows = [["runs", *runs]] if set(runs) != {"1"} else []
-    for title, name, form in lines:
-        write = form.format if form else lambda seconds: f"{seconds * 1e3:.1f}"
-        cells = [shown(group.mean(name), write) for group in groups]
-        if any(cell != MISSING for cell in cells):
-            rows.append([title.replace("  ", 2 * _INDENT), *cells])
-    align = ("left", *("right" for _ in groups))
-    heads = ["", *(group.label for group in groups)]
-    return tabulate(rows, heads, colalign=align, disable_numparse=True).replace(_INDENT, " ")
+    return str(tabulate(rows, heads, tablefmt=form, colalign=align, disable_numparse=True))

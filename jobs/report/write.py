@@ -1,4 +1,4 @@
-"""Writes a report: page, picture, CSV files; returns the closing table."""
+"""Writes a report: page and CSV files; returns its tables as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs.report import pictures
-from jobs.report.draw import draw_overview
 from jobs.report.groups import Group, group_runs, reads_text
 from jobs.report.headline import SlowLinks, headline, sentence
 from jobs.report.headline import notes as headline_notes
@@ -14,7 +13,7 @@ from jobs.report.page import Claim, Section, Table, render
 from jobs.report.panels import DrawnPanel, write_columns, write_rows
 from jobs.report.speed_tables import speed_tables
 from jobs.report.summary import Run, figures, read_readable
-from jobs.report.tables import closing_table, method_figures, methods_table, regions_table, sweep_table, swept
+from jobs.report.tables import method_figures, methods_table, regions_table, sweep_table, swept, terminal
 from jobs.run.file import RunFileError
 
 PAGE = "index.html"
@@ -35,7 +34,7 @@ def report(
     links: SlowLinks | None = None,
     between_hosts: Sequence[DrawnPanel] = (),
 ) -> str:
-    """Write the page, the picture and the CSV files into folder, which is made if need be.
+    """Write the page and the CSV files into folder, which is made if need be.
 
     Args:
         paths: run files; sweep: of Ok-Topk with other settings than in paths; regions: of runs that are compared by the
@@ -48,7 +47,7 @@ def report(
         between_hosts: pictures of what links between hosts carry, for a section of their own.
 
     Returns:
-        The headline if there is one, and the closing table, with a note below it on every run that is not what it seems.
+        The headline if there is one, and the tables, with a note below it on every run that is not what it seems.
 
     Raises:
         RunFileError: none of the files is a run; or the folder cannot be written.
@@ -65,13 +64,14 @@ def report(
     groups = {kind: group_runs(found) for kind, found in runs.items()}
     shown = groups["train"] or groups["speed"] or groups["regions"]
     remarks = [*notes(groups["train"]), *(f"left out: {problem}" for problem in problems)]
-    sections = _sections(groups["train"], groups["speed"], target)
+    sections = _sections(groups["train"], target)
     sections.append(Section("Between hosts", between_hosts))
     figures_on_top = headline(groups["train"], groups["slow"], links) if links else []
     if links:
         remarks += headline_notes(figures_on_top, links, groups["train"], groups["slow"])
     compared = [group for kind in ("train", "regions", "speed") for group in groups[kind]]
     folder, every = Path(folder), [run for found in runs.values() for run in found]
+    shown_tables = tables(runs, target)
     try:
         (folder / SERIES).mkdir(parents=True, exist_ok=True)
         for run in every:
@@ -83,14 +83,11 @@ def report(
             write_rows(settings, folder / "sweep.csv")
         for panel in (panel for section in sections for panel in section.panels):
             write_rows(panel.rows(), folder / f"{panel.name}.csv")
-        if trained := groups["train"]:
-            losses = [pictures.loss(trained, over) for over in (pictures.STEPS, pictures.WORDS)]
-            draw_overview([*losses, pictures.words(trained)], folder / "report.png")
         page = render(
             title or "Runs compared",
             groups=shown,
             besides=[*groups["sweep"], *(group for group in compared if group not in shown), *groups["slow"]],
-            tables=tables(runs, target),
+            tables=shown_tables,
             sections=sections,
             notes=[*remarks, *notes_besides],
             claims=claims,
@@ -100,7 +97,7 @@ def report(
     except OSError as error:
         raise RunFileError(f"{folder} cannot be written: {error}") from error
     top = [f"Ok-Topk: {sentence(figures_on_top)}", ""] if figures_on_top else []
-    return "\n".join([*top, closing_table(shown), *remarks])
+    return "\n".join([*top, *map(terminal, shown_tables), *remarks])
 
 
 def tables(runs: Mapping[str, Sequence[Run]], target: float | None) -> list[Table]:
@@ -118,10 +115,11 @@ def tables(runs: Mapping[str, Sequence[Run]], target: float | None) -> list[Tabl
         found.append(sweep_table(rows, dense))
     if runs["regions"]:
         found.append(regions_table(group_runs(runs["regions"])))
-    return found + speed_tables(group_runs(runs["speed"]))
+    # where the time goes: of runs for that alone, else of those that were trained
+    return found + speed_tables(group_runs(runs["speed"] or runs["train"]))
 
 
-def _sections(groups: Sequence[Group], fast: Sequence[Group], target: float | None) -> list[Section]:
+def _sections(groups: Sequence[Group], target: float | None) -> list[Section]:
     """The pictures of the page; those with nothing to show are left out."""
     over = (pictures.STEPS, pictures.TIME, pictures.WORDS)
     losses = [pictures.held_out_loss(groups, each) for each in over] if reads_text(groups) else []
@@ -129,13 +127,9 @@ def _sections(groups: Sequence[Group], fast: Sequence[Group], target: float | No
         Section("Held-out loss", losses),
         Section(
             "Held-out accuracy",
-            [*(pictures.accuracy(groups, each, target) for each in over), pictures.final_accuracy(groups)],
+            [pictures.accuracy(groups, each, target) for each in over],
         ),
-        Section(
-            "Training loss", [*(pictures.loss(groups, each) for each in over), pictures.learning_rate(groups)]
-        ),
-        Section("Where the time goes", [pictures.time_parts(groups), pictures.time_stages(groups)]),
-        Section("Speed", pictures.speed(fast)),
+        Section("Training loss", [pictures.loss(groups, each) for each in over]),
         Section(
             "Volume and selection",
             [

@@ -1,10 +1,10 @@
-"""Start, resume and checkpointing of one job of a restartable run."""
+"""Start, resume and guarded steps of one job of a restartable run."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,11 +16,10 @@ from torch import nn
 from data.durable import sync
 from jobs.cluster.agreement import decide_on_root, say
 from jobs.config.config import Config
-from jobs.restart.checkpoint import Checkpointer
+from jobs.restart.checkpoint import Checkpointer, Due
 from jobs.restart.files import Identity
 from jobs.restart.resume import find
-from jobs.restart.safeguard import Safeguard
-from jobs.restart.signals import SignalNote
+from jobs.restart.signals import Interrupted, SignalNote
 from jobs.restart.start import (
     FolderLock,
     Start,
@@ -30,11 +29,13 @@ from jobs.restart.start import (
     plan_start,
 )
 from jobs.restart.state import Progress, model_digest, restore, seed_generators
-from jobs.restart.watchdog import Watchdog
+from jobs.restart.watchdog import Phase, Watchdog
 from jobs.run import provenance
 from jobs.run.file import RunFile, RunFileError, RunInfo
 from jobs.run.reader import read_record
+from jobs.train.agreement import NonFiniteLossError, RanksDiverged
 from jobs.train.reduce.reduction import ReducingOptimizer
+from oktopk import NonFiniteGradientError
 
 
 @dataclass(frozen=True)
@@ -167,11 +168,73 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._release()
 
     def _release(self) -> None:
         if self._lock is not None:
             self._lock.release()
+
+
+Capture = Callable[[], tuple[dict[str, Any], dict[str, Any]]]
+
+# raised on every rank alike
+_TOGETHER = (NonFiniteGradientError, NonFiniteLossError, RanksDiverged, RunFileError, Interrupted)
+
+
+class Safeguard:
+    """Guards the steps of a run; a context manager around them.
+
+    Args:
+        checkpointer: writes the checkpoints.
+        note: that the checkpointer asks for signals.
+        watchdog: of the job, told what comes next.
+    """
+
+    def __init__(self, checkpointer: Checkpointer, note: SignalNote, watchdog: Watchdog) -> None:
+        self._checkpointer, self._note, self._watchdog = checkpointer, note, watchdog
+
+    def after_step(self, done: int, *, last: bool, capture: Capture, before: Callable[[], object]) -> None:
+        """Do what is due after step number `done`; collective.
+
+        Args:
+            last: the run is complete with this step.
+            capture: (common, own) state, see jobs.restart.state.
+            before: brings the record of the run up to this step; collective.
+
+        Raises:
+            Interrupted: a signal asked to stop; the checkpoint is valid.
+            CheckpointError: one could not be written.
+        """
+        self._watchdog.tick(done)
+        due = self._checkpointer.due(done, last=last)
+        if due is Due.NOTHING:
+            return
+        before()
+        if last or due is Due.STOP:
+            self._watchdog.enter(Phase.WAITING)
+            self._checkpointer.save(done, *capture(), wait=True)
+            self._watchdog.enter(Phase.STEPPING)
+        else:
+            self._checkpointer.save(done, *capture())
+            self._watchdog.move()
+        if due is Due.STOP:
+            raise Interrupted(self._checkpointer.stop_signal, done)
+
+    def before_evaluation(self) -> None:
+        """An evaluation comes next, which may take longer than a step."""
+        self._watchdog.enter(Phase.EVALUATING)
+
+    def __enter__(self) -> Self:
+        self._note.__enter__()
+        self._watchdog.enter(Phase.STEPPING)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._note.__exit__(kind, error, trace)
+        if kind is None or issubclass(kind, _TOGETHER):
+            self._watchdog.enter(Phase.WAITING)
+            self._checkpointer.close()
+        self._watchdog.enter(Phase.ENDING)

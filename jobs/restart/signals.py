@@ -5,7 +5,7 @@ from __future__ import annotations
 import faulthandler
 import signal
 import sys
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn, Self
 
 from mpi4py import MPI
@@ -77,8 +77,6 @@ class SignalNote:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         for number in STOPPING:
             signal.signal(number, signal.SIG_IGN)

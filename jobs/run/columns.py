@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.traffic import lower_bound, upper_bound
-
 if TYPE_CHECKING:  # a reader needs no MPI
     from mpi4py import MPI
 
@@ -51,7 +49,6 @@ class Step:
 
     Attributes:
         report: of its reduction.
-        ranks: in the run.
         loss: mean over its batches.
         learning_rate: that the optimizer used.
         elapsed: seconds since training began, at its end.
@@ -60,7 +57,6 @@ class Step:
     """
 
     report: StepReport
-    ranks: int
     loss: float
     learning_rate: float
     elapsed: float
@@ -72,15 +68,6 @@ class Step:
         """Seconds of the reduction, without what the paper's measures took in it."""
         measures = self.report.measures
         return self.seconds["reduction"] - (measures.seconds if measures else 0.0)
-
-    def words_over(self, bound: Callable[[int, int], float]) -> float:
-        """Words sent over a bound of traffic; NaN where it is 0."""
-        words = bound(self.report.k, self.ranks)
-        return self.report.words / words if words else math.nan
-
-    def deviation(self, count: str) -> float:
-        """Relative deviation from k of a count of entries in the report."""
-        return float(abs(getattr(self.report, count) - self.report.k) / self.report.k)
 
 
 class Column(NamedTuple):
@@ -163,7 +150,7 @@ STEP_COLUMNS: dict[str, Column] = {
         before=0.0,  # it was added to a stage
     ),
 }
-# NaN where a bound is 0 or xi has no meaning.
+# NaN where xi has no meaning.
 MEASURE_COLUMNS: dict[str, Column] = {
     "step": STEP_COLUMNS["step"],
     "xi": _of_measures("missed / gradient_norm, the paper's assumption 1", "xi"),
@@ -174,16 +161,6 @@ MEASURE_COLUMNS: dict[str, Column] = {
     "fill_in": _of_measures("entries that any rank selected, counted once, over k", "fill_in"),
     "region_balance": _of_measures(
         "entries selected in the busiest region over the mean region; NaN without regions", "region_balance"
-    ),
-    "local_deviation": Column("f8", "|local nnz - k| / k", "mean", lambda step: step.deviation("local_nnz")),
-    "global_deviation": Column(
-        "f8", "|global nnz - k| / k", "mean", lambda step: step.deviation("global_nnz")
-    ),
-    "words_over_lower": Column(
-        "f8", "words / (2k(P-1)/P)", "mean", lambda step: step.words_over(lower_bound)
-    ),
-    "words_over_upper": Column(
-        "f8", "words / (6k(P-1)/P)", "mean", lambda step: step.words_over(upper_bound)
     ),
     "seconds": _of_measures("seconds that measuring took, in no phase of the step", "seconds"),
 }

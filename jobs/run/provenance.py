@@ -12,20 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from oktopk.doctor.machine import environment, host, machine, now, versions
-
-__all__ = [
-    "checkout",
-    "command",
-    "commit",
-    "environment",
-    "host",
-    "job",
-    "machine",
-    "mpi_library",
-    "now",
-    "versions",
-]
+from oktopk.doctor.machine import environment, host, machine, now, versions  # noqa: F401 - of a result, too
 
 
 def mpi_library() -> str:

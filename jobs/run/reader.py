@@ -7,7 +7,6 @@ import os
 import time
 from functools import partialmethod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import h5py
@@ -83,9 +82,7 @@ class RunReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from collectives.dense_allreduce import dense_words
 from collectives.transport import NoPeerMemoryError
 from jobs.cluster.agreement import decide_on_root, say
 from jobs.config.config import Config
-from jobs.restart.safeguard import Safeguard
+from jobs.restart.session import Safeguard
 from jobs.restart.state import BatchStream, Progress, capture
 from jobs.run import provenance
 from jobs.run.columns import BETWEEN, Gathered, Span, Step, gather
@@ -208,7 +208,7 @@ class TrainingLoop:
     def _write(self) -> None:
         began = time.perf_counter()
         self.optimizer.complete()
-        measured = measure(self.timed, self.began, self.comm.size)
+        measured = measure(self.timed, self.began)
         self.timed.clear()
         if not measured:
             return

@@ -115,7 +115,6 @@ class CapturedOptimizer(WrappedOptimizer):
         self._settings: list[dict[str, Any]] = []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The wrapped optimizer's."""
         self.inner.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -56,13 +56,12 @@ class TimedStep:
     learning_rate: float
 
 
-def measure(steps: Sequence[TimedStep], began: float, ranks: int) -> list[Step]:
+def measure(steps: Sequence[TimedStep], began: float) -> list[Step]:
     """Wait for the steps, and read their clocks and losses in one go.
 
     Args:
         steps: in order.
         began: when training began, by time.perf_counter().
-        ranks: in the run.
     """
     if not steps:
         return []
@@ -80,9 +79,7 @@ def measure(steps: Sequence[TimedStep], began: float, ranks: int) -> list[Step]:
             phases.append(Span(phase, 0, last, now - last))
             last = now
         loss = sum(next(losses) for _ in step.losses) / len(step.losses)
-        measured.append(
-            Step(step.report, ranks, loss, step.learning_rate, last - began, seconds, tuple(phases))
-        )
+        measured.append(Step(step.report, loss, step.learning_rate, last - began, seconds, tuple(phases)))
     return measured
 
 

@@ -40,32 +40,21 @@ def test_wave_files_become_the_speech_file(tmp_path: Path, capsys: pytest.Captur
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["a.h5"]
 
 
-@pytest.mark.parametrize(("order", "kind"), [("little", "<i2"), ("big", ">i2")])
-def test_raw_files_of_either_byte_order_become_the_same_file(tmp_path: Path, order: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["<i2", ">i2"])
+def test_raw_files_of_either_byte_order_become_the_same_file(tmp_path: Path, kind: str) -> None:
     write_an4(tmp_path / "raw", TRAIN, TEST, raw=kind)
-    assert prepare(tmp_path / "raw", tmp_path / "a.h5", "--byte-order", order) == 0
+    assert prepare(tmp_path / "raw", tmp_path / "a.h5") == 0
     assert_holds_the_texts(tmp_path / "a.h5")
 
 
-def test_raw_files_in_the_other_byte_order_are_refused_with_the_right_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_an4(tmp_path / "raw", TRAIN, TEST, raw=">i2")
-    assert prepare(tmp_path / "raw", tmp_path / "a.h5", "--byte-order", "little") == 1
-    assert "the byte order is big" in capsys.readouterr().err
-    assert prepare(tmp_path / "raw", tmp_path / "a.h5") == 1
-    assert "no byte order was given" in capsys.readouterr().err
-    assert not list(tmp_path.glob("*.h5")) and not list(tmp_path.glob(".*"))
-
-
-def test_a_file_that_is_there_is_not_replaced_and_a_damaged_one_named(
+def test_a_file_that_is_there_is_kept_and_a_damaged_one_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, output = tmp_path / "an4", tmp_path / "a.h5"
     write_an4(source, TRAIN, TEST)
     assert prepare(source, output) == 0
-    assert prepare(source, output) == 1
-    assert "exists and holds 'an4' of 3 training and 1 test utterances" in capsys.readouterr().err
+    assert prepare(source, output) == 0
+    assert "already there, 'an4' of 3 training and 1 test utterances" in capsys.readouterr().out
     with h5py.File(output, "r+") as file:
         file["train/samples"][5] += 1
     assert prepare(source, output) == 1
@@ -159,7 +148,7 @@ def test_recordings_may_be_links_and_lists_may_begin_with_a_mark(tmp_path: Path)
 def test_a_raw_file_of_half_a_sample_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = write_an4(tmp_path / "raw", TRAIN, TEST, raw="<i2")
     cut(written["test"][0], 1)
-    assert prepare(tmp_path / "raw", tmp_path / "a.h5", "--byte-order", "little") == 1
+    assert prepare(tmp_path / "raw", tmp_path / "a.h5") == 1
     assert "u0-test.raw: 6399 bytes are not a multiple of 2" in capsys.readouterr().err
 
 

@@ -76,7 +76,9 @@ def test_augmented_images_equal_a_loop_over_windows_and_mirrors(
     draws = random.integers(0, 2**64, count, dtype=np.uint64)
     samples = random.integers(0, 7, count)
     plan = torch.from_numpy(np.vstack([samples, Augment(crop, flip).places(draws)])).to(device)
-    augmented, found_labels = Pixels(images, crop=crop, device=device).cut(plan)
+    resident = Pixels(images, crop=crop)
+    resident.to(device)
+    augmented, found_labels = resident.cut(plan)
     assert np.array_equal(pixels, before)
     assert found_labels.tolist() == samples.tolist()
     for image, draw, found in zip(pixels[samples], draws.tolist(), augmented.cpu().numpy(), strict=True):

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from data import DataError
-from data.download import md5_of
 from data.durable import exclusive
 from data.images import cifar10
 from data.images.cifar10 import CLASSES, FILES, RECORD_BYTES, open_cifar10
 from data.images.file import write_image_file
-from data.prepare import main, prepare_cifar10
+from data.prepare import main, md5_of, prepare_cifar10
 
 RECORDS = 20
 
@@ -52,6 +51,11 @@ def pack(folder: Path, archive: Path, mode: str = "w:gz") -> Path:
     return archive
 
 
+@pytest.fixture
+def archive(folder: Path, tmp_path: Path) -> Path:
+    return pack(folder, tmp_path / "c.tar.gz")
+
+
 def assert_is_cifar10(path: Path) -> None:
     train, test = open_cifar10(path)
     expected = np.concatenate([records(number) for number in range(6)])
@@ -65,18 +69,10 @@ def prepare(source: Path, output: Path, *options: str) -> int:
     return main(["cifar10", str(source), "-o", str(output), *options])
 
 
-def test_a_directory_becomes_the_image_file(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert prepare(folder, tmp_path / "c.h5") == 0
-    assert_is_cifar10(tmp_path / "c.h5")
-    assert "wrote 'cifar10' of 100 training and 20 test images, 3x32x32" in capsys.readouterr().out
-    assert open_cifar10(tmp_path / "c.h5")[0].source.endswith("not compared with the official archive")
-
-
-def test_the_directory_above_will_do(folder: Path, tmp_path: Path) -> None:
-    assert prepare(folder.parent, tmp_path / "c.h5") == 0
-    assert_is_cifar10(tmp_path / "c.h5")
+def test_a_folder_and_the_one_above_become_the_same_file(folder: Path, tmp_path: Path) -> None:
+    for number, source in enumerate((folder, folder.parent)):
+        assert prepare(source, tmp_path / f"{number}.h5") == 0
+        assert_is_cifar10(tmp_path / f"{number}.h5")
 
 
 @pytest.mark.parametrize("mode", ["w:gz", "w"])
@@ -85,6 +81,7 @@ def test_an_archive_in_any_order_becomes_the_same_file(folder: Path, tmp_path: P
     assert prepare(archive, tmp_path / "c.h5") == 0
     assert_is_cifar10(tmp_path / "c.h5")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.h5", "c.tar", "cifar-10-batches-bin"]
+    assert open_cifar10(tmp_path / "c.h5")[0].source.endswith("not compared with the official archive")
 
 
 def test_the_official_archive_is_known_by_its_checksum(
@@ -96,39 +93,44 @@ def test_the_official_archive_is_known_by_its_checksum(
     assert "official archive" in open_cifar10(tmp_path / "c.h5")[0].source
 
 
-def test_an_output_that_is_there_is_replaced_only_if_forced(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_output_that_is_right_is_kept_and_another_one_replaced_only_if_forced(
+    archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "c.h5"
-    assert prepare(folder, output) == 0
+    assert prepare(archive, output) == 0
     written = output.stat()
-    assert prepare(folder, output) == 1
-    said = "c.h5: exists and holds 'cifar10' of 100 training and 20 test images, 3x32x32 (CIFAR-10 binary version"
-    assert said in capsys.readouterr().err
+    assert prepare(archive, output) == 0
+    said = (
+        "c.h5: already there, 'cifar10' of 100 training and 20 test images, 3x32x32 (CIFAR-10 binary version"
+    )
+    assert said in capsys.readouterr().out
+    other = archive.rename(tmp_path / "other.tar.gz")
+    assert prepare(other, output) == 1
+    assert "c.h5: exists and holds 'cifar10' of 100 training" in capsys.readouterr().err
     assert (output.stat().st_ino, output.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
-    assert prepare(folder, output, "--force") == 0
+    assert prepare(other, output, "--force") == 0
     assert output.stat().st_ino != written.st_ino or output.stat().st_mtime_ns != written.st_mtime_ns
     with h5py.File(output, "r+") as file:
         file["test/images"][0] = 0
-    assert prepare(folder, output) == 1
+    assert prepare(other, output) == 1
     message = capsys.readouterr().err
     assert "checksum" in message
     assert "--force replaces it" in message
 
 
 def test_an_output_that_is_something_else_is_not_replaced(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "c.h5"
     output.write_text("the only copy of something")
-    assert prepare(folder, output) == 1
+    assert prepare(archive, output) == 1
     assert output.read_text() == "the only copy of something"
     output.unlink()
     pixels, labels = np.zeros((7, 3, 8, 8), np.uint8), np.zeros(7, np.int64)
     parts = [(split, 0, pixels, labels) for split in ("train", "test")]
     facts = {"name": "digits", "classes": ("0",), "source": "a hand", "shape": (3, 8, 8)}
     write_image_file(output, parts, counts={"train": 7, "test": 7}, **facts)  # type: ignore[arg-type]
-    assert prepare(folder, output) == 1
+    assert prepare(archive, output) == 1
     message = capsys.readouterr().err
     assert "holds 'digits' of 7 training and 7 test images, 3x8x8 (a hand)" in message
     assert message.count("--force replaces it") == 2
@@ -136,7 +138,6 @@ def test_an_output_that_is_something_else_is_not_replaced(
         open_cifar10(output)
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -145,7 +146,7 @@ def test_an_output_that_is_something_else_is_not_replaced(
         ("empty", "0 bytes are not the 61460"),
         ("label", r"data_batch_2\.bin: label 10 of record 5 is not in \[0, 9\]"),
         ("no test", "test_batch.bin missing of the 6 files"),
-        ("nothing", "none of data_batch_1.bin, .* found"),
+        ("nothing", "data_batch_1.bin, .* missing of the 6 files of CIFAR-10, binary version"),
     ],
 )
 def test_a_damaged_source_is_refused_and_leaves_no_output(
@@ -154,7 +155,6 @@ def test_a_damaged_source_is_refused_and_leaves_no_output(
     capsys: pytest.CaptureFixture[str],
     damage: str,
     message: str,
-    packed: bool,
 ) -> None:
     content = records(1)
     second = folder / FILES[1]
@@ -170,7 +170,7 @@ def test_a_damaged_source_is_refused_and_leaves_no_output(
     else:
         for name in {"no test": FILES[5:], "nothing": FILES}[damage]:
             (folder / name).unlink()
-    source = pack(folder, tmp_path / "c.tar.gz") if packed else folder
+    source = pack(folder, tmp_path / "c.tar.gz")
     assert prepare(source, tmp_path / "c.h5") == 1
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {source}")
@@ -180,21 +180,9 @@ def test_a_damaged_source_is_refused_and_leaves_no_output(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_an_empty_directory_or_none_is_refused(tmp_path: Path) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(DataError, match=r"empty: none of .* found; the directory is empty"):
-        prepare_cifar10(empty, tmp_path / "c.h5")
-    with pytest.raises(DataError, match="absent: no such file or directory"):
+def test_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent: no such file or folder: the archive is at https"):
         prepare_cifar10(tmp_path / "absent", tmp_path / "c.h5")
-
-
-def test_the_pickled_version_is_recognised_and_never_read(tmp_path: Path) -> None:
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
-    (folder / "data_batch_1").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
-    with pytest.raises(DataError, match="looks like the Python or MATLAB version, take the binary one"):
-        prepare_cifar10(folder, tmp_path / "c.h5")
 
 
 def test_a_cut_or_foreign_archive_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -231,14 +219,14 @@ def test_links_and_doubles_in_an_archive_are_not_followed(folder: Path, tmp_path
 
 
 def test_an_output_has_one_writer(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "c.h5"
     with exclusive(output):
-        assert prepare(folder, output) == 1
+        assert prepare(archive, output) == 1
         assert "c.h5: another process is writing it" in capsys.readouterr().err
-        assert prepare(folder, tmp_path / "d.h5") == 0
-    assert prepare(folder, output) == 0
+        assert prepare(archive, tmp_path / "d.h5") == 0
+    assert prepare(archive, output) == 0
     assert_is_cifar10(output)
 
     # the one who holds it ends between the opening of its file and the asking for the lock
@@ -257,21 +245,16 @@ def test_an_output_has_one_writer(
         pass
     with pytest.raises(KeyError), exclusive(output):
         raise KeyError
-    assert {path.name for path in tmp_path.iterdir()} == {folder.name, "c.h5", "d.h5"}
+    assert {path.name for path in tmp_path.glob("*.h5")} == {"c.h5", "d.h5"}
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_folder_that_cannot_be_written_is_named(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*arguments: Any) -> int:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), arguments[0])
 
     monkeypatch.setattr(os, "open", refused)
-    assert prepare(folder, tmp_path / "c.h5") == 1
+    assert prepare(archive, tmp_path / "c.h5") == 1
     assert f"{os.strerror(errno.EROFS)}: " in capsys.readouterr().err
-
-
-def test_the_command_line_wants_exactly_one_source(tmp_path: Path) -> None:
-    for arguments in ([], [str(tmp_path), "--download"]):
-        with pytest.raises(SystemExit):
-            main(["cifar10", "-o", str(tmp_path / "c.h5"), *arguments])

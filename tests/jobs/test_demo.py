@@ -25,9 +25,9 @@ def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capfd: pytest.
     said = capfd.readouterr().out
     assert "dense on 2 ranks" in said
     assert "oktopk on 2 ranks and" in said
-    assert re.search(r"^ +Dense +Ok-Topk$", said, re.MULTILINE)
+    assert re.search(r"^Method +Dense +Ok-Topk$", said, re.MULTILINE)
     made = {path.name for path in folder.iterdir()}
-    assert {"dense.h5", "oktopk.h5", "index.html", "report.png", "summary.csv"} <= made
+    assert {"dense.h5", "oktopk.h5", "index.html", "summary.csv"} <= made
     assert re.search(r"^Ok-Topk: .* times fewer words; .*at 1 Gb/s \(projection\)$", said, re.MULTILINE)
     assert "It was not measured: the demo was started with --no-links." in said
     (first,) = read_runs([folder / "oktopk.h5"])

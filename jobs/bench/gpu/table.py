@@ -1,19 +1,15 @@
-"""Measures the table of GPU targets: each cell is a run, written as soon as it is done."""
+"""The table of GPU targets: each cell is a run."""
 
 from __future__ import annotations
 
-import sys
-import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mpi4py import MPI
 
-from jobs.bench.document import BASELINES, BenchError, Output
-from jobs.bench.gpu.markdown import cell_line, gpu_tables
+from jobs.bench.document import BASELINES, BenchError
 from jobs.bench.options import Options
-from jobs.bench.run import measure_run, written
-from jobs.cluster.agreement import say
+from jobs.bench.run import measure_run
 
 TARGET_RANKS = 4
 """The targets are for this many ranks, a GPU each."""
@@ -59,13 +55,14 @@ def chosen(options: Options, cells: tuple[Cell, ...] = CELLS) -> list[tuple[Cell
         if number > len(cells):
             raise BenchError(f"--rows {number} is not in [1, {len(cells)}]")
     rows = [cells[number - 1] for number in options.rows] or list(cells)
-    return [(cell, _options(options, cell, kind)) for cell in rows for kind in options.types or TYPES]
+    kinds = (options.gradient_type,) if options.gradient_type else TYPES
+    return [(cell, _options(options, cell, kind)) for cell in rows for kind in kinds]
 
 
 def _options(options: Options, cell: Cell, gradient_type: str) -> Options:
     return replace(
         options,
-        length=cell.length,
+        lengths=(cell.length,),
         density=cell.density,
         steps=cell.steps,
         dense_steps=cell.steps,
@@ -82,56 +79,12 @@ def target(cell: Cell, gradient_type: str, ranks: int) -> dict[str, float | str]
     return {"against": BASELINES[gradient_type], "at_least": cell.targets[gradient_type]}
 
 
-KIND = "gpu table"
-
-
-def run_table(
-    options: Options, comm: MPI.Intracomm, output: Output | None, cells: tuple[Cell, ...] = CELLS
-) -> dict[str, Any]:
-    """Measure the cells that the options name, as far as the budget goes. Collective.
-
-    Args:
-        output: written after each cell, so that what is done stays when the job is cut off; on rank 0.
-
-    Returns:
-        The document, on rank 0.
+def measure_cell(cell: Cell, options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
+    """A run with its target, and with the select kernel alone where that runs on a GPU. Collective.
 
     Raises:
         BenchError: it cannot be done; on every rank alike.
     """
-    began = time.monotonic()
-    todo = chosen(options, cells)
-    runs: list[dict[str, Any]] = []
-    content: dict[str, Any] = {}
-    longest = 0.0
-    for number, (cell, of_cell) in enumerate(todo):
-        spent = time.monotonic() - began
-        # one that would not end in time is not begun; rank 0's clock counts
-        if comm.bcast(number > 0 and spent + longest > options.budget):
-            say(
-                comm,
-                f"{len(todo) - number} of {len(todo)} cells were not begun: {spent:.0f} s are gone, a cell took up to "
-                f"{longest:.0f} s and the budget is {options.budget:g} s",
-                sys.stderr,
-            )
-            break
-        result = _measure_cell(of_cell, cell, comm)
-        seconds = time.monotonic() - began - spent
-        longest = max(longest, seconds)
-        if comm.rank != 0:
-            continue
-        runs.append({**result, "seconds_taken": seconds})
-        content = written(KIND, runs, options, comm) | {"cells": len(todo)}
-        say(comm, cell_line(runs[-1]), sys.stderr)
-        if output is not None:
-            output.write(content)
-    if content and not options.quiet:
-        print(gpu_tables(content), flush=True)
-    return content
-
-
-def _measure_cell(options: Options, cell: Cell, comm: MPI.Intracomm) -> dict[str, Any]:
-    """A run with its target, and with the select kernel alone where that runs on a GPU. Collective."""
     result = measure_run(options, comm)
     select = None
     if options.device == "cuda":
@@ -139,7 +92,6 @@ def _measure_cell(options: Options, cell: Cell, comm: MPI.Intracomm) -> dict[str
         from jobs.bench.gpu.speeds import select_record
 
         copy = comm.bcast(result["speeds"]["memory"] if comm.rank == 0 else None)
-        assert options.length is not None
         select = select_record(comm, options.length, options.density, options.gradient_type, copy)
         Cuda().release()
     own_gpu = result["ranks_per_device"] == 1

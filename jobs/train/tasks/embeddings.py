@@ -9,7 +9,7 @@ from data.text.contexts import ContextBatch, ContextEvaluationLoader, Contexts, 
 from data.text.file import open_text_file
 from data.text.frequencies import word_counts
 from jobs.config.config import Config
-from jobs.train.tasks.task import Task, autocast, naming
+from jobs.train.tasks.task import Task, autocast, held_out_place, naming, training_place
 from models.skipgram import SkipGram
 
 
@@ -55,12 +55,9 @@ def build_embeddings(config: Config, *, rank: int, size: int) -> Embeddings:
         for split in (texts, held_out)
     )
     with naming("data"):
-        loader = ContextTrainingLoader(
-            contexts, batch_size=training.batch_size, rank=rank, size=size, seed=training.seed
-        )
-    held_out_loader = ContextEvaluationLoader(
-        apart, batch_size=training.eval_batch_size, rank=rank, size=size, most=config.data.eval_sequences
-    )
+        loader = ContextTrainingLoader(contexts, **training_place(training, rank, size))
+    place = held_out_place(training, rank, size)
+    held_out_loader = ContextEvaluationLoader(apart, most=config.data.eval_sequences, **place)
     torch.manual_seed(training.seed)
     with naming("model"):
         model = SkipGram(settings.rows, len(texts.vocabulary), width=settings.hidden, sparse=settings.sparse)

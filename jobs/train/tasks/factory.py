@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from operator import attrgetter
+import pkgutil
 
 import torch
 from torch import nn
@@ -27,18 +26,16 @@ def call_factory(config: Config) -> nn.Module:
             that is no torch.nn.Module with parameters to train. Other errors inside the user's code keep their traceback.
     """
     name, arguments = config.model.factory, config.model.arguments
-    module_name, _, attribute = name.partition(":")
+    module = name.partition(":")[0]
     try:
-        module = importlib.import_module(module_name)
+        factory = pkgutil.resolve_name(name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # of what the module imports
-        package = module_name.partition(".")[0]
+        package = module.partition(".")[0]
         raise WorkloadError(
             f"model.factory {name!r}: {error}: put the folder that holds {package} on PYTHONPATH, or install it"
         ) from error
-    try:
-        factory = attrgetter(attribute)(module)
     except AttributeError as error:
         raise WorkloadError(f"model.factory {name!r}: {error}") from error
     if not callable(factory):

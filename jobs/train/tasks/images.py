@@ -17,7 +17,7 @@ from jobs.config.config import Config
 from jobs.config.sections import DataConfig, TrainingConfig
 from jobs.train.placement import Placement
 from jobs.train.tasks.factory import call_factory
-from jobs.train.tasks.task import Task, WorkloadError, autocast, naming
+from jobs.train.tasks.task import Task, WorkloadError, autocast, held_out_place, naming, training_place
 from models.vgg import REDUCTION, VGG16
 from models.vit import ViT
 
@@ -88,17 +88,8 @@ def build_images(config: Config, *, rank: int, size: int, load: Load | None = No
     training, held_out = (load or load_images)(config.data)
     augment = Augment(config.data.crop, config.data.flip) if config.data.crop or config.data.flip else None
     with naming("data"):
-        loader = TrainingLoader(
-            training,
-            batch_size=config.training.batch_size,
-            rank=rank,
-            size=size,
-            seed=config.training.seed,
-            augment=augment,
-        )
-    held_out_loader = EvaluationLoader(
-        held_out, batch_size=config.training.eval_batch_size, rank=rank, size=size
-    )
+        loader = TrainingLoader(training, augment=augment, **training_place(config.training, rank, size))
+    held_out_loader = EvaluationLoader(held_out, **held_out_place(config.training, rank, size))
     return Classification(
         build_model(config, training), loader, held_out_loader, config.training, config.data.resize
     )

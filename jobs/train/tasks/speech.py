@@ -17,7 +17,7 @@ from jobs.config.config import Config
 from jobs.train.placement import Placement
 from jobs.train.tasks.decoding import count_errors, decode
 from jobs.train.tasks.factory import call_factory
-from jobs.train.tasks.task import Task, WorkloadError, autocast, naming
+from jobs.train.tasks.task import Task, WorkloadError, autocast, held_out_place, naming, training_place
 from models.lstm import LSTM, output_lengths
 
 
@@ -97,12 +97,8 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
         # batch normalization takes no single frame
         least = 2 if split == "train" else 1
         check_lengths(speech, f"{config.data.path}, split {split!r}", fastest, least)
-    training = SpeechTrainingLoader(
-        train, batch_size=config.training.batch_size, rank=rank, size=size, seed=config.training.seed
-    )
-    evaluation = SpeechEvaluationLoader(
-        held_out, batch_size=config.training.eval_batch_size, rank=rank, size=size
-    )
+    training = SpeechTrainingLoader(train, **training_place(config.training, rank, size))
+    evaluation = SpeechEvaluationLoader(held_out, **held_out_place(config.training, rank, size))
     return Speech(build_model(config), training, evaluation, config)
 
 

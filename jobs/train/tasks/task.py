@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from data import DataError
-from data.batches import EpochLoader, HeldOut
+from data.batches import EpochLoader, HeldOut, HeldOutPlace, Place
+from jobs.config.sections import TrainingConfig
 from jobs.train.placement import Placement
 
 Batch = TypeVar("Batch")
@@ -85,25 +86,21 @@ class Task(ABC, Generic[Batch]):
         self._training, self._held_out, self._precision = training, held_out, precision
 
     def move_to(self, placement: Placement) -> None:
-        """As Workload's."""
         self._training.to(placement.device)
         self._held_out.to(placement.device)
         self.model.to(placement.device)
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """As Workload's."""
         return self._training.epoch(epoch, first_step)
 
     @abstractmethod
-    def loss(self, batch: Batch) -> torch.Tensor:
-        """As Workload's."""
+    def loss(self, batch: Batch) -> torch.Tensor: ...
 
     @abstractmethod
     def _counts(self, batch: Batch) -> Iterable[torch.Tensor | int]:
         """The fields of Score for a held-out batch, in their order; the last two may be left out."""
 
     def score(self) -> Score:
-        """As Workload's."""
         device = next(self.model.parameters()).device
         # on the device, so that it is waited for once
         sums: list[Any] = [torch.zeros((), dtype=torch.float64, device=device), 0, 0, 0, 0]
@@ -112,6 +109,16 @@ class Task(ABC, Generic[Batch]):
                 sums = [total + count for total, count in zip_longest(sums, self._counts(batch), fillvalue=0)]
         loss, *counts = sums
         return Score(float(loss), *map(int, counts))
+
+
+def training_place(config: TrainingConfig, rank: int, size: int) -> Place:
+    """What a rank trains on."""
+    return {"batch_size": config.batch_size, "rank": rank, "size": size, "seed": config.seed}
+
+
+def held_out_place(config: TrainingConfig, rank: int, size: int) -> HeldOutPlace:
+    """What a rank evaluates."""
+    return {"batch_size": config.eval_batch_size, "rank": rank, "size": size}
 
 
 @contextmanager

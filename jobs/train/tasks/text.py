@@ -12,7 +12,7 @@ from data.text.file import TextSet, open_text_file
 from data.text.masking import IGNORED, TextBatch, TextEvaluationLoader, TextTrainingLoader
 from jobs.config.config import Config
 from jobs.train.tasks.factory import call_factory
-from jobs.train.tasks.task import Task, WorkloadError, autocast, naming
+from jobs.train.tasks.task import Task, WorkloadError, autocast, held_out_place, naming, training_place
 from models.bert import BERT
 
 
@@ -57,20 +57,9 @@ def build_language(config: Config, *, rank: int, size: int) -> MaskedLanguage:
     training, held_out = open_text_file(config.data.path)
     model = call_factory(config) if config.model.factory else build_bert(config, training)
     with naming("data"):
-        loader = TextTrainingLoader(
-            training,
-            batch_size=config.training.batch_size,
-            rank=rank,
-            size=size,
-            seed=config.training.seed,
-        )
-    held_out_loader = TextEvaluationLoader(
-        held_out,
-        batch_size=config.training.eval_batch_size,
-        rank=rank,
-        size=size,
-        most=config.data.eval_sequences,
-    )
+        loader = TextTrainingLoader(training, **training_place(config.training, rank, size))
+    place = held_out_place(config.training, rank, size)
+    held_out_loader = TextEvaluationLoader(held_out, most=config.data.eval_sequences, **place)
     seeds = np.random.SeedSequence([config.training.seed, rank])
     torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
     return MaskedLanguage(model, loader, held_out_loader, config.training.precision)

@@ -17,7 +17,7 @@ from collectives.cpu.rows import HostRowKernels
 from collectives.rows import Rows, row_sparse_allreduce
 from collectives.transport import Transport
 from jobs.bench.format import Record, columns_table, figure
-from jobs.bench.row_volume import SKEWS, RowSource
+from jobs.bench.gradients import SKEWS, RowSource
 
 _WAIT = 120.0
 """Seconds that a thread waits for another."""

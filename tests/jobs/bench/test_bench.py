@@ -13,11 +13,12 @@ import pytest
 from mpi4py import MPI
 
 from collectives.dense_allreduce import dense_words
+from jobs.bench.arguments import parse
 from jobs.bench.document import read
 from jobs.bench.gradients import DrawnGradients
 from jobs.bench.job import run
 from jobs.bench.mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
-from jobs.bench.options import Options, parse
+from jobs.bench.options import Options
 from oktopk import METHODS
 from oktopk.methods.topka import topka_words
 from tests.launched import PATIENCE, run_alone, run_ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from jobs.bench.arguments import parse
 from jobs.bench.document import BenchError, Output, read
 from jobs.bench.gpu.markdown import gpu_tables
-from jobs.bench.gpu.table import Cell, run_table
+from jobs.bench.gpu.table import Cell, chosen, measure_cell
 from jobs.bench.gradients import DrawnGradients
-from jobs.bench.job import run
+from jobs.bench.job import measure_all, run
 from jobs.bench.nccl import require_nccl, torch_problem
-from jobs.bench.options import parse
 from jobs.bench.run import open_device
 from tests.devices import gpus
 
@@ -51,7 +52,8 @@ def test_without_a_torch_with_cuda_nccl_is_refused_on_every_rank(comm: MPI.Intra
 def test_a_tiny_table_on_gpus(comm: MPI.Intracomm, tmp_path: Path) -> None:
     path = comm.bcast(tmp_path) / "table.json"
     options = parse(["--table", "gpu", "--quiet"], launched=True)
-    run_table(options, comm, Output(path) if comm.rank == 0 else None, TINY)
+    todo = [partial(measure_cell, cell, own, comm) for cell, own in chosen(options, TINY)]
+    measure_all("gpu table", todo, options, comm, Output(path) if comm.rank == 0 else None)
     if comm.rank:
         return
     found = read(path)

@@ -6,19 +6,21 @@ import dataclasses
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mpi4py import MPI
 
-from jobs.bench.arguments import BUDGET
+from jobs.bench.arguments import parse
 from jobs.bench.document import BenchError, Output, read
 from jobs.bench.floors import Speeds, Workload, stage_floors
 from jobs.bench.gpu.markdown import gpu_tables, verdict
-from jobs.bench.gpu.table import CELLS, Cell, chosen, run_table, target
+from jobs.bench.gpu.table import CELLS, Cell, chosen, measure_cell, target
+from jobs.bench.job import measure_all
 from jobs.bench.measure import in_turn
-from jobs.bench.options import Options, parse
+from jobs.bench.options import Options
 from jobs.bench.summary import device_stages
 from jobs.bench.tables import insert, main
 from oktopk import METHODS
@@ -38,6 +40,11 @@ def on_the_host(*words: str) -> Options:
     return dataclasses.replace(
         gpu_options("--gradient-type", "float32", *words), device="cpu", methods=("oktopk", "mpi")
     )
+
+
+def run_table(options: Options, output: Output) -> dict[str, Any]:
+    todo = [partial(measure_cell, cell, own, MPI.COMM_SELF) for cell, own in chosen(options, TINY)]
+    return measure_all("gpu table", todo, options, MPI.COMM_SELF, output)
 
 
 def test_the_cells_are_those_of_the_issue() -> None:
@@ -80,7 +87,7 @@ def test_rows_and_types_of_the_table_can_be_chosen() -> None:
             ["--table", "gpu", "--length", "5"],
             "--length is not for --table gpu: it says how it is measured",
         ),
-        (["--table", "gpu", "--set", "density=1"], "--set is not for --table"),
+        (["--table", "gpu", "--set", "rotate=false"], "--set is not for --table"),
         (["--table", "gpu", "--no-memory"], "--no-memory is not for --table"),
         (["--table", "gpu", "--ablate"], "--ablate is not for --table"),
         (["--table", "gpu", "--steps", "64"], "--steps is not for --table"),
@@ -107,7 +114,7 @@ def test_what_cannot_be_measured_on_gpus_is_refused(words: list[str], message: s
 def test_defaults_on_a_gpu_are_all_methods_and_nccl() -> None:
     options = parse(["--device", "cuda", "--gradient-type", "float16"], launched=True)
     assert options.methods == (*METHODS, "nccl", "nccl-bf16")
-    assert gpu_options().budget == BUDGET
+    assert gpu_options().budget == 300
 
 
 def test_everyone_is_first_in_turn() -> None:
@@ -152,7 +159,7 @@ def test_stages_on_a_device_are_in_the_table_where_they_were_timed() -> None:
 
 def test_all_cells_are_measured_and_written(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    content = run_table(on_the_host("--json", str(path)), MPI.COMM_SELF, Output(path), TINY)
+    content = run_table(on_the_host("--json", str(path)), Output(path))
     found = read(path)
     assert (found["kind"], found["cells"], len(found["runs"])) == ("gpu table", 2, 2)
     assert [(run["length"], run["k"], run["course"]["steps"]) for run in found["runs"]] == [
@@ -204,7 +211,7 @@ def test_a_table_over_its_budget_keeps_what_is_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "table.json"
-    run_table(on_the_host("--budget", "1e-9"), MPI.COMM_SELF, Output(path), TINY)
+    run_table(on_the_host("--budget", "1e-9"), Output(path))
     found = read(path)
     assert (len(found["runs"]), found["cells"]) == (1, 2)
     assert "1 of 2 cells were not begun" in capsys.readouterr().err

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from jobs.bench.arguments import parse
 from jobs.bench.document import BenchError, read
 from jobs.bench.hook import Contestant, measure_hooks
 from jobs.bench.job import run
-from jobs.bench.options import parse
 from jobs.bench.plain_topk import PlainTopK, plain_topk_hook
 from jobs.bench.tables import document_tables
 from jobs.train.reduce.background import start_process_group, stop_process_group

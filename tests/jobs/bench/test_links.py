@@ -12,13 +12,12 @@ import pytest
 from mpi4py import MPI
 
 from jobs.bench import contestants
+from jobs.bench.arguments import parse
 from jobs.bench.contestants import Contestant, make_reducer
 from jobs.bench.device import Device
-from jobs.bench.document import HOST_ROWS, BenchError, read
+from jobs.bench.document import HOST_ROWS, BenchError, bits_per_second, read
 from jobs.bench.job import run
 from jobs.bench.links import Links
-from jobs.bench.options import parse
-from jobs.bench.rate import bits_per_second
 from jobs.bench.tables import document_tables
 from jobs.bench.tcp import TcpRing
 

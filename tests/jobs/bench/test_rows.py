@@ -11,10 +11,10 @@ import torch
 from mpi4py import MPI
 
 from jobs.bench import row_contestants
+from jobs.bench.arguments import parse
 from jobs.bench.document import BenchError, read
+from jobs.bench.gradients import SKEWS, RowSource
 from jobs.bench.job import run
-from jobs.bench.options import parse
-from jobs.bench.row_volume import SKEWS, RowSource
 from jobs.bench.rows import measure_rows
 from jobs.bench.tables import document_tables
 from tests.jobs.bench.row_volume import row_volume, volume_table

@@ -106,8 +106,7 @@ def test_a_small_experiment_on_text_is_one_command(tmp_path: Path, capfd: pytest
         (row["reduction.threshold_interval"], row["reduction.density"]) for row in rows(folder / "sweep.csv")
     }
     assert found == {(i, "0.01") for i in ("32", "64", "128", "256")} | {("128", "0.001"), ("128", "0.05")}
-    for name in ("held-out-loss-over-time", "speed-by-part-batch-2", "speed-by-stage-batch-4"):
-        assert len(rows(folder / f"{name}.csv")) > 1, name
+    assert len(rows(folder / "held-out-loss-over-time.csv")) > 1
     assert "bert of 1 layers of 64" in text
 
     (runs / "sweep-density-0.05.h5").unlink()

@@ -49,7 +49,7 @@ def test_phases_and_stages_are_recorded_as_measured_and_the_rest_beside_them() -
             [20, 20, 21, 22, 23, 24], {"select": 2.0, "reduce": 0.5}, [1.0, 3.0]
         ),  # select waited for backward
     ]
-    first, second = measured = measure(steps, began=-5.0, ranks=1)
+    first, second = measured = measure(steps, began=-5.0)
     assert first.seconds == {"data": 1, "forward": 2, "backward": 3, "reduction": 4, "optimizer": 5}
     assert [step.report for step in measured] == [step.report for step in steps]
     assert first.report.seconds == {"select": 2.0, "apply": 1.0}
@@ -64,13 +64,13 @@ def test_phases_and_stages_are_recorded_as_measured_and_the_rest_beside_them() -
     assert found.steps["seconds_reduction"].tolist() == [4.0, 1.0]
     assert found.steps["seconds_rest"].tolist() == [1.0, -1.5]
     assert found.steps["loss"].tolist() == [1.0, 2.0]
-    assert measure([], 0.0, 1) == []
+    assert measure([], 0.0) == []
 
 
 def test_what_measuring_took_is_in_no_phase() -> None:
     step = timed([0, 0, 0, 0, 10, 10], {"select": 2.0}, [1.0])
     step.report.measures = Measures(1.0, 2.0, 1.0, 1.0, seconds=7.0)
-    found = gather(MPI.COMM_SELF, measure([step], 0.0, 1))
+    found = gather(MPI.COMM_SELF, measure([step], 0.0))
     assert found is not None
     assert found.steps["seconds_reduction"].tolist() == [3.0]
     assert found.steps["seconds_rest"].tolist() == [1.0]
@@ -82,7 +82,7 @@ def test_what_measuring_took_is_in_no_phase() -> None:
 def test_columns_are_reduced_over_the_ranks_as_their_table_says(comm: MPI.Intracomm) -> None:
     mine = timed([0, 0, 0, 0, 1, 1], {f"of rank {comm.rank}": 1.0}, [float(comm.rank)])
     mine.report.words, mine.report.local_exact = 10 * comm.rank, comm.rank == comm.size - 1
-    found = gather(comm, measure([mine], -float(comm.rank), comm.size))
+    found = gather(comm, measure([mine], -float(comm.rank)))
     assert (found is None) == (comm.rank > 0)
     if found is None:
         return
@@ -102,7 +102,7 @@ def test_a_phase_that_comes_twice_counts_twice() -> None:
     timer = PhaseTimer(Clock([0, 1, 3, 6, 10, 15]))
     for phase in ("data", "forward", "data", "forward", "reduction"):
         timer.record(phase)
-    (step,) = measure([TimedStep(report(), [torch.tensor(1.0)], timer, 0.1)], 0.0, 1)
+    (step,) = measure([TimedStep(report(), [torch.tensor(1.0)], timer, 0.1)], 0.0)
     assert step.seconds == {"data": 4, "forward": 6, "backward": 0, "reduction": 5, "optimizer": 0}
 
 

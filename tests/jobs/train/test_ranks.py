@@ -58,12 +58,6 @@ def test_a_training_run_learns_and_keeps_to_the_bound(tmp_path: Path) -> None:
     # below the ranks, as the paper saw, while there is a gradient to speak of: once it vanishes residuals are large beside it
     assert np.all(measures["xi"][:2] < 2)
     assert np.all((measures["fill_in"] > 1) & (measures["fill_in"] < 2 * 1.25))
-    places = measures["step"] - 1
-    assert measures["words_over_upper"] * run.upper_bound == pytest.approx(run.steps["words"][places])
-    assert measures["words_over_lower"] * run.lower_bound == pytest.approx(run.steps["words"][places])
-    assert measures["global_deviation"] == pytest.approx(
-        np.abs(run.steps["global_nnz"][places] / run.info.k - 1)
-    )
     assert np.all(measures["seconds"] > 0)
     assert hardware["cores"] == os.cpu_count()
 
