@@ -84,7 +84,6 @@ def test_regions_that_got_too_much_are_renewed_at_once(
     assert (outcomes[0].stopped_at, outcomes[0].overflowed) == ("selection", True)
     assert not any(outcome.overflowed for outcome in outcomes[1:])
     assert [outcome.stopped_at for outcome in outcomes[1:]].count("selection") < 4
-    reducer.close()
 
 
 def until_deferred(device: str, reducer: GradientAllreduce, draw: Callable[[], NDArray[Any]]) -> None:
@@ -123,8 +122,6 @@ def test_deferred_steps_give_the_bits_of_those_that_are_waited_for(
         for name in names.split():
             assert getattr(first, name) == getattr(second, name), name
     assert late > 15 > 3 > stopped
-    deferred.close()
-    waited.close()
 
 
 @pytest.mark.parametrize(("kind", "third"), kinds_with({"0": 0, "1": 1, "2": 2}))
@@ -194,7 +191,6 @@ def test_a_selection_over_the_cap_is_cut_to_the_top_k_and_nobody_stops(
             assert report.local_nnz == k
             assert np.count_nonzero(np.abs(accumulated) > report.local_threshold) < k <= kept
     assert [outcome.stopped_at for outcome in outcomes] == ["", "", ""]
-    reducer.close()
 
 
 def test_a_deferred_step_names_its_threshold_exactly_where_that_is_due(
@@ -227,7 +223,6 @@ def test_a_deferred_step_names_its_threshold_exactly_where_that_is_due(
         reached = np.count_nonzero(np.abs(accumulated) >= report.local_threshold)
         assert report.local_nnz == (k if exact else reached)
         assert not exact or np.count_nonzero(np.abs(accumulated) > report.local_threshold) < k
-    reducer.close()
 
 
 def test_regions_are_renewed_by_the_last_selections_and_nobody_waits(
@@ -259,7 +254,6 @@ def test_regions_are_renewed_by_the_last_selections_and_nobody_waits(
             assert np.abs(accumulated[selected]).min() >= report.local_threshold
             proposed = selected[len(selected) * np.arange(1, comm.size) // comm.size]
     assert renewed > 5 or comm.size == 1
-    reducer.close()
 
 
 def few_magnitudes(comm: MPI.Intracomm, length: int, k: int) -> Callable[[], NDArray[np.float32]]:
@@ -307,7 +301,6 @@ def test_a_global_threshold_that_missed_is_moved_without_the_host_unless_by_far(
     reducer.complete()
     assert (outcomes[0].stopped_at == "") == goes_on == bool(report.global_nnz)
     assert not goes_on or report.k / 2 <= report.global_nnz <= 5 * report.k / 4
-    reducer.close()
 
 
 @pytest.mark.parametrize("factor", [0.98, 1.02, 0.5, 2.0])
@@ -347,8 +340,6 @@ def test_a_global_threshold_that_missed_is_named_by_the_kernels_where_the_host_w
     assert comm.allreduce(first.words) == comm.allreduce(second.words)
     assert np.array_equal(get(among.update), on_cpu.update)
     assert np.array_equal(get(among.residual), on_cpu.residual)
-    among.close()
-    on_cpu.close()
 
 
 def test_steps_whose_ladder_misses_by_far_are_not_trusted(device: str, comm: MPI.Intracomm) -> None:
@@ -364,7 +355,6 @@ def test_steps_whose_ladder_misses_by_far_are_not_trusted(device: str, comm: MPI
         assert report.global_exact
         assert report.global_nnz >= report.k
         assert not step or reducer._trust == 0
-    reducer.close()
 
 
 @pytest.mark.parametrize("factor", [0.01, 0.3])
@@ -389,7 +379,6 @@ def test_a_rank_whose_gradient_dwindles_selects_k_again_at_once(
     assert not last or dwindled[0].local_nnz < dwindled[0].k / 2
     assert all(report.local_nnz >= report.k / 2 for report in dwindled[1:])
     assert not last or dwindled[1].local_exact
-    reducer.close()
 
 
 def test_a_selection_far_over_the_cap_on_one_rank_stops_all_and_the_next_step_applies(
@@ -408,7 +397,6 @@ def test_a_selection_far_over_the_cap_on_one_rank_stops_all_and_the_next_step_ap
     assert [report.global_nnz > 0 for report in reports] == [True, False, True]
     assert not reports[1].skipped
     assert not last or np.abs(left[1]).max() > 50 * np.abs(left[0]).max()  # it is all there
-    reducer.close()
 
 
 def test_ranks_that_stopped_go_on_together(device: str, comm: MPI.Intracomm) -> None:
@@ -433,7 +421,6 @@ def test_ranks_that_stopped_go_on_together(device: str, comm: MPI.Intracomm) -> 
     updates = comm.allgather(get(reducer.update).tobytes())
     assert len(set(updates)) == 1
     assert stopped > 6 or comm.size == 1
-    reducer.close()
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
@@ -467,7 +454,6 @@ def test_a_nonfinite_gradient_leaves_the_residual_as_it_was(
     after = step()
     assert get(reducer.update).any() and after.complete and after.exact
     assert nonfinite == "raise" or poisoned.skipped
-    reducer.close()
 
 
 def test_a_reloaded_reducer_continues_deferred_steps_bit_for_bit(device: str, comm: MPI.Intracomm) -> None:
@@ -486,8 +472,6 @@ def test_a_reloaded_reducer_continues_deferred_steps_bit_for_bit(device: str, co
         undisturbed.step(gradient)
         resumed.step(gradient)
         assert np.array_equal(get(undisturbed.update), get(resumed.update))
-    undisturbed.close()
-    resumed.close()
 
 
 @pytest.mark.skipif(not asynchronous(), reason="no GPU")
@@ -510,7 +494,6 @@ def test_the_host_does_not_wait_for_a_deferred_step(device: str, comm: MPI.Intra
     reducer.complete()
     assert slept.query()
     assert report.complete
-    reducer.close()
 
 
 @pytest.mark.skipif(not asynchronous(), reason="no GPU")

@@ -78,7 +78,6 @@ def test_a_rank_without_room_for_windows_sends_all_to_messages(
         assert not reducer.p2p_unavailable_reason
         reducer.step(array)
         assert (get(reducer.update) == (comm.size - 1) / 2).all()
-    reducer.close()
 
 
 def summed(transport: Any, timeout: float = 600.0, stream: Any = None) -> Any:
@@ -177,7 +176,6 @@ def test_a_rank_that_raises_before_its_sum_ends_the_others_at_once(
     with pytest.raises(RuntimeError, match="rank 1 raised"):
         reducer.state_dict()
     comm.Barrier()
-    reducer.close()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -200,4 +198,3 @@ def test_a_rank_whose_gradient_is_not_finite_is_named_and_the_next_step_goes_on(
     with pytest.raises(NonFiniteGradientError) as raised:
         reducer.step(put("cuda", np.full(LENGTHS[0], 3e38, np.float32)))
     assert raised.value.ranks == []
-    reducer.close()

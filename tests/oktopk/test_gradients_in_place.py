@@ -505,4 +505,3 @@ def test_memory_for_one_vector_is_taken_on_cuda_only_by_steps_that_need_it(
         optimizer.apply()
         assert parameter.grad is made
         assert (gradients._flat is not None) == measure
-    optimizer.close()

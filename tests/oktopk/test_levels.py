@@ -157,8 +157,6 @@ def test_hosts_of_one_rank_take_the_steps_of_flat_ones(comm: MPI.Intracomm, devi
             two.local_nnz,
             two.global_threshold,
         )
-    for each in (flat, reducer):
-        each.close()
 
 
 @pytest.mark.mpi
@@ -180,7 +178,6 @@ def test_a_host_stays_under_its_bound_and_near_k_on_drifting_gradients(
         deviation.append(abs(report.global_nnz - report.k) / report.k)
     assert np.mean(words) <= upper_bound(report.k, max(hosts) + 1)
     assert np.mean(deviation) <= 0.05
-    reducer.close()
 
 
 @pytest.mark.mpi
@@ -198,7 +195,6 @@ def test_mass_in_one_shard_is_selected_up_to_k(comm: MPI.Intracomm, device: str)
         report = reducer.step(put(device, gradient))
         assert max(report.global_nnz, report.local_nnz) <= selection_cap(report.k)
         before = check_mass(comm, reducer, gradient, before)
-    reducer.close()
 
 
 @pytest.mark.mpi
@@ -241,7 +237,6 @@ def test_what_is_not_finite_names_the_rank_and_changes_nothing(
                 assert close(before[name][where], after[name][where]) and where.mean() > 0.99
     assert not reducer.step(put(device, good)).skipped
     assert np.isfinite(reducer.gathered_residual()).all()
-    reducer.close()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -267,7 +262,6 @@ def test_a_fast_ranks_next_backward_pass_does_not_reach_a_slow_ranks_sum(
         reducer.step(reducer.gradient_buffer)
         reducer.gradient_buffer[:] = 1e6  # as the next backward pass does
         before = check_mass(comm, reducer, gradient, before)
-    reducer.close()
 
 
 @pytest.mark.mpi
@@ -287,7 +281,6 @@ def test_momentum_is_applied_to_the_hosts_sum(comm: MPI.Intracomm, ranks_per_hos
         assert np.array_equal(reducer.update[order], expected.update)
         residual = of_hosts(comm, reducer.gathered_residual(), hosts)
         velocity[:, order] = np.where(_cleared(expected), 0, velocity[:, order])
-    reducer.close()
 
 
 def _cleared(step: reference.Step) -> np.ndarray:
@@ -314,7 +307,6 @@ def test_what_a_wire_rounds_away_stays_in_the_shards(comm: MPI.Intracomm, device
         before = check_mass(comm, reducer, gradient, before)
     several = reducer.hosts is not None and max(reducer.hosts) > 0
     assert (0 < rounded <= 0.15) if several else rounded < 0.15
-    reducer.close()
 
 
 @pytest.mark.mpi
@@ -332,8 +324,6 @@ def test_a_dense_step_takes_in_what_the_shards_hold(comm: MPI.Intracomm, device:
     assert report.method == "dense" and report.levels == "hosts"
     assert np.array_equal(get(dense.update), comm.allreduce(gradients[1]) + left)
     assert not dense.gathered_residual().any()
-    for each in (sparse, dense):
-        each.close()
 
 
 @pytest.mark.mpi
@@ -364,7 +354,6 @@ def test_measures_do_not_change_a_step_and_agree_with_the_definition(
         union = len(np.unique(np.concatenate(expected.selected)))
         assert report.measures.fill_in == pytest.approx(union / report.k)
         before = of_hosts(comm, reducer.gathered_residual(), hosts)
-    reducer.close()
 
 
 @pytest.mark.mpi
@@ -383,8 +372,6 @@ def test_a_state_goes_on_bit_for_bit(comm: MPI.Intracomm, device: str) -> None:
         resumed.step(gradient)
         assert np.array_equal(get(through.update), get(resumed.update))
     assert np.array_equal(through.gathered_residual(), resumed.gathered_residual())
-    for each in (through, resumed):
-        each.close()
 
 
 @pytest.mark.mpi
@@ -415,8 +402,6 @@ def test_the_sum_of_residuals_is_kept_on_other_hosts(comm: MPI.Intracomm, saved:
     assert np.array_equal(np.sum(comm.allgather(second.gathered_residual()), axis=0), total)
     gradient = rng.integers(-99, 100, LENGTH).astype(np.float32)
     second.step(gradient)
-    for each in (first, second):
-        each.close()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -435,7 +420,6 @@ def test_what_cannot_be_is_a_sentence_on_every_rank(comm: MPI.Intracomm) -> None
     with pytest.raises(ValueError, match=f"rank {comm.size - 1}: no data"):
         reducer.step(np.ones(LENGTH, np.float32), problem="no data" if comm.rank == comm.size - 1 else "")
     assert not reducer.step(np.ones(LENGTH, np.float32)).skipped
-    reducer.close()
 
 
 @pytest.mark.mpi(min_size=4)
@@ -519,7 +503,6 @@ def test_what_one_shard_cannot_decode_is_taken_back_in_all_shards(
     assert np.allclose(reducer.gathered_residual(), before, atol=1e-4)
     assert not get(reducer.update).any()
     assert not reducer.step(gradients[2]).skipped
-    reducer.close()
 
 
 @pytest.mark.mpi(min_size=4)
@@ -541,7 +524,6 @@ def test_states_of_shards_that_learned_something_else_are_refused(comm: MPI.Intr
     with pytest.raises(ValueError, match="among the ranks of host 0 ranks disagree on oktopk"):
         reducer.load_state_dict(mixed)
     reducer.load_state_dict(states[1])
-    reducer.close()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -573,7 +555,6 @@ def test_narrow_gradients_are_summed_in_float32(comm: MPI.Intracomm, device: str
         gradient = rng.integers(-128, 129, LENGTH).astype(np.float32)  # exact in eight bits
         reducer.step(put(device, narrowed(gradient, gradient_type)))
         before = check_mass(comm, reducer, gradient, before)
-    reducer.close()
 
 
 @pytest.mark.mpi(min_size=2)

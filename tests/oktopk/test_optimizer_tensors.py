@@ -56,7 +56,6 @@ def test_every_step_subtracts_exactly_the_update_that_was_reduced(
         assert len(set(comm.allgather(flat(model).tobytes()))) == 1
         assert optimizer.gradient.dtype == np.float32
         assert np.count_nonzero(optimizer.gradient)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("gradient_type", ["float32", "bfloat16", "float16"])
@@ -85,7 +84,6 @@ def test_gradients_of_one_type_reach_parameters_of_another(
         expected -= mean.to(parameter_type)
     assert torch.allclose(parameter.detach().float(), expected.float(), rtol=0.02)
     assert parameter.dtype == parameter_type
-    optimizer.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -176,7 +174,6 @@ def test_a_clipped_update_is_zero_off_the_next_ones_support(comm: MPI.Intracomm)
         backward(model, comm.rank, step)
         optimizer.step()
         assert np.count_nonzero(optimizer.reducer.update) <= optimizer.report.global_nnz
-    optimizer.close()
 
 
 def test_between_reduce_and_apply_the_gradients_are_the_update(comm: MPI.Intracomm) -> None:
@@ -198,7 +195,6 @@ def test_between_reduce_and_apply_the_gradients_are_the_update(comm: MPI.Intraco
         assert np.array_equal(flat(model) != before, seen != 0)
     optimizer.apply()  # nothing was reduced since: nothing to apply
     assert np.array_equal(flat(model), before - seen)
-    optimizer.close()
 
 
 @pytest.mark.skipif(not gpus(), reason="no GPU")
@@ -215,7 +211,6 @@ def test_another_current_stream_is_waited_for_on_both_sides(comm: MPI.Intracomm)
             optimizer.step()
     other.synchronize()
     assert torch.equal(parameter.detach(), torch.full_like(parameter, -5.0))
-    optimizer.close()
 
 
 def test_tensors_it_cannot_take_are_named_on_every_rank(comm: MPI.Intracomm) -> None:

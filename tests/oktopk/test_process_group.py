@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-from torch import nn
 
 import oktopk
 from collectives.transport import MissingRanksError
 from oktopk import DistributedOptimizer, GradientAllreduce, average_buffers
 from oktopk.buckets import BucketedAllreduce
 from tests.devices import DEVICES, get, put, use
-from tests.training import squares
+from tests.training import network, squares
 
 pytestmark = pytest.mark.mpi
 
@@ -105,12 +104,6 @@ def test_ranks_in_different_numbers_of_groups_still_find_each_other(comm: MPI.In
         assert inner.transport.size == comm.size - 1
         inner.close()
     dist.all_reduce(torch.ones(1))  # the caller's group works as before
-    whole.close()
-
-
-def network(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 7))
 
 
 def test_an_optimizer_over_gloo_trains_to_the_parameters_of_one_over_mpi(
@@ -150,4 +143,3 @@ def test_a_rank_that_comes_within_the_limit_is_waited_for(
         time.sleep(0.5)
     for _ in range(2):
         assert reducer.step(np.arange(100, dtype=np.float32)).global_nnz
-    reducer.close()

@@ -101,8 +101,6 @@ def test_a_wire_that_does_not_round_gives_the_bits_of_plain_in_fewer_bytes(
         assert coded.control_words == plain.control_words
         assert coded.words == -(-coded.bytes // 4)
         assert comm.size == 1 or coded.bytes < 0.7 * plain.bytes
-    for reduced in both:
-        reduced.close()
 
 
 def decoded(wire: str, entries: NDArray[np.void], lower: int, upper: int) -> NDArray[np.void]:
@@ -161,7 +159,6 @@ def test_exact_thresholds_give_the_oracles_bits(comm: MPI.Intracomm, device: str
         assert comm.allgather(same) == [(True, True)] * comm.size
         most = {"bfloat16": 2**-8, "int8": 0.02, "int4": 0.15}[wire]
         assert comm.allgather(0 < report.rounded <= most) == [True] * comm.size
-    reduced.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -186,7 +183,6 @@ def test_momentum_is_forgotten_where_an_entry_was_sent_though_its_error_stays(
         sent = comm.allreduce(zeroed.astype(int))
         assert np.array_equal(sent > 0, update != 0)
         velocity, left = after, get(reduced.residual)
-    reduced.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -206,7 +202,6 @@ def test_a_step_that_is_not_finite_is_skipped_bit_for_bit(comm: MPI.Intracomm, d
             assert get(reduced.residual).tobytes() == before.tobytes()
     assert not reduced.step(put(device, heavy_tailed(rng, length))).skipped
     assert np.isfinite(agreed(comm, reduced)).all()
-    reduced.close()
 
 
 def test_a_state_is_refused_with_a_wire_that_rounds_otherwise(comm: MPI.Intracomm) -> None:
@@ -220,8 +215,6 @@ def test_a_state_is_refused_with_a_wire_that_rounds_otherwise(comm: MPI.Intracom
         other.load_state_dict(state)
     other.load_state_dict(state | {"wire": "float32"})  # which gives the same bits as plain
     other.load_state_dict({name: value for name, value in state.items() if name != "wire"})
-    for reduced in (first, other):
-        reduced.close()
 
 
 def test_auto_is_plain_on_one_host_and_float32_over_several(comm: MPI.Intracomm) -> None:
@@ -256,7 +249,6 @@ def test_peer_memory_is_for_plain_entries(comm: MPI.Intracomm, device: str) -> N
         reduced.p2p_unavailable_reason
         == "steps through peer memory read plain entries, and wire is 'float32'"
     )
-    reduced.close()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -302,4 +294,3 @@ def test_damaged_entries_raise_on_all_ranks_and_name_the_rank(
     codec.encode = encode  # type: ignore[method-assign]
     assert not reduced.step(put(device, heavy_tailed(rng, length))).skipped
     assert np.isfinite(agreed(comm, reduced)).all()
-    reduced.close()
