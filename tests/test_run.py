@@ -142,7 +142,7 @@ def test_every_test_of_communication_or_of_four_ranks_is_run_by_default() -> Non
 @pytest.mark.parametrize("file", [*HOST_CUDA_SINGLE, *HOST_CUDA_RANKS_TESTS])
 def test_a_file_for_kernels_on_the_host_has_tests_that_are_marked_for_gpus(file: str) -> None:
     """Others are left out there, as tests/conftest.py does by their marks."""
-    assert re.search(r"\bDEVICES\b|\bgpus\(\)", (ROOT / file).read_text("utf-8"))
+    assert re.search(r"\bDEVICES\b|\bgpus\(\)|\b(cuda|device): str", (ROOT / file).read_text("utf-8"))
 
 
 def test_tests_that_need_a_gpu_are_left_out_where_there_is_none(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reducers and optimizers that a test makes are closed behind it."""
+"""Where tests of reducers run; and what they make is closed behind them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from mpi4py import MPI
+
+from tests.devices import DEVICES, torch_device, use
 
 KINDS = {
     "oktopk.allreduce": "GradientAllreduce",
@@ -48,3 +51,23 @@ def left_open(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
         yield made
         while made and request.session.testsfailed == failed:
             made[-1].close()
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, comm: MPI.Intracomm) -> str:
+    """The host, and this rank's GPU, which is made the current one."""
+    use(request.param, comm)
+    return str(request.param)
+
+
+@pytest.fixture(params=DEVICES[1:])
+def cuda(request: pytest.FixtureRequest, comm: MPI.Intracomm) -> str:
+    """This rank's GPU alone, made the current one."""
+    use(request.param, comm)
+    return str(request.param)
+
+
+@pytest.fixture
+def place(device: str, comm: MPI.Intracomm) -> Any:
+    """`device` as torch's."""
+    return torch_device(device, comm)

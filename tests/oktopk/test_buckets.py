@@ -14,7 +14,7 @@ from oktopk import GradientAllreduce, MissingRanksError, NonFiniteGradientError
 from oktopk.buckets import BucketedAllreduce, bucket_ranges
 from oktopk.results import StepReport
 from oktopk.step import StepHandle, StepResult
-from tests.devices import DEVICES, get, gpus, put, use
+from tests.devices import get, gpus, put, use
 from tests.inputs import GRADIENTS, Vector
 
 pytestmark = pytest.mark.mpi
@@ -228,7 +228,6 @@ def test_what_does_not_fit_into_a_step_raises_before_it_begins(
     reducer.finish()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_an_abandoned_step_leaves_nothing_behind(comm: MPI.Intracomm, device: str) -> None:
     reducer = bucketed(comm, device)
     reducer.step([put(device, vector) for vector in gradients(comm, 0)])
@@ -341,21 +340,19 @@ def cubes(comm: MPI.Intracomm, step: int) -> list[Vector]:
     ]
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("deferred", [False, True])
 def test_buckets_that_end_together_have_the_bits_of_steps_one_after_the_other(
-    comm: MPI.Intracomm, device: str, deferred: bool
+    comm: MPI.Intracomm, cuda: str, deferred: bool
 ) -> None:
     """Also where a bucket needs the host: its elements become 40 times larger from one step to the next."""
-    use(device, comm)
-    together = BucketedAllreduce(comm, LONG, device=device, deferred=deferred, **SETTINGS)
-    alone = [GradientAllreduce(comm, n, device=device, deferred=deferred, **SETTINGS) for n in LONG]
+    together = BucketedAllreduce(comm, LONG, device=cuda, deferred=deferred, **SETTINGS)
+    alone = [GradientAllreduce(comm, n, device=cuda, deferred=deferred, **SETTINGS) for n in LONG]
     open_reports, needed_host = 0, 0
     for step in range(26):
         given = cubes(comm, step)
         if step >= 15:
             given[1] *= 40
-        futures = [together.start(put(device, vector)) for vector in given]
+        futures = [together.start(put(cuda, vector)) for vector in given]
         assert deferred or not any(future.done() for future in futures)
         report = together.finish()
         assert all(future.done() for future in futures)
@@ -364,7 +361,7 @@ def test_buckets_that_end_together_have_the_bits_of_steps_one_after_the_other(
             kept = report.buckets[number].k
             if not step:
                 single.keep_entries(partial(_always, kept))
-            single.step(put(device, vector))
+            single.step(put(cuda, vector))
             assert np.array_equal(get(single.update), get(together.updates[number]))
             assert np.array_equal(get(single.residual), get(together.buckets[number].residual))
         together.complete()
@@ -377,25 +374,23 @@ def test_buckets_that_end_together_have_the_bits_of_steps_one_after_the_other(
     assert needed_host
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 def test_a_deferred_bucket_that_is_not_finite_is_known_before_another_bucket_starts(
-    comm: MPI.Intracomm, device: str, nonfinite: str
+    comm: MPI.Intracomm, cuda: str, nonfinite: str
 ) -> None:
     if comm.size == 1:
         pytest.skip("the smaller buckets of one rank's gradients need the host, which is no deferred step")
-    use(device, comm)
-    reducer = BucketedAllreduce(comm, LONG, device=device, deferred=True, nonfinite=nonfinite, **SETTINGS)
+    reducer = BucketedAllreduce(comm, LONG, device=cuda, deferred=True, nonfinite=nonfinite, **SETTINGS)
     for step in range(TRUSTED + 1):
-        report = reducer.step([put(device, vector) for vector in cubes(comm, step)])
+        report = reducer.step([put(cuda, vector) for vector in cubes(comm, step)])
     assert not any(bucket.complete for bucket in report.buckets)
     broken = cubes(comm, 20)
     if comm.rank == 0:
         broken[2][:] = np.inf
-    report = reducer.step([put(device, vector) for vector in broken])
+    report = reducer.step([put(cuda, vector) for vector in broken])
     known = [report.complete]
     assert [get(update).any() for update in reducer.updates] == [True, True, False]
-    given = [put(device, vector) for vector in cubes(comm, 21)]
+    given = [put(cuda, vector) for vector in cubes(comm, 21)]
     if nonfinite == "raise":
         mass = [get(bucket.residual) for bucket in reducer.buckets]
         with pytest.raises(NonFiniteGradientError, match=rf"step {TRUSTED + 1}: .* rank\(s\) 0") as caught:

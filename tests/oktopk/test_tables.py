@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.elastic import redistribute
 from oktopk.torch import OkTopkState, ddp_hook
-from oktopk.torch.tables import sparse_tables
 from tests.devices import on_torchs_gpu, torch_device
 
 pytestmark = pytest.mark.mpi
@@ -165,34 +163,6 @@ def test_a_nan_in_a_table_or_beside_it_changes_neither(
     assert all(not report.skipped for report in optimizer.table_reports) and optimizer.table_reports
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_table_that_is_skipped_ends_a_step_in_which_ranks_started_other_buckets(
-    comm: MPI.Intracomm,
-) -> None:
-    torch.manual_seed(0)
-    words, layers = nn.Embedding(10, 4, sparse=True), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-    optimizer = DistributedOptimizer(
-        torch.optim.SGD([*words.parameters(), *layers.parameters()], lr=0.1),
-        comm,
-        "dense",
-        overlap=True,
-        bucket_mb=1e-5,
-        nonfinite="skip",
-        timeout=20.0,
-    )
-    for step in range(3):
-        optimizer.zero_grad()
-        hidden = layers[1](layers[0](words(torch.tensor([1, 2]))))
-        (layers[2](hidden) if comm.rank == 0 else hidden).sum().backward()
-        assert words.weight.grad is not None
-        if step == 1 and comm.rank == 0:
-            words.weight.grad._values()[0, 0] = float("nan")
-        optimizer.step()
-        assert optimizer.report is not None and optimizer.report.skipped == (step == 1)
-    values = comm.allgather([p.detach().numpy().tobytes() for p in layers.parameters()])
-    assert all(each == values[0] for each in values)
-
-
 def test_tables_that_are_named_in_another_order_or_twice_are_the_same(comm: MPI.Intracomm) -> None:
     torch.manual_seed(0)
     first, second = nn.Embedding(10, 2, sparse=True), nn.Embedding(10, 2, sparse=True)
@@ -206,16 +176,6 @@ def test_tables_that_are_named_in_another_order_or_twice_are_the_same(comm: MPI.
     first(torch.tensor([1])).sum().backward()
     optimizer.step()
     assert torch.equal(second.weight, before) and len(optimizer.table_reports) == 2
-
-
-def test_wrapping_does_not_look_through_the_heap_once_a_module(comm: MPI.Intracomm) -> None:
-    few, many = (nn.ModuleList(nn.Linear(1, 1) for _ in range(count)) for count in (5, 500))
-    taken = []
-    for modules in (few, many):
-        began = time.perf_counter()
-        sparse_tables(list(modules.parameters()))
-        taken.append(time.perf_counter() - began)
-    assert taken[1] < 20 * taken[0] + 1.0
 
 
 def test_a_saved_training_continues_bit_for_bit_and_a_copy_goes_on_alike(comm: MPI.Intracomm) -> None:

@@ -290,15 +290,18 @@ def test_a_state_of_another_rank_or_of_other_ranks_is_refused_on_all(comm: MPI.I
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
-    ("library", "method", "steps", "measure", "settings"),
+    ("library", "method", "steps", "measure", "ranks_per_host", "missing"),
     [
-        ("MPI", "oktopk", 0, False, {}),
-        ("MPI", "oktopk", 3, True, {}),
+        ("MPI", "oktopk", 0, False, 0, 0),
+        ("MPI", "oktopk", 3, True, 0, 0),
         # the control operations of methods differ, what ends the waiting does not
-        pytest.param("MPI", "dense", 3, False, {}, marks=pytest.mark.long),
-        pytest.param("MPI", "gtopk", 3, False, {}, marks=pytest.mark.long),
-        pytest.param("gloo", "oktopk", 3, False, {}, marks=pytest.mark.long),
-        ("gloo", "oktopk", 3, False, {"levels": "hosts", "ranks_per_host": 2}),
+        pytest.param("MPI", "dense", 3, False, 0, 0, marks=pytest.mark.long),
+        pytest.param("MPI", "gtopk", 3, False, 0, 0, marks=pytest.mark.long),
+        pytest.param("gloo", "oktopk", 3, False, 0, 0, marks=pytest.mark.long),
+        ("gloo", "oktopk", 3, False, 2, 0),
+        # alone on its host, the second one, or without a shard
+        ("MPI", "oktopk", 1, False, 2, -1),
+        ("MPI", "oktopk", 1, False, 3, -1),
     ],
 )
 def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
@@ -309,24 +312,28 @@ def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
     method: str,
     steps: int,
     measure: bool,
-    settings: dict[str, Any],
+    ranks_per_host: int,
+    missing: int,
 ) -> None:
     monkeypatch.setattr("collectives.limit._ANSWER", 10.0 if steps else 1.5)
     over = comm if library == "MPI" else request.getfixturevalue("group")
-    chosen: dict[str, Any] = {"density": 0.1, "timeout": 0.5, "threshold_interval": 2} | settings
+    missing %= comm.size
+    chosen: dict[str, Any] = {"density": 0.1, "timeout": 0.5, "threshold_interval": 2}
+    if ranks_per_host:
+        chosen |= {"levels": "hosts", "ranks_per_host": ranks_per_host}
     reducer = GradientAllreduce(over, 100, method, **chosen)
     gradient = np.arange(100, dtype=np.float32)
     for _ in range(steps):
         reducer.step(gradient, measure=measure)
     comm.Barrier()
-    if comm.rank == 0:
+    if comm.rank == missing:
         time.sleep(1.5 if steps else 2.5)  # it comes while the others wait to hear of each other, or later
     began = time.monotonic()
     with pytest.raises(
-        MissingRanksError, match=rf"step {steps}: rank\(s\) 0 did not come within 0\.5 s"
+        MissingRanksError, match=rf"step {steps}: rank\(s\) {missing} did not come within 0\.5 s"
     ) as caught:
         reducer.step(gradient, measure=measure)
-    assert caught.value.ranks == [0]
+    assert caught.value.ranks == [missing]
     with pytest.raises(MissingRanksError):  # nothing goes on after that
         reducer.step(gradient)
     assert time.monotonic() - began < 60
