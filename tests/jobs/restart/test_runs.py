@@ -1,6 +1,6 @@
 """Training that is interrupted, damaged or wrong and started again, in one job: what other ranks and files see of it.
 
-What needs processes that die, hang or are started anew is in test_faults.py and test_checkpoint_training.py.
+What needs processes that die, hang or are started anew is in test_faults.py.
 """
 
 from __future__ import annotations
