@@ -57,7 +57,10 @@ def unreadable_on_rank_1(config: Any, *, rank: int, size: int) -> Workload:
 def test_what_cannot_be_done_is_said_once_and_ends_every_rank_alike(
     comm: MPI.Intracomm, folder: Path
 ) -> None:
-    path = folder / "run.h5"
+    path, taken = folder / "run.h5", folder.with_name("taken.h5")
+    if comm.rank == 0:
+        taken.write_text("precious")
+    comm.barrier()
     samples = comm.size * (899 // comm.size + 1)
     for overrides, message in (
         (
@@ -66,6 +69,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank_alike(
         ),
         (["model.width=0.0"], r"model\.width = 0\.0: Input should be greater than 0"),
         ([f"run.file={folder}"], rf"run file {folder} is not a regular file"),
+        ([f"run.file={taken}"], rf"run file {taken} exists: choose another name \(run\.file\) or allow .*"),
         ([f"training.batch_size={samples // comm.size}"], rf"899 samples are fewer than .*{samples}.*"),
         (["data.name=prepared", f"data.path={folder}/none.h5"], rf"{folder}/none\.h5: no such file.*"),
         (["model.width=0.001"], r"model: width 0\.001 leaves no channel.*"),
@@ -88,6 +92,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank_alike(
     assert status == 2
     assert re.fullmatch(r"jobs\.train: rank 1: .*Permission denied: 'data\.h5'\n", said)
     assert list(folder.iterdir()) == []
+    assert taken.read_text() == "precious"
     comm.barrier()
     # not before, but in training: the progress bar comes first
     status, said = train(comm, path, "optimizer.lr=1e30", "model.width=0.0625", "training.steps=20")
