@@ -327,7 +327,7 @@ def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
         reducer.step(gradient, measure=measure)
     comm.Barrier()
     if comm.rank == missing:
-        time.sleep(1.5 if steps else 2.5)  # it comes while the others wait to hear of each other, or later
+        time.sleep(1.0 if steps else 2.0)  # it comes while the others wait to hear of each other, or later
     began = time.monotonic()
     with pytest.raises(
         MissingRanksError, match=rf"step {steps}: rank\(s\) {missing} did not come within 0\.5 s"
@@ -372,7 +372,7 @@ def test_ranks_that_do_not_come_to_a_construction_are_named_by_all(
     missing = comm.size - 1
     comm.Barrier()
     if comm.rank == missing:
-        time.sleep(1.5)  # the others have given up, and wait to hear of each other
+        time.sleep(1.0)  # the others have given up, and wait to hear of each other
     if comm.rank != missing or comes == "late":
         began = time.monotonic()
         with pytest.raises(
@@ -394,7 +394,7 @@ def test_a_state_that_one_rank_does_not_load_names_it(
     state = optimizer.state_dict()
     comm.Barrier()
     if comm.rank == comm.size - 1:
-        time.sleep(1.5)
+        time.sleep(1.0)
     with pytest.raises(MissingRanksError, match=rf"load_state_dict: rank\(s\) {comm.size - 1} did not come"):
         optimizer.load_state_dict(state)
     optimizer.close()
