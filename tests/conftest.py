@@ -46,21 +46,25 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("same_on_all_ranks")
 
-# Tests of a single process that take 10 s or more: first, so that no process is left with one of them at the end.
-LONGEST = (
+# Tests of a single process that start several: ranks that wait take cores from each other, so one worker runs them all, one
+# job at a time, beside all other tests. They come first, so that no worker is left with them at the end.
+STARTING_RANKS = (
     "tests/jobs/restart/test_faults.py",
-    "tests/jobs/bench/test_net.py",
-    "tests/oktopk/doctor/test_doctor.py",
     "tests/jobs/train/test_ranks.py",
+    "tests/jobs/experiment/test_experiment.py",
+    "tests/jobs/bench/test_bench.py",
+    "tests/jobs/bench/test_net.py",
+    "tests/oktopk/test_torchrun.py",
+    "tests/test_multirank_reporting.py",
+)
+# Others that take 10 s or more: second, for the same reason.
+LONGEST = (
+    "tests/jobs/train/test_train.py",
+    "tests/oktopk/doctor/test_doctor.py",
     "tests/jobs/restart/test_watchdog.py",
     "tests/oktopk/test_kernels_compile.py",
-    "tests/jobs/train/test_train.py",
     "tests/test_examples.py",
-    "tests/jobs/experiment/test_experiment.py",
-    "tests/test_multirank_reporting.py",
-    "tests/jobs/bench/test_bench.py",
     "tests/collectives/test_compiled.py",
-    "tests/oktopk/test_torchrun.py",
 )
 NO_GPU = "no GPU"  # the reason that the marks of such tests give
 
@@ -108,13 +112,34 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             plugin._is_testing_mpi = False  # spares every report its lines about mpi4py's build
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Workers that share files take those of STARTING_RANKS as one; None: workers that share otherwise do so."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class OneJobAtATime(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "starting ranks" if file in STARTING_RANKS else file
+
+    return OneJobAtATime(config, log)
+
+
+def turn(item: pytest.Item) -> int:
+    """Tests of a lower number come first."""
+    file = item.nodeid.partition("::")[0]
+    return next((at for at, files in enumerate((STARTING_RANKS, LONGEST)) if file in files), 2)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests that need a GPU where there is none, and on a host that stands in for GPUs all the others.
 
     Thousands of skips would hide the others.
     """
-    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in LONGEST)
+    items.sort(key=turn)
     if host_cuda.installed():
         others = [item for item in items if not for_gpus(item)]
         items[:] = [item for item in items if for_gpus(item)]

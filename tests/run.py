@@ -68,7 +68,7 @@ HOST_CUDA_RANKS_TESTS = (
     "tests/oktopk/test_executors.py",
     "tests/oktopk/test_dense_on_gpus.py",
     "tests/oktopk/test_deferred_peers.py",
-    "tests/oktopk/test_buckets_peers.py",
+    "tests/oktopk/test_buckets.py",
     "tests/oktopk/test_gradient_tensors.py",
     "tests/oktopk/test_gradients_in_place.py",
     "tests/oktopk/test_overflow.py",

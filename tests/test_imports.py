@@ -210,6 +210,7 @@ exec(sys.argv[1])
         "import oktopk.torch.optimizer, torch; oktopk.average_buffers(torch.nn.BatchNorm1d(3))",
         "import jobs.train.__main__",
         "import jobs.bench.job",
+        "from jobs.bench.__main__ import main; main(['--help'])",
         "import oktopk.doctor.probe as probe; probe.main(['host', 'nowhere'])",
         "import pytest; pytest.main(['--with-mpi', '-m', 'mpi', '--collect-only', 'tests/collectives/test_traffic.py'])",
     ],

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST, STARTING_RANKS
 from tests.run import (
     ALL_TESTS,
     FOR_ANY_RANKS,
@@ -139,10 +140,28 @@ def test_every_test_of_communication_or_of_four_ranks_is_run_by_default() -> Non
                 assert named & {*ON_MANY_RANKS, *HOST_CUDA_RANKS[4][1]}, named
 
 
+def test_files_that_come_first_are_there() -> None:
+    assert [file for file in (*STARTING_RANKS, *LONGEST) if not (ROOT / file).is_file()] == []
+
+
+def test_contributing_lists_what_only_test_all_runs_and_nothing_that_is_gone() -> None:
+    listed = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("What only make test-all holds")[2]
+    left_out: set[str] = set()
+    there: set[str] = set()
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        text = file.read_text("utf-8")
+        there |= {file.stem, *re.findall(r"^def (test_\w+)", text, re.MULTILINE)}
+        if f"`{file.name}`" not in listed:  # which stands for all tests in it
+            left_out |= {*re.findall(r"mark\.long.*?^def (test_\w+)", text, re.MULTILINE | re.DOTALL)}
+    named = {*re.findall(r"\btest_\w+", listed)}
+    assert len(left_out) > 20
+    assert (left_out - named, named - there) == (set(), set())
+
+
 @pytest.mark.parametrize("file", [*HOST_CUDA_SINGLE, *HOST_CUDA_RANKS_TESTS])
 def test_a_file_for_kernels_on_the_host_has_tests_that_are_marked_for_gpus(file: str) -> None:
     """Others are left out there, as tests/conftest.py does by their marks."""
-    assert re.search(r"\bDEVICES\b|\bgpus\(\)", (ROOT / file).read_text("utf-8"))
+    assert re.search(r"\bDEVICES\b|\bgpus\(\)|\b(cuda|device): str", (ROOT / file).read_text("utf-8"))
 
 
 def test_tests_that_need_a_gpu_are_left_out_where_there_is_none(tmp_path: Path) -> None:

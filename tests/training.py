@@ -1,11 +1,35 @@
-"""What tests of training on several ranks share: batches of a rank, a loss, all parameters as one vector."""
+"""What tests of training on several ranks share: a network, batches of a rank, losses, all parameters as one vector."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+
+from oktopk import DistributedOptimizer
+
+
+def network(seed: int = 5) -> nn.Module:
+    """20 inputs, seven outputs, statistics of batches."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 7))
+
+
+def wrapped(model: nn.Module, comm: Any, **settings: Any) -> DistributedOptimizer:
+    """SGD with momentum around all parameters of a model."""
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return DistributedOptimizer(inner, comm, **{"density": 0.05, "threshold_interval": 3} | settings)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    """Steps on the batches of a rank with these numbers."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss(model, rank, step).backward()
+        optimizer.step()
 
 
 def inputs(rank: int, step: int) -> torch.Tensor:

@@ -51,10 +51,6 @@ def test_balancing_is_for_more_than_the_trigger_times_the_mean(
     assert needs_balancing(np.array(counts, np.int64), trigger) is needed
 
 
-def test_the_default_trigger_never_fires_on_four_ranks() -> None:
-    assert not needs_balancing(np.array([10**9, 0, 0, 0]), 4.0)
-
-
 def blocks_of(counts: list[int]) -> NDArray[np.void]:
     """The blocks of all ranks in rank order: a count of entries each."""
     blocks = np.zeros(sum(counts), ENTRY)

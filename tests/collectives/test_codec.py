@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.allgatherv import balance_and_allgatherv
 from collectives.codec import DAMAGES, PLAIN, VALUE_BITS, WIRES, CodedEntries, make_codec, wire_layout
 from collectives.cpu import kernels
-from collectives.mpi import MpiTransport, connect
-from collectives.sparse import ENTRY, MAX_LENGTH, SparseVector
-from collectives.split_and_reduce import split_and_reduce
+from collectives.sparse import ENTRY, MAX_LENGTH
 from collectives.workspace import Workspace
 from tests.inputs import UGLY_LISTS, entries_with
 
@@ -263,110 +258,6 @@ def test_a_wire_array_of_another_width_is_refused() -> None:
         match=rf"^a wire array of {wire.nbytes} bytes is not of 300 int4 entries in \[0, 1000\), which",
     ):
         Wire("int4").decode(wire, 300, 0, 1000)
-
-
-# between ranks
-
-
-@pytest.fixture
-def transport(comm: MPI.Intracomm) -> Iterator[MpiTransport]:
-    made = connect(comm)
-    yield made
-    made.close()
-
-
-def codec_of(name: str, transport: MpiTransport) -> Any:
-    return make_codec(name, transport.kernels, transport.workspace, transport.size)
-
-
-def selection(transport: MpiTransport, length: int) -> SparseVector:
-    rng = np.random.default_rng((transport.rank, length))
-    indices = np.flatnonzero(rng.random(length) < 0.1)
-    return SparseVector(entries_with(indices, rng.integers(1, 99, len(indices))), length)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("bucket_rounds", [1, 8])
-def test_regions_get_what_the_codec_makes_of_the_entries(transport: MpiTransport, bucket_rounds: int) -> None:
-    length, rank, comm = 4000, transport.rank, transport.comm
-    boundaries = length * np.arange(transport.size + 1, dtype=np.int64) // transport.size
-    boundaries[1:-1] += 100
-    sums, sent = {}, {}
-    for name in WIRES:
-        packed, codec = selection(transport, length), codec_of(name, transport)
-        before = packed.to_dense()
-        transport.take_traffic()
-        lists = split_and_reduce(packed, boundaries, transport, bucket_rounds=bucket_rounds, codec=codec)
-        sums[name] = lists.sums().copy()
-        sent[name] = transport.take_traffic()
-        assert comm.allgather(codec.take_damage()) == [""] * transport.size
-        if codec.rounds:
-            errors = packed.to_dense()
-            own = slice(boundaries[rank], boundaries[rank + 1])
-            arrived = comm.allreduce(before - errors)
-            assert not errors[own].any()
-            assert np.allclose(SparseVector(sums[name], length).to_dense()[own], arrived[own], rtol=1e-5)
-    assert sums["float32"].tobytes() == sums["plain"].tobytes()
-    assert len({traffic.messages for traffic in sent.values()}) == 1
-    total = [comm.allreduce(sent[name].bytes) for name in WIRES]
-    assert total == sorted(total, reverse=True)
-    assert transport.size == 1 or len(set(total)) == len(total)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("trigger", [0.0, 100.0], ids=["balanced", "as it is"])
-@pytest.mark.parametrize("name", VALUE_BITS)
-def test_blocks_are_gathered_alike_on_all_ranks_and_errors_stay_with_their_owner(
-    transport: MpiTransport, name: str, trigger: float
-) -> None:
-    size, rank = transport.size, transport.rank
-    counts = np.array([900, *[60] * (size - 1)], np.int64)
-    boundaries = np.concatenate([[0], 10_000 + 2000 * np.arange(size)])
-    rng = np.random.default_rng(5)
-    blocks = [
-        entries_with(np.sort(rng.choice(np.arange(a, b), n, replace=False)), rng.standard_normal(n))
-        for n, a, b in zip(counts, boundaries, boundaries[1:], strict=False)
-    ]
-    everything, kept, codec = np.concatenate(blocks), blocks[rank].copy(), codec_of(name, transport)
-    length = int(boundaries[-1])
-    transport.take_traffic()
-    gathered = balance_and_allgatherv(
-        kept, counts, length, transport, trigger, codec, boundaries
-    ).entries.copy()
-    sent = transport.comm.allreduce(transport.take_traffic().bytes)
-    assert len(set(transport.comm.allgather(gathered.tobytes()))) == 1
-    assert np.array_equal(gathered["index"], everything["index"])
-    if size == 1 or name == "float32":
-        assert gathered.tobytes() == everything.tobytes()
-        return
-    own = slice(int(counts[:rank].sum()), int(counts[: rank + 1].sum()))
-    assert not np.array_equal(gathered["value"], everything["value"])
-    assert np.array_equal(kept["value"], everything["value"][own] - gathered["value"][own])
-    assert sent < 8 * len(everything) * (size - 1) + (trigger == 0) * 8 * len(everything)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("kind", ["truncated", "an index beyond"])
-def test_a_block_that_is_no_encoding_raises_on_all_ranks(transport: MpiTransport, kind: str) -> None:
-    codec, counts = codec_of("int8", transport), np.full(transport.size, 500, np.int64)
-    boundaries = 5000 * np.arange(transport.size + 1)
-    encode = codec.encode
-
-    def encode_badly(entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
-        encode(entries, lower, upper, wire, dest)
-        if transport.rank == 1:
-            damaged(kind, wire.view(np.uint32), wire_layout(8, len(entries), lower, upper))
-
-    codec.encode = encode_badly
-    kept = entries_with(boundaries[transport.rank] + 9 * np.arange(500), np.ones(500))
-    raised = ""
-    try:
-        balance_and_allgatherv(
-            kept, counts, int(boundaries[-1]), transport, codec=codec, boundaries=boundaries
-        )
-    except ValueError as error:
-        raised = str(error)
-    assert transport.comm.allgather("came from rank 1: " in raised) == [True] * transport.size
 
 
 def test_plain_entries_are_neither_copied_nor_changed() -> None:

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from collectives.transport import MissingRanksError
 from tests.devices import get, gpus, put, use
+from tests.rows import narrowed, widened
 
 pytestmark = [pytest.mark.skipif(not gpus(), reason="no GPU"), pytest.mark.mpi(max_size=8)]
-TYPES = ("float32", "bfloat16", "float16")
+TYPES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 LENGTHS = (1, 2, 7, 8, 9, 1000, 4097, 70_001)
 """The last one takes several tiles, a block each; blocks send several tiles in `short_rings`."""
 
@@ -58,25 +59,6 @@ def algorithms(dense: Any, nbytes: int) -> list[str]:
     return [name for name in ALGORITHMS if dense.can_run(name, nbytes)]
 
 
-def stored(values: NDArray[np.float32], element_type: str) -> NDArray[Any]:
-    """As a vector of the element type holds them: bfloat16 by its bits, rounded to nearest even."""
-    if element_type == "float32":
-        return values
-    if element_type == "float16":
-        with np.errstate(over="ignore"):
-            return values.astype(np.float16)
-    bits = values.view(np.uint32).astype(np.uint64)
-    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    rounded[np.isnan(values)] = 0x7FFF
-    return rounded
-
-
-def widened(vector: NDArray[Any]) -> NDArray[np.float32]:
-    if vector.dtype == np.uint16:
-        return (vector.astype(np.uint32) << 16).view(np.float32)
-    return vector.astype(np.float32)
-
-
 def tree_sum(vectors: list[NDArray[np.float32]]) -> NDArray[np.float32]:
     """Neighbours first, in float32: what every algorithm must give, bit for bit."""
     while len(vectors) > 1:
@@ -91,8 +73,12 @@ def expected(
     vectors: list[NDArray[Any]], element_type: str, scale: float = 1.0, addend: NDArray[Any] | None = None
 ) -> NDArray[Any]:
     with np.errstate(over="ignore", invalid="ignore"):
-        total = stored(tree_sum([widened(each) for each in vectors]) * np.float32(scale), element_type)
-        return total if addend is None else stored(widened(total) + widened(addend), element_type)
+        total = tree_sum([widened(each, element_type) for each in vectors]) * np.float32(scale)
+        rounded: NDArray[Any] = narrowed(total, element_type)
+        if addend is None:
+            return rounded
+        more = widened(rounded, element_type) + widened(addend, element_type)
+        return narrowed(more, element_type)  # type: ignore[no-any-return]
 
 
 def vector_of(rank: int, length: int, element_type: str, seed: int = 0) -> NDArray[Any]:
@@ -101,10 +87,24 @@ def vector_of(rank: int, length: int, element_type: str, seed: int = 0) -> NDArr
     values = (rng.standard_normal(length) ** 3).astype(np.float32)
     values[::7] = -0.0
     values[3::11] = np.float32(1e-41) * (rank + 1)
-    vector = stored(values, element_type)
+    vector: NDArray[Any] = narrowed(values, element_type)
     if element_type == "float32":
         vector.view(np.uint32)[5::13] = 1 + np.arange(len(vector[5::13]), dtype=np.uint32) % 40
     return vector
+
+
+def enqueue(dense: Any, array: Any, out: Any = None, **options: Any) -> None:
+    """Put the sum of an array on the stream, in place or into `out`."""
+    (kind,) = (name for name, dtype in TYPES.items() if dtype == array.dtype)
+    target = array if out is None else out
+    dense.enqueue(array.data.ptr, target.data.ptr, 0, array.size, kind, **options)
+
+
+def summed(dense: Any, array: Any, out: Any = None, **options: Any) -> NDArray[Any]:
+    """The sum of an array once it is there, in place or in `out`."""
+    enqueue(dense, array, out, **options)
+    dense.check()
+    return get(array if out is None else out)
 
 
 def misaligned(array: NDArray[Any], elements: int) -> Any:
@@ -117,20 +117,20 @@ def misaligned(array: NDArray[Any], elements: int) -> Any:
 
 
 @pytest.mark.parametrize("element_type", TYPES)
-def test_sums_are_those_of_the_tree_whatever_the_length_and_the_algorithm(
+def test_sums_are_those_of_the_tree_and_nothing_beside_them_is_written(
     comm: MPI.Intracomm, dense: Any, element_type: str
 ) -> None:
+    """Whatever the length and the algorithm."""
     for length in LENGTHS:
         vectors = [vector_of(rank, length, element_type) for rank in range(comm.size)]
         want = expected(vectors, element_type)
         for algorithm in algorithms(dense, vectors[0].nbytes):
-            array, out = put("cuda", vectors[comm.rank]), put("cuda", np.full_like(vectors[0], 77))
-            dense.enqueue(array.data.ptr, out.data.ptr, 0, length, element_type, algorithm=algorithm)
-            dense.check()
-            np.testing.assert_array_equal(
-                get(out).view(np.uint8), want.view(np.uint8), f"{algorithm} {length}"
-            )
+            array = put("cuda", vectors[comm.rank])
+            guarded = put("cuda", np.full(length + 64, 77, array.dtype))
+            got = summed(dense, array, guarded[32:-32], algorithm=algorithm)
+            np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8), f"{algorithm} {length}")
             assert get(array).tobytes() == vectors[comm.rank].tobytes()
+            assert (np.delete(get(guarded), np.s_[32 : 32 + length]) == 77).all(), (algorithm, length)
 
 
 @pytest.mark.parametrize("element_type", TYPES)
@@ -146,29 +146,13 @@ def test_neither_alignment_nor_place_nor_neighbours_change_a_bit(
         for algorithm in algorithms(dense, vectors[0].nbytes):
             kept = array.copy()
             out = misaligned(np.zeros_like(vectors[0]), elements)
-            dense.enqueue(kept.data.ptr, kept.data.ptr, 0, length, element_type, algorithm=algorithm)
-            dense.enqueue(array.data.ptr, out.data.ptr, 0, length, element_type, algorithm=algorithm)
-            dense.check()
-            assert get(kept).tobytes() == get(out).tobytes() == want.tobytes()
+            enqueue(dense, kept, algorithm=algorithm)
+            got = summed(dense, array, out, algorithm=algorithm)
+            assert get(kept).tobytes() == got.tobytes() == want.tobytes()
     part = [vector[1000:1777] for vector in vectors]  # as a vector of its own
     out = dense.dense_allreduce(put("cuda", part[comm.rank].copy()))
     dense.check()
     assert get(out).tobytes() == want[1000:1777].tobytes()
-
-
-@pytest.mark.parametrize("element_type", TYPES)
-def test_nothing_beside_out_is_written(comm: MPI.Intracomm, dense: Any, element_type: str) -> None:
-    for length in (1, 7, 4099):
-        vectors = [vector_of(rank, length, element_type, 7) for rank in range(comm.size)]
-        for algorithm in algorithms(dense, vectors[0].nbytes):
-            guarded = put("cuda", np.full(length + 64, 77, vectors[0].dtype))
-            pointer = guarded[32:].data.ptr
-            array = put("cuda", vectors[comm.rank])
-            dense.enqueue(array.data.ptr, pointer, 0, length, element_type, algorithm=algorithm)
-            dense.check()
-            written = get(guarded)
-            assert written[32:-32].tobytes() == expected(vectors, element_type).tobytes()
-            assert (np.delete(written, np.s_[32 : 32 + length]) == 77).all(), (algorithm, length)
 
 
 @pytest.mark.parametrize("element_type", TYPES)
@@ -197,14 +181,9 @@ def test_what_is_not_finite_is_counted_alike_on_all_ranks_and_stays(comm: MPI.In
     vector[9] = largest  # whose sum overflows on two ranks or more
     bad = 2 + (comm.size > 1)
     for algorithm in algorithms(dense, vector.nbytes):
-        array, count = put("cuda", vector), put("cuda", np.zeros(1, np.uint32))
-        pointer = array.data.ptr
-        dense.enqueue(
-            pointer, pointer, 0, len(vector), "float32", nonfinite=count.data.ptr, algorithm=algorithm
-        )
-        dense.check()
+        count = put("cuda", np.zeros(1, np.uint32))
+        total = summed(dense, put("cuda", vector), algorithm=algorithm, nonfinite=count.data.ptr)
         assert get(count)[0] == bad
-        total = get(array)
         assert np.isnan(total[3])
         assert total[1700] == np.inf
         assert np.isinf(total[9]) == (comm.size > 1)
@@ -224,7 +203,7 @@ def test_many_calls_of_many_lengths_never_read_what_another_call_sent(
         array = put("cuda", vectors[comm.rank])
         if call % 7 == comm.rank:
             time.sleep(0.002)
-        dense.enqueue(array.data.ptr, array.data.ptr, 0, length, "float32", algorithm=algorithm)
+        enqueue(dense, array, algorithm=algorithm)
         if call % 3 == 0:
             dense.check()
         assert get(array).tobytes() == expected(vectors, "float32").tobytes(), (call, algorithm)
@@ -246,8 +225,7 @@ def test_rings_go_round_within_a_launch_and_on_from_one_to_the_next(
         if first // 4 % comm.size == comm.rank:
             time.sleep(0.002)
         for array, _, algorithm in queued:
-            pointer = array.data.ptr
-            short_rings.enqueue(pointer, pointer, 0, array.size, "float32", algorithm=algorithm)
+            enqueue(short_rings, array, algorithm=algorithm)
         short_rings.check()
         for array, want, algorithm in queued:
             assert get(array).tobytes() == want.tobytes(), (first, algorithm, array.size)
@@ -263,9 +241,7 @@ def test_a_captured_call_is_replayed_with_new_contents(comm: MPI.Intracomm, dens
         dense.check()
         with stream:
             stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
-            dense.enqueue(
-                array.data.ptr, out.data.ptr, 0, length, "float32", stream=stream.ptr, algorithm=algorithm
-            )
+            enqueue(dense, array, out, stream=stream.ptr, algorithm=algorithm)
             graph = stream.end_capture()
         for replay in range(5):
             vectors = [vector_of(rank, length, "float32", replay) for rank in range(comm.size)]
@@ -292,15 +268,13 @@ def test_ten_thousand_replays_never_give_the_sum_of_another_call(comm: MPI.Intra
     mine = put("cuda", np.concatenate([each[comm.rank] for each in vectors]))
     for algorithm in algorithms(dense, 4 * length):
         out = put("cuda", np.zeros(3 * length, np.float32))
-        dense.enqueue(mine.data.ptr, out.data.ptr, 0, length, "float32", algorithm=algorithm)
-        dense.check()
+        summed(dense, mine[:length], out, algorithm=algorithm)
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:
             wrong = cupy.zeros(1, np.int64)
             stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
             for at in range(0, 3 * length, length):
-                source, target = mine[at:].data.ptr, out[at:].data.ptr
-                dense.enqueue(source, target, 0, length, "float32", stream=stream.ptr, algorithm=algorithm)
+                enqueue(dense, mine[at : at + length], out[at:], stream=stream.ptr, algorithm=algorithm)
             graph = stream.end_capture()
             for replay in range(replays):
                 out[...] = 0
@@ -327,10 +301,8 @@ def test_flags_of_one_shot_that_come_again_meet_no_old_ones(
 
     def check(length: int, seed: int) -> None:
         vectors = [vector_of(rank, length, "float32", seed) for rank in range(comm.size)]
-        array = put("cuda", vectors[comm.rank])
-        dense.enqueue(array.data.ptr, array.data.ptr, 0, length, "float32", algorithm="one_shot")
-        dense.check()
-        assert get(array).tobytes() == expected(vectors, "float32").tobytes(), seed
+        got = summed(dense, put("cuda", vectors[comm.rank]), algorithm="one_shot")
+        assert got.tobytes() == expected(vectors, "float32").tobytes(), seed
 
     for launch in range(1, 9):
         check(1, launch)
@@ -352,8 +324,7 @@ def test_traffic_is_counted(comm: MPI.Intracomm, dense: Any) -> None:
     for algorithm in algorithms(dense, 4 * length):
         traffic = dense.transport.traffic
         before, flags = traffic.bytes, traffic.control_bytes
-        dense.enqueue(array.data.ptr, array.data.ptr, 0, length, "float32", algorithm=algorithm)
-        dense.check()
+        summed(dense, array, algorithm=algorithm)
         sent = int(4 * length * times.get(algorithm, 2 * others / comm.size))
         assert traffic.bytes - before == sent
         assert traffic.control_bytes - flags == int(sent * flags_of.get(algorithm, 0))
@@ -474,7 +445,7 @@ def test_lines_are_left_to_gpus_that_are_all_joined(
     assert get(array).tobytes() == expected(vectors, "float32").tobytes()
     if comm.size > 1:
         with pytest.raises(ValueError, match="lines takes no vector of 200000 bytes here"):
-            dense.enqueue(array.data.ptr, array.data.ptr, 0, 50_000, "float32", algorithm="lines")
+            enqueue(dense, array, algorithm="lines")
     dense.close()
 
 
@@ -486,22 +457,16 @@ def test_bytes_are_off_by_half_a_unit_of_their_line_and_the_same_on_all_ranks(
         pytest.skip("the GPUs are not joined by NVLink")
     for length in (1, 119, 5003, 70_001):
         vectors = [vector_of(rank, length, element_type) for rank in range(comm.size)]
-        array = put("cuda", vectors[comm.rank])
-        dense.enqueue(array.data.ptr, array.data.ptr, 0, length, element_type, algorithm="int8")
-        dense.check()
-        got = get(array)
+        got = summed(dense, put("cuda", vectors[comm.rank]), algorithm="int8")
         assert len(set(comm.allgather(got.tobytes()))) == 1
-        exact = sum(widened(vector).astype(np.float64) for vector in vectors)
+        floats = [widened(vector, element_type).astype(np.float64) for vector in vectors]
         # a unit is at most the largest element over 127; all but the owner's part are rounded, and the sum
-        largest = sum(float(abs(widened(vector)).max()) for vector in vectors)
+        largest = sum(float(abs(each).max()) for each in floats)
         rounding = 0.0 if element_type == "float32" else 2.0**-8 * largest
-        assert abs(widened(got) - exact).max() <= 1.01 * largest / 127 + 3 * rounding
+        assert abs(widened(got, element_type) - sum(floats)).max() <= 1.01 * largest / 127 + 3 * rounding
     bad = np.ones(3000, np.float32)
     bad[1234] = np.inf if comm.rank == comm.size - 1 else 1.0
-    array = put("cuda", bad)
-    dense.enqueue(array.data.ptr, array.data.ptr, 0, len(bad), "float32", algorithm="int8")
-    dense.check()
-    nonfinite = ~np.isfinite(get(array))
+    nonfinite = ~np.isfinite(summed(dense, put("cuda", bad), algorithm="int8"))
     assert nonfinite[1234]
     assert nonfinite.sum() <= 120
 
@@ -524,15 +489,14 @@ def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(
     begun = time.monotonic()
     if comm.rank != 1:
         with pytest.raises(MissingRanksError, match="rank.* 1 did not come within 3 s") as raised:
-            dense.enqueue(array.data.ptr, array.data.ptr, 0, 5000, "float32", algorithm=algorithm)
-            dense.check()
+            summed(dense, array, algorithm=algorithm)
         assert raised.value.ranks == [1]
         assert 2.9 <= time.monotonic() - begun < 60
         with pytest.raises(RuntimeError, match="aborted"):
             dense.dense_allreduce(array)
     comm.Barrier()
     if comm.rank == 1:  # too late: with two ranks the other one has sent all of its part
-        dense.enqueue(array.data.ptr, array.data.ptr, 0, 5000, "float32", algorithm=algorithm)
+        enqueue(dense, array, algorithm=algorithm)
         cupy.cuda.get_current_stream().synchronize()
         with pytest.raises(MissingRanksError, match=r"rank.* 1 did not come"):
             dense.raise_if_aborted()  # what the kernel itself has found, without a look of the host
@@ -541,7 +505,9 @@ def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(
 
 
 @pytest.mark.mpi(min_size=2, max_size=8)
-def test_a_rank_that_raises_ends_the_others_at_once(comm: MPI.Intracomm) -> None:
+def test_a_rank_that_raises_ends_the_others_at_once_and_another_sum_works(comm: MPI.Intracomm) -> None:
+    from collectives.cuda.dense_p2p import DenseP2P
+
     dense = make(comm)
     array = put("cuda", np.ones(5000, np.float32))
     comm.Barrier()
@@ -549,29 +515,10 @@ def test_a_rank_that_raises_ends_the_others_at_once(comm: MPI.Intracomm) -> None
         dense.abort()
     else:
         with pytest.raises(RuntimeError, match="rank 0 raised an error of its own"):
-            dense.dense_allreduce(array)
-            dense.check()
-    comm.Barrier()
-    dense.close()
-
-
-@pytest.mark.mpi(min_size=2, max_size=8)
-def test_after_an_abort_another_one_on_the_same_device_works(comm: MPI.Intracomm) -> None:
-    from collectives.cuda.dense_p2p import DenseP2P
-
-    dense = make(comm)
-    array = put("cuda", np.ones(500, np.float32))
-    comm.Barrier()
-    if comm.rank == 0:
-        dense.abort()
-    else:
-        with pytest.raises(RuntimeError, match="rank 0 raised"):
-            dense.dense_allreduce(array.copy())
-            dense.check()
+            summed(dense, array.copy())
     comm.Barrier()
     again = DenseP2P(dense.transport, dense._device, measure=())
-    assert (get(again.dense_allreduce(array)) == comm.size).all()
-    again.check()
+    assert (summed(again, array) == comm.size).all()
     again.close()
     dense.close()
 
@@ -616,7 +563,7 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_is_launched(
     with pytest.raises(ValueError, match="out overlaps addend"):
         dense.dense_allreduce(array[:16], array[40:56], addend=array[32:48])
     with pytest.raises(ValueError, match="one_shot takes no vector of 4000000 bytes"):
-        dense.enqueue(array.data.ptr, array.data.ptr, 0, 10**6, "float32", algorithm="one_shot")
+        enqueue(dense, cupy.zeros(10**6, np.float32), algorithm="one_shot")
     assert all(dense.can_run(dense.algorithm_for(2**i), 2**i) for i in range(2, 30))
     dense.dense_allreduce(array[:0])  # nothing to sum
     dense.check()

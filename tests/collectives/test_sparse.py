@@ -39,13 +39,6 @@ def test_a_vector_holds_exactly_the_pairs_it_was_made_from(case: tuple[int, dict
     assert vector.to_dense().tolist() == [pairs.get(i, 0.0) for i in range(length)]
 
 
-def test_an_empty_vector_is_dense_zeros() -> None:
-    vector = SparseVector.empty(3)
-    assert vector.nnz == 0
-    assert vector.to_dense().tolist() == [0, 0, 0]
-    assert SparseVector.from_pairs(np.empty(0, np.int32), np.empty(0, np.float32), 3).nnz == 0
-
-
 def test_indices_and_values_are_views() -> None:
     vector = SparseVector.from_pairs(np.array([1, 2]), np.array([1.0, 2.0]), 3)
     vector.values[:] = 9

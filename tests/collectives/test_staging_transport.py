@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives.dense_allreduce import DenseAllreduce
 from collectives.mpi import MpiTransport
 from collectives.staging import StagingBuffers, size_class
 from collectives.traffic import Traffic
@@ -122,26 +121,6 @@ def test_what_was_prepared_in_vain_is_forgotten(transport: FakeDeviceTransport) 
         assert incoming.tolist() == [10 * step + source] * 50
     # no more with every step
     assert len(transport.stream.pinned_memory) <= 5
-
-
-@pytest.mark.mpi
-def test_a_dense_allreduce_gives_the_bits_and_counts_the_words_of_the_host(
-    comm: MPI.Intracomm, transport: FakeDeviceTransport
-) -> None:
-    host = MpiTransport(comm)
-    for length in [*range(18), 1000, 10_007]:
-        vector = np.random.default_rng((length, comm.rank)).standard_normal(length).astype(np.float32)
-        results = []
-        for door in (host, transport):
-            result = vector.copy()
-            allreduce = DenseAllreduce(result, door)
-            for _ in range(2):
-                allreduce.run(0.5)
-            allreduce.free()
-            transport.stream.run()
-            results.append((result.tobytes(), door.take_traffic()))
-        assert results[0] == results[1], length
-    host.close()
 
 
 @pytest.mark.mpi

@@ -122,16 +122,6 @@ def test_a_batch_is_a_function_of_seed_epoch_step_and_rank() -> None:
     assert len({pixels.numpy().tobytes() for pixels, _ in distinct}) == 5
 
 
-def test_an_epoch_resumes_in_its_middle() -> None:
-    (loader,) = loaders(image_set(64), 1, 5)
-    whole = list(loader.epoch(2))
-    assert len(whole) == loader.steps_per_epoch == 12
-    rest = list(loaders(image_set(64), 1, 5)[0].epoch(2, first_step=8))
-    assert [pixels.numpy().tobytes() for pixels, _ in rest] == [
-        pixels.numpy().tobytes() for pixels, _ in whole[8:]
-    ]
-
-
 def test_another_number_of_ranks_sees_the_same_pixels() -> None:
     images = image_set(64)
     four, one = loaders(images, 4, 3), loaders(images, 1, 12)

@@ -154,7 +154,6 @@ def test_a_step_after_a_pause_shorter_than_the_limit_is_as_ever(comm: MPI.Intrac
             time.sleep(0.2)
         report = reducer.step(next(gradient))
         assert report.global_nnz >= report.k * 0.9
-    reducer.close()
 
 
 def test_a_rank_that_was_missed_over_messages_does_not_hold_the_others_in_close(

@@ -1,8 +1,9 @@
-"""A gradient in buckets: the contract of one vector, in a thread, whatever becomes of one of them."""
+"""A gradient in buckets: the contract of one vector, in a thread or through peer memory, whatever becomes of one of them."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from mpi4py import MPI
 from collectives.traffic import upper_bound
 from oktopk import GradientAllreduce, MissingRanksError, NonFiniteGradientError
 from oktopk.buckets import BucketedAllreduce, bucket_ranges
+from oktopk.results import StepReport
 from oktopk.step import StepHandle, StepResult
+from tests.devices import get, gpus, put, use
 from tests.inputs import GRADIENTS, Vector
 
 pytestmark = pytest.mark.mpi
@@ -19,11 +22,22 @@ pytestmark = pytest.mark.mpi
 LENGTHS = [700, 1, 3000, 64, 1235]
 DENSITY = 0.02
 K = 100  # of 5000
+on_gpus = pytest.mark.skipif(not gpus(), reason="no GPU")
 
 
 def gradients(comm: MPI.Intracomm, step: int, kind: str = "heavy tailed") -> list[Vector]:
     drawn = [np.random.default_rng((comm.rank, step, number)) for number in range(len(LENGTHS))]
     return [GRADIENTS[kind](rng, n, comm.rank, comm.size) for rng, n in zip(drawn, LENGTHS, strict=True)]
+
+
+def bucketed(comm: MPI.Intracomm, device: str = "cpu", **settings: Any) -> BucketedAllreduce:
+    use(device, comm)
+    chosen = {"density": DENSITY, "average": False, "threshold_interval": 4} | settings
+    return BucketedAllreduce(comm, LENGTHS, device=device, peer_memory=device == "cuda" or None, **chosen)
+
+
+def left(comm: MPI.Intracomm, reducer: BucketedAllreduce) -> np.ndarray:
+    return comm.allreduce(reducer.gathered_residual().astype(np.float64))
 
 
 def _always(kept: int, density: float) -> int:
@@ -36,10 +50,7 @@ def total(comm: MPI.Intracomm, vectors: list[Vector]) -> np.ndarray:
 
 @pytest.fixture
 def reducer(comm: MPI.Intracomm, request: pytest.FixtureRequest) -> BucketedAllreduce:
-    settings = {"density": DENSITY, "average": False, "threshold_interval": 4} | getattr(request, "param", {})
-    made = BucketedAllreduce(comm, LENGTHS, **settings)
-    request.addfinalizer(made.close)
-    return made
+    return bucketed(comm, **getattr(request, "param", {}))
 
 
 @pytest.mark.parametrize("reducer", [{}, {"share": "model"}], indirect=True)
@@ -76,8 +87,6 @@ def test_a_bucket_is_reduced_as_one_vector_that_keeps_as_many_entries(
             single.keep_entries(partial(_always, kept))
             single.step(vector)
             assert np.array_equal(single.update, reducer.updates[number])
-    for single in alone:
-        single.close()
 
 
 @pytest.mark.parametrize("reducer", [{"share": "model"}], indirect=True)
@@ -96,33 +105,42 @@ def test_a_bucket_of_larger_elements_keeps_more_of_its_own(
     assert min(kept) == 1
 
 
-@pytest.mark.parametrize("reducer", [{}, {"nonfinite": "skip"}], indirect=True)
+@pytest.mark.parametrize(
+    ("device", "nonfinite"),
+    [("cpu", "raise"), ("cpu", "skip"), pytest.param("cuda", "skip", marks=on_gpus)],
+)
 def test_where_a_bucket_is_not_finite_nothing_of_the_others_is_lost(
-    comm: MPI.Intracomm, reducer: BucketedAllreduce
+    comm: MPI.Intracomm, device: str, nonfinite: str
 ) -> None:
-    reducer.step(gradients(comm, 0))
-    before = comm.allreduce(reducer.gathered_residual().astype(np.float64))
+    reducer = bucketed(comm, device, nonfinite=nonfinite)
+
+    def step(vectors: list[Vector]) -> StepReport:
+        return reducer.step([put(device, vector) for vector in vectors])
+
+    step(gradients(comm, 0))
+    before = left(comm, reducer)
     broken = gradients(comm, 1)
     guilty = comm.size - 1
     if comm.rank == guilty:
         broken[2][5] = np.nan
-    if reducer.settings.nonfinite == "raise":
+    if nonfinite == "raise":
         with pytest.raises(NonFiniteGradientError) as caught:
-            reducer.step(broken)
+            step(broken)
         assert caught.value.ranks == [guilty]
         assert caught.value.step == 1
     else:
-        assert reducer.step(broken).skipped
-    assert not any(update.any() for update in reducer.updates)
-    after = comm.allreduce(reducer.gathered_residual().astype(np.float64))
-    if reducer.settings.nonfinite == "skip":
+        assert step(broken).skipped
+    assert not any(get(update).any() for update in reducer.updates)
+    after = left(comm, reducer)
+    if nonfinite == "skip":
         assert np.array_equal(after, before)
-        return
-    others = total(comm, [np.where(np.isfinite(vector), vector, 0) for vector in reversed(broken)])
-    skipped = slice(LENGTHS[4] + LENGTHS[3], LENGTHS[4] + LENGTHS[3] + LENGTHS[2])
-    others[skipped] = 0  # the broken bucket's gradient is dropped
-    assert np.allclose(after, before + others)
-    assert reducer.step(gradients(comm, 2)).step == 2
+    else:
+        others = total(comm, [np.where(np.isfinite(vector), vector, 0) for vector in reversed(broken)])
+        skipped = slice(LENGTHS[4] + LENGTHS[3], LENGTHS[4] + LENGTHS[3] + LENGTHS[2])
+        others[skipped] = 0  # the broken bucket's gradient is dropped
+        assert np.allclose(after, before + others)
+    last = step(gradients(comm, 2))
+    assert not last.skipped and last.step == 2
 
 
 def test_buckets_start_while_the_caller_goes_on(comm: MPI.Intracomm, reducer: BucketedAllreduce) -> None:
@@ -210,17 +228,17 @@ def test_what_does_not_fit_into_a_step_raises_before_it_begins(
     reducer.finish()
 
 
-def test_an_abandoned_step_leaves_nothing_behind(comm: MPI.Intracomm, reducer: BucketedAllreduce) -> None:
-    reducer.step(gradients(comm, 0))
-    before = comm.allreduce(reducer.gathered_residual().astype(np.float64))
+def test_an_abandoned_step_leaves_nothing_behind(comm: MPI.Intracomm, device: str) -> None:
+    reducer = bucketed(comm, device)
+    reducer.step([put(device, vector) for vector in gradients(comm, 0)])
+    before = left(comm, reducer)
     given = gradients(comm, 1)
-    reducer.start(given[0])
-    reducer.start(given[1])
+    reducer.start(put(device, given[0]))
+    reducer.start(put(device, given[1]))
     reducer.abandon()
     begun = total(comm, [np.zeros_like(vector) for vector in given[:1:-1]] + given[1::-1])
-    after = comm.allreduce(reducer.gathered_residual().astype(np.float64))
-    assert np.array_equal(after, before + begun)
-    assert reducer.step(gradients(comm, 2)).step == 2
+    assert np.array_equal(left(comm, reducer), before + begun)
+    assert reducer.step([put(device, vector) for vector in gradients(comm, 2)]).step == 2
     assert len({bucket.steps for bucket in reducer.buckets}) == 1
 
 
@@ -264,8 +282,6 @@ def test_a_step_that_begins_over_messages_has_ended(comm: MPI.Intracomm) -> None
         stepped.step(gradient)
         assert report.complete and not begun.awaited
         assert np.array_equal(begun.update, stepped.update)
-    begun.close()
-    stepped.close()
 
 
 class OnTheStream:
@@ -304,3 +320,90 @@ def test_an_error_of_one_bucket_gives_up_those_that_were_begun(
     for call in (reducer.complete, reducer.state_dict, reducer.gathered_residual):
         with pytest.raises(MemoryError):
             call()
+
+
+# Through peer memory
+
+LONG = [20_011, 9_000, 3_001]  # by few entries thresholds do not settle
+SETTINGS: dict[str, Any] = {
+    "density": 0.05, "average": False, "threshold_interval": 6, "boundary_interval": 4, "peer_memory": True,
+}  # fmt: skip
+TRUSTED = 8
+
+
+def cubes(comm: MPI.Intracomm, step: int) -> list[Vector]:
+    """Whole numbers with a heavy tail, so that sums are exact."""
+    drawn = [np.random.default_rng((comm.rank, step, number)) for number in range(len(LONG))]
+    return [
+        np.rint(1024 * rng.standard_normal(n) ** 3).astype(np.float32)
+        for rng, n in zip(drawn, LONG, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_buckets_that_end_together_have_the_bits_of_steps_one_after_the_other(
+    comm: MPI.Intracomm, cuda: str, deferred: bool
+) -> None:
+    """Also where a bucket needs the host: its elements become 40 times larger from one step to the next."""
+    together = BucketedAllreduce(comm, LONG, device=cuda, deferred=deferred, **SETTINGS)
+    alone = [GradientAllreduce(comm, n, device=cuda, deferred=deferred, **SETTINGS) for n in LONG]
+    open_reports, needed_host = 0, 0
+    for step in range(26):
+        given = cubes(comm, step)
+        if step >= 15:
+            given[1] *= 40
+        futures = [together.start(put(cuda, vector)) for vector in given]
+        assert deferred or not any(future.done() for future in futures)
+        report = together.finish()
+        assert all(future.done() for future in futures)
+        open_reports += not report.complete
+        for number, (vector, single) in enumerate(zip(given, alone, strict=True)):
+            kept = report.buckets[number].k
+            if not step:
+                single.keep_entries(partial(_always, kept))
+            single.step(put(cuda, vector))
+            assert np.array_equal(get(single.update), get(together.updates[number]))
+            assert np.array_equal(get(single.residual), get(together.buckets[number].residual))
+        together.complete()
+        assert report.complete
+        needed_host += together.buckets[1].state_dict()["unaided"] == 0
+        for single in alone:
+            single.complete()
+        assert report.words == sum(each.words for each in report.buckets) > 0 or comm.size == 1
+    assert (open_reports > 3) == deferred
+    assert needed_host
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_a_deferred_bucket_that_is_not_finite_is_known_before_another_bucket_starts(
+    comm: MPI.Intracomm, cuda: str, nonfinite: str
+) -> None:
+    if comm.size == 1:
+        pytest.skip("the smaller buckets of one rank's gradients need the host, which is no deferred step")
+    reducer = BucketedAllreduce(comm, LONG, device=cuda, deferred=True, nonfinite=nonfinite, **SETTINGS)
+    for step in range(TRUSTED + 1):
+        report = reducer.step([put(cuda, vector) for vector in cubes(comm, step)])
+    assert not any(bucket.complete for bucket in report.buckets)
+    broken = cubes(comm, 20)
+    if comm.rank == 0:
+        broken[2][:] = np.inf
+    report = reducer.step([put(cuda, vector) for vector in broken])
+    known = [report.complete]
+    assert [get(update).any() for update in reducer.updates] == [True, True, False]
+    given = [put(cuda, vector) for vector in cubes(comm, 21)]
+    if nonfinite == "raise":
+        mass = [get(bucket.residual) for bucket in reducer.buckets]
+        with pytest.raises(NonFiniteGradientError, match=rf"step {TRUSTED + 1}: .* rank\(s\) 0") as caught:
+            reducer.step(given)
+        assert caught.value.step == TRUSTED + 1
+        assert all(
+            np.array_equal(get(bucket.residual), was)
+            for bucket, was in zip(reducer.buckets, mass, strict=True)
+        )
+    last = reducer.step(given)
+    reducer.complete()
+    assert last.step == TRUSTED + 2 and not last.skipped
+    assert len({bucket.steps for bucket in reducer.buckets}) == 1
+    known.append(report.complete)
+    assert known == [False, nonfinite == "skip"]
+    assert report.skipped == (nonfinite == "skip")

@@ -15,7 +15,7 @@ from collectives.traffic import step_limit, upper_bound
 from oktopk import METHODS, GradientAllreduce, StepReport
 from oktopk.settings import selection_cap
 from tests import oracle as reference
-from tests.devices import DEVICES, get, gpus, put, use
+from tests.devices import get, gpus, put, use
 from tests.inputs import GRADIENTS, SHAPES, Vector
 
 STEPS = 5
@@ -100,7 +100,6 @@ def check_caps(comm: MPI.Intracomm, method: str, length: int, step: Observed) ->
 
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("device", DEVICES)
 def test_nothing_is_lost_no_step_passes_the_caps_and_exact_ones_are_the_oracles(
     comm: MPI.Intracomm, device: str, method: str, kind: str
 ) -> None:
@@ -122,11 +121,9 @@ def test_nothing_is_lost_no_step_passes_the_caps_and_exact_ones_are_the_oracles(
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_step_that_all_ranks_report_as_exact_has_the_oracles_update(
     comm: MPI.Intracomm, device: str, method: str
 ) -> None:
-    use(device, comm)
     length = 9001
     reducer = GradientAllreduce(
         comm, length, method, device=device, density=0.02, threshold_interval=10, average=False
@@ -158,11 +155,9 @@ def test_a_step_that_all_ranks_report_as_exact_has_the_oracles_update(
         assert seen == {(True, False, True), (False, False, False)}
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_ok_topk_stays_under_its_bound_and_near_k_on_drifting_gradients(
     comm: MPI.Intracomm, device: str
 ) -> None:
-    use(device, comm)
     length, density = 40_000, 0.02
     reducer = GradientAllreduce(comm, length, "oktopk", device=device, density=density)
     rng = np.random.default_rng(comm.rank)
@@ -180,7 +175,6 @@ def test_ok_topk_stays_under_its_bound_and_near_k_on_drifting_gradients(
 
 @pytest.mark.parametrize("kind", ["constant", "ties", "clustered"])
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "dense"])
-@pytest.mark.parametrize("device", DEVICES)
 def test_equal_entries_are_selected_up_to_k_and_none_is_lost(
     comm: MPI.Intracomm, device: str, method: str, kind: str
 ) -> None:
@@ -200,13 +194,18 @@ def test_equal_entries_are_selected_up_to_k_and_none_is_lost(
             assert np.mean(np.maximum(applied, 0)) <= most, (length, applied)
 
 
-@pytest.mark.parametrize(("trigger", "bucket_rounds"), [(1.0, 1), (1.0, 8), (4.0, 2)])
-@pytest.mark.parametrize("device", DEVICES)
-def test_balancing_and_bucketing_change_no_bit(
-    comm: MPI.Intracomm, device: str, trigger: float, bucket_rounds: int
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"balance_trigger": 1.0, "bucket_rounds": rounds} for rounds in (1, 8)),
+        *({"bucket_rounds": 2}, {"rotate": False}, {"balanced_regions": False}),
+    ],
+    ids=str,
+)
+def test_balancing_bucketing_rotation_and_regions_change_no_bit(
+    comm: MPI.Intracomm, device: str, settings: dict[str, Any]
 ) -> None:
     plain = run(comm, device, "oktopk", "clustered", 3000, 0.05, boundary_interval=4)
-    settings = {"balance_trigger": trigger, "bucket_rounds": bucket_rounds}
     other = run(comm, device, "oktopk", "clustered", 3000, 0.05, boundary_interval=4, **settings)
     for one, two in zip(plain, other, strict=True):
         assert np.array_equal(one.update, two.update)

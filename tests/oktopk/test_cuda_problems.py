@@ -12,7 +12,6 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -265,33 +264,6 @@ def device_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         yield importlib.import_module("oktopk.cuda.backend")
 
 
-def test_a_gradient_that_is_not_where_it_should_be_is_a_sentence(device_backend: ModuleType) -> None:
-    class Array:
-        def __init__(
-            self, gpu: int = 3, contiguous: bool = True, length: int = 5, dtype: Any = np.float32
-        ) -> None:
-            self.device, self.flags = SimpleNamespace(id=gpu), SimpleNamespace(c_contiguous=contiguous)
-            self.data = SimpleNamespace(device_id=gpu)
-            self.shape, self.dtype = (length,), np.dtype(dtype)
-
-    device_backend.cupy.ndarray = Array
-    backend = device_backend.DeviceBackend.__new__(device_backend.DeviceBackend)
-    backend.device, backend._gradient_type = SimpleNamespace(id=3), "bfloat16"
-    backend._stored = np.dtype(np.uint16)
-    good = Array(dtype=np.uint16)
-    assert backend.validate(good, 5) is good
-    with pytest.raises(TypeError, match=r"is a ndarray, not a cupy array on GPU 3: cupy\.asarray"):
-        backend.validate(np.zeros(5, np.uint16), 5)
-    with pytest.raises(TypeError, match="float32 is not uint16, which holds bfloat16"):
-        backend.validate(Array(), 5)
-    with pytest.raises(ValueError, match=r"shape \(6,\) is not \(5,\)"):
-        backend.validate(Array(length=6, dtype=np.uint16), 5)
-    with pytest.raises(ValueError, match=r"not contiguous: pass cupy\.ascontiguousarray"):
-        backend.validate(Array(contiguous=False, dtype=np.uint16), 5)
-    with pytest.raises(ValueError, match=r"is on GPU 1, not on GPU 3.*Device\(1\)\.use\(\)"):
-        backend.validate(Array(gpu=1, dtype=np.uint16), 5)
-
-
 @pytest.mark.mpi
 @pytest.mark.parametrize("count", [0, NO_DEVICE], ids=["none", "error"])
 def test_selecting_a_gpu_where_there_is_none_is_a_sentence(
@@ -320,30 +292,6 @@ def test_a_gpu_that_refuses_one_rank_is_refused_on_all(
         device_transport.select_device(comm)
     device_transport.cupy.cuda = fake_cupy(count=64).cuda  # type: ignore[attr-defined]
     assert device_transport.select_device(comm) == comm.rank
-
-
-@pytest.mark.mpi
-def test_a_window_that_one_rank_has_no_memory_for_is_refused_on_all(
-    comm: MPI.Intracomm, device_backend: ModuleType
-) -> None:
-    peer_memory: Any = sys.modules["collectives.symmetric_memory"]
-    last = comm.size - 1
-    full = fake_cupy(memory=(5, 10), allocation=OUT_OF_MEMORY if comm.rank == last else Window())
-    full.cuda.runtime.ipcGetMemHandle = lambda _: b"handle"
-    sys.modules["cupy"].cuda = peer_memory.cupy.cuda = full.cuda  # type: ignore[attr-defined]
-    device = SimpleNamespace(epoch=0, gpu=nullcontext(), zero=lambda *_: None, synchronize=lambda: None)
-    transport = connect(comm)
-    with pytest.raises(
-        RuntimeError,
-        match=f"^no peer memory: rank {last}: GPU 3 is out of memory: [0-9,]+ bytes wanted, 5 of 10 bytes free",
-    ):
-        peer_memory.SymmetricMemory(transport, device, 2**30)
-
-
-class Window:
-    """Device memory."""
-
-    ptr = 1
 
 
 class NamedTransport(str):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import numpy as np
@@ -13,21 +12,13 @@ from mpi4py import MPI
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from jobs.train.reduce.background import start_process_group, stop_process_group
 from oktopk.torch import OkTopkState, ddp_hook
 from tests.devices import on_torchs_gpu, torch_device
 from tests.training import flat, loss
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("group")]
 
 BUCKET_MB = 0.002
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_group() -> Iterator[None]:
-    start_process_group(MPI.COMM_WORLD, torch.device("cpu"), "gloo", "")
-    yield
-    stop_process_group()
 
 
 class Branches(nn.Module):
@@ -43,21 +34,13 @@ class Branches(nn.Module):
         return self.last(torch.relu(self.second(hidden)) if through else hidden)
 
 
-@pytest.fixture
-def hooked(comm: MPI.Intracomm) -> Iterator[Callable[..., tuple[DistributedDataParallel, OkTopkState]]]:
-    states = []
-
-    def make(
-        options: dict[str, object] | None = None, place: torch.device | str = "cpu", **settings: object
-    ) -> tuple[DistributedDataParallel, OkTopkState]:
-        ddp = DistributedDataParallel(Branches().to(place), bucket_cap_mb=BUCKET_MB, **(options or {}))
-        states.append(OkTopkState(**({"density": 0.05, "threshold_interval": 3} | settings)))
-        ddp.register_comm_hook(states[-1], ddp_hook)
-        return ddp, states[-1]
-
-    yield make
-    for state in states:
-        state.close()
+def hooked(
+    options: dict[str, object] | None = None, place: torch.device | str = "cpu", **settings: object
+) -> tuple[DistributedDataParallel, OkTopkState]:
+    ddp = DistributedDataParallel(Branches().to(place), bucket_cap_mb=BUCKET_MB, **(options or {}))
+    state = OkTopkState(**({"density": 0.05, "threshold_interval": 3} | settings))
+    ddp.register_comm_hook(state, ddp_hook)
+    return ddp, state
 
 
 def train(ddp: DistributedDataParallel, rank: int, steps: range) -> None:
@@ -97,11 +80,7 @@ def residuals(comm: MPI.Intracomm, state: OkTopkState) -> dict[str, np.ndarray]:
     ],
 )
 def test_what_is_applied_and_what_remains_add_up_to_the_gradients(
-    comm: MPI.Intracomm,
-    hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]],
-    device: str,
-    options: dict[str, object],
-    settings: dict[str, object],
+    comm: MPI.Intracomm, device: str, options: dict[str, object], settings: dict[str, object]
 ) -> None:
     place = torch_device(device, comm)
     ddp, state = hooked(options, place, **settings)
@@ -134,9 +113,7 @@ def test_what_is_applied_and_what_remains_add_up_to_the_gradients(
     assert np.array_equal(flat(ddp), comm.bcast(flat(ddp))), "ranks have other parameters"
 
 
-def test_gradients_of_several_batches_are_reduced_together(
-    comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]]
-) -> None:
+def test_gradients_of_several_batches_are_reduced_together(comm: MPI.Intracomm) -> None:
     ddp, state = hooked()
     for step in range(3):
         ddp.zero_grad()
@@ -147,9 +124,7 @@ def test_gradients_of_several_batches_are_reduced_together(
         assert state.report.step == step
 
 
-def test_k_and_its_caps_are_those_of_the_whole_model(
-    comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]]
-) -> None:
+def test_k_and_its_caps_are_those_of_the_whole_model(comm: MPI.Intracomm) -> None:
     for share in ("bucket", "model"):
         ddp, state = hooked(share=share)
         for step in range(5):
@@ -160,9 +135,7 @@ def test_k_and_its_caps_are_those_of_the_whole_model(
 
 
 @pytest.mark.parametrize("saved_at", [3, 5])
-def test_a_killed_training_continues_bit_for_bit(
-    comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]], saved_at: int
-) -> None:
+def test_a_killed_training_continues_bit_for_bit(comm: MPI.Intracomm, saved_at: int) -> None:
     ddp, state = hooked()
     train(ddp, comm.rank, range(saved_at))
     file = io.BytesIO()
@@ -179,9 +152,7 @@ def test_a_killed_training_continues_bit_for_bit(
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-def test_a_gradient_that_is_not_finite_is_seen_by_every_rank(
-    comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]], nonfinite: str
-) -> None:
+def test_a_gradient_that_is_not_finite_is_seen_by_every_rank(comm: MPI.Intracomm, nonfinite: str) -> None:
     ddp, state = hooked(nonfinite=nonfinite)
     train(ddp, comm.rank, range(3))
     ddp.zero_grad()
@@ -198,9 +169,7 @@ def test_a_gradient_that_is_not_finite_is_seen_by_every_rank(
     assert np.array_equal(flat(ddp), comm.bcast(flat(ddp)))
 
 
-def test_parameters_of_two_types_are_reduced(
-    comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]]
-) -> None:
+def test_parameters_of_two_types_are_reduced(comm: MPI.Intracomm) -> None:
     model = Branches()
     model.second.to(torch.bfloat16)
     model.second.register_forward_pre_hook(lambda module, given: (given[0].to(torch.bfloat16),))
@@ -213,12 +182,9 @@ def test_parameters_of_two_types_are_reduced(
     assert model.second.weight.grad.dtype == torch.bfloat16
     assert reduced.any()
     assert np.array_equal(reduced.numpy(), comm.bcast(reduced.numpy()))
-    state.close()
 
 
-def test_a_state_that_does_not_fit_says_so(
-    comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]]
-) -> None:
+def test_a_state_that_does_not_fit_says_so(comm: MPI.Intracomm) -> None:
     ddp, state = hooked()
     with pytest.raises(ValueError, match=r"not one of OkTopkState\.state_dict"):
         state.load_state_dict({"residual": None})
@@ -240,9 +206,7 @@ def test_a_setting_that_does_not_fit_raises_at_construction(settings: dict[str, 
         OkTopkState(**settings)
 
 
-def test_a_skipped_bucket_leaves_the_others_to_be_applied_once(
-    comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]]
-) -> None:
+def test_a_skipped_bucket_leaves_the_others_to_be_applied_once(comm: MPI.Intracomm) -> None:
     ddp, state = hooked(nonfinite="skip")
     train(ddp, comm.rank, range(3))
     before = residuals(comm, state)
@@ -263,9 +227,7 @@ def test_a_skipped_bucket_leaves_the_others_to_be_applied_once(
     assert not ddp.module.first.weight.grad.any()
 
 
-def test_a_state_is_what_was_loaded_until_the_next_step(
-    comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]]
-) -> None:
+def test_a_state_is_what_was_loaded_until_the_next_step(comm: MPI.Intracomm) -> None:
     ddp, state = hooked()
     unused = state.state_dict()
     train(ddp, comm.rank, range(2))
@@ -278,9 +240,7 @@ def test_a_state_is_what_was_loaded_until_the_next_step(
     assert state.report.step == 0
 
 
-def test_a_parameter_that_ddp_no_longer_reduces_is_named(
-    comm: MPI.Intracomm, hooked: Callable[..., tuple[DistributedDataParallel, OkTopkState]]
-) -> None:
+def test_a_parameter_that_ddp_no_longer_reduces_is_named(comm: MPI.Intracomm) -> None:
     ddp, state = hooked()
     train(ddp, comm.rank, range(2))
     model = Branches()
@@ -290,4 +250,3 @@ def test_a_parameter_that_ddp_no_longer_reduces_is_named(
     loaded.load_state_dict(state.state_dict())
     with pytest.raises(Exception, match=r"DDP does not reduce the parameter 'first\.bias' any more"):
         loss(other, comm.rank, 0).backward()
-    loaded.close()

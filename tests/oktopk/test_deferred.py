@@ -19,6 +19,7 @@ from oktopk.step import Plan, StepResult
 
 pytestmark = pytest.mark.mpi
 
+Make = Callable[..., GradientAllreduce]
 LENGTH = 64
 TRUSTED = 8
 
@@ -81,7 +82,7 @@ class LateExecutor:
 
 
 @pytest.fixture
-def late(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Callable[..., GradientAllreduce]:
+def late(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Make:
     def make(script: str, **settings: Any) -> GradientAllreduce:
         monkeypatch.setitem(METHODS, "late", Late)
         usual = GradientAllreduce._executor
@@ -108,7 +109,7 @@ def known(*reports: StepReport) -> list[bool]:
     return [report.complete for report in reports]
 
 
-def test_a_report_is_complete_when_the_next_step_begins(late: Callable[..., GradientAllreduce]) -> None:
+def test_a_report_is_complete_when_the_next_step_begins(late: Make) -> None:
     reducer = late("done done done")
     first = reducer.step(GRADIENT)
     assert known(first) == [False] and (first.step, first.k, first.global_nnz) == (TRUSTED, 1, 0)
@@ -121,7 +122,7 @@ def test_a_report_is_complete_when_the_next_step_begins(late: Callable[..., Grad
     assert known(second) == [True] and (second.step, second.words, second.skipped) == (TRUSTED + 1, 7, False)
 
 
-def test_a_state_knows_how_the_last_step_went(late: Callable[..., GradientAllreduce]) -> None:
+def test_a_state_knows_how_the_last_step_went(late: Make) -> None:
     reducer = late("done stopped")
     reducer.step(GRADIENT)
     assert reducer.state_dict()["unaided"] == TRUSTED
@@ -130,7 +131,7 @@ def test_a_state_knows_how_the_last_step_went(late: Callable[..., GradientAllred
     assert report.complete
 
 
-def test_a_state_may_be_taken_when_all_is_closed(late: Callable[..., GradientAllreduce]) -> None:
+def test_a_state_may_be_taken_when_all_is_closed(late: Make) -> None:
     """Of a step whose end nobody has looked at: it stays unknown, and the next one is waited for."""
     reducer = late("done done")
     reducer.step(GRADIENT)
@@ -140,7 +141,7 @@ def test_a_state_may_be_taken_when_all_is_closed(late: Callable[..., GradientAll
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_after_a_step_that_stopped_the_host_waits_for_some(
-    late: Callable[..., GradientAllreduce], comm: MPI.Intracomm, resumed: bool
+    late: Make, comm: MPI.Intracomm, resumed: bool
 ) -> None:
     reducer = late(" ".join(["done", "stopped", *["done"] * (TRUSTED + 2)]))
     reports = []
@@ -158,9 +159,7 @@ def test_after_a_step_that_stopped_the_host_waits_for_some(
     assert known(*reports) == [True] * (TRUSTED + 3) + [False]
 
 
-def test_a_gradient_that_is_not_finite_raises_before_the_next_one_is_taken(
-    late: Callable[..., GradientAllreduce],
-) -> None:
+def test_a_gradient_that_is_not_finite_raises_before_the_next_one_is_taken(late: Make) -> None:
     reducer = late("done flagged done")
     reducer.step(GRADIENT)
     reducer.step(GRADIENT)
@@ -171,7 +170,7 @@ def test_a_gradient_that_is_not_finite_raises_before_the_next_one_is_taken(
     assert report.step == 10 and LateExecutor.plans[10].exact and LateExecutor.plans[10].new_boundaries
 
 
-def test_a_skipped_step_is_known_as_such_a_step_later(late: Callable[..., GradientAllreduce]) -> None:
+def test_a_skipped_step_is_known_as_such_a_step_later(late: Make) -> None:
     reducer = late("done flagged done", nonfinite="skip")
     reducer.step(GRADIENT)
     report = reducer.step(GRADIENT)
@@ -181,9 +180,7 @@ def test_a_skipped_step_is_known_as_such_a_step_later(late: Callable[..., Gradie
     assert LateExecutor.plans[10].exact and LateExecutor.supports[10].nnz == 0
 
 
-def test_a_state_may_be_loaded_over_a_step_whose_end_is_not_known(
-    late: Callable[..., GradientAllreduce],
-) -> None:
+def test_a_state_may_be_loaded_over_a_step_whose_end_is_not_known(late: Make) -> None:
     reducer = late("done done done")
     state = reducer.state_dict()
     assert known(reducer.step(GRADIENT)) == [False]
@@ -192,7 +189,7 @@ def test_a_state_may_be_loaded_over_a_step_whose_end_is_not_known(
     assert LateExecutor.supports[TRUSTED + 1] is None  # of the update nothing is known
 
 
-def test_a_state_of_older_steps_is_waited_for(late: Callable[..., GradientAllreduce]) -> None:
+def test_a_state_of_older_steps_is_waited_for(late: Make) -> None:
     reducer = late("done done")
     state = reducer.state_dict()
     del state["unaided"]
@@ -201,9 +198,7 @@ def test_a_state_of_older_steps_is_waited_for(late: Callable[..., GradientAllred
 
 
 @pytest.mark.parametrize("outcome", ["done", "stopped"])
-def test_an_update_that_was_written_to_is_cleared_as_a_whole(
-    late: Callable[..., GradientAllreduce], outcome: str
-) -> None:
+def test_an_update_that_was_written_to_is_cleared_as_a_whole(late: Make, outcome: str) -> None:
     reducer = late(f"{outcome} done")
     reducer.step(GRADIENT)
     reducer.forget_support()
@@ -214,9 +209,7 @@ def test_an_update_that_was_written_to_is_cleared_as_a_whole(
 @pytest.mark.parametrize(
     "settings", [{"deferred": False}, {"momentum_correction": 0.5}, {"dense_warmup_steps": TRUSTED}], ids=str
 )
-def test_other_steps_are_known_at_once(
-    late: Callable[..., GradientAllreduce], settings: dict[str, Any]
-) -> None:
+def test_other_steps_are_known_at_once(late: Make, settings: dict[str, Any]) -> None:
     reducer = late("done done", **settings)
     for _ in range(2):
         assert reducer.step(GRADIENT).complete

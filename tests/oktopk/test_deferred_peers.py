@@ -11,7 +11,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from oktopk import DistributedOptimizer, GradientAllreduce, NonFiniteGradientError
-from tests.devices import asynchronous, get, gpus, narrowed, put, use
+from tests.devices import asynchronous, get, gpus, narrowed, put
 from tests.inputs import GRADIENTS, kinds_with, shapes_of
 from tests.oracle import top_k
 
@@ -26,21 +26,15 @@ def cubes(comm: MPI.Intracomm, length: int) -> Callable[[], NDArray[np.float32]]
     return lambda: np.rint(1024 * rng.standard_normal(length) ** 3).astype(np.float32)
 
 
-@pytest.fixture
-def device(comm: MPI.Intracomm) -> str:
-    use("cuda", comm)
-    return "cuda"
-
-
-def among_peers(device: str, comm: MPI.Intracomm, length: int, **settings: Any) -> GradientAllreduce:
+def among_peers(cuda: str, comm: MPI.Intracomm, length: int, **settings: Any) -> GradientAllreduce:
     chosen: dict[str, Any] = {"density": DENSITY, "deferred": True, "average": False} | settings
-    reducer = GradientAllreduce(comm, length, "oktopk", device=device, peer_memory=True, **chosen)
+    reducer = GradientAllreduce(comm, length, "oktopk", device=cuda, peer_memory=True, **chosen)
     assert reducer.p2p_unavailable_reason == ""
     return reducer
 
 
 @pytest.fixture
-def outcomes(device: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def outcomes(cuda: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Of all steps among peers from here on, one after the other."""
     from oktopk.cuda.p2p_step import P2PStep
 
@@ -59,12 +53,12 @@ def outcomes(device: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_regions_that_got_too_much_are_renewed_at_once(
-    device: str, outcomes: list[Any], comm: MPI.Intracomm, deferred: bool, resumed: bool
+    cuda: str, outcomes: list[Any], comm: MPI.Intracomm, deferred: bool, resumed: bool
 ) -> None:
     """Large entries move from one end to the other, where one region holds nearly everything."""
     settings = {"density": 0.05, "threshold_interval": 1000, "boundary_interval": 1000, "deferred": deferred}
     length = 40_000
-    reducer = among_peers(device, comm, length, **settings)
+    reducer = among_peers(cuda, comm, length, **settings)
     rng = np.random.default_rng(comm.rank)
     for step in range(24):
         gradient = rng.integers(-99, 100, length).astype(np.float32)
@@ -73,41 +67,38 @@ def test_regions_that_got_too_much_are_renewed_at_once(
             reducer.complete()
             outcomes.clear()
             reducer._trust = TRUSTED
-        report = reducer.step(put(device, gradient))
+        report = reducer.step(put(cuda, gradient))
         assert step != 12 or report.complete != deferred
         if resumed and step == 12:
             state = reducer.state_dict()
             reducer.close()
-            reducer = among_peers(device, comm, length, **settings)
+            reducer = among_peers(cuda, comm, length, **settings)
             reducer.load_state_dict(state)
     reducer.complete()
     assert (outcomes[0].stopped_at, outcomes[0].overflowed) == ("selection", True)
     assert not any(outcome.overflowed for outcome in outcomes[1:])
     assert [outcome.stopped_at for outcome in outcomes[1:]].count("selection") < 4
-    reducer.close()
 
 
-def until_deferred(device: str, reducer: GradientAllreduce, draw: Callable[[], NDArray[Any]]) -> None:
+def until_deferred(cuda: str, reducer: GradientAllreduce, draw: Callable[[], NDArray[Any]]) -> None:
     for _ in range(60):
-        if not reducer.step(put(device, draw())).complete:
+        if not reducer.step(put(cuda, draw())).complete:
             return
     raise AssertionError("60 steps, and the host looked at each")
 
 
 @pytest.mark.parametrize("gradient_type", ["float32", "bfloat16"])
 def test_deferred_steps_give_the_bits_of_those_that_are_waited_for(
-    device: str, comm: MPI.Intracomm, gradient_type: str
+    cuda: str, comm: MPI.Intracomm, gradient_type: str
 ) -> None:
     """From one step that stopped to the next, if any does."""
     settings: dict[str, Any] = {"density": 0.1, "threshold_interval": 8, "gradient_type": gradient_type}
-    deferred, waited = (
-        among_peers(device, comm, LENGTH, deferred=late, **settings) for late in (True, False)
-    )
+    deferred, waited = (among_peers(cuda, comm, LENGTH, deferred=late, **settings) for late in (True, False))
     rng = np.random.default_rng(comm.rank)
     late, stopped = 0, 0
     for _ in range(36):
         gradient = (rng.standard_normal(LENGTH) ** 3).astype(np.float32)
-        on_device = put(device, narrowed(gradient, gradient_type))
+        on_device = put(cuda, narrowed(gradient, gradient_type))
         first, second = deferred.step(on_device), waited.step(on_device)
         late += not first.complete
         deferred.complete()
@@ -123,19 +114,13 @@ def test_deferred_steps_give_the_bits_of_those_that_are_waited_for(
         for name in names.split():
             assert getattr(first, name) == getattr(second, name), name
     assert late > 15 > 3 > stopped
-    deferred.close()
-    waited.close()
 
 
 @pytest.mark.parametrize(("kind", "third"), kinds_with({"0": 0, "1": 1, "2": 2}))
-def test_deferred_steps_lose_nothing_and_agree(
-    device: str, comm: MPI.Intracomm, kind: str, third: str
-) -> None:
+def test_deferred_steps_lose_nothing_and_agree(cuda: str, comm: MPI.Intracomm, kind: str, third: str) -> None:
     """Whether they stop or not; what stops applies nothing. All are deferred that may be. A third of the shapes at a time."""
     for length, density in shapes_of(kind, int(third), 3):
-        reducer = among_peers(
-            device, comm, length, density=density, threshold_interval=6, boundary_interval=4
-        )
+        reducer = among_peers(cuda, comm, length, density=density, threshold_interval=6, boundary_interval=4)
         rng = np.random.default_rng((comm.rank, length))
         before = np.zeros(length, np.float64)
         reports, updates, late = [], [], 0
@@ -143,7 +128,7 @@ def test_deferred_steps_lose_nothing_and_agree(
             reducer.complete()
             reducer._trust = TRUSTED
             gradient = GRADIENTS[kind](rng, length, comm.rank, comm.size)
-            reports.append(reducer.step(put(device, gradient)))
+            reports.append(reducer.step(put(cuda, gradient)))
             late += not reports[-1].complete
             update, after = get(reducer.update), get(reducer.residual)
             assert len(set(comm.allgather(update.tobytes()))) == 1
@@ -163,16 +148,16 @@ def test_deferred_steps_lose_nothing_and_agree(
 
 @pytest.mark.parametrize("deferred", [False, True])
 def test_a_selection_over_the_cap_is_cut_to_the_top_k_and_nobody_stops(
-    device: str, outcomes: list[Any], comm: MPI.Intracomm, deferred: bool
+    cuda: str, outcomes: list[Any], comm: MPI.Intracomm, deferred: bool
 ) -> None:
     """What a rank selects by an old threshold lies between 5k/4 and 2k; it sends its exact top k."""
     last = comm.rank == comm.size - 1
     reducer = among_peers(
-        device, comm, LENGTH, deferred=deferred, threshold_interval=1000, boundary_interval=1000
+        cuda, comm, LENGTH, deferred=deferred, threshold_interval=1000, boundary_interval=1000
     )
     draw = cubes(comm, LENGTH)
     for _ in range(30):
-        reducer.step(put(device, draw()))
+        reducer.step(put(cuda, draw()))
     reducer.complete()
     reducer._trust = TRUSTED
     outcomes.clear()
@@ -184,7 +169,7 @@ def test_a_selection_over_the_cap_is_cut_to_the_top_k_and_nobody_stops(
         if last:
             largest = np.sort(np.abs(accumulated))[::-1]
             local.bits = int(largest[8 * k // 5].view(np.uint32))
-        report = reducer.step(put(device, gradient))
+        report = reducer.step(put(cuda, gradient))
         assert report.complete != deferred
         reducer.complete()
         assert report.local_exact or not last
@@ -194,17 +179,16 @@ def test_a_selection_over_the_cap_is_cut_to_the_top_k_and_nobody_stops(
             assert report.local_nnz == k
             assert np.count_nonzero(np.abs(accumulated) > report.local_threshold) < k <= kept
     assert [outcome.stopped_at for outcome in outcomes] == ["", "", ""]
-    reducer.close()
 
 
 def test_a_deferred_step_names_its_threshold_exactly_where_that_is_due(
-    device: str, comm: MPI.Intracomm
+    cuda: str, comm: MPI.Intracomm
 ) -> None:
     """After fewer than k/2 on one rank alone: there in the same launch, and nobody waits."""
     last = comm.rank == comm.size - 1
-    reducer = among_peers(device, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
+    reducer = among_peers(cuda, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
     draw = cubes(comm, LENGTH)
-    until_deferred(device, reducer, draw)
+    until_deferred(cuda, reducer, draw)
     reducer.complete()
     local = reducer._methods["oktopk"].selection  # type: ignore[attr-defined]
     k = reducer._method_at(0)[1]
@@ -215,7 +199,7 @@ def test_a_deferred_step_names_its_threshold_exactly_where_that_is_due(
             local.needs_exact = True
             local.lower_threshold = lambda lowest=lowest: lowest
         reducer._trust = TRUSTED
-        report = reducer.step(put(device, gradient))
+        report = reducer.step(put(cuda, gradient))
         assert not report.complete
         reducer.complete()
         assert report.global_nnz
@@ -227,14 +211,11 @@ def test_a_deferred_step_names_its_threshold_exactly_where_that_is_due(
         reached = np.count_nonzero(np.abs(accumulated) >= report.local_threshold)
         assert report.local_nnz == (k if exact else reached)
         assert not exact or np.count_nonzero(np.abs(accumulated) > report.local_threshold) < k
-    reducer.close()
 
 
-def test_regions_are_renewed_by_the_last_selections_and_nobody_waits(
-    device: str, comm: MPI.Intracomm
-) -> None:
+def test_regions_are_renewed_by_the_last_selections_and_nobody_waits(cuda: str, comm: MPI.Intracomm) -> None:
     every = 4
-    reducer = among_peers(device, comm, LENGTH, threshold_interval=6, boundary_interval=every)
+    reducer = among_peers(cuda, comm, LENGTH, threshold_interval=6, boundary_interval=every)
     draw = cubes(comm, LENGTH)
     weights = np.linspace(0.1, 3, LENGTH, dtype=np.float32)  # so that regions move
     renewed, proposed = 0, None
@@ -246,7 +227,7 @@ def test_regions_are_renewed_by_the_last_selections_and_nobody_waits(
         accumulated = get(reducer.residual) + (
             gradient := np.rint(draw() * weights[:: 1 if step % 9 < 5 else -1])
         )
-        report = reducer.step(put(device, gradient))
+        report = reducer.step(put(cuda, gradient))
         deferred = not report.complete
         if deferred and step % every == 0 and proposed is not None:
             cuts = comm.allreduce(proposed) // comm.size
@@ -259,7 +240,6 @@ def test_regions_are_renewed_by_the_last_selections_and_nobody_waits(
             assert np.abs(accumulated[selected]).min() >= report.local_threshold
             proposed = selected[len(selected) * np.arange(1, comm.size) // comm.size]
     assert renewed > 5 or comm.size == 1
-    reducer.close()
 
 
 def few_magnitudes(comm: MPI.Intracomm, length: int, k: int) -> Callable[[], NDArray[np.float32]]:
@@ -288,37 +268,36 @@ def select_from(reducer: GradientAllreduce, magnitude: float) -> None:
 
 @pytest.mark.parametrize(("factor", "goes_on"), [(0.98, True), (1.02, True), (0.5, True), (2.0, False)])
 def test_a_global_threshold_that_missed_is_moved_without_the_host_unless_by_far(
-    device: str, outcomes: list[Any], comm: MPI.Intracomm, factor: float, goes_on: bool
+    cuda: str, outcomes: list[Any], comm: MPI.Intracomm, factor: float, goes_on: bool
 ) -> None:
     """What is kept is between k/2 and the cap, or nothing is."""
     if comm.size == 1:
         pytest.skip("one rank's sums are its selection: none is left to choose from")
-    reducer = among_peers(device, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
+    reducer = among_peers(cuda, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
     draw = few_magnitudes(comm, LENGTH, reducer._method_at(0)[1])
     for _ in range(12):
-        reducer.step(put(device, draw()))
+        reducer.step(put(cuda, draw()))
     reducer.complete()
     select_from(reducer, 1000.0)
     expect_sums_of(reducer, 1030.0 * comm.size * factor)
     reducer._trust = TRUSTED
     outcomes.clear()
-    report = reducer.step(put(device, draw()))
+    report = reducer.step(put(cuda, draw()))
     assert not report.complete
     reducer.complete()
     assert (outcomes[0].stopped_at == "") == goes_on == bool(report.global_nnz)
     assert not goes_on or report.k / 2 <= report.global_nnz <= 5 * report.k / 4
-    reducer.close()
 
 
 @pytest.mark.parametrize("factor", [0.98, 1.02, 0.5, 2.0])
 def test_a_global_threshold_that_missed_is_named_by_the_kernels_where_the_host_waits(
-    device: str, monkeypatch: pytest.MonkeyPatch, comm: MPI.Intracomm, factor: float
+    cuda: str, monkeypatch: pytest.MonkeyPatch, comm: MPI.Intracomm, factor: float
 ) -> None:
     settings = {"threshold_interval": 1000, "boundary_interval": 1000, "deferred": False}
-    among = among_peers(device, comm, LENGTH, **settings)
+    among = among_peers(cuda, comm, LENGTH, **settings)
     draw = few_magnitudes(comm, LENGTH, among._method_at(0)[1])
     for _ in range(12):
-        among.step(put(device, draw()))
+        among.step(put(cuda, draw()))
     on_cpu = GradientAllreduce(comm, LENGTH, "oktopk", density=DENSITY, average=False, **settings)
     on_cpu.load_state_dict(among.state_dict())
     among.load_state_dict(on_cpu.state_dict())
@@ -336,7 +315,7 @@ def test_a_global_threshold_that_missed_is_named_by_the_kernels_where_the_host_w
         select_from(reducer, 1000.0)
         expect_sums_of(reducer, 1030.0 * comm.size * factor)
     gradient = draw()
-    first, second = among.step(put(device, gradient)), on_cpu.step(gradient)
+    first, second = among.step(put(cuda, gradient)), on_cpu.step(gradient)
     # where the ladder lies above all sums that there are, the kernels give up again
     assert named == ["threshold" if factor == 2.0 else ""]
     for name in ("local_exact", "global_exact", "global_nnz", "local_nnz", "global_threshold"):
@@ -347,34 +326,31 @@ def test_a_global_threshold_that_missed_is_named_by_the_kernels_where_the_host_w
     assert comm.allreduce(first.words) == comm.allreduce(second.words)
     assert np.array_equal(get(among.update), on_cpu.update)
     assert np.array_equal(get(among.residual), on_cpu.residual)
-    among.close()
-    on_cpu.close()
 
 
-def test_steps_whose_ladder_misses_by_far_are_not_trusted(device: str, comm: MPI.Intracomm) -> None:
+def test_steps_whose_ladder_misses_by_far_are_not_trusted(cuda: str, comm: MPI.Intracomm) -> None:
     if comm.size == 1:
         pytest.skip("one rank's sums are its selection: none is left to choose from")
-    reducer = among_peers(device, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
+    reducer = among_peers(cuda, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
     draw = cubes(comm, LENGTH)
     for step in range(24):
         if step:
             expect_sums_of(reducer, 1.0)  # more than 5k/4 reach every rung
-        report = reducer.step(put(device, draw()))
+        report = reducer.step(put(cuda, draw()))
         assert report.complete
         assert report.global_exact
         assert report.global_nnz >= report.k
         assert not step or reducer._trust == 0
-    reducer.close()
 
 
 @pytest.mark.parametrize("factor", [0.01, 0.3])
 def test_a_rank_whose_gradient_dwindles_selects_k_again_at_once(
-    device: str, comm: MPI.Intracomm, factor: float
+    cuda: str, comm: MPI.Intracomm, factor: float
 ) -> None:
     last = comm.rank == comm.size - 1
-    reducer = among_peers(device, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
+    reducer = among_peers(cuda, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
     draw = cubes(comm, LENGTH)
-    until_deferred(device, reducer, draw)
+    until_deferred(cuda, reducer, draw)
     reports = []
     for step in range(6):
         reducer.complete()
@@ -383,40 +359,38 @@ def test_a_rank_whose_gradient_dwindles_selects_k_again_at_once(
             assert residual is not None
             residual *= np.float32(factor)
         gradient = draw() * np.float32(factor if last and step else 1)
-        reports.append(reducer.step(put(device, gradient)))
+        reports.append(reducer.step(put(cuda, gradient)))
     reducer.complete()
     dwindled = reports[1:]
     assert not last or dwindled[0].local_nnz < dwindled[0].k / 2
     assert all(report.local_nnz >= report.k / 2 for report in dwindled[1:])
     assert not last or dwindled[1].local_exact
-    reducer.close()
 
 
 def test_a_selection_far_over_the_cap_on_one_rank_stops_all_and_the_next_step_applies(
-    device: str,
+    cuda: str,
     comm: MPI.Intracomm,
 ) -> None:
     last = comm.rank == comm.size - 1
-    reducer = among_peers(device, comm, LENGTH, threshold_interval=16)
+    reducer = among_peers(cuda, comm, LENGTH, threshold_interval=16)
     draw = cubes(comm, LENGTH)
-    until_deferred(device, reducer, draw)
+    until_deferred(cuda, reducer, draw)
     reports, left = [], []
     for step in range(3):
-        reports.append(reducer.step(put(device, draw() * np.float32(4096 if step == 1 and last else 1))))
+        reports.append(reducer.step(put(cuda, draw() * np.float32(4096 if step == 1 and last else 1))))
         left.append(get(reducer.residual))
     reducer.complete()
     assert [report.global_nnz > 0 for report in reports] == [True, False, True]
     assert not reports[1].skipped
     assert not last or np.abs(left[1]).max() > 50 * np.abs(left[0]).max()  # it is all there
-    reducer.close()
 
 
-def test_ranks_that_stopped_go_on_together(device: str, comm: MPI.Intracomm) -> None:
+def test_ranks_that_stopped_go_on_together(cuda: str, comm: MPI.Intracomm) -> None:
     """However far their hosts and GPUs are apart: nobody waits for the device in between."""
-    reducer = among_peers(device, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
+    reducer = among_peers(cuda, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
     draw = cubes(comm, LENGTH)
-    until_deferred(device, reducer, draw)
-    gradients = [put(device, draw()) for _ in range(4)]
+    until_deferred(cuda, reducer, draw)
+    gradients = [put(cuda, draw()) for _ in range(4)]
     stopped = 0
     for number in range(24):
         late, loud = number % comm.size == comm.rank, (number + 1) % comm.size == comm.rank
@@ -433,16 +407,15 @@ def test_ranks_that_stopped_go_on_together(device: str, comm: MPI.Intracomm) -> 
     updates = comm.allgather(get(reducer.update).tobytes())
     assert len(set(updates)) == 1
     assert stopped > 6 or comm.size == 1
-    reducer.close()
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 @pytest.mark.parametrize("gradient_type", ["float32", "bfloat16"])
 def test_a_nonfinite_gradient_leaves_the_residual_as_it_was(
-    device: str, comm: MPI.Intracomm, gradient_type: str, nonfinite: str
+    cuda: str, comm: MPI.Intracomm, gradient_type: str, nonfinite: str
 ) -> None:
     reducer = among_peers(
-        device, comm, LENGTH, threshold_interval=32, gradient_type=gradient_type, nonfinite=nonfinite
+        cuda, comm, LENGTH, threshold_interval=32, gradient_type=gradient_type, nonfinite=nonfinite
     )
     draw = cubes(comm, LENGTH)
 
@@ -452,9 +425,9 @@ def test_a_nonfinite_gradient_leaves_the_residual_as_it_was(
             gradient[[5, 30_000]] = np.inf
         if poison and nonfinite == "skip":
             gradient[1::5] = 1e12  # beside it what is left in the residual rounds to zero
-        return reducer.step(put(device, narrowed(gradient, gradient_type)))
+        return reducer.step(put(cuda, narrowed(gradient, gradient_type)))
 
-    until_deferred(device, reducer, lambda: narrowed(draw(), gradient_type))
+    until_deferred(cuda, reducer, lambda: narrowed(draw(), gradient_type))
     steps, before = reducer.steps, get(reducer.residual)
     poisoned = step(poison=True)
     if nonfinite == "skip":
@@ -467,37 +440,34 @@ def test_a_nonfinite_gradient_leaves_the_residual_as_it_was(
     after = step()
     assert get(reducer.update).any() and after.complete and after.exact
     assert nonfinite == "raise" or poisoned.skipped
-    reducer.close()
 
 
-def test_a_reloaded_reducer_continues_deferred_steps_bit_for_bit(device: str, comm: MPI.Intracomm) -> None:
+def test_a_reloaded_reducer_continues_deferred_steps_bit_for_bit(cuda: str, comm: MPI.Intracomm) -> None:
     settings = {"threshold_interval": 8, "boundary_interval": 8}
     undisturbed, resumed = (
-        among_peers(device, comm, LENGTH, **settings),
-        among_peers(device, comm, LENGTH, **settings),
+        among_peers(cuda, comm, LENGTH, **settings),
+        among_peers(cuda, comm, LENGTH, **settings),
     )
     draw = cubes(comm, LENGTH)
     for _ in range(30):
-        undisturbed.step(put(device, draw()))
-    until_deferred(device, resumed, draw)  # what is open is forgotten
+        undisturbed.step(put(cuda, draw()))
+    until_deferred(cuda, resumed, draw)  # what is open is forgotten
     resumed.load_state_dict(undisturbed.state_dict())
     for _ in range(8):
-        gradient = put(device, draw())
+        gradient = put(cuda, draw())
         undisturbed.step(gradient)
         resumed.step(gradient)
         assert np.array_equal(get(undisturbed.update), get(resumed.update))
-    undisturbed.close()
-    resumed.close()
 
 
 @pytest.mark.skipif(not asynchronous(), reason="no GPU")
-def test_the_host_does_not_wait_for_a_deferred_step(device: str, comm: MPI.Intracomm) -> None:
+def test_the_host_does_not_wait_for_a_deferred_step(cuda: str, comm: MPI.Intracomm) -> None:
     import torch
 
-    reducer = among_peers(device, comm, LENGTH, threshold_interval=32)
+    reducer = among_peers(cuda, comm, LENGTH, threshold_interval=32)
     draw = cubes(comm, LENGTH)
-    until_deferred(device, reducer, draw)
-    gradient = put(device, draw())
+    until_deferred(cuda, reducer, draw)
+    gradient = put(cuda, draw())
     reducer.step(gradient)
     reducer.complete()
     reducer.backend.wait()
@@ -510,13 +480,12 @@ def test_the_host_does_not_wait_for_a_deferred_step(device: str, comm: MPI.Intra
     reducer.complete()
     assert slept.query()
     assert report.complete
-    reducer.close()
 
 
 @pytest.mark.skipif(not asynchronous(), reason="no GPU")
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5])
 def test_a_network_trains_to_the_same_bits_whenever_the_host_looks(
-    device: str, comm: MPI.Intracomm, clip_norm: float
+    cuda: str, comm: MPI.Intracomm, clip_norm: float
 ) -> None:
     import torch
     from torch import nn
@@ -531,14 +500,14 @@ def test_a_network_trains_to_the_same_bits_whenever_the_host_looks(
     ends = []
     for looks in (True, False):
         torch.manual_seed(3)
-        network = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 10)).to(device)
+        network = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 10)).to(cuda)
         inner = torch.optim.SGD(network.parameters(), lr=0.02, momentum=0.9, fused=True)
         settings = {"density": 0.05, "boundary_interval": 4, "deferred": True}
         optimizer = DistributedOptimizer(inner, comm, clip_norm=clip_norm, **settings)
         torch.manual_seed(comm.rank)
         reports, late = [], 0
         for _ in range(60):
-            x = torch.randn(128, 64, device=device)
+            x = torch.randn(128, 64, device=cuda)
             optimizer.zero_grad()
             nn.functional.cross_entropy(network(x), x[:, :10].argmax(1)).backward()
             optimizer.step()

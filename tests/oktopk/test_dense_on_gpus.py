@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from oktopk import GradientAllreduce, NonFiniteGradientError
+from oktopk import GradientAllreduce
 from oktopk.buckets import BucketedAllreduce
 from tests.devices import get, gpus, put, use
 
@@ -78,7 +78,6 @@ def test_a_rank_without_room_for_windows_sends_all_to_messages(
         assert not reducer.p2p_unavailable_reason
         reducer.step(array)
         assert (get(reducer.update) == (comm.size - 1) / 2).all()
-    reducer.close()
 
 
 def summed(transport: Any, timeout: float = 600.0, stream: Any = None) -> Any:
@@ -177,27 +176,15 @@ def test_a_rank_that_raises_before_its_sum_ends_the_others_at_once(
     with pytest.raises(RuntimeError, match="rank 1 raised"):
         reducer.state_dict()
     comm.Barrier()
-    reducer.close()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_rank_whose_gradient_is_not_finite_is_named_and_the_next_step_goes_on(
-    comm: MPI.Intracomm, bad: float
+def test_an_error_that_the_caller_found_on_one_rank_is_raised_by_all_and_the_next_step_goes_on(
+    comm: MPI.Intracomm,
 ) -> None:
     use("cuda", comm)
     reducer = GradientAllreduce(comm, LENGTHS[0], "dense", device="cuda")
-    gradient = np.ones(LENGTHS[0], np.float32)
-    wrong = gradient.copy()
-    if comm.rank == 1:
-        wrong[77] = bad
-    with pytest.raises(NonFiniteGradientError) as raised:
-        reducer.step(put("cuda", wrong))
-    assert raised.value.ranks == [1]
+    gradient = put("cuda", np.ones(LENGTHS[0], np.float32))
     with pytest.raises(ValueError, match="rank 1: a problem of its own"):
-        reducer.step(put("cuda", gradient), problem="a problem of its own" if comm.rank == 1 else "")
-    reducer.step(put("cuda", gradient))
+        reducer.step(gradient, problem="a problem of its own" if comm.rank == 1 else "")
+    reducer.step(gradient)
     assert (get(reducer.update) == 1).all()
-    with pytest.raises(NonFiniteGradientError) as raised:
-        reducer.step(put("cuda", np.full(LENGTHS[0], 3e38, np.float32)))
-    assert raised.value.ranks == []
-    reducer.close()

@@ -110,8 +110,6 @@ def test_steps_through_peer_memory_give_the_cpus_bits(
         on_cpu.state_dict()["methods"]["oktopk"]["threshold"]
         == on_gpu.state_dict()["methods"]["oktopk"]["threshold"]
     )
-    on_cpu.close()
-    on_gpu.close()
 
 
 LOCKSTEPS: dict[str, dict[str, Any]] = {
@@ -167,8 +165,6 @@ def test_tiles_that_are_crowded_give_the_cpus_bits(comm: MPI.Intracomm) -> None:
     launches = on_gpu._executors["oktopk"].p2p_step._launches  # type: ignore[attr-defined]
     # so wide that one of them holds more than half of what lies side by side
     assert comm.allreduce(1 << launches._step.shift > 2 * 6_000, MPI.LOR)
-    on_cpu.close()
-    on_gpu.close()
 
 
 def test_lists_shrink_with_k(comm: MPI.Intracomm) -> None:
@@ -179,7 +175,6 @@ def test_lists_shrink_with_k(comm: MPI.Intracomm) -> None:
         reduced.step(put("cuda", normal(comm, step)))
         held.append(reduced.transport.workspace.nbytes)
     assert held[-1] < held[0] / 20
-    reduced.close()
 
 
 def test_where_memory_of_peers_cannot_be_mapped_mpi_takes_over(
@@ -195,7 +190,6 @@ def test_where_memory_of_peers_cannot_be_mapped_mpi_takes_over(
     assert ("no peer memory: rank 0" in reduced.p2p_unavailable_reason) == (comm.size > 1)
     reduced.step(put("cuda", normal(comm, 0)))
     assert get(reduced.update).any()
-    reduced.close()
 
 
 # sparse methods select from what is widened, and Gaussiank fits to it: the second type needs one of them
@@ -216,13 +210,25 @@ def test_narrow_gradients_are_widened_before_anything_is_added(
 
 
 def test_what_a_gpu_does_not_take_is_named(comm: MPI.Intracomm) -> None:
-    reduced = reducer(comm, "oktopk")
-    with pytest.raises(TypeError, match="ndarray, not a cupy array on GPU"):
-        reduced.step(normal(comm, 0))
-    with pytest.raises(TypeError, match="float64 is not float32"):
-        reduced.step(put("cuda", normal(comm, 0).astype(np.float64)))
-    with pytest.raises(ValueError, match="not contiguous"):
-        reduced.step(put("cuda", np.repeat(normal(comm, 0), 2))[::2])
+    import cupy
+
+    reduced, gradient = reducer(comm, "oktopk"), normal(comm, 0)
+    own = reduced.backend.device.id  # type: ignore[attr-defined]
+    other = (own + 1) % gpus()
+    with cupy.cuda.Device(other):
+        elsewhere = put("cuda", gradient)
+    for given, error, message in (
+        (gradient, TypeError, rf"ndarray, not a cupy array on GPU {own}: cupy\.asarray"),
+        (put("cuda", gradient.astype(np.float64)), TypeError, "float64 is not float32"),
+        (put("cuda", gradient[1:]), ValueError, rf"shape \({LENGTH - 1},\) is not \({LENGTH},\)"),
+        (put("cuda", np.repeat(gradient, 2))[::2], ValueError, r"not contiguous: pass cupy\.ascontiguous"),
+        (elsewhere, ValueError, rf"is on GPU {other}, not on GPU {own}.*Device\({other}\)\.use\(\)"),
+    ):
+        if other != own or given is not elsewhere:
+            with pytest.raises(error, match=message):
+                reduced.step(given)
+    with pytest.raises(TypeError, match="float32 is not uint16, which holds bfloat16"):
+        reducer(comm, "oktopk", gradient_type="bfloat16").step(put("cuda", gradient))
 
 
 def test_a_step_runs_on_its_own_gpu_whatever_the_caller_made_current(

@@ -352,7 +352,9 @@ def lists_over(
             lists,
             share,
             # of the longest, the sparse lists of four and nine ranks alone: others are slow on the host
-            marks=[] if length < 100 * TILE or (lists in (4, 9) and share < 0.4) else pytest.mark.long,
+            marks=[]
+            if length < 100 * TILE or (lists in (4, 9) and lists * share < 0.1)
+            else pytest.mark.long,
         )
         for length in (1, 1000, 3 * TILE + 11, 100 * TILE)
         for lists in (1, 4, 5, 9)

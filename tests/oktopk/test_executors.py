@@ -206,5 +206,3 @@ def test_every_way_gives_the_bits_and_counts_the_words_of_messages_between_hosts
                 method == "dense" and not way.per_rank  # which sends otherwise through peer memory
             )
         assert plain.vectors(expected) == way.vectors(found), step
-    for reducer in (expected, found):
-        reducer.close()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from oktopk import DistributedOptimizer
-from tests.devices import DEVICES, get, torch_device
+from tests.devices import get
 
 pytestmark = [
     pytest.mark.mpi,
@@ -42,11 +42,9 @@ def gradient(comm: MPI.Intracomm, step: int, place: torch.device) -> torch.Tenso
         *(("dense", True, "raise"), ("dense", False, "skip")),
     ],
 )
-@pytest.mark.parametrize("device", DEVICES)
 def test_an_inf_on_one_rank_halves_every_scale_and_leaves_the_residual_bit_for_bit(
-    comm: MPI.Intracomm, device: str, method: str, unscaled_by_user: bool, nonfinite: str
+    comm: MPI.Intracomm, place: torch.device, method: str, unscaled_by_user: bool, nonfinite: str
 ) -> None:
-    place = torch_device(device, comm)
     parameter, optimizer = reduced(comm, place, method=method, nonfinite=nonfinite)
     plain, reference = reduced(comm, place, method=method, nonfinite=nonfinite)
     scaler = GradScaler(place.type, init_scale=1024.0, growth_interval=2)
@@ -78,16 +76,12 @@ def test_an_inf_on_one_rank_halves_every_scale_and_leaves_the_residual_bit_for_b
     assert len(set(comm.allgather(tuple(scales)))) == 1
     if optimizer.reducer.residual is not None:
         assert np.array_equal(get(optimizer.reducer.residual), get(reference.reducer.residual))
-    optimizer.close()
-    reference.close()
 
 
 @pytest.mark.parametrize("method", ["oktopk", "dense"])
-@pytest.mark.parametrize("device", DEVICES)
 def test_float16_autocast_trains_with_one_scale_from_one_that_overflows(
-    comm: MPI.Intracomm, device: str, method: str
+    comm: MPI.Intracomm, place: torch.device, method: str
 ) -> None:
-    place = torch_device(device, comm)
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 1)).to(place)
     inner = torch.optim.SGD(model.parameters(), lr=0.02)
@@ -112,4 +106,3 @@ def test_float16_autocast_trains_with_one_scale_from_one_that_overflows(
     trained = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu()
     assert torch.isfinite(trained).all()
     assert len(set(comm.allgather(trained.numpy().tobytes()))) == 1
-    optimizer.close()

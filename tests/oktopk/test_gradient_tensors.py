@@ -11,19 +11,13 @@ from numpy.typing import NDArray
 
 from oktopk import GradientAllreduce
 from oktopk.results import StepReport
-from tests.devices import asynchronous, get, gpus, hold_up, narrowed, put, use
+from tests.devices import asynchronous, get, gpus, hold_up, narrowed, put
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(not gpus(), reason="no GPU")]
 SIZES = [9, 20_001, 1, 1, 0, 9_522, 4096, 6_000, 3]
 BEGINS = [sum(SIZES[:number]) for number in range(len(SIZES))]
 LENGTH = sum(SIZES)
 SAME = "exact skipped complete local_nnz global_nnz words messages control_words global_threshold local_threshold"
-
-
-@pytest.fixture
-def device(comm: MPI.Intracomm) -> str:
-    use("cuda", comm)
-    return "cuda"
 
 
 def pair(comm: MPI.Intracomm, **settings: Any) -> tuple[GradientAllreduce, GradientAllreduce, Any]:
@@ -96,7 +90,7 @@ class Homes:
 # the type is read before a step knows whether it is waited for: each value once
 @pytest.mark.parametrize(("gradient_type", "deferred"), [("float32", False), ("bfloat16", True)])
 def test_pieces_give_the_bits_of_one_vector_on_cuda(
-    device: str, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, gradient_type: str, deferred: bool
+    cuda: str, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, gradient_type: str, deferred: bool
 ) -> None:
     """Exact and regular steps, some that need the host's help, some that are not finite; in pieces that stay and that move.
 
@@ -120,13 +114,13 @@ def test_pieces_give_the_bits_of_one_vector_on_cuda(
         whole = vectors[step].copy()
         for number in missing_pieces(moves[step]):
             whole[BEGINS[number] : BEGINS[number] + SIZES[number]] = 0
-        report = flat.step(put(device, narrowed(whole, gradient_type)))
+        report = flat.step(put(cuda, narrowed(whole, gradient_type)))
         late = not report.complete
         flat.complete()
         expected.append((report, late, get(flat.update).tobytes(), get(flat.residual).tobytes()))
 
-    sources, homes = put(device, vectors), Homes()
-    updates, residuals = (put(device, np.zeros((steps, LENGTH), np.float32)) for _ in range(2))
+    sources, homes = put(cuda, vectors), Homes()
+    updates, residuals = (put(cuda, np.zeros((steps, LENGTH), np.float32)) for _ in range(2))
     reports: list[StepReport] = []
     late_ones, overlapping = 0, 0
     held = hold_up(0)
@@ -153,13 +147,11 @@ def test_pieces_give_the_bits_of_one_vector_on_cuda(
     assert overlapping > 10 or not (deferred and asynchronous())
     graphs = scattered._executors["oktopk"].p2p_step._graphs  # type: ignore[attr-defined]
     assert len(graphs) == 1 and all(graphs.values())  # though pieces move
-    flat.close()
-    scattered.close()
 
 
-def test_steps_that_cannot_read_pieces_say_so_on_cuda(device: str, comm: MPI.Intracomm) -> None:
+def test_steps_that_cannot_read_pieces_say_so_on_cuda(cuda: str, comm: MPI.Intracomm) -> None:
     flat, scattered, gradient = pair(comm, dense_warmup_steps=1, density_warmup_steps=4)
-    vector = put(device, np.ones(LENGTH, np.float32))
+    vector = put(cuda, np.ones(LENGTH, np.float32))
     said = []
     for _ in range(8):
         said.append(scattered.reads_tensors())

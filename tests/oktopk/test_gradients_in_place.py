@@ -48,51 +48,31 @@ def seen(address: int, parameter: Tensor) -> Tensor:
     return flat.as_strided(parameter.size(), parameter.stride())
 
 
-def ordinary() -> tuple[nn.Parameter, Tensor]:
-    return nn.Parameter(torch.zeros(5, 7)), torch.randn(5, 7)
+def last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last)
 
 
-def channels_last() -> tuple[nn.Parameter, Tensor]:
-    parameter = torch.zeros(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)
-    return nn.Parameter(parameter), torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)
+# shapes and layouts of a parameter, and of its gradient
+AS_ITS_PARAMETER = {
+    "ordinary": (torch.zeros(5, 7), torch.randn(5, 7)),
+    "channels last": (last(torch.zeros(4, 3, 5, 5)), last(torch.randn(4, 3, 5, 5))),
+    # a convolution of 1 x 1: the strides of both its orders differ, its memory does not
+    "of size one": (torch.zeros(4, 3, 1, 1), torch.randn(4, 3, 1, 1).as_strided((4, 3, 1, 1), (3, 1, 3, 3))),
+    "a slice": (torch.zeros(6), torch.randn(20)[3:9]),
+    "without elements": (torch.zeros(0, 3), torch.randn(0, 3)),
+}
+OTHERWISE = {
+    "transposed": (torch.zeros(5, 7), torch.randn(7, 5).t()),
+    "expanded": (torch.zeros(5, 7), torch.randn(1, 1).expand(5, 7)),
+    "with gaps": (torch.zeros(5, 7), torch.randn(5, 14)[:, ::2]),
+    "contiguous for channels last": (last(torch.zeros(4, 3, 5, 5)), torch.randn(4, 3, 5, 5)),
+}
 
 
-def of_size_one() -> tuple[nn.Parameter, Tensor]:
-    """A convolution of 1 x 1: the strides of both its orders differ, its memory does not."""
-    return nn.Parameter(torch.zeros(4, 3, 1, 1)), torch.randn(4, 3, 1, 1).as_strided(
-        (4, 3, 1, 1), (3, 1, 3, 3)
-    )
-
-
-def a_slice() -> tuple[nn.Parameter, Tensor]:
-    return nn.Parameter(torch.zeros(6)), torch.randn(20)[3:9]
-
-
-def without_elements() -> tuple[nn.Parameter, Tensor]:
-    return nn.Parameter(torch.zeros(0, 3)), torch.randn(0, 3)
-
-
-def transposed() -> tuple[nn.Parameter, Tensor]:
-    return nn.Parameter(torch.zeros(5, 7)), torch.randn(7, 5).t()
-
-
-def expanded() -> tuple[nn.Parameter, Tensor]:
-    return nn.Parameter(torch.zeros(5, 7)), torch.randn(1, 1).expand(5, 7)
-
-
-def with_gaps() -> tuple[nn.Parameter, Tensor]:
-    return nn.Parameter(torch.zeros(5, 7)), torch.randn(5, 14)[:, ::2]
-
-
-def contiguous_for_channels_last() -> tuple[nn.Parameter, Tensor]:
-    return channels_last()[0], torch.randn(4, 3, 5, 5)
-
-
-@pytest.mark.parametrize("kind", [ordinary, channels_last, of_size_one, a_slice, without_elements])
-def test_a_gradient_that_lies_as_its_parameter_is_read_where_it_is(
-    kind: Callable[[], tuple[nn.Parameter, Tensor]],
-) -> None:
-    parameter, gradient = kind()
+@pytest.mark.parametrize("kind", AS_ITS_PARAMETER)
+def test_a_gradient_that_lies_as_its_parameter_is_read_where_it_is(kind: str) -> None:
+    data, gradient = AS_ITS_PARAMETER[kind]
+    parameter = nn.Parameter(data)
     gradients, noted = in_place([parameter])
     parameter.grad = gradient
     gradients.tensors()
@@ -101,11 +81,10 @@ def test_a_gradient_that_lies_as_its_parameter_is_read_where_it_is(
         assert torch.equal(seen(noted.addresses[0], parameter), gradient)
 
 
-@pytest.mark.parametrize("kind", [transposed, expanded, with_gaps, contiguous_for_channels_last])
-def test_any_other_gradient_is_copied_into_its_parameters_order(
-    kind: Callable[[], tuple[nn.Parameter, Tensor]],
-) -> None:
-    parameter, gradient = kind()
+@pytest.mark.parametrize("kind", OTHERWISE)
+def test_any_other_gradient_is_copied_into_its_parameters_order(kind: str) -> None:
+    data, gradient = OTHERWISE[kind]
+    parameter = nn.Parameter(data)
     gradients, noted = in_place([parameter])
     parameter.grad = gradient
     gradients.tensors()
@@ -207,7 +186,8 @@ def test_a_replay_is_read_where_it_has_written_though_gradients_were_cleared() -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_vector_is_made_once_it_is_asked_for(dtype: torch.dtype) -> None:
-    parameter, gradient = channels_last()
+    data, gradient = AS_ITS_PARAMETER["channels last"]
+    parameter = nn.Parameter(data)
     gradients, _ = in_place([parameter], dtype)
     assert gradients._flat is None
     parameter.grad = gradient
@@ -505,4 +485,3 @@ def test_memory_for_one_vector_is_taken_on_cuda_only_by_steps_that_need_it(
         optimizer.apply()
         assert parameter.grad is made
         assert (gradients._flat is not None) == measure
-    optimizer.close()

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from torch import nn
 
 from oktopk import METHODS, DistributedOptimizer, average_buffers, broadcast_parameters
-from tests.devices import DEVICES, get, gpus, torch_device
+from tests.devices import get, gpus, torch_device
 from tests.training import flat
 
 pytestmark = pytest.mark.mpi
@@ -36,12 +36,10 @@ def backward(model: nn.Module, rank: int, step: int, share: int = 1) -> None:
     (nn.functional.cross_entropy(scores, labels.to(parameter.device)) / share).backward()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_step_subtracts_exactly_the_update_that_was_reduced(
-    comm: MPI.Intracomm, method: str, device: str
+    comm: MPI.Intracomm, method: str, place: torch.device
 ) -> None:
-    place = torch_device(device, comm)
     model = network().to(place)
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer = DistributedOptimizer(inner, comm, method, density=0.05, threshold_interval=3)
@@ -56,12 +54,10 @@ def test_every_step_subtracts_exactly_the_update_that_was_reduced(
         assert len(set(comm.allgather(flat(model).tobytes()))) == 1
         assert optimizer.gradient.dtype == np.float32
         assert np.count_nonzero(optimizer.gradient)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("gradient_type", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("parameter_type", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("device", DEVICES)
 def test_gradients_of_one_type_reach_parameters_of_another(
     comm: MPI.Intracomm, device: str, parameter_type: torch.dtype, gradient_type: str
 ) -> None:
@@ -85,14 +81,11 @@ def test_gradients_of_one_type_reach_parameters_of_another(
         expected -= mean.to(parameter_type)
     assert torch.allclose(parameter.detach().float(), expected.float(), rtol=0.02)
     assert parameter.dtype == parameter_type
-    optimizer.close()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_channels_last_parameters_keep_their_layout_and_their_values(
-    comm: MPI.Intracomm, device: str
+    comm: MPI.Intracomm, place: torch.device
 ) -> None:
-    place = torch_device(device, comm)
     plain, last = network().to(place), network().to(place)
     last = last.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for model in (plain, last):
@@ -107,7 +100,6 @@ def test_channels_last_parameters_keep_their_layout_and_their_values(
     assert np.allclose(flat(plain), flat(last), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_state_written_contiguously_takes_the_layout_of_its_parameters(
     comm: MPI.Intracomm, device: str
 ) -> None:
@@ -138,12 +130,10 @@ def test_a_state_written_contiguously_takes_the_layout_of_its_parameters(
     assert np.allclose(flat(resumed), flat(model), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("method", ["dense", "oktopk"])
 def test_clipping_bounds_the_norm_of_the_reduced_gradient_and_no_other(
-    comm: MPI.Intracomm, method: str, device: str
+    comm: MPI.Intracomm, method: str, place: torch.device
 ) -> None:
-    place = torch_device(device, comm)
     plain, clipped = network().to(place), network().to(place)
     settings = {"density": 0.1, "threshold_interval": 1}
 
@@ -176,7 +166,6 @@ def test_a_clipped_update_is_zero_off_the_next_ones_support(comm: MPI.Intracomm)
         backward(model, comm.rank, step)
         optimizer.step()
         assert np.count_nonzero(optimizer.reducer.update) <= optimizer.report.global_nnz
-    optimizer.close()
 
 
 def test_between_reduce_and_apply_the_gradients_are_the_update(comm: MPI.Intracomm) -> None:
@@ -198,7 +187,6 @@ def test_between_reduce_and_apply_the_gradients_are_the_update(comm: MPI.Intraco
         assert np.array_equal(flat(model) != before, seen != 0)
     optimizer.apply()  # nothing was reduced since: nothing to apply
     assert np.array_equal(flat(model), before - seen)
-    optimizer.close()
 
 
 @pytest.mark.skipif(not gpus(), reason="no GPU")
@@ -215,7 +203,6 @@ def test_another_current_stream_is_waited_for_on_both_sides(comm: MPI.Intracomm)
             optimizer.step()
     other.synchronize()
     assert torch.equal(parameter.detach(), torch.full_like(parameter, -5.0))
-    optimizer.close()
 
 
 def test_tensors_it_cannot_take_are_named_on_every_rank(comm: MPI.Intracomm) -> None:
@@ -269,7 +256,6 @@ def test_a_gpu_that_is_not_the_current_one_is_named(comm: MPI.Intracomm) -> None
         DistributedOptimizer(torch.optim.SGD([parameter], lr=1), comm)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_modules_are_broadcast_and_averaged_where_they_lie(comm: MPI.Intracomm, device: str) -> None:
     place = torch_device(device, comm)
     torch.manual_seed(comm.rank)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
 from oktopk.allreduce import _TRUSTED
-from tests.devices import DEVICES, get, gpus, put, use
+from tests.devices import get, gpus, put, use
 
 LENGTH, DENSITY = 1000, 0.02
 HUGE = np.float32(3e38)  # twice this is Inf in float32
@@ -34,15 +34,35 @@ STEPS: dict[str, tuple[dict[str, Any], int]] = {
     "warmup": ({"dense_warmup_steps": 4}, 2),
     "after warmup": ({"dense_warmup_steps": 1}, 3),
 }
+# how a reducer is made: of each method by messages, and of the others what they do by another path
+BY_MESSAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {"peer_memory": False}) for name in METHODS},
+    "two levels": ("oktopk", {"levels": "hosts", "ranks_per_host": 2}),
+}
+PEERS = {f"{name}, peers": (name, {"peer_memory": True}) for name in ("dense", "oktopk")}
+WAYS = BY_MESSAGES | PEERS
+ON = [("cpu", name) for name in BY_MESSAGES] + [("cuda", name) for name in WAYS]
+
+
+def marks(device: str) -> list[pytest.MarkDecorator]:
+    return [] if device == "cpu" else [pytest.mark.skipif(not gpus(), reason="no GPU")]
+
+
+def each_way(*without: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ("device", "way"),
+        [pytest.param(device, way, marks=marks(device)) for device, way in ON if way not in without],
+    )
 
 
 class Run:
     """A reducer that gives sums, and what was put in and came out of it in all finite steps."""
 
-    def __init__(self, comm: MPI.Intracomm, device: str, method: str, **settings: Any) -> None:
+    def __init__(self, comm: MPI.Intracomm, device: str, way: str, **settings: Any) -> None:
         use(device, comm)
         self.comm, self.device = comm, device
-        chosen: dict[str, Any] = {"density": DENSITY, "average": False, "peer_memory": False} | settings
+        method, path = WAYS[way]
+        chosen: dict[str, Any] = {"density": DENSITY, "average": False} | path | settings
         self.reducer = GradientAllreduce(comm, LENGTH, method, device=device, **chosen)
         self.rng = np.random.default_rng((comm.rank, 19))
         self.put_in, self.came_out = np.zeros(LENGTH), np.zeros(LENGTH)
@@ -54,9 +74,9 @@ class Run:
 
     def state(self) -> NDArray[np.float64]:
         """[2, LENGTH], residual and velocity."""
-        vectors = self.reducer.residual, self.reducer.velocity
-        held = [np.zeros(LENGTH) if vector is None else get(vector).astype(np.float64) for vector in vectors]
-        return np.array(held)
+        velocity = self.reducer.velocity
+        held = np.zeros(LENGTH) if velocity is None else get(velocity)
+        return np.array([self.reducer.gathered_residual(), held], np.float64)
 
     def update(self) -> NDArray[np.float32]:
         """Of all ranks, checked to be one."""
@@ -121,38 +141,30 @@ def overflow(run: Run, places: NDArray[np.int64], first: int, value: np.float32)
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
-    ("method", "kind", "nonfinite", "half"),
+    ("device", "way", "kind", "nonfinite", "half"),
     [
-        # what is done about it is one code for all: each method and each kind of step meets both, every pair of them one,
+        # what is done about it is one code for all: each way and each kind of step meets both, every pair of them one,
         # with two of the four places
         pytest.param(
-            *(method, kind, nonfinite, half),
-            marks=[] if ((number + at) % 2, (number // 2 + at) % 2) == (other, half) else pytest.mark.long,
+            *(device, way, kind, nonfinite, half),
+            marks=[
+                *marks(device),
+                *[pytest.mark.long] * (((number + at) % 2, (number // 2 + at) % 2) != (other, half)),
+            ],
         )
-        for number, method in enumerate(METHODS)
+        for device, way in ON
+        for number in [[*WAYS].index(way)]
         for at, kind in enumerate(STEPS)
         for other, nonfinite in enumerate(("raise", "skip"))
         for half in (0, 1)
     ],
 )
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_sum_that_overflows_is_a_nonfinite_step_on_all_ranks(
-    comm: MPI.Intracomm, device: str, method: str, nonfinite: str, kind: str, half: int
+    comm: MPI.Intracomm, device: str, way: str, nonfinite: str, kind: str, half: int
 ) -> None:
     settings, first = STEPS[kind]
     for number, places in enumerate([*PLACES.values()][half::2]):
-        run = Run(comm, device, method, nonfinite=nonfinite, **settings)
-        overflow(run, places, first, HUGE if number % 2 else -HUGE)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.skipif(not gpus(), reason="no GPU")
-@pytest.mark.parametrize("kind", ["exact", "regular", "first"])
-@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-def test_kernels_that_read_each_others_memory_find_it(comm: MPI.Intracomm, kind: str, nonfinite: str) -> None:
-    settings, first = STEPS[kind]
-    for number, places in enumerate([*PLACES.values()][nonfinite == "skip" :: 2]):
-        run = Run(comm, "cuda", "oktopk", nonfinite=nonfinite, peer_memory=True, **settings)
+        run = Run(comm, device, way, nonfinite=nonfinite, **settings)
         overflow(run, places, first, HUGE if number % 2 else -HUGE)
 
 
@@ -162,10 +174,10 @@ def test_kernels_that_read_each_others_memory_find_it(comm: MPI.Intracomm, kind:
 def test_a_deferred_step_whose_sum_overflows_is_taken_back_by_the_kernels(
     comm: MPI.Intracomm, interval: int
 ) -> None:
-    settings = {"deferred": True, "peer_memory": True, "nonfinite": "skip", "threshold_interval": interval}
+    settings = {"deferred": True, "nonfinite": "skip", "threshold_interval": interval}
     for where in ("first", "last", "ends"):  # more would be given up for a selection above 2k
         places = PLACES[where]
-        run = Run(comm, "cuda", "oktopk", **settings)
+        run = Run(comm, "cuda", "oktopk, peers", **settings)
         for _ in range(4):
             run.finite_step()
         before = run.state()
@@ -186,18 +198,25 @@ def test_a_deferred_step_whose_sum_overflows_is_taken_back_by_the_kernels(
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("device", "way", "settings"),
+    [
+        pytest.param(device, way, settings, marks=marks(device), id=f"{device}-{way}-{settings}")
+        for device, way in ON
+        for settings in ({}, {"momentum_correction": 0.5}, {"wire": "int8"})
+        if "wire" not in settings or way in ("oktopk", "two levels")
+    ],
+)
 def test_a_skipped_step_leaves_residual_and_velocity_bit_for_bit(
-    comm: MPI.Intracomm, device: str, method: str, momentum: float
+    comm: MPI.Intracomm, device: str, way: str, settings: dict[str, Any]
 ) -> None:
     """NaN on one rank, and elements beside which those of the residual round to zero on all of them."""
-    run = Run(comm, device, method, nonfinite="skip", momentum_correction=momentum)
+    run = Run(comm, device, way, nonfinite="skip", **settings)
     reducer = run.reducer
 
     def vectors() -> list[bytes]:
-        return [get(each).tobytes() for each in (reducer.residual, reducer.velocity) if each is not None]
+        held = (each for each in (reducer.residual, reducer.velocity) if each is not None)
+        return [get(each).tobytes() for each in held if len(each)]  # a rank may have no shard
 
     for step, large in enumerate((0, 0, 1e12, 3e38, 0, 3e38)):
         gradient = run.rng.standard_normal(LENGTH).astype(np.float32)
@@ -210,10 +229,9 @@ def test_a_skipped_step_leaves_residual_and_velocity_bit_for_bit(
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("device", DEVICES)
-def test_velocity_is_as_before_the_overflow(comm: MPI.Intracomm, device: str, method: str) -> None:
-    run = Run(comm, device, method, nonfinite="skip", momentum_correction=0.5)
+@each_way("two levels")  # where a rank has the velocity of a shard
+def test_velocity_is_as_before_the_overflow(comm: MPI.Intracomm, device: str, way: str) -> None:
+    run = Run(comm, device, way, nonfinite="skip", momentum_correction=0.5)
     places = PLACES["ends"]
     run.finite_step()
     for step in (1, 2):
@@ -225,10 +243,9 @@ def test_velocity_is_as_before_the_overflow(comm: MPI.Intracomm, device: str, me
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_huge_sum_that_is_finite_is_applied(comm: MPI.Intracomm, device: str, method: str) -> None:
-    run = Run(comm, device, method)
+@each_way()
+def test_a_huge_sum_that_is_finite_is_applied(comm: MPI.Intracomm, device: str, way: str) -> None:
+    run = Run(comm, device, way)
     for step in range(3):
         gradient = np.zeros(LENGTH, np.float32)
         gradient[PLACES["ends"]] = HUGE if comm.rank == step % comm.size else 0
@@ -238,10 +255,9 @@ def test_a_huge_sum_that_is_finite_is_applied(comm: MPI.Intracomm, device: str, 
 
 
 @pytest.mark.mpi(min_size=4)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("device", DEVICES)
-def test_inf_of_both_signs_never_meets_unseen(comm: MPI.Intracomm, device: str, method: str) -> None:
-    run = Run(comm, device, method, nonfinite="skip")
+@each_way()
+def test_inf_of_both_signs_never_meets_unseen(comm: MPI.Intracomm, device: str, way: str) -> None:
+    run = Run(comm, device, way, nonfinite="skip")
     places = PLACES["first"]
     for pairs in (2, 1):  # ++--, where partial sums give NaN in some orders, and +-+-
         gradient = run.gradient()

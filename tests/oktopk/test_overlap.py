@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +16,7 @@ from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import redistribute
 from oktopk.torch.overlap import BucketLayout
 from tests.devices import on_torchs_gpu, torch_device
-from tests.training import flat, loss
+from tests.training import flat, loss, train, wrapped
 
 pytestmark = pytest.mark.mpi
 
@@ -31,31 +29,8 @@ def network(place: torch.device | str = "cpu") -> nn.Module:
     return layers.to(place)
 
 
-@pytest.fixture
-def wrap(comm: MPI.Intracomm) -> Iterator[Callable[..., DistributedOptimizer]]:
-    made = []
-
-    def make(model: nn.Module, **settings: object) -> DistributedOptimizer:
-        chosen = {
-            "density": 0.05,
-            "threshold_interval": 3,
-            "overlap": True,
-            "bucket_mb": BUCKET_MB,
-        } | settings
-        inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        made.append(DistributedOptimizer(inner, comm, **chosen))
-        return made[-1]
-
-    yield make
-    for optimizer in made:
-        optimizer.close()
-
-
-def train(model: nn.Module, optimizer: DistributedOptimizer, rank: int, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss(model, rank, step).backward()
-        optimizer.step()
+def wrap(model: nn.Module, comm: MPI.Intracomm, **settings: Any) -> DistributedOptimizer:
+    return wrapped(model, comm, **{"overlap": True, "bucket_mb": BUCKET_MB} | settings)
 
 
 @pytest.mark.parametrize(
@@ -70,17 +45,12 @@ def train(model: nn.Module, optimizer: DistributedOptimizer, rank: int, steps: r
         on_torchs_gpu("cuda", {"gradient_type": "bfloat16"}, id="cuda, bfloat16"),
     ],
 )
-def test_overlap_changes_no_bit(
-    comm: MPI.Intracomm,
-    wrap: Callable[..., DistributedOptimizer],
-    device: str,
-    settings: dict[str, object],
-) -> None:
+def test_overlap_changes_no_bit(comm: MPI.Intracomm, device: str, settings: dict[str, object]) -> None:
     place = torch_device(device, comm)
     results = []
     for overlap in (False, True):
         model = network(place)
-        optimizer = wrap(model, overlap=overlap, **settings)
+        optimizer = wrap(model, comm, overlap=overlap, **settings)
         for step in range(7):
             optimizer.zero_grad()
             with optimizer.no_sync():
@@ -95,15 +65,13 @@ def test_overlap_changes_no_bit(
     assert np.array_equal(results[0], comm.bcast(results[0])), "ranks have other parameters"
 
 
-def test_a_recorded_backward_pass_starts_its_buckets_once_it_is_replayed(
-    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
-) -> None:
+def test_a_recorded_backward_pass_starts_its_buckets_once_it_is_replayed(comm: MPI.Intracomm) -> None:
     expected, model = network(), network()
-    train(expected, wrap(expected), comm.rank, range(4))
-    optimizer = wrap(model)
+    train(expected, wrap(expected, comm), comm.rank, range(4))
+    optimizer = wrap(model, comm)
     buckets = optimizer.overlapped
     assert buckets is not None
-    assert wrap(network(), overlap=False).overlapped is None
+    assert wrap(network(), comm, overlap=False).overlapped is None
     for step in range(4):
         for replay in (False, True):  # a pass before the capture leaves nothing
             optimizer.zero_grad()
@@ -123,12 +91,10 @@ def test_a_recorded_backward_pass_starts_its_buckets_once_it_is_replayed(
     optimizer.abandon()
 
 
-def test_gradients_that_autograd_puts_elsewhere_are_reduced(
-    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
-) -> None:
+def test_gradients_that_autograd_puts_elsewhere_are_reduced(comm: MPI.Intracomm) -> None:
     expected, model = network(), network()
-    train(expected, wrap(expected), comm.rank, range(4))
-    optimizer = wrap(model)
+    train(expected, wrap(expected, comm), comm.rank, range(4))
+    optimizer = wrap(model, comm)
     for step in range(4):
         model.zero_grad(set_to_none=True)
         loss(model, comm.rank, step).backward()
@@ -136,11 +102,9 @@ def test_gradients_that_autograd_puts_elsewhere_are_reduced(
     assert np.array_equal(flat(model), flat(expected))
 
 
-def test_a_parameter_without_a_gradient_counts_as_zero(
-    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
-) -> None:
+def test_a_parameter_without_a_gradient_counts_as_zero(comm: MPI.Intracomm) -> None:
     model = network()
-    optimizer = wrap(model, density=1.0)
+    optimizer = wrap(model, comm, density=1.0)
     optimizer.zero_grad()
     inputs = torch.ones(2, 20)
     nn.functional.mse_loss(model[:3](inputs), torch.zeros(2, 40)).backward()  # not the last layer
@@ -151,11 +115,9 @@ def test_a_parameter_without_a_gradient_counts_as_zero(
     assert not torch.equal(model[0].weight, network()[0].weight)
 
 
-def test_a_gradient_that_is_not_finite_raises_on_every_rank_and_is_not_applied(
-    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
-) -> None:
+def test_a_gradient_that_is_not_finite_raises_on_every_rank_and_is_not_applied(comm: MPI.Intracomm) -> None:
     model = network()
-    optimizer = wrap(model)
+    optimizer = wrap(model, comm)
     train(model, optimizer, comm.rank, range(2))
     before, carried = flat(model), comm.allreduce(optimizer.reducer.gathered_residual().astype(np.float64))
     optimizer.zero_grad()
@@ -174,30 +136,9 @@ def test_a_gradient_that_is_not_finite_raises_on_every_rank_and_is_not_applied(
     assert np.isfinite(flat(model)).all()
 
 
-def test_a_saved_state_continues_bit_for_bit(
-    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
-) -> None:
+def test_on_another_number_of_ranks_the_sum_of_the_residuals_stays(comm: MPI.Intracomm) -> None:
     model = network()
-    optimizer = wrap(model, share="model")
-    train(model, optimizer, comm.rank, range(5))
-    file = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict()], file)
-    train(model, optimizer, comm.rank, range(5, 9))
-    file.seek(0)
-    continued = network()
-    parameters, state = torch.load(file, weights_only=True)
-    continued.load_state_dict(parameters)
-    other = wrap(continued, share="model")
-    other.load_state_dict(state)
-    train(continued, other, comm.rank, range(5, 9))
-    assert np.array_equal(flat(continued), flat(model))
-
-
-def test_on_another_number_of_ranks_the_sum_of_the_residuals_stays(
-    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
-) -> None:
-    model = network()
-    optimizer = wrap(model)
+    optimizer = wrap(model, comm)
     train(model, optimizer, comm.rank, range(3))
     states = comm.allgather(optimizer.state_dict()["reducer"])
     saved = {rank: dict(state) for rank, state in enumerate(states)}
@@ -217,18 +158,16 @@ def test_on_another_number_of_ranks_the_sum_of_the_residuals_stays(
     ],
 )
 def test_wrong_arguments_raise_on_every_rank(
-    wrap: Callable[..., DistributedOptimizer], settings: dict[str, object], message: str
+    comm: MPI.Intracomm, settings: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        wrap(network(), **settings)
+        wrap(network(), comm, **settings)
 
 
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop")
-def test_what_would_change_gradients_that_are_being_reduced_raises(
-    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
-) -> None:
+def test_what_would_change_gradients_that_are_being_reduced_raises(comm: MPI.Intracomm) -> None:
     model = network()
-    optimizer = wrap(model)
+    optimizer = wrap(model, comm)
     optimizer.zero_grad()
     loss(model, comm.rank, 0).backward()
     with pytest.raises(RuntimeError, match=r"zero_grad\(\) while the gradients .* call step\(\) first"):
@@ -244,11 +183,9 @@ def test_what_would_change_gradients_that_are_being_reduced_raises(
     optimizer.abandon()
 
 
-def test_gradients_that_were_changed_while_they_are_reduced_are_refused(
-    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
-) -> None:
+def test_gradients_that_were_changed_while_they_are_reduced_are_refused(comm: MPI.Intracomm) -> None:
     model = network()
-    optimizer = wrap(model)
+    optimizer = wrap(model, comm)
     before = optimizer.reducer.gathered_residual()
     optimizer.zero_grad()
     loss(model, comm.rank, 0).backward()
@@ -262,12 +199,10 @@ def test_gradients_that_were_changed_while_they_are_reduced_are_refused(
     assert optimizer.report.step == 2
 
 
-def test_a_parameter_that_was_frozen_at_wrapping_undoes_what_was_reduced(
-    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
-) -> None:
+def test_a_parameter_that_was_frozen_at_wrapping_undoes_what_was_reduced(comm: MPI.Intracomm) -> None:
     model = network()
     model[0].bias.requires_grad_(False)
-    optimizer = wrap(model)
+    optimizer = wrap(model, comm)
     model[0].bias.requires_grad_(True)
     optimizer.zero_grad()
     loss(model, comm.rank, 0).backward()
@@ -279,16 +214,10 @@ def test_a_parameter_that_was_frozen_at_wrapping_undoes_what_was_reduced(
     assert np.allclose(left, mass, atol=1e-6)
 
 
-def test_an_optimizer_that_was_wrapped_anew_takes_over(
-    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
-) -> None:
+def test_an_optimizer_that_was_wrapped_anew_takes_over(comm: MPI.Intracomm) -> None:
     model = network()
-    first = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), comm, overlap=True, bucket_mb=BUCKET_MB
-    )
-    first.close()
-    del first
-    train(model, wrap(model), comm.rank, range(3))
+    wrap(model, comm).close()
+    train(model, wrap(model, comm), comm.rank, range(3))
     assert np.array_equal(flat(model), comm.bcast(flat(model)))
 
 
@@ -312,9 +241,12 @@ def test_buckets_on_gpus_have_a_part_of_what_is_left_and_240_mb_at_least() -> No
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("first", ["a learning rate of 0", "a table"])
+@pytest.mark.parametrize(
+    ("method", "first"),
+    [("oktopk", "a learning rate of 0"), ("oktopk", "a table"), ("dense", "a table that is skipped")],
+)
 def test_ranks_that_started_unlike_buckets_meet_in_the_step(
-    first: str, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+    method: str, first: str, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the start of a bucket waits for the other ranks, as it does on GPUs that compute exact thresholds."""
     start = BucketedAllreduce.start
@@ -326,20 +258,22 @@ def test_ranks_that_started_unlike_buckets_meet_in_the_step(
 
     monkeypatch.setattr(BucketedAllreduce, "start", waiting)
     torch.manual_seed(0)
-    words = nn.Embedding(10, 4, sparse=first == "a table")
+    words = nn.Embedding(10, 4, sparse="table" in first)
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-    inner = torch.optim.SGD(
-        [*words.parameters(), *layers.parameters()], lr=0.1 if first == "a table" else 0.0
-    )
-    optimizer = DistributedOptimizer(inner, comm, overlap=True, bucket_mb=1e-5, timeout=15.0)
+    inner = torch.optim.SGD([*words.parameters(), *layers.parameters()], lr=0.1 if words.sparse else 0.0)
+    settings: dict[str, Any] = {"overlap": True, "bucket_mb": 1e-5, "nonfinite": "skip", "timeout": 20.0}
+    optimizer = DistributedOptimizer(inner, comm, method, **settings)
     for step in range(3):
         optimizer.zero_grad()
         hidden = layers[1](layers[0](words(torch.tensor([1, 2]))))
         (layers[2](hidden) if comm.rank == 0 else hidden).sum().backward()
+        skipped = "skipped" in first and step == 1
+        if skipped and comm.rank == 0:
+            words.weight.grad._values()[0, 0] = float("nan")  # type: ignore[union-attr, operator]
         optimizer.step()
-        assert optimizer.report is not None and optimizer.report.step == step
+        assert optimizer.report is not None
+        assert (optimizer.report.step, optimizer.report.skipped) == (step, skipped)
     assert np.array_equal(flat(layers), comm.bcast(flat(layers)))
-    optimizer.close()
 
 
 def test_a_learning_rate_of_zero_that_leaves_nothing_to_reduce_leaves_no_pass_behind(
@@ -356,15 +290,12 @@ def test_a_learning_rate_of_zero_that_leaves_nothing_to_reduce_leaves_no_pass_be
     inner.param_groups[0]["lr"] = 0.1
     train(model, optimizer, comm.rank, range(2))
     assert optimizer.reducer.steps == 2
-    optimizer.close()
 
 
-def test_deferred_buckets_are_completed_when_they_are_asked_for(
-    comm: MPI.Intracomm, wrap: Callable[..., DistributedOptimizer]
-) -> None:
+def test_deferred_buckets_are_completed_when_they_are_asked_for(comm: MPI.Intracomm) -> None:
     expected, model = network(), network()
-    train(expected, wrap(expected), comm.rank, range(12))
-    optimizer = wrap(model, deferred=True)
+    train(expected, wrap(expected, comm), comm.rank, range(12))
+    optimizer = wrap(model, comm, deferred=True)
     train(model, optimizer, comm.rank, range(12))
     optimizer.complete()
     assert optimizer.report is not None and optimizer.report.complete

@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-from torch import nn
 
 import oktopk
 from collectives.transport import MissingRanksError
 from oktopk import DistributedOptimizer, GradientAllreduce, average_buffers
 from oktopk.buckets import BucketedAllreduce
-from tests.devices import DEVICES, get, put, use
-from tests.training import squares
+from tests.devices import get, put
+from tests.training import network, squares
 
 pytestmark = pytest.mark.mpi
 
@@ -26,10 +25,8 @@ LENGTH = 5000
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("device", DEVICES[1:])
-def test_all_buckets_share_one_nccl_communicator(comm: MPI.Intracomm, nccl_group: Any, device: str) -> None:
-    use(device, comm)
-    lengths, settings = [700, 300, 1500], {"density": 0.05, "peer_memory": False, "device": device}
+def test_all_buckets_share_one_nccl_communicator(comm: MPI.Intracomm, nccl_group: Any, cuda: str) -> None:
+    lengths, settings = [700, 300, 1500], {"density": 0.05, "peer_memory": False, "device": cuda}
     both = [BucketedAllreduce(over, lengths, **settings) for over in (comm, nccl_group)]
     assert both[1].transport.library == "nccl"
     transports: list[Any] = [bucket.transport for bucket in both[1].buckets]
@@ -37,7 +34,7 @@ def test_all_buckets_share_one_nccl_communicator(comm: MPI.Intracomm, nccl_group
     assert all(transport.comm.whole is whole for transport in transports)
     rng = np.random.default_rng(comm.rank)
     for _ in range(4):
-        gradients = [put(device, rng.standard_normal(length).astype(np.float32)) for length in lengths]
+        gradients = [put(cuda, rng.standard_normal(length).astype(np.float32)) for length in lengths]
         for reducer in both:
             reducer.step(gradients)
         for one, other in zip(both[0].updates, both[1].updates, strict=True):
@@ -48,17 +45,15 @@ def test_all_buckets_share_one_nccl_communicator(comm: MPI.Intracomm, nccl_group
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("device", DEVICES[1:])
 def test_nccl_is_not_ended_where_ranks_did_not_come(
-    comm: MPI.Intracomm, nccl_group: Any, device: str, monkeypatch: pytest.MonkeyPatch
+    comm: MPI.Intracomm, nccl_group: Any, cuda: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(device, comm)
-    settings = {"density": 0.05, "peer_memory": False, "device": device, "timeout": 2.0}
+    settings = {"density": 0.05, "peer_memory": False, "device": cuda, "timeout": 2.0}
     reducer = BucketedAllreduce(nccl_group, [700, 300], **settings)
     transport: Any = reducer.buckets[-1].transport  # the first one gives up
     ended: list[bool] = []
     monkeypatch.setattr(transport.comm.whole.messages, "close", lambda: ended.append(True))
-    gradients = [put(device, np.ones(length, np.float32)) for length in reducer.lengths]
+    gradients = [put(cuda, np.ones(length, np.float32)) for length in reducer.lengths]
     reducer.step(gradients)
     comm.Barrier()
     if comm.rank == 0:
@@ -105,12 +100,6 @@ def test_ranks_in_different_numbers_of_groups_still_find_each_other(comm: MPI.In
         assert inner.transport.size == comm.size - 1
         inner.close()
     dist.all_reduce(torch.ones(1))  # the caller's group works as before
-    whole.close()
-
-
-def network(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 7))
 
 
 def test_an_optimizer_over_gloo_trains_to_the_parameters_of_one_over_mpi(
@@ -150,4 +139,3 @@ def test_a_rank_that_comes_within_the_limit_is_waited_for(
         time.sleep(0.5)
     for _ in range(2):
         assert reducer.step(np.arange(100, dtype=np.float32)).global_nnz
-    reducer.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,7 @@ from numpy.typing import NDArray
 from collectives.rows import ELEMENT_TYPES
 from oktopk import MissingRanksError, NonFiniteGradientError
 from oktopk.rows import RowSparseAllreduce
-from tests.devices import DEVICES, get, put, use
+from tests.devices import get, put
 from tests.rows import touched, widened
 
 pytestmark = pytest.mark.mpi
@@ -23,11 +21,15 @@ pytestmark = pytest.mark.mpi
 LENGTH, WIDTH = 60, 7
 
 
-@contextmanager
-def table(comm: MPI.Intracomm, **settings: Any) -> Iterator[RowSparseAllreduce]:
-    made = RowSparseAllreduce(comm, LENGTH, WIDTH, **settings)
-    yield made
-    made.close()
+def table(comm: MPI.Intracomm, **settings: Any) -> RowSparseAllreduce:
+    return RowSparseAllreduce(comm, LENGTH, WIDTH, **settings)
+
+
+def same_sums(one: RowSparseAllreduce, other: RowSparseAllreduce) -> bool:
+    """Whether the rows and the bits of the last sums are equal."""
+    assert one.sum is not None and other.sum is not None
+    pairs = (one.sum.rows, other.sum.rows), (one.sum.values, other.sum.values)
+    return all(get(mine).tobytes() == get(theirs).tobytes() for mine, theirs in pairs)
 
 
 def gradient(rank: int, step: int, kind: str = "float32", skewed: bool = False) -> tuple[Any, Any]:
@@ -44,19 +46,19 @@ def dense(rows: Any, values: Any, kind: str = "float32") -> NDArray[np.float64]:
 
 @pytest.mark.parametrize("average", [True, False])
 def test_the_sum_is_that_of_all_ranks(average: bool, comm: MPI.Intracomm) -> None:
-    with table(comm, average=average) as reducer:
-        for step in range(3):
-            report = reducer.step(*gradient(comm.rank, step))
-            gradients = [dense(*gradient(rank, step)) for rank in range(comm.size)]
-            expected = np.mean(gradients, axis=0) if average else np.sum(gradients, axis=0)
-            assert reducer.sum is not None
-            summed = dense(reducer.sum.rows, reducer.sum.values)
-            assert np.allclose(summed, expected, rtol=1e-5, atol=1e-4)
-            assert report.summed == len(reducer.sum) == np.count_nonzero(expected.any(axis=1))
-            assert report.touched == report.sent == len(np.unique(gradient(comm.rank, step)[0]))
-            assert (report.step, report.skipped) == (step, False)
-            bits = comm.allgather((reducer.sum.rows.tobytes(), reducer.sum.values.tobytes()))
-            assert len(set(bits)) == 1
+    reducer = table(comm, average=average)
+    for step in range(3):
+        report = reducer.step(*gradient(comm.rank, step))
+        gradients = [dense(*gradient(rank, step)) for rank in range(comm.size)]
+        expected = np.mean(gradients, axis=0) if average else np.sum(gradients, axis=0)
+        assert reducer.sum is not None
+        summed = dense(reducer.sum.rows, reducer.sum.values)
+        assert np.allclose(summed, expected, rtol=1e-5, atol=1e-4)
+        assert report.summed == len(reducer.sum) == np.count_nonzero(expected.any(axis=1))
+        assert report.touched == report.sent == len(np.unique(gradient(comm.rank, step)[0]))
+        assert (report.step, report.skipped) == (step, False)
+        bits = comm.allgather((reducer.sum.rows.tobytes(), reducer.sum.values.tobytes()))
+        assert len(set(bits)) == 1
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
@@ -64,24 +66,24 @@ def test_with_row_density_nothing_is_lost_and_the_largest_rows_go_first(
     kind: str, comm: MPI.Intracomm
 ) -> None:
     given, applied = np.zeros((LENGTH, WIDTH)), np.zeros((LENGTH, WIDTH))
-    with table(comm, row_density=0.1, element_type=kind, average=False) as reducer:
-        for step in range(6):
-            before = reducer.residual
-            assert before is not None
-            accumulated = before + dense(*gradient(comm.rank, step, kind), kind)
-            report = reducer.step(*gradient(comm.rank, step, kind))
-            assert report.sent == 6
-            after = reducer.residual
-            assert after is not None and reducer.sum is not None
-            norms = np.square(accumulated).sum(axis=1)
-            small = np.square(after).sum(axis=1)
-            sent = np.argsort(-norms)[:6]
-            assert small[sent].max() < 1e-3 * norms[sent].min()  # what rounding left
-            given += dense(*gradient(comm.rank, step, kind), kind)
-            applied += dense(reducer.sum.rows, reducer.sum.values, kind)
-        residual = reducer.residual
-        assert residual is not None
-        left = comm.allreduce(given - residual)
+    reducer = table(comm, row_density=0.1, element_type=kind, average=False)
+    for step in range(6):
+        before = reducer.residual
+        assert before is not None
+        accumulated = before + dense(*gradient(comm.rank, step, kind), kind)
+        report = reducer.step(*gradient(comm.rank, step, kind))
+        assert report.sent == 6
+        after = reducer.residual
+        assert after is not None and reducer.sum is not None
+        norms = np.square(accumulated).sum(axis=1)
+        small = np.square(after).sum(axis=1)
+        sent = np.argsort(-norms)[:6]
+        assert small[sent].max() < 1e-3 * norms[sent].min()  # what rounding left
+        given += dense(*gradient(comm.rank, step, kind), kind)
+        applied += dense(reducer.sum.rows, reducer.sum.values, kind)
+    residual = reducer.residual
+    assert residual is not None
+    left = comm.allreduce(given - residual)
     # each sum is rounded once, in proportion to what a rank gave
     tolerance = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}[kind]
     largest = comm.allreduce(np.abs(given).max(axis=1, keepdims=True)) + np.abs(left).max(
@@ -96,31 +98,31 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
     nonfinite: str, row_density: float, comm: MPI.Intracomm
 ) -> None:
     last = comm.size - 1
-    with table(comm, nonfinite=nonfinite, row_density=row_density) as reducer:
-        reducer.step(*gradient(comm.rank, 0))
-        residual = None if reducer.residual is None else reducer.residual.copy()
-        rows, values = gradient(comm.rank, 1)
-        if comm.rank == last:
-            values[3, 2] = np.nan
-        if nonfinite == "raise":
-            with pytest.raises(NonFiniteGradientError) as error:
-                reducer.step(rows, values)
-            assert error.value.ranks == [last]
-        else:
-            assert reducer.step(rows, values).skipped
-        assert reducer.sum is None
-        if residual is not None:
-            assert np.array_equal(reducer.residual, residual)
-        values[...] = 3e38  # the sum of which overflows
-        rows[...] = 5
-        if nonfinite == "raise":
-            with pytest.raises(NonFiniteGradientError):
-                reducer.step(rows, values)
-        else:
-            assert reducer.step(rows, values).skipped
-        if residual is not None:
-            assert np.array_equal(reducer.residual, residual)
-        assert not reducer.step(*gradient(comm.rank, 2)).skipped
+    reducer = table(comm, nonfinite=nonfinite, row_density=row_density)
+    reducer.step(*gradient(comm.rank, 0))
+    residual = None if reducer.residual is None else reducer.residual.copy()
+    rows, values = gradient(comm.rank, 1)
+    if comm.rank == last:
+        values[3, 2] = np.nan
+    if nonfinite == "raise":
+        with pytest.raises(NonFiniteGradientError) as error:
+            reducer.step(rows, values)
+        assert error.value.ranks == [last]
+    else:
+        assert reducer.step(rows, values).skipped
+    assert reducer.sum is None
+    if residual is not None:
+        assert np.array_equal(reducer.residual, residual)
+    values[...] = 3e38  # the sum of which overflows
+    rows[...] = 5
+    if nonfinite == "raise":
+        with pytest.raises(NonFiniteGradientError):
+            reducer.step(rows, values)
+    else:
+        assert reducer.step(rows, values).skipped
+    if residual is not None:
+        assert np.array_equal(reducer.residual, residual)
+    assert not reducer.step(*gradient(comm.rank, 2)).skipped
 
 
 BAD: dict[str, tuple[Any, Any, str]] = {
@@ -140,63 +142,56 @@ BAD: dict[str, tuple[Any, Any, str]] = {
 def test_bad_rows_on_one_rank_are_one_error_on_all(bad: str, comm: MPI.Intracomm) -> None:
     rows, values, text = BAD[bad]
     last = comm.size - 1
-    with table(comm, row_density=0.5) as reducer:
-        reducer.step(*gradient(comm.rank, 0))
-        before = None if reducer.residual is None else reducer.residual.copy()
-        with pytest.raises(ValueError, match=f"(rank {last}|all ranks): .*{text}"):
-            reducer.step(*((rows, values) if comm.rank == last else gradient(comm.rank, 1)))
-        assert np.array_equal(reducer.residual, before)
-        assert not reducer.step(*gradient(comm.rank, 1)).skipped
+    reducer = table(comm, row_density=0.5)
+    reducer.step(*gradient(comm.rank, 0))
+    before = None if reducer.residual is None else reducer.residual.copy()
+    with pytest.raises(ValueError, match=f"(rank {last}|all ranks): .*{text}"):
+        reducer.step(*((rows, values) if comm.rank == last else gradient(comm.rank, 1)))
+    assert np.array_equal(reducer.residual, before)
+    assert not reducer.step(*gradient(comm.rank, 1)).skipped
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("bad", ["beyond the table", "negative", "fewer values"])
-def test_bad_rows_on_one_gpu_are_one_error_on_all(bad: str, device: str, comm: MPI.Intracomm) -> None:
-    use(device, comm)
+def test_bad_rows_on_one_gpu_are_one_error_on_all(bad: str, cuda: str, comm: MPI.Intracomm) -> None:
     rows, values, text = BAD[bad]
     last = comm.size - 1
-    good = [put(device, array) for array in gradient(comm.rank, 1)]
-    with table(comm, device=device, peer_memory=True) as reducer:
-        for _ in range(2):  # before and after there are windows
-            with pytest.raises(ValueError, match=f"(rank {last}|all ranks): .*{text}"):
-                reducer.step(*((put(device, rows), put(device, values)) if comm.rank == last else good))
-            assert not reducer.step(*good).skipped
+    good = [put(cuda, array) for array in gradient(comm.rank, 1)]
+    reducer = table(comm, device=cuda, peer_memory=True)
+    for _ in range(2):  # before and after there are windows
+        with pytest.raises(ValueError, match=f"(rank {last}|all ranks): .*{text}"):
+            reducer.step(*((put(cuda, rows), put(cuda, values)) if comm.rank == last else good))
+        assert not reducer.step(*good).skipped
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_row_ids_may_lie_apart(device: str, comm: MPI.Intracomm) -> None:
-    use(device, comm)
     rows, values = gradient(comm.rank, 1)
     pairs = put(device, np.stack([rows, rows[::-1]], axis=1))
-    with table(comm) as host, table(comm, device=device) as reducer:
-        host.step(rows, values)
-        reducer.step(pairs[:, 0], put(device, values))
-        assert host.sum is not None and reducer.sum is not None
-        assert get(reducer.sum.rows).tobytes() == host.sum.rows.tobytes()
-        assert get(reducer.sum.values).tobytes() == host.sum.values.tobytes()
+    host = table(comm)
+    reducer = table(comm, device=device)
+    host.step(rows, values)
+    reducer.step(pairs[:, 0], put(device, values))
+    assert same_sums(host, reducer)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_without_memory_on_one_rank_all_are_told(
     device: str, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(device, comm)
     rows, values = (put(device, array) for array in gradient(comm.rank, 1))
     last = comm.size - 1
 
     def none_left(*arguments: Any) -> None:
         raise MemoryError
 
-    with table(comm, device=device, row_density=0.5) as reducer:
-        reducer.step(rows, values)
-        before = get(reducer.residual)
-        with monkeypatch.context() as patch:
-            if comm.rank == last:
-                patch.setattr(reducer.kernels, "coalesce", none_left)
-            with pytest.raises(ValueError, match=f"(rank {last}|all ranks): no memory to add up 30 rows"):
-                reducer.step(rows, values)
-        assert np.array_equal(get(reducer.residual), before)
-        assert not reducer.step(rows, values).skipped
+    reducer = table(comm, device=device, row_density=0.5)
+    reducer.step(rows, values)
+    before = get(reducer.residual)
+    with monkeypatch.context() as patch:
+        if comm.rank == last:
+            patch.setattr(reducer.kernels, "coalesce", none_left)
+        with pytest.raises(ValueError, match=f"(rank {last}|all ranks): no memory to add up 30 rows"):
+            reducer.step(rows, values)
+    assert np.array_equal(get(reducer.residual), before)
+    assert not reducer.step(rows, values).skipped
 
 
 @pytest.mark.parametrize(
@@ -226,43 +221,42 @@ def test_ranks_that_disagree_on_the_table_are_told(name: str, comm: MPI.Intracom
 
 
 def test_a_state_continues_bit_for_bit(comm: MPI.Intracomm) -> None:
-    with table(comm, row_density=0.1) as first, table(comm, row_density=0.1) as second:
-        for step in range(3):
-            first.step(*gradient(comm.rank, step))
-        second.load_state_dict(first.state_dict())
-        for step in range(3, 5):
-            reports = [reducer.step(*gradient(comm.rank, step)) for reducer in (first, second)]
-            assert reports[0].step == reports[1].step == step
-            assert first.sum is not None and second.sum is not None
-            assert first.sum.values.tobytes() == second.sum.values.tobytes()
-            assert first.sum.rows.tobytes() == second.sum.rows.tobytes()
-        assert np.array_equal(first.residual, second.residual)
-        state = first.state_dict()
-        assert state["residual"] is not None
-        changes: list[tuple[dict[str, Any], str]] = [
-            ({"width": 3}, "of a table of"),
-            ({"residual": None}, "no residual"),
-            ({"residual": state["residual"] * np.nan}, "NaN or Inf"),
-            ({"residual": state["residual"].astype(np.float64)}, "not float32"),
-            ({"steps": -5}, "-5 steps"),
-        ]
-        last = comm.rank == comm.size - 1
-        for change, text in changes:
-            with pytest.raises(ValueError, match=text):
-                second.load_state_dict({**state, **change} if last else state)
-        with pytest.raises(ValueError, match="not that of a table"):
-            second.load_state_dict(None if last else state)  # type: ignore[arg-type]
+    first = table(comm, row_density=0.1)
+    second = table(comm, row_density=0.1)
+    for step in range(3):
+        first.step(*gradient(comm.rank, step))
+    second.load_state_dict(first.state_dict())
+    for step in range(3, 5):
+        reports = [reducer.step(*gradient(comm.rank, step)) for reducer in (first, second)]
+        assert reports[0].step == reports[1].step == step
+        assert same_sums(first, second)
+    assert np.array_equal(first.residual, second.residual)
+    state = first.state_dict()
+    assert state["residual"] is not None
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"width": 3}, "of a table of"),
+        ({"residual": None}, "no residual"),
+        ({"residual": state["residual"] * np.nan}, "NaN or Inf"),
+        ({"residual": state["residual"].astype(np.float64)}, "not float32"),
+        ({"steps": -5}, "-5 steps"),
+    ]
+    last = comm.rank == comm.size - 1
+    for change, text in changes:
+        with pytest.raises(ValueError, match=text):
+            second.load_state_dict({**state, **change} if last else state)
+    with pytest.raises(ValueError, match="not that of a table"):
+        second.load_state_dict(None if last else state)  # type: ignore[arg-type]
 
 
 def test_a_residual_that_a_type_cannot_hold_is_sent_in_parts(comm: MPI.Intracomm) -> None:
-    with table(comm, row_density=0.01, element_type="float16", nonfinite="skip") as reducer:
-        rows, values = np.array([5, 9]), np.full((2, WIDTH), 60000, np.float16)
-        for _ in range(3):  # row 5 goes first, so that row 9 grows beyond 65504
-            assert not reducer.step(rows, values).skipped
-        nothing = rows[:0], values[:0]
-        for _ in range(20 * comm.size):
-            assert not reducer.step(*nothing).skipped
-        assert reducer.residual is not None and not reducer.residual.any()
+    reducer = table(comm, row_density=0.01, element_type="float16", nonfinite="skip")
+    rows, values = np.array([5, 9]), np.full((2, WIDTH), 60000, np.float16)
+    for _ in range(3):  # row 5 goes first, so that row 9 grows beyond 65504
+        assert not reducer.step(rows, values).skipped
+    nothing = rows[:0], values[:0]
+    for _ in range(20 * comm.size):
+        assert not reducer.step(*nothing).skipped
+    assert reducer.residual is not None and not reducer.residual.any()
 
 
 def test_the_part_of_the_rows_is_that_of_the_density_as_it_is_written(comm: MPI.Intracomm) -> None:
@@ -270,128 +264,111 @@ def test_the_part_of_the_rows_is_that_of_the_density_as_it_is_written(comm: MPI.
         reducer = RowSparseAllreduce(comm, 100, 1, row_density=density)
         report = reducer.step(np.arange(50), np.ones((50, 1), np.float32))
         assert report.sent == 7
-        reducer.close()
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("peer_memory", [False, True])
 @pytest.mark.parametrize("row_density", [1.0, 0.1])
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
 def test_a_gpu_gives_the_bits_of_the_host(
-    kind: str, row_density: float, peer_memory: bool, device: str, comm: MPI.Intracomm
+    kind: str, row_density: float, peer_memory: bool, cuda: str, comm: MPI.Intracomm
 ) -> None:
-    use(device, comm)
     settings = {"element_type": kind, "row_density": row_density}
-    with (
-        table(comm, **settings) as host,
-        table(comm, device=device, peer_memory=peer_memory, **settings) as gpu,
-    ):
-        assert (gpu.p2p_unavailable_reason == "") == peer_memory
-        for step in range(4):
-            rows, values = gradient(comm.rank, step, kind, skewed=step == 2)
-            if step == 3:
-                rows, values = rows[: 30 * (comm.rank == 0)], values[: 30 * (comm.rank == 0)]
-            reports = [host.step(rows, values), gpu.step(put(device, rows), put(device, values))]
-            if not peer_memory:
-                assert reports[0].messages == reports[1].messages and reports[0].bytes == reports[1].bytes
-            assert comm.allreduce(reports[0].bytes) == comm.allreduce(reports[1].bytes)
-            assert host.sum is not None and gpu.sum is not None
-            assert get(gpu.sum.rows).tobytes() == host.sum.rows.tobytes()
-            assert get(gpu.sum.values).tobytes() == host.sum.values.tobytes()
-        if row_density < 1:
-            assert np.array_equal(get(gpu.residual), host.residual)
-            gpu.load_state_dict(gpu.state_dict())
-            assert np.array_equal(get(gpu.residual), host.residual)
-        bad = gradient(comm.rank, 5, kind)[1]
-        bad[2, 1] = ELEMENT_TYPES[kind](0x7FC0) if kind == "bfloat16" else np.nan
-        with pytest.raises(NonFiniteGradientError):
-            gpu.step(put(device, gradient(comm.rank, 5, kind)[0]), put(device, bad))
-        with pytest.raises(ValueError, match="is not in"):
-            gpu.step(put(device, np.array([LENGTH])), put(device, bad[:1]))
+    host = table(comm, **settings)
+    gpu = table(comm, device=cuda, peer_memory=peer_memory, **settings)
+    assert (gpu.p2p_unavailable_reason == "") == peer_memory
+    for step in range(4):
+        rows, values = gradient(comm.rank, step, kind, skewed=step == 2)
+        if step == 3:
+            rows, values = rows[: 30 * (comm.rank == 0)], values[: 30 * (comm.rank == 0)]
+        reports = [host.step(rows, values), gpu.step(put(cuda, rows), put(cuda, values))]
+        if not peer_memory:
+            assert reports[0].messages == reports[1].messages and reports[0].bytes == reports[1].bytes
+        assert comm.allreduce(reports[0].bytes) == comm.allreduce(reports[1].bytes)
+        assert same_sums(host, gpu)
+    if row_density < 1:
+        assert np.array_equal(get(gpu.residual), host.residual)
+        gpu.load_state_dict(gpu.state_dict())
+        assert np.array_equal(get(gpu.residual), host.residual)
+    bad = gradient(comm.rank, 5, kind)[1]
+    bad[2, 1] = ELEMENT_TYPES[kind](0x7FC0) if kind == "bfloat16" else np.nan
+    with pytest.raises(NonFiniteGradientError):
+        gpu.step(put(cuda, gradient(comm.rank, 5, kind)[0]), put(cuda, bad))
+    with pytest.raises(ValueError, match="is not in"):
+        gpu.step(put(cuda, np.array([LENGTH])), put(cuda, bad[:1]))
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("pairs", [False, True], ids=["all", "two by two"])
 def test_windows_grow_by_agreement_and_are_read_before_they_are_written_again(
-    pairs: bool, device: str, comm: MPI.Intracomm
+    pairs: bool, cuda: str, comm: MPI.Intracomm
 ) -> None:
-    use(device, comm)
     together: Any = comm.Split(comm.rank // 2 if pairs else 0)  # two ranks sum alike, and publish once a step
     counts = [3, 30, 4, 60, 60, 7, 200, 150]
-    with table(together) as host, table(together, device=device, peer_memory=True) as gpu:
-        for step, most in enumerate(counts):
-            count = most if together.rank == step % together.size else min(most, 5)
-            each = touched(50 * step + together.rank, LENGTH, count, WIDTH, "float32")
-            values = each.values.copy()
-            if step in (2, 5):  # nothing of it is read
-                values[0] = np.inf
-                with pytest.raises(NonFiniteGradientError):
-                    gpu.step(put(device, each.rows), put(device, values))
-                continue
-            host.step(each.rows, values)
-            gpu.step(put(device, each.rows), put(device, values))
-            assert host.sum is not None and gpu.sum is not None
-            assert get(gpu.sum.rows).tobytes() == host.sum.rows.tobytes()
-            assert get(gpu.sum.values).tobytes() == host.sum.values.tobytes()
+    host = table(together)
+    gpu = table(together, device=cuda, peer_memory=True)
+    for step, most in enumerate(counts):
+        count = most if together.rank == step % together.size else min(most, 5)
+        each = touched(50 * step + together.rank, LENGTH, count, WIDTH, "float32")
+        values = each.values.copy()
+        if step in (2, 5):  # nothing of it is read
+            values[0] = np.inf
+            with pytest.raises(NonFiniteGradientError):
+                gpu.step(put(cuda, each.rows), put(cuda, values))
+            continue
+        host.step(each.rows, values)
+        gpu.step(put(cuda, each.rows), put(cuda, values))
+        assert same_sums(host, gpu)
     together.Free()
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
-def test_ranks_without_rows_need_no_windows(device: str, comm: MPI.Intracomm) -> None:
-    use(device, comm)
-    with table(comm) as host, table(comm, device=device, peer_memory=True) as gpu:
-        bad = gradient(comm.rank, 0)[1]
-        bad[0] = np.nan
-        with pytest.raises(NonFiniteGradientError):
-            gpu.step(put(device, gradient(comm.rank, 0)[0]), put(device, bad))
-        for ranks_with_rows in (0, 1, 0):
-            rows, values = gradient(comm.rank, 0)
-            count = len(rows) * (comm.rank < ranks_with_rows)
-            host.step(rows[:count], values[:count])
-            gpu.step(put(device, rows[:count]), put(device, values[:count]))
-            assert host.sum is not None and gpu.sum is not None
-            assert get(gpu.sum.rows).tobytes() == host.sum.rows.tobytes()
-            assert get(gpu.sum.values).tobytes() == host.sum.values.tobytes()
+def test_ranks_without_rows_need_no_windows(cuda: str, comm: MPI.Intracomm) -> None:
+    host = table(comm)
+    gpu = table(comm, device=cuda, peer_memory=True)
+    bad = gradient(comm.rank, 0)[1]
+    bad[0] = np.nan
+    with pytest.raises(NonFiniteGradientError):
+        gpu.step(put(cuda, gradient(comm.rank, 0)[0]), put(cuda, bad))
+    for ranks_with_rows in (0, 1, 0):
+        rows, values = gradient(comm.rank, 0)
+        count = len(rows) * (comm.rank < ranks_with_rows)
+        host.step(rows[:count], values[:count])
+        gpu.step(put(cuda, rows[:count]), put(cuda, values[:count]))
+        assert same_sums(host, gpu)
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("windows_before", [False, True])
 def test_without_memory_for_windows_rows_travel_as_messages(
-    windows_before: bool, device: str, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+    windows_before: bool, cuda: str, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(device, comm)
 
     def none_left(*arguments: Any) -> None:
         raise RuntimeError("no peer memory: rank 0: out of memory")
 
-    with table(comm) as host, table(comm, device=device, peer_memory=True) as gpu:
-        if windows_before:  # too small for the rows that come
-            rows, values = gradient(comm.rank, 7)
-            for reducer, place in ((host, "cpu"), (gpu, device)):
-                reducer.step(put(place, rows[:3]), put(place, values[:3]))
-        monkeypatch.setattr("collectives.row_windows.SymmetricMemory", none_left)
-        for step in range(3):
-            rows, values = gradient(comm.rank, step)
-            reports = [host.step(rows, values), gpu.step(put(device, rows), put(device, values))]
-            assert reports[0].messages == reports[1].messages
-            assert host.sum is not None and gpu.sum is not None
-            assert get(gpu.sum.values).tobytes() == host.sum.values.tobytes()
+    host = table(comm)
+    gpu = table(comm, device=cuda, peer_memory=True)
+    if windows_before:  # too small for the rows that come
+        rows, values = gradient(comm.rank, 7)
+        for reducer, place in ((host, "cpu"), (gpu, cuda)):
+            reducer.step(put(place, rows[:3]), put(place, values[:3]))
+    monkeypatch.setattr("collectives.row_windows.SymmetricMemory", none_left)
+    for step in range(3):
+        rows, values = gradient(comm.rank, step)
+        reports = [host.step(rows, values), gpu.step(put(cuda, rows), put(cuda, values))]
+        assert reports[0].messages == reports[1].messages
+        assert same_sums(host, gpu)
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_rank_that_does_not_come_is_named_by_all(device: str, comm: MPI.Intracomm) -> None:
-    use(device, comm)
     # kernels on the host are further apart
     peer_memory, limit = (True, 2.0) if device == "cuda" else (None, 1.0)
-    with table(comm, device=device, peer_memory=peer_memory, timeout=limit) as reducer:
-        rows, values = (put(device, array) for array in gradient(comm.rank, 0))
+    reducer = table(comm, device=device, peer_memory=peer_memory, timeout=limit)
+    rows, values = (put(device, array) for array in gradient(comm.rank, 0))
+    reducer.step(rows, values)
+    comm.Barrier()
+    if comm.rank == 0:
+        time.sleep(limit + 1.5)
+    with pytest.raises(MissingRanksError, match=rf"step 1: rank\(s\) 0 did not come within {limit:g} s"):
         reducer.step(rows, values)
-        comm.Barrier()
-        if comm.rank == 0:
-            time.sleep(limit + 1.5)
-        with pytest.raises(MissingRanksError, match=rf"step 1: rank\(s\) 0 did not come within {limit:g} s"):
-            reducer.step(rows, values)
-        with pytest.raises(MissingRanksError):  # nothing goes on after that
-            reducer.step(rows, values)
+    with pytest.raises(MissingRanksError):  # nothing goes on after that
+        reducer.step(rows, values)

@@ -129,11 +129,6 @@ def test_ugly_vectors_are_selected_by_the_same_rules(kind: str, k: int) -> None:
         rank.step(UGLY[kind], exact=step in (0, 4), clear=False)
 
 
-def test_of_equal_entries_an_exact_step_selects_the_lowest_indices_k_in_all() -> None:
-    selected = Rank(500, 8).step(UGLY["constant"], exact=True)
-    assert selected.packed.indices.tolist() == list(range(8))
-
-
 @pytest.mark.parametrize("k", [10, 100, 250, 1000])
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_every_step_selects_k_of_quantised_gradients(levels: int, k: int) -> None:

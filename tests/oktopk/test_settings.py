@@ -67,11 +67,6 @@ def test_settings_are_frozen() -> None:
         Settings().density = 0.5  # type: ignore[misc]
 
 
-def test_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(TypeError, match="compression"):
-        Settings(compression=0.1)  # type: ignore[call-arg]
-
-
 def test_density_is_one_in_the_dense_warmup_then_the_target() -> None:
     settings = Settings(density=0.02, dense_warmup_steps=3)
     assert [settings.density_at(step) for step in range(6)] == [1.0] * 3 + [0.02] * 3

@@ -14,7 +14,7 @@ from torch import nn
 
 from oktopk import DistributedOptimizer, GradientAllreduce
 from oktopk.buckets import BucketedAllreduce
-from tests.devices import DEVICES, get, gpus, on_torchs_gpu, put, torch_device, use
+from tests.devices import get, gpus, on_torchs_gpu, put, torch_device
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -87,18 +87,16 @@ def test_thousands_of_overlapped_steps_beside_matrix_products_and_nccl(
 @pytest.mark.long
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("fault", ["another order", "one bucket less"])
-@pytest.mark.parametrize("device", DEVICES[1:])
 def test_ranks_that_start_other_buckets_all_raise_within_the_time_limit(
-    comm: MPI.Intracomm, device: str, fault: str
+    comm: MPI.Intracomm, cuda: str, fault: str
 ) -> None:
     """Two reducers without a thread that orders them: what the rule of one order on all ranks is for."""
-    use(device, comm)
     reducers = [
-        GradientAllreduce(comm, 20_000, device=device, peer_memory=True, density=0.02, timeout=TIMEOUT)
+        GradientAllreduce(comm, 20_000, device=cuda, peer_memory=True, density=0.02, timeout=TIMEOUT)
         for _ in range(2)
     ]
     rng = np.random.default_rng(comm.rank)
-    gradients = [put(device, rng.standard_normal(20_000).astype(np.float32)) for _ in range(2)]
+    gradients = [put(cuda, rng.standard_normal(20_000).astype(np.float32)) for _ in range(2)]
     for _ in range(3):
         for reducer, gradient in zip(reducers, gradients, strict=True):
             reducer.step(gradient)
@@ -128,20 +126,18 @@ def test_ranks_that_start_other_buckets_all_raise_within_the_time_limit(
     comm.Barrier()
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
 def test_beside_other_streams_a_single_block_waits_and_no_bit_differs(
-    comm: MPI.Intracomm, device: str, monkeypatch: pytest.MonkeyPatch
+    comm: MPI.Intracomm, cuda: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(device, comm)
     updates = []
     for priority in (0, -1):
         monkeypatch.setattr("collectives.cuda.device.stream_priority", lambda stream, given=priority: given)
         reducer = GradientAllreduce(
-            comm, 20_000, device=device, peer_memory=True, density=0.02, threshold_interval=4
+            comm, 20_000, device=cuda, peer_memory=True, density=0.02, threshold_interval=4
         )
         rng = np.random.default_rng(comm.rank)
         for _ in range(9):
-            reducer.step(put(device, rng.standard_normal(20_000).astype(np.float32) ** 3))
+            reducer.step(put(cuda, rng.standard_normal(20_000).astype(np.float32) ** 3))
             updates.append(get(reducer.update).tobytes())
         launches = reducer._executors["oktopk"].p2p_step._launches  # type: ignore[attr-defined]
         assert (launches._device.priority < 0) == (priority < 0)

@@ -12,46 +12,25 @@ import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
-from torch import nn
 
 from oktopk import DistributedOptimizer
 from oktopk.torch.wrapped import WrappedOptimizer
-from tests.training import flat, squares
+from tests.training import flat, network, train, wrapped
 
 pytestmark = pytest.mark.mpi
-SETTINGS = {"density": 0.05, "threshold_interval": 3}
-
-
-def network() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 7))
-
-
-def wrapped(model: nn.Module, comm: MPI.Intracomm, **keywords: Any) -> DistributedOptimizer:
-    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return DistributedOptimizer(inner, comm, **SETTINGS | keywords)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, comm: MPI.Intracomm, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        squares(model, comm.rank, step).backward()
-        optimizer.step()
 
 
 def test_a_deep_copy_goes_on_as_the_original_and_leaves_it_alone(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = wrapped(model, comm)
-    train(model, optimizer, comm, range(4))
+    train(model, optimizer, comm.rank, range(4))
     other, copied = copy.deepcopy((model, optimizer))
     assert copied.inner.param_groups[0]["params"][0] is next(other.parameters())
-    train(other, copied, comm, range(4, 7))
+    train(other, copied, comm.rank, range(4, 7))
     moved, before = flat(other), flat(model)
-    train(model, optimizer, comm, range(4, 7))
+    train(model, optimizer, comm.rank, range(4, 7))
     assert not np.array_equal(before, moved)
     assert np.array_equal(flat(model), moved)
-    copied.close()
-    optimizer.close()
 
 
 def test_it_cannot_be_pickled_and_still_works_after_an_attempt(comm: MPI.Intracomm) -> None:
@@ -60,8 +39,7 @@ def test_it_cannot_be_pickled_and_still_works_after_an_attempt(comm: MPI.Intraco
     for attempt in (pickle.dumps, copy.copy):
         with pytest.raises(TypeError, match=r"a DistributedOptimizer cannot be pickled.*state_dict\(\)"):
             attempt(optimizer)
-    train(model, optimizer, comm, range(1))
-    optimizer.close()
+    train(model, optimizer, comm.rank, range(1))
 
 
 def test_hooks_are_called_once_around_what_they_belong_to(comm: MPI.Intracomm) -> None:
@@ -78,12 +56,11 @@ def test_hooks_are_called_once_around_what_they_belong_to(comm: MPI.Intracomm) -
     optimizer.register_state_dict_post_hook(lambda optimizer, state: {**state, "mine": 1})
     optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: called.append(state.pop("mine")))
     optimizer.register_load_state_dict_post_hook(hook("after load"))
-    train(model, optimizer, comm, range(1))
+    train(model, optimizer, comm.rank, range(1))
     state = optimizer.state_dict()
     optimizer.load_state_dict(state)
     assert called == ["before step", "after step", "before state", 1, "after load"]
     assert state["mine"] == 1  # the caller's dictionary is not changed
-    optimizer.close()
 
 
 def test_a_plain_state_is_loaded_with_empty_residuals_and_a_warning(
@@ -91,9 +68,9 @@ def test_a_plain_state_is_loaded_with_empty_residuals_and_a_warning(
 ) -> None:
     model = network()
     plain = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    train(model, plain, comm, range(2))
+    train(model, plain, comm.rank, range(2))
     optimizer = wrapped(network(), comm)
-    train(model, optimizer, comm, range(2))
+    train(model, optimizer, comm.rank, range(2))
     optimizer.load_state_dict(plain.state_dict())
     messages = [str(warning.message) for warning in recwarn]
     assert [("residuals start empty" in message) for message in messages] == [True] * (comm.rank == 0)
@@ -101,7 +78,6 @@ def test_a_plain_state_is_loaded_with_empty_residuals_and_a_warning(
     assert optimizer.reducer.state_dict()["residual"] is None
     assert not optimizer.reducer.residual.any()
     assert optimizer.param_groups[0]["lr"] == 0.01
-    optimizer.close()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -112,20 +88,17 @@ def test_a_plain_state_on_one_rank_only_is_refused_on_all(comm: MPI.Intracomm) -
         del state["reducer"]
     with pytest.raises(ValueError, match="ranks disagree on whether the state has residuals: rank 0: False"):
         optimizer.load_state_dict(state)
-    optimizer.close()
 
 
 def test_a_state_of_the_layout_before_this_one_is_loaded(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = wrapped(model, comm)
-    train(model, optimizer, comm, range(2))
+    train(model, optimizer, comm.rank, range(2))
     state = optimizer.state_dict()
     reducer = state.pop("reducer")
     other = wrapped(network(), comm)
     other.load_state_dict({"optimizer": state, "reducer": reducer})
     assert np.array_equal(other.reducer.residual, optimizer.reducer.residual)
-    optimizer.close()
-    other.close()
 
 
 @pytest.fixture
@@ -139,19 +112,17 @@ def test_torchs_distributed_checkpoint_takes_and_gives_the_optimizers_part(
 ) -> None:
     model = network()
     optimizer = wrapped(model, comm)
-    train(model, optimizer, comm, range(2))
+    train(model, optimizer, comm.rank, range(2))
     state = state_dicts.get_optimizer_state_dict(model, optimizer)
     assert set(state["state"]) == {name for name, _ in model.named_parameters()}
     other = network()
     loaded = wrapped(other, comm)
-    train(other, loaded, comm, range(1))
+    train(other, loaded, comm.rank, range(1))
     with pytest.warns(UserWarning) if comm.rank == 0 else pytest.MonkeyPatch.context():
         state_dicts.set_optimizer_state_dict(other, loaded, state)
     for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
         momenta = loaded.state[mine]["momentum_buffer"], optimizer.state[theirs]["momentum_buffer"]
         assert torch.equal(*momenta)
-    optimizer.close()
-    loaded.close()
 
 
 def test_torchs_distributed_checkpoint_fills_the_state_of_a_new_optimizer(
@@ -160,10 +131,10 @@ def test_torchs_distributed_checkpoint_fills_the_state_of_a_new_optimizer(
     """`dcp.load` reads in place: into what a new optimizer's state holds, which torch sets up by a step."""
     model, other = network(), network()
     optimizer, loaded = (
-        DistributedOptimizer(torch.optim.Adam(m.parameters(), lr=0.01), comm, **SETTINGS)
+        DistributedOptimizer(torch.optim.Adam(m.parameters(), lr=0.01), comm, density=0.05)
         for m in (model, other)
     )
-    train(model, optimizer, comm, range(3))
+    train(model, optimizer, comm.rank, range(3))
     saved = state_dicts.get_optimizer_state_dict(model, optimizer)
     before = flat(other)
     state = state_dicts.get_optimizer_state_dict(other, loaded)
@@ -179,14 +150,12 @@ def test_torchs_distributed_checkpoint_fills_the_state_of_a_new_optimizer(
             name: value.tolist() for name, value in optimizer.state[theirs].items()
         }
     assert loaded.param_groups[0]["lr"] == 0.01
-    optimizer.close()
-    loaded.close()
 
 
 def test_a_step_that_only_sets_up_the_state_takes_nothing_out_of_the_residuals(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = wrapped(model, comm)
-    train(model, optimizer, comm, range(2))
+    train(model, optimizer, comm.rank, range(2))
     residual, steps, before = optimizer.reducer.residual.copy(), optimizer.reducer.steps, flat(model)
     optimizer.state.clear()
     optimizer.param_groups[0]["lr"] = 0.0
@@ -199,7 +168,6 @@ def test_a_step_that_only_sets_up_the_state_takes_nothing_out_of_the_residuals(c
         next(model.parameters()).grad[0, 0] = 1.0
     optimizer.step()
     assert optimizer.reducer.steps == steps + 1
-    optimizer.close()
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused(comm: MPI.Intracomm) -> None:
@@ -214,14 +182,13 @@ def test_schedulers_count_the_steps_of_a_wrapped_optimizer(
     optimizer = wrapped(model, comm)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-    train(model, optimizer, comm, range(1))
+    train(model, optimizer, comm.rank, range(1))
     scheduler.step()
     before = optimizer.inner.param_groups[0]["lr"]
     for _ in range(2):
         plateau.step(1.0)
     assert optimizer.inner.param_groups[0]["lr"] == pytest.approx(before / 10)
     assert not [str(warning.message) for warning in recwarn]  # that the scheduler stepped first
-    optimizer.close()
 
 
 def test_a_wrapper_alone_can_be_copied() -> None:

@@ -8,12 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 from oktopk import METHODS, GradientAllreduce, Settings
-from oktopk.methods import SparseMethod
-from oktopk.selection import Selection
-from oktopk.step import Plan, StepResult
 
 pytestmark = pytest.mark.mpi
 LENGTH = 500
@@ -47,37 +43,20 @@ def test_a_gradient_that_is_the_update_is_refused(comm: MPI.Intracomm, method: s
         reducer.step(reducer.update)
 
 
-@pytest.mark.parametrize("gradient", [None, [0.0] * LENGTH, 3])
-def test_a_gradient_that_is_no_array_is_a_type_error(comm: MPI.Intracomm, gradient: Any) -> None:
-    with pytest.raises(TypeError, match=r"gradient is a \w+, not a NumPy array"):
+@pytest.mark.parametrize(
+    ("gradient", "error", "message"),
+    [
+        *((given, TypeError, r"gradient is a \w+, not a NumPy array") for given in (None, [0.0] * LENGTH, 3)),
+        (np.zeros(LENGTH), TypeError, "float64 is not float32"),
+        (np.zeros(499, np.float32), ValueError, r"\(499,\) is not \(500,\)"),
+        (np.zeros(2 * LENGTH, np.float32)[::2], ValueError, "not contiguous"),
+    ],
+)
+def test_a_gradient_of_another_kind_is_named(
+    comm: MPI.Intracomm, gradient: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
         stepped(comm).step(gradient)
-
-
-class Forgetful(SparseMethod):
-    """Writes one entry of its own in every step, and clears nothing."""
-
-    name = "forgetful"
-
-    def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
-        selection.packed.entries = selection.packed.entries[:1]
-        return StepResult(
-            selection.packed,
-            selection.packed,
-            (),
-            local_exact=True,
-            local_nnz=1,
-            global_nnz=selection.packed.nnz,
-        )
-
-
-def test_no_method_need_clear_the_update(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(METHODS, "forgetful", Forgetful)
-    reducer = GradientAllreduce(comm, LENGTH, "forgetful", density=0.02)
-    for step in range(5):
-        gradient = np.zeros(LENGTH, np.float32)
-        gradient[step] = 1000
-        reducer.step(gradient)
-        assert np.flatnonzero(reducer.update).tolist() == [step]
 
 
 LACKING = object()

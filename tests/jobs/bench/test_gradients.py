@@ -99,10 +99,3 @@ def test_drawing_allocates_nothing_as_long_as_the_gradient() -> None:
         assert tracemalloc.get_traced_memory()[1] < LENGTH
     finally:
         tracemalloc.stop()
-
-
-def test_the_description_says_what_was_drawn() -> None:
-    described = DrawnGradients("heavy", 10, 0, 7).describe()
-    assert described["name"] == "heavy"
-    assert described["seed"] == 7
-    assert described["tail"] == PROFILES["heavy"].tail

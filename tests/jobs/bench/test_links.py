@@ -21,6 +21,8 @@ from jobs.bench.links import Links
 from jobs.bench.tables import document_tables
 from jobs.bench.tcp import TcpRing
 
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
+
 
 @pytest.fixture
 def hosts(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -170,85 +172,28 @@ def test_a_bench_of_two_lengths_says_what_steps_take_beyond_their_floors(
     assert printed.out.count(f"{hosts} hosts, links: 1kbit; ") == 2
 
 
-def made_up() -> dict[str, Any]:
-    """A run of two hosts at 10 Gb/s, with figures that are easy to follow."""
-
-    def method(
-        name: str, host_bytes: float, mean: float, share: float, counted: bool = True
-    ) -> dict[str, Any]:
-        floor = 8 * host_bytes / 1e10
-        return {
-            "name": name,
-            "counted": counted,
-            "seconds": {"all": {"mean": mean, "median": 0.9 * mean}},
-            "stages": {
-                "regular": {"between": {"mean": 1e-4}, "select": {"mean": 2e-4}} if counted else None,
-                "all": {"allreduce": {"mean": mean}},
-            },
-            "memory": {"regular": None},
-            "link": {
-                "host_bytes": host_bytes,
-                "floor": floor,
-                "above": mean - floor,
-                "transfer": {
-                    "bytes": int(host_bytes),
-                    "seconds": 1e-3,
-                    "share": share,
-                    "holds": share <= 1.15,
-                },
-            },
-        }
-
-    transfer = {"bytes": 1_178_264, "seconds": 1.06e-3, "share": 0.89, "holds": True}
-    transfer |= {"tcp_seconds": 1.0e-3, "tcp_share": 0.94}
-    return {
-        "ranks": 2,
-        "length": 14_728_266,
-        "density": 0.01,
-        "k": 147_283,
-        "device": "cuda",
-        "gradient_type": "float32",
-        "baseline": "nccl",
-        "network": "2 hosts, TCP over 10gbit links, staged through host memory",
-        "gradients": {"name": "heavy"},
-        "course": {"warmup": 64, "steps": 64},
-        "hosts": 2,
-        "link": {"told": "10gbit", "rate": 1e10, "transfer": transfer},
-        "methods": [
-            method("nccl", 5e7, 0.05, 0.99, counted=False),
-            method("nccl-bf16", 2.5e7, 0.025, 0.99, counted=False),
-            method("oktopk-flat-plain", 1.25e6, 0.0016, 0.9),
-            method("oktopk-flat-int4", 2e5, 0.001, 1.6),
-        ],
-    }
-
-
-def test_one_table_shows_steps_bytes_floors_and_stages() -> None:
-    text = document_tables({"kind": "bench", "machine": {"cpu": "Abacus"}, "runs": [made_up()]})
-    assert "2 hosts, links: 10gbit; 1,178,264 bytes after a pause took 1.060 ms, 0.89 of that rate" in text
+def test_one_table_shows_steps_bytes_floors_and_what_passed_unshaped() -> None:
+    content = read(RESULTS / "gpu-net-10gbit.json")
+    (run, *_) = content["runs"]
+    run["link"]["transfer"] |= {"tcp_seconds": 1e-3, "tcp_share": 0.94}
+    run["methods"][-1]["link"]["transfer"] |= {"share": 1.6, "holds": False}
+    text = document_tables(content | {"runs": [run]})
+    assert "2 hosts, links: 10gbit; 1,178,264 bytes after a pause took 1.175 ms, 0.80 of that rate" in text
     assert "of that rate; by TCP alone 1.000 ms, 0.94" in text
     rows = {line.split()[0]: line for line in text.splitlines() if line.startswith(("nccl", "oktopk"))}
     plain = rows["oktopk-flat-plain"].split()
     # mean, median, bytes, floor, above, of the rate, NCCL's times over its
-    assert plain[1:9] == ["1.600", "1.440", "1,250,000", "1.000", "0.600", "0.90", "31.2", "15.6"]
-    assert rows["oktopk-flat-plain"].endswith("select 0.200, between 0.100")
-    assert "50,000,000 by formula" in rows["nccl"] and rows["nccl"].endswith("allreduce 50.000")
-    notes = [line for line in text.splitlines() if "passed unshaped" in line]
-    assert len(notes) == 1
-    assert notes[0].startswith("oktopk-flat-int4: 200,000 bytes after a pause ran at 1.60 times 10gbit: ")
+    assert plain[1:9] == ["2.386", "2.342", "1,184,949", "0.948", "1.438", "0.83", "22.5", "11.2"]
+    assert "58,913,064 by formula" in rows["nccl"]
+    (note,) = [line for line in text.splitlines() if "passed unshaped" in line]
+    assert note.startswith("oktopk-flat-int4: 237,358 bytes after a pause ran at 1.60 times 10gbit: ")
 
 
 def test_unshaped_links_have_no_floor() -> None:
-    entry = made_up()
-    transfer = entry["link"]["transfer"] | {"share": None, "tcp_share": None}
-    entry["link"] = {"told": "none", "rate": None, "transfer": transfer}
-    for method in entry["methods"]:
-        method["link"] |= {"floor": None, "above": None}
-        method["link"]["transfer"] |= {"share": None, "holds": True}
-    text = document_tables({"kind": "bench", "machine": {"cpu": "Abacus"}, "runs": [entry]})
-    assert "links: none; 1,178,264 bytes after a pause took 1.060 ms; by TCP alone 1.000 ms\n" in text
+    text = document_tables(read(RESULTS / "gpu-net-none.json"))
+    assert "links: none; 1,178,264 bytes after a pause took 0.856 ms\n" in text
     plain = next(line for line in text.splitlines() if line.startswith("oktopk-flat-plain")).split()
-    assert plain[3:7] == ["1,250,000", "–", "–", "–"]
+    assert plain[4:7] == ["–", "–", "–"]
     assert "passed unshaped" not in text
 
 

@@ -139,49 +139,11 @@ def test_watching_counts_what_was_allocated_at_the_peak() -> None:
     assert growth.allocated < 10_000
 
 
-def run(**replaced: Any) -> dict[str, Any]:
-    return {
-        "ranks": 2,
-        "length": LENGTH,
-        "density": 0.01,
-        "k": K,
-        "network": "",
-        "gradients": {"name": "heavy"},
-        "course": {"warmup": 10, "steps": 4},
-        "bounds": {"lower": 10.0, "upper": 30.0, "step_limit": 37.5, "dense": 1000.0},
-        "methods": [summary(), summary("mpi")],
-        **replaced,
-    }
-
-
-def test_tables_name_every_method_and_compare_with_mpi() -> None:
-    text = run_tables(run(), {"cpu": "Abacus", "vector_bits": 512})
-    assert "Abacus, vectors of 512 bits" in text
-    assert "2 ranks, n = 1,000, density 0.01, k = 10, heavy gradients, 4 steps after 10 discarded" in text
-    assert "mean / mpi's" in text
-    cells = next(line for line in text.splitlines() if line.startswith("oktopk")).split()
-    assert cells == [
-        "oktopk",
-        "4750.00",
-        "4000.00",
-        "3333.33",
-        "3000.00",
-        "9000.00",
-        "9000.00",
-        "2.70",
-        "1.00",
-    ]
-    assert "10 … 30" in text
-    assert "500.00 / 500.00 (12000.00, 0.0x)" in text
-
-
 def test_a_document_is_read_as_it_was_written(tmp_path: Path) -> None:
     output = Output(tmp_path / "bench.json")
     assert not list(tmp_path.iterdir())
-    content = document(
-        "bench", [run(speeds={"wire": math.inf, "memory": math.nan})], "Some MPI", "the command"
-    )
-    output.write(content)
+    speeds = {"wire": math.inf, "memory": math.nan}
+    output.write(document("bench", [{"speeds": speeds, "methods": [summary()]}], "Some MPI", "the command"))
     found = read(tmp_path / "bench.json")
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
     assert found["runs"][0]["speeds"] == {"wire": "inf", "memory": None}
@@ -191,6 +153,18 @@ def test_a_document_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert name in found
     assert found["machine"]["cores"] >= 1
     assert found["machine"]["cpu"]
+
+
+def test_tables_name_every_method_and_compare_with_mpi() -> None:
+    content = read(Path(__file__).parents[3] / "docs" / "results" / "shared-memory.json")
+    (run,) = content["runs"]
+    text = run_tables(run, {"cpu": "Abacus", "vector_bits": 512})
+    assert "Abacus, vectors of 512 bits" in text
+    assert f"{run['ranks']} ranks, n = {run['length']:,}, density {run['density']}, k = {run['k']:,}" in text
+    assert "mean / mpi's" in text
+    for method in run["methods"]:
+        row = next(line for line in text.splitlines() if line.split()[:1] == [method["name"]])
+        assert row.split()[1] == f"{1e3 * method['seconds']['all']['mean']:.2f}"
 
 
 def test_the_environment_is_what_tunes_mpi(monkeypatch: pytest.MonkeyPatch) -> None:

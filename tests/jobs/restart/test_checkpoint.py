@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -66,14 +66,20 @@ def run(made: Checkpointer, comm: MPI.Intracomm, steps: int, seconds: float = 0.
     return done
 
 
+def found_set(comm: MPI.Intracomm, folder: Path, say: Callable[[str], object] = print) -> Found:
+    """The set to go on from, which must be there."""
+    found = find(comm, folder, IDENTITY, say)
+    assert found is not None
+    return found
+
+
 @pytest.mark.mpi
 def test_sets_are_due_by_steps_and_at_the_end_and_are_found(comm: MPI.Intracomm, folder: Path) -> None:
     saved = run(checkpointer(comm, folder, steps=10), comm, 25, seconds=0.02)
     assert saved[-1] == (25, Due.SAVE)
     assert saved[0] == (10, Due.SAVE)
     assert len({str(theirs) for theirs in comm.allgather(saved)}) == 1
-    found = find(comm, folder, IDENTITY, print)
-    assert found is not None
+    found = found_set(comm, folder)
     assert (found.step, found.ranks) == (25, comm.size)
     assert found.common()["weights"].tolist() == [25.0] * 10
     assert found.own(comm.rank)["mine"].tolist() == [float(comm.rank)] * 10
@@ -99,9 +105,7 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_step(comm: MPI.Intracomm, fo
     made.close()
     assert comm.allgather(step) == [6] * comm.size
     assert made.stop_signal == 10
-    found = find(comm, folder, IDENTITY, print)
-    assert found is not None
-    assert found.step == 6
+    assert found_set(comm, folder).step == 6
 
 
 @pytest.mark.mpi
@@ -161,9 +165,7 @@ def test_a_set_that_cannot_be_written_is_an_error_on_every_rank(comm: MPI.Intrac
             time.sleep(0.01)
             if made.due(step, last=False) is Due.SAVE:
                 made.save(step, *states(comm, step))
-    found = find(comm, folder, IDENTITY, print)
-    assert found is not None
-    assert found.step == 3
+    assert found_set(comm, folder).step == 3
 
 
 @pytest.mark.mpi
@@ -179,9 +181,7 @@ def test_a_damaged_part_of_any_rank_makes_all_use_the_set_before(comm: MPI.Intra
         path.write_bytes(data)
     comm.barrier()
     said: list[str] = []
-    found = find(comm, folder, IDENTITY, said.append)
-    assert found is not None
-    assert found.step == 10
+    assert found_set(comm, folder, said.append).step == 10
     if comm.rank == 0:
         refused, aside = said
         assert f"step-00000020 refused: rank-{comm.size - 1:05d}.safetensors is damaged" in refused
@@ -201,16 +201,12 @@ def test_sets_that_were_refused_push_out_none_that_is_written_after_them(
         for step in (30, 40):
             shutil.copytree(files.set_folder(folder, 20), files.set_folder(folder, step))
     comm.barrier()
-    found = find(comm, folder, IDENTITY, lambda line: None)
-    assert found is not None
-    assert found.step == 20
+    assert found_set(comm, folder, lambda line: None).step == 20
     made = checkpointer(comm, folder)
     for step in (21, 22, 23):
         made.save(step, *states(comm, step), wait=True)
         # a job that is killed here continues from here
-        found = find(comm, folder, IDENTITY, pytest.fail)
-        assert found is not None
-        assert found.step == step
+        assert found_set(comm, folder, pytest.fail).step == step
     made.close()
     assert sorted(path.name for path in folder.iterdir()) == [
         "step-00000022",

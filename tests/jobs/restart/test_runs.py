@@ -1,6 +1,6 @@
 """Training that is interrupted, damaged or wrong and started again, in one job: what other ranks and files see of it.
 
-What needs processes that die, hang or are started anew is in test_faults.py and test_checkpoint_training.py.
+What needs processes that die, hang or are started anew is in test_faults.py.
 """
 
 from __future__ import annotations
@@ -60,11 +60,10 @@ def interrupted(comm: MPI.Intracomm, path: Path, name: str = "SIGUSR1", settings
     return done
 
 
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
 def test_a_run_that_a_signal_stopped_ends_as_if_it_had_not(
-    comm: MPI.Intracomm, path: Path, undisturbed: Path, name: str
+    comm: MPI.Intracomm, path: Path, undisturbed: Path
 ) -> None:
-    done = interrupted(comm, path, name)
+    done = interrupted(comm, path, "SIGTERM")  # those below: SIGUSR1
     status, said = train(comm, path)
     assert status == 0, said
     assert f"resumed after step {done} from" in said
@@ -221,6 +220,7 @@ def test_a_held_out_loss_that_is_not_finite_is_named_and_written(
         assert np.isnan(reader.evaluations()["loss"]).tolist() == [True]
 
 
+@pytest.mark.long
 def test_powersgd_ends_as_if_it_had_not_been_stopped(comm: MPI.Intracomm, path: Path) -> None:
     settings = ["reduction.method=powersgd", "reduction.powersgd_start=5", "reduction.bucket_mb=0.005"]
     whole = path.with_name("whole.h5")

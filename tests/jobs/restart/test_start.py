@@ -174,7 +174,7 @@ def test_who_waited_for_a_lock_that_is_removed_holds_the_next_one(tmp_path: Path
         first.release()
         second = waiting.result()
     assert folder.exists()
-    with pytest.raises(RunFileError, match="is in use by process"):
+    with pytest.raises(RunFileError, match=f"is in use by process {os.getpid()} on "):
         FolderLock(folder, patience=0.0)
     second.release()
     assert not folder.exists()

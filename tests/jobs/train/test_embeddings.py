@@ -22,7 +22,6 @@ from jobs.train.placement import find_placement
 from jobs.train.setup import set_up
 from jobs.train.tasks.embeddings import build_embeddings
 from tests.devices import asynchronous
-from tests.documents import write_documents
 from tests.tiny_runs import forget_the_end
 
 CONFIG = Path(__file__).parents[3] / "jobs" / "configs" / "embeddings.toml"
@@ -40,11 +39,6 @@ TINY = [
 ]
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_documents(tmp_path_factory.mktemp("text"))
-
-
 def loader(
     texts: TextSet, batch_size: int, rank: int = 0, size: int = 1, seed: int = 3
 ) -> ContextTrainingLoader:
@@ -56,8 +50,8 @@ def equal(one: ContextBatch, other: ContextBatch) -> bool:
     return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
-def test_contexts_are_a_function_of_seed_and_epoch(prepared: Path) -> None:
-    texts, _ = open_text_file(prepared)
+def test_contexts_are_a_function_of_seed_and_epoch(documents: Path) -> None:
+    texts, _ = open_text_file(documents)
     batch = loader(texts, 4).batch(1, 2)
     again = loader(texts, 4)
     again.batch(0, 5)
@@ -66,8 +60,8 @@ def test_contexts_are_a_function_of_seed_and_epoch(prepared: Path) -> None:
     assert not equal(batch, loader(texts, 4, seed=4).batch(1, 2))
 
 
-def test_a_context_stands_beside_its_pair_in_the_text(prepared: Path) -> None:
-    texts, _ = open_text_file(prepared)
+def test_a_context_stands_beside_its_pair_in_the_text(documents: Path) -> None:
+    texts, _ = open_text_file(documents)
     training = loader(texts, 4)
     special = {texts.number(word) for word in ("[PAD]", "[CLS]", "[SEP]")}
     batch = training.batch(0, 3)
@@ -89,8 +83,8 @@ def test_a_context_stands_beside_its_pair_in_the_text(prepared: Path) -> None:
     assert batch.words.shape == (len(pairs), 1 + NEGATIVES)
 
 
-def test_words_are_drawn_by_their_counts(prepared: Path) -> None:
-    texts, _ = open_text_file(prepared)
+def test_words_are_drawn_by_their_counts(documents: Path) -> None:
+    texts, _ = open_text_file(documents)
     drawn = np.concatenate([batch.words[:, 1:].flatten().numpy() for batch in loader(texts, 16).epoch(0)])
     weights = word_counts(texts) ** 0.75
     chances = weights / weights.sum()
@@ -100,8 +94,8 @@ def test_words_are_drawn_by_their_counts(prepared: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_share_the_pairs_of_a_step(ranks: int, prepared: Path) -> None:
-    texts, _ = open_text_file(prepared)
+def test_ranks_share_the_pairs_of_a_step(ranks: int, documents: Path) -> None:
+    texts, _ = open_text_file(documents)
 
     def pairs(batch: ContextBatch) -> Counter[tuple[int, ...]]:
         return Counter(
@@ -116,8 +110,8 @@ def test_ranks_share_the_pairs_of_a_step(ranks: int, prepared: Path) -> None:
         assert sum(shares, Counter()) == pairs(whole.batch(2, step))
 
 
-def test_the_score_is_that_of_all_pairs_however_they_are_shared(prepared: Path) -> None:
-    config = load(CONFIG, [*TINY, f"data.path={prepared}", "training.eval_batch_size=5"])
+def test_the_score_is_that_of_all_pairs_however_they_are_shared(documents: Path) -> None:
+    config = load(CONFIG, [*TINY, f"data.path={documents}", "training.eval_batch_size=5"])
     whole = build_embeddings(config, rank=0, size=1).score()
     parts = [build_embeddings(config, rank=rank, size=3).score() for rank in range(3)]
     assert sum(part.samples for part in parts) == whole.samples > 50
@@ -127,8 +121,8 @@ def test_the_score_is_that_of_all_pairs_however_they_are_shared(prepared: Path) 
 
 
 @pytest.mark.skipif(not asynchronous(), reason="no GPU")
-def test_a_gpu_sees_the_same_batches_and_the_same_loss(prepared: Path) -> None:
-    config = load(CONFIG, [*TINY, f"data.path={prepared}"])
+def test_a_gpu_sees_the_same_batches_and_the_same_loss(documents: Path) -> None:
+    config = load(CONFIG, [*TINY, f"data.path={documents}"])
     host, device = (build_embeddings(config, rank=1, size=2) for _ in range(2))
     device.move_to(find_placement("cuda", MPI.COMM_SELF))
     for left, right in zip(host.batches(2), device.batches(2), strict=True):
@@ -139,8 +133,8 @@ def test_a_gpu_sees_the_same_batches_and_the_same_loss(prepared: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_dense_and_sparse_gradients_take_the_same_steps(prepared: Path, comm: MPI.Intracomm) -> None:
-    path = comm.bcast(str(prepared))
+def test_dense_and_sparse_gradients_take_the_same_steps(documents: Path, comm: MPI.Intracomm) -> None:
+    path = comm.bcast(str(documents))
     weights = {}
     for sparse in ("true", "false"):
         config = load(CONFIG, [*TINY, f"data.path={path}", f"model.sparse={sparse}", "training.steps=9"])
@@ -162,9 +156,9 @@ def test_dense_and_sparse_gradients_take_the_same_steps(prepared: Path, comm: MP
 @pytest.mark.mpi
 @pytest.mark.parametrize("row_density", [1.0, 0.2])
 def test_the_loss_falls_and_a_run_that_was_stopped_ends_with_the_same_losses(
-    row_density: float, prepared: Path, tmp_path: Path, comm: MPI.Intracomm
+    row_density: float, documents: Path, tmp_path: Path, comm: MPI.Intracomm
 ) -> None:
-    path, text = Path(comm.bcast(str(tmp_path / "run.h5"))), comm.bcast(str(prepared))
+    path, text = Path(comm.bcast(str(tmp_path / "run.h5"))), comm.bcast(str(documents))
 
     def run() -> np.ndarray:
         words = [*TINY, f"data.path={text}", f"reduction.row_density={row_density}", f"run.file={path}"]

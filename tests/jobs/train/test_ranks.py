@@ -88,20 +88,6 @@ def test_ranks_train_on_gpus_and_may_share_one(tmp_path: Path, ranks: int) -> No
     assert np.all(np.diff(run.steps["elapsed"]) > -1e-3)
 
 
-@pytest.mark.timeout(PATIENCE)
-def test_a_run_file_that_exists_ends_every_rank_with_one_message(tmp_path: Path) -> None:
-    path = tmp_path / "run.h5"
-    path.write_text("precious")
-    done = run_ranks(2, "-m", "jobs.train", str(CONFIG), "--set", f"run.file={path}")
-    assert done.returncode == 2
-    assert (
-        done.stderr.count(f"jobs.train: run file {path} exists: choose another name (run.file) or allow") == 1
-    )
-    assert "Traceback" not in done.stderr
-    assert "MPI_ABORT" not in done.stderr
-    assert path.read_text() == "precious"
-
-
 SEVERAL = """
     import json, sys
     from mpi4py import MPI

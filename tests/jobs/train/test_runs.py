@@ -22,7 +22,7 @@ from jobs.train.reduce.background import stop_process_group
 from jobs.train.setup import Build, build_workload
 from jobs.train.tasks.task import Workload
 from oktopk import average_buffers
-from tests.devices import on_torchs_gpu, torch_device
+from tests.devices import torch_device
 from tests.launched import PATIENCE, outcome
 
 CONFIG = Path(__file__).parents[3] / "jobs" / "configs" / "digits.toml"
@@ -57,7 +57,10 @@ def unreadable_on_rank_1(config: Any, *, rank: int, size: int) -> Workload:
 def test_what_cannot_be_done_is_said_once_and_ends_every_rank_alike(
     comm: MPI.Intracomm, folder: Path
 ) -> None:
-    path = folder / "run.h5"
+    path, taken = folder / "run.h5", folder.with_name("taken.h5")
+    if comm.rank == 0:
+        taken.write_text("precious")
+    comm.barrier()
     samples = comm.size * (899 // comm.size + 1)
     for overrides, message in (
         (
@@ -66,6 +69,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank_alike(
         ),
         (["model.width=0.0"], r"model\.width = 0\.0: Input should be greater than 0"),
         ([f"run.file={folder}"], rf"run file {folder} is not a regular file"),
+        ([f"run.file={taken}"], rf"run file {taken} exists: choose another name \(run\.file\) or allow .*"),
         ([f"training.batch_size={samples // comm.size}"], rf"899 samples are fewer than .*{samples}.*"),
         (["data.name=prepared", f"data.path={folder}/none.h5"], rf"{folder}/none\.h5: no such file.*"),
         (["model.width=0.001"], r"model: width 0\.001 leaves no channel.*"),
@@ -88,6 +92,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank_alike(
     assert status == 2
     assert re.fullmatch(r"jobs\.train: rank 1: .*Permission denied: 'data\.h5'\n", said)
     assert list(folder.iterdir()) == []
+    assert taken.read_text() == "precious"
     comm.barrier()
     # not before, but in training: the progress bar comes first
     status, said = train(comm, path, "optimizer.lr=1e30", "model.width=0.0625", "training.steps=20")
@@ -108,17 +113,15 @@ def test_parameters_that_differ_are_named_on_every_rank(comm: MPI.Intracomm) -> 
         check_same_parameters(model, comm, 8)
 
 
-@pytest.mark.parametrize("device", ["cpu", on_torchs_gpu("cuda", id="cuda")])
-def test_buffers_are_averaged_through_peer_memory_where_each_rank_has_a_gpu(
-    device: str, comm: MPI.Intracomm
-) -> None:
-    place = torch_device(device, comm)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_buffers_are_averaged_through_peer_memory_where_each_rank_has_a_gpu(comm: MPI.Intracomm) -> None:
+    place = torch_device("cuda", comm)
     models = [nn.BatchNorm1d(300).to(place) for _ in range(2)]
     for model in models:
         model.running_mean.copy_(torch.arange(300.0) / (comm.rank + 3))  # type: ignore[union-attr, operator]
     assert peer_allreduce(nn.Linear(3, 2).to(place), comm) is None
     allreduce = peer_allreduce(models[0], comm)
-    own_gpu = device == "cuda" and 1 < comm.size <= torch.cuda.device_count()
+    own_gpu = 1 < comm.size <= torch.cuda.device_count()
     assert (allreduce is not None) == own_gpu
     average_buffers(models[0], comm, allreduce=allreduce)
     average_buffers(models[1], comm)

@@ -56,18 +56,8 @@ def train_alone(path: Path, data: Path, *overrides: str, build: Build = build_wo
     return main([str(CONFIG), "--set", *settings], comm=MPI.COMM_SELF, build=build)
 
 
-def test_the_shipped_file_has_the_settings_of_the_paper() -> None:
+def test_the_shipped_schedule_falls_a_little_every_epoch() -> None:
     shipped = load(CONFIG, ["data.path=an4.h5"])
-    assert (shipped.model.width, shipped.training.batch_size) == (1.0, 2)
-    optimizer, reduction = shipped.optimizer, shipped.reduction
-    assert (optimizer.lr, optimizer.momentum, optimizer.weight_decay, optimizer.clip_norm) == (
-        1e-3,
-        0.9,
-        1e-4,
-        400.0,
-    )
-    assert (reduction.density, reduction.threshold_interval) == (0.02, 32)
-    assert (reduction.boundary_interval, reduction.dense_warmup_steps) == (64, 128)
     rates = [
         learning_rate_factor(shipped.schedule, step, steps=300, steps_per_epoch=100, ranks=4)
         for step in (0, 99, 100, 299)

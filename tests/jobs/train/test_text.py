@@ -20,7 +20,6 @@ from jobs.train.schedule import learning_rate_factor
 from jobs.train.setup import build_workload
 from jobs.train.tasks.text import MaskedLanguage, build_language
 from tests.devices import gpus
-from tests.documents import write_documents
 from tests.launched import run_ranks
 from tests.tiny_runs import forget_the_end
 
@@ -41,37 +40,15 @@ TINY = [
 ]
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_documents(tmp_path_factory.mktemp("text"))
-
-
-def overrides(prepared: Path, *more: str) -> list[str]:
-    return [*TINY, f"data.path={prepared}", *more]
-
-
-def test_shipped_bert_file_asks_for_its_data() -> None:
-    with pytest.raises(ConfigError, match="path is empty"):
-        load(CONFIG)
-
-
-def test_shipped_bert_file_has_the_settings_of_the_paper() -> None:
-    config = load(CONFIG, ["data.path=text.h5"])
-    model, optimizer, reduction = config.model, config.optimizer, config.reduction
-    assert (model.layers, model.hidden, model.vocabulary) == (12, 768, 30_522)
-    assert (optimizer.name, optimizer.bias_correction, optimizer.lr) == ("adamw", False, 2e-4)
-    assert (optimizer.beta1, optimizer.beta2, optimizer.eps) == (0.9, 0.999, 1e-6)
-    assert optimizer.weight_decay == 0.01
-    assert (config.schedule.name, config.schedule.unit, config.schedule.warmup) == ("linear", "run", 0.1)
-    assert (reduction.density, reduction.threshold_interval, reduction.boundary_interval) == (0.01, 128, 64)
-    assert config.training.batch_size == 8
+def overrides(documents: Path, *more: str) -> list[str]:
+    return [*TINY, f"data.path={documents}", *more]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(150)
-def test_a_tiny_bert_on_ranks_learns_text_that_the_test_makes(tmp_path: Path, prepared: Path) -> None:
+def test_a_tiny_bert_on_ranks_learns_text_that_the_test_makes(tmp_path: Path, documents: Path) -> None:
     path = tmp_path / "run.h5"
-    more = overrides(prepared, f"run.file={path}", "training.steps=120", "training.batch_size=8")
+    more = overrides(documents, f"run.file={path}", "training.steps=120", "training.batch_size=8")
     done = run_ranks(2, "-m", "jobs.train", str(CONFIG), "--set", *more)
     assert done.returncode == 0, done.stderr
     (run,) = read_runs([path])
@@ -84,12 +61,12 @@ def test_a_tiny_bert_on_ranks_learns_text_that_the_test_makes(tmp_path: Path, pr
 
 
 @pytest.mark.timeout(150)
-def test_an_interrupted_run_ends_with_the_same_losses(tmp_path: Path, prepared: Path) -> None:
+def test_an_interrupted_run_ends_with_the_same_losses(tmp_path: Path, documents: Path) -> None:
     path = tmp_path / "run.h5"
     settings = ["model.dropout=0.1", "training.steps=12", f"run.file={path}", "checkpoint.every_steps=5"]
 
     def run() -> np.ndarray:
-        assert main([str(CONFIG), "--set", *overrides(prepared, *settings)], comm=MPI.COMM_SELF) == 0
+        assert main([str(CONFIG), "--set", *overrides(documents, *settings)], comm=MPI.COMM_SELF) == 0
         return np.asarray(read_runs([path])[0].steps["loss"])
 
     whole = run()
@@ -99,8 +76,8 @@ def test_an_interrupted_run_ends_with_the_same_losses(tmp_path: Path, prepared: 
     assert run().tolist() == whole[done:].tolist()
 
 
-def test_ranks_share_weights_but_neither_text_nor_dropout(prepared: Path) -> None:
-    config = load(CONFIG, overrides(prepared))
+def test_ranks_share_weights_but_neither_text_nor_dropout(documents: Path) -> None:
+    config = load(CONFIG, overrides(documents))
     batches, draws, weights = [], [], []
     for rank in range(2):
         workload = build_workload(config, rank=rank, size=2)
@@ -113,8 +90,8 @@ def test_ranks_share_weights_but_neither_text_nor_dropout(prepared: Path) -> Non
     assert not torch.equal(batches[0][0], batches[1][0])
 
 
-def test_text_without_pairs_has_the_loss_of_its_words(prepared: Path) -> None:
-    workload = build_language(load(CONFIG, overrides(prepared)), rank=0, size=1)
+def test_text_without_pairs_has_the_loss_of_its_words(documents: Path) -> None:
+    workload = build_language(load(CONFIG, overrides(documents)), rank=0, size=1)
     batch = next(workload.batches(0))
     alone = (*batch[:5], torch.full_like(batch[5], -100))
     both, words = workload.loss(batch), workload.loss(alone)
@@ -123,8 +100,8 @@ def test_text_without_pairs_has_the_loss_of_its_words(prepared: Path) -> None:
     assert (both - words).item() == pytest.approx(math.log(2), abs=0.2)
 
 
-def test_the_score_is_the_mean_over_masked_words_however_they_are_shared(prepared: Path) -> None:
-    config = load(CONFIG, overrides(prepared, "training.eval_batch_size=5"))
+def test_the_score_is_the_mean_over_masked_words_however_they_are_shared(documents: Path) -> None:
+    config = load(CONFIG, overrides(documents, "training.eval_batch_size=5"))
     whole = build_language(config, rank=0, size=1).score()
     parts = [build_language(config, rank=rank, size=3).score() for rank in range(3)]
     assert sum(part.samples for part in parts) == whole.samples > 50
@@ -133,8 +110,8 @@ def test_the_score_is_the_mean_over_masked_words_however_they_are_shared(prepare
 
 
 @pytest.mark.skipif(not gpus(), reason="no GPU")
-def test_a_gpu_sees_the_same_batches_and_the_same_loss(prepared: Path) -> None:
-    config = load(CONFIG, overrides(prepared))
+def test_a_gpu_sees_the_same_batches_and_the_same_loss(documents: Path) -> None:
+    config = load(CONFIG, overrides(documents))
     host, device = (build_language(config, rank=1, size=2) for _ in range(2))
     device.move_to(find_placement("cuda", MPI.COMM_SELF))
     for step, (left, right) in enumerate(zip(host.batches(2), device.batches(2), strict=True)):
@@ -158,9 +135,9 @@ def test_a_gpu_sees_the_same_batches_and_the_same_loss(prepared: Path) -> None:
     ],
 )
 def test_what_does_not_go_together_is_refused_before_training(
-    prepared: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], override: str, message: str
+    documents: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], override: str, message: str
 ) -> None:
-    more = overrides(prepared, f"run.file={tmp_path / 'run.h5'}", override)
+    more = overrides(documents, f"run.file={tmp_path / 'run.h5'}", override)
     assert main([str(CONFIG), "--set", *more], comm=MPI.COMM_SELF) == 2
     assert re.search(message, capfd.readouterr().err)
 
