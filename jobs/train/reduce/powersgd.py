@@ -5,6 +5,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -83,23 +84,26 @@ def _reduce(hook: _Hook, bucket: dist.GradBucket) -> torch.futures.Future[torch.
 
 
 def reduce_low_rank(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook, for several buckets on gloo as well, and for the capture of a CUDA graph."""
+    """torch's hook, for several buckets on gloo as well, and for GPUs without a race."""
     if bucket.buffer().device.type == "cpu":
         future = powerSGD_hook(state, bucket)
         # gloo runs the hook's later parts in its two threads, where each waits for a sum that needs one of them: with several
         # buckets at work the ranks hang
         future.wait()
         return future
-    if not torch.cuda.is_current_stream_capturing():
-        return powerSGD_hook(state, bucket)
     # The hook reads its copy of the gradient on another stream, and frees it without telling the allocator. Where it is made on a
     # stream of its own, which waits for that reader, its memory is not given to the backward pass that goes on beside.
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
+    stream = _stream_of(bucket.index())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         future = powerSGD_hook(state, bucket)
         future.wait()
     return future
+
+
+@cache
+def _stream_of(bucket: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream()
 
 
 class PowerSgdTraining(DdpTraining):
@@ -126,7 +130,7 @@ class PowerSgdTraining(DdpTraining):
         ValueError: a parameter without dimensions.
 
     Traffic: two thirds of the messages are P and Q; words as `low_rank` says, by a ring.
-    Memory: the error, n words on each rank.
+    Memory: the error, n words on each rank; on GPUs a copy of the gradient, too.
     Source: Vogels et al., NeurIPS 2019; torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.
     """
 

@@ -276,8 +276,7 @@ class DdpTrained:
 
 @needs_gpu
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("kind", [Images, Text])
+@pytest.mark.parametrize(("kind", "passes"), [(Images, 1), (Images, 2), (Text, 1)])
 @pytest.mark.parametrize("method", ["float32", "bfloat16", "powersgd-1", "powersgd-4"])
 def test_steps_that_are_replayed_are_those_that_are_not(
     comm: MPI.Intracomm, alike: None, method: str, kind: type[Images | Text], passes: int
@@ -295,7 +294,6 @@ def test_steps_that_are_replayed_are_those_that_are_not(
         one, other = getattr(eager, name), getattr(captured, name)
         if one is None:
             continue
-        print(f"{method} {kind.__name__} {passes}: {name} differ by {(one - other).abs().max().item():.2e}")
         assert torch.allclose(one, other, rtol=1e-3, atol=1e-4), name
     assert len(set(comm.allgather(captured.parameters.sum().item()))) == 1
 
