@@ -11,7 +11,6 @@ from typing import Any, Literal, Self
 from pydantic import model_validator
 from pydantic_core import to_jsonable_python
 
-from jobs.config.modes import is_replayed
 from jobs.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -114,11 +113,6 @@ class Config(Section):
         if self.model.name == "own" and self.data.name in ("an4", "text"):
             return "speech" if self.data.name == "an4" else "text"
         return "images"
-
-    @property
-    def captured(self) -> bool:
-        """Whether steps are replayed as CUDA graphs."""
-        return is_replayed(self.training.model_dump(), self.reduction.method)
 
     def to_json(self) -> str:
         """The whole configuration, defaults included."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 TRAINING_MODES = ("nccl", "ddp", "powersgd")
 """Ways to sum all gradients, powersgd in low rank, that take part in the backward pass or are another library's;
 see jobs.train.reduce."""
@@ -15,15 +12,10 @@ DENSE_OVLP = "dense-ovlp"
 OVERLAPPED_MODES = (DENSE_OVLP, "ddp", "powersgd")
 """Rows of tables that reduce behind the backward pass."""
 
-EAGER_MODES = ("ddp", "powersgd")
-"""Those of them whose steps no CUDA graph replays."""
+DDP_MODES = ("ddp", "powersgd")
+"""Those that torch's DistributedDataParallel reduces, in buckets."""
 
 
 def row_of(method: str, overlap: bool) -> str:
     """What tables call a run of a method."""
     return DENSE_OVLP if overlap and method in ("dense", "nccl") else method
-
-
-def is_replayed(training: Mapping[str, Any], method: str) -> bool:
-    """Whether a run with this section of its configuration, and this method, replays its steps as CUDA graphs."""
-    return bool(training.get("cuda_graph")) and method not in EAGER_MODES

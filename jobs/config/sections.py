@@ -373,8 +373,8 @@ class TrainingConfig(Section):
     channels_last: bool = False
     """Store images and convolutions with their channels last"""
     cuda_graph: bool = False
-    """Replay the passes and the optimizer's step as CUDA graphs, which helps where Python launches many small kernels; no
-    effect with ddp and powersgd"""
+    """Replay the passes and the optimizer's step as CUDA graphs, which helps where Python launches many small kernels; ddp
+    does so after 11 steps of a job, powersgd after powersgd_start steps as well"""
     deterministic: bool = False
     """Compute the same bits from run to run on a GPU too, at the price of speed"""
     steps: int = Field(default=0, ge=0)

@@ -72,7 +72,8 @@ def step_claim(fast: Sequence[Group], where: str = "") -> Claim:
     size = max((group.ranks for group in fast), default=0)
     compared = [only(on_ranks(fast, size), method) for method in ("oktopk", "nccl", "ddp")]
     oktopk, nccl, ddp = (figure(group, "step_seconds") for group in compared)
-    eager = " without CUDA graphs" if compared[0] is not None and is_captured(compared[0]) else ""
+    replayed = [group is not None and is_captured(group) for group in compared]
+    eager = " without CUDA graphs" if replayed[0] and not replayed[2] else ""
     beside = "" if math.isnan(oktopk / ddp) else f", {oktopk / ddp:.2f} of DDP's{eager}"
     text = f"Ok-Topk's step is at least as fast as with NCCL's flat allreduce, exact steps included{where}"
     return claim(text, oktopk <= nccl, f"{{:.2f}} of NCCL's time{beside} on {size} GPUs", oktopk / nccl)

@@ -26,6 +26,7 @@ from jobs.run.columns import BETWEEN, Gathered, Span, Step, gather
 from jobs.run.file import RunFile, RunFileError
 from jobs.train.agreement import NonFiniteLossError, check_same_parameters
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
+from jobs.train.reduce.baselines import DdpTraining
 from jobs.train.schedule import learning_rate_factor
 from jobs.train.setup import Setup
 from jobs.train.timing import PhaseTimer, TimedStep, clock_ahead, measure, timeline
@@ -95,8 +96,9 @@ class TrainingLoop:
         # of a batch in its step's loss
         share = torch.tensor(1.0 / config.training.accumulate, device=self.placement.device)
         self.passes: Passes = EagerPasses(workload, share)
-        if config.captured:
-            self.passes = CapturedPasses(workload, share, self.optimizer.overlapped)
+        if config.training.cuda_graph:
+            start = self.optimizer.eager_start if isinstance(self.optimizer, DdpTraining) else None
+            self.passes = CapturedPasses(workload, share, self.optimizer.overlapped, start)
         self._allreduce = peer_allreduce(workload.model, comm)  # of its buffers
         self.figures: dict[str, str] = {}
         self.bar: tqdm[Any] = tqdm(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,28 @@ class Overlapped(Protocol):
 
     def replayed(self, marks: Any) -> None:
         """The pass that was captured so was replayed. Collective."""
+
+
+@dataclass(frozen=True)
+class EagerStart:
+    """Steps of a job that are taken kernel by kernel before one is captured, for a reduction that must be in its steady state.
+
+    Attributes:
+        stream: that they are on, and the capture.
+        steps: how many.
+    """
+
+    stream: torch.cuda.Stream
+    steps: int
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Within it kernels go to a stream, after those that were asked for before and before those that are asked for later."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 class EagerPasses:
@@ -63,25 +86,41 @@ class CapturedPasses:
     Args:
         workload, share: as EagerPasses.
         overlapped: what a step's last backward pass begins to reduce; None for nothing.
+        start: steps before the capture, which then follows without passes that leave no trace; None for none.
 
     Memory: the activations of one batch stay allocated, apart from those of evaluations, and gradients that the optimizer did not
         hand out; during the capture the gradients once more.
     """
 
-    def __init__(self, workload: Workload, share: Tensor, overlapped: Overlapped | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        share: Tensor,
+        overlapped: Overlapped | None = None,
+        start: EagerStart | None = None,
+    ) -> None:
         self._workload, self._share, self._overlapped = workload, share, overlapped
         self._parameters = [p for p in workload.model.parameters() if p.requires_grad]
-        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream() if start is None else start.stream
+        self._pool = torch.cuda.graph_pool_handle()
+        self._eager, self._warm = EagerPasses(workload, share), start is not None
+        self._eager_steps = 0 if start is None else start.steps
         # by whether there are gradients to add to, and whether they are reduced
         self._captured: dict[tuple[bool, bool], _Capture] = {}
         self._current: _Capture | None = None
 
     def forward(self, batch: Any, *, last: bool = True) -> Tensor:
+        if self._eager_steps:
+            self._eager_steps -= last
+            with on_stream(self._stream):
+                return self._eager.forward(batch)
         adds = any(parameter.grad is not None for parameter in self._parameters)
         overlapped = self._overlapped if last else None
         key = adds, overlapped is not None
         if key not in self._captured:
             # they take turns, so that one pool serves all
+            if not self._warm:
+                _warm_up(self._workload, batch, self._parameters, self._share, overlapped, self._stream)
             self._captured[key] = _Capture(
                 self._workload, batch, self._parameters, self._share, overlapped, self._stream, self._pool
             )
@@ -89,14 +128,18 @@ class CapturedPasses:
         return self._current.forward(batch)
 
     def backward(self) -> None:
-        assert self._current is not None
-        self._current.backward()
+        if self._current is None:
+            with on_stream(self._stream):
+                self._eager.backward()
+        else:
+            self._current.backward()
         self._current = None
 
     def close(self) -> None:
         """As EagerPasses.close: NCCL ends no communicator while a graph holds some of its kernels."""
         self._captured.clear()
         self._current = None
+        self._eager.close()
 
 
 Passes = EagerPasses | CapturedPasses
@@ -117,9 +160,8 @@ class _Capture:
     ) -> None:
         self._inputs = [tensor.clone() for tensor in batch]
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        missing = [parameter.grad is None for parameter in parameters]
+        before = [parameter.grad for parameter in parameters]
         self._overlapped = overlapped
-        _warm_up(workload, self._inputs, parameters, share, overlapped, stream)
         # other threads, NCCL's watchdog among them, go on to ask the device what they like
         how = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(self._forward, **how):
@@ -129,8 +171,8 @@ class _Capture:
         self._loss = loss.detach()
         self._created = [
             (parameter, parameter.grad)
-            for parameter, is_missing in zip(parameters, missing, strict=True)
-            if is_missing and parameter.grad is not None
+            for parameter, gradient in zip(parameters, before, strict=True)
+            if parameter.grad is not None and parameter.grad is not gradient
         ]
 
     def forward(self, batch: Sequence[Tensor]) -> Tensor:
@@ -153,7 +195,7 @@ def _recording(overlapped: Overlapped | None) -> AbstractContextManager[Any]:
 
 def _warm_up(
     workload: Workload,
-    batch: Sequence[Tensor],
+    batch: Any,
     parameters: Sequence[Tensor],
     share: Tensor,
     overlapped: Overlapped | None,
@@ -163,12 +205,10 @@ def _warm_up(
     gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
     buffers = [buffer.clone() for buffer in workload.model.buffers()]
     drawn = torch.cuda.get_rng_state()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with on_stream(stream):
         for _ in range(WARM_UP):
             with _recording(overlapped):
                 workload.loss(batch).backward(share)
-    torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.set_rng_state(drawn)
     _put_back(workload.model, buffers)
     for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -80,7 +80,7 @@ def set_up(config: Config, comm: MPI.Intracomm, build: Build = build_workload) -
         config.optimizer,
         workload.model.parameters(),
         fused=placement.fused and not (config.task == "embeddings" and config.model.sparse),
-        captured=config.captured,
+        captured=config.training.cuda_graph,
     )
     optimizer = build_reduction(config, workload.network, inner, placement, comm)
     if isinstance(optimizer, DdpTraining):

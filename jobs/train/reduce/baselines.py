@@ -10,7 +10,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.traffic import Traffic
-from jobs.train.passes import Overlapped
+from jobs.train.passes import EagerStart, Overlapped, on_stream
 from jobs.train.reduce.background import TorchWire, ring_traffic, stop_process_group
 from oktopk import StepReport
 from oktopk.torch.gradients import FlatGradients
@@ -185,8 +185,15 @@ class _Tensors(TensorMemory):
         return tensor
 
 
+EAGER_STEPS = 11
+"""Of DistributedDataParallel before a capture, as torch asks for: in the first ten it times itself, and waits for the GPU."""
+
+
 class DdpTraining(DenseTraining):
     """torch's DistributedDataParallel around a model; its hooks reduce in the backward pass.
+
+    A CUDA graph of a backward pass holds what the hooks have launched while it was captured, collectives included, and a replay
+    runs no hook.
 
     Args:
         inner, clip_norm: as DenseTraining.
@@ -194,6 +201,7 @@ class DdpTraining(DenseTraining):
         ranks: in the process group.
         bucket_mb: size of a bucket, in 1e6 bytes.
         compressed: reduce in bfloat16.
+        captured: CUDA graphs will replay it, on GPUs: it is made on the stream that they are captured on, as autograd asks for.
 
     Attributes:
         network: what losses are to be computed with.
@@ -208,14 +216,17 @@ class DdpTraining(DenseTraining):
         *,
         bucket_mb: float,
         compressed: bool,
+        captured: bool = False,
     ) -> None:
         super().__init__(inner, clip_norm)
         self._ranks = ranks
+        self._stream = torch.cuda.Stream() if captured else None
+        self.overlapped = self
         self._elements_per_word = 2 if compressed else 1
         self._pieces = math.ceil(
             4 * self.length / (bucket_mb * 1e6)
         )  # about: torch cuts the first one smaller
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), self._beside():
             # a newer torch has another word for broadcast_buffers, which an older one does not know
             warnings.simplefilter("ignore", FutureWarning)
             self.network = DistributedDataParallel(
@@ -226,6 +237,25 @@ class DdpTraining(DenseTraining):
             )
         if compressed:
             self.network.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        if captured:
+            # every hundredth step, else, is timed
+            self.network._set_ddp_runtime_logging_sample_rate(2**31 - 1)
+
+    def _beside(self) -> AbstractContextManager[None]:
+        """Where the graphs will be captured, if any will."""
+        return nullcontext() if self._stream is None else on_stream(self._stream)
+
+    @property
+    def eager_start(self) -> EagerStart | None:
+        """What precedes the first capture, from here on; None where nothing is captured."""
+        return None if self._stream is None else EagerStart(self._stream, EAGER_STEPS)
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Around a backward pass that is captured."""
+        return nullcontext()
+
+    def replayed(self, marks: None) -> None:
+        """Nothing: the graph holds the reduction."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = self.network.no_sync()

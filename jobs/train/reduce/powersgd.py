@@ -2,9 +2,12 @@
 
 # No `from __future__ import annotations`: torch compares the hook's annotations with its classes.
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -12,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from collectives.traffic import Traffic
+from jobs.train.passes import EagerStart
 from jobs.train.reduce.background import ring_traffic
 from jobs.train.reduce.baselines import DdpTraining
 
@@ -46,6 +50,13 @@ def low_rank(shapes: Iterable[Sequence[int]], rank: int) -> LowRank:
     return LowRank(p, q, whole)
 
 
+class _InPlace(dict[int, torch.Tensor]):
+    """Tensors that stay where they are: what is to replace one is copied into it."""
+
+    def __setitem__(self, key: int, value: torch.Tensor) -> None:
+        self[key].copy_(value)
+
+
 @dataclass
 class _Hook:
     """What DistributedDataParallel hands to `_reduce`. It holds no parameter: the garbage collector cannot see who holds it.
@@ -73,13 +84,26 @@ def _reduce(hook: _Hook, bucket: dist.GradBucket) -> torch.futures.Future[torch.
 
 
 def reduce_low_rank(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook, for several buckets on gloo as well."""
-    future = powerSGD_hook(state, bucket)
+    """torch's hook, for several buckets on gloo as well, and for GPUs without a race."""
     if bucket.buffer().device.type == "cpu":
+        future = powerSGD_hook(state, bucket)
         # gloo runs the hook's later parts in its two threads, where each waits for a sum that needs one of them: with several
         # buckets at work the ranks hang
         future.wait()
+        return future
+    # The hook reads its copy of the gradient on another stream, and frees it without telling the allocator. Where it is made on a
+    # stream of its own, which waits for that reader, its memory is not given to the backward pass that goes on beside.
+    stream = _stream_of(bucket.index())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        future = powerSGD_hook(state, bucket)
+        future.wait()
     return future
+
+
+@cache
+def _stream_of(bucket: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream()
 
 
 class PowerSgdTraining(DdpTraining):
@@ -94,8 +118,11 @@ class PowerSgdTraining(DdpTraining):
     With a rank of 1 or 2 torch's hook stops updating a parameter whose gradients and errors were 0 on all ranks in one step: its
     Q is 0 from then on. Later gradients stay in the error.
 
+    A CUDA graph is captured after the first approximated step, which makes the errors and draws Q. In a graph the error is copied
+    once more, to where the next replay reads it, and the hook does not wait for the GPU before it is computed.
+
     Args:
-        inner, clip_norm, network, ranks, bucket_mb: as DdpTraining. Every parameter has at least one dimension.
+        inner, clip_norm, network, ranks, bucket_mb, captured: as DdpTraining. Every parameter has at least one dimension.
         rank: of P and Q, at least 1.
         start: steps that sum the whole gradient first, at least 2.
 
@@ -103,7 +130,7 @@ class PowerSgdTraining(DdpTraining):
         ValueError: a parameter without dimensions.
 
     Traffic: two thirds of the messages are P and Q; words as `low_rank` says, by a ring.
-    Memory: the error, n words on each rank.
+    Memory: the error, n words on each rank; on GPUs a copy of the gradient, too.
     Source: Vogels et al., NeurIPS 2019; torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.
     """
 
@@ -117,13 +144,16 @@ class PowerSgdTraining(DdpTraining):
         bucket_mb: float,
         rank: int,
         start: int,
+        captured: bool = False,
     ) -> None:
         scalars = [name for name, p in network.named_parameters() if p.requires_grad and not p.ndim]
         if scalars:
             raise ValueError(
                 f"powersgd takes parameters of at least one dimension, and {', '.join(scalars)} has none"
             )
-        super().__init__(inner, clip_norm, network, ranks, bucket_mb=bucket_mb, compressed=False)
+        super().__init__(
+            inner, clip_norm, network, ranks, bucket_mb=bucket_mb, compressed=False, captured=captured
+        )
         self._start = start
         self._powersgd = PowerSGDState(
             None,
@@ -134,7 +164,8 @@ class PowerSgdTraining(DdpTraining):
         )
         self._hook = _Hook(self._powersgd, {id(p): number for number, p in enumerate(self._parameters)})
         self.network.register_comm_hook(self._hook, _reduce)
-        self._form_buckets()
+        with self._beside():
+            self._form_buckets()
         self._sums = [
             low_rank([self._parameters[number].shape for number in members], rank) for members in self._layout
         ]
@@ -154,6 +185,21 @@ class PowerSgdTraining(DdpTraining):
                 parameter.backward(torch.zeros_like(parameter))
         self._hook.rehearsing = False
         self.zero_grad()
+
+    @property
+    def eager_start(self) -> EagerStart | None:
+        """As DdpTraining's."""
+        start = super().eager_start
+        return start and EagerStart(start.stream, max(start.steps, self._start + 1 - self._steps))
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """As DdpTraining's. What is captured leaves errors where they are, and waits for no GPU."""
+        own = self._powersgd
+        own.error_dict = _InPlace(own.error_dict)
+        with patch.object(torch.cuda, "synchronize", lambda device=None: None):
+            yield
+        own.error_dict = dict(own.error_dict)
 
     def _finish(self) -> Traffic:
         if self._steps < self._start:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -89,8 +90,9 @@ def _build_mode(
         bucket_mb = bucket_mb if settings.overlap else math.inf
         dtype = getattr(torch, kind or "float32")
         return NcclTraining(inner, clip_norm, dtype, bucket_mb=bucket_mb, overlapped=settings.overlap)
+    common: dict[str, Any] = {"bucket_mb": bucket_mb, "captured": config.training.cuda_graph}
     if method == "ddp":
         compressed = kind == "bfloat16"
-        return DdpTraining(inner, clip_norm, network, comm.size, bucket_mb=bucket_mb, compressed=compressed)
+        return DdpTraining(inner, clip_norm, network, comm.size, compressed=compressed, **common)
     rank, start = settings.powersgd_rank, settings.powersgd_start
-    return PowerSgdTraining(inner, clip_norm, network, comm.size, bucket_mb=bucket_mb, rank=rank, start=start)
+    return PowerSgdTraining(inner, clip_norm, network, comm.size, rank=rank, start=start, **common)

@@ -22,7 +22,8 @@ from jobs.train.__main__ import main
 from jobs.train.optimizers import CapturedOptimizer, build_optimizer
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.background import ring_traffic, start_process_group, stop_process_group
-from jobs.train.reduce.baselines import NcclTraining
+from jobs.train.reduce.baselines import EAGER_STEPS, DdpTraining, NcclTraining
+from jobs.train.reduce.powersgd import PowerSgdTraining
 from jobs.train.tasks.task import autocast
 from models.bert import BERT
 from models.vgg import VGG16
@@ -39,7 +40,8 @@ class Images:
     def __init__(self, precision: str) -> None:
         torch.manual_seed(3)
         self.precision = precision
-        self.model = self.network = VGG16(width=0.125).cuda()
+        self.model = VGG16(width=0.125).cuda()
+        self.network: nn.Module = self.model
         self.steps_per_epoch = 1
 
     def loss(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -59,7 +61,8 @@ class Text:
     def __init__(self, precision: str) -> None:
         torch.manual_seed(3)
         self.precision = precision
-        self.model = self.network = BERT(100, layers=2, hidden=64).cuda()
+        self.model = BERT(100, layers=2, hidden=64).cuda()
+        self.network: nn.Module = self.model
         self.steps_per_epoch = 1
 
     def loss(self, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -226,6 +229,75 @@ def reduced_gradients(
     return [*gradients, torch.cat([p.detach().reshape(-1) for p in parameters])]
 
 
+class DdpTrained:
+    """What some steps on each rank leave: losses, parameters, residual, and how often the network was called."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, kind: type[Images | Text], method: str, passes: int, captured: bool
+    ) -> None:
+        workload, calls = kind("float32"), []
+        config = OptimizerConfig(lr=0.05, momentum=0.9)
+        inner = build_optimizer(config, workload.model.parameters(), fused=True, captured=captured)
+        start_process_group(comm, torch.device("cuda", torch.cuda.current_device()), "nccl", f"{comm.rank}")
+        made: dict[str, Any] = {"bucket_mb": 0.04, "captured": captured}
+        if method.startswith("powersgd"):
+            rank = int(method.partition("-")[2])
+            training: DdpTraining = PowerSgdTraining(
+                inner, 0.0, workload.network, comm.size, rank=rank, start=3, **made
+            )
+        else:
+            training = DdpTraining(
+                inner, 0.0, workload.network, comm.size, compressed=method == "bfloat16", **made
+            )
+        workload.network = training.network
+        workload.model.register_forward_pre_hook(lambda *given: calls.append(1))
+        torch.cuda.manual_seed(11 + comm.rank)
+        share = torch.tensor(1.0 / passes, device="cuda")
+        turns: Passes = EagerPasses(workload, share)
+        if captured:
+            turns = CapturedPasses(workload, share, training.overlapped, training.eager_start)
+        losses = []
+        for step in range(EAGER_STEPS + 6):
+            training.zero_grad()
+            for number in range(passes):
+                last = number + 1 == passes
+                with nullcontext() if last else training.no_sync():
+                    batch = workload.batch((step * passes + number) * comm.size + comm.rank)
+                    losses.append(turns.forward(batch, last=last))
+                    turns.backward()
+            training.reduce()
+            training.apply()
+        self.residual = training.state_dict()["reducer"]["residual"]
+        turns.close()
+        training.close()
+        self.losses, self.calls = torch.stack(losses), len(calls)
+        self.parameters = torch.cat([p.detach().reshape(-1) for p in workload.model.parameters()])
+
+
+@needs_gpu
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("kind", "passes"), [(Images, 1), (Images, 2), (Text, 1)])
+@pytest.mark.parametrize("method", ["float32", "bfloat16", "powersgd-1", "powersgd-4"])
+def test_steps_that_are_replayed_are_those_that_are_not(
+    comm: MPI.Intracomm, alike: None, method: str, kind: type[Images | Text], passes: int
+) -> None:
+    if comm.size > gpus():
+        pytest.skip("NCCL takes one rank per GPU")
+    use("cuda", comm)
+    try:
+        eager, captured = (DdpTrained(comm, kind, method, passes, each) for each in (False, True))
+    finally:
+        stop_process_group()
+    assert captured.calls == EAGER_STEPS * passes + passes
+    assert eager.calls == (EAGER_STEPS + 6) * passes
+    for name in ("losses", "parameters", "residual"):
+        one, other = getattr(eager, name), getattr(captured, name)
+        if one is None:
+            continue
+        assert torch.allclose(one, other, rtol=1e-3, atol=1e-4), name
+    assert len(set(comm.allgather(captured.parameters.sum().item()))) == 1
+
+
 @needs_gpu
 @pytest.mark.parametrize(
     "kind",
@@ -308,16 +380,6 @@ def test_a_captured_run_trains_as_an_eager_one(alike: None, tmp_path: Path, over
     assert captured.steps["loss"] == pytest.approx(eager.steps["loss"], rel=loose)
     assert captured.evaluations["loss"] == pytest.approx(eager.evaluations["loss"], rel=loose)
     assert captured.steps["words"].tolist() == eager.steps["words"].tolist()
-
-
-@pytest.mark.parametrize(
-    ("method", "captured"), [("oktopk", True), ("nccl", True), ("dense", True), ("ddp", False)]
-)
-@pytest.mark.parametrize("overlap", [False, True])
-def test_what_is_captured_of_a_method(method: str, captured: bool, overlap: bool) -> None:
-    reduction = {"method": method, "overlap": overlap and method != "ddp"}
-    assert settings(reduction=reduction).captured == captured
-    assert not settings(reduction=reduction, training={"cuda_graph": False}).captured
 
 
 def settings(**sections: dict[str, object]) -> Config:

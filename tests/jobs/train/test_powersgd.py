@@ -24,6 +24,7 @@ from jobs.train.reduce.background import (
     start_process_group,
     stop_process_group,
 )
+from jobs.train.reduce.baselines import EAGER_STEPS
 from jobs.train.reduce.powersgd import LowRank, PowerSgdTraining, low_rank
 from oktopk.elastic import redistribute
 from tests.jobs.train.test_baselines import backward, flat, mean_gradient, network
@@ -147,6 +148,35 @@ def test_a_state_goes_on_bit_for_bit(group: MPI.Intracomm, done: int) -> None:
     with pytest.raises(ValueError, match=r"a state of PowerSGD with .* elements in its buckets is not for"):
         narrower.load_state_dict(training.state_dict())
     training.close()
+
+
+@pytest.mark.mpi
+def test_a_capture_leaves_errors_where_they_are(group: MPI.Intracomm) -> None:
+    plain, recorded = (training_of(network(), group.size) for _ in range(2))
+    for training in (plain, recorded):
+        steps(training, group.rank, range(3))
+    places = [error.data_ptr() for error in recorded._powersgd.error_dict.values()]
+    steps(plain, group.rank, range(3, 5))
+    with recorded.recording():
+        steps(recorded, group.rank, range(3, 5))
+    assert [error.data_ptr() for error in recorded._powersgd.error_dict.values()] == places
+    for training in (plain, recorded):
+        steps(training, group.rank, range(5, 6))
+    one, other = (training.state_dict()["reducer"]["residual"] for training in (plain, recorded))
+    assert torch.equal(one, other) and one.abs().max() > 0
+    assert [error.data_ptr() for error in recorded._powersgd.error_dict.values()] != places
+
+
+@pytest.mark.mpi
+def test_what_precedes_a_capture(group: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = training_of(network(), group.size, start=13)
+    starts = [training.eager_start]
+    monkeypatch.setattr(training, "_stream", object())
+    for number in range(4):
+        starts.append(training.eager_start)
+        steps(training, group.rank, range(number, number + 1))
+    # from a checkpoint, too, eleven at least
+    assert [start and start.steps for start in starts] == [None, 14, 13, 12, EAGER_STEPS]
 
 
 @pytest.mark.mpi
