@@ -15,13 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.allreduce import NonFiniteGradientError
 from oktopk.buckets import BucketedAllreduce
-from oktopk.elastic import VECTORS
+from oktopk.elastic import VECTORS, of_rank
 from oktopk.results import StepReport
 from oktopk.rows import RowReport, RowSparseAllreduce
 from oktopk.settings import Settings, settings_problem
 from oktopk.torch.agreement import GRADIENT_TYPES
 from oktopk.torch.interop import TensorMemory, memory_of
-from oktopk.torch.states import as_arrays, as_tensors
+from oktopk.torch.states import as_arrays, as_tensors, by_rank
 from oktopk.torch.tables import gradient_of, rows_of, table_type, tables_problem
 from oktopk.worker import CommunicationThread
 
@@ -404,26 +404,28 @@ class OkTopkState:
             bucket.continue_from(vectors, *counts)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on, copied: tensors, numbers and parameters' names.
+        """What the next step depends on, copied: tensors, numbers and parameters' names, under a key with this rank.
 
-        Every rank saves its own; see `oktopk.elastic.redistribute` for another number of ranks.
+        Every rank saves its own, or all together by `torch.distributed.checkpoint`, which takes this object; see
+        `oktopk.elastic.redistribute` for another number of ranks, and `oktopk.elastic.of_rank` for what lies under the key.
 
         Raises:
             NonFiniteGradientError, RuntimeError: as `GradientAllreduce.state_dict`.
         """
         self._finish_step()
         if self._loaded is not None:
-            return self._loaded
+            return by_rank(self._loaded)
         tables = {name: as_tensors(table.state_dict()) for name, table in self._tables.items()}
         tables |= self._loaded_tables
         if self._reducer is None:
-            return {"buckets": [], "moves_to": None, "reducer": None, "tables": tables}
-        return {
+            return by_rank({"buckets": [], "moves_to": None, "reducer": None, "tables": tables})
+        state = {
             "buckets": self._named(self._layout),
             "moves_to": None if self._moves_to is None else self._named(self._moves_to),
             "reducer": as_tensors(self._reducer.state_dict()),
             "tables": tables,
         }
+        return by_rank(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where this rank's `state_dict` was taken, bit for bit, from the next backward pass on. Every rank must call.
@@ -432,6 +434,7 @@ class OkTopkState:
             ValueError: it is not a state of this class. What else does not fit is raised in the next backward pass, on every
                 rank alike.
         """
+        state = of_rank(state)
         if not isinstance(state, dict) or not {"buckets", "moves_to", "reducer"} <= state.keys():
             raise ValueError("the state is not one of OkTopkState.state_dict()")
         self._finish_step()

@@ -24,6 +24,7 @@ from collectives.limit import Limit
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.buckets import BucketedAllreduce
 from oktopk.cuda.multi_tensor import GradientTensors
+from oktopk.elastic import of_rank
 from oktopk.results import StepReport
 from oktopk.rows import RowReport
 from oktopk.settings import timeout_of, unknown_setting
@@ -32,7 +33,7 @@ from oktopk.torch.gradients import FlatGradients, GradientsInPlace, dense_views
 from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.modules import broadcast_tensors
 from oktopk.torch.overlap import BackwardBuckets, BucketLayout, buckets_problem
-from oktopk.torch.states import as_arrays, as_tensors
+from oktopk.torch.states import as_arrays, as_tensors, by_rank
 from oktopk.torch.tables import SparseTables, sparse_tables, tables_problem
 from oktopk.torch.wrapped import WrappedOptimizer
 
@@ -553,10 +554,11 @@ class DistributedOptimizer(WrappedOptimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the wrapped optimizer, and under "reducer" this rank's own: tensors and plain values only.
+        """State of the wrapped optimizer, and under "reducer" this rank's own, see `oktopk.elastic.of_rank`.
 
-        Every rank saves its own. What takes the optimizer's part alone, as `torch.distributed.checkpoint` does, drops the
-        residuals; a state without "reducer" is loaded as that of an optimizer that was not wrapped.
+        Tensors and plain values only. Every rank saves its own. What takes the optimizer's part alone, as
+        `get_optimizer_state_dict` of `torch.distributed.checkpoint` does, drops the residuals; a state without "reducer" is
+        loaded as that of an optimizer that was not wrapped.
         """
         return super().state_dict()
 
@@ -571,14 +573,15 @@ class DistributedOptimizer(WrappedOptimizer):
         super().load_state_dict(state_dict)
 
     def _state(self) -> dict[str, Any]:
-        reducer = as_tensors(self.reducer.state_dict())
-        tables = {} if self._tables is None else {"tables": self._tables.state()}
-        return {**self.inner.state_dict(), "reducer": reducer, **tables}
+        own = {"reducer": as_tensors(self.reducer.state_dict())}
+        own |= {} if self._tables is None else {"tables": self._tables.state()}
+        rank = self.reducer.transport.rank
+        return {**self.inner.state_dict(), **{name: by_rank(held, rank) for name, held in own.items()}}
 
     def _load(self, state: dict[str, Any]) -> None:
         if "optimizer" in state:  # the layout of earlier versions
             state = {**state["optimizer"], "reducer": state.get("reducer")}
-        reducer, tables = state.pop("reducer", None), state.pop("tables", None)
+        reducer, tables = of_rank(state.pop("reducer", None)), of_rank(state.pop("tables", None))
         self.reducer.transport.expect_all("load_state_dict", self.reducer.settings.timeout)
         problem = groups_problem(self.inner, state)
         if tables is not None and not problem:
