@@ -19,8 +19,9 @@ from oktopk.elastic import VECTORS, of_rank
 from oktopk.results import StepReport
 from oktopk.rows import RowReport, RowSparseAllreduce
 from oktopk.settings import Settings, settings_problem
-from oktopk.torch.agreement import GRADIENT_TYPES
+from oktopk.torch.agreement import GRADIENT_TYPES, reducer_of, register_reducer, unregister_reducer
 from oktopk.torch.interop import TensorMemory, memory_of
+from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.states import as_arrays, as_tensors, by_rank
 from oktopk.torch.tables import gradient_of, rows_of, table_type, tables_problem
 from oktopk.worker import CommunicationThread
@@ -360,7 +361,14 @@ class OkTopkState:
 
     def _set_up(self, layout: _Layout, loading: bool = False) -> None:
         """Make the reducer of these buckets. Collective."""
-        types = {parameter.dtype for parameters in layout for parameter in parameters}
+        every = [parameter for parameters in layout for parameter in parameters]
+        types = {parameter.dtype for parameter in every}
+        problem = ""
+        if reducer_of(every, DistributedOptimizer) is not None:
+            problem = (
+                "a DistributedOptimizer reduces gradients of this DistributedDataParallel already: take the hook or the "
+                "DistributedOptimizer, and close() the other one"
+            )
         gradient_type = "float32"
         if len(types) == 1 and self._memory.device != "cpu":
             gradient_type = next(
@@ -372,8 +380,10 @@ class OkTopkState:
             [sum(parameter.numel() for parameter in parameters) for parameters in layout],
             device=self._memory.device,
             stream=self._memory.stream,
+            problem=problem,
             **arguments,
         )
+        register_reducer(self, every)
         # a rank without a state would reduce while the others load theirs
         self._reducer.transport.agree({"whether a state was loaded": loading})
         self._dtype = GRADIENT_TYPES[arguments["gradient_type"]]
@@ -497,6 +507,7 @@ class OkTopkState:
             table.close()
         self._tables, self._table_reports = {}, {}
         if self._reducer is not None:
+            unregister_reducer(self, self._places)
             self._reducer.close()
             self._reducer, self._layout, self._places = None, [], {}
 

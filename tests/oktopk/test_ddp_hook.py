@@ -254,6 +254,23 @@ def test_a_distributed_checkpoint_has_what_a_wrapped_optimizer_keeps(
     assert np.array_equal(flat(again), flat(model))
 
 
+def test_a_hook_and_a_wrapped_optimizer_on_the_same_gradients_are_refused(comm: MPI.Intracomm) -> None:
+    ddp, _ = hooked()
+    optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.05))
+    with pytest.raises(
+        Exception, match="a DistributedOptimizer reduces gradients of this DistributedDataPar"
+    ):
+        loss(ddp, comm.rank, 0).backward()
+    optimizer.close()
+    other, second = hooked()
+    train(other, comm.rank, range(3))  # DDP lays its buckets out anew
+    inner = torch.optim.SGD(other.parameters(), lr=0.05)
+    with pytest.raises(ValueError, match="an OkTopkState reduces gradients of these parameters already"):
+        DistributedOptimizer(inner)
+    second.close()
+    DistributedOptimizer(inner).close()
+
+
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 def test_a_gradient_that_is_not_finite_is_seen_by_every_rank(comm: MPI.Intracomm, nonfinite: str) -> None:
     ddp, state = hooked(nonfinite=nonfinite)

@@ -141,6 +141,11 @@ def test_an_optimizer_is_wrapped_by_one_that_is_in_use_at_a_time(
         ValueError, match=refused if comm.size > 1 else refused.replace("all ranks", "rank 0")
     ):
         DistributedOptimizer(inner, comm)
+    with pytest.raises(
+        ValueError,
+        match=r"a DistributedOptimizer reduces gradients of these parameters already: .* close\(\) it",
+    ):
+        DistributedOptimizer(torch.optim.SGD(inner.param_groups[0]["params"][:1], lr=0.1), comm)
     copied = copy.deepcopy(first)
     first.close()
     second = DistributedOptimizer(inner, comm)
