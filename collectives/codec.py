@@ -160,8 +160,8 @@ class Codec(Protocol):
         """What did not decode since `start`, or was gathered since the last call, in a sentence; "" if all did."""
 
     @property
-    def rounded(self) -> float:
-        """Sum of the rounding errors' magnitudes since `start`, over that of what was encoded; 0 where nothing is rounded."""
+    def rounding(self) -> tuple[float, float]:
+        """Sum of the rounding errors' magnitudes since `start`, and that of what was encoded; zeros where nothing is rounded."""
 
 
 class PlainCodec:
@@ -171,7 +171,7 @@ class PlainCodec:
     rounds = False
     damaged = False
     gathered_damage = False
-    rounded = 0.0
+    rounding = 0.0, 0.0
 
     def wire_bytes(self, count: int, lower: int, upper: int) -> int:
         return count * ENTRY.itemsize
@@ -284,9 +284,9 @@ class CodedEntries:
         return f"{self.name} entries are damaged that came from {', '.join(found)}" if found else ""
 
     @property
-    def rounded(self) -> float:
+    def rounding(self) -> tuple[float, float]:
         error, mass = self._report[:, [_ERROR, _MASS]].sum(axis=0)
-        return float(error / mass) if mass else 0.0
+        return float(error), float(mass)
 
 
 def make_codec(

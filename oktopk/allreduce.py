@@ -760,7 +760,7 @@ class GradientAllreduce:
         report.local_exact, report.global_exact = result.local_exact, result.global_exact
         report.local_nnz, report.global_nnz = result.local_nnz, result.global_nnz
         report.local_threshold, report.global_threshold = result.local_threshold, result.global_threshold
-        report.rounded = result.rounded
+        report.rounding = result.rounding
         traffic = self._take_traffic()
         report.words, report.messages = traffic.words, traffic.messages
         report.bytes, report.bytes_between = traffic.bytes, traffic.bytes_between
