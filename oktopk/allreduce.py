@@ -122,6 +122,8 @@ class GradientAllreduce:
         self.time_stages = False
         """Time the stages of steps through peer memory by device events, which takes some 50 us a step. Without it their
         report has one stage, `step`."""
+        self.advice = _SAME_STEPS
+        """What a MissingRanksError of a step says to do, in a sentence."""
         self.steps = 0
         self._methods: dict[str, Method] = {}
         self._executors: dict[str, Executor] = {}
@@ -426,7 +428,7 @@ class GradientAllreduce:
 
     def _expect_step(self, step: int) -> None:
         """Limit the time that ranks may come late to what begins now of a step."""
-        self._expect_all(f"step {step}", _SAME_STEPS)
+        self._expect_all(f"step {step}", self.advice)
 
     def _expect_none(self) -> None:
         self.transport.expect_none()

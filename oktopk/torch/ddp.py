@@ -28,6 +28,9 @@ from oktopk.worker import CommunicationThread
 
 _Layout = list[list[Tensor]]
 
+_USE_ALL = "where ranks do not use every parameter in every step, pass find_unused_parameters=True to DistributedDataParallel"
+_SAME_PASSES = f"Every rank must take the same number of backward passes outside no_sync; {_USE_ALL}"
+
 
 class _Given:
     """A bucket of DDP's, whose gradients are to become the mean over the ranks.
@@ -147,7 +150,11 @@ class OkTopkState:
         """The last step, after its backward pass; None before the first. Its `buckets` are those that were reduced.
 
         With `deferred` it may be incomplete until the next step begins, or `complete`.
+
+        Raises:
+            RuntimeError: the last backward pass left buckets out. Of one that left all out only DDP tells, in the next forward.
         """
+        self._check_all_came()
         self._finish_step()
         return self._report
 
@@ -156,7 +163,9 @@ class OkTopkState:
 
         Raises:
             NonFiniteGradientError: of that step.
+            RuntimeError: it left buckets out.
         """
+        self._check_all_came()
         self._finish_step()
         if self._reducer is not None:
             self._reducer.complete()
@@ -330,6 +339,15 @@ class OkTopkState:
                     with torch.no_grad():
                         parameter.grad.copy_(gradient)
 
+    def _check_all_came(self) -> None:
+        """Raise RuntimeError where the last backward pass has ended without some buckets: other ranks may be waiting for them."""
+        started = 0 if self._reducer is None else self._reducer.started
+        if self._given and (self._reducer is None or started < len(self._layout)):
+            raise RuntimeError(
+                f"the last backward pass reduced {started} bucket(s) and left the others out, as a parameter was not used in it, "
+                f"or it raised: load a state of before it; {_USE_ALL}"
+            )
+
     def _finish_step(self) -> None:
         """Take the report of a step whose backward pass has ended. Talks to no other rank."""
         tables, self._reducing_tables = self._reducing_tables, {}
@@ -381,6 +399,7 @@ class OkTopkState:
             device=self._memory.device,
             stream=self._memory.stream,
             problem=problem,
+            advice=_SAME_PASSES,
             **arguments,
         )
         register_reducer(self, every)
@@ -420,8 +439,10 @@ class OkTopkState:
         `oktopk.elastic.redistribute` for another number of ranks, and `oktopk.elastic.of_rank` for what lies under the key.
 
         Raises:
-            NonFiniteGradientError, RuntimeError: as `GradientAllreduce.state_dict`.
+            NonFiniteGradientError, RuntimeError: as `GradientAllreduce.state_dict`, and where the last backward pass left buckets
+                out.
         """
+        self._check_all_came()
         self._finish_step()
         if self._loaded is not None:
             return by_rank(self._loaded)

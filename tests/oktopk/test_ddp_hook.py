@@ -254,6 +254,34 @@ def test_a_distributed_checkpoint_has_what_a_wrapped_optimizer_keeps(
     assert np.array_equal(flat(again), flat(model))
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.long), 3])
+def test_a_rank_that_leaves_a_bucket_out_and_those_that_wait_for_it_are_told_what_to_do(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    monkeypatch.setattr("collectives.limit._ANSWER", 1.5)
+    group = dist.new_group()
+    ddp, state = hooked({"process_group": group}, comm=group, timeout=2.0)
+    train(ddp, comm.rank, range(steps))
+    comm.Barrier()
+    ddp.zero_grad()
+    if comm.rank == 1:  # the last bucket is left out
+        monkeypatch.setattr(ddp.module.first, "forward", lambda inputs: torch.ones(len(inputs), 60))
+    outputs = loss(ddp, comm.rank, steps)
+    if comm.rank == 1:
+        outputs.backward()
+        # DDP begins with one bucket, of which the hook then does not hear
+        for asked in (lambda: state.report, state.state_dict, state.complete) if steps else ():
+            with pytest.raises(RuntimeError, match="left the others out, as a parameter was not used"):
+                asked()
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"rank\(s\) 1 did not come .* pass find_unused_parameters=True to Distri"
+        ):
+            outputs.backward()
+    comm.Barrier()
+
+
 def test_a_hook_and_a_wrapped_optimizer_on_the_same_gradients_are_refused(comm: MPI.Intracomm) -> None:
     ddp, _ = hooked()
     optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.05))
