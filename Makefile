@@ -37,7 +37,7 @@ help:
 	@echo "make demo     train VGG on digits with 4 ranks, dense and Ok-Topk, and compare them on a page (demo/)"
 	@echo "              WIDTH=1.0 DATA=cifar10.h5 RANKS=4 DENSITY=0.02 or any DEMO_ARGS='...'"
 	@echo "make test     lint, format, types, spelling and the tests; TEST_ARGS='--ranks 1,4 -k regions'"
-	@echo "make test-all  all that, the long tests, 2, 4, 5 and 8 ranks for the library, and Slurm"
+	@echo "make test-all  all that, the long tests, 2, 4, 5, 6 and 8 ranks for the library, and Slurm"
 	@echo "make test-long  of that only the long tests and the other numbers of ranks"
 	@echo "make test-slurm  the batch scripts of jobs/ on a real Slurm, as root; installed by apt-get if need be"
 	@echo "make test-mpich  the same tests on MPICH instead of Open MPI, in .venv-mpich"

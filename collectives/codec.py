@@ -51,6 +51,7 @@ DAMAGES = (
     "the bitmap holds another number of entries",
     "indices do not ascend within the region",
     "values or their range are not finite",
+    "it has another number of bytes",
 )
 """What can be wrong with a wire array, by number; 0 is nothing."""
 
@@ -135,7 +136,7 @@ class Codec(Protocol):
         """Fill `out`, ENTRY[count], from the wire array that a rank encoded. Does not wait for a device.
 
         Bytes that are not those of `count` ascending finite entries in [lower, upper) are noted, see `take_damage`, and decode to
-        entries of value 0 with indices within.
+        entries of value 0 with indices within; those of another number of bytes to any entries with indices within.
 
         Args:
             gathered: in an allgatherv.
@@ -159,8 +160,8 @@ class Codec(Protocol):
         """What did not decode since `start`, or was gathered since the last call, in a sentence; "" if all did."""
 
     @property
-    def rounded(self) -> float:
-        """Sum of the rounding errors' magnitudes since `start`, over that of what was encoded; 0 where nothing is rounded."""
+    def rounding(self) -> tuple[float, float]:
+        """Sum of the rounding errors' magnitudes since `start`, and that of what was encoded; zeros where nothing is rounded."""
 
 
 class PlainCodec:
@@ -170,7 +171,7 @@ class PlainCodec:
     rounds = False
     damaged = False
     gathered_damage = False
-    rounded = 0.0
+    rounding = 0.0, 0.0
 
     def wire_bytes(self, count: int, lower: int, upper: int) -> int:
         return count * ENTRY.itemsize
@@ -206,6 +207,7 @@ PLAIN = PlainCodec()
 
 # columns of a codec's report, a row for each rank
 _ERROR, _MASS, _DAMAGED, _GATHERED = range(4)
+_WIDTH = len(DAMAGES) - 1
 
 
 class CodedEntries:
@@ -240,7 +242,7 @@ class CodedEntries:
 
     def encode(self, entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
         if len(entries):
-            layout = self._layout(wire, len(entries), lower, upper)
+            layout = wire_layout(self._bits, len(entries), lower, upper)
             self._kernels.encode_entries(entries, wire, layout, self.rounds, self._report[dest])
 
     def keep(self, entries: Any, out: Any) -> None:
@@ -251,10 +253,14 @@ class CodedEntries:
     def decode(
         self, wire: Any, lower: int, upper: int, out: Any, source: int, gathered: bool = False
     ) -> None:
+        layout = wire_layout(self._bits, len(out), lower, upper)
+        at = _GATHERED if gathered else _DAMAGED
+        fits = WORD_BYTES * layout.words == wire.nbytes
         if len(out):
-            layout = self._layout(wire, len(out), lower, upper)
-            at = _GATHERED if gathered else _DAMAGED
-            self._kernels.decode_entries(wire, layout, out, self._report[source, at : at + 1])
+            whole = wire if fits else self._workspace.entries("no wire array", layout.words // 2)
+            self._kernels.decode_entries(whole, layout, out, self._report[source, at : at + 1])
+        if not fits:  # a device may still replace it by what is wrong with `whole`
+            self._report[source, at] = _WIDTH
 
     def cut_errors(self, kept: Any, decoded: Any) -> None:
         self._kernels.cut_values(kept, decoded)
@@ -278,18 +284,9 @@ class CodedEntries:
         return f"{self.name} entries are damaged that came from {', '.join(found)}" if found else ""
 
     @property
-    def rounded(self) -> float:
+    def rounding(self) -> tuple[float, float]:
         error, mass = self._report[:, [_ERROR, _MASS]].sum(axis=0)
-        return float(error / mass) if mass else 0.0
-
-    def _layout(self, wire: Any, count: int, lower: int, upper: int) -> WireLayout:
-        layout = wire_layout(self._bits, count, lower, upper)
-        if WORD_BYTES * layout.words != wire.nbytes:
-            raise ValueError(
-                f"a wire array of {wire.nbytes} bytes is not of {count} {self.name} entries in [{lower}, {upper}), "
-                f"which take {WORD_BYTES * layout.words}"
-            )
-        return layout
+        return float(error), float(mass)
 
 
 def make_codec(

@@ -87,7 +87,7 @@ class HostTransport(Transport):
         if self._given_up.error is not None:
             raise self._given_up.error
         if self.size > 1:
-            self._expected = Limit(what, seconds, advice)
+            self._expected = self._given_up.limit = Limit(what, seconds, advice)
 
     def expect_none(self) -> None:
         self._expected = None

@@ -69,11 +69,13 @@ class GivenUp:
     Attributes:
         notes: of the ranks of the first of these transports, so that all hear of it wherever they wait.
         error: that this rank has raised, None before.
+        limit: on the last operation that was expected of all ranks, None before.
     """
 
     def __init__(self, notes: Notes) -> None:
         self.notes = notes
         self.error: MissingRanksError | None = None
+        self.limit: Limit | None = None
 
 
 def wait_within(limit: Limit, done: Callable[[float], bool], notes: Notes) -> None:

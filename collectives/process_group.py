@@ -8,8 +8,8 @@ import pickle
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,8 @@ class ProcessGroupTransport(HostTransport):
         if even_if_empty:
             count = np.array([array.nbytes], np.int64)
             self.traffic.count_control(count.nbytes)
-            requests.append(self._gloo.send([_tensor(count)], dest, _COUNT))
+            with self._connections():
+                requests.append(self._gloo.send([_tensor(count)], dest, _COUNT))
         if array.size:
             self._count(array.nbytes, dest)
             requests.append(self._post("send", array, dest))
@@ -177,7 +178,8 @@ class ProcessGroupTransport(HostTransport):
 
     def receive_counted(self, array: NDArray[Any], source: int) -> int:
         nbytes = np.empty(1, np.int64)
-        self._gloo.recv([_tensor(nbytes)], source, _COUNT).wait()
+        with self._connections():
+            self._gloo.recv([_tensor(nbytes)], source, _COUNT).wait()
         count = int(nbytes[0]) // array.itemsize
         if count:
             self._finish([self._post("recv", array[:count], source)])
@@ -185,18 +187,38 @@ class ProcessGroupTransport(HostTransport):
 
     def _post(self, operation: str, array: NDArray[Any], rank: int) -> Any:
         """The request of a "send" or a "recv" of payload."""
-        return getattr(self._gloo, operation)([_tensor(array)], rank, _PAYLOAD)
+        with self._connections():
+            return getattr(self._gloo, operation)([_tensor(array)], rank, _PAYLOAD)
 
     def wait(self, requests: list[Any]) -> None:
         self._finish(requests)
 
     def _finish(self, requests: list[Any]) -> None:
         """Wait for requests of `_post`; `wait` may take others."""
-        for request in requests:
-            request.wait()
+        with self._connections():
+            for request in requests:
+                request.wait()
+
+    @contextmanager
+    def _connections(self) -> Iterator[None]:
+        """Raise what the others raised, or a sentence, in place of gloo's own error where a rank has closed its connections."""
+        try:
+            yield
+        except RuntimeError as error:
+            given_up, limit = self._given_up, self._given_up.limit
+            with suppress(RuntimeError):  # the store may have ended, too
+                if given_up.error is None and limit is not None and given_up.notes.any_left():
+                    given_up.error = missing_ranks(limit, given_up.notes)
+            if given_up.error is not None:
+                raise given_up.error from None
+            raise RuntimeError(
+                f"{'' if limit is None else f'{limit.what}: '}a rank has closed its connections: it has ended or raised; see its "
+                "output"
+            ) from error
 
     def _run(self, operation: str, *arrays: NDArray[Any]) -> None:
-        self._work(operation, *arrays).wait()
+        with self._connections():
+            self._work(operation, *arrays).wait()
 
     def _start(self, operation: str, *arrays: NDArray[Any]) -> Callable[[float], bool]:
         work = self._work(operation, *arrays)
@@ -205,7 +227,8 @@ class ProcessGroupTransport(HostTransport):
             if seconds >= PAUSE:
                 with suppress(RuntimeError):  # it takes longer; or it has failed, which the next line finds
                     work.wait(timedelta(seconds=seconds))
-            return bool(work.is_completed()) and bool(work.wait())
+            with self._connections():
+                return bool(work.is_completed()) and bool(work.wait())
 
         return done
 
@@ -246,17 +269,19 @@ class ProcessGroupTransport(HostTransport):
 
     def allreduce_or(self, bits: NDArray[np.uint8]) -> None:
         tensors = [torch.from_numpy(bits)]
-        work = self._gloo.allreduce(tensors, dist.ReduceOp.BOR)
-        self._recent.append((work, tensors))
-        work.wait()
+        with self._connections():
+            work = self._gloo.allreduce(tensors, dist.ReduceOp.BOR)
+            self._recent.append((work, tensors))
+            work.wait()
 
     def broadcast(self, array: NDArray[Any], root: int) -> None:
         tensors = [_tensor(array)]
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        work = self._gloo.broadcast(tensors, options)
-        self._recent.append((work, tensors))
-        work.wait()
+        with self._connections():
+            work = self._gloo.broadcast(tensors, options)
+            self._recent.append((work, tensors))
+            work.wait()
 
     def _first_ranks_of_hosts(self) -> list[int]:
         names = self._allgather_objects(host_name())

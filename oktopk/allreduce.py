@@ -122,6 +122,8 @@ class GradientAllreduce:
         self.time_stages = False
         """Time the stages of steps through peer memory by device events, which takes some 50 us a step. Without it their
         report has one stage, `step`."""
+        self.advice = _SAME_STEPS
+        """What a MissingRanksError of a step says to do, in a sentence."""
         self.steps = 0
         self._methods: dict[str, Method] = {}
         self._executors: dict[str, Executor] = {}
@@ -426,7 +428,7 @@ class GradientAllreduce:
 
     def _expect_step(self, step: int) -> None:
         """Limit the time that ranks may come late to what begins now of a step."""
-        self._expect_all(f"step {step}", _SAME_STEPS)
+        self._expect_all(f"step {step}", self.advice)
 
     def _expect_none(self) -> None:
         self.transport.expect_none()
@@ -760,7 +762,7 @@ class GradientAllreduce:
         report.local_exact, report.global_exact = result.local_exact, result.global_exact
         report.local_nnz, report.global_nnz = result.local_nnz, result.global_nnz
         report.local_threshold, report.global_threshold = result.local_threshold, result.global_threshold
-        report.rounded = result.rounded
+        report.rounding = result.rounding
         traffic = self._take_traffic()
         report.words, report.messages = traffic.words, traffic.messages
         report.bytes, report.bytes_between = traffic.bytes, traffic.bytes_between

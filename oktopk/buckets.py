@@ -50,6 +50,7 @@ class BucketedAllreduce:
             second of those; flat steps only.
         updates: memory for the update of each bucket, see `GradientAllreduce`; None: its own.
         problem: an error that the caller found on this rank alone; every rank then raises it.
+        advice: what a MissingRanksError of a construction or a step says to do; "": as `GradientAllreduce`.
         options: further arguments of `GradientAllreduce`, and keywords of `oktopk.Settings`.
 
     Raises:
@@ -74,12 +75,13 @@ class BucketedAllreduce:
         share: str = "bucket",
         updates: Sequence[Any] | None = None,
         problem: str = "",
+        advice: str = "",
         **options: Any,
     ) -> None:
         self.lengths, self.length, self.method = list(lengths), sum(lengths), method
         self._share = share
         with ExitStack() as opened:  # closed where this raises
-            limit = Limit("BucketedAllreduce(...)", timeout_of(options))
+            limit = Limit("BucketedAllreduce(...)", timeout_of(options), advice or EVERY_RANK_CALLS)
             self.transport = connect(comm, limit)
             opened.callback(self.transport.close)
             problem = problem or self._problem(options)
@@ -95,6 +97,8 @@ class BucketedAllreduce:
             if share == "model" and self.buckets[0].levels == "hosts":
                 raise ValueError("share 'model' is for flat steps: pass levels='flat', or share='bucket'")
             opened.pop_all()
+        for reducer in self.buckets:
+            reducer.advice = advice or reducer.advice
         self.settings = self.buckets[0].settings
         # all are put on the stream, or all reduced in the thread: they share what carries their messages
         self.can_read_tensors = all(reducer.can_read_tensors for reducer in self.buckets)

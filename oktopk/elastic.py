@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,20 @@ def inherited_ranks(rank: int, ranks: int, saved_ranks: int) -> range:
     return range(rank, saved_ranks, ranks)
 
 
+def of_rank(state: Any) -> Any:
+    """A rank's own state without the key that has its rank; what has no such key, as in earlier versions, is returned as it is.
+
+    Of `OkTopkState.state_dict()`, `OkTopkReplicas.state_dict()`, and of "reducer" and "tables" in
+    `DistributedOptimizer.state_dict()`, which are `{"rank-0": (state,)}` on rank 0: `torch.distributed.checkpoint` keeps one of
+    the values that ranks have under equal keys.
+    """
+    if isinstance(state, dict) and len(state) == 1:
+        ((key, held),) = state.items()
+        if str(key).startswith("rank-") and isinstance(held, tuple) and len(held) == 1:
+            return held[0]
+    return state
+
+
 def redistribute(
     read: Callable[[int], dict[str, Any]],
     saved_ranks: int,
@@ -49,7 +64,7 @@ def redistribute(
         hosts: `GradientAllreduce.hosts` of the reducer that loads it: None for flat steps.
 
     Returns:
-        A new state; its vectors may be those of one that was read.
+        A new state, without the key of `of_rank`; its vectors may be those of one that was read.
 
     Raises:
         ValueError: as `inherited_ranks`.
@@ -62,6 +77,7 @@ def redistribute(
         >>> optimizer.load_state_dict(state)
     """
     inherited = inherited_ranks(rank, ranks, saved_ranks)
+    read = partial(_read, read)
     template = read(rank % saved_ranks)
     if template.get("tables") and ranks != saved_ranks:
         template = {**template, "tables": _tables(template["tables"], read, inherited)}
@@ -101,6 +117,12 @@ def redistribute(
     if "reducer" in template:
         return {**template, "reducer": {**template["reducer"], **changed}}
     return {**template, **changed}
+
+
+def _read(read: Callable[[int], dict[str, Any]], rank: int) -> dict[str, Any]:
+    """A state of a rank, without the keys that have its rank."""
+    state = of_rank(read(rank))
+    return {**state, **{name: of_rank(state[name]) for name in ("reducer", "tables") if name in state}}
 
 
 def _tables(

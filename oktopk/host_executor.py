@@ -97,7 +97,7 @@ class HostExecutor:
             global_nnz=length if update is None else update.nnz,
             local_threshold=local,
             global_threshold=whole,
-            rounded=0.0 if mine is None else mine.rounded,
+            rounding=(0.0, 0.0) if mine is None else mine.rounding,
         )
 
     def check(self) -> None:

@@ -58,8 +58,8 @@ class StepReport:
         bytes: payload bytes this rank sent, as coded; bytes_between: those of them that went to other hosts.
         row_bytes: payload bytes this rank sent for tables with sparse gradients, which are in none of the figures above.
         wire: how entries travel, one of `collectives.codec.WIRES`.
-        rounded: of the magnitudes that this rank encoded, to send them, the share that was rounded away; 0 for a wire that does
-            not round.
+        rounding: sums of magnitudes: of the rounding errors in what this rank encoded, to send it, and of what it encoded; zeros
+            for a wire that does not round.
         control_words, control_messages: sizes, splits, histograms, flags; see `collectives.Traffic`.
         seconds: time by stage, in the order in which the stages ran; of a deferred step what the host took to launch it,
             and where stages are timed (`GradientAllreduce.time_stages`) theirs beside it. The last stage of a bucket that was put
@@ -95,8 +95,14 @@ class StepReport:
     levels: str = "flat"
     shards: int = 1
     wire: str = "plain"
-    rounded: float = 0.0
+    rounding: tuple[float, float] = (0.0, 0.0)
     buckets: tuple[StepReport, ...] = ()
+
+    @property
+    def rounded(self) -> float:
+        """Of the magnitudes that this rank encoded, the share that was rounded away; 0 for a wire that does not round."""
+        error, mass = self.rounding
+        return error / mass if mass else 0.0
 
     @property
     def exact(self) -> bool:
@@ -147,8 +153,8 @@ def add_up(report: StepReport) -> None:
     report.skipped = any(each.skipped for each in reports)
     report.complete = all(each.complete for each in reports)
     report.local_threshold, report.global_threshold = common("local_threshold"), common("global_threshold")
-    rounded = sum(each.rounded * each.words for each in reports)
-    report.rounded = rounded / report.words if report.words else 0.0
+    errors, masses = zip(*(each.rounding for each in reports), strict=True)
+    report.rounding = sum(errors), sum(masses)
 
 
 class StageTimer:

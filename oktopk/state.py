@@ -83,7 +83,7 @@ def _wire_problem(theirs: Any, own: str) -> str:
         return ""
     return (
         f"state has wire {theirs!r}, this reducer {own!r}: pass wire={theirs!r} to go on as before, "
-        "or set state['wire'] (of an optimizer state['reducer']['wire']) to change it"
+        "or set 'wire' in the state to change it"
     )
 
 

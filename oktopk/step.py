@@ -49,7 +49,7 @@ class StepResult:
         selected: what this rank packed and sent: its residual becomes zero there; None for everywhere.
         errors_stay: the values of `selected` are rounding errors, which the residual becomes instead of zero.
         returned: lists of entries to add to this rank's residual: what was pruned or rounded away on the way.
-        rounded: as in `StepReport`.
+        rounding: as in `StepReport`.
         local_exact, global_exact: as in `StepReport`.
         local_nnz, global_nnz: entries selected here, and applied.
         only_applied: the residual becomes zero only where `update` has an entry too; what was selected but rejected stays.
@@ -62,7 +62,7 @@ class StepResult:
     selected: SparseVector | None
     returned: tuple[SparseVector, ...] = ()
     errors_stay: bool = False
-    rounded: float = 0.0
+    rounding: tuple[float, float] = (0.0, 0.0)
     local_exact: bool = False
     local_nnz: int = 0
     global_nnz: int = 0

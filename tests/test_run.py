@@ -18,6 +18,7 @@ from tests.run import (
     HOST_CUDA_RANKS,
     HOST_CUDA_RANKS_TESTS,
     HOST_CUDA_SINGLE,
+    ON_HOSTS_RANKS,
     ON_MANY_RANKS,
     ROOT,
     Tally,
@@ -119,10 +120,14 @@ def test_what_test_leaves_out_long_runs_and_all_runs_both() -> None:
     everything = {(ranks, file) for ranks in (1, 3) for file in files}
     everything |= {(ranks, file) for ranks in (2,) for file in library}
     more = {(ranks, file) for ranks in (4, 5, 8) for file in library}
-    assert jobs("--all") == {(*job, "mpi") for job in everything | more}
+    of_hosts = {(6, file, "mpi and not long") for file in ON_HOSTS_RANKS}
+    assert len(of_hosts) == 2
+    assert jobs("--all") == {(*job, "mpi") for job in everything | more} | of_hosts
     one, other, long = jobs(), jobs("--long"), "mpi and long"
     assert everything <= {job[:2] for job in one | other}
     assert {mark for _, _, mark in one} == {"mpi and not long"}
+    assert of_hosts < other
+    other -= of_hosts
     assert {(ranks, mark) for ranks, _, mark in other} == {(2, "mpi and not long"), (1, long), (3, long)}
     assert jobs("--ranks", "4") == {(4, file, "mpi and not long") for file in files}
 

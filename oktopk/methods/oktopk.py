@@ -105,7 +105,7 @@ class OkTopk(SparseMethod):
         plan.timer.record("allgather")
         errors = (SparseVector(kept, self.length),) if codec.rounds else ()
         return self.result(
-            selection, update, returned=errors, errors_stay=codec.rounds, rounded=codec.rounded
+            selection, update, returned=errors, errors_stay=codec.rounds, rounding=codec.rounding
         )
 
     def result(self, selection: Selection, update: SparseVector | None, **more: Any) -> StepResult:

@@ -1,22 +1,50 @@
-"""What the ranks check about an optimizer before they wrap it together."""
+"""What the ranks check about an optimizer or its parameters before they reduce gradients together."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import inspect
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives.transport import Transport
 from oktopk.torch.gradients import is_dense
 
 GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What `GradientAllreduce` calls a type of torch's."""
+
+_REDUCERS = WeakTensorKeyDictionary()
+"""Parameters whose gradients are reduced -> a weak reference to the DistributedOptimizer or OkTopkState that does so."""
+
+
+def reducer_of(parameters: Iterable[Tensor], kind: type = object) -> Any:
+    """What reduces the gradient of one of these parameters and is of this kind; None where there is nothing."""
+    references = [_REDUCERS[parameter] for parameter in parameters if parameter in _REDUCERS]
+    if any(isinstance(reference(), kind) for reference in references):
+        gc.collect()  # a scheduler leaves a cycle
+    return next((found for each in references if isinstance(found := each(), kind)), None)
+
+
+def register_reducer(reducer: Any, parameters: Iterable[Tensor]) -> None:
+    """Let `reducer_of` find a reducer, until it is gone or `unregister_reducer` was called."""
+    reference = weakref.ref(reducer)
+    for parameter in parameters:
+        _REDUCERS[parameter] = reference
+
+
+def unregister_reducer(reducer: Any, parameters: Iterable[Tensor]) -> None:
+    """The reverse of `register_reducer`."""
+    for parameter in parameters:
+        if parameter in _REDUCERS and _REDUCERS[parameter]() is reducer:
+            del _REDUCERS[parameter]
 
 
 class _Mine(NamedTuple):

@@ -15,17 +15,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.allreduce import NonFiniteGradientError
 from oktopk.buckets import BucketedAllreduce
-from oktopk.elastic import VECTORS
+from oktopk.elastic import VECTORS, of_rank
 from oktopk.results import StepReport
 from oktopk.rows import RowReport, RowSparseAllreduce
 from oktopk.settings import Settings, settings_problem
-from oktopk.torch.agreement import GRADIENT_TYPES
+from oktopk.torch.agreement import GRADIENT_TYPES, reducer_of, register_reducer, unregister_reducer
 from oktopk.torch.interop import TensorMemory, memory_of
-from oktopk.torch.states import as_arrays, as_tensors
+from oktopk.torch.optimizer import DistributedOptimizer
+from oktopk.torch.states import as_arrays, as_tensors, by_rank
 from oktopk.torch.tables import gradient_of, rows_of, table_type, tables_problem
 from oktopk.worker import CommunicationThread
 
 _Layout = list[list[Tensor]]
+
+_USE_ALL = "where ranks do not use every parameter in every step, pass find_unused_parameters=True to DistributedDataParallel"
+_SAME_PASSES = f"Every rank must take the same number of backward passes outside no_sync; {_USE_ALL}"
 
 
 class _Given:
@@ -146,7 +150,11 @@ class OkTopkState:
         """The last step, after its backward pass; None before the first. Its `buckets` are those that were reduced.
 
         With `deferred` it may be incomplete until the next step begins, or `complete`.
+
+        Raises:
+            RuntimeError: the last backward pass left buckets out. Of one that left all out only DDP tells, in the next forward.
         """
+        self._check_all_came()
         self._finish_step()
         return self._report
 
@@ -155,7 +163,9 @@ class OkTopkState:
 
         Raises:
             NonFiniteGradientError: of that step.
+            RuntimeError: it left buckets out.
         """
+        self._check_all_came()
         self._finish_step()
         if self._reducer is not None:
             self._reducer.complete()
@@ -329,6 +339,15 @@ class OkTopkState:
                     with torch.no_grad():
                         parameter.grad.copy_(gradient)
 
+    def _check_all_came(self) -> None:
+        """Raise RuntimeError where the last backward pass has ended without some buckets: other ranks may be waiting for them."""
+        started = 0 if self._reducer is None else self._reducer.started
+        if self._given and (self._reducer is None or started < len(self._layout)):
+            raise RuntimeError(
+                f"the last backward pass reduced {started} bucket(s) and left the others out, as a parameter was not used in it, "
+                f"or it raised: load a state of before it; {_USE_ALL}"
+            )
+
     def _finish_step(self) -> None:
         """Take the report of a step whose backward pass has ended. Talks to no other rank."""
         tables, self._reducing_tables = self._reducing_tables, {}
@@ -360,7 +379,14 @@ class OkTopkState:
 
     def _set_up(self, layout: _Layout, loading: bool = False) -> None:
         """Make the reducer of these buckets. Collective."""
-        types = {parameter.dtype for parameters in layout for parameter in parameters}
+        every = [parameter for parameters in layout for parameter in parameters]
+        types = {parameter.dtype for parameter in every}
+        problem = ""
+        if reducer_of(every, DistributedOptimizer) is not None:
+            problem = (
+                "a DistributedOptimizer reduces gradients of this DistributedDataParallel already: take the hook or the "
+                "DistributedOptimizer, and close() the other one"
+            )
         gradient_type = "float32"
         if len(types) == 1 and self._memory.device != "cpu":
             gradient_type = next(
@@ -372,8 +398,11 @@ class OkTopkState:
             [sum(parameter.numel() for parameter in parameters) for parameters in layout],
             device=self._memory.device,
             stream=self._memory.stream,
+            problem=problem,
+            advice=_SAME_PASSES,
             **arguments,
         )
+        register_reducer(self, every)
         # a rank without a state would reduce while the others load theirs
         self._reducer.transport.agree({"whether a state was loaded": loading})
         self._dtype = GRADIENT_TYPES[arguments["gradient_type"]]
@@ -404,26 +433,30 @@ class OkTopkState:
             bucket.continue_from(vectors, *counts)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on, copied: tensors, numbers and parameters' names.
+        """What the next step depends on, copied: tensors, numbers and parameters' names, under a key with this rank.
 
-        Every rank saves its own; see `oktopk.elastic.redistribute` for another number of ranks.
+        Every rank saves its own, or all together by `torch.distributed.checkpoint`, which takes this object; see
+        `oktopk.elastic.redistribute` for another number of ranks, and `oktopk.elastic.of_rank` for what lies under the key.
 
         Raises:
-            NonFiniteGradientError, RuntimeError: as `GradientAllreduce.state_dict`.
+            NonFiniteGradientError, RuntimeError: as `GradientAllreduce.state_dict`, and where the last backward pass left buckets
+                out.
         """
+        self._check_all_came()
         self._finish_step()
         if self._loaded is not None:
-            return self._loaded
+            return by_rank(self._loaded)
         tables = {name: as_tensors(table.state_dict()) for name, table in self._tables.items()}
         tables |= self._loaded_tables
         if self._reducer is None:
-            return {"buckets": [], "moves_to": None, "reducer": None, "tables": tables}
-        return {
+            return by_rank({"buckets": [], "moves_to": None, "reducer": None, "tables": tables})
+        state = {
             "buckets": self._named(self._layout),
             "moves_to": None if self._moves_to is None else self._named(self._moves_to),
             "reducer": as_tensors(self._reducer.state_dict()),
             "tables": tables,
         }
+        return by_rank(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where this rank's `state_dict` was taken, bit for bit, from the next backward pass on. Every rank must call.
@@ -432,6 +465,7 @@ class OkTopkState:
             ValueError: it is not a state of this class. What else does not fit is raised in the next backward pass, on every
                 rank alike.
         """
+        state = of_rank(state)
         if not isinstance(state, dict) or not {"buckets", "moves_to", "reducer"} <= state.keys():
             raise ValueError("the state is not one of OkTopkState.state_dict()")
         self._finish_step()
@@ -494,6 +528,7 @@ class OkTopkState:
             table.close()
         self._tables, self._table_reports = {}, {}
         if self._reducer is not None:
+            unregister_reducer(self, self._places)
             self._reducer.close()
             self._reducer, self._layout, self._places = None, [], {}
 

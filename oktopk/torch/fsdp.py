@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from collectives.connect import connect
 from collectives.limit import Limit
 from oktopk.allreduce import GradientAllreduce
+from oktopk.elastic import of_rank
 from oktopk.results import StepReport
 from oktopk.settings import settings_problem, timeout_of
 from oktopk.torch.agreement import GRADIENT_TYPES
 from oktopk.torch.interop import memory_of
 from oktopk.torch.modules import broadcast_tensors
-from oktopk.torch.states import as_arrays, as_tensors
+from oktopk.torch.states import as_arrays, as_tensors, by_rank
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
@@ -121,9 +122,12 @@ class OkTopkReplicas:
         return {name: reducer.gathered_residual() for name, reducer in self._reducers.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on, of this rank: tensors and plain values. Every rank saves its own."""
+        """What the next step depends on, of this rank: tensors and plain values, under a key with the rank.
+
+        Every rank saves its own, or all together by `torch.distributed.checkpoint`, which takes this object.
+        """
         held = {name: as_tensors(reducer.state_dict()) for name, reducer in self._reducers.items()}
-        return self._loaded | held
+        return by_rank(self._loaded | held)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where this rank's `state_dict` was taken, bit for bit. Collective.
@@ -132,6 +136,7 @@ class OkTopkReplicas:
             ValueError: as `GradientAllreduce.load_state_dict`, for modules that have not been reduced yet in their first step; or
                 the state is of other modules, on every rank alike.
         """
+        state = of_rank(state)
         others = sorted(set(state) ^ self._names)
         problem = (
             f"the state and the model differ in sharded modules: {', '.join(others)}"

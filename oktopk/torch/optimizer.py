@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import operator
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
@@ -24,15 +22,24 @@ from collectives.limit import Limit
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.buckets import BucketedAllreduce
 from oktopk.cuda.multi_tensor import GradientTensors
+from oktopk.elastic import of_rank
 from oktopk.results import StepReport
 from oktopk.rows import RowReport
 from oktopk.settings import timeout_of, unknown_setting
-from oktopk.torch.agreement import GRADIENT_TYPES, disagreement, replaced_warning, wrapping_problem
+from oktopk.torch.agreement import (
+    GRADIENT_TYPES,
+    disagreement,
+    reducer_of,
+    register_reducer,
+    replaced_warning,
+    unregister_reducer,
+    wrapping_problem,
+)
 from oktopk.torch.gradients import FlatGradients, GradientsInPlace, dense_views
 from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.modules import broadcast_tensors
 from oktopk.torch.overlap import BackwardBuckets, BucketLayout, buckets_problem
-from oktopk.torch.states import as_arrays, as_tensors
+from oktopk.torch.states import as_arrays, as_tensors, by_rank
 from oktopk.torch.tables import SparseTables, sparse_tables, tables_problem
 from oktopk.torch.wrapped import WrappedOptimizer
 
@@ -41,11 +48,6 @@ if TYPE_CHECKING:
 
 # Without itself passed, torch gives copies of found_inf, and this rank's scaler could not learn of another rank's Inf.
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
-
-_WRAPPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[DistributedOptimizer]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Wrapped optimizers that are in use, with what wraps each."""
 
 
 class DistributedOptimizer(WrappedOptimizer):
@@ -153,10 +155,11 @@ class DistributedOptimizer(WrappedOptimizer):
         problem = unknown_setting(settings, DistributedOptimizer, "peer_memory")
         if isinstance(optimizer, DistributedOptimizer):
             problem = "the optimizer is a DistributedOptimizer already: wrap it once"
-        if _is_wrapped(optimizer):
-            problem = (
-                "a DistributedOptimizer is around this optimizer already: use that one, or close() it first"
-            )
+        elif (other := reducer_of(trained)) is not None:
+            name = "a DistributedOptimizer" if isinstance(other, DistributedOptimizer) else "an OkTopkState"
+            same = getattr(other, "inner", None) is optimizer
+            what = "is around this optimizer" if same else "reduces gradients of these parameters"
+            problem = f"{name} {what} already: use that one, or close() it first"
         problem = problem or wrapping_problem(optimizer, trained, clip_norm, settings)
         problem = problem or tables_problem(named, trained, settings)
         problem = problem or buckets_problem(overlap, bucket_mb, share)
@@ -204,7 +207,7 @@ class DistributedOptimizer(WrappedOptimizer):
         starts = None if self._layout is None else self._layout.starts
         self._updates = dense_views(self._applied, self._parameters, starts)
         self._version = -1  # of the update, when it was handed out; -1: it is not
-        _WRAPPERS[optimizer] = weakref.ref(self)
+        register_reducer(self, trained)
         for parameter in trained:
             parameter.grad = None  # as a new optimizer's are: torch.distributed.checkpoint looks
 
@@ -553,10 +556,11 @@ class DistributedOptimizer(WrappedOptimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the wrapped optimizer, and under "reducer" this rank's own: tensors and plain values only.
+        """State of the wrapped optimizer, and under "reducer" this rank's own, see `oktopk.elastic.of_rank`.
 
-        Every rank saves its own. What takes the optimizer's part alone, as `torch.distributed.checkpoint` does, drops the
-        residuals; a state without "reducer" is loaded as that of an optimizer that was not wrapped.
+        Tensors and plain values only. Every rank saves its own. What takes the optimizer's part alone, as
+        `get_optimizer_state_dict` of `torch.distributed.checkpoint` does, drops the residuals; a state without "reducer" is
+        loaded as that of an optimizer that was not wrapped.
         """
         return super().state_dict()
 
@@ -571,14 +575,15 @@ class DistributedOptimizer(WrappedOptimizer):
         super().load_state_dict(state_dict)
 
     def _state(self) -> dict[str, Any]:
-        reducer = as_tensors(self.reducer.state_dict())
-        tables = {} if self._tables is None else {"tables": self._tables.state()}
-        return {**self.inner.state_dict(), "reducer": reducer, **tables}
+        own = {"reducer": as_tensors(self.reducer.state_dict())}
+        own |= {} if self._tables is None else {"tables": self._tables.state()}
+        rank = self.reducer.transport.rank
+        return {**self.inner.state_dict(), **{name: by_rank(held, rank) for name, held in own.items()}}
 
     def _load(self, state: dict[str, Any]) -> None:
         if "optimizer" in state:  # the layout of earlier versions
             state = {**state["optimizer"], "reducer": state.get("reducer")}
-        reducer, tables = state.pop("reducer", None), state.pop("tables", None)
+        reducer, tables = of_rank(state.pop("reducer", None)), of_rank(state.pop("tables", None))
         self.reducer.transport.expect_all("load_state_dict", self.reducer.settings.timeout)
         problem = groups_problem(self.inner, state)
         if tables is not None and not problem:
@@ -624,7 +629,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
         In two levels gradients become None, since they lie in memory that ranks share.
         """
-        _WRAPPERS.pop(self.inner, None)
+        unregister_reducer(self, self._trained)
         if self._buckets is not None:
             self._buckets.remove()
         elif self.reducer.levels == "hosts" and isinstance(self._gradients, FlatGradients):
@@ -671,14 +676,6 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
             if shaped and value.stride() != parameter.stride():
                 like = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
                 held[name] = like.copy_(value)
-
-
-def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a DistributedOptimizer that is in use wraps this optimizer."""
-    wrapper = _WRAPPERS.get(optimizer)
-    if wrapper is not None and wrapper() is not None:
-        gc.collect()  # a scheduler leaves a cycle
-    return wrapper is not None and wrapper() is not None
 
 
 def _may_only_set_up(optimizer: torch.optim.Optimizer) -> bool:

@@ -7,7 +7,22 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+
+def by_rank(state: Any, rank: int = 0) -> dict[str, Any]:
+    """A rank's own state under a key with its rank, which `oktopk.elastic.of_rank` takes away.
+
+    `torch.distributed.checkpoint` keeps one of the values that ranks have under equal keys. It saves a tuple as one value, so
+    that a new process need not have tensors to load it into.
+
+    Args:
+        rank: where torch has no process group; else the rank there, as several groups may have such states.
+    """
+    if dist.is_available() and dist.is_initialized():
+        rank = dist.get_rank()
+    return {f"rank-{rank}": (state,)}
 
 
 def as_tensors(state: Any) -> Any:

@@ -22,9 +22,9 @@ def check(name: str, sides: list[Wire], entries: NDArray[np.void], lower: int, u
     (wire, errors), (found, left) = (side.encode(entries, lower, upper) for side in sides)
     assert found.tobytes() == wire.tobytes()
     assert left.tobytes() == errors.tobytes()
-    assert gpu.codec.rounded == pytest.approx(
-        host.codec.rounded, rel=1e-12, abs=0 if "denormal" not in name else 2
-    )
+    # denormal numbers may count as zero in sums
+    least = 0 if "denormal" not in name else 2 * host.codec.rounding[1]
+    assert gpu.codec.rounding == pytest.approx(host.codec.rounding, rel=1e-12, abs=least)
     decoded = [side.decode(wire, len(entries), lower, upper).tobytes() for side in sides]
     assert decoded[0] == decoded[1]
     assert [side.codec.take_damage() for side in sides] == ["", ""]

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import io
+import warnings
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from mpi4py import MPI
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
+from oktopk import DistributedOptimizer
+from oktopk.elastic import of_rank, redistribute
 from oktopk.torch import OkTopkState, ddp_hook
 from tests.devices import on_torchs_gpu, torch_device
 from tests.training import flat, loss
@@ -53,7 +61,7 @@ def train(ddp: DistributedDataParallel, rank: int, steps: range) -> None:
 
 def residuals(comm: MPI.Intracomm, state: OkTopkState) -> dict[str, np.ndarray]:
     """The sum of every parameter's residual over the ranks."""
-    saved = state.state_dict()
+    saved = of_rank(state.state_dict())
     found: dict[str, np.ndarray] = {}
     parameters = dict(Branches().named_parameters())
     for number, names in enumerate(saved["buckets"]):
@@ -151,6 +159,146 @@ def test_a_killed_training_continues_bit_for_bit(comm: MPI.Intracomm, saved_at: 
     assert continued.report.step == 8
 
 
+@pytest.mark.parametrize("saved_at", [0, 4])
+def test_torchs_distributed_checkpoint_keeps_every_ranks_residual(
+    comm: MPI.Intracomm,
+    tmp_path: Path,
+    saved_at: int,
+) -> None:
+    folder = comm.bcast(tmp_path)
+    ddp, state = hooked()
+    train(ddp, comm.rank, range(saved_at))
+    dcp.save({"model": ddp.module.state_dict(), "hook": state}, checkpoint_id=folder / "object")
+    dcp.save({"hook": state.state_dict()}, checkpoint_id=folder / "dict")
+    train(ddp, comm.rank, range(saved_at, 8))
+    for kind in ("object", "dict"):
+        again, continued = hooked()
+        parameters = again.module.state_dict()
+        dcp.load({"model": parameters}, checkpoint_id=folder / "object")
+        again.module.load_state_dict(parameters)
+        loaded = {"hook": continued if kind == "object" else continued.state_dict()}
+        dcp.load(loaded, checkpoint_id=folder / kind)
+        if kind == "dict":
+            continued.load_state_dict(loaded["hook"])
+        train(again, comm.rank, range(saved_at, 8))
+        assert np.array_equal(flat(again), flat(ddp)), kind
+        assert continued.report.step == 7
+
+
+@pytest.mark.mpi(min_size=2)
+def test_on_fewer_ranks_a_distributed_checkpoint_is_redistributed(
+    comm: MPI.Intracomm,
+    tmp_path: Path,
+) -> None:
+    folder = comm.bcast(tmp_path)
+    ddp, state = hooked()
+    train(ddp, comm.rank, range(4))
+    dcp.save({"hook": state}, checkpoint_id=folder)
+    before = residuals(comm, state)
+
+    def read(rank: int) -> dict[str, Any]:
+        saved: dict[str, dict[str, Any]] = {"hook": {f"rank-{rank}": None}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that torch reads for this process alone
+            dcp.load(saved, checkpoint_id=folder, no_dist=True)
+        return saved["hook"]
+
+    ranks = comm.size - 1
+    group = dist.new_group(list(range(ranks)))
+    part = comm.Split(0 if comm.rank < ranks else MPI.UNDEFINED, comm.rank)
+    if comm.rank < ranks:
+        fewer, continued = hooked({"process_group": group}, comm=group)
+        continued.load_state_dict(redistribute(read, comm.size, comm.rank, ranks))
+        after = residuals(part, continued)
+        for name, total in before.items():
+            assert np.allclose(after[name], total, rtol=1e-5, atol=1e-7), name
+        train(fewer, comm.rank, range(4, 6))
+        assert continued.report.step == 5
+        assert np.array_equal(flat(fewer), part.bcast(flat(fewer)))
+        continued.close()
+        part.Free()
+    comm.Barrier()
+
+
+def test_a_distributed_checkpoint_has_what_a_wrapped_optimizer_keeps(
+    comm: MPI.Intracomm, tmp_path: Path
+) -> None:
+    def made() -> tuple[nn.Module, DistributedOptimizer]:
+        model = Branches()
+        optimizer = torch.optim.Adam(model.parameters())
+        return model, DistributedOptimizer(optimizer, density=0.05, threshold_interval=3)
+
+    def steps(model: nn.Module, optimizer: DistributedOptimizer, these: range) -> None:
+        for step in these:
+            optimizer.zero_grad()
+            loss(model, comm.rank, step).backward()
+            optimizer.step()
+
+    folder = comm.bcast(tmp_path)
+    model, optimizer = made()
+    steps(model, optimizer, range(4))
+    own = {"reducer": optimizer.state_dict()["reducer"]}
+    whole = get_optimizer_state_dict(model, optimizer)
+    dcp.save({"model": model.state_dict(), "optimizer": whole, **own}, checkpoint_id=folder)
+    steps(model, optimizer, range(4, 8))
+    again, continued = made()
+    saved = {"model": again.state_dict(), "optimizer": get_optimizer_state_dict(again, continued)}
+    saved |= {"reducer": continued.state_dict()["reducer"]}
+    dcp.load(saved, checkpoint_id=folder)
+    again.load_state_dict(saved["model"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that residuals start empty
+        set_optimizer_state_dict(again, continued, saved["optimizer"])
+    continued.load_state_dict(continued.inner.state_dict() | {"reducer": saved["reducer"]})
+    steps(again, continued, range(4, 8))
+    assert np.array_equal(flat(again), flat(model))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.long), 3])
+def test_a_rank_that_leaves_a_bucket_out_and_those_that_wait_for_it_are_told_what_to_do(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    monkeypatch.setattr("collectives.limit._ANSWER", 1.5)
+    group = dist.new_group()
+    ddp, state = hooked({"process_group": group}, comm=group, timeout=2.0)
+    train(ddp, comm.rank, range(steps))
+    comm.Barrier()
+    ddp.zero_grad()
+    if comm.rank == 1:  # the last bucket is left out
+        monkeypatch.setattr(ddp.module.first, "forward", lambda inputs: torch.ones(len(inputs), 60))
+    outputs = loss(ddp, comm.rank, steps)
+    if comm.rank == 1:
+        outputs.backward()
+        # DDP begins with one bucket, of which the hook then does not hear
+        for asked in (lambda: state.report, state.state_dict, state.complete) if steps else ():
+            with pytest.raises(RuntimeError, match="left the others out, as a parameter was not used"):
+                asked()
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"rank\(s\) 1 did not come .* pass find_unused_parameters=True to Distri"
+        ):
+            outputs.backward()
+    comm.Barrier()
+
+
+def test_a_hook_and_a_wrapped_optimizer_on_the_same_gradients_are_refused(comm: MPI.Intracomm) -> None:
+    ddp, _ = hooked()
+    optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.05))
+    with pytest.raises(
+        Exception, match="a DistributedOptimizer reduces gradients of this DistributedDataPar"
+    ):
+        loss(ddp, comm.rank, 0).backward()
+    optimizer.close()
+    other, second = hooked()
+    train(other, comm.rank, range(3))  # DDP lays its buckets out anew
+    inner = torch.optim.SGD(other.parameters(), lr=0.05)
+    with pytest.raises(ValueError, match="an OkTopkState reduces gradients of these parameters already"):
+        DistributedOptimizer(inner)
+    second.close()
+    DistributedOptimizer(inner).close()
+
+
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 def test_a_gradient_that_is_not_finite_is_seen_by_every_rank(comm: MPI.Intracomm, nonfinite: str) -> None:
     ddp, state = hooked(nonfinite=nonfinite)
@@ -189,7 +337,7 @@ def test_a_state_that_does_not_fit_says_so(comm: MPI.Intracomm) -> None:
     with pytest.raises(ValueError, match=r"not one of OkTopkState\.state_dict"):
         state.load_state_dict({"residual": None})
     train(ddp, comm.rank, range(1))
-    saved = state.state_dict()
+    saved = of_rank(state.state_dict())  # as an earlier version wrote it
     saved["buckets"][0][0] = "another.weight"
     other, loaded = hooked()
     loaded.load_state_dict(saved)
@@ -234,7 +382,7 @@ def test_a_state_is_what_was_loaded_until_the_next_step(comm: MPI.Intracomm) -> 
     saved = state.state_dict()
     train(ddp, comm.rank, range(2, 4))
     state.load_state_dict(saved)
-    assert state.state_dict()["reducer"]["buckets"]["0"]["steps"] == 2
+    assert of_rank(state.state_dict())["reducer"]["buckets"]["0"]["steps"] == 2
     state.load_state_dict(unused)
     train(ddp, comm.rank, range(1))
     assert state.report.step == 0

@@ -127,7 +127,8 @@ def counted(report: StepReport, way: Way) -> dict[str, Any]:
         found["measures"]["seconds"] = None
     if way.device == "cuda":
         found |= dict.fromkeys(("control_words", "control_messages", "bytes_between"))
-        found["rounded"] = round(report.rounded, 9)  # a sum over blocks in any order
+        # sums over blocks in any order
+        found |= {"rounding": None, "rounded": round(report.rounded, 9)}
     if not way.per_rank:
         found |= dict.fromkeys(("words", "messages", "bytes"))
     if report.method == "gtopk":  # a message of unknown length, which some libraries announce

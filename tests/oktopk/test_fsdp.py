@@ -16,6 +16,7 @@ sys.path.insert(0, {str(ROOT)!r})
 warnings.simplefilter("ignore")
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -96,6 +97,7 @@ assert sorted(replicas.reports) == ["", "2"]
 for report in replicas.reports.values():
     assert report.method == "oktopk" and report.words < 6 * report.k
 assert same_on_all_ranks(whole(model))
+dcp.save({"replicas": replicas}, checkpoint_id=sys.argv[1])
 saved, parameters = replicas.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
 residuals = replicas.gathered_residuals()
 assert all(residual.any() for residual in residuals.values())
@@ -104,6 +106,7 @@ again = sharded(1)
 again.load_state_dict(parameters)
 other = OkTopkReplicas(again, replicate, density=0.05, threshold_interval=3)
 other.load_state_dict(saved)
+dcp.load({"replicas": other}, checkpoint_id=sys.argv[1])
 train(again, range(4, 7))
 assert torch.equal(whole(again), whole(model))
 kept = other.gathered_residuals()
@@ -149,6 +152,6 @@ for wrong, settings, text in (
 def test_replicas(tmp_path: Path, script: str) -> None:
     path = tmp_path / "train.py"
     path.write_text(HEAD + script + '\nprint("done\\n", end="", flush=True)\n')
-    done = run_torchrun(4, str(path))
+    done = run_torchrun(4, str(path), str(tmp_path / "checkpoint"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == 4

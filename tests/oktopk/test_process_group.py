@@ -126,6 +126,23 @@ def test_an_optimizer_over_gloo_trains_to_the_parameters_of_one_over_mpi(
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("settings", [{}, {"levels": "hosts", "ranks_per_host": 1}])
+def test_a_rank_that_ends_is_a_sentence_with_the_step_on_the_others(
+    comm: MPI.Intracomm, group: Any, settings: dict[str, Any]
+) -> None:
+    reducer = GradientAllreduce(group, 100, density=0.1, **settings)
+    gradient = np.arange(100, dtype=np.float32)
+    reducer.step(gradient)
+    comm.Barrier()
+    if comm.rank < comm.size - 1:
+        sentence = "step 1: a rank has closed its connections: it has ended or raised; see its output"
+        with pytest.raises(RuntimeError, match=f"^{sentence}$"):
+            reducer.step(gradient)
+    reducer.close()  # as the end of a process does
+    comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_rank_that_comes_within_the_limit_is_waited_for(
     comm: MPI.Intracomm, group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

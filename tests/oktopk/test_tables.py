@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk import DistributedOptimizer, NonFiniteGradientError
-from oktopk.elastic import redistribute
+from oktopk.elastic import of_rank, redistribute
 from oktopk.torch import OkTopkState, ddp_hook
 from tests.devices import on_torchs_gpu, torch_device
 
@@ -155,8 +155,8 @@ def test_a_nan_in_a_table_or_beside_it_changes_neither(
         train(1, poison=True)
         assert optimizer.report is not None and optimizer.report.skipped
     assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
-    tables = optimizer.state_dict()["tables"]
-    for number, kept in state["tables"].items():
+    tables = of_rank(optimizer.state_dict()["tables"])
+    for number, kept in of_rank(state["tables"]).items():
         assert torch.equal(kept["residual"], tables[number]["residual"])
     train(2)
     assert optimizer.report is not None and not optimizer.report.skipped
@@ -307,11 +307,11 @@ def test_under_ddp_a_step_that_raises_leaves_every_tables_residual(comm: MPI.Int
         (loss + factor * ddp.module.bags(torch.zeros(1, 1, dtype=torch.int64)).sum()).backward()
 
     backward(0, 0.0)
-    before = {name: table["residual"] for name, table in state.state_dict()["tables"].items()}
+    before = {name: table["residual"] for name, table in of_rank(state.state_dict())["tables"].items()}
     assert set(before) == {"words.weight", "bags.weight"}
     with pytest.raises(RuntimeError, match="NaN or Inf on rank"):
         backward(1, float("nan") if comm.rank == 0 else 0.0)
-    after = {name: table["residual"] for name, table in state.state_dict()["tables"].items()}
+    after = {name: table["residual"] for name, table in of_rank(state.state_dict())["tables"].items()}
     assert all(torch.equal(before[name], after[name]) for name in before)
     backward(2, 0.0)
 
@@ -323,7 +323,7 @@ def test_on_another_number_of_ranks_residuals_of_tables_are_added_up(comm: MPI.I
     model(batch_of(comm.rank, 0), bags=True).backward()
     optimizer.step()
     saved = comm.allgather(optimizer.state_dict())
-    expected = sum(state["tables"]["0"]["residual"] for state in saved)
+    expected = sum(of_rank(state["tables"])["0"]["residual"] for state in saved)
     for ranks in (1, comm.size, comm.size + 1):
         states = [redistribute(saved.__getitem__, comm.size, rank, ranks) for rank in range(ranks)]
         total = sum(state["tables"]["0"]["residual"] for state in states)

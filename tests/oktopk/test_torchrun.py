@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ import sys
 
 sys.path.insert(0, {str(ROOT)!r})
 sys.modules["mpi4py"] = sys.modules["mpi4py.MPI"] = None  # not to be imported
-import hashlib, os
+import hashlib, os, time
+import numpy as np
 import torch
 import torch.distributed as dist
-from oktopk import DistributedOptimizer
+from collectives import limit
+from oktopk import DistributedOptimizer, GradientAllreduce, MissingRanksError
 
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())
@@ -29,15 +32,37 @@ for _ in range(5):
 values = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().tobytes()
 line = " ".join(["trained", optimizer.reducer.transport.library, hashlib.sha1(values).hexdigest()])
 os.write(1, (line + "\\n").encode())  # at once: lines of ranks do not mix
+if "late" in sys.argv:
+    limit._ANSWER = 1.0
+    reducer = GradientAllreduce(None, 100, timeout=3.0)
+    if dist.get_rank() == 1:
+        time.sleep(9.0)  # the other one has given up, and its process has ended
+    try:
+        reducer.step(np.ones(100, np.float32))
+    except MissingRanksError as error:
+        os.write(1, (f"missed {{error.ranks}}\\n").encode())
+    os._exit(0)
 """
+
+
+def trained(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    return run_torchrun(2, str(script), *arguments)
 
 
 @pytest.mark.timeout(PATIENCE)
 def test_torchrun_trains_to_equal_parameters_without_mpi(tmp_path: Path) -> None:
     """The script leaves without closing anything, and still ends."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    done = run_torchrun(2, str(script))
+    done = trained(tmp_path)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("trained gloo")]
     assert len(lines) == 2 and len(set(lines)) == 1, done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(PATIENCE)
+def test_a_rank_that_comes_after_the_others_have_ended_is_told_that_it_was_late(tmp_path: Path) -> None:
+    done = trained(tmp_path, "late")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("missed [1]") == 2, done.stdout

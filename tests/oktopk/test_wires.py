@@ -231,8 +231,9 @@ def test_peer_memory_is_for_plain_entries(comm: MPI.Intracomm, device: str) -> N
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("gathered", [False, True], ids=["sent", "gathered"])
 @pytest.mark.parametrize("exact", [False, True], ids=["regular", "exact"])
+@pytest.mark.parametrize("width", [False, True], ids=["bytes", "width"])
 def test_damaged_entries_raise_on_all_ranks_and_name_the_rank(
-    comm: MPI.Intracomm, device: str, exact: bool, gathered: bool
+    comm: MPI.Intracomm, device: str, width: bool, exact: bool, gathered: bool
 ) -> None:
     length = 4000
     reduced = reducer(comm, device, length, "int8", threshold_interval=1 if exact else 100)
@@ -240,7 +241,7 @@ def test_damaged_entries_raise_on_all_ranks_and_name_the_rank(
     for _ in range(2):
         reduced.step(put(device, heavy_tailed(rng, length)))
     before, codec = get(reduced.residual), reduced._methods["oktopk"].codec
-    encode, transport = codec.encode, cast("Any", reduced.transport)
+    encode, decode, transport = codec.encode, codec.decode, cast("Any", reduced.transport)
 
     def truncate(entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
         encode(entries, lower, upper, wire, dest)
@@ -251,8 +252,17 @@ def test_damaged_entries_raise_on_all_ranks_and_name_the_rank(
             else:
                 transport.device.zero(last.pointer, last.nbytes)
 
-    codec.encode = truncate  # type: ignore[method-assign]
-    found = "rank 1: the bitmap holds another number of entries"
+    def narrow(wire: Any, lower: int, upper: int, out: Any, source: int, **how: bool) -> None:
+        """What rank 1 gathered is shorter on all ranks, what it sent on rank 0 alone."""
+        shorter = source == 1 and bool(how) == gathered and (gathered or comm.rank == 0)
+        decode(wire[:-1] if shorter else wire, lower, upper, out, source, **how)
+
+    found = "rank 1: "
+    if width:
+        codec.decode = narrow  # type: ignore[assignment, method-assign]
+    else:
+        codec.encode = truncate  # type: ignore[method-assign]
+        found += "the bitmap holds another number of entries"
     raised = []
     for _ in range(2):  # a GPU finds what was gathered in the next step
         try:
@@ -267,6 +277,6 @@ def test_damaged_entries_raise_on_all_ranks_and_name_the_rank(
             assert np.allclose(get(reduced.residual), before, rtol=1e-4, atol=1e-5)
             break
     assert comm.allgather(raised) == [[True]] * comm.size
-    codec.encode = encode  # type: ignore[method-assign]
+    codec.encode, codec.decode = encode, decode  # type: ignore[method-assign]
     assert not reduced.step(put(device, heavy_tailed(rng, length))).skipped
     assert np.isfinite(agreed(comm, reduced)).all()
