@@ -1,5 +1,7 @@
 """Shards: every rank the same arithmetic, every sample at most once, any step without those before it."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,14 +16,24 @@ from data.sharding import (
     evaluation_batches,
     evaluation_shard,
 )
+from data.speech.loader import LengthBuckets
 
 
-def shards(count: int, batch_size: int, size: int, seed: int) -> list[ShardedBatches]:
-    return [
-        ShardedBatches(count, batch_size=batch_size, rank=rank, size=size, seed=seed) for rank in range(size)
-    ]
+def by_length(count: int, **places: int) -> ShardedBatches:
+    """Of samples that are utterances, whose lengths repeat."""
+    return LengthBuckets(1 + np.arange(count) * 7919 % 61, **places)
 
 
+KINDS: list[Callable[..., ShardedBatches]] = [ShardedBatches, by_length]
+
+
+def shards(
+    count: int, batch_size: int, size: int, seed: int, kind: Callable[..., ShardedBatches] = ShardedBatches
+) -> list[ShardedBatches]:
+    return [kind(count, batch_size=batch_size, rank=rank, size=size, seed=seed) for rank in range(size)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(
     size=st.integers(1, 8),
@@ -31,10 +43,10 @@ def shards(count: int, batch_size: int, size: int, seed: int) -> list[ShardedBat
     epoch=st.integers(0, 10**6),
 )
 def test_the_batches_of_all_ranks_tile_the_permutation(
-    size: int, batch_size: int, extra: int, seed: int, epoch: int
+    kind: Callable[..., ShardedBatches], size: int, batch_size: int, extra: int, seed: int, epoch: int
 ) -> None:
     count = size * batch_size + extra
-    ranks = shards(count, batch_size, size, seed)
+    ranks = shards(count, batch_size, size, seed, kind)
     assert len({rank.steps_per_epoch for rank in ranks}) == 1
     steps = ranks[0].steps_per_epoch
     taken = np.concatenate([rank.indices(epoch, step) for step in range(steps) for rank in ranks])
@@ -47,17 +59,21 @@ def test_the_batches_of_all_ranks_tile_the_permutation(
     assert count - len(taken) < size * batch_size
 
 
-def test_any_step_is_found_without_those_before_it() -> None:
-    (walked,) = shards(100, 7, 1, 3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_step_is_found_without_those_before_it(kind: Callable[..., ShardedBatches]) -> None:
+    (walked,) = shards(100, 7, 1, 3, kind)
     all_steps = {(epoch, step): walked.indices(epoch, step) for epoch in range(3) for step in range(14)}
     for (epoch, step), indices in reversed(all_steps.items()):
-        (fresh,) = shards(100, 7, 1, 3)
+        (fresh,) = shards(100, 7, 1, 3, kind)
         assert np.array_equal(fresh.indices(epoch, step), indices)
         assert np.array_equal(walked.indices(epoch, step), indices)
 
 
-def test_a_step_of_all_ranks_depends_on_its_samples_in_total_only() -> None:
-    four, two = shards(64, 4, 4, 9), shards(64, 8, 2, 9)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_all_ranks_depends_on_its_samples_in_total_only(
+    kind: Callable[..., ShardedBatches],
+) -> None:
+    four, two = shards(64, 4, 4, 9, kind), shards(64, 8, 2, 9, kind)
     for step in range(4):
         left = np.concatenate([rank.indices(1, step) for rank in four])
         assert np.array_equal(left, np.concatenate([rank.indices(1, step) for rank in two]))
@@ -76,6 +92,7 @@ def test_the_streams_of_an_epoch_are_independent_and_pinned() -> None:
     assert shards(10, 10, 1, 7)[0].indices(3, 0).tolist() == [2, 1, 7, 9, 6, 5, 4, 3, 8, 0]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("count", "message"),
     [
@@ -84,10 +101,12 @@ def test_the_streams_of_an_epoch_are_independent_and_pinned() -> None:
         (15, "15 samples are fewer than the 16 of one step, 4 ranks x 4 samples per batch"),
     ],
 )
-def test_too_few_samples_are_refused_with_the_numbers(count: int, message: str) -> None:
+def test_too_few_samples_are_refused_with_the_numbers(
+    kind: Callable[..., ShardedBatches], count: int, message: str
+) -> None:
     with pytest.raises(DataError, match=message):
-        ShardedBatches(count, batch_size=4, rank=0, size=4, seed=0)
-    assert ShardedBatches(16, batch_size=4, rank=0, size=4, seed=0).steps_per_epoch == 1
+        shards(count, 4, 4, 0, kind)
+    assert shards(16, 4, 4, 0, kind)[0].steps_per_epoch == 1
 
 
 @given(count=st.integers(0, 200), size=st.integers(1, 9), batch_size=st.integers(1, 20))

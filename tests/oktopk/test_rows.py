@@ -367,7 +367,7 @@ def test_a_rank_that_does_not_come_is_named_by_all(device: str, comm: MPI.Intrac
     reducer.step(rows, values)
     comm.Barrier()
     if comm.rank == 0:
-        time.sleep(limit + 1.5)
+        time.sleep(limit + 0.7)
     with pytest.raises(MissingRanksError, match=rf"step 1: rank\(s\) 0 did not come within {limit:g} s"):
         reducer.step(rows, values)
     with pytest.raises(MissingRanksError):  # nothing goes on after that

@@ -120,10 +120,6 @@ def test_a_part_that_rank_0_cannot_see_is_no_set(tmp_path: Path) -> None:
     assert files.list_sets(tmp_path) == []
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path / files.rank_file(1), 100)
-
-
 def flip_a_bit(path: Path) -> None:
     data = bytearray((path / files.rank_file(1)).read_bytes())
     data[len(data) // 2] ^= 1
@@ -135,16 +131,12 @@ def flip_the_manifest(path: Path) -> None:
     (path / files.MANIFEST).write_text(text.replace('"step": 20', '"step": 21'))
 
 
-def lose_a_part(path: Path) -> None:
-    (path / files.rank_file(0)).unlink()
+def cut(name: str, size: int) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path / name, size)
 
 
-def lose_the_manifest(path: Path) -> None:
-    (path / files.MANIFEST).unlink()
-
-
-def half_a_manifest(path: Path) -> None:
-    os.truncate(path / files.MANIFEST, 200)
+def lose(name: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).unlink()
 
 
 def change(**values: Any) -> Callable[[Path], None]:
@@ -186,12 +178,12 @@ def drop(key: str) -> Callable[[Path], None]:
 
 
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
-    (truncate, r"rank-00001\.safetensors is truncated: 100 of \d+ bytes"),
+    (cut(files.rank_file(1), 100), r"rank-00001\.safetensors is truncated: 100 of \d+ bytes"),
     (flip_a_bit, r"rank-00001\.safetensors is damaged: its SHA-256 does not fit"),
     (flip_the_manifest, r"manifest\.json is damaged: its digest does not fit"),
-    (lose_a_part, r"rank-00000\.safetensors is missing"),
-    (lose_the_manifest, r"manifest\.json is missing"),
-    (half_a_manifest, r"manifest\.json is damaged"),
+    (lose(files.rank_file(0)), r"rank-00000\.safetensors is missing"),
+    (lose(files.MANIFEST), r"manifest\.json is missing"),
+    (cut(files.MANIFEST, 200), r"manifest\.json is damaged"),
     (change(model="other"), r"of another run: model 'other' there, 'abc' here"),
     (change(length=999), r"of another run: length 999 there, 1000 here"),
     (change(format="oktopk checkpoint 2"), r"its format 'oktopk checkpoint 2' is newer than this program's"),
