@@ -18,6 +18,8 @@ from data.durable import replaced
 
 Split = TypeVar("Split")
 SPLITS = ("train", "test")
+WRITE_IT = "; write the file with python -m data.prepare"
+"""What is advised where a file is of another kind."""
 _BLOCK = 1 << 22  # bytes that a checksum reads at once
 
 
@@ -69,9 +71,7 @@ class Layout:
             with h5py.File(path, "r", locking=False) as file:
                 found = file.attrs.get("format")
                 if not isinstance(found, str) or found != self.format:
-                    raise DataError(
-                        f"{path}: format {found!r} is not {self.format!r}; write the file with python -m data.prepare"
-                    )
+                    raise DataError(f"{path}: format {found!r} is not {self.format!r}{WRITE_IT}")
                 if (found := file.attrs.get("version")) != self.version:
                     raise DataError(
                         f"{path}: version {found} of the layout is not {self.version}; prepare the file again"
@@ -162,7 +162,8 @@ def already_there(
     try:
         splits = opened(output, verify=True)
     except DataError as error:
-        raise DataError(f"{error}; --force replaces it") from error
+        advice = "; --force replaces it" if output.is_file() else ""
+        raise DataError(f"{str(error).removesuffix(WRITE_IT)}{advice}") from error
     found = f"{description(*splits)} ({splits[0].source})"
     if any(getattr(splits[0], name) != value for name, value in wanted.items()):
         raise DataError(f"{output}: exists and holds {found}; --force replaces it")

@@ -66,7 +66,7 @@ def read_batches(source: Path) -> Iterator[tuple[str, int, NDArray[np.uint8], ND
         if name not in left:
             raise DataError(f"{source}: {name} is there more than once")
         split, start = left.pop(name)
-        if size != expected:
+        if size != expected or len(content) != expected:  # the second while it is being written
             raise DataError(
                 f"{source}:{name}: {size} bytes are not the {expected} of {BATCH_RECORDS} records"
             )

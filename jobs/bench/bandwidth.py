@@ -6,7 +6,9 @@ import io
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,19 +143,36 @@ def draw(
 def panels(documents: Sequence[dict[str, Any]]) -> list[DrawnPanel]:
     """Pictures for the report's page: of each length time over bandwidth, and bytes between hosts over ranks per host.
 
-    Runs that name no links or hosts are left out, and so are pictures with fewer than two places on the axis.
+    Left out are tables of hooks, rows and dense sums, runs that name no links or hosts, and pictures with fewer than two places
+    on the axis.
     """
-    alike: dict[Any, list[dict[str, Any]]] = {}  # in all that the axis does not tell
+    # what the axis does not tell -> pictures: place on the axis -> document
+    alike: dict[tuple[Any, ...], list[dict[float, dict[str, Any]]]] = {}
     for document in documents:
+        if document["kind"] not in ("bench", "ablation"):
+            continue
         for run in document["runs"]:
             network = run.get("network") or ""
             hosts = _HOSTS.search(network)
             if hosts is None or _RATE.search(network) is None:
                 continue
-            for bytes_sent, fixed in ((False, run["ranks"]), (True, bandwidth(run))):
-                key = run["length"], int(hosts[1]), bytes_sent, fixed
-                alike.setdefault(key, []).append({**document, "runs": [run]})
-    return [panel for key in sorted(alike) for panel in _panel(alike[key], *key)]
+            same = [document["kind"], document["commit"], _RATE.sub("", network), run["gradients"]["name"]]
+            same += [str(run.get(name)) for name in ("density", "device", "gradient_type", "settings")]
+            rate, ranks = bandwidth(run), ranks_per_host(run)
+            for bytes_sent, x, fixed in ((False, rate, run["ranks"]), (True, ranks, rate)):
+                pictures = alike.setdefault((run["length"], int(hosts[1]), bytes_sent, fixed, *same), [])
+                # what was measured twice at one place is no line
+                picture = next((each for each in pictures if x not in each), None)
+                if picture is None:
+                    pictures.append(picture := {})
+                picture[x] = {**document, "runs": [run]}
+    drawn, count = [], Counter[str]()
+    for key in sorted(alike, key=lambda key: key[:4]):
+        for panel in (panel for picture in alike[key] for panel in _panel(list(picture.values()), *key[:4])):
+            count[panel.name] += 1
+            number = count[panel.name]
+            drawn.append(panel if number == 1 else replace(panel, name=f"{panel.name}-{number}"))
+    return drawn
 
 
 def _panel(
@@ -180,12 +199,12 @@ def _panel(
     points = (
         {"series": look(row)["label"], x: at, y: value} for row in measured for at, value in measured[row]
     )
-    commits = ", ".join(dict.fromkeys((each["commit"] or "unknown")[:10] for each in documents))
+    commit = (documents[0]["commit"] or "unknown")[:10]
     return [
         DrawnPanel(
             f"{name}-{length}-{hosts}-{fixed:g}",
             title,
-            f"jobs.bench, {run['gradients']['name']} gradients, commit {commits}",
+            f"jobs.bench, {run['gradients']['name']} gradients, commit {commit}",
             text.getvalue(),
             tuple(points),
         )

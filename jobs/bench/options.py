@@ -37,7 +37,7 @@ class Options:
         settings: keywords of oktopk.Settings besides density, for all methods.
         ranks: numbers of ranks to start an ablation on; empty: none are started.
         memory: watch allocations in the last steps of the warm-up.
-        link: rate of each host's link, as `jobs.bench.rate.bits_per_second` takes it; "" where it is not given.
+        link: rate of each host's link, as `jobs.bench.document.bits_per_second` takes it; "" where it is not given.
         table: a name in TABLES; "" for none.
         rows: numbers of the GPU table's rows from 1, empty for all; of the table of rows how many a rank draws in a step.
     """

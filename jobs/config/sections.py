@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from jobs.config.modes import TRAINING_MODES
+from jobs.config.modes import DENSE_OVLP, TRAINING_MODES
 from oktopk import METHODS, Settings
 
 
@@ -339,6 +339,8 @@ class ReductionConfig(Section):
     @field_validator("method")
     @classmethod
     def _is_registered(cls, value: str) -> str:
+        if value == DENSE_OVLP:
+            raise ValueError(f"{value!r} is overlap = true with method 'nccl' or 'dense'")
         if value not in METHODS and value not in TRAINING_MODES:
             raise ValueError(f"{value!r} is not one of {', '.join([*sorted(METHODS), *TRAINING_MODES])}")
         return value

@@ -4,8 +4,8 @@
 
 Runs may still be going on, or have been killed; a file that is no run is named and left out. Runs that differ in
 their seed alone are one line of a picture and one row of a table. Documents of jobs.bench (JSON) may stand among
-the runs: each is printed and drawn, and those over several bandwidths, or with several numbers of ranks a host,
-make a section of the page. Writes into DIR:
+the runs: each is printed, sweeps and dense sums are drawn, and those over several bandwidths, or with several
+numbers of ranks a host, make a section of the page, if there is one: documents alone make none. Writes into DIR:
 
     index.html                          the page: nothing beside it is needed to read it
     summary.csv methods.csv             a row for each run; a row for each method, means over its seeds

@@ -136,6 +136,14 @@ def test_an_output_that_is_something_else_is_not_replaced(
     assert message.count("--force replaces it") == 2
     with pytest.raises(DataError, match=r"c\.h5: holds 'digits', .* not 'cifar10'"):
         open_cifar10(output)
+    with h5py.File(output, "r+") as file:
+        file.attrs["format"] = "oktopk-text"
+    assert prepare(archive, output) == 1
+    assert "format 'oktopk-text' is not 'oktopk-images'; --force replaces it" in capsys.readouterr().err
+    output.unlink()
+    output.mkdir()
+    assert prepare(archive, output) == 1
+    assert "c.h5: not a file\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

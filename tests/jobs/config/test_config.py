@@ -264,6 +264,7 @@ def test_an_unknown_section_names_itself_and_the_valid_ones() -> None:
         ("reduction.density=0", "[reduction] density 0.0 is not in (0, 1]"),
         ("reduction.density=1.5", "[reduction] density 1.5 is not in (0, 1]"),
         ("reduction.threshold_interval=0", "[reduction] threshold_interval 0 is not"),
+        ("reduction.method=dense-ovlp", "'dense-ovlp' is overlap = true with method 'nccl' or 'dense'"),
         ("reduction.method=okotpk", "reduction.method = \"okotpk\": 'okotpk' is not one of dense, "),
         ("training.batch_size=0", "training.batch_size = 0: Input should be greater than or equal to 1"),
         ("training.batch_size='16'", 'training.batch_size = "16": Input should be a valid integer'),

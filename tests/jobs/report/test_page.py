@@ -369,6 +369,11 @@ def test_documents_of_the_bench_over_several_links_and_ranks_a_host_make_a_secti
         "hosts-bytes-1",
         "hosts-bytes-2",
         "hosts-1gbit",
+        "hosts-100mbit",
+        "hosts-100mbit-16kb",  # at the same place: no point of that line
+        "gpu-net-25gbit-84107fb",  # another commit: no point of gpu-net-25gbit's
+        "hook-1gbit",
+        "rows-1gbit-4",
         "shared-memory",
     ]
     documents = [str(RESULTS / f"{name}.json") for name in names]
@@ -379,10 +384,13 @@ def test_documents_of_the_bench_over_several_links_and_ranks_a_host_make_a_secti
     # a picture has two places on its axis at least: 133.5 M and 306.5 M too, but neither one bandwidth nor no links
     lengths = ["14728266", "133547324", "306535400"]
     expected = {f"time-over-bandwidth-{length}-2-2.csv" for length in lengths}
-    expected |= {"bytes-over-ranks-1472826-4-inf.csv"}
+    expected |= {"bytes-over-ranks-1472826-4-inf.csv", "time-over-bandwidth-14728266-4-8.csv"}
     written = {path.name for path in (tmp_path / "report").glob("*-over-*.csv")}
     assert {name for name in written if name.startswith(("time-over-band", "bytes-over"))} == expected
     assert all(name in page for name in expected)
+    times = rows(tmp_path / "report" / "time-over-bandwidth-14728266-4-8.csv")
+    of_one = [row for row in times if row["series"] == "two levels, int4"]
+    assert [row["gigabits_per_second"] for row in of_one] == ["0.1", "1.0"]
     sent = rows(tmp_path / "report" / "bytes-over-ranks-1472826-4-inf.csv")
     by_series = {
         name: [row for row in sent if row["series"] == name] for name in ("flat, int4", "two levels, int4")
