@@ -4,10 +4,13 @@
     python -m jobs.timeline runs/vgg.h5 -o vgg
 
 writes vgg.json.gz, Chrome's trace events, to be opened at ui.perfetto.dev or in chrome://tracing, and vgg.html, a page that needs
-no network. Both names are printed, with the rank that the others wait for and the share of time that the recorded spans explain.
+no network. Both names are printed, with the rank that the others wait for, what of a reduction in buckets (reduction.overlap) is
+hidden behind the backward pass and what is exposed, and the share of time that the recorded spans explain. The steps are 10 after
+the first 10, or what run.timeline_after and run.timeline_steps say.
 
-Phases are measured by device events on a GPU. Stages of a reduction have their measured lengths, and are laid end to end from
-its start. Clocks of ranks are compared once, when training begins.
+Phases are measured by device events on a GPU; stages and buckets by the host's clock, where it begins them and waits for them.
+With run.time_stages stages of a GPU have the lengths that its events give. Clocks of ranks are compared once, when training
+begins.
 
 Exit status: 0; 2 when the run file cannot be read or has no timeline, or the output cannot be written.
 """
@@ -20,46 +23,28 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from data.command import command_parser
 from data.durable import replaced
 from jobs.report.style import COLOURS, GREY, STAGES
-from jobs.run.columns import BETWEEN, PHASES, Columns
+from jobs.run.columns import BETWEEN, BUCKET, PHASES, Columns
 from jobs.run.file import RunFileError
 from jobs.run.probe import check_readable
 from jobs.run.reader import DAMAGE, RunReader
+from jobs.run.spans import explained, exposed_seconds, overlap_seconds, phase_seconds, rows_of, slow_rank
 
-OWN_WORK = ("data", "forward", "backward")
-"""Phases in which a rank waits for no other, but where gradients are reduced behind the backward pass."""
-LATE = 1.1
-"""Times the median of the others that a rank's own work takes, from which on it is named."""
 STEPS_SHOWN = 3
-WIDTH, ROW, STAGE_ROW = 1400, 22, 12  # pixels of the picture
+WIDTH, ROW, STAGE_ROW, BUCKET_ROW = 1400, 22, 12, 10  # pixels of the picture
+EXPOSED = "#DD0000"
 
 _COLOURS = {
     **dict(zip(PHASES, (COLOURS[4], COLOURS[5], COLOURS[0], COLOURS[1], COLOURS[2]), strict=True)),
-    **dict.fromkeys(BETWEEN, GREY),
+    **dict.fromkeys((*BETWEEN, "wait"), GREY),
+    BUCKET: "#dddddd",
 }
-
-
-class SlowRank(NamedTuple):
-    """The rank that the others wait for.
-
-    Attributes:
-        rank: its number.
-        seconds: of its own work in a step, median over the steps.
-        others: the median of that over the other ranks.
-        phase: in which it loses most.
-    """
-
-    rank: int
-    seconds: float
-    others: float
-    phase: str
 
 
 def read_timeline(path: Path) -> tuple[Columns, str]:
@@ -71,73 +56,36 @@ def read_timeline(path: Path) -> tuple[Columns, str]:
     except DAMAGE as error:
         raise RunFileError(f"{path} is damaged: {error}") from error
     if not len(spans["step"]):
-        raise RunFileError(f"{path} has no timeline: train with --set run.timeline=true")
+        raise RunFileError(
+            f"{path} has no timeline: train with --set run.timeline=true for more than run.timeline_after steps"
+        )
     spans["name"] = np.char.decode(spans["name"])
     return spans, f"{path.name}: {info.method} on {info.ranks} ranks, {info.host}, {info.started}"
 
 
 def trace(spans: Columns, title: str) -> dict[str, Any]:
-    """Chrome's trace events: a process for each rank, with a thread of steps and one of what is done between them.
+    """Chrome's trace events: a process for each rank, with threads of steps, what is done between them, stages, and each bucket.
 
     Source: "Trace Event Format", complete events ("X") in microseconds.
     """
     events: list[dict[str, Any]] = []
+    threads = ["steps", "between steps", "stages", *(f"bucket {n}" for n in range(spans["bucket"].max() + 1))]
     for rank in np.unique(spans["rank"]).tolist():
         events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
-        for thread, name in enumerate(("steps", "between steps")):
+        for thread, name in enumerate(threads):
             thread_name = {"ph": "M", "name": "thread_name", "args": {"name": name}}
             events.append(thread_name | {"pid": rank, "tid": thread})
-    for step, rank, name, _, start, seconds in zip(*(spans[key].tolist() for key in spans), strict=True):
-        span = {"ph": "X", "pid": rank, "tid": int(name in BETWEEN), "name": name, "args": {"step": step}}
+    exposed = exposed_seconds(spans)
+    for place, (step, rank, name, depth, start, seconds, bucket) in enumerate(rows_of(spans)):
+        thread = 1 if name in BETWEEN else 3 + bucket if bucket >= 0 else 2 * (depth > 0)
+        args = {"step": step} | ({"exposed ms": 1e3 * exposed[place]} if name == BUCKET else {})
+        span = {"ph": "X", "pid": rank, "tid": thread, "name": name, "args": args}
         events.append(span | {"ts": 1e6 * start, "dur": 1e6 * seconds})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"run": title}}
 
 
-def explained(spans: Columns) -> float:
-    """The share of the time from the first span to the end of the last that lies in one of depth 0; the least of all ranks."""
-    shares = []
-    for rank in np.unique(spans["rank"]):
-        own = (spans["rank"] == rank) & (spans["depth"] == 0)
-        order = np.argsort(spans["start"][own], kind="stable")
-        starts = spans["start"][own][order]
-        ends = starts + spans["seconds"][own][order]
-        reached = np.maximum.accumulate(np.concatenate([starts[:1], ends[:-1]]))
-        covered = np.maximum(0.0, ends - np.maximum(starts, reached)).sum()
-        shares.append(covered / max(ends.max() - starts[0], 1e-12))
-    return float(min(shares))
-
-
-def phase_seconds(spans: Columns) -> dict[str, NDArray[np.float64]]:
-    """Phase -> float64[ranks]: seconds of it in a step, median over the steps but the first, where there are several."""
-    ranks, steps = np.unique(spans["rank"]), np.unique(spans["step"])
-    first = steps[1:][0] if len(steps) > 1 else steps[0]
-    found = {}
-    for phase in PHASES:
-        mine = (spans["name"] == phase) & (spans["depth"] == 0) & (spans["step"] >= first)
-        sums = np.zeros((len(ranks), len(steps)))
-        places = np.searchsorted(ranks, spans["rank"][mine]), np.searchsorted(steps, spans["step"][mine])
-        np.add.at(sums, places, spans["seconds"][mine])
-        found[phase] = np.median(sums[:, steps >= first], axis=1)
-    return found
-
-
-def slow_rank(spans: Columns) -> SlowRank | None:
-    """The rank whose own work takes longest; None where it takes less than LATE times that of the others, or is alone."""
-    seconds = phase_seconds(spans)
-    ranks = np.unique(spans["rank"])
-    own = np.sum([seconds[phase] for phase in OWN_WORK], axis=0)
-    if len(ranks) < 2:
-        return None
-    slowest = int(np.argmax(own))
-    others = float(np.median(np.delete(own, slowest)))
-    if own[slowest] < LATE * others:
-        return None
-    lost = {p: seconds[p][slowest] - np.median(np.delete(seconds[p], slowest)) for p in OWN_WORK}
-    return SlowRank(int(ranks[slowest]), float(own[slowest]), others, max(lost, key=lost.__getitem__))
-
-
 def summary(spans: Columns) -> list[str]:
-    """The slow rank and the share that is explained, in sentences."""
+    """The slow rank, what is hidden and exposed of buckets, and the share that is explained, in sentences."""
     late = slow_rank(spans)
     said = "No rank is late: none works 10 % longer than the others before its reduction."
     if late is not None:
@@ -145,14 +93,25 @@ def summary(spans: Columns) -> list[str]:
             f"Rank {late.rank} is late: before its reduction it works {1e3 * late.seconds:.2f} ms in a step, the others "
             f"{1e3 * late.others:.2f} ms. It loses most in the phase {late.phase}."
         )
+    found = overlap_seconds(spans)
+    if found is None:
+        reduction = phase_seconds(spans)["reduction"].mean()
+        hides = f"No buckets are on record: {1e3 * reduction:.2f} ms of reduction in a step are exposed."
+    else:
+        hidden, exposed = found
+        hides = (
+            f"Buckets are reduced for {1e3 * (hidden + exposed):.2f} ms in a step: {1e3 * hidden:.2f} ms hidden behind the "
+            f"backward pass, {1e3 * exposed:.2f} ms exposed."
+        )
     return [
         said,
+        hides,
         f"Recorded spans explain {explained(spans):.1%} of the time, on the rank where they explain least.",
     ]
 
 
 def page(spans: Columns, title: str, first: int, last: int) -> str:
-    """The HTML page: what `summary` says, seconds by phase and rank, and the picture of the steps from `first` to `last`."""
+    """The HTML page: what `summary` says, seconds by phase and by bucket, and the picture of the steps from `first` to `last`."""
     seconds = phase_seconds(spans)
     rows = "".join(
         f"<tr><td>{rank}</td>" + "".join(f"<td>{1e3 * seconds[p][place]:.2f}</td>" for p in PHASES) + "</tr>"
@@ -170,30 +129,61 @@ def page(spans: Columns, title: str, first: int, last: int) -> str:
         "span{display:inline-block;width:.9em;height:.9em;margin:0 .3em 0 1em}</style>"
         f"<h1>Timeline</h1><p>{html.escape(title)}</p>{text}"
         f"<h2>Milliseconds of each phase in a step, median over the steps</h2><table><tr><th>rank</th>{heads}</tr>{rows}</table>"
+        f"{bucket_table(spans)}"
         f"<h2>Steps {first} to {last}</h2><p>{legend}</p>{picture(spans, first, last)}</html>\n"
     )
 
 
+def bucket_table(spans: Columns) -> str:
+    """HTML: milliseconds of each bucket, mean over steps and ranks; "" without buckets."""
+    buckets, exposed = spans["name"] == BUCKET, exposed_seconds(spans)
+    if not buckets.any():
+        return ""
+    stages = list(dict.fromkeys(spans["name"][spans["depth"] == 2].tolist()))
+    heads = "".join(f"<th>{html.escape(name)}</th>" for name in (*stages, "all", "hidden", "exposed"))
+    rows = ""
+    for bucket in np.unique(spans["bucket"][buckets]):
+        own = spans["bucket"] == bucket
+        count, whole = (own & buckets).sum(), own & buckets
+        sums = [spans["seconds"][own & (spans["name"] == name)].sum() for name in stages]
+        all_of_it, late = spans["seconds"][whole].sum(), exposed[whole].sum()
+        cells = (1e3 * np.array([*sums, all_of_it, all_of_it - late, late]) / count).tolist()
+        rows += f"<tr><td>{bucket}</td>" + "".join(f"<td>{each:.2f}</td>" for each in cells) + "</tr>"
+    title = "Milliseconds of each bucket in a step, mean over steps and ranks"
+    return f"<h2>{title}</h2><table><tr><th>bucket</th>{heads}</tr>{rows}</table>"
+
+
 def picture(spans: Columns, first: int, last: int) -> str:
-    """SVG: a row of phases and one of stages for each rank, over the time of the steps from `first` to `last`."""
+    """SVG: for each rank a row of phases, one of stages and one a bucket, over the time of the steps from `first` to `last`.
+
+    What of a bucket is exposed is underlined.
+    """
     shown = (spans["step"] >= first) & (spans["step"] <= last)
     kept = {name: values[shown] for name, values in spans.items()}
     begin = kept["start"].min()
     scale = WIDTH / max((kept["start"] + kept["seconds"]).max() - begin, 1e-9)
     ranks = np.unique(spans["rank"]).tolist()
-    height = len(ranks) * (ROW + STAGE_ROW + 14)
+    tall = ROW + STAGE_ROW + BUCKET_ROW * (kept["bucket"].max() + 1) + 14
+    height, exposed = len(ranks) * tall, exposed_seconds(kept)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 70} {height + 20}" font-size="12">'
     ]
     for place, rank in enumerate(ranks):
-        parts.append(f'<text x="0" y="{place * (ROW + STAGE_ROW + 14) + 16}">rank {rank}</text>')
-    for step, rank, name, depth, start, seconds in zip(*(kept[key].tolist() for key in kept), strict=True):
-        top = ranks.index(rank) * (ROW + STAGE_ROW + 14) + depth * ROW
-        parts.append(
-            f'<rect x="{70 + scale * (start - begin):.2f}" y="{top}" width="{max(scale * seconds, 0.05):.2f}" '
-            f'height="{STAGE_ROW if depth else ROW - 2}" fill="{colour_of(name)}">'
-            f"<title>rank {rank}, step {step}: {html.escape(name)}, {1e3 * seconds:.3f} ms</title></rect>"
-        )
+        parts.append(f'<text x="0" y="{place * tall + 16}">rank {rank}</text>')
+    for place, (step, rank, name, depth, start, seconds, bucket) in enumerate(rows_of(kept)):
+        top = ranks.index(rank) * tall + bool(depth) * ROW + (bucket >= 0) * (STAGE_ROW + BUCKET_ROW * bucket)
+        high = BUCKET_ROW - 2 if bucket >= 0 else STAGE_ROW if depth else ROW - 2
+        title = f"rank {rank}, step {step}: {html.escape(name)}{bucket if name == BUCKET else ''}, {1e3 * seconds:.3f} ms"
+        bars = [(start, seconds, top, high, colour_of(name))]
+        if name == BUCKET:
+            late = exposed[place]
+            title += f", {1e3 * late:.3f} ms of it exposed"
+            bars.append((start + seconds - late, late, top + high, 2, EXPOSED))
+        for left, wide, y, rows, colour in bars:
+            parts.append(
+                f'<rect x="{70 + scale * (left - begin):.2f}" y="{y}" width="{max(scale * wide, 0.05):.2f}" '
+                f'height="{rows}" fill="{colour}"><title>{title}</title></rect>'
+            )
     parts.append(
         f'<text x="70" y="{height + 12}">0</text>'
         f'<text x="{WIDTH - 20}" y="{height + 12}">{1e3 * WIDTH / scale:.1f} ms</text></svg>'

@@ -474,7 +474,7 @@ class GradientAllreduce:
 
     def _begin(self, gradient: NDArray[np.float32], problem: str, may_defer: bool) -> StepReport:
         settings, step = self.settings, self.steps
-        timer = StageTimer(self.time_stages)
+        timer = StageTimer(self.time_stages, self.backend.nvtx)
         method, k = self._method_at(step)
         changed = k != self._last_k
         if changed:
@@ -754,6 +754,7 @@ class GradientAllreduce:
         report = StepReport(
             self.steps - 1, method.name, plan.k, self.length, plan.timer.seconds, complete=False
         )
+        report.spans = plan.timer.spans
         report.levels, report.shards, report.wire = self.levels, self.shards, self.settings.wire
         return report
 

@@ -24,9 +24,11 @@ class Backend:
 
     Attributes:
         kernels: the gradient kernels.
+        nvtx: for `StageTimer`; None on the host.
     """
 
     kernels: Any = kernels
+    nvtx: Any = None
 
     def connect(self, host: HostTransport) -> Transport:
         """The transport for arrays of this backend, made of a host transport, which it replaces. Collective."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -18,7 +17,7 @@ from collectives.connect import connect
 from collectives.limit import Limit
 from collectives.transport import EVERY_RANK_CALLS
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
-from oktopk.results import StepReport, add_up, report_of_buckets
+from oktopk.results import StageTimer, StepReport, add_up, report_of_buckets
 from oktopk.settings import entries_kept, timeout_of
 from oktopk.state import state_problem
 from oktopk.worker import CommunicationThread
@@ -299,7 +298,7 @@ class BucketedAllreduce:
             raise RuntimeError(
                 f"{len(self._started)} of {len(self.buckets)} buckets were started: start the others first"
             )
-        began = time.perf_counter()
+        timer = StageTimer()
         self.end_started()
         futures, self._started = self._started, []
         reports: list[StepReport] = []
@@ -310,14 +309,14 @@ class BucketedAllreduce:
                 reports.append(future.result())
             else:
                 errors.append(error)
-        waited = time.perf_counter() - began
+        timer.record("wait")
         if errors or any(report.skipped for report in reports):
             self._drawn = []
             if all(isinstance(error, _TOGETHER) for error in errors) and (errors or all_or_none):
                 self._take_back(futures)
         if errors:
             raise _one_error(errors)
-        report = report_of_buckets(reports, waited)
+        report = report_of_buckets(reports, timer)
         if not report.complete:
             self._incomplete = report
         return report
@@ -368,7 +367,7 @@ class BucketedAllreduce:
                 raise error
         if not reports:
             raise NonFiniteGradientError([], self.steps - 1)
-        return replace(report_of_buckets(reports, 0.0), skipped=True)
+        return replace(report_of_buckets(reports, StageTimer()), skipped=True)
 
     def abandon(self) -> None:
         """Undo a step of which some buckets were started and the others will not be. Collective: every rank must call."""
@@ -387,7 +386,7 @@ class BucketedAllreduce:
         if first is None:
             return None
         others = [reducer.skip_together(True) for reducer in self.buckets[1:]]
-        return report_of_buckets([first, *(report for report in others if report is not None)], 0.0)
+        return report_of_buckets([first, *(report for report in others if report is not None)], StageTimer())
 
     def _check_idle(self, what: str) -> None:
         """Raise RuntimeError where buckets are being reduced."""

@@ -44,15 +44,15 @@ class HostExecutor:
     def begin(self, gradient: Any, plan: Plan) -> CompletedStep:
         method, vectors, group = self._method, self._vectors, self._group
         if method.sparse:
-            vectors.clear_update()
-            plan.timer.record("apply")
+            with plan.timer.stage("apply"):
+                vectors.clear_update()
         # a device may find only now that what the last step gathered did not decode
         flag = group.publish(gradient, bool(plan.problem) or method.codec.gathered_damage)
         summed, result = None, None
         if group.between is not None:
-            # only a selection can sum while it reads
-            summed = group.sum(at_once=vectors.velocity is not None or not method.sparse)
-            plan.timer.record("host_sum")
+            with plan.timer.stage("host_sum"):
+                # only a selection can sum while it reads
+                summed = group.sum(at_once=vectors.velocity is not None or not method.sparse)
             result = self._reduce(summed, plan, flag)
         flagged = group.between is not None and result is None
         outcomes = group.share_outcome(_outcome(result, flagged))
@@ -67,13 +67,13 @@ class HostExecutor:
         if result is not None:
             vectors.clear_sent(result)  # before the entries get the whole vector's indices
             mine = result.update
-        if method.sparse:
-            update = group.share_entries(mine, outcomes[:, 1])
-        else:
-            group.share_values(self._out, vectors.update)
-        plan.timer.record("host_gather")
-        vectors.write(update, plan.scale)
-        plan.timer.record("apply")
+        with plan.timer.stage("host_gather"):
+            if method.sparse:
+                update = group.share_entries(mine, outcomes[:, 1])
+            else:
+                group.share_values(self._out, vectors.update)
+        with plan.timer.stage("apply"):
+            vectors.write(update, plan.scale)
         if result is None:
             vectors.selected = None if update is None else SparseVector(update.entries[:0], update.length)
         return CompletedStep(self._of_host(result, update, outcomes))

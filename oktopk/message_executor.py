@@ -34,8 +34,8 @@ class MessageExecutor:
         if method.hides_work:
             plan.meanwhile = vectors.clear_update
         elif method.sparse:
-            vectors.begin_update(method.writes_out)
-            plan.timer.record("apply")  # and `correct`
+            with plan.timer.stage("apply"):  # and `correct`
+                vectors.begin_update(method.writes_out)
         # the last update may still lie there
         out = vectors.update if method.writes_out else None
         residual = vectors.residual if method.sparse or vectors.pending else None
@@ -60,8 +60,8 @@ class MessageExecutor:
         except BaseException:  # nothing was applied: the last update must not be applied a second time
             vectors.clear_update()
             raise
-        vectors.apply(result, plan.scale)
-        plan.timer.record("apply")
+        with plan.timer.stage("apply"):
+            vectors.apply(result, plan.scale)
         return CompletedStep(result)
 
     def check(self) -> None:

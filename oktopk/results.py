@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class StepReport:
         seconds: time by stage, in the order in which the stages ran; of a deferred step what the host took to launch it,
             and where stages are timed (`GradientAllreduce.time_stages`) theirs beside it. The last stage of a bucket that was put
             on the stream lasts until the host has ended it, with what the caller computed meanwhile.
+        spans: (stage, start, seconds) of each part of these, as they came; `start` by `time.perf_counter()`. Stages that a GPU
+            timed follow one another from where the host had launched them.
         levels: "flat" or "hosts", see `Settings.levels`.
         shards: that a host holds its residual in; 1 in flat steps.
         buckets: the reports of the buckets, in the order in which they started, where the gradient is reduced in several; the
@@ -97,6 +100,7 @@ class StepReport:
     wire: str = "plain"
     rounding: tuple[float, float] = (0.0, 0.0)
     buckets: tuple[StepReport, ...] = ()
+    spans: Sequence[tuple[str, float, float]] = ()
 
     @property
     def rounded(self) -> float:
@@ -120,19 +124,20 @@ _TOTALS = (
 )  # fmt: skip
 
 
-def report_of_buckets(reports: Sequence[StepReport], waited: float) -> StepReport:
-    """The report of a step in buckets, whose reports these are; `waited`: seconds that it waited for them."""
+def report_of_buckets(reports: Sequence[StepReport], timer: StageTimer) -> StepReport:
+    """The report of a step in buckets, whose reports these are; `timer`: of what it waited for them."""
     first = reports[0]
     report = StepReport(
         first.step,
         first.method,
         first.k,
         first.length,
-        {"wait": waited},
+        timer.seconds,
         levels=first.levels,
         shards=first.shards,
         wire=first.wire,
         buckets=tuple(reports),
+        spans=timer.spans,
     )
     add_up(report)
     return report
@@ -157,30 +162,56 @@ def add_up(report: StepReport) -> None:
     report.rounding = sum(errors), sum(masses)
 
 
+class _Stage:
+    """See `StageTimer.stage`; a generator would take 1 us more."""
+
+    __slots__ = ("_ends", "_name", "_nvtx", "_timer")
+
+    def __init__(self, timer: StageTimer, nvtx: Any, name: str, ends: bool) -> None:
+        self._timer, self._nvtx, self._name, self._ends = timer, nvtx, name, ends
+
+    def __enter__(self) -> None:
+        if self._nvtx is not None:
+            self._nvtx.RangePush(self._name)
+
+    def __exit__(self, kind: type[BaseException] | None, *ignored: object) -> None:
+        if self._nvtx is not None:
+            self._nvtx.RangePop()
+        if self._ends and kind is None:
+            self._timer.record(self._name)
+
+
 class StageTimer:
     """Times the stages of a step: each `record` ends the stage that it names.
 
     Args:
         detailed: time the stages of steps that run as one graph on a device, too.
+        nvtx: `cupy.cuda.nvtx`, for ranges that a profiler sees; None: there is none.
 
     Attributes:
         seconds: stage -> time so far.
+        spans: see `StepReport.spans`.
     """
 
-    __slots__ = ("_last", "detailed", "seconds")
+    __slots__ = ("_last", "_nvtx", "detailed", "seconds", "spans")
 
-    def __init__(self, detailed: bool = False) -> None:
+    def __init__(self, detailed: bool = False, nvtx: Any = None) -> None:
         self.detailed = detailed
         self.seconds: dict[str, float] = {}
+        self.spans: list[tuple[str, float, float]] = []
+        self._nvtx = nvtx
         self._last = time.perf_counter()
+
+    def stage(self, name: str, ends: bool = True) -> _Stage:
+        """A range of this name in a profiler; then, unless an error ends it or it `ends` later, `record`."""
+        return _Stage(self, self._nvtx, name, ends)
 
     def record(self, stage: str) -> None:
         """Add the time since the last record to `stage`."""
-        now = time.perf_counter()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
-        self._last = now
+        self.add(stage, time.perf_counter() - self._last)
 
     def add(self, stage: str, seconds: float) -> None:
         """Add seconds measured elsewhere, a part of the time since the last record, to `stage`."""
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+        self.spans.append((stage, self._last, seconds))
         self._last += seconds

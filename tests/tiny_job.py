@@ -5,6 +5,7 @@ python -m mpi4py -m tests.tiny_job CONFIG.toml --set run.file=... [-- KEY=VALUE 
 seconds=0.01   what a step takes at least
 slow=RANK:SECONDS
                what a step of that rank takes at least
+backward=0.01  what the last gradient of a backward pass takes
 nan=RANK:STEP  a loss that is not finite
 inf=RANK:STEP  one that is not either, with gradients that are
 drift=RANK:STEP parameters that are no longer the other ranks'
@@ -55,6 +56,9 @@ class Tiny:
             nn.Linear(100, CLASSES),
         )
         self.network: nn.Module = self.model
+        if "backward" in faults:
+            first = next(self.model.parameters())
+            first.register_hook(lambda gradient: time.sleep(float(faults["backward"])))
         torch.manual_seed(config.training.seed + rank)
         self._config, self._rank = config, rank
         self._seconds = float(faults.get("seconds", 0))

@@ -416,7 +416,11 @@ class RunConfig(Section):
     time_stages: bool = False
     """Time the stages of Ok-Topk's steps where they run as one on the GPUs, which slows them a little"""
     timeline: bool = False
-    """Record when each rank began each phase of each step, for jobs.timeline; 57 bytes a phase or stage of a rank"""
+    """Record when each rank began each phase, bucket and stage of some steps, for jobs.timeline; 65 bytes each"""
+    timeline_after: int = Field(default=10, ge=0)
+    """Number of steps before the first of a timeline"""
+    timeline_steps: int = Field(default=10, ge=0)
+    """Number of steps of a timeline; 0: all that follow"""
     commit: str = ""
     """Commit of the sources, for the record; empty: the one that git names"""
     watchdog: float = Field(default=600.0, ge=0.0)
@@ -424,6 +428,10 @@ class RunConfig(Section):
     longer to write is an error"""
     watchdog_around: float = Field(default=1800.0, ge=0.0)
     """Seconds of the same limit for the start of a job up to its first step, for an evaluation, and for its end; 0: never"""
+
+    def in_timeline(self, step: int) -> bool:
+        """Whether a step, counted from 1, is in the timeline."""
+        return self.timeline and 0 < step - self.timeline_after <= (self.timeline_steps or math.inf)
 
     @field_validator("file")
     @classmethod

@@ -26,18 +26,23 @@ class Span(NamedTuple):
     """A span of a rank's time.
 
     Attributes:
-        name: a phase of PHASES, a stage of the reduction, or one of BETWEEN.
-        depth: 0, and 1 for what lies in another span: a stage in the phase "reduction", all of BETWEEN but its first in that one.
+        name: a phase of PHASES, a stage of the reduction, BUCKET, or one of BETWEEN.
+        depth: 0; 1 for a stage, which lies in the phase "reduction", for a bucket, which begins before it, and for all of BETWEEN
+            but its first, in which the others lie; 2 for a stage of a bucket.
         start: seconds, by time.perf_counter() of this rank until it is recorded; see TIMELINE_COLUMNS.
         seconds: that it took.
+        bucket: that it is of, counted from 0 in the order in which they start; -1: of none.
     """
 
     name: str
     depth: int
     start: float
     seconds: float
+    bucket: int = -1
 
 
+BUCKET = "bucket"
+"""All of the reduction of one bucket, as the host saw it: behind the backward pass, after it, or both."""
 BETWEEN = ("between", "evaluation", "record")
 """What a rank does between two steps, checkpoints and waiting for others included; of that measuring held-out samples, and
 writing the run file, with what it waits for."""
@@ -53,7 +58,8 @@ class Step:
         learning_rate: that the optimizer used.
         elapsed: seconds since training began, at its end.
         seconds: phase -> seconds, every phase of PHASES, on the device's clock.
-        phases: each phase as it came, several of a kind where gradients are accumulated.
+        phases: each phase as it came, several of a kind where gradients are accumulated; what lies between two is in none only
+            where their starts were marked.
     """
 
     report: StepReport
@@ -184,10 +190,11 @@ SEGMENT_COLUMNS: dict[str, Column] = {
 TIMELINE_COLUMNS: dict[str, Column] = {
     "step": Column("i8", "1 for the first; of what is done between steps, the one before"),
     "rank": Column("i4", ""),
-    "name": Column("S32", "phase, stage of the reduction, or one of BETWEEN"),
-    "depth": Column("i1", "1: it lies in another span; else 0"),
+    "name": Column("S32", "phase, stage of the reduction, BUCKET, or one of BETWEEN"),
+    "depth": Column("i1", "0; 1: a bucket, or it lies in another span; 2: a stage of a bucket"),
     "start": Column("f8", "seconds since training began, by the clock of rank 0"),
     "seconds": Column("f8", ""),
+    "bucket": Column("i4", "from 0, in the order in which they start; -1: of none", before=-1),
 }
 
 

@@ -173,34 +173,29 @@ class TrainingLoop:
         )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        timer = PhaseTimer(self.placement)
+        timer = PhaseTimer(self.placement, self.config.run.in_timeline(step + 1))
         losses = [self._accumulate(timer, number) for number in range(self.config.training.accumulate)]
         every = self.config.run.measure_every
-        with self.placement.range("reduction"):
+        with timer.phase("reduction"):
             report = self.optimizer.reduce(measure=bool(every) and (step + 1) % every == 0)
-        timer.record("reduction")
-        with self.placement.range("optimizer"):
+        with timer.phase("optimizer"):
             self.optimizer.apply()
-        timer.record("optimizer")
         # read when the run file is written: until then a GPU need not be waited for
         self.timed.append(TimedStep(report, losses, timer, rate))
         self.bar.update()
 
     def _accumulate(self, timer: PhaseTimer, number: int) -> torch.Tensor:
         """One backward pass of a step, on top of those before; returns the loss."""
-        with self.placement.range("data"):
+        with timer.phase("data"):
             batch = next(self.batches)
-        timer.record("data")
-        if not number:
-            self.optimizer.zero_grad()
         last = number + 1 == self.config.training.accumulate
         with nullcontext() if last else self.optimizer.no_sync():
-            with self.placement.range("forward"):
+            with timer.phase("forward"):
+                if not number:
+                    self.optimizer.zero_grad()
                 loss = self.passes.forward(batch, last=last)
-            timer.record("forward")
-            with self.placement.range("backward"):
+            with timer.phase("backward"):
                 self.passes.backward()
-            timer.record("backward")
         return loss
 
     def _evaluates_after(self, step: int) -> bool:
@@ -218,12 +213,13 @@ class TrainingLoop:
             self._check_losses(measured)
         gathered = gather(self.comm, measured)
         decide_on_root(self.comm, lambda: self._record(gathered), (RunFileError,), RunFileError)
-        if self.config.run.timeline:
-            self._write_timeline(measured)
-            self._note("record", measured[-1].report.step + 1, began)
+        shown = [step for step in measured if self.config.run.in_timeline(step.report.step + 1)]
+        if shown or self.between:  # on all ranks alike
+            self._write_timeline(shown)
+        self._note("record", measured[-1].report.step + 1, began)
 
-    def _write_timeline(self, measured: list[Step]) -> None:
-        mine = timeline(measured, self.between, self.comm.rank, self.began_on_root)
+    def _write_timeline(self, steps: list[Step]) -> None:
+        mine = timeline(steps, self.between, self.comm.rank, self.began_on_root)
         self.between.clear()
         every = self.comm.gather(mine) or []
 
@@ -237,7 +233,7 @@ class TrainingLoop:
 
     def _note(self, name: str, done: int, began: float) -> None:
         """Note work between two steps that ends now, for the timeline."""
-        if self.config.run.timeline:
+        if self.config.run.in_timeline(done):
             depth = int(name != BETWEEN[0])
             self.between.append((done, Span(name, depth, began, time.perf_counter() - began)))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from jobs.run.columns import PHASES, TIMELINE_COLUMNS, Columns, Span, Step
+from jobs.run.columns import BUCKET, PHASES, TIMELINE_COLUMNS, Columns, Span, Step
 from jobs.train.placement import Placement
 from oktopk import StepReport
 
@@ -20,21 +21,32 @@ ROUND_TRIPS = 16
 
 @dataclass
 class PhaseTimer:
-    """Marks the end of each phase of a step.
+    """Marks the end of each phase of a step, and gives it an NVTX range on a GPU.
 
     Args:
         placement: whose clock it is.
+        starts: mark starts, too: for a timeline, which tells the time between two phases.
     """
 
     placement: Placement
+    starts: bool = False
     phases: list[str] = field(default_factory=list)
     marks: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.marks.append(self.placement.mark())
 
-    def record(self, phase: str) -> None:
-        """A phase ends here; what it did since the last end is added to it."""
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A phase; in sums it has the time since the one before ended."""
+        if self.starts:
+            self._mark("")
+        with self.placement.range(name):
+            yield
+        self._mark(name)
+
+    def _mark(self, phase: str) -> None:
+        """A phase ends here, or with no name the time between two."""
         self.phases.append(phase)
         self.marks.append(self.placement.mark())
 
@@ -70,14 +82,16 @@ def measure(steps: Sequence[TimedStep], began: float) -> list[Step]:
     losses = iter(torch.stack([loss for step in steps for loss in step.losses]).tolist())
     measured = []
     for step in steps:
-        last = next(times)
+        last = start = next(times)
         seconds = dict.fromkeys(PHASES, 0.0)
         phases = []
         for phase in step.timer.phases:
             now = next(times)
-            seconds[phase] += now - last
-            phases.append(Span(phase, 0, last, now - last))
-            last = now
+            if phase:
+                seconds[phase] += now - last
+                phases.append(Span(phase, 0, start, now - start))
+                last = now
+            start = now
         loss = sum(next(losses) for _ in step.losses) / len(step.losses)
         measured.append(Step(step.report, loss, step.learning_rate, last - began, seconds, tuple(phases)))
     return measured
@@ -107,7 +121,7 @@ def timeline(steps: Sequence[Step], between: Sequence[tuple[int, Span]], rank: i
     """The columns of TIMELINE_COLUMNS of one rank.
 
     Args:
-        steps: as it measured them. Stages are laid end to end from the start of the reduction, and cut at its end.
+        steps: as it measured them.
         between: step before -> what was done then.
         rank: its number.
         began: when training began on rank 0, by this rank's clock.
@@ -116,12 +130,12 @@ def timeline(steps: Sequence[Step], between: Sequence[tuple[int, Span]], rank: i
     for step in steps:
         number = step.report.step + 1
         spans += [(number, span) for span in step.phases]
-        reduction = next(span for span in step.phases if span.name == "reduction")
-        start, end = reduction.start, reduction.start + reduction.seconds
-        for stage, seconds in step.report.seconds.items():
-            took = max(0.0, min(seconds, end - start))
-            spans.append((number, Span(stage, 1, start, took)))
-            start += took
+        spans += [(number, Span(stage, 1, start, took)) for stage, start, took in step.report.spans]
+        for bucket, report in enumerate(step.report.buckets):
+            stages = [Span(stage, 2, start, took, bucket) for stage, start, took in report.spans]
+            if stages:
+                first, last = stages[0].start, stages[-1].start + stages[-1].seconds
+                spans += [(number, span) for span in (Span(BUCKET, 1, first, last - first, bucket), *stages)]
     values: dict[str, list[object]] = {
         "step": [step for step, _ in spans],
         "rank": [rank] * len(spans),
@@ -129,5 +143,6 @@ def timeline(steps: Sequence[Step], between: Sequence[tuple[int, Span]], rank: i
         "depth": [span.depth for _, span in spans],
         "start": [span.start - began for _, span in spans],
         "seconds": [span.seconds for _, span in spans],
+        "bucket": [span.bucket for _, span in spans],
     }
     return {name: np.array(values[name], column.dtype) for name, column in TIMELINE_COLUMNS.items()}

@@ -42,6 +42,8 @@ class DeviceBackend(Backend):
 
     def __init__(self, gradient_type: str, stream: Any = None) -> None:
         self.device = Device(stream)
+        nvtx = getattr(cupy.cuda, "nvtx", None)  # CuPy may be built without
+        self.nvtx = nvtx if getattr(nvtx, "available", True) else None
         self.kernels = DeviceKernels(self.device, gradient_type)
         # compiled before ranks wait for each other
         CollectiveKernels(self.device).collect_kernels()

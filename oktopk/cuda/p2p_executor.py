@@ -101,34 +101,34 @@ class P2PExecutor:
         needed = renew or exact or overflowed or local.needs_exact or local.bits is None
         # a guess that missed once need not come near the next time: this rank alone waits
         if needed and (not deferred or local.needs_host):
-            selection, splits = self._select_first(corrected, overflowed, plan)
-            plan.timer.record("select")
+            with plan.timer.stage("select"):
+                selection, splits = self._select_first(corrected, overflowed, plan)
         if renew:
             # a deferred step proposes the splits of the selection before: regions are for many steps
             proposed = regions.splits if deferred else splits
             assert proposed is not None
-            regions.renew(proposed)
-            plan.timer.record("boundaries")
+            with plan.timer.stage("boundaries"):
+                regions.renew(proposed)
         cut_to_k = selection is None and (plan.exact or local.needs_exact)
         bits = 0
         if selection is None:
             bits = local.lower_threshold() if cut_to_k else local.bits or 0
         assert regions.boundaries is not None
-        self.p2p_step.launch(
-            corrected,
-            vectors,
-            (bits, threshold.lowest if exact else threshold.expected),
-            regions.boundaries,
-            selected=selection and (selection.packed.nnz, selection.nonfinite + overflowed),
-            exact=exact,
-            timed=plan.timer.detailed,
-            cut_to_k=cut_to_k,
-            deferred=deferred,
-        )
+        with plan.timer.stage("step", ends=deferred):
+            self.p2p_step.launch(
+                corrected,
+                vectors,
+                (bits, threshold.lowest if exact else threshold.expected),
+                regions.boundaries,
+                selected=selection and (selection.packed.nnz, selection.nonfinite + overflowed),
+                exact=exact,
+                timed=plan.timer.detailed,
+                cut_to_k=cut_to_k,
+                deferred=deferred,
+            )
         if deferred:
             vectors.nothing_applied()  # as far as the host knows
             vectors.selected, vectors.pending = None, True
-            plan.timer.record("step")
         return _P2PHandle(
             self, epoch, gradient, corrected, overflowed, plan, selection, bits, cut_to_k, exact, deferred
         )
@@ -138,8 +138,9 @@ class P2PExecutor:
         method, vectors, plan, k = self._method, self._vectors, step.plan, step.plan.k
         # while kernels run: the selection is known long before the outcome
         selection, splits = step.selection or self._selected_by(step), self._splits()
-        # the one wait: the kernels run on, and need nothing that the host learns
-        outcome = self.p2p_step.outcome(step.exact)
+        with plan.timer.stage("step", ends=False):
+            # the one wait: the kernels run on, and need nothing that the host learns
+            outcome = self.p2p_step.outcome(step.exact)
         deferrable = True
         if outcome.stopped_at == "threshold" and not (step.exact or outcome.skewed):
             # a deferred step would have gone on with what the best candidate keeps
@@ -169,8 +170,8 @@ class P2PExecutor:
             method.kernels.undo_accumulate(step.corrected, vectors.residual, all_added)
             vectors.undo(step.gradient)
             raise
-        vectors.apply(result, plan.scale)
-        plan.timer.record("apply")
+        with plan.timer.stage("apply"):
+            vectors.apply(result, plan.scale)
         return result
 
     def end_deferred(self, step: _P2PHandle) -> StepResult:

@@ -132,11 +132,13 @@ class SparseMethod(Method):
         overflowed: bool = False,
     ) -> StepResult:
         assert residual is not None, f"{self.name} needs a residual"
-        selection = self.selection.select(gradient, residual, plan.k, plan.exact, self.known_regions(plan))
-        all_added = not selection.nonfinite
-        if overflowed:
-            selection = replace(selection, flag=True)
-        plan.timer.record("select")
+        with plan.timer.stage("select"):
+            selection = self.selection.select(
+                gradient, residual, plan.k, plan.exact, self.known_regions(plan)
+            )
+            all_added = not selection.nonfinite
+            if overflowed:
+                selection = replace(selection, flag=True)
         try:
             return self.exchange(selection, out, plan)
         except (FlaggedRanksError, ValueError):

@@ -42,15 +42,15 @@ class Dense(Method):
         assert out is not None, "it writes out"
         if self._allreduce.on_device:
             return self._reduce_on_device(gradient, residual, out, plan, overflowed)
-        nonfinite = self.kernels.accumulate(gradient, residual, out)
-        plan.timer.record("select")
-        flags = self.transport.allgather_control(np.array([nonfinite > 0 or overflowed], np.int64))
-        if flags.any():
-            raise FlaggedRanksError(np.flatnonzero(flags).tolist())
-        finite = self._allreduce.run(plan.scale)
-        if self.transport.allreduce_control(np.array([not finite], np.int64))[0]:
-            raise FlaggedRanksError([])
-        plan.timer.record("allreduce")
+        with plan.timer.stage("select"):
+            nonfinite = self.kernels.accumulate(gradient, residual, out)
+        with plan.timer.stage("allreduce"):
+            flags = self.transport.allgather_control(np.array([nonfinite > 0 or overflowed], np.int64))
+            if flags.any():
+                raise FlaggedRanksError(np.flatnonzero(flags).tolist())
+            finite = self._allreduce.run(plan.scale)
+            if self.transport.allreduce_control(np.array([not finite], np.int64))[0]:
+                raise FlaggedRanksError([])
         return self._result()
 
     def _reduce_on_device(
@@ -58,15 +58,15 @@ class Dense(Method):
     ) -> StepResult:
         """The same with one wait: what is not finite on some rank is not finite in the sum, which all ranks see."""
         try:
-            self.kernels.start_accumulate(gradient, residual, out)
-            if overflowed:
-                out[:1].fill(np.nan)
-            plan.timer.record("select")
-            finite = self._allreduce.run(plan.scale)
+            with plan.timer.stage("select"):
+                self.kernels.start_accumulate(gradient, residual, out)
+                if overflowed:
+                    out[:1].fill(np.nan)
+            with plan.timer.stage("allreduce"):
+                finite = self._allreduce.run(plan.scale)
         except BaseException:
             self._allreduce.abort()  # the others' kernels may wait for this rank's
             raise
-        plan.timer.record("allreduce")
         if not finite:
             flagged = self.kernels.take_nonfinite() > 0 or overflowed
             flags = self.transport.allgather_control(np.array([flagged], np.int64))

@@ -50,30 +50,30 @@ class GTopk(SparseMethod):
         entries = pool[: selection.packed.nnz]
         entries[:] = selection.packed.entries
         for number, child in enumerate(children):
-            incoming = pool[largest : 2 * largest]
-            arrived = transport.receive_counted(incoming, child)
-            plan.timer.record("exchange")
-            begins = np.array([0, largest], np.int64)
-            ends = begins + np.array([len(entries), arrived])
-            merged = pool[2 * largest :]
-            nnz, _ = transport.kernels.sum_sorted_lists(pool, begins, ends, 0, self.length, 1, merged)
-            rest = workspace.entries(f"pruned {number}", max(nnz, 1))
-            kept, dropped = self._keep_k(merged[:nnz], plan.k, pool[:largest], rest)
-            entries = pool[:kept]
-            if dropped:
-                pruned.append(SparseVector(rest[:dropped], self.length))
-            plan.timer.record("reduce")
-        if parent is not None:
-            transport.wait(transport.send(entries, parent, even_if_empty=True))
-        plan.timer.record("exchange")
-        gathered = workspace.entries("gathered", largest)
-        if parent is None:
-            gathered[: len(entries)] = entries
-        nnz = broadcast(gathered, len(entries), transport)
-        # a sum that is not finite is larger than what was pruned, so that every rank has it
-        if transport.size > 1 and self.kernels.count_nonfinite(gathered[:nnz]):
-            raise FlaggedRanksError([])
-        plan.timer.record("allgather")
+            with plan.timer.stage("exchange"):
+                incoming = pool[largest : 2 * largest]
+                arrived = transport.receive_counted(incoming, child)
+            with plan.timer.stage("reduce"):
+                begins = np.array([0, largest], np.int64)
+                ends = begins + np.array([len(entries), arrived])
+                merged = pool[2 * largest :]
+                nnz, _ = transport.kernels.sum_sorted_lists(pool, begins, ends, 0, self.length, 1, merged)
+                rest = workspace.entries(f"pruned {number}", max(nnz, 1))
+                kept, dropped = self._keep_k(merged[:nnz], plan.k, pool[:largest], rest)
+                entries = pool[:kept]
+                if dropped:
+                    pruned.append(SparseVector(rest[:dropped], self.length))
+        with plan.timer.stage("exchange"):
+            if parent is not None:
+                transport.wait(transport.send(entries, parent, even_if_empty=True))
+        with plan.timer.stage("allgather"):
+            gathered = workspace.entries("gathered", largest)
+            if parent is None:
+                gathered[: len(entries)] = entries
+            nnz = broadcast(gathered, len(entries), transport)
+            # a sum that is not finite is larger than what was pruned, so that every rank has it
+            if transport.size > 1 and self.kernels.count_nonfinite(gathered[:nnz]):
+                raise FlaggedRanksError([])
         return self.result(selection, SparseVector(gathered[:nnz], self.length), returned=tuple(pruned))
 
     def _keep_k(

@@ -69,40 +69,40 @@ class OkTopk(SparseMethod):
         packed, regions, timer = selection.packed, self.regions, plan.timer
         offsets = selection.offsets
         if plan.new_boundaries or regions.boundaries is None:
-            if self.settings.balanced_regions:
-                regions.renew(self.splits(packed))
-            else:
-                regions.boundaries = equal_boundaries(self.length, self.transport.size)
             offsets = None
-            timer.record("boundaries")
+            with timer.stage("boundaries"):
+                if self.settings.balanced_regions:
+                    regions.renew(self.splits(packed))
+                else:
+                    regions.boundaries = equal_boundaries(self.length, self.transport.size)
         regions.splits = None  # messages do not need them, and they would be of another step
         assert regions.boundaries is not None
         rounds, rotate, codec = self.settings.bucket_rounds, self.settings.rotate, self.codec
         # a device may find only now that what the last step gathered did not decode
         flag = selection.flagged or codec.gathered_damage
-        lists = split_and_reduce(
-            packed,
-            regions.boundaries,
-            self.transport,
-            flag,
-            offsets,
-            bucket_rounds=rounds,
-            rotate=rotate,
-            codec=codec,
-            meanwhile=plan.meanwhile,
-        )
-        timer.record("exchange")
+        with timer.stage("exchange"):
+            lists = split_and_reduce(
+                packed,
+                regions.boundaries,
+                self.transport,
+                flag,
+                offsets,
+                bucket_rounds=rounds,
+                rotate=rotate,
+                codec=codec,
+                meanwhile=plan.meanwhile,
+            )
         return self.keep_and_gather(lists, selection, plan)
 
     def keep_and_gather(self, lists: RegionLists, selection: Selection, plan: Plan) -> StepResult:
         """Sum the region, keep what reaches the global threshold, and gather it everywhere."""
-        kept, counts = self.threshold.keep(lists, plan.k, plan.exact, plan.timer.record)
-        plan.timer.record("reduce")
+        with plan.timer.stage("reduce"):
+            kept, counts = self.threshold.keep(lists, plan.k, plan.exact, plan.timer.record)
         trigger, codec = self.settings.balance_trigger, self.codec
-        update = balance_and_allgatherv(
-            kept, counts, self.length, self.transport, trigger, codec, self.regions.boundaries
-        )
-        plan.timer.record("allgather")
+        with plan.timer.stage("allgather"):
+            update = balance_and_allgatherv(
+                kept, counts, self.length, self.transport, trigger, codec, self.regions.boundaries
+            )
         errors = (SparseVector(kept, self.length),) if codec.rounds else ()
         return self.result(
             selection, update, returned=errors, errors_stay=codec.rounds, rounding=codec.rounding

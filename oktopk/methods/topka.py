@@ -29,16 +29,18 @@ class TopkA(SparseMethod):
     writes_out = False
 
     def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
-        transport, counts = self.transport, self.gather_counts(selection)
-        ends = np.cumsum(counts)
-        begins = ends - counts
-        gathered = transport.workspace.entries("gathered", int(ends[-1]))
-        allgatherv(gathered, counts, transport, own=selection.packed.entries)
-        plan.timer.record("allgather")
-        most = min(int(ends[-1]), self.length)
-        sums = transport.workspace.entries("sums", most)
-        nnz, nonfinite = transport.kernels.sum_sorted_lists(gathered, begins, ends, 0, self.length, 1, sums)
-        if nonfinite:  # on all ranks alike
-            raise FlaggedRanksError([])
-        plan.timer.record("reduce")
+        with plan.timer.stage("allgather"):
+            transport, counts = self.transport, self.gather_counts(selection)
+            ends = np.cumsum(counts)
+            begins = ends - counts
+            gathered = transport.workspace.entries("gathered", int(ends[-1]))
+            allgatherv(gathered, counts, transport, own=selection.packed.entries)
+        with plan.timer.stage("reduce"):
+            most = min(int(ends[-1]), self.length)
+            sums = transport.workspace.entries("sums", most)
+            nnz, nonfinite = transport.kernels.sum_sorted_lists(
+                gathered, begins, ends, 0, self.length, 1, sums
+            )
+            if nonfinite:  # on all ranks alike
+                raise FlaggedRanksError([])
         return self.result(selection, SparseVector(sums[:nnz], self.length))

@@ -40,15 +40,17 @@ class TopkDSA(SparseMethod):
         transport, bucket_rounds = self.transport, self.settings.bucket_rounds
         boundaries = equal_boundaries(self.length, transport.size)
         flag = selection.flagged
-        lists = split_and_reduce(selection.packed, boundaries, transport, flag, bucket_rounds=bucket_rounds)
-        plan.timer.record("exchange")
-        sums, nonfinite = lists.checked_sums()
-        plan.timer.record("reduce")
-        counts, nonfinite_sums = transport.allgather_control(np.array([len(sums), nonfinite], np.int64)).T
-        if nonfinite_sums.any():
-            raise FlaggedRanksError([])
-        regions = allgather_regions(sums, counts, boundaries, transport)
-        plan.timer.record("allgather")
+        with plan.timer.stage("exchange"):
+            lists = split_and_reduce(
+                selection.packed, boundaries, transport, flag, bucket_rounds=bucket_rounds
+            )
+        with plan.timer.stage("reduce"):
+            sums, nonfinite = lists.checked_sums()
+        with plan.timer.stage("allgather"):
+            counts, nonfinite_sums = transport.allgather_control(np.array([len(sums), nonfinite], np.int64)).T
+            if nonfinite_sums.any():
+                raise FlaggedRanksError([])
+            regions = allgather_regions(sums, counts, boundaries, transport)
         assert out is not None, "it writes out"
         update = self._write_if_dense(regions, out, plan.scale)
         return self.result(selection, update, global_nnz=int(counts.sum()))

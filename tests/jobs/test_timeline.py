@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+import h5py
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-from jobs.run.columns import PHASES, Columns
+from jobs.run.columns import BUCKET, PHASES, Columns
 from jobs.run.reader import RunReader
-from jobs.timeline import explained, main, phase_seconds, slow_rank, trace
+from jobs.run.spans import explained, exposed_seconds, overlap_seconds, phase_seconds, slow_rank
+from jobs.timeline import EXPOSED, main, read_timeline, trace
 from jobs.train.timing import clock_ahead
+from oktopk.results import StageTimer
 from tests.launched import PATIENCE, outcome
 from tests.tiny_job import run
 from tests.tiny_runs import CONFIG, SETTINGS
 
 
-def spans(*rows: tuple[int, int, str, int, float, float]) -> Columns:
+def spans(*rows: tuple[int, int, str, int, float, float], bucket: Sequence[int] = ()) -> Columns:
+    """Columns of (step, rank, name, depth, start, seconds); buckets: of none by default."""
     step, rank, name, depth, start, seconds = zip(*rows, strict=True)
     return {
         "step": np.array(step),
@@ -30,6 +37,7 @@ def spans(*rows: tuple[int, int, str, int, float, float]) -> Columns:
         "depth": np.array(depth),
         "start": np.array(start),
         "seconds": np.array(seconds),
+        "bucket": np.array(bucket or [-1] * len(rows)),
     }
 
 
@@ -40,7 +48,7 @@ def two_ranks(late: float) -> Columns:
         for rank, forward in ((0, 0.5), (1, 0.5 + late)):
             rows.append((step, rank, "forward", 0, step, forward))
             rows.append((step, rank, "reduction", 0, step + forward, 1.0 - forward))
-            rows.append((step, rank, "select", 1, step + forward, 0.1))
+            rows.append((step, rank, "select", 1, step + forward, 0.9 - forward))
     return spans(*rows)
 
 
@@ -57,12 +65,30 @@ def test_the_rank_that_others_wait_for_is_named_with_its_phase() -> None:
 
 
 def test_time_that_no_span_has_is_not_explained_and_overlapping_spans_count_once() -> None:
-    assert explained(two_ranks(0.2)) == pytest.approx(1.0)
+    assert explained(two_ranks(0.2)) == pytest.approx(0.9)  # a reduction is what its stages explain of it
     gap = spans((1, 0, "data", 0, 0.0, 1.0), (1, 0, "record", 0, 0.5, 1.0), (2, 0, "data", 0, 3.0, 1.0))
     assert explained(gap) == pytest.approx(2.5 / 4.0)
     # a stage explains nothing that its phase does not
-    stage = spans((1, 0, "data", 0, 0.0, 1.0), (1, 0, "select", 1, 1.0, 1.0), (2, 0, "data", 0, 3.0, 1.0))
-    assert explained(stage) == pytest.approx(2.0 / 4.0)
+    stage = spans(
+        (1, 0, "reduction", 0, 0.0, 1.0), (1, 0, "select", 1, 0.5, 1.0), (2, 0, "data", 0, 3.0, 1.0)
+    )
+    assert explained(stage) == pytest.approx(1.5 / 4.0)
+
+
+def test_a_bucket_is_hidden_until_the_last_backward_pass_ends_and_exposed_from_then_on() -> None:
+    found = spans(
+        (1, 0, "backward", 0, 0.0, 0.5),
+        (1, 0, "backward", 0, 1.0, 1.0),
+        (1, 0, BUCKET, 1, 1.2, 0.4),
+        (1, 0, BUCKET, 1, 1.5, 1.0),
+        (1, 0, "select", 2, 1.5, 1.0),
+        (1, 0, BUCKET, 1, 2.3, 0.7),
+        (1, 0, "reduction", 0, 2.0, 1.0),
+        bucket=[-1, -1, 0, 1, 1, 2, -1],
+    )
+    assert exposed_seconds(found) == pytest.approx([0, 0, 0, 0.5, 0.5, 0.7, 0])
+    assert overlap_seconds(found) == pytest.approx((0.8, 1.0))  # 1.2 to 2.0, and 2.0 to 3.0
+    assert overlap_seconds(two_ranks(0.2)) is None
 
 
 def test_accumulated_passes_of_a_step_add_up() -> None:
@@ -101,7 +127,7 @@ def test_clocks_of_one_host_are_found_equal_and_one_that_is_ahead_by_how_much(
 def test_a_run_with_a_rank_slowed_on_purpose_is_explained(comm: MPI.Intracomm, tmp_path: Path) -> None:
     folder: Path = comm.bcast(tmp_path)
     path = folder / "run.h5"
-    settings = ["training.steps=16", "training.eval_every=8", "run.timeline=true", "run.flush_every=4"]
+    settings = ["training.steps=24", "training.eval_every=8", "run.timeline=true", "run.flush_every=4"]
     slow = comm.size - 1
     words = [
         str(CONFIG),
@@ -122,12 +148,12 @@ def test_a_run_with_a_rank_slowed_on_purpose_is_explained(comm: MPI.Intracomm, t
     for rank in range(comm.size):
         mine = (found["rank"] == rank) & phases
         for phase in PHASES:
-            assert found["step"][mine & (found["name"] == phase)].tolist() == list(range(1, 17))
+            assert found["step"][mine & (found["name"] == phase)].tolist() == list(range(11, 21))
         for name, least in (("between", 10), ("evaluation", 1), ("record", 3)):
             assert (found["name"][found["rank"] == rank] == name).sum() >= least
     # what a rank waits for the others ends at about the same time on all, by the one clock
     ends = (found["start"] + found["seconds"])[(found["name"] == "reduction") & phases]
-    by_step = [ends[found["step"][(found["name"] == "reduction") & phases] == step] for step in range(1, 17)]
+    by_step = [ends[found["step"][(found["name"] == "reduction") & phases] == step] for step in range(11, 21)]
     assert np.median([np.ptp(each) for each in by_step]) < 0.05
     assert explained(found) >= 0.95
     late = slow_rank(found)
@@ -143,12 +169,100 @@ def test_a_run_with_a_rank_slowed_on_purpose_is_explained(comm: MPI.Intracomm, t
         page = (folder / "out.html").read_text()
         assert len(re.findall("<rect", page)) > 3 * comm.size * len(PHASES)
         assert comm.size == 1 or f"Rank {slow} is late" in page
-        assert main([str(path), "--first", "17"]) == 2
+        assert main([str(path), "--first", "21"]) == 2
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(PATIENCE)
+def test_buckets_of_a_run_are_explained_as_hidden_or_exposed(
+    comm: MPI.Intracomm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path: Path = comm.bcast(tmp_path) / "run.h5"
+    settings = [
+        *("reduction.overlap=true", "reduction.bucket_mb=0.001", "training.steps=16", "run.timeline=true"),
+        *("run.timeline_after=4", "run.timeline_steps=10", "run.measure_every=0", "run.flush_every=5"),
+    ]
+    slow = comm.size - 1
+    faults = ["seconds=0.01", "backward=0.02", f"slow={slow}:0.05"]
+    words = [str(CONFIG), "--set", *SETTINGS, f"run.file={path}", *settings, "--", *faults]
+    status, said = outcome(comm, lambda: run(words, comm))
+    assert status == 0, said
+    found, _ = read_timeline(path)
+    ends = found["start"] + found["seconds"]
+    wholes = found["name"] == BUCKET
+    buckets = set(zip(*(found[key][wholes].tolist() for key in ("step", "rank", "bucket")), strict=True))
+    assert buckets == set(itertools.product(range(5, 15), range(comm.size), range(3)))
+    for step, rank, bucket in buckets:
+        own = (found["step"] == step) & (found["rank"] == rank) & (found["bucket"] == bucket)
+        (whole,) = np.flatnonzero(own & wholes)
+        stages = own & (found["depth"] == 2)
+        assert {"select", "exchange", "allgather"} <= set(found["name"][stages])
+        assert (found["start"][stages].min(), ends[stages].max()) == pytest.approx(
+            (found["start"][whole], ends[whole])
+        )
+        assert found["seconds"][stages].sum() == pytest.approx(found["seconds"][whole], abs=1e-6)
+    hidden, exposed = overlap_seconds(found) or (0.0, 0.0)
+    # the thread takes one bucket after the other
+    each = found["seconds"][wholes].sum() / (10 * comm.size)
+    assert hidden + exposed == pytest.approx(each, rel=0.01)
+    assert hidden > 0
+    assert exposed == pytest.approx(exposed_seconds(found)[wholes].sum() / (10 * comm.size), rel=0.01)
+    # against a clock that no span was made of
+    with RunReader(path) as reader:
+        elapsed = reader.steps()["elapsed"]
+    wall = elapsed[13] - elapsed[4]
+    leaves = (found["depth"] == 0) & (found["name"] != "reduction") | (found["name"] == "wait")
+    late = leaves & (found["step"] > 5) | (found["name"] == "between") & (found["step"] == 5)
+    late &= ~((found["name"] == "between") & (found["step"] == 14))
+    for rank in range(comm.size):
+        assert found["seconds"][late & (found["rank"] == rank)].sum() == pytest.approx(wall, rel=0.05)
+    assert explained(found) >= 0.95
+    named = slow_rank(found)
+    assert comm.size == 1 or (named is not None and (named.rank, named.phase) == (slow, "forward"))
+    if comm.rank == 0:
+        assert main([str(path)]) == 0
+        assert f"{1e3 * hidden:.2f} ms hidden" in capsys.readouterr().out
+        page = path.with_name("run-timeline.html").read_text()
+        assert page.count(EXPOSED) == 3 * 3 * comm.size  # of three steps
+        assert f"{1e3 * exposed:.2f} ms exposed" in page
+        packed = path.with_name("run-timeline.json.gz").read_bytes()
+        events = json.loads(gzip.decompress(packed))["traceEvents"]
+        threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        assert {"bucket 0", "bucket 1", "bucket 2"} <= threads
+
+
+def test_a_run_file_of_before_there_were_buckets_is_read(tmp_path: Path) -> None:
+    from tests.jobs.report.test_report import write_run
+
+    path = write_run(tmp_path / "run.h5")
+    columns = two_ranks(0.2)
+    columns["name"] = np.char.encode(columns["name"])
+    with h5py.File(path, "r+") as file:
+        del file["timeline"]
+        for name in columns.keys() - {"bucket"}:
+            file[f"timeline/{name}"] = columns[name]
+    found, _ = read_timeline(path)
+    assert set(found["bucket"].tolist()) == {-1}
+    assert main([str(path)]) == 0
+
+
+def test_a_stage_is_a_range_in_a_profiler_that_ends_where_an_error_ends_it() -> None:
+    calls: list[str] = []
+    nvtx = SimpleNamespace(RangePush=calls.append, RangePop=lambda: calls.append("end"))
+    timer = StageTimer(nvtx=nvtx)
+    with timer.stage("select"):
+        pass
+    with timer.stage("step", ends=False):
+        pass
+    with pytest.raises(RuntimeError), timer.stage("exchange"):
+        raise RuntimeError
+    assert calls == ["select", "end", "step", "end", "exchange", "end"]
+    assert [name for name, _, _ in timer.spans] == list(timer.seconds) == ["select"]
 
 
 def test_a_run_without_a_timeline_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tests.jobs.report.test_report import write_run
 
     assert main([str(write_run(tmp_path / "run.h5"))]) == 2
-    assert "run.h5 has no timeline: train with --set run.timeline=true" in capsys.readouterr().err
+    assert "run.h5 has no timeline: train with --set run.timeline=true for" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["run.h5"]

@@ -122,7 +122,7 @@ WAYS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 
 def counted(report: StepReport, way: Way) -> dict[str, Any]:
     """What is counted and measured on every way alike."""
-    found = {**dataclasses.asdict(report), "seconds": None}
+    found = {**dataclasses.asdict(report), "seconds": None, "spans": None}
     if found["measures"]:
         found["measures"]["seconds"] = None
     if way.device == "cuda":
