@@ -285,6 +285,8 @@ class CodedEntries:
 
     @property
     def rounding(self) -> tuple[float, float]:
+        if self._kernels.ASYNCHRONOUS:
+            self._kernels.finish_encoding()
         error, mass = self._report[:, [_ERROR, _MASS]].sum(axis=0)
         return float(error), float(mass)
 

@@ -101,6 +101,7 @@ class NcclGroupTransport(DeviceTransport, ProcessGroupTransport):
 
     def __init__(self, comm: Meeting, device: Device) -> None:
         super().__init__(comm, device)
+        self.kernels.sends_wait = False
         whole = comm.whole
         if whole.messages is None:
             whole.messages = NcclMessages(whole, device)

@@ -58,6 +58,8 @@ class DeviceKernels:
     """
 
     ASYNCHRONOUS = True
+    sends_wait = True
+    """Whether the host waits for what it sends, as MPI asks for; NCCL waits on the GPU alone."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -133,6 +135,11 @@ class DeviceKernels:
     def codec_report(self, ranks: int) -> NDArray[np.float64]:
         """As the host's, in pinned memory. The kernels that write to it have ended once the stream was waited for."""
         return self.device.report("codec", 8 * ranks)[: 8 * ranks].view(np.float64).reshape(ranks, 4)
+
+    def finish_encoding(self) -> None:
+        """Wait for what was encoded, where the host has not waited before it was sent."""
+        if not self.sends_wait:
+            self.device.synchronize()
 
     def cut_values(self, entries: DeviceEntries, others: DeviceEntries) -> None:
         fields = {"entries": entries.pointer, "others": others.pointer}
