@@ -285,7 +285,7 @@ class CodedEntries:
 
     @property
     def rounding(self) -> tuple[float, float]:
-        if self._kernels.ASYNCHRONOUS:
+        if self.rounds and self._kernels.ASYNCHRONOUS:
             self._kernels.finish_encoding()
         error, mass = self._report[:, [_ERROR, _MASS]].sum(axis=0)
         return float(error), float(mass)

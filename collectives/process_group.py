@@ -206,6 +206,7 @@ class ProcessGroupTransport(HostTransport):
             yield
         except RuntimeError as error:
             given_up, limit = self._given_up, self._given_up.limit
+            self._leave_gloo()
             with suppress(RuntimeError):  # the store may have ended, too
                 if given_up.error is None and limit is not None and given_up.notes.any_left():
                     given_up.error = missing_ranks(limit, given_up.notes)
@@ -251,10 +252,13 @@ class ProcessGroupTransport(HostTransport):
         try:
             super()._collect(operation, *arrays)
         except MissingRanksError:
-            self.comm.whole.gave_up = True
-            # its threads are waiting: were it destroyed, at the end of the process too, that would wait for them
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+            self._leave_gloo()
             raise
+
+    def _leave_gloo(self) -> None:
+        """Never end the connections: their threads may be waiting, and the end of the process, too, would wait for them."""
+        self.comm.whole.gave_up = True
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
 
     def _allgather_objects(self, value: Any) -> list[Any]:
         mine = np.frombuffer(pickle.dumps(value), np.uint8)

@@ -9,7 +9,7 @@ import argparse
 import hashlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -105,7 +105,7 @@ def prepare_an4(source: Path, output: Path, *, partial: bool = False) -> str:
             )
     write_speech_file(
         output,
-        **an4_origin(source),
+        **an4_origin(source, found),
         names={split: [each.name for each in found[split]] for split in found},
         lengths={split: [each.length for each in found[split]] for split in found},
         labels={split: [each.labels for each in found[split]] for split in found},
@@ -114,9 +114,15 @@ def prepare_an4(source: Path, output: Path, *, partial: bool = False) -> str:
     return f"{output}: wrote {speech_description(*an4.open_an4(output))}"
 
 
-def an4_origin(source: Path) -> dict[str, str]:
-    """Name and source, in words, of what `prepare_an4` writes."""
-    return {"name": "an4", "source": f"CMU AN4, {source.name}, not compared with the published archive"}
+def an4_origin(source: Path, found: Mapping[str, Sequence[an4.Utterance]]) -> dict[str, str]:
+    """Name and source, in words, of what `prepare_an4` writes of these utterances."""
+    counts = " + ".join(str(len(found[split])) for split in an4.COUNTS)
+    samples = sum(each.length for utterances in found.values() for each in utterances)
+    content = f"{counts} utterances of {samples} samples"
+    return {
+        "name": "an4",
+        "source": f"CMU AN4, {source.name}, {content}, not compared with the published archive",
+    }
 
 
 def speech_description(train: SpeechSet, test: SpeechSet) -> str:
@@ -196,7 +202,7 @@ def _prepared(options: argparse.Namespace) -> str:
         parts: Any = open_image_file, description, cifar10_origin(source)
         prepare = partial(prepare_cifar10, source, output)
     elif options.set == "an4":
-        parts = open_speech_file, speech_description, an4_origin(source)
+        parts = open_speech_file, speech_description, an4_origin(source, an4.find_utterances(source))
         prepare = partial(prepare_an4, source, output, partial=options.partial)
     else:
         recipe = Recipe(**{key.name: getattr(options, key.name) for key in fields(Recipe)})

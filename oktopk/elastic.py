@@ -37,7 +37,7 @@ def of_rank(state: Any) -> Any:
     """
     if isinstance(state, dict) and len(state) == 1:
         ((key, held),) = state.items()
-        if str(key).startswith("rank-") and isinstance(held, tuple) and len(held) == 1:
+        if str(key).startswith("rank-") and isinstance(held, tuple | list) and len(held) == 1:
             return held[0]
     return state
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -26,7 +27,8 @@ class CommunicationThread:
         self._together = together
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._failed: BaseException | None = None
-        self._last: Future[Any] | None = None  # that was submitted
+        # that was submitted; weak, as its callbacks hold who submitted it
+        self._last: Callable[[], Future[Any] | None] = lambda: None
         self._closed = False
         # a daemon: a process that fails must end, though this thread waits for other ranks
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -40,8 +42,8 @@ class CommunicationThread:
         """
         self._check_open()
         future: Future[_Result] = Future()
+        self._last = weakref.ref(future)
         self._calls.put((future, call))
-        self._last = future
         return future
 
     def run(self, future: Future[_Result], call: Callable[[], _Result]) -> None:
@@ -55,7 +57,7 @@ class CommunicationThread:
             KeyboardInterrupt, SystemExit: came during the call; later calls fail.
         """
         self._check_open()
-        if self._last is not None and not self._last.done():
+        if (last := self._last()) is not None and not last.done():
             raise RuntimeError("a call in the caller's thread while the communication thread runs others")
         self._run_next(future, call)
         if not isinstance(error := future.exception(), Exception | None):

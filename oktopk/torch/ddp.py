@@ -469,6 +469,7 @@ class OkTopkState:
         if not isinstance(state, dict) or not {"buckets", "moves_to", "reducer"} <= state.keys():
             raise ValueError("the state is not one of OkTopkState.state_dict()")
         self._finish_step()
+        self._given = []
         self._loaded = dict(state)
         self._loaded_tables = dict(state.get("tables", {}))  # an earlier version has none
         for table in self._tables.values():

@@ -39,7 +39,8 @@ class DenseAllreduce:
         size: how many ranks there are (P).
 
     Raises:
-        NoPeerMemoryError: a RuntimeError: the ranks cannot read each other's memory; on every rank alike, with the reason.
+        collectives.transport.NoPeerMemoryError: a RuntimeError: the ranks cannot read each other's memory; on every rank alike,
+            with the reason.
         oktopk.MissingRanksError: ranks did not come in time; on the others, and on a missing rank when it comes.
 
     Memory, traffic: of `collectives.cuda.dense_p2p.DenseP2P`.

@@ -155,11 +155,7 @@ class DistributedOptimizer(WrappedOptimizer):
         problem = unknown_setting(settings, DistributedOptimizer, "peer_memory")
         if isinstance(optimizer, DistributedOptimizer):
             problem = "the optimizer is a DistributedOptimizer already: wrap it once"
-        elif (other := reducer_of(trained)) is not None:
-            name = "a DistributedOptimizer" if isinstance(other, DistributedOptimizer) else "an OkTopkState"
-            same = getattr(other, "inner", None) is optimizer
-            what = "is around this optimizer" if same else "reduces gradients of these parameters"
-            problem = f"{name} {what} already: use that one, or close() it first"
+        problem = problem or _second_reducer_problem(optimizer, trained)
         problem = problem or wrapping_problem(optimizer, trained, clip_norm, settings)
         problem = problem or tables_problem(named, trained, settings)
         problem = problem or buckets_problem(overlap, bucket_mb, share)
@@ -686,6 +682,16 @@ def _may_only_set_up(optimizer: torch.optim.Optimizer) -> bool:
 def _is_zero(rate: Any) -> bool:
     """Whether a learning rate is zero; not asked of a GPU, which would have to be waited for."""
     return rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and float(rate) == 0.0
+
+
+def _second_reducer_problem(optimizer: torch.optim.Optimizer, trained: list[Tensor]) -> str:
+    """What is wrong where another reducer has these parameters; "" if none has. A string, which keeps no reducer alive."""
+    if (other := reducer_of(trained)) is None:
+        return ""
+    name = "a DistributedOptimizer" if isinstance(other, DistributedOptimizer) else "an OkTopkState"
+    same = getattr(other, "inner", None) is optimizer
+    what = "is around this optimizer" if same else "reduces gradients of these parameters"
+    return f"{name} {what} already: use that one, or close() it first"
 
 
 def _type_name(dtype: torch.dtype) -> str:

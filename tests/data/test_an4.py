@@ -55,6 +55,9 @@ def test_a_file_that_is_there_is_kept_and_a_damaged_one_named(
     assert prepare(source, output) == 0
     assert prepare(source, output) == 0
     assert "already there, 'an4' of 3 training and 1 test utterances" in capsys.readouterr().out
+    write_an4(tmp_path / "other" / "an4", TRAIN[:2], TEST)
+    assert prepare(tmp_path / "other" / "an4", output) == 1
+    assert "exists and holds 'an4' of 3 training" in capsys.readouterr().err
     with h5py.File(output, "r+") as file:
         file["train/samples"][5] += 1
     assert prepare(source, output) == 1

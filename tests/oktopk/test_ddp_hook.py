@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import time
 import warnings
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -297,6 +300,24 @@ def test_a_hook_and_a_wrapped_optimizer_on_the_same_gradients_are_refused(comm: 
         DistributedOptimizer(inner)
     second.close()
     DistributedOptimizer(inner).close()
+
+
+def test_a_hook_that_was_dropped_without_a_close_does_not_hold_its_parameters(
+    comm: MPI.Intracomm, left_open: list[Any]
+) -> None:
+    ddp, state = hooked()
+    train(ddp, comm.rank, range(3))
+    model, dropped = ddp.module, weakref.ref(state)
+    del ddp, state
+    left_open.clear()
+    latest = time.monotonic() + 10
+    while (
+        dropped() is not None and time.monotonic() < latest
+    ):  # its thread is about to let go of the last call
+        time.sleep(0.01)
+        gc.collect()
+    assert dropped() is None
+    DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05)).close()
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])

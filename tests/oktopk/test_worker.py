@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -59,3 +61,19 @@ def test_no_call_runs_beside_one_in_the_thread(thread: CommunicationThread) -> N
     now: Future[int] = Future()
     thread.run(now, lambda: 1)
     assert now.result() == 1
+
+
+def test_what_a_callback_holds_does_not_live_until_the_next_call(thread: CommunicationThread) -> None:
+    class Owner:
+        def told(self, future: Future[int]) -> None:
+            pass
+
+    owner = Owner()
+    future = thread.submit(lambda: 1)
+    future.add_done_callback(owner.told)
+    assert future.result() == 1
+    thread.submit(lambda: 2).result()  # the thread has let go of the first
+    held = weakref.ref(owner)
+    del owner, future
+    gc.collect()
+    assert held() is None

@@ -197,9 +197,11 @@ class PowerSgdTraining(DdpTraining):
         """As DdpTraining's. What is captured leaves errors where they are, and waits for no GPU."""
         own = self._powersgd
         own.error_dict = _InPlace(own.error_dict)
-        with patch.object(torch.cuda, "synchronize", lambda device=None: None):
-            yield
-        own.error_dict = dict(own.error_dict)
+        try:
+            with patch.object(torch.cuda, "synchronize", lambda device=None: None):
+                yield
+        finally:
+            own.error_dict = dict(own.error_dict)
 
     def _finish(self) -> Traffic:
         if self._steps < self._start:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pkgutil
 
@@ -28,7 +29,7 @@ def call_factory(config: Config) -> nn.Module:
     name, arguments = config.model.factory, config.model.arguments
     module = name.partition(":")[0]
     try:
-        factory = pkgutil.resolve_name(name)
+        importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # of what the module imports
@@ -36,6 +37,8 @@ def call_factory(config: Config) -> nn.Module:
         raise WorkloadError(
             f"model.factory {name!r}: {error}: put the folder that holds {package} on PYTHONPATH, or install it"
         ) from error
+    try:
+        factory = pkgutil.resolve_name(name)
     except AttributeError as error:
         raise WorkloadError(f"model.factory {name!r}: {error}") from error
     if not callable(factory):
