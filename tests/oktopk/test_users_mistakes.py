@@ -21,6 +21,9 @@ from oktopk import METHODS, DistributedOptimizer, GradientAllreduce, average_buf
 from oktopk.elastic import of_rank, redistribute
 from tests.training import flat, network, squares
 
+LIMIT = 1.5
+"""Seconds that a rank may come late; those that are on time come within them on a loaded machine, too."""
+
 pytestmark = pytest.mark.mpi
 
 
@@ -179,10 +182,10 @@ def test_what_the_optimizer_decides_itself_is_no_setting(comm: MPI.Intracomm, na
 
 
 def test_a_rank_that_was_away_between_steps_is_not_missed_by_what_follows(comm: MPI.Intracomm) -> None:
-    reducer = GradientAllreduce(comm, 100, timeout=0.5)
+    reducer = GradientAllreduce(comm, 100, timeout=LIMIT)
     reducer.step(np.arange(100, dtype=np.float32))
     if comm.rank == 0:
-        time.sleep(1.0)  # an evaluation, before what has no limit
+        time.sleep(LIMIT + 0.5)  # an evaluation, before what has no limit
     reducer.transport.barrier()
 
 
@@ -325,7 +328,7 @@ def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
     monkeypatch.setattr("collectives.limit._ANSWER", 10.0 if steps else 1.5)
     over = comm if library == "MPI" else request.getfixturevalue("group")
     missing %= comm.size
-    chosen: dict[str, Any] = {"density": 0.1, "timeout": 0.5, "threshold_interval": 2}
+    chosen: dict[str, Any] = {"density": 0.1, "timeout": LIMIT, "threshold_interval": 2}
     if ranks_per_host:
         chosen |= {"levels": "hosts", "ranks_per_host": ranks_per_host}
     reducer = GradientAllreduce(over, 100, method, **chosen)
@@ -334,10 +337,12 @@ def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
         reducer.step(gradient, measure=measure)
     comm.Barrier()
     if comm.rank == missing:
-        time.sleep(1.0 if steps else 2.0)  # it comes while the others wait to hear of each other, or later
+        time.sleep(
+            LIMIT + (0.5 if steps else 1.5)
+        )  # it comes while the others wait to hear of each other, or later
     began = time.monotonic()
     with pytest.raises(
-        MissingRanksError, match=rf"step {steps}: rank\(s\) {missing} did not come within 0\.5 s"
+        MissingRanksError, match=rf"step {steps}: rank\(s\) {missing} did not come within {LIMIT} s"
     ) as caught:
         reducer.step(gradient, measure=measure)
     assert caught.value.ranks == [missing]
@@ -379,14 +384,14 @@ def test_ranks_that_do_not_come_to_a_construction_are_named_by_all(
     missing = comm.size - 1
     comm.Barrier()
     if comm.rank == missing:
-        time.sleep(1.0)  # the others have given up, and wait to hear of each other
+        time.sleep(LIMIT + 0.5)  # the others have given up, and wait to hear of each other
     if comm.rank != missing or comes == "late":
         began = time.monotonic()
         with pytest.raises(
             MissingRanksError,
-            match=rf"^{what}\(\.\.\.\): rank\(s\) {missing} did not come within 0\.5 s .*Every rank must make this call$",
+            match=rf"^{what}\(\.\.\.\): rank\(s\) {missing} did not come within {LIMIT} s .*Every rank must make this call$",
         ) as caught:
-            call(*arguments, timeout=0.5)
+            call(*arguments, timeout=LIMIT)
         assert caught.value.ranks == [missing]
         assert time.monotonic() - began < 60
     comm.Barrier()
@@ -397,11 +402,11 @@ def test_a_state_that_one_rank_does_not_load_names_it(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("collectives.limit._ANSWER", 10.0)
-    optimizer = DistributedOptimizer(sgd(network()), comm, timeout=0.5)
+    optimizer = DistributedOptimizer(sgd(network()), comm, timeout=LIMIT)
     state = optimizer.state_dict()
     comm.Barrier()
     if comm.rank == comm.size - 1:
-        time.sleep(1.0)
+        time.sleep(LIMIT + 0.5)
     with pytest.raises(MissingRanksError, match=rf"load_state_dict: rank\(s\) {comm.size - 1} did not come"):
         optimizer.load_state_dict(state)
     optimizer.close()
