@@ -93,12 +93,12 @@ def summary(spans: Columns) -> list[str]:
             f"Rank {late.rank} is late: before its reduction it works {1e3 * late.seconds:.2f} ms in a step, the others "
             f"{1e3 * late.others:.2f} ms. It loses most in the phase {late.phase}."
         )
-    found = overlap_seconds(spans)
-    if found is None:
+    parts = overlap_seconds(spans)
+    if parts is None:
         reduction = phase_seconds(spans)["reduction"].mean()
         hides = f"No buckets are on record: {1e3 * reduction:.2f} ms of reduction in a step are exposed."
     else:
-        hidden, exposed = found
+        hidden, exposed = parts
         hides = (
             f"Buckets are reduced for {1e3 * (hidden + exposed):.2f} ms in a step: {1e3 * hidden:.2f} ms hidden behind the "
             f"backward pass, {1e3 * exposed:.2f} ms exposed."

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 TRAINING_MODES = ("nccl", "ddp", "powersgd")
 """Ways to sum all gradients, powersgd in low rank, that take part in the backward pass or are another library's;
 see jobs.train.reduce."""
@@ -19,3 +22,13 @@ DDP_MODES = ("ddp", "powersgd")
 def row_of(method: str, overlap: bool) -> str:
     """What tables call a run of a method."""
     return DENSE_OVLP if overlap and method in ("dense", "nccl") else method
+
+
+def is_replayed(config: Mapping[str, Any], method: str) -> bool:
+    """Whether a run with this configuration, and this method, replays its steps as CUDA graphs.
+
+    Graphs of DDP's steps are younger than run files of them, and as old as the key run.timeline_after, which those lack.
+    """
+    if method in DDP_MODES and "timeline_after" not in config.get("run", {}):
+        return False
+    return bool(config.get("training", {}).get("cuda_graph"))

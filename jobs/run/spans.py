@@ -85,12 +85,12 @@ def exposed_seconds(spans: Columns) -> NDArray[np.float64]:
 
 def _backward_ends(spans: Columns) -> NDArray[np.float64]:
     """float64[spans]: when the last backward pass of a span's step ended on its rank."""
-    found: dict[tuple[int, int], float] = {}
+    latest: dict[tuple[int, int], float] = {}
     for step, rank, name, _, start, seconds, _ in rows_of(spans):
         if name == "backward":
-            found[step, rank] = max(start + seconds, found.get((step, rank), -np.inf))
+            latest[step, rank] = max(start + seconds, latest.get((step, rank), -np.inf))
     keys = zip(spans["step"].tolist(), spans["rank"].tolist(), strict=True)
-    return np.array([found.get(key, np.inf) for key in keys])
+    return np.array([latest.get(key, np.inf) for key in keys])
 
 
 def overlap_seconds(spans: Columns) -> tuple[float, float] | None:
@@ -116,14 +116,14 @@ def phase_seconds(spans: Columns) -> dict[str, NDArray[np.float64]]:
     """Phase -> float64[ranks]: seconds of it in a step, median over the steps but the run's first, where there are others."""
     ranks, steps = np.unique(spans["rank"]), np.unique(spans["step"])
     first = min(2, steps[-1])
-    found = {}
+    medians = {}
     for phase in PHASES:
         mine = (spans["name"] == phase) & (spans["depth"] == 0) & (spans["step"] >= first)
         sums = np.zeros((len(ranks), len(steps)))
         places = np.searchsorted(ranks, spans["rank"][mine]), np.searchsorted(steps, spans["step"][mine])
         np.add.at(sums, places, spans["seconds"][mine])
-        found[phase] = np.median(sums[:, steps >= first], axis=1)
-    return found
+        medians[phase] = np.median(sums[:, steps >= first], axis=1)
+    return medians
 
 
 def slow_rank(spans: Columns) -> SlowRank | None:
