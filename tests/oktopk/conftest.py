@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from mpi4py import MPI
 
+from collectives.limit import Limit, missing_ranks
 from tests.devices import DEVICES, torch_device, use
 
 KINDS = {
@@ -71,3 +73,48 @@ def cuda(request: pytest.FixtureRequest, comm: MPI.Intracomm) -> str:
 def place(device: str, comm: MPI.Intracomm) -> Any:
     """`device` as torch's."""
     return torch_device(device, comm)
+
+
+GAVE_UP = 77
+"""Tag of the messages of ranks that have given up, on the test's communicator."""
+
+
+@pytest.fixture
+def after_the_others(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """What the ranks call before one of them comes late to an operation: it returns there when the others have given up.
+
+    Those give up once all of them have waited for as long as the limit, so that it alone is missing, however slow the machine.
+    """
+    parts = []
+
+    def after(missing: int) -> None:
+        others = comm.Split(comm.rank == missing)
+        parts.append(others)
+        if comm.rank == missing:
+            messages = [comm.irecv(source=rank, tag=GAVE_UP) for rank in range(comm.size) if rank != missing]
+            while not MPI.Request.Testall(messages):
+                time.sleep(0.001)
+            return
+        waiting: list[MPI.Request] = []
+
+        def wait_on() -> bool:
+            if not waiting:
+                waiting.append(others.Ibarrier())
+            return not waiting[0].Test()
+
+        def gives_up(limit: Limit, notes: Any, waited: float) -> Any:
+            leave = notes.leave
+
+            def tell(note: int) -> None:
+                leave(note)
+                comm.send(None, missing, GAVE_UP)
+
+            monkeypatch.setattr(notes, "leave", tell)
+            return missing_ranks(limit, notes, waited)
+
+        monkeypatch.setattr("collectives.limit._debugged", wait_on)
+        monkeypatch.setattr("collectives.limit.missing_ranks", gives_up)
+
+    yield after
+    for part in parts:
+        part.Free()
