@@ -48,6 +48,13 @@ class TensorMemory:
         """Order the reducer's work after torch's earlier work and before its later work."""
         return nullcontext()
 
+    def before_torch(self) -> AbstractContextManager[None]:
+        """Order the reducer's work before torch's later work alone: `after` has ordered it behind what it reads.
+
+        Other work of the reducer is then not held up by what torch has still to do, such as a backward pass that is replayed.
+        """
+        return nullcontext()
+
     def on_stream(self) -> AbstractContextManager[Any]:
         """Put torch's work in between on the reducer's stream."""
         return nullcontext()
@@ -119,15 +126,20 @@ class CudaMemory(TensorMemory):
     @contextmanager
     def stream_scope(self) -> Iterator[None]:
         """As on the host, with something to do where torch's current stream has changed."""
-        current = torch.cuda.current_stream()
-        if current == self._torch_stream:
+        if torch.cuda.current_stream() != self._torch_stream:
+            self._torch_stream.wait_stream(torch.cuda.current_stream())
+        with self.before_torch():
             yield
-            return
-        self._torch_stream.wait_stream(current)
+
+    @contextmanager
+    def before_torch(self) -> Iterator[None]:
+        """As on the host."""
+        current = torch.cuda.current_stream()
         try:
             yield
         finally:
-            current.wait_stream(self._torch_stream)
+            if current != self._torch_stream:
+                current.wait_stream(self._torch_stream)
 
     def on_stream(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = torch.cuda.stream(self._torch_stream)

@@ -464,19 +464,19 @@ class DistributedOptimizer(WrappedOptimizer):
             raise ValueError("measures are taken of one vector: pass overlap=False and bucket_mb=0")
         assert self._buckets is not None and isinstance(self.reducer, BucketedAllreduce)
         rest = self._buckets.rest()
-        with self._memory.stream_scope():
-            for gradient in rest:
-                self.reducer.start(gradient, problem=problem)
+        ready = self._memory.after_current()
+        for gradient in rest:
+            self.reducer.start(gradient, ready, problem=problem)
 
     def _discard_buckets(self) -> StepReport:
         """End a step whose tables were not reduced. Collective."""
         assert isinstance(self.reducer, BucketedAllreduce)
-        with self._memory.stream_scope():
+        with self._memory.before_torch():
             return self.reducer.discard([])
 
     def _reduced_vector(self, measure: bool, problem: str) -> StepReport:
         if isinstance(self.reducer, BucketedAllreduce):
-            with self._memory.stream_scope():
+            with self._memory.before_torch():
                 return self.reducer.finish()
         assert isinstance(self.reducer, GradientAllreduce)
         gradient = self._given(measure)

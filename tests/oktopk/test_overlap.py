@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +17,9 @@ from torch import nn
 from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import of_rank, redistribute
+from oktopk.torch.interop import TensorMemory
 from oktopk.torch.overlap import BucketLayout
-from tests.devices import on_torchs_gpu, torch_device
+from tests.devices import hold_up, on_torchs_gpu, torch_device
 from tests.training import flat, loss, train, wrapped
 
 pytestmark = pytest.mark.mpi
@@ -89,6 +93,69 @@ def test_a_recorded_backward_pass_starts_its_buckets_once_it_is_replayed(comm: M
     with pytest.raises(RuntimeError, match="a replay while the gradients"):
         buckets.replayed(recorded)
     optimizer.abandon()
+
+
+class Marked(TensorMemory):
+    """Memory whose marks are numbers, and which notes what the reducer waits for: marks, and all that torch has to do."""
+
+    def __init__(self) -> None:
+        self._next = count()
+        self.waits: list[int | str] = []
+
+    def stream_scope(self) -> AbstractContextManager[None]:
+        self.waits.append("all")
+        return nullcontext()
+
+    def mark(self) -> int:
+        return next(self._next)
+
+    def after(self, mark: int) -> Any:
+        return partial(self.waits.append, mark)
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_bucket_waits_for_the_part_of_the_backward_pass_that_fills_it_alone(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, replay: bool
+) -> None:
+    memory = Marked()
+    monkeypatch.setattr("oktopk.torch.optimizer.memory_of", lambda place, beside: memory)
+    model = network()
+    optimizer = wrap(model, comm)
+    buckets = optimizer.overlapped
+    assert buckets is not None
+    for step in range(3):
+        with buckets.recording() if replay else nullcontext() as recorded:
+            loss(model, comm.rank, step).backward()
+        if replay:
+            buckets.replayed(recorded)
+        optimizer.step()
+    assert memory.waits == list(range(9))
+
+
+@pytest.mark.parametrize("device", [on_torchs_gpu("cuda", id="cuda")])
+def test_a_bucket_is_reduced_over_messages_while_the_backward_pass_goes_on(
+    comm: MPI.Intracomm, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = network(torch_device(device, comm))
+    optimizer = wrap(model, comm, peer_memory=False)
+    train(model, optimizer, comm.rank, range(4))
+    reducer = optimizer.reducer
+    early: list[bool] = []
+    assert isinstance(reducer, BucketedAllreduce)
+    finish = reducer.finish
+
+    def finish_after_a_look() -> Any:
+        while goes_on() and not early:
+            early.extend([True] if reducer._started[1].done() else [])
+        return finish()
+
+    monkeypatch.setattr(reducer, "finish", finish_after_a_look)
+    optimizer.zero_grad()
+    hold_up(200_000_000)  # the host is far ahead, as with a pass that is replayed
+    loss(model, comm.rank, 4).backward()
+    goes_on = hold_up(4_000_000_000)
+    optimizer.step()
+    assert early == [True]
 
 
 def test_gradients_that_autograd_puts_elsewhere_are_reduced(comm: MPI.Intracomm) -> None:
