@@ -32,9 +32,6 @@ _PAYLOAD, _COUNT = 0, 1  # tags
 _TIMEOUT = timedelta(days=30)
 """Of gloo. Our own limits are shorter, and a rank that dies closes its connections."""
 
-_connected: dict[tuple[str, bytes], int] = {}
-"""How many transports were made of a group, by its name and ranks: all of these count alike, whatever else they are in."""
-
 
 def connect(group: ProcessGroup, limit: Limit | None = None) -> ProcessGroupTransport:
     """The transport for host arrays among the ranks of a process group, of whatever backend. Collective.
@@ -48,11 +45,11 @@ def connect(group: ProcessGroup, limit: Limit | None = None) -> ProcessGroupTran
         MissingRanksError: they did not come in time; on the others, and on a missing one when it comes. The group must not be
             used for a transport after that.
     """
-    ranks = hashlib.blake2b(repr(dist.get_process_group_ranks(group)).encode(), digest_size=8).digest()
-    name = group.group_name
-    number = _connected[name, ranks] = _connected.get((name, ranks), 0) + 1
+    ranks = hashlib.blake2b(repr(dist.get_process_group_ranks(group)).encode(), digest_size=8).hexdigest()
     base = dist.distributed_c10d._get_default_store()
-    store = dist.PrefixStore(f"oktopk/{name}/{ranks.hex()}/{number}", base)
+    own = dist.PrefixStore(f"oktopk/{group.group_name}/{ranks}", base)
+    # transports that were made of the group before: its ranks count alike, and begin anew with another store
+    store = dist.PrefixStore(f"{own.add(f'transports/{group.rank()}', 1)}", own)
     meeting = Meeting(store, group.rank(), group.size(), "cuda:nccl" in dist.get_backend_config(group))
     if limit is not None and meeting.size > 1:
         notes = StoreNotes(meeting)

@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 import oktopk
 from collectives.transport import MissingRanksError
+from jobs.train.reduce.background import start_process_group, stop_process_group
 from oktopk import DistributedOptimizer, GradientAllreduce, average_buffers
 from oktopk.buckets import BucketedAllreduce
 from tests.devices import get, put
@@ -64,6 +65,25 @@ def test_nccl_is_not_ended_where_ranks_did_not_come(
     reducer.close()
     assert not ended
     comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_process_group_is_not_held_to_what_ranks_missed_in_an_earlier_one(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is the same, and its store another."""
+    monkeypatch.setattr("collectives.limit._ANSWER", 0.5)
+    start_process_group(comm, torch.device("cpu"), "gloo", "")
+    if comm.rank:
+        with pytest.raises(MissingRanksError):
+            GradientAllreduce(None, 10, timeout=0.5)
+    comm.Barrier()
+    stop_process_group()
+    start_process_group(comm, torch.device("cpu"), "gloo", "")
+    reducer = GradientAllreduce(None, 10, timeout=20.0)
+    assert reducer.step(np.ones(10, np.float32)).global_nnz
+    reducer.close()
+    stop_process_group()
 
 
 def test_no_communicator_is_the_default_process_group_where_there_is_one(
