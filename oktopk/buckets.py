@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ from oktopk.results import StageTimer, StepReport, add_up, report_of_buckets
 from oktopk.settings import entries_kept, timeout_of
 from oktopk.state import state_problem
 from oktopk.worker import CommunicationThread
+
+_Result = TypeVar("_Result")
 
 _TOGETHER = (NonFiniteGradientError, ValueError)
 """Errors of a step that every rank raises, after which the ranks may go on."""
@@ -202,6 +204,14 @@ class BucketedAllreduce:
                 self._awaited.append((begun, reducer, report))
         self._started.append(begun)
         return begun
+
+    def submit(self, call: Callable[[], _Result]) -> Future[_Result]:
+        """Run a call in the thread, behind the buckets that were started: another collective operation on the same stream.
+
+        Every rank must call, if the call is collective, and no bucket may start before the future is done where buckets are put
+        on the stream (`can_read_tensors`).
+        """
+        return self._thread.submit(call)
 
     def _begin(
         self, reducer: GradientAllreduce, gradient: Any, ready: Callable[[], None] | None, problem: str

@@ -126,7 +126,7 @@ class OkTopkState:
         self._thread: CommunicationThread | None = None  # of the tables
         self._module = module
         self._names: dict[Tensor, str] = {}
-        self._memory = TensorMemory()
+        self._memory = self._table_memory = TensorMemory()  # each with a stream of its own on GPUs
         self._reducer: BucketedAllreduce | None = None
         self._layout: _Layout = []  # the parameters of the reducer's buckets
         self._places: dict[
@@ -197,6 +197,8 @@ class OkTopkState:
                 self._add(given)
         if bucket.is_last() and self._given:
             if self._reducer is None:  # now all buckets are known
+                for future in self._reducing_tables.values():
+                    future.exception()  # waits: theirs are in another thread
                 self._set_up([each.parameters for each in self._given])
                 for each in self._given:
                     self._add(each)
@@ -219,7 +221,7 @@ class OkTopkState:
                 *table.shape,
                 element_type=kind,
                 device=self._memory.device,
-                stream=self._memory.stream,
+                stream=self._table_memory.stream,
                 problem=problem,
                 **self._of_tables,
             )
@@ -231,33 +233,39 @@ class OkTopkState:
         reducer = self._tables[name]
         if name in self._loaded_tables:
             reducer.load_state_dict(as_arrays(self._loaded_tables.pop(name)))
-        if self._thread is None:
-            self._thread = CommunicationThread("oktopk tables", together=(NonFiniteGradientError, ValueError))
-
-        filled = self._memory.after_current()
+        memory = self._table_memory
+        filled = memory.after_current()
 
         def reduce() -> RowReport:
             if filled is not None:
                 filled()
-            with self._memory.on_stream():
-                report = reducer.step(*rows_of(gradient, table, self._memory))
-                given.buffer = gradient_of(reducer.sum, table, self._memory)
+            with memory.on_stream():
+                report = reducer.step(*rows_of(gradient, table, memory))
+                given.buffer = gradient_of(reducer.sum, table, memory)
             return report
 
         def reduced(future: Future[RowReport]) -> None:
             given.error = future.exception()
-            with self._memory.on_stream():
+            with memory.on_stream():
                 given.done.set_result(given.buffer)
 
-        self._table_reports[name] = self._reducing_tables[name] = self._thread.submit(reduce)
+        self._table_reports[name] = self._reducing_tables[name] = self._submit_table(reduce)
         self._table_reports[name].add_done_callback(reduced)
+
+    def _submit_table(self, reduce: Callable[[], RowReport]) -> Future[RowReport]:
+        """Run it behind the buckets in their thread; where those are put on the stream, or are not known, in one of its own."""
+        if self._reducer is not None and not self._reducer.can_read_tensors:
+            return self._reducer.submit(reduce)
+        if self._thread is None:
+            self._thread = CommunicationThread("oktopk tables", together=(NonFiniteGradientError, ValueError))
+        return self._thread.submit(reduce)
 
     def _begin_step(self, device: torch.device) -> None:
         self._finish_step()
         self._given, self._vectors, self._table_reports = [], {}, {}
         if not self._names:
             self._names = self._parameter_names()
-            self._memory = memory_of(device, beside=True)
+            self._memory, self._table_memory = memory_of(device, beside=True), memory_of(device, beside=True)
         if self._loaded is not None:
             self._set_up_loaded(self._loaded)
         self._move()
@@ -364,7 +372,8 @@ class OkTopkState:
             return True
         self._given = []
         if tables_failed or reducer.started < len(self._layout):  # the backward pass was left by an error
-            reducer.abandon()
+            with self._memory.before_torch():
+                reducer.abandon()
             return False
         try:
             self._report = reducer.finish(all_or_none=False)

@@ -120,21 +120,23 @@ class CudaMemory(TensorMemory):
         return self._cupy.ndarray(tensor.shape, _CUPY_TYPES[tensor.dtype], cuda.MemoryPointer(memory, 0))
 
     def _tensor(self, array: Any) -> Tensor:
-        tensor: Tensor = torch.from_dlpack(array)
+        with self.stream:  # else torch's current stream would wait for CuPy's, which may be the default one
+            tensor: Tensor = torch.from_dlpack(array)
         return tensor
 
     @contextmanager
     def stream_scope(self) -> Iterator[None]:
         """As on the host, with something to do where torch's current stream has changed."""
-        if torch.cuda.current_stream() != self._torch_stream:
-            self._torch_stream.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream(self._torch_stream.device)
+        if current != self._torch_stream:
+            self._torch_stream.wait_stream(current)
         with self.before_torch():
             yield
 
     @contextmanager
     def before_torch(self) -> Iterator[None]:
         """As on the host."""
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(self._torch_stream.device)
         try:
             yield
         finally:

@@ -304,7 +304,8 @@ class DistributedOptimizer(WrappedOptimizer):
     def abandon(self) -> None:
         """Forget a backward pass that an error ended, where `overlap` has begun to reduce its gradients. Every rank must call."""
         if self._buckets is not None:
-            self._buckets.abandon()
+            with self._memory.before_torch():
+                self._buckets.abandon()
 
     def step(
         self,
@@ -436,8 +437,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._tables is None:
             return self._reduced_vector(measure, problem)
         try:
-            with self._memory.stream_scope():
-                reduced = self._tables.reduce(problem)
+            reduced = self._reduce_tables(problem)
         except (NonFiniteGradientError, ValueError):
             if self._buckets is not None:
                 self._discard_buckets()
@@ -457,6 +457,16 @@ class DistributedOptimizer(WrappedOptimizer):
             self._tables.take_back()
         report.row_bytes = sum(each.bytes for each in self._tables.reports)
         return report
+
+    def _reduce_tables(self, problem: str) -> bool:
+        """As `SparseTables.reduce`; behind the buckets, so that all ranks put both on the stream in one order. Collective."""
+        assert self._tables is not None
+        if not isinstance(self.reducer, BucketedAllreduce):
+            with self._memory.stream_scope():
+                return self._tables.reduce(problem)
+        ready = self._memory.after_current()
+        with self._memory.before_torch():
+            return self.reducer.submit(partial(self._tables.reduce, problem, ready)).result()
 
     def _start_rest(self, measure: bool, problem: str) -> None:
         """Start the buckets that the backward pass has not. Collective."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,8 +55,12 @@ class SparseTables:
             raise
         self._gradients: list[Tensor | None] = [None] * len(self.tables)
 
-    def reduce(self, problem: str = "") -> bool:
+    def reduce(self, problem: str = "", ready: Callable[[], None] | None = None) -> bool:
         """Make each gradient that over the ranks, a coalesced sparse tensor. Collective. One that is missing counts as no rows.
+
+        Args:
+            problem: as `GradientAllreduce.step`.
+            ready: called first; on a GPU it orders the reducer's stream after the one that made the gradients.
 
         Returns:
             False where a table was skipped, and with it all.
@@ -64,12 +68,15 @@ class SparseTables:
         Raises:
             NonFiniteGradientError, ValueError: as `RowSparseAllreduce.step`; no table was reduced then.
         """
+        if ready is not None:
+            ready()
         self.reports = []
         self._gradients = [table.grad for table in self.tables]
         done: list[RowSparseAllreduce] = []
         for table, reducer in zip(self.tables, self.reducers, strict=True):
             try:
-                rows, values = rows_of(table.grad, table, self._memory)
+                with self._memory.on_stream():
+                    rows, values = rows_of(table.grad, table, self._memory)
                 self.reports.append(reducer.step(rows, values, problem))
             except BaseException:
                 self._undo(done)

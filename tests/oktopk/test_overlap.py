@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -96,15 +97,26 @@ def test_a_recorded_backward_pass_starts_its_buckets_once_it_is_replayed(comm: M
 
 
 class Marked(TensorMemory):
-    """Memory whose marks are numbers, and which notes what the reducer waits for: marks, and all that torch has to do."""
+    """Memory whose marks are numbers, and which notes what the reducer waits for: marks, and all that torch has to do.
+
+    Attributes:
+        waits: what it waited for.
+        ends: how often torch was told to wait for the reducer.
+    """
 
     def __init__(self) -> None:
         self._next = count()
         self.waits: list[int | str] = []
+        self.ends = 0
 
     def stream_scope(self) -> AbstractContextManager[None]:
         self.waits.append("all")
-        return nullcontext()
+        return self.before_torch()
+
+    @contextmanager
+    def before_torch(self) -> Iterator[None]:
+        yield
+        self.ends += 1
 
     def mark(self) -> int:
         return next(self._next)
@@ -129,7 +141,40 @@ def test_a_bucket_waits_for_the_part_of_the_backward_pass_that_fills_it_alone(
         if replay:
             buckets.replayed(recorded)
         optimizer.step()
-    assert memory.waits == list(range(9))
+    assert (memory.waits, memory.ends) == (list(range(9)), 3)
+    loss(model, comm.rank, 3).backward()
+    optimizer.abandon()
+    assert memory.ends == 4
+
+
+def test_a_table_waits_for_the_backward_pass_behind_the_buckets(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Marked()
+    monkeypatch.setattr("oktopk.torch.optimizer.memory_of", lambda place, beside: memory)
+    model = nn.Sequential(nn.Embedding(30, 20, sparse=True), network())
+    optimizer = wrap(model, comm)
+    calls: list[str] = []
+    tables, reducer = optimizer._tables, optimizer.reducer
+    assert tables is not None and isinstance(reducer, BucketedAllreduce)
+
+    def note(name: str, each: Any) -> None:
+        step = each.step
+
+        def noted(*given: Any, **more: Any) -> Any:
+            calls.append(name)
+            return step(*given, **more)
+
+        monkeypatch.setattr(each, "step", noted)
+
+    note("table", tables.reducers[0])
+    for number, bucket in enumerate(reducer.buckets):
+        note(str(number), bucket)
+    for _ in range(3):
+        model(torch.arange(4) + comm.rank).square().mean().backward()
+        optimizer.step()
+    assert memory.waits == list(range(12))
+    assert calls == 3 * ["0", "1", "2", "table"]
 
 
 @pytest.mark.parametrize("device", [on_torchs_gpu("cuda", id="cuda")])

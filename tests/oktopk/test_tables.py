@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -267,6 +268,36 @@ def test_ddps_hook_reduces_a_table_by_its_rows_and_continues_bit_for_bit(
             other.step()
         for mine, theirs in zip(ddp.parameters(), alone.parameters(), strict=True):
             assert torch.allclose(mine, theirs, atol=2e-6)
+
+
+def test_over_messages_ddps_tables_are_reduced_in_the_thread_of_the_buckets(
+    comm: MPI.Intracomm, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads would put what they send over NCCL on the GPU in an order of each rank's own."""
+    ddp, state = DistributedDataParallel(TwoTables(sparse=True)), OkTopkState(density=1.0)
+    ddp.register_comm_hook(state, ddp_hook)
+    threads: set[int] = set()
+
+    def step() -> None:
+        ddp(batch_of(comm.rank, 0), bags=True).backward()
+
+    def note(reducer: Any) -> None:
+        real = reducer.step
+
+        def noted(*given: Any, **more: Any) -> Any:
+            threads.add(threading.get_ident())
+            return real(*given, **more)
+
+        monkeypatch.setattr(reducer, "step", noted)
+
+    for _ in range(3):
+        step()
+    assert state.reducer is not None
+    for reducer in [*state.reducer.buckets, *state._tables.values()]:
+        note(reducer)
+    step()
+    assert state.report is not None and len(state.table_reports) == 2
+    assert len(threads) == 1 and threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])

@@ -181,12 +181,13 @@ def test_an_allreduce_within_the_backward_pass_is_replayed_with_it(
 @needs_gpu
 @pytest.mark.mpi
 @pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("gradient_type", ["", "bfloat16"])
+@pytest.mark.parametrize(("gradient_type", "peer_memory"), [("", True), ("", False), ("bfloat16", True)])
 def test_buckets_of_a_replayed_backward_pass_are_those_of_an_eager_one(
-    comm: MPI.Intracomm, alike: None, gradient_type: str, passes: int
+    comm: MPI.Intracomm, alike: None, gradient_type: str, peer_memory: bool, passes: int
 ) -> None:
     use("cuda", comm)
     settings: dict[str, Any] = {"density": 0.05, "threshold_interval": 2, "gradient_type": gradient_type}
+    settings["peer_memory"] = peer_memory
 
     def oktopk(inner: torch.optim.Optimizer) -> DistributedOptimizer:
         return DistributedOptimizer(inner, comm, overlap=True, bucket_mb=0.04, **settings)
@@ -210,6 +211,8 @@ def reduced_gradients(
     turns: Passes = EagerPasses(workload, share)
     if way is CapturedPasses:
         turns = CapturedPasses(workload, share, optimizer.overlapped)
+        middle = parameters[len(parameters) // 2]
+        middle.register_hook(lambda gradient: torch.cuda._sleep(10_000_000))  # the host is far ahead
     gradients = []
     for step in range(4):
         optimizer.zero_grad()
