@@ -48,7 +48,7 @@ def connect(group: ProcessGroup, limit: Limit | None = None) -> ProcessGroupTran
     ranks = hashlib.blake2b(repr(dist.get_process_group_ranks(group)).encode(), digest_size=8).hexdigest()
     base = dist.distributed_c10d._get_default_store()
     own = dist.PrefixStore(f"oktopk/{group.group_name}/{ranks}", base)
-    # transports that were made of the group before: its ranks count alike, and begin anew with another store
+    # numbers this transport among those of the group: all its ranks count alike, and with another store they begin anew
     store = dist.PrefixStore(f"{own.add(f'transports/{group.rank()}', 1)}", own)
     meeting = Meeting(store, group.rank(), group.size(), "cuda:nccl" in dist.get_backend_config(group))
     if limit is not None and meeting.size > 1:

@@ -24,7 +24,7 @@ from oktopk.worker import CommunicationThread
 
 _Result = TypeVar("_Result")
 
-_TOGETHER = (NonFiniteGradientError, ValueError)
+TOGETHER = (NonFiniteGradientError, ValueError)
 """Errors of a step that every rank raises, after which the ranks may go on."""
 
 _SAMPLES = 1 << 16
@@ -104,7 +104,7 @@ class BucketedAllreduce:
         # all are put on the stream, or all reduced in the thread: they share what carries their messages
         self.can_read_tensors = all(reducer.can_read_tensors for reducer in self.buckets)
         self._keep(np.array(self.lengths, np.int64))
-        self._thread = CommunicationThread("oktopk", together=_TOGETHER)
+        self._thread = CommunicationThread("oktopk", together=TOGETHER)
         self._started: list[Future[StepReport]] = []
         # those of `_started` that are on the stream, and that the host must end
         self._awaited: list[tuple[Future[StepReport], GradientAllreduce, StepReport]] = []
@@ -168,7 +168,7 @@ class BucketedAllreduce:
     def start(
         self, gradient: Any, ready: Callable[[], None] | None = None, problem: str = ""
     ) -> Future[StepReport]:
-        """Reduce the next bucket after those before it. Collective, in one order on all ranks, with no other call in between.
+        """Reduce the next bucket after those before it. Collective, in one order on all ranks; see `submit` for other calls.
 
         It returns at once, but where a bucket on the stream computes exact thresholds or new regions: see the class.
 
@@ -322,7 +322,7 @@ class BucketedAllreduce:
         timer.record("wait")
         if errors or any(report.skipped for report in reports):
             self._drawn = []
-            if all(isinstance(error, _TOGETHER) for error in errors) and (errors or all_or_none):
+            if all(isinstance(error, TOGETHER) for error in errors) and (errors or all_or_none):
                 self._take_back(futures)
         if errors:
             raise _one_error(errors)
@@ -373,7 +373,7 @@ class BucketedAllreduce:
             error = future.exception()
             if error is None:
                 reports.append(future.result())
-            elif not isinstance(error, _TOGETHER):
+            elif not isinstance(error, TOGETHER):
                 raise error
         if not reports:
             raise NonFiniteGradientError([], self.steps - 1)

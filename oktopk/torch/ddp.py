@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from oktopk.allreduce import NonFiniteGradientError
-from oktopk.buckets import BucketedAllreduce
+from oktopk.buckets import TOGETHER, BucketedAllreduce
 from oktopk.elastic import VECTORS, of_rank
 from oktopk.results import StepReport
 from oktopk.rows import RowReport, RowSparseAllreduce
@@ -76,7 +75,7 @@ class OkTopkState:
     What is selected is the gradient as DDP gives it, times the scale of a `torch.amp.GradScaler`: take bfloat16, which has none.
     The hook does not reduce buffers such as batch-norm statistics; DDP itself broadcasts them.
 
-    A table with sparse gradients (`torch.nn.Embedding(sparse=True)`) is reduced row by row, without loss, in a thread of its own.
+    A table with sparse gradients (`torch.nn.Embedding(sparse=True)`) is reduced row by row, without loss, in a thread.
     Every rank must use it in every step: DDP itself asks for that.
 
     Args:
@@ -197,8 +196,10 @@ class OkTopkState:
                 self._add(given)
         if bucket.is_last() and self._given:
             if self._reducer is None:  # now all buckets are known
-                for future in self._reducing_tables.values():
-                    future.exception()  # waits: theirs are in another thread
+                for future in self._reducing_tables.values():  # in another thread than the buckets will be
+                    error = future.exception()  # waits
+                    if error is not None and not isinstance(error, TOGETHER):
+                        raise error
                 self._set_up([each.parameters for each in self._given])
                 for each in self._given:
                     self._add(each)
@@ -257,7 +258,7 @@ class OkTopkState:
         if self._reducer is not None and not self._reducer.can_read_tensors:
             return self._reducer.submit(reduce)
         if self._thread is None:
-            self._thread = CommunicationThread("oktopk tables", together=(NonFiniteGradientError, ValueError))
+            self._thread = CommunicationThread("oktopk tables", together=TOGETHER)
         return self._thread.submit(reduce)
 
     def _begin_step(self, device: torch.device) -> None:

@@ -35,7 +35,7 @@ class OkTopkReplicas:
     group of the first one. Each module that `fully_shard` was called on has a reducer of its own, whose residual is of this
     rank's shard. Every rank of the group must hold the same shard and take the same steps. Needs torch 2.6 or later.
 
-    The backward pass waits for each module's step, which is hidden behind nothing.
+    The backward pass waits for each module's step; nothing overlaps with it.
 
     A gradient that is not finite on some replica becomes NaN on all, as with a dense allreduce: where `clip_grad_norm_` gives
     NaN, call `skip` in place of the optimizer's step.

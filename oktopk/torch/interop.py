@@ -109,8 +109,8 @@ class CudaMemory(TensorMemory):
     def array(self, tensor: Tensor) -> Any:
         """As on the host; bfloat16, which CuPy does not have, as the bits in uint16.
 
-        The caller works on `stream`, and is in `stream_scope` where torch's current stream is another: nothing else orders it
-        behind what torch writes.
+        The caller works on `stream`, and orders it behind what torch writes by `after`, or by `stream_scope` where torch's
+        current stream is another.
         """
         if tensor.dtype not in _CUPY_TYPES or not tensor.is_contiguous():
             return self._cupy.from_dlpack(tensor)

@@ -84,7 +84,9 @@ def after_the_others(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> It
     """What the ranks call before one of them comes late to an operation: it returns there when the others have given up.
 
     Those give up once all of them have waited for as long as the limit, so that it alone is missing, however slow the machine.
+    Before that call no rank gives up.
     """
+    monkeypatch.setattr("collectives.limit._debugged", lambda: True)
     parts = []
 
     def after(missing: int) -> None:
@@ -107,6 +109,7 @@ def after_the_others(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> It
 
             def tell(note: int) -> None:
                 leave(note)
+                others.Barrier()  # none waits for the others' notes before all have left theirs
                 comm.send(None, missing, GAVE_UP)
 
             monkeypatch.setattr(notes, "leave", tell)

@@ -1,4 +1,4 @@
-"""Ok-Topk between two replicas of a model that FSDP2 shards, which torchrun starts; over two ranks on CPUs, over one GPU."""
+"""Ok-Topk between two replicas of a model, started by torchrun; FSDP2 shards each over two ranks on CPUs, or on one GPU."""
 
 from __future__ import annotations
 

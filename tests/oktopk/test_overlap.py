@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -183,7 +184,7 @@ def test_a_bucket_is_reduced_over_messages_while_the_backward_pass_goes_on(
 ) -> None:
     model = network(torch_device(device, comm))
     optimizer = wrap(model, comm, peer_memory=False)
-    train(model, optimizer, comm.rank, range(4))
+    train(model, optimizer, comm.rank, range(8))  # what is allocated later would wait for the GPU
     reducer = optimizer.reducer
     early: list[bool] = []
     assert isinstance(reducer, BucketedAllreduce)
@@ -192,12 +193,14 @@ def test_a_bucket_is_reduced_over_messages_while_the_backward_pass_goes_on(
     def finish_after_a_look() -> Any:
         while goes_on() and not early:
             early.extend([True] if reducer._started[1].done() else [])
+            time.sleep(0.001)
         return finish()
 
     monkeypatch.setattr(reducer, "finish", finish_after_a_look)
     optimizer.zero_grad()
+    total = loss(model, comm.rank, 8)  # which copies to the GPU, and waits for it
     hold_up(200_000_000)  # the host is far ahead, as with a pass that is replayed
-    loss(model, comm.rank, 4).backward()
+    total.backward()
     goes_on = hold_up(4_000_000_000)
     optimizer.step()
     assert early == [True]

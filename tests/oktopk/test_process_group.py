@@ -14,7 +14,6 @@ from mpi4py import MPI
 
 import oktopk
 from collectives.transport import MissingRanksError
-from jobs.train.reduce.background import start_process_group, stop_process_group
 from oktopk import DistributedOptimizer, GradientAllreduce, average_buffers
 from oktopk.buckets import BucketedAllreduce
 from tests.devices import get, put
@@ -69,21 +68,20 @@ def test_nccl_is_not_ended_where_ranks_did_not_come(
 
 @pytest.mark.mpi(min_size=2)
 def test_a_process_group_is_not_held_to_what_ranks_missed_in_an_earlier_one(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+    comm: MPI.Intracomm, group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name is the same, and its store another."""
     monkeypatch.setattr("collectives.limit._ANSWER", 0.5)
-    start_process_group(comm, torch.device("cpu"), "gloo", "")
+    store = dist.distributed_c10d._get_default_store()
+    first, second = dist.PrefixStore("first", store), dist.PrefixStore("second", store)
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: first)
     if comm.rank:
         with pytest.raises(MissingRanksError):
-            GradientAllreduce(None, 10, timeout=0.5)
+            GradientAllreduce(group, 10, timeout=0.5)
     comm.Barrier()
-    stop_process_group()
-    start_process_group(comm, torch.device("cpu"), "gloo", "")
-    reducer = GradientAllreduce(None, 10, timeout=20.0)
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: second)
+    reducer = GradientAllreduce(group, 10, timeout=20.0)
     assert reducer.step(np.ones(10, np.float32)).global_nnz
-    reducer.close()
-    stop_process_group()
 
 
 def test_no_communicator_is_the_default_process_group_where_there_is_one(
