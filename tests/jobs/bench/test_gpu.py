@@ -138,7 +138,7 @@ def test_waits_and_allocations_on_a_gpu_are_counted(comm: MPI.Intracomm) -> None
     ("method", "kind"), [("nccl", "float32"), ("nccl-bf16", "bfloat16"), ("nccl-bf16", "float32")]
 )
 def test_nccl_averages_what_was_loaded(comm: MPI.Intracomm, method: str, kind: str) -> None:
-    from jobs.bench.nccl import NcclAllreduce
+    from jobs.bench.nccl import NcclAllreduce, leave
 
     device = open_device("cuda", kind, comm)
     if comm.allreduce(device.sharers, MPI.MAX) > 1 or any(comm.allgather(torch_problem())):
@@ -154,3 +154,4 @@ def test_nccl_averages_what_was_loaded(comm: MPI.Intracomm, method: str, kind: s
     np.testing.assert_allclose(found, np.arange(1000) % 64 + (comm.size - 1) / 2, rtol=2**-8)
     assert (report.k, report.method) == (1000, method)
     reducer.close()
+    leave()

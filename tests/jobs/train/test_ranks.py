@@ -70,8 +70,8 @@ def test_ranks_train_on_gpus_and_may_share_one(tmp_path: Path, ranks: int) -> No
     overrides = [
         "training.device=auto",
         "model.width=0.0625",
-        "training.steps=120",
-        "training.eval_every=60",
+        "training.steps=240",
+        "training.eval_every=120",
         "schedule.warmup=10",
         "optimizer.lr=0.05",
         "data.crop=2",
@@ -79,7 +79,7 @@ def test_ranks_train_on_gpus_and_may_share_one(tmp_path: Path, ranks: int) -> No
     done = run_ranks(ranks, "-m", "jobs.train", str(CONFIG), "--set", f"run.file={path}", *overrides)
     assert done.returncode == 0, done.stderr
     (run,) = read_runs([path])
-    assert (run.status, run.count, run.info.ranks) == ("complete", 120, ranks)
+    assert (run.status, run.count, run.info.ranks) == ("complete", 240, ranks)
     assert '"device": "NVIDIA' in run.info.versions
     assert run.steps["loss"][-20:].mean() < 0.5 * run.steps["loss"][:20].mean()
     assert run.evaluations["samples"].tolist() == [898, 898]
