@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from itertools import chain
@@ -38,7 +38,13 @@ from oktopk.torch.agreement import (
 from oktopk.torch.gradients import FlatGradients, GradientsInPlace, dense_views
 from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.modules import broadcast_tensors
-from oktopk.torch.overlap import BackwardBuckets, BucketLayout, buckets_problem
+from oktopk.torch.overlap import (
+    BackwardBuckets,
+    BucketLayout,
+    buckets_problem,
+    in_models_order,
+    order_problem,
+)
 from oktopk.torch.states import as_arrays, as_tensors, by_rank
 from oktopk.torch.tables import SparseTables, sparse_tables, tables_problem
 from oktopk.torch.wrapped import WrappedOptimizer
@@ -89,6 +95,8 @@ class DistributedOptimizer(WrappedOptimizer):
         bucket_mb: size of a bucket, in 1e6 bytes of float32; 0: one vector without `overlap`; with it 25, on GPUs 0.45 of
             what is left and 240 at least. The same buckets give the same bits with `overlap` and without.
         share: how k is divided among buckets, see `oktopk.buckets.BucketedAllreduce`.
+        order: for buckets, the parameters in the order in which the model uses them, such as `model.parameters()`, whatever else
+            is among them; None: with several groups that of the smallest module which holds them all, else that of the groups.
         sparse: the parameters with sparse gradients; None: the weights of all modules that make such.
         row_density: the part of a table's rows that a rank sends at most, see `oktopk.rows.RowSparseAllreduce`.
         settings: keywords of `oktopk.Settings`.
@@ -131,6 +139,7 @@ class DistributedOptimizer(WrappedOptimizer):
         overlap: bool = False,
         bucket_mb: float = 0.0,
         share: str = "bucket",
+        order: Iterable[Tensor] | None = None,
         sparse: Sequence[Tensor] | None = None,
         row_density: float = 1.0,
         **settings: Any,
@@ -141,6 +150,11 @@ class DistributedOptimizer(WrappedOptimizer):
         super().__init__(optimizer)
         every = [p for group in optimizer.param_groups for p in group["params"]]
         trained = [p for p in every if p.requires_grad]
+        places = {id(p): place for place, p in enumerate(trained)}
+        used = None if order is None else list(order)
+        if (overlap or bucket_mb) and (used is not None or len(optimizer.param_groups) > 1):
+            trained = in_models_order(trained) if used is None else [p for p in used if id(p) in places]
+        self._order = [places[id(p)] for p in trained]  # of the parameters in the groups
         named = sparse_tables(trained) if sparse is None else list(sparse)
         numbers = set(map(id, named))
         tables = [p for p in trained if id(p) in numbers]  # in one order on all ranks, each once
@@ -159,6 +173,7 @@ class DistributedOptimizer(WrappedOptimizer):
         problem = problem or wrapping_problem(optimizer, trained, clip_norm, settings)
         problem = problem or tables_problem(named, trained, settings)
         problem = problem or buckets_problem(overlap, bucket_mb, share)
+        problem = problem or order_problem(trained, len(places))
         if not problem:
             gradient_type = gradient_type or _type_name(self._parameters[0].dtype)
             try:
@@ -582,6 +597,8 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _state(self) -> dict[str, Any]:
         own = {"reducer": as_tensors(self.reducer.state_dict())}
+        if self._layout is not None:
+            own["reducer"]["order"] = list(self._order)
         own |= {} if self._tables is None else {"tables": self._tables.state()}
         rank = self.reducer.transport.rank
         return {**self.inner.state_dict(), **{name: by_rank(held, rank) for name, held in own.items()}}
@@ -594,6 +611,8 @@ class DistributedOptimizer(WrappedOptimizer):
         problem = groups_problem(self.inner, state)
         if tables is not None and not problem:
             problem = self._tables_state_problem(tables)
+        if reducer is not None and self._layout is not None and not problem:
+            problem = self._order_problem(reducer)
         given = {"whether the state has residuals": reducer is not None}
         self.reducer.transport.agree(given | {"whether the state has tables": tables is not None}, problem)
         if reducer is None:
@@ -609,6 +628,15 @@ class DistributedOptimizer(WrappedOptimizer):
             self._tables.load(tables)
         load_state(self.inner, state)
 
+    def _order_problem(self, reducer: dict[str, Any]) -> str:
+        if (
+            list(reducer.get("order", sorted(self._order))) == self._order
+        ):  # earlier versions took that of the groups
+            return ""
+        return (
+            "the state has buckets of parameters in another order: pass the same order as when it was taken"
+        )
+
     def _tables_state_problem(self, state: Any) -> str:
         if self._tables is None:
             return f"the state has {len(state)} tables with sparse gradients, and the optimizer has none"
@@ -623,7 +651,10 @@ class DistributedOptimizer(WrappedOptimizer):
         self.reducer.transport.barrier()
         inner = copy.deepcopy(self.inner, memo)
         tables = [] if self._tables is None else self._tables.tables
-        copied = type(self)(inner, sparse=[memo[id(table)] for table in tables], **self._arguments)
+        order = [memo[id(parameter)] for parameter in self._trained]
+        copied = type(self)(
+            inner, order=order, sparse=[memo[id(table)] for table in tables], **self._arguments
+        )
         copied.reducer.load_state_dict(self.reducer.state_dict())
         if self._tables is not None and copied._tables is not None:
             copied._tables.load(self._tables.state())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from oktopk.buckets import bucket_ranges
 from oktopk.settings import DEFAULT_BUCKET_MB
@@ -28,11 +29,31 @@ _ALIGNMENT = 64
 """Elements: kernels read several at once, so that a bucket must not begin anywhere."""
 
 
+def in_models_order(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Parameters as the smallest module that holds all of them lists them, in their own order where there is none.
+
+    The groups of an optimizer often part weights from biases. A bucket of all biases would have its last gradient only when the
+    backward pass ends, and every later bucket would wait for it.
+    """
+    wanted = set(map(id, parameters))
+    found: list[Tensor] | None = None
+    for module in gc.get_objects():
+        if not issubclass(type(module), nn.Module):
+            continue
+        try:
+            held: list[Tensor] = list(module.parameters())
+        except AttributeError:  # its construction has not come so far
+            continue
+        if wanted.issubset(map(id, held)) and (found is None or len(held) < len(found)):
+            found = held
+    return list(parameters) if found is None else [p for p in found if id(p) in wanted]
+
+
 class BucketLayout:
     """Where the gradients of all parameters lie in one vector that is cut into buckets.
 
     Args:
-        parameters: of one type.
+        parameters: of one type, in the order in which the model uses them.
         bucket_mb: size of a bucket, in 1e6 bytes of float32; one holds whole parameters, the last ones first, and is larger than
             that by less than a parameter. 0: DEFAULT_BUCKET_MB, on GPUs 0.45 of what is left and 240 at least.
 
@@ -66,6 +87,20 @@ class BucketLayout:
     def lengths(self) -> list[int]:
         """Elements of each bucket."""
         return [each.stop - each.start for each in self.slices]
+
+
+def order_problem(ordered: Sequence[Tensor], trained: int) -> str:
+    """Why an order is not one of all parameters, in a sentence; "" if it is.
+
+    Args:
+        ordered: the parameters of an optimizer that need a gradient, as far as the order has them.
+        trained: how many there are.
+    """
+    if len(ordered) == trained:
+        return ""
+    return (
+        f"order has {len(ordered)} of the {trained} parameters that need a gradient: each must be there once"
+    )
 
 
 def buckets_problem(overlap: Any, bucket_mb: Any, share: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,7 @@ from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import of_rank, redistribute
 from oktopk.torch.interop import TensorMemory
-from oktopk.torch.overlap import BucketLayout
+from oktopk.torch.overlap import BucketLayout, in_models_order
 from tests.devices import hold_up, on_torchs_gpu, torch_device
 from tests.training import flat, loss, train, wrapped
 
@@ -416,3 +417,68 @@ def test_deferred_buckets_are_completed_when_they_are_asked_for(comm: MPI.Intrac
     assert optimizer.report is not None and optimizer.report.complete
     assert all(bucket.complete for bucket in optimizer.report.buckets)
     assert np.array_equal(flat(model), flat(expected))  # over messages no step is deferred
+
+
+def parted(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of many a script: weights decay, biases do not."""
+    every = list(model.parameters())
+    weights, biases = ([p for p in every if (p.dim() > 1) is decays] for decays in (True, False))
+    groups = [{"params": weights, "weight_decay": 0.01}, {"params": biases}]
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.0)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_buckets_follow_the_model_where_groups_part_weights_from_biases(
+    comm: MPI.Intracomm, given: bool
+) -> None:
+    settings: dict[str, Any] = {"overlap": True, "bucket_mb": BUCKET_MB, "density": 0.05}
+    model = network()
+    layers = [model[4], model[2], model[0]]
+    if given:
+        settings["order"] = (p for layer in reversed(layers) for p in layer.parameters())
+    optimizer = DistributedOptimizer(parted(model), comm, **settings)
+    assert optimizer.reducer.lengths == [sum(p.numel() for p in layer.parameters()) for layer in layers]  # type: ignore[union-attr]
+    loss(model, comm.rank, 0).backward()
+    assert optimizer.reducer.started == 2  # type: ignore[union-attr]
+    optimizer.step()
+    train(model, optimizer, comm.rank, range(1, 4))
+    state = copy.deepcopy(optimizer.state_dict())
+    copied = copy.deepcopy(optimizer)  # without the model, whose order it keeps
+    assert copied.reducer.lengths == optimizer.reducer.lengths  # type: ignore[union-attr]
+    resumed = network()
+    again = DistributedOptimizer(parted(resumed), comm, **settings | {"order": resumed.parameters()})
+    resumed.load_state_dict(model.state_dict())
+    again.load_state_dict(state)
+    for each, own in ((model, optimizer), (resumed, again)):
+        train(each, own, comm.rank, range(4, 8))
+    assert np.array_equal(flat(model), flat(resumed))
+
+
+def test_a_state_of_buckets_in_another_order_is_refused_on_every_rank(comm: MPI.Intracomm) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))  # buckets of equal lengths in either order
+    every = list(model.parameters())
+    settings: dict[str, Any] = {"overlap": True, "bucket_mb": BUCKET_MB, "density": 0.05}
+    inner = torch.optim.SGD(every, lr=0.05)
+    optimizer = DistributedOptimizer(inner, comm, order=every, **settings)
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.close()
+    turned = [*every[2:], *every[:2]]
+    other = DistributedOptimizer(inner, comm, order=turned, **settings)
+    with pytest.raises(ValueError, match="buckets of parameters in another order"):
+        other.load_state_dict(state)
+    other.close()
+    if comm.rank == 0:
+        every = every[1:]
+    with pytest.raises(ValueError, match="order has 7 of the 8 parameters that need a gradient"):
+        DistributedOptimizer(inner, comm, order=every, **settings)
+
+
+def test_parameters_of_no_module_keep_their_order() -> None:
+    first, second = nn.Linear(3, 4), nn.Linear(4, 5)
+    mixed = [*second.parameters(), *first.parameters()]
+    assert in_models_order(mixed) == mixed
+    both = nn.Sequential(first, second)
+    larger = nn.ModuleList([nn.Linear(1, 1), both])
+    assert [id(p) for p in in_models_order(mixed)] == [id(p) for p in both.parameters()]
+    del larger

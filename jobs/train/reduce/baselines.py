@@ -25,7 +25,7 @@ from oktopk import StepReport
 from oktopk.torch.gradients import FlatGradients
 from oktopk.torch.interop import TensorMemory
 from oktopk.torch.optimizer import load_state
-from oktopk.torch.overlap import BackwardBuckets, BucketLayout
+from oktopk.torch.overlap import BackwardBuckets, BucketLayout, in_models_order
 
 
 class DenseTraining(ABC):
@@ -136,6 +136,7 @@ class NcclTraining(DenseTraining):
         overlapped: bool = False,
     ) -> None:
         super().__init__(inner, clip_norm)
+        self._parameters = in_models_order(self._parameters)
         layout, like = BucketLayout(self._parameters, bucket_mb), self._parameters[0]
         vector = torch.zeros(layout.length, dtype=like.dtype, device=like.device)
         self._flat = FlatGradients(self._parameters, like.dtype, vector, layout.starts)
