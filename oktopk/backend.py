@@ -25,10 +25,12 @@ class Backend:
     Attributes:
         kernels: the gradient kernels.
         nvtx: for `StageTimer`; None on the host.
+        stream: that kernels run on; None on the host.
     """
 
     kernels: Any = kernels
     nvtx: Any = None
+    stream: Any = None
 
     def connect(self, host: HostTransport) -> Transport:
         """The transport for arrays of this backend, made of a host transport, which it replaces. Collective."""
@@ -112,6 +114,13 @@ class Backend:
             RuntimeError, MemoryError: there is no such memory.
         """
         return SharedGradients(transport, length)
+
+    def stream_beside(self) -> Any:
+        """A new stream of the same priority; None on the host."""
+        return None
+
+    def follow(self, other: Backend) -> None:
+        """Order what is put on the stream next after all that is on another backend's."""
 
     def wait(self) -> None:
         """Wait until all work on arrays is done, so that MPI may read them."""

@@ -27,6 +27,9 @@ _Result = TypeVar("_Result")
 TOGETHER = (NonFiniteGradientError, ValueError)
 """Errors of a step that every rank raises, after which the ranks may go on."""
 
+_LANES = 3
+"""Buckets that are reduced at once over messages between GPUs: one selects, sums or writes while another is on the wire."""
+
 _SAMPLES = 1 << 16
 """Elements of a bucket that tell how large its elements are."""
 
@@ -37,7 +40,8 @@ class BucketedAllreduce:
     A bucket that the kernels of GPUs of one host reduce (`reads_tensors`) is put on the stream when it starts. The host waits for
     it in `finish`, with `deferred` not even there. But where a bucket computes exact thresholds or new regions, in the first
     sparse step, each `threshold_interval` and `boundary_interval` and after a new k, its start waits for the buckets before it
-    and for the other ranks. Any other bucket is reduced in a thread.
+    and for the other ranks. Any other bucket is reduced in a thread. In flat steps over MPI between GPUs there are three, with
+    share "bucket", each with a stream of its own, which take buckets in turn.
 
     Each bucket has a `GradientAllreduce` of its own: residual, thresholds, regions, communicator and messages. Together they keep
     k entries, one a bucket at least, so that caps and bounds of a step in words are those of one vector.
@@ -88,12 +92,18 @@ class BucketedAllreduce:
             problem = problem or self._problem(options)
             self.transport.agree({"lengths": self.lengths, "share": share}, problem)
             self.buckets: list[GradientAllreduce] = []
-            for length, update in zip(self.lengths, updates or [None] * len(self.lengths), strict=True):
-                # made of one transport, they share what carries their messages: the thread takes them in turn
-                self.buckets.append(
-                    GradientAllreduce(self.transport, length, method, update=update, **options)
+            streams = [options.pop("stream", None)]
+            for number, length in enumerate(self.lengths):
+                update = None if updates is None else updates[number]
+                stream = streams[number % len(streams)]
+                # made of one transport, they share what carries their messages, if it cannot carry those of two at once
+                made = GradientAllreduce(
+                    self.transport, length, method, update=update, stream=stream, **options
                 )
-                opened.callback(self.buckets[-1].close)
+                self.buckets.append(made)
+                opened.callback(made.close)
+                if number == 0 and _carries_several(made, share):
+                    streams += [made.backend.stream_beside() for _ in range(1, _LANES)]
             self.transport.library = self.buckets[0].transport.library
             if share == "model" and self.buckets[0].levels == "hosts":
                 raise ValueError("share 'model' is for flat steps: pass levels='flat', or share='bucket'")
@@ -104,7 +114,8 @@ class BucketedAllreduce:
         # all are put on the stream, or all reduced in the thread: they share what carries their messages
         self.can_read_tensors = all(reducer.can_read_tensors for reducer in self.buckets)
         self._keep(np.array(self.lengths, np.int64))
-        self._thread = CommunicationThread("oktopk", together=TOGETHER)
+        # bucket i is reduced in thread i modulo their number
+        self._threads = [CommunicationThread("oktopk", together=TOGETHER) for _ in streams]
         self._started: list[Future[StepReport]] = []
         # those of `_started` that are on the stream, and that the host must end
         self._awaited: list[tuple[Future[StepReport], GradientAllreduce, StepReport]] = []
@@ -166,7 +177,7 @@ class BucketedAllreduce:
         return self.can_read_tensors and reducer.reads_tensors() and not self._renews_shares(reducer)
 
     def start(
-        self, gradient: Any, ready: Callable[[], None] | None = None, problem: str = ""
+        self, gradient: Any, ready: Callable[[Any], None] | None = None, problem: str = ""
     ) -> Future[StepReport]:
         """Reduce the next bucket after those before it. Collective, in one order on all ranks; see `submit` for other calls.
 
@@ -174,7 +185,8 @@ class BucketedAllreduce:
 
         Args:
             gradient: as `GradientAllreduce.step`, a tensor list where `reads_tensors` allows it; unchanged until `finish`.
-            ready: called before the gradient is read; on a GPU it orders the reducer's stream after the one that filled it.
+            ready: called before the gradient is read, with the stream that reads it, on a GPU: to order that after the one that
+                filled it.
             problem: as `GradientAllreduce.step`.
 
         Returns:
@@ -196,9 +208,10 @@ class BucketedAllreduce:
         if self._refused is not None:
             begun.set_exception(self._refused)
         elif not self.reads_tensors(number):
-            begun = self._thread.submit(partial(self._reduce, number, gradient, ready, problem))
+            thread = self._threads[number % len(self._threads)]
+            begun = thread.submit(partial(self._reduce, number, gradient, ready, problem))
         else:
-            self._thread.run(begun, partial(self._begin, reducer, gradient, ready, problem))
+            self._threads[0].run(begun, partial(self._begin, reducer, gradient, ready, problem))
             if reducer.awaited:
                 report, begun = begun.result(), Future()
                 self._awaited.append((begun, reducer, report))
@@ -206,18 +219,18 @@ class BucketedAllreduce:
         return begun
 
     def submit(self, call: Callable[[], _Result]) -> Future[_Result]:
-        """Run a call in the thread, behind the buckets that were started: another collective operation on the same stream.
+        """Run a call in the first bucket's thread, behind its buckets that were started: a collective operation on its stream.
 
         Every rank must call, if the call is collective, and no bucket may start before the future is done where buckets are put
         on the stream (`can_read_tensors`).
         """
-        return self._thread.submit(call)
+        return self._threads[0].submit(call)
 
     def _begin(
-        self, reducer: GradientAllreduce, gradient: Any, ready: Callable[[], None] | None, problem: str
+        self, reducer: GradientAllreduce, gradient: Any, ready: Callable[[Any], None] | None, problem: str
     ) -> StepReport:
         if ready is not None:
-            ready()
+            ready(reducer.backend.stream)
         return reducer.begin(gradient, problem=problem)
 
     def end_started(self) -> None:
@@ -228,15 +241,16 @@ class BucketedAllreduce:
         while self._awaited:
             future, reducer, report = self._awaited.pop(0)
             try:
-                self._thread.run(future, partial(_ended, reducer, report))
+                self._threads[0].run(future, partial(_ended, reducer, report))
             finally:
-                if self._thread.failed is not None:  # nothing may end it later, on this rank alone
+                if self._threads[0].failed is not None:  # nothing may end it later, on this rank alone
                     reducer.give_up()
 
     def _completed(self) -> BaseException | None:
         """Complete the reports of deferred buckets; the error of their step, where there is one. Equal on all ranks."""
-        if self._thread.failed is not None:
-            return self._thread.failed
+        for thread in self._threads:
+            if thread.failed is not None:
+                return thread.failed
         errors: list[BaseException] = []
         for reducer in self.buckets:
             try:
@@ -252,14 +266,17 @@ class BucketedAllreduce:
         return None
 
     def _reduce(
-        self, number: int, gradient: Any, ready: Callable[[], None] | None, problem: str
+        self, number: int, gradient: Any, ready: Callable[[Any], None] | None, problem: str
     ) -> StepReport:
         reducer = self.buckets[number]
         if ready is not None:
-            ready()
+            ready(reducer.backend.stream)
         if self._renews_shares(reducer):
             self._drawn.append(reducer.sample(gradient, _SAMPLES))
-        report = reducer.step(gradient, problem=problem)
+        try:
+            report = reducer.step(gradient, problem=problem)
+        finally:
+            self._join(reducer)
         if len(self._drawn) == len(self.buckets):
             self._renew_shares()
         return report
@@ -338,6 +355,13 @@ class BucketedAllreduce:
                     reducer.complete()
                     if not future.result().skipped:
                         reducer.take_back()
+                    self._join(reducer)
+
+    def _join(self, reducer: GradientAllreduce) -> None:
+        """Order the first bucket's stream, which the caller knows, after that of another one."""
+        first = self.buckets[0].backend
+        if reducer.backend.stream is not first.stream:
+            first.follow(reducer.backend)
 
     def step(self, gradients: Sequence[Any], problem: str = "") -> StepReport:
         """Start the buckets that were not started, and `finish`. Collective: every rank must call.
@@ -482,29 +506,40 @@ class BucketedAllreduce:
 
     def close(self) -> None:
         """Free what MPI and the device hold, after what was started. Collective."""
-        self._thread.close()
+        for thread in self._threads:
+            thread.close()
         for reducer in self.buckets:
             reducer.close()
         self.transport.close()
 
 
-def bucket_ranges(lengths: Sequence[int], least: float, part: float = 0.0) -> Iterator[range]:
+def _carries_several(reducer: GradientAllreduce, share: str) -> bool:
+    """Whether buckets like this one may be reduced at once, each in a thread of its own. Equal on all ranks.
+
+    On a CPU they would take cores from each other, and kernels that wait for other GPUs room on this one. Ranks must call NCCL in
+    one order. To divide k anew takes all buckets of a step.
+    """
+    over_mpi = reducer.transport.library == "MPI" and reducer.transport.size > 1
+    messages = bool(reducer.p2p_unavailable_reason) and reducer.levels == "flat"
+    return over_mpi and messages and share == "bucket" and reducer.backend.stream is not None
+
+
+def bucket_ranges(lengths: Sequence[int], least: float) -> Iterator[range]:
     """Group consecutive tensors into buckets, from the last one on, each as large as asked for but the one of the first tensors.
 
     Args:
         lengths: elements of the tensors.
         least: elements of a bucket.
-        part: of the elements that are in no bucket before it, that a bucket has at least, in [0, 1].
 
     Yields:
         The numbers of the tensors of each bucket, ascending.
     """
-    stop, held, left = len(lengths), 0, sum(lengths)
+    stop, held = len(lengths), 0
     for number in range(len(lengths) - 1, -1, -1):
         held += lengths[number]
-        if held >= max(least, part * left) or number == 0:
+        if held >= least or number == 0:
             yield range(number, stop)
-            stop, held, left = number, 0, left - held
+            stop, held = number, 0
 
 
 def _entries_of(number: int, lengths: Sequence[int], weights: NDArray[np.int64], density: float) -> int:

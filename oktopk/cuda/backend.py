@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from collectives.cuda.device import Device
 from collectives.cuda.kernels import DeviceKernels as CollectiveKernels
+from collectives.cuda.launch import stream_of_priority
 from collectives.cuda.ucx import device_memory_problem
 from collectives.symmetric_memory import SymmetricMemory, symmetric_memory_problem
 from collectives.transport import Transport
@@ -42,6 +43,7 @@ class DeviceBackend(Backend):
 
     def __init__(self, gradient_type: str, stream: Any = None) -> None:
         self.device = Device(stream)
+        self.stream = self.device.stream
         nvtx = getattr(cupy.cuda, "nvtx", None)  # CuPy may be built without
         self.nvtx = nvtx if getattr(nvtx, "available", True) else None
         self.kernels = DeviceKernels(self.device, gradient_type)
@@ -153,6 +155,15 @@ class DeviceBackend(Backend):
         if problem:
             raise RuntimeError(f"the ranks of a host cannot read each other's gradients: {problem}")
         return DeviceSharedGradients(transport, self.kernels, length, self._stored)
+
+    def stream_beside(self) -> Any:
+        with self.device.gpu:
+            return stream_of_priority(self.device.priority)
+
+    def follow(self, other: Backend) -> None:
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(other.stream)
+        self.stream.wait_event(event)
 
     def wait(self) -> None:
         self.device.synchronize()

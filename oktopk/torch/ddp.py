@@ -239,7 +239,7 @@ class OkTopkState:
 
         def reduce() -> RowReport:
             if filled is not None:
-                filled()
+                filled(memory.stream)
             with memory.on_stream():
                 report = reducer.step(*rows_of(gradient, table, memory))
                 given.buffer = gradient_of(reducer.sum, table, memory)

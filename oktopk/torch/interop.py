@@ -63,11 +63,14 @@ class TensorMemory:
         """A point after torch's work until now, for `after`; in a CUDA graph that is captured, a point of every replay."""
         return None
 
-    def after(self, mark: Any) -> Callable[[], None] | None:
-        """What to call, in any thread, before the reducer reads what was filled before a mark; None for nothing."""
+    def after(self, mark: Any) -> Callable[[Any], None] | None:
+        """What to call, in any thread, before the reducer reads what was filled before a mark, with the stream that reads it.
+
+        None where there is nothing to call.
+        """
         return None
 
-    def after_current(self) -> Callable[[], None] | None:
+    def after_current(self) -> Callable[[Any], None] | None:
         """As `after`, of a mark that is set now."""
         return self.after(self.mark())
 
@@ -153,8 +156,9 @@ class CudaMemory(TensorMemory):
         event.record(torch.cuda.current_stream(self._torch_stream.device))
         return event
 
-    def after(self, mark: torch.cuda.Event) -> Callable[[], None]:
-        return lambda: self._torch_stream.wait_event(mark)
+    def after(self, mark: torch.cuda.Event) -> Callable[[Any], None]:
+        # the event lives as long as what waits for it
+        return lambda stream: self._cupy.cuda.runtime.streamWaitEvent(stream.ptr, mark.cuda_event)
 
 
 def memory_of(place: torch.device, beside: bool = False) -> TensorMemory:

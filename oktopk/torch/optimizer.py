@@ -92,8 +92,8 @@ class DistributedOptimizer(WrappedOptimizer):
             stream of its own, and in a thread where messages carry it; `step` waits for what is left, with `deferred` only the
             stream does. Put all backward passes of a step but the last into `no_sync`, and change no gradient before `step`. Not
             for a GradScaler or `measure`.
-        bucket_mb: size of a bucket, in 1e6 bytes of float32; 0: one vector without `overlap`; with it 25, on GPUs 0.45 of
-            what is left and 240 at least. The same buckets give the same bits with `overlap` and without.
+        bucket_mb: size of a bucket, in 1e6 bytes of float32; 0: one vector without `overlap`; with it 25, on GPUs
+            240. The same buckets give the same bits with `overlap` and without.
         share: how k is divided among buckets, see `oktopk.buckets.BucketedAllreduce`.
         order: for buckets, the parameters in the order in which the model uses them, such as `model.parameters()`, whatever else
             is among them; None: with several groups that of the smallest module which holds them all, else that of the groups.

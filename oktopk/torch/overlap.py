@@ -18,12 +18,9 @@ from oktopk.settings import DEFAULT_BUCKET_MB
 from oktopk.torch.gradients import FlatGradients, GradientsInPlace
 from oktopk.torch.interop import TensorMemory
 
-_LEAST_MB = 240.0
-"""The least size of a bucket on GPUs. Large ones won: the thresholds of a small one, such as a table of embeddings alone, miss so
-often that the host must wait for it."""
-
-_PART_OF_REST = 0.45
-"""Of what is in no bucket before it, the part that a bucket on GPUs has at least: few buckets, the last of which is smaller."""
+_ON_GPUS_MB = 240.0
+"""Size of a bucket on GPUs. Large ones won: through peer memory the thresholds of a small one, such as a table of embeddings,
+miss so often that the host must wait for it, and over messages each pays the latency of some ten of them."""
 
 _ALIGNMENT = 64
 """Elements: kernels read several at once, so that a bucket must not begin anywhere."""
@@ -55,7 +52,7 @@ class BucketLayout:
     Args:
         parameters: of one type, in the order in which the model uses them.
         bucket_mb: size of a bucket, in 1e6 bytes of float32; one holds whole parameters, the last ones first, and is larger than
-            that by less than a parameter. 0: DEFAULT_BUCKET_MB, on GPUs 0.45 of what is left and 240 at least.
+            that by less than a parameter. 0: DEFAULT_BUCKET_MB, on GPUs 240.
 
     Attributes:
         ranges: the numbers of the parameters of each bucket, in the order in which buckets start.
@@ -66,12 +63,8 @@ class BucketLayout:
 
     def __init__(self, parameters: Sequence[Tensor], bucket_mb: float) -> None:
         sizes = [parameter.numel() for parameter in parameters]
-        part = 0.0
-        if not bucket_mb:
-            bucket_mb, part = (
-                (_LEAST_MB, _PART_OF_REST) if parameters[0].is_cuda else (DEFAULT_BUCKET_MB, 0.0)
-            )
-        ranges = bucket_ranges(sizes, bucket_mb * 1e6 / 4, part)
+        bucket_mb = bucket_mb or (_ON_GPUS_MB if parameters[0].is_cuda else DEFAULT_BUCKET_MB)
+        ranges = bucket_ranges(sizes, bucket_mb * 1e6 / 4)
         self.ranges = [slice(each.start, each.stop) for each in ranges]
         self.starts = [0] * len(sizes)
         self.slices: list[slice] = []
@@ -124,7 +117,7 @@ class BucketReducer(Protocol):
     def reads_tensors(self, number: int) -> bool:
         """Whether a bucket may be given as a tensor list; asked where gradients stay in place."""
 
-    def start(self, gradient: Any, ready: Callable[[], None] | None = None) -> Any:
+    def start(self, gradient: Any, ready: Callable[[Any], None] | None = None) -> Any:
         """Begin with the next bucket. Collective."""
 
     def abandon(self) -> None:

@@ -55,12 +55,12 @@ class SparseTables:
             raise
         self._gradients: list[Tensor | None] = [None] * len(self.tables)
 
-    def reduce(self, problem: str = "", ready: Callable[[], None] | None = None) -> bool:
+    def reduce(self, problem: str = "", ready: Callable[[Any], None] | None = None) -> bool:
         """Make each gradient that over the ranks, a coalesced sparse tensor. Collective. One that is missing counts as no rows.
 
         Args:
             problem: as `GradientAllreduce.step`.
-            ready: called first; on a GPU it orders the reducer's stream after the one that made the gradients.
+            ready: called first, with the reducer's stream, on a GPU: to order that after the one that made the gradients.
 
         Returns:
             False where a table was skipped, and with it all.
@@ -69,7 +69,7 @@ class SparseTables:
             NonFiniteGradientError, ValueError: as `RowSparseAllreduce.step`; no table was reduced then.
         """
         if ready is not None:
-            ready()
+            ready(self._memory.stream)
         self.reports = []
         self._gradients = [table.grad for table in self.tables]
         done: list[RowSparseAllreduce] = []

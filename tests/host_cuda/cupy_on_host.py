@@ -139,6 +139,9 @@ class Stream:
     def synchronize(self) -> None:
         """Nothing is left to wait for."""
 
+    def wait_event(self, event: Event) -> None:
+        """It is over."""
+
     def begin_capture(self, mode: int = 0) -> None:
         """From here on note what is put here, and do nothing."""
         _captures[self.ptr] = []
@@ -175,7 +178,7 @@ class Event:
 
     _by_number: ClassVar[weakref.WeakValueDictionary[int, Event]] = weakref.WeakValueDictionary()
 
-    def __init__(self) -> None:
+    def __init__(self, disable_timing: bool = False) -> None:
         self.ptr = id(self)
         self.seconds = 0.0
         Event._by_number[self.ptr] = self

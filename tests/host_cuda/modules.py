@@ -8,6 +8,7 @@ import functools
 import hashlib
 import re
 import subprocess
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,18 @@ _OPERAND = re.compile(r'"(=?)\w"\((\w+)\)')
 class HostKernel:
     """A compiled kernel.
 
+    Args:
+        library: its module's.
+        running: held while one of them runs: they share what a block has.
+
     Attributes:
         name: in the source.
         arguments: how many it takes.
         sizes: bytes of each.
     """
 
-    def __init__(self, library: ctypes.CDLL, name: str) -> None:
-        self.name = name
+    def __init__(self, library: ctypes.CDLL, name: str, running: threading.Lock) -> None:
+        self.name, self._running = name, running
         self.arguments: int = ctypes.c_int.in_dll(library, f"host_cuda_count_{name}").value
         size_of = library[f"host_cuda_size_{name}"]
         size_of.restype = ctypes.c_size_t
@@ -52,18 +57,19 @@ class HostKernel:
 
     def run(self, blocks: int, rows: int, threads: int, values: Any) -> int:
         """All of a grid (blocks, rows); void*[arguments] say where values lie. Returns 0 or a CUDA error."""
-        return int(self._run(self._body, *map(ctypes.c_uint, (blocks, rows, threads)), values))
+        with self._running:
+            return int(self._run(self._body, *map(ctypes.c_uint, (blocks, rows, threads)), values))
 
 
 class Module:
     """A compiled source."""
 
     def __init__(self, library: Path) -> None:
-        self._library = ctypes.CDLL(str(library))
+        self._library, self._running = ctypes.CDLL(str(library)), threading.Lock()
 
     def kernel(self, name: str) -> HostKernel:
         """One of its kernels."""
-        return HostKernel(self._library, name)
+        return HostKernel(self._library, name, self._running)
 
 
 def without_ptx(source: str) -> str:

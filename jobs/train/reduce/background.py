@@ -45,7 +45,7 @@ class TorchWire:
         """Never: a bucket is one vector."""
         return False
 
-    def start(self, gradient: Tensor, ready: Callable[[], None] | None = None) -> None:
+    def start(self, gradient: Tensor, ready: Callable[[Any], None] | None = None) -> None:
         """Begin with a vector, once what was asked for before has filled it. Collective, in the same order on all ranks."""
         vector = sent = gradient
         if vector.dtype != self._dtype:
