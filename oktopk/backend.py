@@ -115,8 +115,8 @@ class Backend:
         """
         return SharedGradients(transport, length)
 
-    def stream_beside(self) -> Any:
-        """A new stream of the same priority; None on the host."""
+    def stream_beside(self, number: int) -> Any:
+        """Another stream of this priority, one for each number; None on the host."""
         return None
 
     def follow(self, other: Backend) -> None:

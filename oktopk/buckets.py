@@ -27,8 +27,8 @@ _Result = TypeVar("_Result")
 TOGETHER = (NonFiniteGradientError, ValueError)
 """Errors of a step that every rank raises, after which the ranks may go on."""
 
-_LANES = 3
-"""Buckets that are reduced at once over messages between GPUs: one selects, sums or writes while another is on the wire."""
+_AT_ONCE = 3
+"""Buckets that are reduced at once over MPI between GPUs: one is selected, summed or written while another is on the wire."""
 
 _SAMPLES = 1 << 16
 """Elements of a bucket that tell how large its elements are."""
@@ -40,8 +40,8 @@ class BucketedAllreduce:
     A bucket that the kernels of GPUs of one host reduce (`reads_tensors`) is put on the stream when it starts. The host waits for
     it in `finish`, with `deferred` not even there. But where a bucket computes exact thresholds or new regions, in the first
     sparse step, each `threshold_interval` and `boundary_interval` and after a new k, its start waits for the buckets before it
-    and for the other ranks. Any other bucket is reduced in a thread. In flat steps over MPI between GPUs there are three, with
-    share "bucket", each with a stream of its own, which take buckets in turn.
+    and for the other ranks. Any other bucket is reduced in a thread. In flat steps over MPI between GPUs three threads take
+    buckets in turn, each on a stream of its own, with share "bucket".
 
     Each bucket has a `GradientAllreduce` of its own: residual, thresholds, regions, communicator and messages. Together they keep
     k entries, one a bucket at least, so that caps and bounds of a step in words are those of one vector.
@@ -64,7 +64,7 @@ class BucketedAllreduce:
 
     Attributes:
         buckets: one reducer a bucket.
-        transport: for control operations beside the thread; its `library` is that of the buckets' messages.
+        transport: for control operations beside the threads; its `library` is that of the buckets' messages.
         lengths, length: elements of the buckets, and of all.
         can_read_tensors: as `GradientAllreduce.can_read_tensors`, of every bucket.
 
@@ -96,14 +96,14 @@ class BucketedAllreduce:
             for number, length in enumerate(self.lengths):
                 update = None if updates is None else updates[number]
                 stream = streams[number % len(streams)]
-                # made of one transport, they share what carries their messages, if it cannot carry those of two at once
+                # made of one transport, buckets share what must carry their messages one after the other, as NCCL's communicator
                 made = GradientAllreduce(
                     self.transport, length, method, update=update, stream=stream, **options
                 )
                 self.buckets.append(made)
                 opened.callback(made.close)
                 if number == 0 and _carries_several(made, share):
-                    streams += [made.backend.stream_beside() for _ in range(1, _LANES)]
+                    streams += [made.backend.stream_beside(place) for place in range(1, _AT_ONCE)]
             self.transport.library = self.buckets[0].transport.library
             if share == "model" and self.buckets[0].levels == "hosts":
                 raise ValueError("share 'model' is for flat steps: pass levels='flat', or share='bucket'")
@@ -111,11 +111,13 @@ class BucketedAllreduce:
         for reducer in self.buckets:
             reducer.advice = advice or reducer.advice
         self.settings = self.buckets[0].settings
-        # all are put on the stream, or all reduced in the thread: they share what carries their messages
+        # all are put on the stream, or all reduced in threads
         self.can_read_tensors = all(reducer.can_read_tensors for reducer in self.buckets)
         self._keep(np.array(self.lengths, np.int64))
-        # bucket i is reduced in thread i modulo their number
-        self._threads = [CommunicationThread("oktopk", together=TOGETHER) for _ in streams]
+        # bucket i is reduced in thread i modulo their number; in one where a trial of peer memory has failed for the first alone
+        several = all(_carries_several(reducer, share) for reducer in self.buckets)
+        threads = len(streams) if several else 1
+        self._threads = [CommunicationThread("oktopk", together=TOGETHER) for _ in range(threads)]
         self._started: list[Future[StepReport]] = []
         # those of `_started` that are on the stream, and that the host must end
         self._awaited: list[tuple[Future[StepReport], GradientAllreduce, StepReport]] = []
@@ -179,14 +181,14 @@ class BucketedAllreduce:
     def start(
         self, gradient: Any, ready: Callable[[Any], None] | None = None, problem: str = ""
     ) -> Future[StepReport]:
-        """Reduce the next bucket after those before it. Collective, in one order on all ranks; see `submit` for other calls.
+        """Reduce the next bucket. Collective, in one order on all ranks; see `submit` for other calls.
 
         It returns at once, but where a bucket on the stream computes exact thresholds or new regions: see the class.
 
         Args:
             gradient: as `GradientAllreduce.step`, a tensor list where `reads_tensors` allows it; unchanged until `finish`.
             ready: called before the gradient is read, with the stream that reads it, on a GPU: to order that after the one that
-                filled it.
+                filled it. None: it was filled on the stream that was given at construction.
             problem: as `GradientAllreduce.step`.
 
         Returns:
@@ -208,6 +210,8 @@ class BucketedAllreduce:
         if self._refused is not None:
             begun.set_exception(self._refused)
         elif not self.reads_tensors(number):
+            if ready is None:
+                self._follow(reducer, self.buckets[0])
             thread = self._threads[number % len(self._threads)]
             begun = thread.submit(partial(self._reduce, number, gradient, ready, problem))
         else:
@@ -236,7 +240,7 @@ class BucketedAllreduce:
     def end_started(self) -> None:
         """End the buckets that were put on the stream, in their order. Collective: every rank must call.
 
-        It waits for the decisions of the ranks. The futures are then done, but for those of buckets in the thread.
+        It waits for the decisions of the ranks. The futures are then done, but for those of buckets in threads.
         """
         while self._awaited:
             future, reducer, report = self._awaited.pop(0)
@@ -276,7 +280,7 @@ class BucketedAllreduce:
         try:
             report = reducer.step(gradient, problem=problem)
         finally:
-            self._join(reducer)
+            self._follow(self.buckets[0], reducer)  # the caller knows the first one's stream
         if len(self._drawn) == len(self.buckets):
             self._renew_shares()
         return report
@@ -355,13 +359,13 @@ class BucketedAllreduce:
                     reducer.complete()
                     if not future.result().skipped:
                         reducer.take_back()
-                    self._join(reducer)
+                    self._follow(self.buckets[0], reducer)
 
-    def _join(self, reducer: GradientAllreduce) -> None:
-        """Order the first bucket's stream, which the caller knows, after that of another one."""
-        first = self.buckets[0].backend
-        if reducer.backend.stream is not first.stream:
-            first.follow(reducer.backend)
+    @staticmethod
+    def _follow(reducer: GradientAllreduce, other: GradientAllreduce) -> None:
+        """Order the stream of a bucket after that of another one."""
+        if reducer.backend.stream is not other.backend.stream:
+            reducer.backend.follow(other.backend)
 
     def step(self, gradients: Sequence[Any], problem: str = "") -> StepReport:
         """Start the buckets that were not started, and `finish`. Collective: every rank must call.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import cupy
@@ -156,17 +157,23 @@ class DeviceBackend(Backend):
             raise RuntimeError(f"the ranks of a host cannot read each other's gradients: {problem}")
         return DeviceSharedGradients(transport, self.kernels, length, self._stored)
 
-    def stream_beside(self) -> Any:
+    def stream_beside(self, number: int) -> Any:
         with self.device.gpu:
-            return stream_of_priority(self.device.priority)
+            return _stream_beside(self.device.id, self.device.priority, number)
 
     def follow(self, other: Backend) -> None:
-        event = cupy.cuda.Event(disable_timing=True)
-        event.record(other.stream)
-        self.stream.wait_event(event)
+        with self.device.gpu:  # in a new thread the first GPU is the current one, of which the event would be
+            event = cupy.cuda.Event(disable_timing=True)
+            event.record(other.stream)
+            self.stream.wait_event(event)
 
     def wait(self) -> None:
         self.device.synchronize()
+
+
+@cache  # a stream lives as long as the process
+def _stream_beside(gpu: int, priority: int, number: int) -> Any:
+    return stream_of_priority(priority)
 
 
 class DeviceSharedGradients(SharedGradients):

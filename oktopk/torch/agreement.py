@@ -8,6 +8,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,7 +122,11 @@ def disagreement(
 
     Traffic: one allgather of some 100 bytes. Parameters and optimizer state are hashed on the host, once.
     """
-    layout = repr([(tuple(p.shape), p.stride()) for p in parameters]).encode()
+    places = {
+        id(p): place
+        for place, p in enumerate(chain.from_iterable(g["params"] for g in optimizer.param_groups))
+    }
+    layout = repr([(places[id(p)], tuple(p.shape), p.stride()) for p in parameters]).encode()
     mine = _Mine(
         problem,
         sum(p.numel() for p in parameters),

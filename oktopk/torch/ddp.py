@@ -254,7 +254,7 @@ class OkTopkState:
         self._table_reports[name].add_done_callback(reduced)
 
     def _submit_table(self, reduce: Callable[[], RowReport]) -> Future[RowReport]:
-        """Run it behind the buckets in their thread; where those are put on the stream, or are not known, in one of its own."""
+        """Run it in the buckets' first thread; where those are put on the stream, or are not known, in one of its own."""
         if self._reducer is not None and not self._reducer.can_read_tensors:
             return self._reducer.submit(reduce)
         if self._thread is None:

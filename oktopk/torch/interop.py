@@ -157,7 +157,7 @@ class CudaMemory(TensorMemory):
         return event
 
     def after(self, mark: torch.cuda.Event) -> Callable[[Any], None]:
-        # the event lives as long as what waits for it
+        # the closure keeps the event until it is waited for
         return lambda stream: self._cupy.cuda.runtime.streamWaitEvent(stream.ptr, mark.cuda_event)
 
 

@@ -89,11 +89,11 @@ class DistributedOptimizer(WrappedOptimizer):
         broadcast: where parameters have other values than on rank 0, replace them by rank 0's, and warn there; False: refuse.
             Frozen parameters and buffers are neither compared nor replaced: see `broadcast_parameters`.
         overlap: reduce gradients in buckets while the backward pass goes on, each when its last gradient is there: on a GPU on a
-            stream of its own, and in a thread where messages carry it; `step` waits for what is left, with `deferred` only the
+            stream of its own, and in threads where messages carry it; `step` waits for what is left, with `deferred` only the
             stream does. Put all backward passes of a step but the last into `no_sync`, and change no gradient before `step`. Not
             for a GradScaler or `measure`.
-        bucket_mb: size of a bucket, in 1e6 bytes of float32; 0: one vector without `overlap`; with it 25, on GPUs
-            240. The same buckets give the same bits with `overlap` and without.
+        bucket_mb: size of a bucket, in 1e6 bytes of float32; 0: one vector without `overlap`; with it 25, on
+            GPUs 240. The same buckets give the same bits with `overlap` and without.
         share: how k is divided among buckets, see `oktopk.buckets.BucketedAllreduce`.
         order: for buckets, the parameters in the order in which the model uses them, such as `model.parameters()`, whatever else
             is among them; None: with several groups that of the smallest module which holds them all, else that of the groups.
@@ -152,9 +152,13 @@ class DistributedOptimizer(WrappedOptimizer):
         trained = [p for p in every if p.requires_grad]
         places = {id(p): place for place, p in enumerate(trained)}
         used = None if order is None else list(order)
-        if (overlap or bucket_mb) and (used is not None or len(optimizer.param_groups) > 1):
-            trained = in_models_order(trained) if used is None else [p for p in used if id(p) in places]
-        self._order = [places[id(p)] for p in trained]  # of the parameters in the groups
+        unordered = "" if used is None else order_problem(used, trained)
+        if (overlap or bucket_mb) and not unordered:
+            if used is not None:
+                trained = [p for p in {id(p): p for p in used}.values() if id(p) in places]
+            elif len(optimizer.param_groups) > 1:
+                trained = in_models_order(trained)
+        self._order = [places[id(p)] for p in trained]  # places in the groups
         named = sparse_tables(trained) if sparse is None else list(sparse)
         numbers = set(map(id, named))
         tables = [p for p in trained if id(p) in numbers]  # in one order on all ranks, each once
@@ -172,8 +176,7 @@ class DistributedOptimizer(WrappedOptimizer):
         problem = problem or _second_reducer_problem(optimizer, trained)
         problem = problem or wrapping_problem(optimizer, trained, clip_norm, settings)
         problem = problem or tables_problem(named, trained, settings)
-        problem = problem or buckets_problem(overlap, bucket_mb, share)
-        problem = problem or order_problem(trained, len(places))
+        problem = problem or buckets_problem(overlap, bucket_mb, share, used is not None) or unordered
         if not problem:
             gradient_type = gradient_type or _type_name(self._parameters[0].dtype)
             try:
@@ -474,7 +477,7 @@ class DistributedOptimizer(WrappedOptimizer):
         return report
 
     def _reduce_tables(self, problem: str) -> bool:
-        """As `SparseTables.reduce`; behind the buckets, so that all ranks put both on the stream in one order. Collective."""
+        """As `SparseTables.reduce`, in the thread of the first bucket, whose stream it is on. Collective."""
         assert self._tables is not None
         if not isinstance(self.reducer, BucketedAllreduce):
             with self._memory.stream_scope():
@@ -628,13 +631,17 @@ class DistributedOptimizer(WrappedOptimizer):
             self._tables.load(tables)
         load_state(self.inner, state)
 
-    def _order_problem(self, reducer: dict[str, Any]) -> str:
-        if (
-            list(reducer.get("order", sorted(self._order))) == self._order
-        ):  # earlier versions took that of the groups
+    def _order_problem(self, reducer: Any) -> str:
+        groups = sorted(self._order)  # what earlier versions took, and did not say
+        try:
+            saved = list(reducer.get("order", groups))
+        except (AttributeError, TypeError) as error:
+            return f"the state is damaged: {error}"
+        if saved == self._order:
             return ""
         return (
-            "the state has buckets of parameters in another order: pass the same order as when it was taken"
+            "the state has buckets of parameters in another order. Pass the order that it was taken with; of earlier versions "
+            "[p for group in optimizer.param_groups for p in group['params']]"
         )
 
     def _tables_state_problem(self, state: Any) -> str:
@@ -651,7 +658,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self.reducer.transport.barrier()
         inner = copy.deepcopy(self.inner, memo)
         tables = [] if self._tables is None else self._tables.tables
-        order = [memo[id(parameter)] for parameter in self._trained]
+        order = None if self._layout is None else [memo[id(parameter)] for parameter in self._trained]
         copied = type(self)(
             inner, order=order, sparse=[memo[id(table)] for table in tables], **self._arguments
         )

@@ -30,20 +30,22 @@ def in_models_order(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Parameters as the smallest module that holds all of them lists them, in their own order where there is none.
 
     The groups of an optimizer often part weights from biases. A bucket of all biases would have its last gradient only when the
-    backward pass ends, and every later bucket would wait for it.
+    backward pass ends, and every later bucket would wait for it. Of modules of one size the one is taken that lists them most
+    like the given order, so that all ranks take the same.
     """
-    wanted = set(map(id, parameters))
-    found: list[Tensor] | None = None
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    found: tuple[int, list[int]] | None = None
     for module in gc.get_objects():
         if not issubclass(type(module), nn.Module):
             continue
         try:
-            held: list[Tensor] = list(module.parameters())
-        except AttributeError:  # its construction has not come so far
+            held = list(map(id, module.parameters()))
+        except Exception:  # it is being made, or is of a kind that has none
             continue
-        if wanted.issubset(map(id, held)) and (found is None or len(held) < len(found)):
-            found = held
-    return list(parameters) if found is None else [p for p in found if id(p) in wanted]
+        if places.keys() <= set(held):
+            here = len(held), [places[each] for each in held if each in places]
+            found = here if found is None else min(found, here)
+    return list(parameters) if found is None else [parameters[place] for place in found[1]]
 
 
 class BucketLayout:
@@ -82,28 +84,29 @@ class BucketLayout:
         return [each.stop - each.start for each in self.slices]
 
 
-def order_problem(ordered: Sequence[Tensor], trained: int) -> str:
-    """Why an order is not one of all parameters, in a sentence; "" if it is.
+def order_problem(order: Sequence[Tensor], trained: Sequence[Tensor]) -> str:
+    """Why buckets cannot hold parameters in this order, in a sentence; "" if they can.
 
     Args:
-        ordered: the parameters of an optimizer that need a gradient, as far as the order has them.
-        trained: how many there are.
+        trained: the parameters that need a gradient.
     """
-    if len(ordered) == trained:
-        return ""
-    return (
-        f"order has {len(ordered)} of the {trained} parameters that need a gradient: each must be there once"
-    )
+    missing = {id(parameter) for parameter in trained} - {id(parameter) for parameter in order}
+    return f"order lacks {len(missing)} of the parameters that need a gradient" if missing else ""
 
 
-def buckets_problem(overlap: Any, bucket_mb: Any, share: Any) -> str:
-    """What is wrong with these arguments of `DistributedOptimizer`, in a sentence; "" if nothing is."""
+def buckets_problem(overlap: Any, bucket_mb: Any, share: Any, ordered: bool) -> str:
+    """What is wrong with these arguments of `DistributedOptimizer`, in a sentence; "" if nothing is.
+
+    Args:
+        ordered: whether `order` is given.
+    """
     if not isinstance(overlap, bool):
         return f"overlap {overlap!r} is not True or False"
     if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not 0 <= bucket_mb < math.inf:
         return f"bucket_mb {bucket_mb!r} is not a number in [0, inf)"
-    if share != "bucket" and not (overlap or bucket_mb):
-        return f"share {share!r} is for buckets: pass overlap=True, or a bucket_mb"
+    if not (overlap or bucket_mb) and (ordered or share != "bucket"):
+        given = "order" if ordered else f"share {share!r}"
+        return f"{given} is for buckets: pass overlap=True, or a bucket_mb"
     return ""
 
 

@@ -7,6 +7,7 @@ import itertools
 import mmap
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -28,7 +29,18 @@ _captures: dict[int, list[Callable[[], None]]] = {}  # by stream: what is put on
 _streams = itertools.count(1)
 _opened: dict[int, mmap.mmap] = {}
 _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
-_current = SimpleNamespace(gpu=0)
+_stream_gpus: dict[int, int] = {}
+
+
+class _Current(threading.local):
+    """The GPU that is the current one in this thread, and those before it."""
+
+    def __init__(self) -> None:
+        self.gpu = 0
+        self.before: list[int] = []
+
+
+_current = _Current()
 
 
 class CUDARuntimeError(RuntimeError):
@@ -127,6 +139,7 @@ class Stream:
 
     def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
         self.ptr = 0 if null else next(_streams)
+        self.gpu = None if null else _current.gpu
 
     def __enter__(self) -> Self:
         return self
@@ -174,17 +187,20 @@ def _put(stream: int, work: Callable[[], None]) -> None:
 
 
 class Event:
-    """A moment."""
+    """A moment, on streams of the GPU that was the current one when it was made."""
 
     _by_number: ClassVar[weakref.WeakValueDictionary[int, Event]] = weakref.WeakValueDictionary()
 
     def __init__(self, disable_timing: bool = False) -> None:
         self.ptr = id(self)
         self.seconds = 0.0
+        self._gpu = _current.gpu
         Event._by_number[self.ptr] = self
 
     def record(self, stream: Any = None) -> None:
         """Note the time."""
+        if stream is not None and stream.gpu not in (None, self._gpu):
+            raise CUDARuntimeError(400)  # cudaErrorInvalidResourceHandle
         self.seconds = time.perf_counter()
 
     def synchronize(self) -> None:
@@ -198,7 +214,6 @@ class Device:
         self.id = _current.gpu if number is None else number
         self.attributes = {"MultiProcessorCount": PROCESSORS}
         self.compute_capability = "90"
-        self._before: list[int] = []
 
     def use(self) -> None:
         """Make it the current one."""
@@ -207,14 +222,14 @@ class Device:
         _current.gpu = self.id
 
     def __enter__(self) -> Self:
-        self._before.append(_current.gpu)
+        _current.before.append(_current.gpu)
         self.use()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _current.gpu = self._before.pop()
+        _current.gpu = _current.before.pop()
 
 
 class RawModule:
@@ -288,14 +303,15 @@ def _joined(value: Any, attribute: int, gpu: int, other: int) -> int:
 
 def _create_stream(stream: Any, flags: int, priority: int) -> int:
     """cuStreamCreateWithPriority."""
-    stream._obj.value = next(_streams)
+    stream._obj.value = address = next(_streams)
+    _stream_gpus[address] = _current.gpu
     return 0
 
 
 def _external(address: int) -> Stream:
     """A stream by its address."""
     made = Stream()
-    made.ptr = address
+    made.ptr, made.gpu = address, _stream_gpus.get(address)
     return made
 
 

@@ -1,4 +1,4 @@
-"""A gradient in buckets: the contract of one vector, in a thread or through peer memory, whatever becomes of one of them."""
+"""A gradient in buckets: the contract of one vector, in threads or through peer memory, whatever becomes of one of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oktopk import GradientAllreduce, MissingRanksError, NonFiniteGradientError
 from oktopk.buckets import BucketedAllreduce, bucket_ranges
 from oktopk.results import StageTimer, StepReport, report_of_buckets
 from oktopk.step import StepHandle, StepResult
-from tests.devices import get, gpus, put, use
+from tests.devices import get, gpus, hold_up, put, use
 from tests.inputs import GRADIENTS, Vector
 
 pytestmark = pytest.mark.mpi
@@ -133,6 +133,7 @@ def test_over_messages_between_gpus_three_buckets_are_reduced_at_once(
 
         monkeypatch.setattr(bucket, "step", step)
     for index in range(6):
+        hold_up()  # what a bucket's stream does not wait for comes late
         given = [put("cuda", vector) for vector in gradients(comm, index)]
         report = reducer.step(given)
         for number, (vector, single) in enumerate(zip(given, alone, strict=True)):
@@ -142,6 +143,34 @@ def test_over_messages_between_gpus_three_buckets_are_reduced_at_once(
             assert np.array_equal(get(single.update), get(reducer.updates[number]))
         for event in begun:
             event.clear()
+
+
+@on_gpus
+@pytest.mark.mpi(min_size=2)
+def test_an_error_in_one_of_several_threads_ends_the_reducer(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reducer = bucketed(comm, "cuda", peer_memory=False)
+    given = [put("cuda", vector) for vector in gradients(comm, 0)]
+    reducer.step(given)
+
+    def fails(*given: object) -> StepHandle:
+        raise MemoryError("a bucket")
+
+    monkeypatch.setattr(reducer.buckets[1]._executors["oktopk"], "begin", fails)
+    futures = [reducer.start(each) for each in given]
+    with pytest.raises(MemoryError):
+        reducer.finish()
+    assert [type(future.exception()) for future in futures] == [
+        type(None),
+        MemoryError,
+        type(None),
+        type(None),
+        MemoryError,
+    ]
+    with pytest.raises(MemoryError):
+        reducer.step(given)
+    reducer.close()
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from types import SimpleNamespace
@@ -63,7 +64,9 @@ def test_overlap_changes_no_bit(comm: MPI.Intracomm, device: str, settings: dict
             with optimizer.no_sync():
                 loss(model, comm.rank, 2 * step).backward()
             assert optimizer.reducer.started == 0
-            loss(model, comm.rank, 2 * step + 1).backward()
+            total = loss(model, comm.rank, 2 * step + 1)
+            hold_up()  # a bucket that waits for nothing reads what is not there yet
+            total.backward()
             assert optimizer.reducer.started == (2 if overlap else 0)
             optimizer.step()
             assert len(optimizer.report.buckets) == 3
@@ -205,6 +208,29 @@ def test_a_bucket_is_reduced_over_messages_while_the_backward_pass_goes_on(
     goes_on = hold_up(4_000_000_000)
     optimizer.step()
     assert early == [True]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("device", [on_torchs_gpu("cuda", id="cuda")])
+def test_updates_that_are_written_late_are_waited_for(
+    comm: MPI.Intracomm, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = torch_device(device, comm)
+    expected, model = network(place), network(place)
+    train(expected, wrap(expected, comm, peer_memory=False), comm.rank, range(6))
+    optimizer = wrap(model, comm, peer_memory=False)
+    assert isinstance(optimizer.reducer, BucketedAllreduce)
+    for bucket in optimizer.reducer.buckets:
+        stream = torch.cuda.ExternalStream(bucket.backend.stream.ptr)
+
+        def late(*given: Any, own: Any = bucket._vectors.apply, stream: Any = stream) -> None:
+            with torch.cuda.stream(stream):
+                hold_up()
+            own(*given)
+
+        monkeypatch.setattr(bucket._vectors, "apply", late)
+    train(model, optimizer, comm.rank, range(6))
+    assert np.array_equal(flat(model), flat(expected))
 
 
 def test_gradients_that_autograd_puts_elsewhere_are_reduced(comm: MPI.Intracomm) -> None:
@@ -427,26 +453,31 @@ def parted(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.0)
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_buckets_follow_the_model_where_groups_part_weights_from_biases(
-    comm: MPI.Intracomm, given: bool
-) -> None:
-    settings: dict[str, Any] = {"overlap": True, "bucket_mb": BUCKET_MB, "density": 0.05}
+def lengths_of(optimizer: DistributedOptimizer) -> list[int]:
+    assert isinstance(optimizer.reducer, BucketedAllreduce)
+    return optimizer.reducer.lengths
+
+
+def sizes(*modules: nn.Module) -> list[int]:
+    return [sum(p.numel() for p in module.parameters()) for module in modules]
+
+
+ORDERED: dict[str, Any] = {"overlap": True, "bucket_mb": BUCKET_MB, "density": 0.05}
+
+
+def test_buckets_follow_the_model_where_groups_part_weights_from_biases(comm: MPI.Intracomm) -> None:
     model = network()
-    layers = [model[4], model[2], model[0]]
-    if given:
-        settings["order"] = (p for layer in reversed(layers) for p in layer.parameters())
-    optimizer = DistributedOptimizer(parted(model), comm, **settings)
-    assert optimizer.reducer.lengths == [sum(p.numel() for p in layer.parameters()) for layer in layers]  # type: ignore[union-attr]
+    optimizer = DistributedOptimizer(parted(model), comm, **ORDERED)
+    assert lengths_of(optimizer) == sizes(model[4], model[2], model[0])
     loss(model, comm.rank, 0).backward()
     assert optimizer.reducer.started == 2  # type: ignore[union-attr]
     optimizer.step()
     train(model, optimizer, comm.rank, range(1, 4))
     state = copy.deepcopy(optimizer.state_dict())
     copied = copy.deepcopy(optimizer)  # without the model, whose order it keeps
-    assert copied.reducer.lengths == optimizer.reducer.lengths  # type: ignore[union-attr]
+    assert lengths_of(copied) == lengths_of(optimizer)
     resumed = network()
-    again = DistributedOptimizer(parted(resumed), comm, **settings | {"order": resumed.parameters()})
+    again = DistributedOptimizer(parted(resumed), comm, **ORDERED, order=resumed.parameters())
     resumed.load_state_dict(model.state_dict())
     again.load_state_dict(state)
     for each, own in ((model, optimizer), (resumed, again)):
@@ -454,31 +485,97 @@ def test_buckets_follow_the_model_where_groups_part_weights_from_biases(
     assert np.array_equal(flat(model), flat(resumed))
 
 
+def test_buckets_have_the_order_that_is_given(comm: MPI.Intracomm) -> None:
+    model, foreign = network(), nn.Linear(2, 2)
+    turned = [model[2], foreign, model[0], model[4]]
+    order = (p for module in turned for p in [*module.parameters(), *module.parameters()])
+    optimizer = DistributedOptimizer(parted(model), comm, **ORDERED, order=order)
+    assert lengths_of(optimizer) == sizes(model[4], model[0], model[2])
+    train(model, optimizer, comm.rank, range(3))
+    assert np.array_equal(flat(model), comm.bcast(flat(model)))
+
+
 def test_a_state_of_buckets_in_another_order_is_refused_on_every_rank(comm: MPI.Intracomm) -> None:
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))  # buckets of equal lengths in either order
     every = list(model.parameters())
-    settings: dict[str, Any] = {"overlap": True, "bucket_mb": BUCKET_MB, "density": 0.05}
     inner = torch.optim.SGD(every, lr=0.05)
-    optimizer = DistributedOptimizer(inner, comm, order=every, **settings)
-    state = copy.deepcopy(optimizer.state_dict())
+    optimizer = DistributedOptimizer(inner, comm, **ORDERED, order=every)
+    states = comm.allgather(optimizer.state_dict())
+    state, reducer = states[comm.rank], of_rank(states[comm.rank]["reducer"])
+    assert redistribute(lambda rank: states[rank], comm.size, 0, comm.size + 1)["reducer"]["order"] == [
+        *range(8)
+    ]
+    damaged = reducer | {"order": None if comm.rank == comm.size - 1 else reducer["order"]}
+    with pytest.raises(ValueError, match="the state is damaged: 'NoneType'"):
+        optimizer.load_state_dict(state | {"reducer": damaged})
+    before = {name: held for name, held in reducer.items() if name != "order"}
+    optimizer.load_state_dict(state | {"reducer": before})
     optimizer.close()
-    turned = [*every[2:], *every[:2]]
-    other = DistributedOptimizer(inner, comm, order=turned, **settings)
-    with pytest.raises(ValueError, match="buckets of parameters in another order"):
-        other.load_state_dict(state)
+    other = DistributedOptimizer(inner, comm, **ORDERED, order=[*every[2:], *every[:2]])
+    for given in (reducer, before):
+        with pytest.raises(ValueError, match="buckets of parameters in another order"):
+            other.load_state_dict(state | {"reducer": given})
     other.close()
-    if comm.rank == 0:
-        every = every[1:]
-    with pytest.raises(ValueError, match="order has 7 of the 8 parameters that need a gradient"):
-        DistributedOptimizer(inner, comm, order=every, **settings)
 
 
-def test_parameters_of_no_module_keep_their_order() -> None:
-    first, second = nn.Linear(3, 4), nn.Linear(4, 5)
+@pytest.mark.parametrize(
+    ("overlap", "places", "message"),
+    [
+        (True, [0, 0, 1, 2], "order lacks 3 of the parameters that need a gradient"),
+        (True, [], "order lacks 6 of the"),
+        (False, range(6), "order is for buckets: pass overlap=True"),
+    ],
+)
+def test_an_order_that_cannot_be_taken_raises_on_every_rank(
+    comm: MPI.Intracomm, overlap: bool, places: Sequence[int], message: str
+) -> None:
+    model = network()
+    every = list(model.parameters())
+    order = every if overlap and comm.rank < comm.size - 1 else [every[place] for place in places]
+    with pytest.raises(ValueError, match=message):
+        DistributedOptimizer(torch.optim.SGD(every, lr=0.1), comm, overlap=overlap, order=order)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_of_other_orders_all_raise(comm: MPI.Intracomm) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    order = list(model.parameters())
+    order = [*order[2:], *order[:2]] if comm.rank else order
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="shapes, order or memory layouts differ between ranks"):
+        DistributedOptimizer(inner, comm, overlap=True, order=order)
+
+
+class Uninitialized(nn.Module):
+    """Whose parameters cannot be asked for."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        raise RuntimeError("not yet")
+
+
+def test_the_order_is_that_of_the_smallest_module_whatever_else_there_is() -> None:
+    first, second, third = nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(1, 1)
     mixed = [*second.parameters(), *first.parameters()]
-    assert in_models_order(mixed) == mixed
+
+    def order() -> list[int]:
+        return [id(p) for p in in_models_order(mixed)]
+
+    def of(*modules: nn.Module) -> list[int]:
+        return [id(p) for module in modules for p in module.parameters()]
+
+    broken = Uninitialized()
+    assert order() == of(second, first)
+    larger = nn.ModuleList([third, nn.Sequential(second, first), third])
+    assert order() == of(second, first)
     both = nn.Sequential(first, second)
-    larger = nn.ModuleList([nn.Linear(1, 1), both])
-    assert [id(p) for p in in_models_order(mixed)] == [id(p) for p in both.parameters()]
-    del larger
+    larger.append(both)
+    assert order() == of(second, first)  # of two of one size the one that is most like the groups
+    larger[1] = third
+    gc.collect()
+    assert order() == of(first, second)
+    tied = nn.Linear(5, 4)
+    tied.weight = first.weight  # used twice, and listed once
+    both.append(tied)
+    assert order() == of(first, second)
+    del broken

@@ -136,7 +136,8 @@ class NcclTraining(DenseTraining):
         overlapped: bool = False,
     ) -> None:
         super().__init__(inner, clip_norm)
-        self._parameters = in_models_order(self._parameters)
+        if overlapped and len(inner.param_groups) > 1:
+            self._parameters = in_models_order(self._parameters)
         layout, like = BucketLayout(self._parameters, bucket_mb), self._parameters[0]
         vector = torch.zeros(layout.length, dtype=like.dtype, device=like.device)
         self._flat = FlatGradients(self._parameters, like.dtype, vector, layout.starts)
