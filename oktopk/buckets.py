@@ -103,7 +103,8 @@ class BucketedAllreduce:
                 self.buckets.append(made)
                 opened.callback(made.close)
                 if number == 0 and _carries_several(made, share):
-                    streams += [made.backend.stream_beside(place) for place in range(1, _AT_ONCE)]
+                    at_once = min(_AT_ONCE, len(self.lengths))
+                    streams += [made.backend.stream_beside(place) for place in range(1, at_once)]
             self.transport.library = self.buckets[0].transport.library
             if share == "model" and self.buckets[0].levels == "hosts":
                 raise ValueError("share 'model' is for flat steps: pass levels='flat', or share='bucket'")
@@ -234,7 +235,8 @@ class BucketedAllreduce:
         self, reducer: GradientAllreduce, gradient: Any, ready: Callable[[Any], None] | None, problem: str
     ) -> StepReport:
         if ready is not None:
-            ready(reducer.backend.stream)
+            with reducer.backend.stream_scope():
+                ready(reducer.backend.stream)
         return reducer.begin(gradient, problem=problem)
 
     def end_started(self) -> None:
@@ -274,7 +276,8 @@ class BucketedAllreduce:
     ) -> StepReport:
         reducer = self.buckets[number]
         if ready is not None:
-            ready(reducer.backend.stream)
+            with reducer.backend.stream_scope():  # a default stream is of the GPU that is the current one
+                ready(reducer.backend.stream)
         if self._renews_shares(reducer):
             self._drawn.append(reducer.sample(gradient, _SAMPLES))
         try:

@@ -122,10 +122,8 @@ def disagreement(
 
     Traffic: one allgather of some 100 bytes. Parameters and optimizer state are hashed on the host, once.
     """
-    places = {
-        id(p): place
-        for place, p in enumerate(chain.from_iterable(g["params"] for g in optimizer.param_groups))
-    }
+    every = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    places = {id(p): place for place, p in enumerate(p for p in every if p.requires_grad)}
     layout = repr([(places[id(p)], tuple(p.shape), p.stride()) for p in parameters]).encode()
     mine = _Mine(
         problem,

@@ -594,7 +594,8 @@ class DistributedOptimizer(WrappedOptimizer):
         A state without "reducer", as of an optimizer that was not wrapped, starts with empty residuals; rank 0 warns.
 
         Raises:
-            ValueError: the state is of another length or method, or only some ranks' have "reducer"; on every rank alike.
+            ValueError: the state is of another length or method, of other buckets or of parameters in another order, or only some
+                ranks' have "reducer"; on every rank alike.
         """
         super().load_state_dict(state_dict)
 
@@ -634,6 +635,8 @@ class DistributedOptimizer(WrappedOptimizer):
     def _order_problem(self, reducer: Any) -> str:
         groups = sorted(self._order)  # what earlier versions took, and did not say
         try:
+            if "buckets" not in reducer:
+                return ""  # the reducer says so
             saved = list(reducer.get("order", groups))
         except (AttributeError, TypeError) as error:
             return f"the state is damaged: {error}"

@@ -39,7 +39,7 @@ def in_models_order(parameters: Sequence[Tensor]) -> list[Tensor]:
         if not issubclass(type(module), nn.Module):
             continue
         try:
-            held = list(map(id, module.parameters()))
+            held = list(dict.fromkeys(map(id, module.parameters())))
         except Exception:  # it is being made, or is of a kind that has none
             continue
         if places.keys() <= set(held):

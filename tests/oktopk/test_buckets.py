@@ -113,6 +113,8 @@ def test_over_messages_between_gpus_three_buckets_are_reduced_at_once(
 ) -> None:
     assert len(bucketed(comm)._threads) == len(bucketed(comm, "cuda")._threads) == 1
     assert len(bucketed(comm, "cuda", peer_memory=False, share="model")._threads) == 1
+    two = BucketedAllreduce(comm, [9, 9], device="cuda", peer_memory=False)
+    assert len(two._threads) == 2
     reducer = bucketed(comm, "cuda", peer_memory=False)
     streams = [bucket.backend.stream for bucket in reducer.buckets]
     assert [streams.index(stream) for stream in streams] == [0, 1, 2, 0, 1]

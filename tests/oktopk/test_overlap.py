@@ -516,6 +516,9 @@ def test_a_state_of_buckets_in_another_order_is_refused_on_every_rank(comm: MPI.
     for given in (reducer, before):
         with pytest.raises(ValueError, match="buckets of parameters in another order"):
             other.load_state_dict(state | {"reducer": given})
+    whole = {name: held for name, held in before.items() if name != "buckets"}
+    with pytest.raises(ValueError, match="the state is not one of buckets"):
+        other.load_state_dict(state | {"reducer": whole})
     other.close()
 
 

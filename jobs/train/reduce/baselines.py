@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ from oktopk import StepReport
 from oktopk.torch.gradients import FlatGradients
 from oktopk.torch.interop import TensorMemory
 from oktopk.torch.optimizer import load_state
-from oktopk.torch.overlap import BackwardBuckets, BucketLayout, in_models_order
+from oktopk.torch.overlap import BackwardBuckets, BucketLayout
 
 
 class DenseTraining(ABC):
@@ -124,6 +124,7 @@ class NcclTraining(DenseTraining):
         dtype: that gradients travel and are summed in.
         bucket_mb: size of a bucket, see `oktopk.torch.overlap.BucketLayout`; inf for one.
         overlapped: start in the backward pass, else after it.
+        order: as DistributedOptimizer's; None: that of the groups.
     """
 
     def __init__(
@@ -134,10 +135,12 @@ class NcclTraining(DenseTraining):
         *,
         bucket_mb: float = math.inf,
         overlapped: bool = False,
+        order: Iterable[Tensor] | None = None,
     ) -> None:
         super().__init__(inner, clip_norm)
-        if overlapped and len(inner.param_groups) > 1:
-            self._parameters = in_models_order(self._parameters)
+        if order is not None:
+            trained = set(map(id, self._parameters))
+            self._parameters = [p for p in order if id(p) in trained]
         layout, like = BucketLayout(self._parameters, bucket_mb), self._parameters[0]
         vector = torch.zeros(layout.length, dtype=like.dtype, device=like.device)
         self._flat = FlatGradients(self._parameters, like.dtype, vector, layout.starts)

@@ -53,6 +53,7 @@ def build_reduction(
                 gradient_type=settings.gradient_type,
                 clip_norm=config.optimizer.clip_norm,
                 row_density=settings.row_density,
+                order=network.parameters() if settings.overlap else None,
                 **settings.buckets(),
                 **settings.settings(),
             )
@@ -89,7 +90,10 @@ def _build_mode(
     if method == "nccl":
         bucket_mb = bucket_mb if settings.overlap else math.inf
         dtype = getattr(torch, kind or "float32")
-        return NcclTraining(inner, clip_norm, dtype, bucket_mb=bucket_mb, overlapped=settings.overlap)
+        order = network.parameters() if settings.overlap else None
+        return NcclTraining(
+            inner, clip_norm, dtype, bucket_mb=bucket_mb, overlapped=settings.overlap, order=order
+        )
     common: dict[str, Any] = {"bucket_mb": bucket_mb, "captured": config.training.cuda_graph}
     if method == "ddp":
         compressed = kind == "bfloat16"

@@ -76,6 +76,29 @@ def test_buckets_start_in_the_backward_pass_where_they_overlap(overlapped: bool)
 
 @pytest.mark.mpi
 @pytest.mark.usefixtures("gloo")
+@pytest.mark.parametrize("ordered", [True, False])
+def test_buckets_follow_the_model_where_groups_part_weights_from_biases(ordered: bool) -> None:
+    model = network()
+    every = list(model.parameters())
+    groups = [{"params": [p for p in every if (p.dim() > 1) is decays]} for decays in (True, False)]
+    inner = torch.optim.SGD(groups, lr=0.05)
+    order = model.parameters() if ordered else None
+    training = NcclTraining(inner, 0.0, torch.float32, bucket_mb=0.003, overlapped=True, order=order)
+    started: list[int] = []
+
+    def look(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+        """When the backward pass comes to the first layer, none of whose gradients are there yet."""
+        output.register_hook(lambda gradient: started.append(training._wire.started))
+
+    model[0].register_forward_hook(look)
+    backward(model, 0, 0)
+    training.reduce()
+    assert started == [int(ordered)]
+    training.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("gloo")
 def test_a_pass_that_was_replayed_is_accounted_for_and_others_are_waited_for() -> None:
     model = network()
     training = nccl_training(model)
