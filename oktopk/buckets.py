@@ -93,8 +93,8 @@ class BucketedAllreduce:
             self.transport.agree({"lengths": self.lengths, "share": share}, problem)
             self.buckets: list[GradientAllreduce] = []
             streams = [options.pop("stream", None)]
-            for number, length in enumerate(self.lengths):
-                update = None if updates is None else updates[number]
+            own = zip(self.lengths, updates or [None] * len(self.lengths), strict=True)
+            for number, (length, update) in enumerate(own):
                 stream = streams[number % len(streams)]
                 # made of one transport, buckets share what must carry their messages one after the other, as NCCL's communicator
                 made = GradientAllreduce(

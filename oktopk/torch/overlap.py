@@ -20,7 +20,7 @@ from oktopk.torch.interop import TensorMemory
 
 _ON_GPUS_MB = 240.0
 """Size of a bucket on GPUs. Large ones won: through peer memory the thresholds of a small one, such as a table of embeddings,
-miss so often that the host must wait for it, and over messages each pays the latency of some ten of them."""
+miss so often that the host must wait for it, and over messages each has latencies of its own."""
 
 _ALIGNMENT = 64
 """Elements: kernels read several at once, so that a bucket must not begin anywhere."""
