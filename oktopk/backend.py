@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,6 +115,14 @@ class Backend:
         """
         return SharedGradients(transport, length)
 
+    def entry_windows(self, transport: Transport) -> EntryWindows | None:
+        """Where the ranks of a host read each other's entries; None where these travel as messages. Not collective.
+
+        Args:
+            transport: among the ranks of the host, which have shared gradients.
+        """
+        return None
+
     def stream_beside(self, number: int) -> Any:
         """Another stream of this priority, one for each number; None on the host."""
         return None
@@ -124,6 +132,28 @@ class Backend:
 
     def wait(self) -> None:
         """Wait until all work on arrays is done, so that MPI may read them."""
+
+
+class EntryWindows(Protocol):
+    """Entries of every rank where all ranks of a host can read them, see `collectives.entry_windows`."""
+
+    capacity: int
+
+    def reserve(self, most: int) -> bool:
+        """Make room for `most` entries on each rank; what was written is lost where there was less. Collective.
+
+        Returns:
+            False where there is no memory, on every rank alike.
+        """
+
+    def write(self, entries: Any) -> Any:
+        """Copy at most `capacity` entries to where the others read them; returns the copy."""
+
+    def gather(self, gathered: Any, counts: NDArray[np.int64]) -> None:
+        """Fill ENTRY[sum(counts)] with the entries of all ranks in rank order."""
+
+    def close(self) -> None:
+        """Free the windows. Collective."""
 
 
 class SharedGradients:

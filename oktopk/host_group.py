@@ -12,7 +12,7 @@ from collectives.allgatherv import allgatherv
 from collectives.sparse import SparseVector
 from collectives.traffic import Traffic
 from collectives.transport import Transport
-from oktopk.backend import Backend
+from oktopk.backend import Backend, EntryWindows
 from oktopk.levels import Layout
 
 
@@ -36,7 +36,7 @@ class HostGroup:
         gradient: [n] of the gradient type, where this rank's may be written for steps to read it without a copy; not valid after
             `close`.
 
-    Memory: n words of gradient and n/G of sums.
+    Memory: n words of gradient and n/G of sums; on GPUs a window of the update's entries of a shard.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class HostGroup:
             transport.agree({}, problem)
             opened.pop_all()
         self.gradient = self._shared.mine
+        self._windows = backend.entry_windows(self.host)
         self._limit: tuple[str, float, str] | None = None
 
     def publish(self, gradient: Any, flag: bool) -> bool:
@@ -113,21 +114,47 @@ class HostGroup:
         if self._limit is not None:
             self.host.expect_all(*self._limit)
 
+    def publish_entries(self, mine: SparseVector) -> None:
+        """Let the other ranks of the host read entries after `share_outcome`, where windows have room for them.
+
+        Args:
+            mine: of this rank's shard, in the shard's indices, which stay as they are.
+        """
+        if self._windows is not None and 0 < mine.nnz <= self._windows.capacity:
+            self.in_whole_indices(SparseVector(self._windows.write(mine.entries), mine.length))
+            self._backend.wait()  # the others read after a collective operation of the hosts, which know no streams
+
     def share_entries(self, mine: SparseVector | None, counts: NDArray[np.int64]) -> SparseVector:
         """The update's entries of all shards, with their indices in the whole vector, shard by shard. Collective.
 
         Args:
-            mine: of this rank's shard, in the shard's indices, which are overwritten; None for a rank that holds no shard.
+            mine: of this rank's shard, in the shard's indices, which may be overwritten, and published; None for a rank that
+                holds no shard.
             counts: int64[G], entries of each rank of the host.
 
         Returns:
             The entries; they lie in the host transport's workspace until the next call.
+
+        Traffic: an allgatherv in the host; on GPUs each rank copies the entries of the others from their windows.
         """
         host, layout = self.host, self.layout
         gathered = host.workspace.entries("gathered", int(counts.sum()))
-        own = gathered[:0] if mine is None else self.in_whole_indices(mine).entries
-        allgatherv(gathered, counts, host, own)
+        if self._windows is not None and self._have_room(self._windows, mine, int(counts.max())):
+            self._windows.gather(gathered, counts)
+        else:
+            own = gathered[:0] if mine is None else self.in_whole_indices(mine).entries
+            allgatherv(gathered, counts, host, own)
         return SparseVector(gathered, layout.length)
+
+    def _have_room(self, windows: EntryWindows, mine: SparseVector | None, most: int) -> bool:
+        """Whether all ranks' entries lie in windows, after larger ones were opened where that was needed. Collective."""
+        if most > windows.capacity:
+            if not windows.reserve(most):
+                return False
+            if mine is not None:
+                self.publish_entries(mine)
+            self.host.barrier()
+        return True
 
     def share_values(self, mine: Any, whole: Any) -> None:
         """Fill float32[n] with the shards of all ranks of the host. Collective.
@@ -222,6 +249,8 @@ class HostGroup:
         if any(transport.gave_up for transport in self._transports):
             return
         self._sum = None
+        if self._windows is not None:
+            self._windows.close()
         self._shared.close()
         for transport in self._transports:
             transport.close()

@@ -212,8 +212,16 @@ def failures_by_rank(answers: Answers) -> str:
 
 
 def where_the_main_thread_is() -> str:
-    """Its stack, without the frames of pytest."""
+    """Its stack, without the frames of pytest, and the error that it handles there, as a `finally` that waits for others does."""
     ident = threading.main_thread().ident
-    frames = traceback.extract_stack(sys._current_frames()[ident]) if ident is not None else []
+    if ident is None:
+        return ""
+    frames = traceback.extract_stack(sys._current_frames()[ident])
     own = [frame for frame in frames if not any(part in frame.filename for part in ("/_pytest/", "/pluggy/"))]
-    return "".join(traceback.format_list(own[-12:]))
+    stack = "".join(traceback.format_list(own[-12:]))
+    handled: Any = sys._current_exceptions().get(ident)
+    if isinstance(handled, tuple):  # before Python 3.12
+        handled = handled[1]
+    if handled is None:
+        return stack
+    return f"{stack}while it handles:\n{''.join(traceback.format_exception(handled))}"

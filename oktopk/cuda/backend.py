@@ -16,9 +16,10 @@ from collectives.cuda.device import Device
 from collectives.cuda.kernels import DeviceKernels as CollectiveKernels
 from collectives.cuda.launch import stream_of_priority
 from collectives.cuda.ucx import device_memory_problem
+from collectives.entry_windows import DeviceEntryWindows
 from collectives.symmetric_memory import SymmetricMemory, symmetric_memory_problem
 from collectives.transport import Transport
-from oktopk.backend import Backend, SharedGradients
+from oktopk.backend import Backend, EntryWindows, SharedGradients
 from oktopk.cuda.kernels import DeviceKernels
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_graph import compile_p2p_kernels
@@ -156,6 +157,9 @@ class DeviceBackend(Backend):
         if problem:
             raise RuntimeError(f"the ranks of a host cannot read each other's gradients: {problem}")
         return DeviceSharedGradients(transport, self.kernels, length, self._stored)
+
+    def entry_windows(self, transport: Transport) -> EntryWindows | None:
+        return DeviceEntryWindows(transport, self.device) if transport.size > 1 else None
 
     def stream_beside(self, number: int) -> Any:
         with self.device.gpu:

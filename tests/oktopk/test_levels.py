@@ -281,6 +281,38 @@ def test_a_dense_step_takes_in_what_the_shards_hold(comm: MPI.Intracomm, device:
     assert not dense.gathered_residual().any()
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("ranks_per_host", [2, 3])
+def test_entries_of_a_host_are_read_where_they_lie_and_without_memory_for_that_travel_as_messages(
+    comm: MPI.Intracomm, cuda: str, ranks_per_host: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_messages(gathered: Any, counts: Any, transport: Any, own: Any) -> None:
+        assert transport.size == 1
+        gathered[:] = own
+
+    def none_left(*arguments: Any) -> None:
+        raise RuntimeError("no peer memory: rank 0: out of memory")
+
+    reading, sending = (two_levels(comm, cuda, ranks_per_host) for _ in range(2))
+    rng = np.random.default_rng(comm.rank)
+    sent = []
+    for touched in (0, 7, LENGTH, 50, LENGTH, LENGTH):  # windows are opened, and larger ones
+        gradient = np.zeros(LENGTH, np.float32)
+        gradient[:touched] = rng.integers(-99, 100, touched)
+        with monkeypatch.context() as patch:
+            patch.setattr("oktopk.host_group.allgatherv", no_messages)
+            read = reading.step(put(cuda, gradient))
+        with monkeypatch.context() as patch:
+            patch.setattr("collectives.entry_windows.SymmetricMemory", none_left)
+            message = sending.step(put(cuda, gradient))
+        assert np.array_equal(get(reading.update), get(sending.update))
+        assert len(set(comm.allgather(get(reading.update).tobytes()))) == 1
+        assert read.bytes_between == message.bytes_between
+        sent.append((comm.allreduce(read.bytes), comm.allreduce(message.bytes)))
+    assert np.array_equal(reading.gathered_residual(), sending.gathered_residual())
+    assert get(reading.update).any() and all(one == other for one, other in sent)
+
+
 @pytest.mark.mpi
 def test_measures_do_not_change_a_step_and_agree_with_the_definition(
     comm: MPI.Intracomm, device: str
