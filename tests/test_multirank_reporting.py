@@ -151,17 +151,21 @@ def test_a_rank_that_hangs_ends_the_job_and_every_rank_says_where_it_is(tmp_path
         tmp_path,
         """
 def test_hangs(comm):
-    if rank == 1:
-        time.sleep(1000)
-    comm.Barrier()
+    try:
+        if rank == 1:
+            raise RuntimeError("of rank 1 alone")
+        comm.Barrier()
+    finally:
+        if rank == 1:
+            time.sleep(1000)
 """,
         "--timeout=1",
         ranks=2,
     )
     assert job.returncode != 0
     assert states == {"test_hangs": "started"}
-    assert "time.sleep(1000)" in job.stderr
-    assert "comm.Barrier()" in job.stderr
+    assert "time.sleep(1000)" in job.stderr and "RuntimeError: of rank 1 alone" in job.stderr
+    assert "comm.Barrier()" in job.stderr and job.stderr.count("while it handles") == 1
     assert {f"[rank {rank}] " in job.stderr for rank in range(2)} == {True}
 
 

@@ -168,11 +168,8 @@ def test_an_allreduce_within_the_backward_pass_is_replayed_with_it(
         start_process_group(comm, torch.device("cuda", torch.cuda.current_device()), "nccl", f"{comm.rank}")
         return NcclTraining(inner, 0.0, dtype, bucket_mb=0.04, overlapped=True)
 
-    try:
-        expected = reduced_gradients(comm, EagerPasses, nccl, passes)
-        found = reduced_gradients(comm, CapturedPasses, nccl, passes)
-    finally:
-        stop_process_group()
+    expected = reduced_gradients(comm, EagerPasses, nccl, passes)
+    found = reduced_gradients(comm, CapturedPasses, nccl, passes)
     for one, other in zip(expected, found, strict=True):
         assert torch.allclose(one, other, rtol=1e-3, atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
     assert comm.allgather(found[-1].sum().item()) == [found[-1].sum().item()] * comm.size
@@ -287,10 +284,7 @@ def test_steps_that_are_replayed_are_those_that_are_not(
     if comm.size > gpus():
         pytest.skip("NCCL takes one rank per GPU")
     use("cuda", comm)
-    try:
-        eager, captured = (DdpTrained(comm, kind, method, passes, each) for each in (False, True))
-    finally:
-        stop_process_group()
+    eager, captured = (DdpTrained(comm, kind, method, passes, each) for each in (False, True))
     assert captured.calls == EAGER_STEPS * passes + passes
     assert eager.calls == (EAGER_STEPS + 6) * passes
     for name in ("losses", "parameters", "residual"):
