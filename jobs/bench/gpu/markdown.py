@@ -136,7 +136,7 @@ _TARGETS: list[Column] = [
     ("Ok-Topk, regular: median", figure(f"of.{OURS}.seconds.regular.median", *US)),
     ("Ok-Topk, exact: median", figure(f"of.{OURS}.seconds.exact.median", *US)),
     ("times NCCL's", lambda run: _times(verdict(run)[0])),
-    ("target", figure("target.at_least", "≥ {:.1f}x")),
+    ("target", figure("target.at_least", "≥ {:.2f}x")),
     ("", lambda run: _met(verdict(run)[1])),
     ("into g", lambda run: _times(verdict(run, "oktopk-into-g")[0])),
     ("MPI alone", lambda run: _times(verdict(run, "oktopk-mpi")[0])),
