@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from collectives.cuda.device import Device, address_of
 from collectives.cuda.rows import DeviceRowKernels
 from collectives.rows import Rows
-from collectives.symmetric_memory import SymmetricMemory
-from collectives.transport import MissingRanksError, Transport
+from collectives.symmetric_memory import GrowingMemory, SymmetricMemory
+from collectives.transport import Transport
 
 _ALIGNMENT = 256
 
@@ -52,8 +52,7 @@ class DeviceRowWindows:
         self.capacity = self.nbytes = 0
         self._slot = 0
         self._slots: list[Rows] = []  # of this rank, each for so many rows
-        self._memory: SymmetricMemory | None = None
-        self._refused = False
+        self._windows = GrowingMemory(transport, device, "rows of the GPUs of a host")
 
     def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
         """As the protocol says."""
@@ -86,17 +85,10 @@ class DeviceRowWindows:
         """As the protocol says."""
         if most <= self.capacity:
             return True
-        if self._refused:
-            return False
-        self.close()  # rows in it keep its memory
         capacity = most + most // 4
         nbytes = 2 * self._slot_bytes(capacity)
-        try:
-            self._memory = SymmetricMemory(self._transport, self._device, nbytes)
-        except MissingRanksError:
-            raise
-        except RuntimeError:  # no memory; on every rank alike
-            self._refused = True
+        self.capacity, self.nbytes, self._slots = 0, 0, []  # rows in the windows there are keep their memory
+        if not self._windows.open(nbytes):
             return False
         self.capacity, self.nbytes = capacity, nbytes
         self._slots = [self._slot_at(slot * self._slot_bytes(capacity)) for slot in range(2)]
@@ -135,7 +127,6 @@ class DeviceRowWindows:
 
     def _slot_at(self, at: int) -> Rows:
         """A slot of this rank's own window, so many bytes from its start."""
-        assert self._memory is not None
         row_type, element_type = self._types
         values_at = at + _aligned(self.capacity * self._id_bytes)
         return Rows(
@@ -143,20 +134,23 @@ class DeviceRowWindows:
             self._memory.array((self.capacity, self._width), element_type, values_at),
         )
 
+    @property
+    def _memory(self) -> SymmetricMemory:
+        assert self._windows.memory is not None
+        return self._windows.memory
+
     def _slot_bytes(self, capacity: int) -> int:
         return _aligned(capacity * self._id_bytes) + _aligned(capacity * self._row_bytes)
 
     def _addresses(self, rank: int) -> tuple[int, int]:
         """Of a rank's ids and of their values, in the slot whose turn it is; not before a rank had a row."""
-        assert self._memory is not None
         ids = self._memory.bases[rank] + self._memory.first + self._slot * self._slot_bytes(self.capacity)
         return ids, ids + _aligned(self.capacity * self._id_bytes)
 
     def close(self) -> None:
         """As the protocol says."""
-        if self._memory is not None:
-            self._memory.close()
-        self._memory, self.capacity, self.nbytes, self._slots = None, 0, 0, []
+        self._windows.close()
+        self.capacity, self.nbytes, self._slots = 0, 0, []
 
 
 def _aligned(nbytes: int) -> int:

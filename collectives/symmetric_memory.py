@@ -6,6 +6,7 @@ CUDA IPC handles are exchanged once through the transport; after that signals ne
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,6 +73,7 @@ class SymmetricMemory:
         NoPeerMemoryError: a window cannot be allocated or mapped, or a rank has a problem.
 
     Attributes:
+        payload: bytes that there are, at least `nbytes`.
         windows: device address of uint64[P], the address of each rank's window as this rank maps it.
         bases: the same addresses on the host.
         first: bytes from the start of a window to its payload.
@@ -90,9 +92,11 @@ class SymmetricMemory:
         self.bases: list[int] = []
         self._memory: Any = None
         handle = b""
+        allocated = -(-(self.first + nbytes) // _GRANULE) * _GRANULE
+        self.payload = allocated - self.first
         try:
             with device.gpu:
-                self._memory = device_memory(-(-(self.first + nbytes) // _GRANULE) * _GRANULE)
+                self._memory = device_memory(allocated)
                 # for `abort`, when this rank's own kernels may wait
                 self._aside = cupy.cuda.Stream(non_blocking=True)
             _EXPORTED.add(self._memory)
@@ -181,6 +185,50 @@ class SymmetricMemory:
         pointer = cupy.cuda.runtime.ipcOpenMemHandle(handle, cupy.cuda.runtime.cudaIpcMemLazyEnablePeerAccess)
         self._opened.append(pointer)
         return int(pointer)
+
+
+class GrowingMemory:
+    """Windows that are opened anew where larger ones are needed, until there is no memory.
+
+    Args:
+        transport, device: as SymmetricMemory.
+        what: that lies in them, and travels as messages where there is no memory; for the warning.
+
+    Attributes:
+        memory: the windows; None before the first and where there is no memory.
+    """
+
+    def __init__(self, transport: Transport, device: Device, what: str) -> None:
+        self._transport, self._device, self._what = transport, device, what
+        self.memory: SymmetricMemory | None = None
+        self._refused = False
+
+    def open(self, nbytes: int) -> bool:
+        """Open windows of at least so many bytes of payload in place of those there are, whose payload is lost. Collective.
+
+        Returns:
+            False where there is no memory, on every rank alike, and ever after; rank 0 warns once.
+
+        Raises:
+            MissingRanksError: ranks did not come in time, where the caller has set a limit.
+        """
+        if self._refused:
+            return False
+        self.close()
+        try:
+            self.memory = SymmetricMemory(self._transport, self._device, nbytes)
+        except NoPeerMemoryError as error:
+            self._refused = True
+            if self._transport.rank == 0:
+                warnings.warn(f"{self._what} travel as messages, which is slower: {error}", stacklevel=2)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Free the windows, if there are any. Collective."""
+        if self.memory is not None:
+            self.memory.close()
+        self.memory = None
 
 
 def abort_reasons(reasons: Sequence[int], timeout: float) -> str:

@@ -82,7 +82,7 @@ class GradientAllreduce:
     Memory: n words of update; n of residual where the method is sparse; n of velocity with momentum correction; as many again of
         both with nonfinite="skip"; n/2 of scratch from the first dense step on; 3n/2 from the first measured step on; the lists
         of the method, O(k) for Ok-Topk where regions balance. In two levels n elements of gradient, n/G words of residual, of
-        velocity and of sums, and n words of scratch in each dense step.
+        velocity and of sums, n words of scratch in each dense step, and on GPUs a window of a shard's entries.
     Traffic: that of the method, see `oktopk.methods`; a barrier and one allgather of the settings at construction.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
 

@@ -135,25 +135,21 @@ class Backend:
 
 
 class EntryWindows(Protocol):
-    """Entries of every rank where all ranks of a host can read them, see `collectives.entry_windows`."""
+    """Entries of every rank where all ranks of a host can read them; see `collectives.entry_windows.DeviceEntryWindows`."""
 
     capacity: int
 
     def reserve(self, most: int) -> bool:
-        """Make room for `most` entries on each rank; what was written is lost where there was less. Collective.
-
-        Returns:
-            False where there is no memory, on every rank alike.
-        """
+        """As DeviceEntryWindows."""
 
     def write(self, entries: Any) -> Any:
-        """Copy at most `capacity` entries to where the others read them; returns the copy."""
+        """As DeviceEntryWindows."""
 
     def gather(self, gathered: Any, counts: NDArray[np.int64]) -> None:
-        """Fill ENTRY[sum(counts)] with the entries of all ranks in rank order."""
+        """As DeviceEntryWindows."""
 
     def close(self) -> None:
-        """Free the windows. Collective."""
+        """As DeviceEntryWindows."""
 
 
 class SharedGradients:

@@ -54,9 +54,7 @@ class HostExecutor:
                 # only a selection can sum while it reads
                 summed = group.sum(at_once=vectors.velocity is not None or not method.sparse)
             result = self._reduce(summed, plan, flag)
-            if result is not None and result.update is not None:
-                with plan.timer.stage("host_gather"):
-                    group.publish_entries(result.update)
+            group.publish_entries(None if result is None else result.update)
         flagged = group.between is not None and result is None
         outcomes = group.share_outcome(_outcome(result, flagged))
         if outcomes[:, 0].any():

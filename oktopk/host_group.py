@@ -80,7 +80,8 @@ class HostGroup:
             flag: of this rank.
 
         Returns:
-            Whether any rank of the host raised its flag.
+            Whether any rank of the host raised its flag. By then every rank has ended the copies of the step before, too, so that
+            entries may be published again.
         """
         self._shared.publish(gradient)
         # it is also the barrier after which the gradients may be read
@@ -114,45 +115,50 @@ class HostGroup:
         if self._limit is not None:
             self.host.expect_all(*self._limit)
 
-    def publish_entries(self, mine: SparseVector) -> None:
+    def publish_entries(self, mine: SparseVector | None) -> None:
         """Let the other ranks of the host read entries after `share_outcome`, where windows have room for them.
 
         Args:
-            mine: of this rank's shard, in the shard's indices, which stay as they are.
+            mine: of this rank's shard, in the shard's indices, which stay as they are; None for nothing.
         """
-        if self._windows is not None and 0 < mine.nnz <= self._windows.capacity:
+        if self._windows is not None and mine is not None and 0 < mine.nnz <= self._windows.capacity:
             self.in_whole_indices(SparseVector(self._windows.write(mine.entries), mine.length))
-            self._backend.wait()  # the others read after a collective operation of the hosts, which know no streams
+            self._backend.wait()  # the others read after a collective operation that knows no streams
 
     def share_entries(self, mine: SparseVector | None, counts: NDArray[np.int64]) -> SparseVector:
         """The update's entries of all shards, with their indices in the whole vector, shard by shard. Collective.
 
         Args:
-            mine: of this rank's shard, in the shard's indices, which may be overwritten, and published; None for a rank that
-                holds no shard.
+            mine: of this rank's shard, in the shard's indices, which may be overwritten; `publish_entries` had them before
+                `share_outcome`. None for a rank that holds no shard.
             counts: int64[G], entries of each rank of the host.
 
         Returns:
             The entries; they lie in the host transport's workspace until the next call.
 
-        Traffic: an allgatherv in the host; on GPUs each rank copies the entries of the others from their windows.
+        Raises:
+            MissingRanksError: where larger windows are opened, and a rank does not come within the limit of `expect_all`.
+
+        Traffic: an allgatherv in the host. On GPUs each rank copies the entries of the others from their windows: 8 bytes an own
+            entry and other rank, and a message to each. What opens larger windows now and then is not counted.
         """
         host, layout = self.host, self.layout
         gathered = host.workspace.entries("gathered", int(counts.sum()))
-        if self._windows is not None and self._have_room(self._windows, mine, int(counts.max())):
+        if self._windows is not None and self._make_room(self._windows, mine, int(counts.max())):
             self._windows.gather(gathered, counts)
         else:
             own = gathered[:0] if mine is None else self.in_whole_indices(mine).entries
             allgatherv(gathered, counts, host, own)
         return SparseVector(gathered, layout.length)
 
-    def _have_room(self, windows: EntryWindows, mine: SparseVector | None, most: int) -> bool:
-        """Whether all ranks' entries lie in windows, after larger ones were opened where that was needed. Collective."""
+    def _make_room(self, windows: EntryWindows, mine: SparseVector | None, most: int) -> bool:
+        """Have all ranks' entries in windows, and open larger ones where it takes that; False without memory. Collective."""
         if most > windows.capacity:
+            self._limit_next()
             if not windows.reserve(most):
                 return False
-            if mine is not None:
-                self.publish_entries(mine)
+            self.publish_entries(mine)
+            self._limit_next()
             self.host.barrier()
         return True
 

@@ -80,6 +80,7 @@ HOST_CUDA_RANKS_TESTS = (
     "tests/oktopk/test_levels.py",
     "tests/oktopk/test_process_group.py",
     "tests/oktopk/test_rows.py",
+    "tests/collectives/test_entry_windows.py",
 )
 # ranks -> which tests of which files: alone those that compare all bits, of files that do without torch; odd; and as many as a
 # region needs to get three times its share, or two hosts of two ranks

@@ -204,7 +204,9 @@ class DeviceSharedGradients(SharedGradients):
         if gradient.data.ptr != self.mine.data.ptr:
             with device.stream:
                 self.mine[:] = gradient
-        device.synchronize()  # MPI does not know streams, and the barrier that follows is one of hosts
+        # MPI knows no streams, and a barrier follows: after it the others read this gradient, and may overwrite the entries that
+        # this rank was copying from their windows
+        device.synchronize()
 
     def sum_of_shard(self, layout: Layout, shard: int, out: Any) -> DeviceShardSum:
         memory = self._memory

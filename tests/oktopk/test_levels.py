@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.allgatherv import allgatherv
 from collectives.traffic import step_limit, upper_bound
-from oktopk import METHODS, GradientAllreduce, levels
+from collectives.transport import NoPeerMemoryError
+from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError, levels
 from oktopk.elastic import redistribute
 from oktopk.levels import Layout
 from oktopk.settings import selection_cap
@@ -286,31 +289,54 @@ def test_a_dense_step_takes_in_what_the_shards_hold(comm: MPI.Intracomm, device:
 def test_entries_of_a_host_are_read_where_they_lie_and_without_memory_for_that_travel_as_messages(
     comm: MPI.Intracomm, cuda: str, ranks_per_host: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_messages(gathered: Any, counts: Any, transport: Any, own: Any) -> None:
-        assert transport.size == 1
-        gathered[:] = own
+    from collectives import symmetric_memory
+
+    gathers: list[int] = []
+    opened: list[int] = []
+
+    def gather(gathered: Any, counts: Any, transport: Any, own: Any) -> None:
+        gathers.append(transport.size)
+        allgatherv(gathered, counts, transport, own)
+
+    def window(transport: Any, device: Any, nbytes: int) -> Any:
+        opened.append(nbytes)
+        return one_window(transport, device, nbytes)
 
     def none_left(*arguments: Any) -> None:
-        raise RuntimeError("no peer memory: rank 0: out of memory")
+        raise NoPeerMemoryError("no peer memory: rank 0: out of memory")
 
+    one_window = symmetric_memory.SymmetricMemory
+    monkeypatch.setattr("oktopk.host_group.allgatherv", gather)
     reading, sending = (two_levels(comm, cuda, ranks_per_host) for _ in range(2))
+    assert reading.hosts is not None
+    alone = reading.hosts.count(reading.hosts[comm.rank]) == 1
     rng = np.random.default_rng(comm.rank)
     sent = []
-    for touched in (0, 7, LENGTH, 50, LENGTH, LENGTH):  # windows are opened, and larger ones
+    for touched in (0, 7, LENGTH, 50, -1, LENGTH, LENGTH):  # -1: one shard's entries are not finite
         gradient = np.zeros(LENGTH, np.float32)
-        gradient[:touched] = rng.integers(-99, 100, touched)
-        with monkeypatch.context() as patch:
-            patch.setattr("oktopk.host_group.allgatherv", no_messages)
-            read = reading.step(put(cuda, gradient))
-        with monkeypatch.context() as patch:
-            patch.setattr("collectives.entry_windows.SymmetricMemory", none_left)
-            message = sending.step(put(cuda, gradient))
+        gradient[:touched] = rng.integers(-99, 100, LENGTH)[:touched]
+        if touched < 0:
+            gradient[BLOCK + 1] = np.nan if comm.rank == 0 else 1.0
+        for reducer, make in ((reading, window), (sending, none_left)):
+            gathers.clear()
+            with monkeypatch.context() as patch, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of `none_left`
+                patch.setattr("collectives.symmetric_memory.SymmetricMemory", make)
+                if touched < 0:
+                    with pytest.raises(NonFiniteGradientError, match=r"rank\(s\) 0"):
+                        reducer.step(put(cuda, gradient))
+                    assert not gathers
+                    continue
+                report = reducer.step(put(cuda, gradient))
+            sent.append((comm.allreduce(report.bytes), comm.allreduce(report.bytes_between)))
+            assert bool(gathers) == (alone or (reducer is sending and report.global_nnz > 0))
+        if touched < 0:
+            continue
+        assert sent[-1] == sent[-2]
         assert np.array_equal(get(reading.update), get(sending.update))
         assert len(set(comm.allgather(get(reading.update).tobytes()))) == 1
-        assert read.bytes_between == message.bytes_between
-        sent.append((comm.allreduce(read.bytes), comm.allreduce(message.bytes)))
     assert np.array_equal(reading.gathered_residual(), sending.gathered_residual())
-    assert get(reading.update).any() and all(one == other for one, other in sent)
+    assert get(reading.update).any() and len(opened) == (not alone)
 
 
 @pytest.mark.mpi

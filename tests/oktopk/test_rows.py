@@ -11,6 +11,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.rows import ELEMENT_TYPES
+from collectives.transport import NoPeerMemoryError
 from oktopk import MissingRanksError, NonFiniteGradientError
 from oktopk.rows import RowSparseAllreduce
 from tests.devices import get, put
@@ -342,7 +343,7 @@ def test_without_memory_for_windows_rows_travel_as_messages(
 ) -> None:
 
     def none_left(*arguments: Any) -> None:
-        raise RuntimeError("no peer memory: rank 0: out of memory")
+        raise NoPeerMemoryError("no peer memory: rank 0: out of memory")
 
     host = table(comm)
     gpu = table(comm, device=cuda, peer_memory=True)
@@ -350,7 +351,7 @@ def test_without_memory_for_windows_rows_travel_as_messages(
         rows, values = gradient(comm.rank, 7)
         for reducer, place in ((host, "cpu"), (gpu, cuda)):
             reducer.step(put(place, rows[:3]), put(place, values[:3]))
-    monkeypatch.setattr("collectives.row_windows.SymmetricMemory", none_left)
+    monkeypatch.setattr("collectives.symmetric_memory.SymmetricMemory", none_left)
     for step in range(3):
         rows, values = gradient(comm.rank, step)
         reports = [host.step(rows, values), gpu.step(put(cuda, rows), put(cuda, values))]
