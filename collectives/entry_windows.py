@@ -40,10 +40,10 @@ class DeviceEntryWindows:
             most: the most entries of any rank, equal on all ranks.
 
         Returns:
-            False where there is no memory, on every rank alike, and ever after; rank 0 warns once.
+            False where there is no memory, on every rank alike, and ever after; the first rank warns once.
 
         Raises:
-            MissingRanksError: ranks did not come in time, where the caller has set a limit.
+            MissingRanksError: as GrowingMemory.open.
         """
         if most <= self.capacity:
             return True

@@ -20,7 +20,8 @@ class DeviceRowWindows:
     """See `collectives.rows.RowWindows`. A window has two slots, which take turns.
 
     Sums that are to be published are written where the others read them, and copied only where they had no room. No kernel waits
-    for another rank: hosts meet in between, and their limits on time hold.
+    for another rank: ranks meet in collective operations in between, and their limits on time hold, but not while larger windows
+    are opened.
 
     Args:
         transport: of the ranks of one host, each with its GPU; see `Transport.p2p`.

@@ -56,7 +56,8 @@ def raise_problems(transport: Transport, problem: str, what: str, error: type[Ru
     """
     problems = transport.allgather_objects(problem)
     if any(problems):
-        texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+        ranks = transport.ranks
+        texts = "; ".join(f"rank {ranks[rank]}: {text}" for rank, text in enumerate(problems) if text)
         raise error(f"{what}: {texts}")
 
 
@@ -73,7 +74,7 @@ class SymmetricMemory:
         NoPeerMemoryError: a window cannot be allocated or mapped, or a rank has a problem.
 
     Attributes:
-        payload: bytes that there are, at least `nbytes`.
+        payload: bytes of payload in every window, at least `nbytes`.
         windows: device address of uint64[P], the address of each rank's window as this rank maps it.
         bases: the same addresses on the host.
         first: bytes from the start of a window to its payload.
@@ -207,10 +208,11 @@ class GrowingMemory:
         """Open windows of at least so many bytes of payload in place of those there are, whose payload is lost. Collective.
 
         Returns:
-            False where there is no memory, on every rank alike, and ever after; rank 0 warns once.
+            False where a window cannot be allocated or mapped, on every rank alike, and ever after; the first rank warns once.
 
         Raises:
-            MissingRanksError: ranks did not come in time, where the caller has set a limit.
+            MissingRanksError: a rank did not come in time, where the caller has set a limit. It holds for the first operation:
+                that all ranks have come. An error of one rank alone between later ones leaves the others waiting.
         """
         if self._refused:
             return False

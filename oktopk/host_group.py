@@ -139,8 +139,8 @@ class HostGroup:
         Raises:
             MissingRanksError: where larger windows are opened, and a rank does not come within the limit of `expect_all`.
 
-        Traffic: an allgatherv in the host. On GPUs each rank copies the entries of the others from their windows: 8 bytes an own
-            entry and other rank, and a message to each. What opens larger windows now and then is not counted.
+        Traffic: an allgatherv in the host. On GPUs each rank copies the entries of the others from their windows: 8 bytes for
+            each own entry and each other rank, one message to each. What opens larger windows now and then is not counted.
         """
         host, layout = self.host, self.layout
         gathered = host.workspace.entries("gathered", int(counts.sum()))
@@ -152,10 +152,11 @@ class HostGroup:
         return SparseVector(gathered, layout.length)
 
     def _make_room(self, windows: EntryWindows, mine: SparseVector | None, most: int) -> bool:
-        """Have all ranks' entries in windows, and open larger ones where it takes that; False without memory. Collective."""
+        """Get all ranks' entries into windows, opening larger ones where needed; False where there is no memory. Collective."""
         if most > windows.capacity:
             self._limit_next()
             if not windows.reserve(most):
+                self.host.expect_none()
                 return False
             self.publish_entries(mine)
             self._limit_next()

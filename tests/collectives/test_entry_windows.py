@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from typing import Any
 
@@ -68,30 +67,10 @@ def test_what_all_ranks_wrote_arrives_in_their_order_also_in_larger_windows(comm
         comm.Barrier()
         expected = [entries_of(rank, count, step) for rank, count in enumerate(counts)]
         assert gathered.get().tobytes() == b"".join(part.tobytes() for part in expected)
-    # small windows take a whole allocation, and only two larger ones were opened
+    # before, one whole allocation, and a larger one
     assert capacities[0] == 0 and len(set(capacities)) == 3
     windows.close()
     assert windows.capacity == 0
-    transport.close()
-
-
-def test_a_rank_that_writes_late_into_larger_windows_is_waited_for(comm: MPI.Intracomm) -> None:
-    windows, transport = make(comm)
-    counts = np.full(comm.size, 5)
-    for step, late in enumerate((0, comm.size - 1)):
-        assert windows.reserve(5 + step * 400_000)
-        if comm.rank == late:
-            time.sleep(0.2)
-        write(windows, transport, entries_of(comm.rank, 5, step))
-        comm.Barrier()
-        gathered = transport.workspace.entries("gathered", 5 * comm.size)
-        windows.gather(gathered, counts)
-        transport.device.synchronize()
-        comm.Barrier()
-        assert gathered.get().tobytes() == b"".join(
-            entries_of(rank, 5, step).tobytes() for rank in range(comm.size)
-        )
-    windows.close()
     transport.close()
 
 
@@ -108,7 +87,8 @@ def test_without_memory_no_room_is_made_ever_after_and_one_rank_says_so(
         warnings.simplefilter("always")
         patch.setattr("collectives.symmetric_memory.SymmetricMemory", none_left)
         assert not windows.reserve(400_000) and windows.capacity == 0
-    assert comm.allgather([str(one.message) for one in said]) == [
+    texts = [str(one.message) for one in said if "travel as messages" in str(one.message)]
+    assert comm.allgather(texts) == [
         [
             "entries of the GPUs of a host travel as messages, which is slower: no peer memory: rank 1: out of memory"
         ],

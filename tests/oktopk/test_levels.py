@@ -6,6 +6,7 @@ import copy
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from collectives.allgatherv import allgatherv
 from collectives.traffic import step_limit, upper_bound
 from collectives.transport import NoPeerMemoryError
-from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError, levels
+from oktopk import METHODS, GradientAllreduce, MissingRanksError, NonFiniteGradientError, levels
 from oktopk.elastic import redistribute
 from oktopk.levels import Layout
 from oktopk.settings import selection_cap
@@ -337,6 +338,58 @@ def test_entries_of_a_host_are_read_where_they_lie_and_without_memory_for_that_t
         assert len(set(comm.allgather(get(reading.update).tobytes()))) == 1
     assert np.array_equal(reading.gathered_residual(), sending.gathered_residual())
     assert get(reading.update).any() and len(opened) == (not alone)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("operation", ["reserve", "write"])
+def test_a_rank_that_is_late_while_windows_are_opened_is_waited_for(
+    comm: MPI.Intracomm, cuda: str, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, sending = (two_levels(comm, cuda, comm.size) for _ in range(2))
+    assert late._group is not None and sending._group is not None
+    sending._group._windows = None
+    before = getattr(late._group._windows, operation)
+
+    def sleep(*arguments: Any) -> Any:
+        time.sleep(0.3 * (comm.rank == comm.size - 1))
+        return before(*arguments)
+
+    monkeypatch.setattr(late._group._windows, operation, sleep)
+    rng = np.random.default_rng(comm.rank)
+    for _ in range(2):
+        gradient = rng.integers(-99, 100, LENGTH).astype(np.float32)
+        for reducer in (late, sending):
+            reducer.step(put(cuda, gradient))
+        assert get(late.update).any() and np.array_equal(get(late.update), get(sending.update))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("operation", ["reserve", "write"])
+def test_a_rank_that_does_not_come_while_windows_are_opened_is_named_by_all(
+    comm: MPI.Intracomm,
+    cuda: str,
+    operation: str,
+    after_the_others: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("collectives.limit._ANSWER", 10.0)
+    reducer = two_levels(comm, cuda, comm.size, timeout=0.5)
+    assert reducer._group is not None
+    before = getattr(reducer._group._windows, operation)
+    missing = comm.size - 1
+
+    def wait(*arguments: Any) -> Any:
+        after_the_others(missing)
+        return before(*arguments)
+
+    monkeypatch.setattr(reducer._group._windows, operation, wait)
+    gradient = np.random.default_rng(comm.rank).integers(-99, 100, LENGTH).astype(np.float32)
+    with pytest.raises(MissingRanksError, match=rf"step 0: rank\(s\) {missing} did not come within 0.5 s"):
+        reducer.step(put(cuda, gradient))
+    with pytest.raises(MissingRanksError):  # nothing goes on after that
+        reducer.step(put(cuda, gradient))
+    reducer.close()
+    comm.Barrier()
 
 
 @pytest.mark.mpi
