@@ -33,6 +33,7 @@ class DeviceRowWindows:
     Attributes:
         capacity: rows that a slot has room for, equal on all ranks.
         nbytes: of this rank's window.
+        all_read_all: see the protocol.
 
     Memory: twice the most rows that a rank has published, and a quarter more.
     """
@@ -51,6 +52,7 @@ class DeviceRowWindows:
         self._id_bytes = np.dtype(row_type).itemsize
         self._row_bytes = width * np.dtype(element_type).itemsize
         self.capacity = self.nbytes = 0
+        self.all_read_all = transport.size <= 2
         self._slot = 0
         self._slots: list[Rows] = []  # of this rank, each for so many rows
         self._windows = GrowingMemory(transport, device, "rows of the GPUs of a host")
@@ -107,7 +109,7 @@ class DeviceRowWindows:
                 ids, values = self._addresses(rank)
                 lists.append((first, ids + start * self._id_bytes, values + start * self._row_bytes))
                 first += count
-        room = self._next if self._transport.size > 2 else None
+        room = None if self.all_read_all else self._next
         return self._kernels.merge_into(room, lists, first, like, scale)
 
     def gather(self, counts: NDArray[np.int64], like: Rows) -> Rows:

@@ -124,11 +124,13 @@ class RowWindows(Protocol):
 
     Attributes:
         nbytes: of this rank's window.
+        all_read_all: whether every rank reads all rows of the others in the next step, and sums them itself. Equal on all ranks.
 
     Memory: see `collectives.row_windows`.
     """
 
     nbytes: int
+    all_read_all: bool
 
     def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
         """As `RowKernels.coalesce`; with room for the sums they lie where `publish` puts them, until the second one after it."""
@@ -148,7 +150,7 @@ class RowWindows(Protocol):
     ) -> tuple[Rows, int]:
         """As `RowKernels.merge`, of counts[r] rows of each rank r, from its starts[r] on, one rank after the other.
 
-        For more than 2 ranks the sums are to be published next.
+        The sums are to be published next, unless all read all.
         """
 
     def gather(self, counts: NDArray[np.int64], like: Rows) -> Rows:
@@ -175,6 +177,9 @@ def row_sparse_allreduce(
     bits depend on the rows alone. An allgather brings the sums to all. With windows the owner reads the others' rows while it
     adds them up, and all read the owners' sums; the bits are the same.
 
+    Every rank sums all rows of all ranks instead where this takes fewer bytes: for 2 ranks, and with windows where
+    P·u >= (P-1)·R in the step before, with R rows of all ranks and u in the sum. The bits are the same.
+
     Args:
         local: this rank's rows, as `coalesce` returns them; perhaps none.
         length: rows of the table, equal on all ranks.
@@ -194,17 +199,19 @@ def row_sparse_allreduce(
     Memory: the rows that arrive for this rank's region, its sums, and the sums of all; with windows not the first, and see
         `RowWindows`. Besides what the kernels sort and add up by, on a GPU some 13 bytes a row.
     Traffic: for 2 ranks all rows of its own, in 2 messages. For more, with r rows of its own, u in the sum, w bytes a row with
-        its id, and regions that balance: (P-1)/P·r·w bytes in 2(P-1) messages, then (P-1)/P·u·w in 2·ceil(log2 P) rounds.
+        its id, and regions that balance: (P-1)/P·r·w bytes in 2(P-1) messages, then (P-1)/P·u·w in 2·ceil(log2 P) rounds;
+        where all read all, (P-1)·r·w in 2(P-1) messages.
         Where hot rows lie together, as by Zipf's law, the busiest rank sends at most 1.3 times that (counted for 2 to 64 ranks).
-        Control: one alltoall of 2 int64; for more than 2 ranks an allgather of 17 before it, and one of 2 at the end.
+        Control: one alltoall of 2 int64; by owner an allgather of 17 before it, and one of 3 at the end.
         With windows the same bytes on average, counted where they are read from, 4 int64 in the alltoall, and what it takes to
         open larger windows now and then.
     Source: Li & Hoefler, PPoPP 2022, sections 3.1.1 and 3.1.2, with rows for entries.
     """
     size = transport.size
-    if size == 2:  # both ranks sum all rows: r of them are sent, which are fewer than (r + u)/2
-        parts = [slice(0, len(local))] * 2
-    else:
+    # 2 ranks send r rows each where all sum all, which are fewer than (r + u)/2
+    by_owner = size > 2 and not (windows is not None and windows.all_read_all)
+    parts = [slice(0, len(local))] * size
+    if by_owner:
         points = transport.allgather_control(_points(local.rows, transport, kernels))
         offsets = kernels.offsets(local.rows, balanced_boundaries(points, length)).tolist()
         parts = [slice(*ends) for ends in pairwise(offsets)]
@@ -216,26 +223,45 @@ def row_sparse_allreduce(
         raise FlaggedRanksError(np.flatnonzero(incoming[:, 1]).tolist())
 
     counts = incoming[:, 0]
-    if windows is not None and windows.reserve(int(incoming[:, 3].max()), local):
+    reads = windows is not None and windows.reserve(int(incoming[:, 3].max()), local)
+    if windows is not None and reads:
         _count_reads(transport, outgoing[:, 0], local)
         sums, nonfinite = windows.sum_lists(incoming[:, 2], counts, local, scale)
     else:
         sums, nonfinite = _sum_messages(local, parts, counts, transport, kernels, scale)
-    if size <= 2:
-        if nonfinite:  # on both ranks, which have summed the same
-            raise FlaggedRanksError([])
-        return sums
+    total = int(counts.sum())  # R
+    if by_owner:
+        sums, total, reads = _gather_sums(sums, nonfinite, len(local), transport, kernels, windows)
+    elif nonfinite:  # on every rank, which have summed the same
+        raise FlaggedRanksError([])
+    if windows is not None:
+        windows.all_read_all = reads and size * len(sums) >= (size - 1) * total
+    return sums
 
+
+def _gather_sums(
+    sums: Rows,
+    nonfinite: int,
+    own: int,
+    transport: Transport,
+    kernels: RowKernels,
+    windows: RowWindows | None,
+) -> tuple[Rows, int, bool]:
+    """The sums of all owners; how many rows all ranks gave, each of them `own`; whether sums are read in windows. Collective.
+
+    Raises:
+        FlaggedRanksError: a sum is not finite; on every rank alike.
+    """
     if windows is not None:
         windows.publish(sums)
-    gathered = transport.allgather_control(np.array([len(sums), nonfinite], np.int64))
+    gathered = transport.allgather_control(np.array([len(sums), nonfinite, own], np.int64))
     if gathered[:, 1].any():
         raise FlaggedRanksError([])
-    counts = gathered[:, 0].copy()
+    counts, total = gathered[:, 0].copy(), int(gathered[:, 2].sum())
     if windows is not None and windows.reserve(int(counts.max()), sums):
-        _count_reads(transport, np.full(size, len(sums)), sums)
-        return windows.gather(counts, sums)
-    return _gather_messages(sums, counts, transport, kernels)
+        _count_reads(transport, np.full(transport.size, len(sums)), sums)
+        return windows.gather(counts, sums), total, True
+    return _gather_messages(sums, counts, transport, kernels), total, False
 
 
 def _count_reads(transport: Transport, counts: NDArray[np.int64], rows: Rows) -> None:

@@ -281,10 +281,15 @@ def test_a_gpu_gives_the_bits_of_the_host(
         rows, values = gradient(comm.rank, step, kind, skewed=step == 2)
         if step == 3:
             rows, values = rows[: 30 * (comm.rank == 0)], values[: 30 * (comm.rank == 0)]
+        all_read_all = gpu.windows is not None and gpu.windows.all_read_all
         reports = [host.step(rows, values), gpu.step(put(cuda, rows), put(cuda, values))]
         if not peer_memory:
             assert reports[0].messages == reports[1].messages and reports[0].bytes == reports[1].bytes
-        assert comm.allreduce(reports[0].bytes) == comm.allreduce(reports[1].bytes)
+        if all_read_all:
+            row_bytes = 4 + WIDTH * ELEMENT_TYPES[kind]().itemsize
+            assert reports[1].bytes == (comm.size - 1) * reports[1].sent * row_bytes
+        else:
+            assert comm.allreduce(reports[0].bytes) == comm.allreduce(reports[1].bytes)
         assert same_sums(host, gpu)
     if row_density < 1:
         assert np.array_equal(get(gpu.residual), host.residual)
@@ -321,6 +326,37 @@ def test_windows_grow_by_agreement_and_are_read_before_they_are_written_again(
     together.Free()
 
 
+@pytest.mark.mpi(min_size=3)
+def test_all_read_all_rows_after_a_step_that_this_suits(cuda: str, comm: MPI.Intracomm) -> None:
+    host = table(comm)
+    gpu = table(comm, device=cuda, peer_memory=True)
+    assert gpu.windows is not None
+    size, block = comm.size, np.arange(4)
+    equal = block
+    apart = block + 4 * comm.rank
+    as_many = block + 4 * (comm.rank % (size - 1))  # u = (P-1)/P·R: as many bytes either way
+    one_less = as_many - (comm.rank == size - 2)  # one row more is that of two ranks
+    read_all = False
+    steps = [
+        (equal, False),
+        (as_many, True),
+        (apart, True),
+        (one_less, False),
+        (as_many, True),
+        (equal, False),
+    ]
+    for rows, then in steps:
+        values = gradient(comm.rank, 0)[1][: len(rows)]
+        reports = [host.step(rows, values), gpu.step(put(cuda, rows), put(cuda, values))]
+        assert same_sums(host, gpu)
+        if read_all:
+            assert reports[1].bytes == (size - 1) * len(rows) * (4 + 4 * WIDTH)
+        else:
+            assert comm.allreduce(reports[0].bytes) == comm.allreduce(reports[1].bytes)
+        read_all = then
+        assert gpu.windows.all_read_all is read_all
+
+
 def test_ranks_without_rows_need_no_windows(cuda: str, comm: MPI.Intracomm) -> None:
     host = table(comm)
     gpu = table(comm, device=cuda, peer_memory=True)
@@ -348,14 +384,18 @@ def test_without_memory_for_windows_rows_travel_as_messages(
     host = table(comm)
     gpu = table(comm, device=cuda, peer_memory=True)
     if windows_before:  # too small for the rows that come
-        rows, values = gradient(comm.rank, 7)
+        rows, values = np.arange(3) + 3 * comm.rank, gradient(comm.rank, 7)[1][:3]
         for reducer, place in ((host, "cpu"), (gpu, cuda)):
-            reducer.step(put(place, rows[:3]), put(place, values[:3]))
+            reducer.step(put(place, rows), put(place, values))
     monkeypatch.setattr("collectives.symmetric_memory.SymmetricMemory", none_left)
     for step in range(3):
         rows, values = gradient(comm.rank, step)
+        assert gpu.windows is not None
+        by_owner = comm.size > 2 and not gpu.windows.all_read_all
+        # in the step before the ranks' rows were apart, so that more than 2 ranks are to read all, too
+        assert by_owner == (comm.size > 2 and not (windows_before and step == 0))
         reports = [host.step(rows, values), gpu.step(put(cuda, rows), put(cuda, values))]
-        assert reports[0].messages == reports[1].messages
+        assert reports[0].messages == reports[1].messages or (comm.size > 2 and not by_owner)
         assert same_sums(host, gpu)
 
 
