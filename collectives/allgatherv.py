@@ -140,13 +140,13 @@ def balance_and_allgatherv(
     if needs_balancing(counts, trigger):
         splits = total * np.arange(size + 1, dtype=np.int64) // size
         block, shares = _redistribute(kept, counts, splits, gathered, transport), np.diff(splits)
+    if codec is PLAIN:
+        allgatherv(gathered, shares, transport, own=block)
+        return SparseVector(gathered, length)
     ranges = [(0, length)] * size if boundaries is None else _ranges(ends, shares, boundaries)
     parts = zip(shares.tolist(), ranges, strict=True)
     sizes = [codec.wire_bytes(share, *within) // ENTRY.itemsize for share, within in parts]
     buffer = codec.buffer("gathered wires", gathered, sum(sizes))
-    if buffer is gathered:
-        allgatherv(gathered, shares, transport, own=block)
-        return SparseVector(gathered, length)
     wires, blocks = slices(buffer, sizes), slices(gathered, shares.tolist())
     codec.encode(block, *ranges[rank], wires[rank], rank)
     allgatherv(buffer, np.array(sizes), transport)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,12 @@ class RegionLists:
     def most_sums(self) -> int:
         """An upper bound of the number of sums."""
         return min(int((self.ends - self.begins).sum()), self.upper - self.lower)
+
+    def lay_out(self) -> None:
+        """Prepare the sums on a device while the lists are on their way; their begins and ends must stay as they are."""
+        if self.transport.kernels.ASYNCHRONOUS:
+            lists = self.pool, self.begins, self.ends, self.lower, self.upper
+            self.transport.kernels.lay_out_sums(*lists)
 
     def _out(self) -> NDArray[np.void]:
         return self.transport.workspace.entries("region sums", self.most_sums + 1)
@@ -130,24 +137,21 @@ def split_and_reduce(
     transport.prepare_sends(
         [outgoing[(rank + i) % size if rotate else _other(rank, i)] for i in in_first_bucket]
     )
-    outgoing_counts = np.empty((size, 2), np.int64)
-    outgoing_counts[:, 0] = offsets[1:] - offsets[:-1]
-    outgoing_counts[:, 1] = flag
-    incoming_counts = transport.alltoall_control(outgoing_counts)
-    if incoming_counts[:, 1].any():
-        raise FlaggedRanksError(np.flatnonzero(incoming_counts[:, 1]).tolist())
+    counts_and_flags = np.array([(stop - start, flag) for start, stop in pairwise(at)], np.int64)
+    theirs = transport.alltoall_control(counts_and_flags).tolist()
+    if flagged := [source for source, (_, flag) in enumerate(theirs) if flag]:
+        raise FlaggedRanksError(flagged)
 
     # slots in the order of summation; the rounds that fill them may run in another one
     order = [(rank - i) % size for i in range(size)]
-    counts = incoming_counts[order, 0]
-    ends = counts.cumsum()
-    begins = ends - counts
-    total = int(ends[-1])
+    counts = [theirs[source][0] for source in order]
+    *starts, total = accumulate(counts, initial=0)
     # two slots for partial sums, which alternate while buckets are folded in
-    partial = min(total, upper - lower) + 1 if size - 1 > bucket_rounds else 0
+    several_buckets = size - 1 > bucket_rounds
+    partial = min(total, upper - lower) + 1 if several_buckets else 0
     pool = transport.workspace.entries("incoming", total + 2 * partial)
-    slots = slices(pool, counts.tolist())
-    sizes = [codec.wire_bytes(count, lower, upper) // ENTRY.itemsize for count in counts.tolist()]
+    slots = slices(pool, counts)
+    sizes = [codec.wire_bytes(count, lower, upper) // ENTRY.itemsize for count in counts]
     incoming = slices(codec.buffer("incoming wires", pool, sum(sizes)), sizes)
     rounds, targets = [], []
     for i in range(1, size):
@@ -156,7 +160,9 @@ def split_and_reduce(
         targets.append(slots[slot])
         rounds.append(Round(dest, outgoing[dest], source, incoming[slot]))
 
-    begins, ends = begins.copy(), ends.copy()
+    begins = np.array(starts, np.int64)
+    ends = begins + counts
+    lists = RegionLists(pool, begins, ends, lower, upper, transport, codec)
     first = 0  # lists before it are summed into list `first` already
     spare = total
     arrivals = transport.exchange(rounds, bucket_rounds)
@@ -164,6 +170,8 @@ def split_and_reduce(
     codec.keep(selected[rank], slots[0])
     if meanwhile is not None:
         meanwhile()
+    if not several_buckets:
+        lists.lay_out()
     for bucket in arrivals:
         for i in bucket:
             codec.decode(rounds[i].incoming, lower, upper, targets[i], rounds[i].source)
@@ -175,6 +183,8 @@ def split_and_reduce(
         first = bucket.stop
         begins[first], ends[first] = spare, spare + nnz
         spare = total + partial if spare == total else total
+    if not first:
+        return lists
     return RegionLists(pool, begins[first:], ends[first:], lower, upper, transport, codec)
 
 

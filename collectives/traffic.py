@@ -6,7 +6,7 @@ reports use them where no communication library is installed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 WORD_BYTES = 4
 
@@ -45,7 +45,13 @@ class Traffic:
         self.control_messages += messages
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+        return Traffic(
+            self.bytes + other.bytes,
+            self.messages + other.messages,
+            self.control_bytes + other.control_bytes,
+            self.control_messages + other.control_messages,
+            self.bytes_between + other.bytes_between,
+        )
 
     @property
     def words(self) -> int:

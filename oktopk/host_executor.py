@@ -42,8 +42,19 @@ class HostExecutor:
             method.prepare(self._out)
 
     def begin(self, gradient: Any, plan: Plan) -> CompletedStep:
+        try:
+            return self._begin(gradient, plan)
+        except FlaggedRanksError:  # the update is zero
+            raise
+        except BaseException:  # nothing was applied: the last update must not be applied a second time
+            self._vectors.clear_update()
+            raise
+
+    def _begin(self, gradient: Any, plan: Plan) -> CompletedStep:
         method, vectors, group = self._method, self._vectors, self._group
-        if method.sparse:
+        if method.hides_work and group.between is not None:
+            plan.meanwhile = vectors.clear_update
+        elif method.sparse:
             with plan.timer.stage("apply"):
                 vectors.clear_update()
         # a device may find only now that what the last step gathered did not decode

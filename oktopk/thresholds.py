@@ -7,8 +7,10 @@ selected; 1 selects every nonzero.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import neg
 from types import ModuleType
 from typing import Any
 
@@ -115,18 +117,27 @@ def choose_candidate(
         tolerance: share of k.
         may_go_exact_now: the step may compute the exact threshold; false for a deferred step.
     """
-    middle, nearest = len(CANDIDATES) // 2, int(np.argmin(np.abs(totals - k)))
-    if abs(totals[middle] - k) <= tolerance * k:
+    counts: list[int] = totals.tolist()  # NumPy would take longer
+    middle, nearest = len(counts) // 2, _nearest(counts, k)
+    if abs(counts[middle] - k) <= tolerance * k:
         return Choice(middle, nearest, False)
-    all_kept = expected + CANDIDATES[0] <= 1 and totals[0] <= k
-    if abs(totals[nearest] - k) <= MISS * k or all_kept:
+    all_kept = expected + CANDIDATES[0] <= 1 and counts[0] <= k
+    if abs(counts[nearest] - k) <= MISS * k or all_kept:
         return Choice(nearest, nearest, False)
     if may_go_exact_now:
         return Choice(nearest, nearest, True)
     candidate = nearest
-    while candidate < len(CANDIDATES) - 1 and totals[candidate] > selection_cap(k):
+    while candidate < len(counts) - 1 and counts[candidate] > selection_cap(k):
         candidate += 1
-    return Choice(candidate, nearest, not keeps_enough(int(totals[candidate]), k))
+    return Choice(candidate, nearest, not keeps_enough(counts[candidate], k))
+
+
+def _nearest(counts: list[int], k: int) -> int:
+    """The first of descending counts that is as near k as any."""
+    at = bisect_left(counts, -k, key=neg)  # the first that is at most k
+    if at == 0 or (at < len(counts) and k - counts[at] < counts[at - 1] - k):
+        return at
+    return bisect_left(counts, -counts[at - 1], key=neg)
 
 
 def keeps_enough(count: int, k: int) -> bool:

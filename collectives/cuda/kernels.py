@@ -65,7 +65,7 @@ class DeviceKernels:
         self.device = device
         sums = compiled(_KERNELS / "sum_sorted_lists.cu")
         lists = compiled(_KERNELS / "lists.cu")
-        self._split_tiles = Kernel(sums, "split_tiles")
+        self._split_tiles = Kernel(sums, "split_tiles").prepare()
         self.sum_kernels = Kernel(sums, "sum_tiles"), Kernel(sums, "sum_overflowed_tiles")
         self.keep_kernel = Kernel(sums, "keep_sums")
         self._split_at_least = Kernel(lists, "split_at_least")
@@ -85,6 +85,11 @@ class DeviceKernels:
         self.summed = self.sums_state + SumsState.entries.offset
         self.overflow_blocks = 2 * device.processors  # few: often they have nothing to do
         device.report("sums", _SUMS_WORDS)
+        shared = {"state": self.sums_state, "report": device.address("sums")}
+        self._sum_tiles = [kernel.prepare(**shared) for kernel in self.sum_kernels]
+        # begins and ends of the lists that the launches are prepared for
+        self._laid_out: tuple[Any, Any] | None = None
+        self._sums: DeviceEntries
 
     def collect_kernels(self) -> dict[str, Kernel]:
         """The kernels of collect.cu, by name."""
@@ -174,6 +179,43 @@ class DeviceKernels:
             scan=self.device.scan("decode", tiles), state=self._codec_state, report=damage.ctypes.data,
         )  # fmt: skip
 
+    def lay_out_sums(
+        self,
+        pool: DeviceEntries,
+        begins: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        lower: int,
+        upper: int,
+    ) -> None:
+        """Prepare the launches that sum these lists, which may still arrive; the next sum of these very arrays only launches."""
+        self._prepare_sums(pool, begins, ends, lower, upper)
+        self._laid_out = begins, ends
+
+    def _prepare_sums(
+        self,
+        pool: DeviceEntries,
+        begins: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        lower: int,
+        upper: int,
+    ) -> None:
+        self._laid_out = None
+        device, lists = self.device, len(begins)
+        entries = int(ends.sum() - begins.sum())
+        shift = tile_shift(entries, upper - lower)
+        tiles = max(1, -(-(upper - lower) >> shift))
+        memory = device.scratch("sums", max(1, entries), np.uint64)
+        self._sums = DeviceEntries(device, memory.data.ptr, entries, memory)
+        splits = device.scratch("tile splits", lists * (tiles + 1), np.uint32).data.ptr
+        overflowed = device.scratch("overflowed tiles", tiles, np.uint32).data.ptr
+        self._split_tiles.params.ranges = device.post("ranges", np.concatenate([begins, ends]))
+        region = Region(lower, tiles, shift, 0, 0)
+        for launch in (self._split_tiles, *self._sum_tiles):
+            params = launch.params
+            params.pool, params.splits, params.lists, params.region = pool.pointer, splits, lists, region
+        for launch in self._sum_tiles:
+            launch.params.sums, launch.params.overflowed = self._sums.pointer, overflowed
+
     def _launch_sums(
         self,
         pool: DeviceEntries,
@@ -185,28 +227,18 @@ class DeviceKernels:
         candidates: NDArray[np.int64] | None = None,
     ) -> DeviceEntries:
         """Sum, and count at the candidates if there are any; the result holds the sums until the next launch."""
-        device, lists = self.device, len(begins)
-        entries = int(ends.sum() - begins.sum())
-        shift = tile_shift(entries, upper - lower)
-        tiles = max(1, -(-(upper - lower) >> shift))
-        region = bytes(Region(lower, tiles, shift, threshold_bits, 0))  # for three launches
-        ranges = device.post("ranges", np.concatenate([begins, ends]))
-        splits = device.scratch("tile splits", lists * (tiles + 1), np.uint32).data.ptr
-        device.launch(
-            self._split_tiles, -(-(tiles + 1) // 128), 128, rows=lists,
-            pool=pool.pointer, ranges=ranges, lists=lists, region=region, splits=splits,
-        )  # fmt: skip
-        memory = device.scratch("sums", max(1, entries), np.uint64)
-        sums = DeviceEntries(device, memory.data.ptr, entries, memory)
+        device, known = self.device, self._laid_out
+        if known is None or known[0] is not begins or known[1] is not ends:
+            self._prepare_sums(pool, begins, ends, lower, upper)
+        split, stream = self._split_tiles, device.stream.ptr
+        tiles = split.params.region.tiles
         table = 0 if candidates is None else device.table(candidates)
-        overflowed = device.scratch("overflowed tiles", tiles, np.uint32).data.ptr
-        for kernel, blocks in zip(self.sum_kernels, (tiles, self.overflow_blocks), strict=True):
-            device.launch(
-                kernel, blocks, 256,
-                pool=pool.pointer, splits=splits, lists=lists, region=region, candidates=table, sums=sums.pointer,
-                overflowed=overflowed, state=self.sums_state, report=device.address("sums"),
-            )  # fmt: skip
-        return sums
+        device.pending = True
+        split(-(-(tiles + 1) // 128), 128, stream, split.params.lists)
+        for launch, blocks in zip(self._sum_tiles, (tiles, self.overflow_blocks), strict=True):
+            launch.params.region.threshold, launch.params.candidates = threshold_bits, table
+            launch(blocks, 256, stream)
+        return self._sums
 
     def _keep_sums(self, sums: DeviceEntries, out: DeviceEntries, threshold_bits: int) -> None:
         """Keep of what the last launch summed; does not wait. The report "sums" says first how many reach the threshold."""

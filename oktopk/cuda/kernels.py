@@ -84,6 +84,7 @@ class DeviceKernels:
         self._apply = {name: Kernel(apply, name) for name in names}
         self._nonfinite = device.scratch("nonfinite", 1, np.uint32)
         self._launches: dict[int, SelectLaunches] = {}  # by the bytes of a gradient's element
+        self._boundaries: NDArray[np.int64] | None = None  # that were posted last
 
     def accumulate_select(
         self,
@@ -99,7 +100,10 @@ class DeviceKernels:
         report = device.report("select", 4 + regions)
         width = self.gradient_bytes if isinstance(gradient, ComposedGradient) else gradient.dtype.itemsize
         launches = self.select_launches(width, residual.size, entries).for_kernels(self.kernels_of(gradient))
-        address = 0 if boundaries is None else device.post("boundaries", boundaries)
+        if boundaries is not None and boundaries is not self._boundaries:
+            self._boundaries = boundaries  # which stay the same for many steps
+            device.post("boundaries", boundaries)
+        address = 0 if boundaries is None else device.address("post boundaries")
         launches.run(pointer_of(gradient), residual.data.ptr, threshold_bits, address, regions)
         device.synchronize()
         words = report[: 3 + regions].tolist()

@@ -37,6 +37,7 @@ class SelectLaunches:
         self, device: Device, kernels: Mapping[str, Kernel], nonfinite: int, n: int, entries: DeviceEntries
     ) -> None:
         self._device = device
+        self._others: dict[Kernel, SelectLaunches] = {}
         self.sizes = (n, entries.pointer, len(entries))
         chunks = -(-n // CHUNK)
         # all groups at work at once
@@ -68,9 +69,10 @@ class SelectLaunches:
         kernel = kernels["accumulate_select"]
         if kernel is self.select.kernel:
             return self
-        other = copy(self)
-        other.select = self.select.copy(kernel)
-        return other
+        if kernel not in self._others:
+            other = self._others[kernel] = copy(self)
+            other.select = self.select.copy(kernel)
+        return self._others[kernel]
 
     def for_p2p(self, **fields: Any) -> SelectLaunches:
         """The same launches for a step through peer memory.

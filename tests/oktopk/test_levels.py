@@ -285,6 +285,28 @@ def test_a_dense_step_takes_in_what_the_shards_hold(comm: MPI.Intracomm, device:
     assert not dense.gathered_residual().any()
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("lost_in", ["split_and_reduce", "balance_and_allgatherv"])
+def test_after_an_error_the_last_update_is_not_applied_again(
+    comm: MPI.Intracomm, device: str, lost_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*arguments: Any, **more: Any) -> None:
+        raise RuntimeError("the network is gone")
+
+    rng = np.random.default_rng(comm.rank)
+    gradients = [put(device, rng.standard_normal(LENGTH).astype(np.float32)) for _ in range(3)]
+    reducer = two_levels(comm, device, 1)
+    reducer.step(gradients[0])
+    assert get(reducer.update).any()
+    with monkeypatch.context() as failing:
+        failing.setattr(f"oktopk.methods.oktopk.{lost_in}", lost)
+        with pytest.raises(RuntimeError, match="the network is gone"):
+            reducer.step(gradients[1])
+    assert not get(reducer.update).any()
+    report = reducer.step(gradients[2])
+    assert np.count_nonzero(get(reducer.update)) == report.global_nnz
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("ranks_per_host", [2, 3])
 def test_entries_of_a_host_are_read_where_they_lie_and_without_memory_for_that_travel_as_messages(
