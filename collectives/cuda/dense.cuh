@@ -8,7 +8,8 @@
 #ifndef RANKS
 #define RANKS 2
 #define DENSE_LINE_VECTORS 2
-#define DENSE_RING_BLOCKS DENSE_BLOCKS
+#define DENSE_TILE_BLOCKS DENSE_BLOCKS
+#define DENSE_LINE_BLOCKS DENSE_BLOCKS
 #endif
 
 constexpr int OTHERS = RANKS > 1 ? RANKS - 1 : 1;  // at least 1, as the length of arrays

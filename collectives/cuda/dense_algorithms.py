@@ -31,8 +31,8 @@ SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 _CUDA = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 _SOURCE = Path(__file__).with_name("dense_p2p.cu")
-_LINE_VECTORS = 2  # chunks of lines that a warp sends before it waits, for five ranks at most: fewer for more
-_RING_BLOCKS = DENSE_BLOCKS  # of a launch through rings, for two ranks: fewer for more, which send more
+_RING_BLOCKS = DENSE_BLOCKS  # of a launch through rings at most, for two ranks
+_AT_ONCE = 132  # blocks that a GPU runs at once of a launch in tiles for more ranks, one a multiprocessor of an H100 or H200
 _WARPS = DENSE_THREADS // 32
 _TILE = DENSE_THREADS * DENSE_VECTORS * 16  # bytes
 _FLAGGED = 2 << 20  # bytes of data that all sources together may send by `one_shot`
@@ -52,14 +52,15 @@ class Areas(NamedTuple):
 
 def areas(ranks: int) -> Areas:
     """The parts of a window for so many ranks."""
-    pieces = 2 * (ranks - 1) * ring_blocks(ranks) * DENSE_SLOTS
-    chunks = pieces * _WARPS * line_vectors(ranks)
+    places = 2 * (ranks - 1) * DENSE_SLOTS  # for each block
+    tiles = places * tile_blocks(ranks)
+    chunks = places * line_blocks(ranks) * _WARPS * line_vectors(ranks)
     ends = [0]
     for nbytes in (
         2 * ranks * 16,
         2 * ranks * most_units(ranks) * 16,
-        pieces * _TILE,
-        pieces * 8,
+        tiles * _TILE,
+        tiles * 8,
         chunks * CHUNK_BYTES,
     ):
         ends.append(-(-(ends[-1] + nbytes) // _ALIGNMENT) * _ALIGNMENT)
@@ -68,7 +69,7 @@ def areas(ranks: int) -> Areas:
 
 def counters(ranks: int) -> tuple[int, int, int]:
     """How many counters `one_shot`, the algorithms in tiles and those in lines have."""
-    return DENSE_BLOCKS, 2 * ring_blocks(ranks), 2 * ring_blocks(ranks) * _WARPS
+    return DENSE_BLOCKS, 2 * tile_blocks(ranks), 2 * line_blocks(ranks) * _WARPS
 
 
 def most_units(ranks: int) -> int:
@@ -76,14 +77,20 @@ def most_units(ranks: int) -> int:
     return _FLAGGED // ranks // 8
 
 
-def ring_blocks(ranks: int) -> int:
-    """Blocks of a launch through rings that move data, at most."""
-    return _RING_BLOCKS // max(1, ranks - 1)
+def tile_blocks(ranks: int) -> int:
+    """Blocks of a launch in tiles that move data, at most: fewer for more ranks, whose rings take more memory."""
+    most = _RING_BLOCKS // max(1, ranks - 1)
+    return most if ranks <= 2 else min(most, _AT_ONCE)
+
+
+def line_blocks(ranks: int) -> int:
+    """As `tile_blocks`, of a launch in lines, whose rings take half as much memory."""
+    return min(_RING_BLOCKS, 3 * _RING_BLOCKS // max(1, ranks - 1))
 
 
 def line_vectors(ranks: int) -> int:
-    """Chunks that a warp sends before it waits: as many as it has registers for what comes from the others."""
-    return _LINE_VECTORS if ranks <= 5 else 1
+    """Chunks that a warp sends before it waits: for more than two ranks one, so that registers suffice for twice the warps."""
+    return 2 if ranks <= 2 else 1
 
 
 def blocks_of(algorithm: str, length: int, size: int, ranks: int) -> int:
@@ -97,9 +104,9 @@ def blocks_of(algorithm: str, length: int, size: int, ranks: int) -> int:
         return min(-(-length * size // (8 * DENSE_THREADS)), DENSE_BLOCKS)
     parts = 1 if algorithm in ("pushed", "lines") else ranks
     if algorithm in ("pushed", "two_shot"):
-        return min(-(-length * size // (_TILE * parts)), ring_blocks(ranks))
+        return min(-(-length * size // (_TILE * parts)), tile_blocks(ranks))
     chunk = CHUNK_DATA if algorithm == "int8" else CHUNK_DATA // size  # elements
-    return min(-(-length // (chunk * parts * _WARPS)), ring_blocks(ranks))
+    return min(-(-length // (chunk * parts * _WARPS)), line_blocks(ranks))
 
 
 def bytes_sent(algorithm: str, nbytes: int, size: int, ranks: int) -> tuple[int, int]:
@@ -121,7 +128,8 @@ def bytes_sent(algorithm: str, nbytes: int, size: int, ranks: int) -> tuple[int,
 @functools.cache
 def dense_kernels(element_type: str, ranks: int) -> dict[str, Kernel]:
     """The kernels of all algorithms, by name, for so many ranks."""
-    defines = f"DENSE_RING_BLOCKS={ring_blocks(ranks)}", f"DENSE_LINE_VECTORS={line_vectors(ranks)}"
+    sizes = {"TILE_BLOCKS": tile_blocks, "LINE_BLOCKS": line_blocks, "LINE_VECTORS": line_vectors}
+    defines = [f"DENSE_{name}={of(ranks)}" for name, of in sizes.items()]
     module = compiled(_SOURCE, f"GRADIENT={_CUDA[element_type]}", f"RANKS={ranks}", *defines)
     return {name: Kernel(module, f"dense_{name}") for name in (*ALGORITHMS, *ROUNDING)}
 

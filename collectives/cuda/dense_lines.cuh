@@ -162,7 +162,7 @@ __device__ __forceinline__ void reduce_in_lines(const DenseAllreduce& p) {
 
   // where chunk v of turn j of a source lies in the rings of an owner, for this lane
   const auto at = [&](int phase, int owner, int source, long long j, int v) {
-    const unsigned long long row = (phase * OTHERS + row_of(owner, source)) * DENSE_RING_BLOCKS * WARPS + warp;
+    const unsigned long long row = (phase * OTHERS + row_of(owner, source)) * DENSE_LINE_BLOCKS * WARPS + warp;
     const unsigned long long slot = row * DENSE_SLOTS + (sent[phase] + j) % DENSE_SLOTS;
     return p.windows[owner] + p.area + (slot * LINE_VECTORS + v) * CHUNK_BYTES + (threadIdx.x & 31) * 16;
   };

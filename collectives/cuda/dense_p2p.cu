@@ -11,9 +11,9 @@
 //
 // Shapes   in, out, addend: [n], each aligned to its elements; out may be in. A window holds calls [2 parities][RANKS sources] of 16
 //          bytes, from `calls_at` on; and from `area` on: flagged words [2 parities][RANKS sources][capacity] of 16 bytes (one_shot);
-//          rings [2 phases][RANKS - 1 sources][DENSE_RING_BLOCKS][DENSE_SLOTS] of tiles, and behind them, from `flags` on, 64 bits for
-//          each tile of them; or rings [2 phases][RANKS - 1 sources][warps of DENSE_RING_BLOCKS][DENSE_SLOTS][DENSE_LINE_VECTORS] of 512
-//          bytes of lines. counts: on this GPU, in one_shot [DENSE_BLOCKS], its launches, in tiles [DENSE_RING_BLOCKS][2 phases], the
+//          rings [2 phases][RANKS - 1 sources][DENSE_TILE_BLOCKS][DENSE_SLOTS] of tiles, and behind them, from `flags` on, 64 bits for
+//          each tile of them; or rings [2 phases][RANKS - 1 sources][warps of DENSE_LINE_BLOCKS][DENSE_SLOTS][DENSE_LINE_VECTORS] of 512
+//          bytes of lines. counts: on this GPU, in one_shot [DENSE_BLOCKS], its launches, in tiles [DENSE_TILE_BLOCKS][2 phases], the
 //          tiles sent, in lines [warps][2 phases]. calls: uint64[1] on this GPU. p: struct of layouts.py.
 // Units    area, flags, calls_at: bytes from the start of a window. capacity: 8 bytes of data each. timeout: ns.
 // Sum      x0 + x1, x2 + x3, ... of neighbouring ranks, then of neighbouring pairs: the tree of DenseAllreduce in rank order and in
@@ -27,10 +27,11 @@
 // Rings    go on from launch to launch. Who sends tile j (in lines: what a warp sends at once) has received tile j - 1, in two shots
 //          its sum; the sender of that had then read tile j - 2, whose place tile j takes. Lines behind the end of a vector are not
 //          sent: so that nothing is heard through them. Still no line is overwritten before it is read: a later launch sends to its
-//          place when all ranks have ended this one, or when it has heard from them. Other blocks send while one waits. Rings of lines hold lines alone: no value can be taken for a flag.
-// Launch   one block more than those that move data, which are at most DENSE_BLOCKS, through rings at most DENSE_RING_BLOCKS; of
-//          DENSE_THREADS; as many on every rank. All ranks launch alike, in the same order. Not all blocks need a place at once: those
-//          of lower numbers get one first.
+//          place when all ranks have ended this one, or when it has heard from them. Other blocks send while one waits. Rings of lines
+//          hold lines alone: no value can be taken for a flag.
+// Launch   one block more than those that move data, which are at most DENSE_BLOCKS, through rings at most DENSE_TILE_BLOCKS or
+//          DENSE_LINE_BLOCKS; of DENSE_THREADS; as many on every rank. All ranks launch alike, in the same order. Not all blocks need
+//          a place at once: those of lower numbers get one first.
 // Abort    a wait past the time limit aborts all ranks, as in p2p.cuh; so do a call that differs and the host. `report` becomes 1,
 //          `out` is undefined. The first block looks for an abort when it has heard from all, so that a rank that is late sees it,
 //          though its own data blocks wait for nothing. An abort in the microseconds after that shows on the next look of the host.

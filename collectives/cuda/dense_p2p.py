@@ -63,7 +63,7 @@ class DenseP2P:
         choices: by element type; by length in bytes, see `Choice`.
         transport: the one given; another one of the same ranks may take its place, which then counts the traffic.
 
-    Memory: a window of 59 to 76 MB, 76 for two ranks.
+    Memory: a window of 59 to 92 MB, 76 for two ranks.
     Traffic: none but of `dense_allreduce`; control: allgathers at construction.
     """
 

@@ -23,7 +23,7 @@ __device__ __forceinline__ void reduce_in_tiles(const DenseAllreduce& p) {
   // where tile j of a source lies in the rings of an owner
   const auto slot = [&](int phase, int owner, int source, long long j) {
     const int row = phase * OTHERS + row_of(owner, source);
-    return (row * DENSE_RING_BLOCKS + block) * static_cast<unsigned long long>(DENSE_SLOTS) + (sent[phase] + j) % DENSE_SLOTS;
+    return (row * DENSE_TILE_BLOCKS + block) * static_cast<unsigned long long>(DENSE_SLOTS) + (sent[phase] + j) % DENSE_SLOTS;
   };
   const auto at = [&](int owner, unsigned long long slot, int v) {
     return p.windows[owner] + p.area + (slot * TILE + v * DENSE_THREADS + threadIdx.x) * 16;
