@@ -8,7 +8,7 @@
 //          magnitude, `candidates` is TIED, which makes the next selection exact.
 // Launch   kth_histogram: grid-stride, blocks of THREADS, `finished` zeroed once; its last block finds the digit, or signals the counts.
 //          agree_on_digit: one block of THREADS, waits for the signals of all ranks. take_exact, trim_selection: ceil(most /
-//          COMPACT_TILE) blocks of COMPACT_THREADS; trim_selection's `finished` zeroed once.
+//          COMPACT_TILE) blocks of COMPACT_THREADS; trim_selection's `finished` zeroed once. With a step, take_exact's epoch is that.
 // Signals  DIGITS + level: the counts of all digits. trim_selection: SELECTED with the header.
 // Overflow sums that are not finite stop the step at the coarsest digit. A list shorter than k, longer than `most`, or with
 //          nonfinite[0] > 0 fails the search, and nothing is taken. NaN cannot come in otherwise.
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(COMPACT_THREADS) take_exact(const _
   const Search& search = *p.search;
   const bool nothing = *p.skip;
   compact<true>(ListSource{p.entries}, nothing ? 0 : *p.count, gridDim.x, search.prefix, search.ties, p.kept, p.capacity,
-                nullptr, p.scan, p.scan.epoch, p.report);
+                nullptr, p.scan, p.step ? p.step->epoch : p.scan.epoch, p.report);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     p.report[2] = search.candidates;
     p.report[3] = nothing;

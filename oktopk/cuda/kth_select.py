@@ -100,9 +100,10 @@ class KthSelect:
             entries=packed.pointer, count=header, skip=search + Search.failed.offset, search=search, kept=packed.pointer,
             capacity=2 * k, report=taken,
         )  # fmt: skip
+        self._kept_tiles = -(-sums.size // COMPACT_TILE)
         self._take_kept = take.prepare(
             entries=sums.pointer, count=kernels.summed, skip=p2p.decision, search=search, kept=kept.pointer,
-            capacity=kept.size, report=taken,
+            capacity=kept.size, scan=device.scan("take kept", self._kept_tiles), step=p2p.step, report=taken,
         )  # fmt: skip
         self._trim_tiles = -(-2 * k // COMPACT_TILE)
         self._trim = Kernel(kth, "trim_selection").prepare(
@@ -121,14 +122,15 @@ class KthSelect:
             )
             for count in (taken, header)
         )
-        device.scan("take", -(-sums.size // COMPACT_TILE))  # its memory, before a step needs it
+        device.scan("take", self._trim_tiles)  # its memory, before a step needs it
         self._blocks = max(1, min(2 * device.processors, -(-k // 1024)))  # a few entries a thread
 
-    def select_local(self, most: int, stream: int) -> None:
+    def select_local(self, stream: int) -> None:
         """Trim the selection to the exact top k, and compute its equal-count splits."""
         for histogram in self._local:
             histogram(self._blocks, 256, stream)
-        self._take(self._take_local, most, stream)
+        self._take_local.params.scan = self._device.scan("take", self._trim_tiles)
+        self._take_local(self._trim_tiles, COMPACT_THREADS, stream)
         self._split_taken(1, 128, stream)
 
     def trim(self, stream: int) -> None:
@@ -141,14 +143,12 @@ class KthSelect:
         """Compute the equal-count splits of the selection as it is."""
         self._split_selected(1, 128, stream)
 
-    def select_global(self, most: int, stream: int) -> None:
-        """Agree on the exact global threshold, and take what reaches it; every rank's launches wait for all ranks'."""
+    def select_global(self, stream: int) -> None:
+        """Agree on the exact global threshold, and take what reaches it; can be captured.
+
+        Every rank's launches wait for all ranks'.
+        """
         for histogram, agree in zip(self._digits, self._agree, strict=True):
             histogram(self._blocks, 256, stream)
             agree(1, 256, stream)
-        self._take(self._take_kept, most, stream)
-
-    def _take(self, launch: PreparedLaunch, most: int, stream: int) -> None:
-        tiles = -(-most // COMPACT_TILE)
-        launch.params.scan = self._device.scan("take", tiles)
-        launch(tiles, COMPACT_THREADS, stream)
+        self._take_kept(self._kept_tiles, COMPACT_THREADS, stream)

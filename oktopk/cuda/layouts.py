@@ -75,7 +75,7 @@ struct("AgreeOnDigit", """
     volatile unsigned long long* mailbox;""", "agree_on_digit")
 struct("TakeExact", """
     const Entry* entries; const unsigned* count; const unsigned* skip; const Search* search; Entry* kept;
-    unsigned capacity; Scan scan; volatile unsigned* report;""", "take_exact")
+    unsigned capacity; Scan scan; const Step* step; volatile unsigned* report;""", "take_exact")
 struct("TrimSelection", """
     P2P p2p; Entry* entries; unsigned capacity; const Search* search; const unsigned* needs_no_trim; Scan scan;
     unsigned* taken; unsigned* finished; const long long* boundaries; unsigned* header;

@@ -98,9 +98,14 @@ class P2PExecutor:
         exact = plan.exact or threshold.bits is None
         deferred = plan.may_defer and threshold.bits is not None and not (renew and regions.splits is None)
         selection, splits = None, regions.splits
-        needed = renew or exact or overflowed or local.needs_exact or local.bits is None
-        # a guess that missed once need not come near the next time: this rank alone waits
-        if needed and (not deferred or local.needs_host):
+        if deferred:
+            # a guess that missed once need not come near the next time: this rank alone waits
+            first = local.needs_host and (renew or exact or local.needs_exact or local.bits is None)
+        else:
+            # kernels cut to k what a good guess selects
+            guessed = local.bits is not None and not local.needs_exact and local.lower_threshold() > 1
+            first = renew or overflowed or not guessed
+        if first:
             with plan.timer.stage("select"):
                 selection, splits = self._select_first(corrected, overflowed, plan)
         if renew:
@@ -230,7 +235,7 @@ class P2PExecutor:
         if not selected.candidates:
             packing = Packing(selected.nnz, selected.nonfinite, selected.offsets)
             assert self._vectors.residual is not None
-            return local.finish(packing, self._vectors.residual, k, step.bits, False)
+            return local.finish(packing, self._vectors.residual, k, step.bits, selected.short)
         local.learn_exact(selected.candidates, k, step.bits, selected.bits)
         packed = SparseVector(local.buffer(k)[: selected.nnz], self._method.length)
         return Selection(packed, 0, True, bits_magnitude(selected.bits), selected.offsets)

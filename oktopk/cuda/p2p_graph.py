@@ -291,7 +291,7 @@ class P2PGraph:
         self._put_selection(1, 128, stream)
 
     def enqueue_whole(self, vectors: tuple[int, ...], stream: int, *, exact: bool, deferred: bool) -> None:
-        """A step from the gradient on; one that is not exact can be captured. The arguments are those of `enqueue`."""
+        """A step from the gradient on; can be captured. The arguments are those of `enqueue`."""
         self.upload_step(stream)
         self._mark(0, stream)
         self._reader.p2p.enqueue(vectors[0], vectors[1], stream)
@@ -300,7 +300,7 @@ class P2PGraph:
         self.enqueue(vectors, stream, exact=exact, deferred=deferred)
 
     def enqueue(self, vectors: tuple[int, ...], stream: int, *, exact: bool, deferred: bool) -> None:
-        """What follows the selection.
+        """What follows the selection; can be captured.
 
         Args:
             vectors: addresses of the gradient (for `set_gradient`'s kind), residual, update, and velocity or 0.
@@ -339,7 +339,7 @@ class P2PGraph:
     def enqueue_exact_selection(self, gradient: Any, residual: Any, lowest: int, stream: int) -> None:
         """Accumulate, and trim what reaches `lowest` to the exact top k."""
         self._select_alone(gradient, residual, lowest)
-        self._kth.select_local(2 * self.k, stream)
+        self._kth.select_local(stream)
 
     def enqueue_selection(self, gradient: Any, residual: Any, bits: int, stream: int) -> None:
         """Accumulate, select what reaches `bits`, and compute its equal-count splits."""
@@ -360,7 +360,7 @@ class P2PGraph:
     def _enqueue_exact_sums(self, stream: int) -> None:
         self._sum_all[0](self._tiles, 256, stream)
         self._sum_all[1](self._overflow_blocks, 256, stream)
-        self._kth.select_global(self.pool.size, stream)
+        self._kth.select_global(stream)
         self._put_kept(1, 128, stream)
 
     def _await(self, signal: int, stream: int) -> None:

@@ -2,15 +2,16 @@
 
 The kernels exchange selections and counts, and decide alike on all ranks; no kernel waits for the host. They cut a selection
 over the cap down to the top k. Where a gradient is not finite, a selection overflows its list, or a threshold misses, all ranks
-stop at the same place, and the host takes over or lets the kernels compute the exact threshold. A regular step is launched as
-a whole. An exact step selects first, so that the host may agree on new regions. A deferred step is launched as a whole too. The
-host waits for it when the next step begins, and gives it up where it stopped.
+stop at the same place, and the host takes over or lets the kernels compute the exact threshold. A step is launched as a whole.
+One that renews regions selects first, so that the host may agree on them, unless it is deferred. The host waits for a deferred
+step when the next one begins, and gives it up where it stopped.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import cupy
@@ -28,6 +29,7 @@ from collectives.cuda.layouts import (
     DEFERRED,
     NOT_FINITE,
     NUM_COUNTERS,
+    SHORT_BIT,
     SKEWED,
 )
 from collectives.device_transport import DeviceTransport
@@ -62,7 +64,8 @@ class DeviceSelection:
         bits: the k-th largest magnitude, where the list was cut.
         splits: P - 1 indices that split the list into equal counts, where it is not empty.
         offsets: P + 1 integers, where each region begins in the list, if that is known.
-        short: too few or too many candidates: the list was not cut, and the host must look at it.
+        short: too few or too many candidates: the list was not cut, and the host must look at it. Of a step that `launch` put on
+            the stream too few alone, where it was to be cut to k and is not deferred.
     """
 
     nnz: int
@@ -121,8 +124,8 @@ class P2PStep:
         self._pointers = (0, 0, 0, 0)
         self._aborted = ""  # why no step can follow
         self._boundaries: NDArray[np.int64] | None = None
-        # by the addresses of the vectors, the kind of gradient, and `deferred`; None: seen once
-        self._graphs: dict[tuple[int, ...], Any] = {}
+        # by the addresses of the vectors, the kind of gradient, and `deferred`; None: seen once. See `_graphs_of`
+        self._graphs: dict[tuple[int, ...], dict[tuple[bool, bool], Any] | None] = {}
 
     def fits(self, k: int) -> bool:
         """Whether windows and lists are as this k needs them; the same on all ranks."""
@@ -162,7 +165,8 @@ class P2PStep:
             selected: (nnz, nonfinite) when the selection lies in the buffer already, and nothing is to be accumulated.
             exact: compute the exact global threshold.
             timed: time the stages on the device, where the whole step runs there.
-            cut_to_k: cut this rank's selection down to its top k wherever it holds as many, not only above the cap.
+            cut_to_k: cut this rank's selection down to its top k wherever it holds as many, not only above the cap. Where it
+                holds fewer, and the step is not deferred, all ranks stop at their selections.
             deferred: the host will not help. Where some rank's gradient or a sum is not finite the residual is as before, to
                 rounding; and the threshold follows `choose_candidate` for a step that may not go exact. Equal on all ranks.
 
@@ -201,36 +205,47 @@ class P2PStep:
         if selected is not None:
             launches.upload_step(stream.ptr)
             launches.put_selection(*selected, stream.ptr)
-            launches.enqueue(pointers, stream.ptr, exact=exact, deferred=deferred)
-            return
-        graph = None
-        if not (timed or exact):
-            key = *pointers, reader, deferred
-            graph = self._graphs.get(key) or self._first_seen(key)
-        if graph is None:
-            launches.enqueue_whole(pointers, stream.ptr, exact=exact, deferred=deferred)
+        graphs = None if timed else self._graphs_of((*pointers, reader, deferred))
+        if graphs is not None and (exact or selected is None):
+            graphs[exact, selected is None].launch(stream)
         else:
-            graph.launch(stream)
+            self._enqueue(pointers, stream.ptr, exact=exact, whole=selected is None, deferred=deferred)
 
-    def _first_seen(self, key: tuple[int, ...]) -> Any:
-        """A graph of the step, for a key that comes a second time; None for one that may never come back."""
+    def _enqueue(
+        self, pointers: tuple[int, ...], stream: int, *, exact: bool, whole: bool, deferred: bool
+    ) -> None:
+        """Put a step on a stream: from the gradient on, or what follows the selection."""
         assert self._launches is not None
-        *pointers, _, deferred = key
+        enqueue = self._launches.enqueue_whole if whole else self._launches.enqueue
+        enqueue(pointers, stream, exact=exact, deferred=deferred)
+
+    def _graphs_of(self, key: tuple[int, ...]) -> dict[tuple[bool, bool], Any] | None:
+        """Graphs by (exact, whole), for a key that comes a second time; None for one that may never come back.
+
+        All are captured at once, so that no later step takes longer. What follows a selection is rare but in exact steps.
+        """
         if key not in self._graphs:
             if len(self._graphs) >= _MOST_GRAPHS:
                 self._graphs.clear()
             self._graphs[key] = None
             return None
+        if self._graphs[key] is None:
+            *pointers, _, deferred = key
+            capture = partial(self._captured, tuple(pointers), deferred=bool(deferred))
+            kinds = (False, True), (True, True), (True, False)
+            self._graphs[key] = {kind: capture(exact=kind[0], whole=kind[1]) for kind in kinds}
+        return self._graphs[key]
+
+    def _captured(self, pointers: tuple[int, ...], *, exact: bool, whole: bool, deferred: bool) -> Any:
         capturing = self._device.capturing
         capturing.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
         try:
-            self._launches.enqueue_whole(tuple(pointers), capturing.ptr, exact=False, deferred=bool(deferred))
+            self._enqueue(pointers, capturing.ptr, exact=exact, whole=whole, deferred=deferred)
         except BaseException:
             with suppress(cupy.cuda.runtime.CUDARuntimeError):  # half a step is no graph
                 capturing.end_capture()
             raise
-        graph = self._graphs[key] = capturing.end_capture()
-        return graph
+        return capturing.end_capture()
 
     def selected(self) -> DeviceSelection:
         """The selection that `launch` made; waits for that alone, which comes long before the outcome."""
@@ -239,7 +254,8 @@ class P2PStep:
             words = self._launches.selected.read(self._selected_at)
             after = 3 + self._transport.size
             offsets, (candidates, bits, *splits) = words[2:after], words[after:]
-            self._selection = DeviceSelection(words[0], words[1], candidates, bits, splits, offsets)
+            short, nnz = divmod(words[0], 1 << SHORT_BIT)
+            self._selection = DeviceSelection(nnz, words[1], candidates, bits, splits, offsets, bool(short))
         return self._selection
 
     def go_exact(self, lowest: int) -> Outcome:

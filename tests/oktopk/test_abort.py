@@ -42,10 +42,12 @@ class BrokenError(Exception):
 def raise_in_launch(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
     """This rank's next launch fails; of a step that goes exact, after its selection was signalled."""
     from oktopk.cuda.p2p_graph import P2PGraph
+    from oktopk.cuda.p2p_step import P2PStep
 
     def broken(*_: Any, **__: Any) -> None:
         raise BrokenError
 
+    monkeypatch.setattr(P2PStep, "_graphs_of", lambda step, key: None)  # a captured step fails as a whole
     monkeypatch.setattr(P2PGraph, "_enqueue_exact_sums" if exact else "set_step", broken)
 
 

@@ -146,6 +146,47 @@ def test_ugly_gradients_through_peer_memory_give_the_cpus_bits(
         on_gpu.close()
 
 
+@pytest.mark.parametrize("ranks", ["one rank", "all ranks"])
+def test_exact_steps_are_launched_whole_and_a_guess_that_misses_stops_them_on_all_ranks(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, ranks: str
+) -> None:
+    """What a threshold was learned from is gone, so that too few entries or all reach the guess."""
+    from oktopk.cuda.p2p_step import P2PStep
+
+    launched, stopped = [], []
+    launch, outcome = P2PStep.launch, P2PStep.outcome
+
+    def noted_launch(step: Any, *arguments: Any, **more: Any) -> None:
+        launched.append((more["exact"], more["selected"] is None))
+        launch(step, *arguments, **more)
+
+    def noted_outcome(step: Any, exact: bool) -> Any:
+        found = outcome(step, exact)
+        stopped.append(found.stopped_at)
+        return found
+
+    monkeypatch.setattr(P2PStep, "launch", noted_launch)
+    monkeypatch.setattr(P2PStep, "outcome", noted_outcome)
+    settings: dict[str, Any] = {"threshold_interval": 2, "boundary_interval": 100}
+    on_cpu = reducer(comm, "oktopk", "cpu", **settings)
+    on_gpu = reducer(comm, "oktopk", peer_memory=True, **settings)
+    misses = {6: 0x7E000000, 10: 1 << 23, 14: 0x7E000000}
+    for step in range(16):
+        gradient = np.rint(1000 * normal(comm, step) ** 3)  # sums are exact in any order
+        on_cpu.step(gradient)
+        on_gpu.step(put("cuda", gradient))
+        assert np.array_equal(get(on_gpu.update), on_cpu.update), step
+        assert np.array_equal(get(on_gpu.residual), on_cpu.residual), step
+        learned = [each.state_dict()["methods"]["oktopk"] for each in (on_cpu, on_gpu)]
+        assert learned[0]["selection"] == learned[1]["selection"], step
+        assert learned[0]["threshold"] == learned[1]["threshold"], step
+        if step + 1 in misses and (ranks == "all ranks" or comm.rank == comm.size - 1):
+            for each in (on_cpu, on_gpu):
+                each._methods["oktopk"].selection.bits = misses[step + 1]  # type: ignore[attr-defined]
+    assert launched == [(True, False)] + 7 * [(False, True), (True, True)] + [(False, True)]
+    assert [step for step, at in enumerate(stopped) if at == "selection"] == list(misses)
+
+
 def test_tiles_that_are_crowded_give_the_cpus_bits(comm: MPI.Intracomm) -> None:
     """Some large entries side by side in a long region, as one small layer has them."""
     use("cuda", comm)
