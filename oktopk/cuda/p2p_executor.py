@@ -102,9 +102,9 @@ class P2PExecutor:
             # a guess that missed once need not come near the next time: this rank alone waits
             first = local.needs_host and (renew or exact or local.needs_exact or local.bits is None)
         else:
-            # kernels cut to k what a good guess selects
-            guessed = local.bits is not None and not local.needs_exact and local.lower_threshold() > 1
-            first = renew or overflowed or not guessed
+            first = renew or overflowed or local.needs_exact or local.bits is None
+            # kernels cut to k what a guess selects
+            first = first or (plan.exact and local.lower_threshold() <= 1)
         if first:
             with plan.timer.stage("select"):
                 selection, splits = self._select_first(corrected, overflowed, plan)

@@ -124,7 +124,7 @@ class P2PStep:
         self._pointers = (0, 0, 0, 0)
         self._aborted = ""  # why no step can follow
         self._boundaries: NDArray[np.int64] | None = None
-        # by the addresses of the vectors, the kind of gradient, and `deferred`; None: seen once. See `_graphs_of`
+        # by the addresses of the vectors, the kind of gradient, and `deferred`; None: seen once. See `_first_graphs`
         self._graphs: dict[tuple[int, ...], dict[tuple[bool, bool], Any] | None] = {}
 
     def fits(self, k: int) -> bool:
@@ -205,7 +205,10 @@ class P2PStep:
         if selected is not None:
             launches.upload_step(stream.ptr)
             launches.put_selection(*selected, stream.ptr)
-        graphs = None if timed else self._graphs_of((*pointers, reader, deferred))
+        graphs = None
+        if not timed:
+            key = *pointers, reader, deferred
+            graphs = self._graphs.get(key) or self._first_graphs(key)
         if graphs is not None and (exact or selected is None):
             graphs[exact, selected is None].launch(stream)
         else:
@@ -219,7 +222,7 @@ class P2PStep:
         enqueue = self._launches.enqueue_whole if whole else self._launches.enqueue
         enqueue(pointers, stream, exact=exact, deferred=deferred)
 
-    def _graphs_of(self, key: tuple[int, ...]) -> dict[tuple[bool, bool], Any] | None:
+    def _first_graphs(self, key: tuple[int, ...]) -> dict[tuple[bool, bool], Any] | None:
         """Graphs by (exact, whole), for a key that comes a second time; None for one that may never come back.
 
         All are captured at once, so that no later step takes longer. What follows a selection is rare but in exact steps.
@@ -229,12 +232,11 @@ class P2PStep:
                 self._graphs.clear()
             self._graphs[key] = None
             return None
-        if self._graphs[key] is None:
-            *pointers, _, deferred = key
-            capture = partial(self._captured, tuple(pointers), deferred=bool(deferred))
-            kinds = (False, True), (True, True), (True, False)
-            self._graphs[key] = {kind: capture(exact=kind[0], whole=kind[1]) for kind in kinds}
-        return self._graphs[key]
+        *pointers, _, deferred = key
+        capture = partial(self._captured, tuple(pointers), deferred=bool(deferred))
+        kinds = (False, True), (True, True), (True, False)
+        graphs = self._graphs[key] = {kind: capture(exact=kind[0], whole=kind[1]) for kind in kinds}
+        return graphs
 
     def _captured(self, pointers: tuple[int, ...], *, exact: bool, whole: bool, deferred: bool) -> Any:
         capturing = self._device.capturing

@@ -47,7 +47,8 @@ def raise_in_launch(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise BrokenError
 
-    monkeypatch.setattr(P2PStep, "_graphs_of", lambda step, key: None)  # a captured step fails as a whole
+    # a captured step fails as a whole
+    monkeypatch.setattr(P2PStep, "_first_graphs", lambda step, key: None)
     monkeypatch.setattr(P2PGraph, "_enqueue_exact_sums" if exact else "set_step", broken)
 
 
