@@ -177,8 +177,8 @@ def row_sparse_allreduce(
     bits depend on the rows alone. An allgather brings the sums to all. With windows the owner reads the others' rows while it
     adds them up, and all read the owners' sums; the bits are the same.
 
-    Every rank sums all rows of all ranks instead where this takes fewer bytes: for 2 ranks, and with windows where
-    P·u >= (P-1)·R in the step before, with R rows of all ranks and u in the sum. The bits are the same.
+    Every rank sums all rows of all ranks instead where this takes no more bytes: for 2 ranks, and with windows where
+    P·u >= (P-1)·R in the last step that had rows, with R rows of all ranks and u in the sum. The bits are the same.
 
     Args:
         local: this rank's rows, as `coalesce` returns them; perhaps none.
@@ -197,14 +197,14 @@ def row_sparse_allreduce(
             finite.
 
     Memory: the rows that arrive for this rank's region, its sums, and the sums of all; with windows not the first, and see
-        `RowWindows`. Besides what the kernels sort and add up by, on a GPU some 13 bytes a row.
+        `RowWindows`. Besides what the kernels sort and add up by, on a GPU some 13 bytes a row: where all read all, of all ranks.
     Traffic: for 2 ranks all rows of its own, in 2 messages. For more, with r rows of its own, u in the sum, w bytes a row with
         its id, and regions that balance: (P-1)/P·r·w bytes in 2(P-1) messages, then (P-1)/P·u·w in 2·ceil(log2 P) rounds;
         where all read all, (P-1)·r·w in 2(P-1) messages.
         Where hot rows lie together, as by Zipf's law, the busiest rank sends at most 1.3 times that (counted for 2 to 64 ranks).
         Control: one alltoall of 2 int64; by owner an allgather of 17 before it, and one of 3 at the end.
-        With windows the same bytes on average, counted where they are read from, 4 int64 in the alltoall, and what it takes to
-        open larger windows now and then.
+        With windows bytes are counted where they are read from, by owner as many on average; 4 int64 in the alltoall, and what it
+        takes to open larger windows now and then.
     Source: Li & Hoefler, PPoPP 2022, sections 3.1.1 and 3.1.2, with rows for entries.
     """
     size = transport.size
@@ -229,14 +229,19 @@ def row_sparse_allreduce(
         sums, nonfinite = windows.sum_lists(incoming[:, 2], counts, local, scale)
     else:
         sums, nonfinite = _sum_messages(local, parts, counts, transport, kernels, scale)
-    total = int(counts.sum())  # R
     if by_owner:
-        sums, total, reads = _gather_sums(sums, nonfinite, len(local), transport, kernels, windows)
-    elif nonfinite:  # on every rank, which have summed the same
+        return _gather_sums(sums, nonfinite, len(local), transport, kernels, windows)
+    if nonfinite:  # on every rank, which have summed the same
         raise FlaggedRanksError([])
     if windows is not None:
-        windows.all_read_all = reads and size * len(sums) >= (size - 1) * total
+        _choose_readers(windows, reads, int(counts.sum()), len(sums), size)
     return sums
+
+
+def _choose_readers(windows: RowWindows, reads: bool, given: int, summed: int, size: int) -> None:
+    """Let all read all in the next step, if that would have taken no more bytes in this one, which was read in windows."""
+    if given:
+        windows.all_read_all = reads and size * summed >= (size - 1) * given
 
 
 def _gather_sums(
@@ -246,8 +251,8 @@ def _gather_sums(
     transport: Transport,
     kernels: RowKernels,
     windows: RowWindows | None,
-) -> tuple[Rows, int, bool]:
-    """The sums of all owners; how many rows all ranks gave, each of them `own`; whether sums are read in windows. Collective.
+) -> Rows:
+    """The sums of all owners, each rank of which gave `own` rows. Collective.
 
     Raises:
         FlaggedRanksError: a sum is not finite; on every rank alike.
@@ -257,11 +262,14 @@ def _gather_sums(
     gathered = transport.allgather_control(np.array([len(sums), nonfinite, own], np.int64))
     if gathered[:, 1].any():
         raise FlaggedRanksError([])
-    counts, total = gathered[:, 0].copy(), int(gathered[:, 2].sum())
-    if windows is not None and windows.reserve(int(counts.max()), sums):
-        _count_reads(transport, np.full(transport.size, len(sums)), sums)
-        return windows.gather(counts, sums), total, True
-    return _gather_messages(sums, counts, transport, kernels), total, False
+    counts = gathered[:, 0].copy()
+    reads = windows is not None and windows.reserve(int(counts.max()), sums)
+    if windows is not None:
+        _choose_readers(windows, reads, int(gathered[:, 2].sum()), int(counts.sum()), transport.size)
+        if reads:
+            _count_reads(transport, np.full(transport.size, len(sums)), sums)
+            return windows.gather(counts, sums)
+    return _gather_messages(sums, counts, transport, kernels)
 
 
 def _count_reads(transport: Transport, counts: NDArray[np.int64], rows: Rows) -> None:

@@ -319,8 +319,8 @@ class GradientAllreduce:
         """Start a step, which `complete` ends. Collective: every rank must call, and then `complete`, before the next step.
 
         A step whose kernels do all of it (`reads_tensors`) is put on the stream, and nothing is waited for but where it computes
-        exact thresholds or new regions. `awaited` tells whether its outcome is still open; the report is then incomplete. Other
-        steps run as `step`, and have ended when this returns. The bits are those of `step`.
+        new regions, or knows no threshold to select by. `awaited` tells whether its outcome is still open; the report is then
+        incomplete. Other steps run as `step`, and have ended when this returns. The bits are those of `step`.
 
         Until `complete` has returned, `update` and `residual` do not hold; the report's last stage lasts until then.
 

@@ -47,6 +47,8 @@ class HostExecutor:
         except FlaggedRanksError:  # the update is zero
             raise
         except BaseException:  # nothing was applied: the last update must not be applied a second time
+            if not self._method.sparse:  # parts of the new one may be there
+                self._vectors.support = None
             self._vectors.clear_update()
             raise
 

@@ -7,9 +7,10 @@
 // Units    a tile is 2^shift elements; the step gives shift, the region's first element and its tiles. cap: most entries of a
 //          selection.
 // Launch   collect_region: (blocks, ranks) of THREADS; every block waits for the signals of all ranks. The others: one block of 128.
-// Signals  SELECTED: nnz, nonfinite, and ranks + 1 offsets at which the regions begin in the selection. KEPT: no words.
-// Overflow the step stops, on every rank alike, where a selection is above the cap or not finite, or a region's lists do not fit a
-//          pool. NaN cannot come in otherwise.
+// Signals  SELECTED: nnz, perhaps with SHORT_BIT, nonfinite, and ranks + 1 offsets at which the regions begin in the selection. KEPT:
+//          no words.
+// Overflow the step stops, on every rank alike, where a selection is above the cap, too short or not finite, or a region's lists do
+//          not fit a pool. NaN cannot come in otherwise.
 // Traffic  8 bytes an entry read from peers, 8 written.
 
 #include "p2p.cuh"

@@ -101,8 +101,8 @@ class DeviceKernels:
         width = self.gradient_bytes if isinstance(gradient, ComposedGradient) else gradient.dtype.itemsize
         launches = self.select_launches(width, residual.size, entries).for_kernels(self.kernels_of(gradient))
         if boundaries is not None and boundaries is not self._boundaries:
-            self._boundaries = boundaries  # which stay the same for many steps
             device.post("boundaries", boundaries)
+            self._boundaries = boundaries  # which stay the same for many steps
         address = 0 if boundaries is None else device.address("post boundaries")
         launches.run(pointer_of(gradient), residual.data.ptr, threshold_bits, address, regions)
         device.synchronize()

@@ -20,6 +20,9 @@ from oktopk.settings import selection_cap
 from oktopk.step import Plan, StepResult
 from oktopk.thresholds import keeps_enough
 
+_CALM, _NEAR = 4, 1.1
+"""Selections in a row, none of them exact, of at most so many times k: then no kernels are launched that cut one over the cap."""
+
 
 @dataclass(slots=True)
 class _P2PHandle:
@@ -72,6 +75,7 @@ class P2PExecutor:
         self.p2p_step = p2p_step
         # a deferred step stopped at its selection: kernels of some rank may have yet to read what was selected
         self._barrier_due = False
+        self._calm = 0  # selections in a row that were far from the cap
 
     def begin(self, gradient: Any, plan: Plan) -> _P2PHandle:
         epoch = self.p2p_step.upcoming_epoch()
@@ -86,6 +90,7 @@ class P2PExecutor:
         regions, local, threshold = method.regions, method.selection, method.threshold
         if not self.p2p_step.fits(plan.k):
             self.p2p_step.prepare(plan.k)
+            self._calm = 0
         if plan.problem:
             raise ValueError(plan.problem)
         corrected, overflowed = vectors.correct(gradient)
@@ -118,16 +123,14 @@ class P2PExecutor:
         bits = 0
         if selection is None:
             bits = local.lower_threshold() if cut_to_k else local.bits or 0
-        assert regions.boundaries is not None
         with plan.timer.stage("step", ends=deferred):
-            self.p2p_step.launch(
+            self._launch(
                 corrected,
-                vectors,
-                (bits, threshold.lowest if exact else threshold.expected),
-                regions.boundaries,
-                selected=selection and (selection.packed.nnz, selection.nonfinite + overflowed),
+                plan,
+                selection,
+                overflowed,
                 exact=exact,
-                timed=plan.timer.detailed,
+                bits=bits,
                 cut_to_k=cut_to_k,
                 deferred=deferred,
             )
@@ -138,6 +141,34 @@ class P2PExecutor:
             self, epoch, gradient, corrected, overflowed, plan, selection, bits, cut_to_k, exact, deferred
         )
 
+    def _launch(
+        self,
+        gradient: Any,
+        plan: Plan,
+        selection: Selection | None,
+        overflowed: bool,
+        *,
+        exact: bool,
+        bits: int = 0,
+        cut_to_k: bool = False,
+        deferred: bool = False,
+    ) -> None:
+        """Put the step's kernels on the stream, see `P2PStep.launch`."""
+        threshold, boundaries = self._method.threshold, self._method.regions.boundaries
+        assert boundaries is not None
+        self.p2p_step.launch(
+            gradient,
+            self._vectors,
+            (bits, threshold.lowest if exact else threshold.expected),
+            boundaries,
+            selected=selection and (selection.packed.nnz, selection.nonfinite + overflowed),
+            exact=exact,
+            timed=plan.timer.detailed,
+            cut_to_k=cut_to_k,
+            deferred=deferred,
+            trims=selection is not None or cut_to_k or deferred or self._calm < _CALM,
+        )
+
     def end_waited(self, step: _P2PHandle) -> StepResult:
         """The result of a step that the host waits for."""
         method, vectors, plan, k = self._method, self._vectors, step.plan, step.plan.k
@@ -146,6 +177,9 @@ class P2PExecutor:
         with plan.timer.stage("step", ends=False):
             # the one wait: the kernels run on, and need nothing that the host learns
             outcome = self.p2p_step.outcome(step.exact)
+            if outcome.stopped_at == "selection" and not (outcome.flagged or outcome.overflowed):
+                outcome = self._launch_again(step, selection)
+                splits = self._splits()
         deferrable = True
         if outcome.stopped_at == "threshold" and not (step.exact or outcome.skewed):
             # a deferred step would have gone on with what the best candidate keeps
@@ -178,6 +212,17 @@ class P2PExecutor:
         with plan.timer.stage("apply"):
             vectors.apply(result, plan.scale)
         return result
+
+    def _launch_again(self, step: _P2PHandle, selection: Selection) -> Any:
+        """The outcome of a step whose selection was too long or too short on some rank, and is right now. Collective."""
+        method, plan, epoch = self._method, step.plan, self.p2p_step.upcoming_epoch()
+        try:
+            method.transport.barrier()  # another rank's kernels may have yet to read what was selected at first
+            self._launch(step.corrected, plan, selection, step.overflowed, exact=step.exact)
+            return self.p2p_step.outcome(step.exact)
+        except BaseException:
+            self.p2p_step.abort(epoch)
+            raise
 
     def end_deferred(self, step: _P2PHandle) -> StepResult:
         """The result of a deferred step; not collective."""
@@ -232,6 +277,8 @@ class P2PExecutor:
     def _selected_by(self, step: _P2PHandle) -> Selection:
         """What the step's kernels selected, cut down where that was too much; learns from it."""
         local, k, selected = self._method.selection, step.plan.k, self.p2p_step.selected()
+        ordinary = not (selected.candidates or selected.short) and selected.nnz <= _NEAR * k
+        self._calm = self._calm + 1 if ordinary else 0
         if not selected.candidates:
             packing = Packing(selected.nnz, selected.nonfinite, selected.offsets)
             assert self._vectors.residual is not None

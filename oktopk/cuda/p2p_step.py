@@ -1,18 +1,17 @@
 """The kernels of Ok-Topk's step among the GPUs of one host: one graph through symmetric memory, and one wait for its outcome.
 
-The kernels exchange selections and counts, and decide alike on all ranks; no kernel waits for the host. They cut a selection
-over the cap down to the top k. Where a gradient is not finite, a selection overflows its list, or a threshold misses, all ranks
-stop at the same place, and the host takes over or lets the kernels compute the exact threshold. A step is launched as a whole.
-One that renews regions selects first, so that the host may agree on them, unless it is deferred. The host waits for a deferred
-step when the next one begins, and gives it up where it stopped.
+The kernels exchange selections and counts, and decide alike on all ranks; no kernel waits for the host. They can cut a selection
+over the cap down to the top k. Where a gradient is not finite, a selection is too long or too short, or a threshold misses, all
+ranks stop at the same place, and the host takes over or lets the kernels go on. A step is launched as a whole. One that renews
+regions selects first, so that the host may agree on them, unless it is deferred; so does a rank that knows no good threshold. The
+host waits for a deferred step when the next one begins, and gives it up where it stopped.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -31,6 +30,7 @@ from collectives.cuda.layouts import (
     NUM_COUNTERS,
     SHORT_BIT,
     SKEWED,
+    UNTRIMMED,
 )
 from collectives.device_transport import DeviceTransport
 from collectives.sparse import ENTRY
@@ -52,6 +52,29 @@ _CANDIDATE_BITS = CANDIDATES.tolist()
 _DIGITS = sum(1 << width for _, width in LEVELS)
 _ABORTED = "steps through peer memory cannot go on: {}. Continue from a checkpoint"
 _MOST_GRAPHS = 8  # of gradients that live elsewhere
+
+
+class _Kind(NamedTuple):
+    """What a launch does.
+
+    Attributes:
+        exact: compute the exact global threshold.
+        whole: from the gradient on; else what follows the selection.
+        trims: cut a selection over the cap.
+    """
+
+    exact: bool
+    whole: bool
+    trims: bool
+
+
+# others are rare
+_CAPTURED = [
+    _Kind(exact=False, whole=True, trims=True),
+    _Kind(exact=False, whole=True, trims=False),
+    _Kind(exact=True, whole=True, trims=True),
+    _Kind(exact=True, whole=False, trims=True),
+]
 
 
 @dataclass(slots=True)
@@ -125,7 +148,7 @@ class P2PStep:
         self._aborted = ""  # why no step can follow
         self._boundaries: NDArray[np.int64] | None = None
         # by the addresses of the vectors, the kind of gradient, and `deferred`; None: seen once. See `_first_graphs`
-        self._graphs: dict[tuple[int, ...], dict[tuple[bool, bool], Any] | None] = {}
+        self._graphs: dict[tuple[int, ...], dict[_Kind, Any] | None] = {}
 
     def fits(self, k: int) -> bool:
         """Whether windows and lists are as this k needs them; the same on all ranks."""
@@ -153,6 +176,7 @@ class P2PStep:
         timed: bool = False,
         cut_to_k: bool = False,
         deferred: bool = False,
+        trims: bool = True,
     ) -> None:
         """Put one step on the stream. Collective: every rank must call; then `outcome`, and last `time_stages`.
 
@@ -167,6 +191,8 @@ class P2PStep:
             timed: time the stages on the device, where the whole step runs there.
             cut_to_k: cut this rank's selection down to its top k wherever it holds as many, not only above the cap. Where it
                 holds fewer, and the step is not deferred, all ranks stop at their selections.
+            trims: cut a selection over the cap down to its top k; else all ranks stop at their selections there. The kernels that
+                cut take some 8 us where they have nothing to do. True where `cut_to_k` or `selected`.
             deferred: the host will not help. Where some rank's gradient or a sum is not finite the residual is as before, to
                 rounding; and the threshold follows `choose_candidate` for a step that may not go exact. Equal on all ranks.
 
@@ -187,7 +213,7 @@ class P2PStep:
             to_clear = support.nnz
         else:
             vectors.clear_update()
-        flags = (CUT_TO_K if cut_to_k else 0) | (DEFERRED if deferred else 0)
+        flags = CUT_TO_K * cut_to_k | DEFERRED * deferred | UNTRIMMED * (not trims)
         launches.set_step(epoch, bits[0], bits[1], to_clear, flags)
         device.pending = True
         residual: Any = vectors.residual
@@ -209,23 +235,25 @@ class P2PStep:
         if not timed:
             key = *pointers, reader, deferred
             graphs = self._graphs.get(key) or self._first_graphs(key)
-        if graphs is not None and (exact or selected is None):
-            graphs[exact, selected is None].launch(stream)
+        kind = _Kind(exact, selected is None, trims)
+        if graphs is not None and kind in graphs:
+            graphs[kind].launch(stream)
         else:
-            self._enqueue(pointers, stream.ptr, exact=exact, whole=selected is None, deferred=deferred)
+            self._enqueue(pointers, stream.ptr, kind, deferred)
 
-    def _enqueue(
-        self, pointers: tuple[int, ...], stream: int, *, exact: bool, whole: bool, deferred: bool
-    ) -> None:
-        """Put a step on a stream: from the gradient on, or what follows the selection."""
-        assert self._launches is not None
-        enqueue = self._launches.enqueue_whole if whole else self._launches.enqueue
-        enqueue(pointers, stream, exact=exact, deferred=deferred)
+    def _enqueue(self, pointers: tuple[int, ...], stream: int, kind: _Kind, deferred: bool) -> None:
+        """Put a step on a stream."""
+        launches = self._launches
+        assert launches is not None
+        if kind.whole:
+            launches.enqueue_whole(pointers, stream, exact=kind.exact, deferred=deferred, trims=kind.trims)
+        else:
+            launches.enqueue(pointers, stream, exact=kind.exact, deferred=deferred)
 
-    def _first_graphs(self, key: tuple[int, ...]) -> dict[tuple[bool, bool], Any] | None:
-        """Graphs by (exact, whole), for a key that comes a second time; None for one that may never come back.
+    def _first_graphs(self, key: tuple[int, ...]) -> dict[_Kind, Any] | None:
+        """Graphs by kind, for a key that comes a second time; None for one that may never come back.
 
-        All are captured at once, so that no later step takes longer. What follows a selection is rare but in exact steps.
+        All are captured at once, so that no later step takes longer.
         """
         if key not in self._graphs:
             if len(self._graphs) >= _MOST_GRAPHS:
@@ -233,16 +261,16 @@ class P2PStep:
             self._graphs[key] = None
             return None
         *pointers, _, deferred = key
-        capture = partial(self._captured, tuple(pointers), deferred=bool(deferred))
-        kinds = (False, True), (True, True), (True, False)
-        graphs = self._graphs[key] = {kind: capture(exact=kind[0], whole=kind[1]) for kind in kinds}
+        graphs = self._graphs[key] = {
+            kind: self._captured(tuple(pointers), kind, bool(deferred)) for kind in _CAPTURED
+        }
         return graphs
 
-    def _captured(self, pointers: tuple[int, ...], *, exact: bool, whole: bool, deferred: bool) -> Any:
+    def _captured(self, pointers: tuple[int, ...], kind: _Kind, deferred: bool) -> Any:
         capturing = self._device.capturing
         capturing.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
         try:
-            self._enqueue(pointers, capturing.ptr, exact=exact, whole=whole, deferred=deferred)
+            self._enqueue(pointers, capturing.ptr, kind, deferred)
         except BaseException:
             with suppress(cupy.cuda.runtime.CUDARuntimeError):  # half a step is no graph
                 capturing.end_capture()

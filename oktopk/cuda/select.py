@@ -37,7 +37,7 @@ class SelectLaunches:
         self, device: Device, kernels: Mapping[str, Kernel], nonfinite: int, n: int, entries: DeviceEntries
     ) -> None:
         self._device = device
-        self._others: dict[Kernel, SelectLaunches] = {}
+        self._other: SelectLaunches | None = None  # of another kind of gradient, the last that was asked for
         self.sizes = (n, entries.pointer, len(entries))
         chunks = -(-n // CHUNK)
         # all groups at work at once
@@ -69,10 +69,11 @@ class SelectLaunches:
         kernel = kernels["accumulate_select"]
         if kernel is self.select.kernel:
             return self
-        if kernel not in self._others:
-            other = self._others[kernel] = copy(self)
+        other = self._other
+        if other is None or other.select.kernel is not kernel:
+            other = self._other = copy(self)
             other.select = self.select.copy(kernel)
-        return self._others[kernel]
+        return other
 
     def for_p2p(self, **fields: Any) -> SelectLaunches:
         """The same launches for a step through peer memory.

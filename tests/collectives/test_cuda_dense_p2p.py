@@ -31,11 +31,12 @@ def dense(comm: MPI.Intracomm) -> Iterator[Any]:
 
 @pytest.fixture
 def short_rings(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A DenseP2P whose launches in tiles have two blocks at most: each sends many tiles, and its rings go round in a launch."""
+    """A DenseP2P whose launches through rings have two blocks at most: each sends much, and its rings go round in a launch."""
     use("cuda", comm)
     from collectives.cuda import dense_algorithms
 
-    monkeypatch.setattr(dense_algorithms, "_RING_BLOCKS", 2 * max(1, comm.size - 1))
+    for name in ("tile_blocks", "line_blocks"):
+        monkeypatch.setattr(dense_algorithms, name, lambda ranks: 2)
     dense_algorithms.dense_kernels.cache_clear()
     made = make(comm)
     yield made

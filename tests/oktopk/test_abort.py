@@ -39,7 +39,7 @@ class BrokenError(Exception):
     """What one rank raises."""
 
 
-def raise_in_launch(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
+def raise_in_launch(reducer: GradientAllreduce, monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
     """This rank's next launch fails; of a step that goes exact, after its selection was signalled."""
     from oktopk.cuda.p2p_graph import P2PGraph
     from oktopk.cuda.p2p_step import P2PStep
@@ -47,7 +47,8 @@ def raise_in_launch(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise BrokenError
 
-    # a captured step fails as a whole
+    for executor in reducer._executors.values():  # a captured step fails as a whole
+        executor.p2p_step._graphs.clear()  # type: ignore[attr-defined]
     monkeypatch.setattr(P2PStep, "_first_graphs", lambda step, key: None)
     monkeypatch.setattr(P2PGraph, "_enqueue_exact_sums" if exact else "set_step", broken)
 
@@ -67,7 +68,7 @@ def test_where_a_rank_raises_before_its_launch_all_ranks_raise_at_once_and_name_
     state = reducer.state_dict()
     comm.Barrier()
     if comm.rank == culprit:
-        raise_in_launch(monkeypatch, exact)
+        raise_in_launch(reducer, monkeypatch, exact)
     begun = time.monotonic()
     with pytest.raises(BrokenError if comm.rank == culprit else RuntimeError) as caught:
         reducer.step(next(gradient))

@@ -146,45 +146,99 @@ def test_ugly_gradients_through_peer_memory_give_the_cpus_bits(
         on_gpu.close()
 
 
-@pytest.mark.parametrize("ranks", ["one rank", "all ranks"])
-def test_exact_steps_are_launched_whole_and_a_guess_that_misses_stops_them_on_all_ranks(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, ranks: str
-) -> None:
-    """What a threshold was learned from is gone, so that too few entries or all reach the guess."""
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, bool, str]]:
+    """Of each launch from now on: whether it is exact, begins with the gradient, trims the selection; and at what it stopped."""
     from oktopk.cuda.p2p_step import P2PStep
 
-    launched, stopped = [], []
+    noted: list[tuple[bool, bool, bool, str]] = []
+    kinds: list[tuple[bool, bool, bool]] = []
     launch, outcome = P2PStep.launch, P2PStep.outcome
 
     def noted_launch(step: Any, *arguments: Any, **more: Any) -> None:
-        launched.append((more["exact"], more["selected"] is None))
+        kinds.append((more["exact"], more["selected"] is None, more["trims"]))
         launch(step, *arguments, **more)
 
     def noted_outcome(step: Any, exact: bool) -> Any:
         found = outcome(step, exact)
-        stopped.append(found.stopped_at)
+        noted.append((*kinds.pop(), found.stopped_at))
         return found
 
     monkeypatch.setattr(P2PStep, "launch", noted_launch)
     monkeypatch.setattr(P2PStep, "outcome", noted_outcome)
-    settings: dict[str, Any] = {"threshold_interval": 2, "boundary_interval": 100}
+    return noted
+
+
+def in_lockstep(
+    comm: MPI.Intracomm,
+    monkeypatch: pytest.MonkeyPatch,
+    wrong: dict[int, tuple[int, bool]],
+    steps: int,
+    **settings: Any,
+) -> list[list[tuple[bool, bool, bool, str]]]:
+    """The launches of each step, whose bits and thresholds are the CPU's.
+
+    Args:
+        wrong: step -> bits that are added to the local threshold before it, on the last rank or on all.
+    """
+    noted = launches(monkeypatch)
     on_cpu = reducer(comm, "oktopk", "cpu", **settings)
     on_gpu = reducer(comm, "oktopk", peer_memory=True, **settings)
-    misses = {6: 0x7E000000, 10: 1 << 23, 14: 0x7E000000}
-    for step in range(16):
+    found = []
+    held = put("cuda", np.zeros(LENGTH, np.float32))  # where captured steps find it
+    for step in range(steps):
         gradient = np.rint(1000 * normal(comm, step) ** 3)  # sums are exact in any order
-        on_cpu.step(gradient)
-        on_gpu.step(put("cuda", gradient))
+        held.set(gradient)
+        more, everywhere = wrong.get(step, (0, False))
+        if more and (everywhere or comm.rank == comm.size - 1):
+            for each in (on_cpu, on_gpu):
+                each._methods["oktopk"].selection.bits += more  # type: ignore[attr-defined]
+        noted.clear()
+        expected, report = on_cpu.step(gradient), on_gpu.step(held)
+        found.append(noted.copy())
+        assert (report.local_nnz, report.global_nnz) == (expected.local_nnz, expected.global_nnz), step
+        assert comm.allreduce(report.words) == comm.allreduce(expected.words), step
         assert np.array_equal(get(on_gpu.update), on_cpu.update), step
         assert np.array_equal(get(on_gpu.residual), on_cpu.residual), step
         learned = [each.state_dict()["methods"]["oktopk"] for each in (on_cpu, on_gpu)]
         assert learned[0]["selection"] == learned[1]["selection"], step
         assert learned[0]["threshold"] == learned[1]["threshold"], step
-        if step + 1 in misses and (ranks == "all ranks" or comm.rank == comm.size - 1):
-            for each in (on_cpu, on_gpu):
-                each._methods["oktopk"].selection.bits = misses[step + 1]  # type: ignore[attr-defined]
-    assert launched == [(True, False)] + 7 * [(False, True), (True, True)] + [(False, True)]
-    assert [step for step, at in enumerate(stopped) if at == "selection"] == list(misses)
+    graphs = on_gpu._executors["oktopk"].p2p_step._graphs  # type: ignore[attr-defined]
+    assert len(graphs) == 1 and all(graphs.values())
+    return found
+
+
+OCTAVES = 1 << 23  # of a magnitude's bits
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["on one rank", "on all ranks"])
+def test_exact_steps_are_launched_whole_and_once_more_where_a_guess_missed(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, everywhere: bool
+) -> None:
+    missed = {6: 2 * OCTAVES, 10: -9 * OCTAVES, 14: 2 * OCTAVES}  # too few reach the guess, or nearly all
+    wrong = {step: (more, everywhere) for step, more in missed.items()}
+    found = in_lockstep(comm, monkeypatch, wrong, 16, threshold_interval=2, boundary_interval=100)
+    assert found[0] == [(True, False, True, "")]  # nothing is known: the host selects
+    for step in range(2, 16, 2):
+        kinds = [launch[:2] for launch in found[step]]
+        if step in missed:
+            assert kinds == [(True, True), (True, False)] and found[step][0][3] == "selection"
+        else:
+            assert kinds == [(True, True)] and not found[step][0][3]
+
+
+def test_a_selection_over_the_cap_after_calm_steps_is_launched_once_more(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the last selections were near k, no kernels are launched that trim one over the cap."""
+    monkeypatch.setattr(
+        "oktopk.cuda.p2p_executor._NEAR", 1.25
+    )  # gradients differ more here than those of a network
+    jump, last = 30, comm.rank == comm.size - 1
+    settings = {"threshold_interval": 100, "boundary_interval": 100, "density": 0.1}
+    found = in_lockstep(comm, monkeypatch, {jump: (-OCTAVES // 2, False)}, 34, **settings)
+    assert found[3] == [(False, True, True, "")]
+    assert found[jump] == [(False, True, False, "selection"), (False, False, True, "")]
+    assert found[jump + 1] == [(False, True, last, "")]  # the others' were near k
 
 
 def test_tiles_that_are_crowded_give_the_cpus_bits(comm: MPI.Intracomm) -> None:

@@ -418,17 +418,22 @@ def check_sums(
         assert got[:nnz].tobytes() == expected.tobytes()
         assert np.all(got[room:].view(np.uint64) == POISON)
 
-    # launches are prepared before the lists arrive; other lists, in the same arrays perhaps, are not summed by them
+    # launches are prepared before the lists arrive; other lists are not summed by them
     fewer = begins.copy()
     late = entries_of(device, np.zeros(max(1, len(pool)), ENTRY))
     kernels.lay_out_sums(late, begins, ends, lower, upper)
     late[:] = given
+    prepare, kernels._prepare_sums = kernels._prepare_sums, None  # type: ignore[method-assign, assignment]
     assert kernels.sum_sorted_lists(late, begins, ends, lower, upper, bits, whole[:room]) == (nnz, nonfinite)
+    kernels._prepare_sums = prepare  # type: ignore[method-assign]
     assert kernels.sum_sorted_lists(late, fewer, fewer, lower, upper, bits, whole[:room]) == (0, 0)
     fewer[:] = ends
     fewer[0] = begins[0]
+    # arrays that were not laid out may change
     first = host_kernels.sum_sorted_lists(pool, fewer, ends, lower, upper, bits, out)
     assert kernels.sum_sorted_lists(late, fewer, ends, lower, upper, bits, whole[:room]) == first
+    fewer[:] = begins
+    assert kernels.sum_sorted_lists(late, fewer, ends, lower, upper, bits, whole[:room]) == (nnz, nonfinite)
     assert kernels.sum_sorted_lists(late, begins, ends, lower, upper, bits, whole[:room]) == (nnz, nonfinite)
 
     moved = bits + int(CANDIDATES[40])
