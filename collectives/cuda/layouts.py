@@ -26,9 +26,8 @@ PROCEED, BAD_SELECTION, BAD_THRESHOLD, SKEWED, NOT_FINITE, BAD_REGIONS, BAD_SUMS
 MISSING, RAISED, DIFFERS = 1, 2, 3  # why a rank is behind an abort
 # how a step goes on (bits of its flags). CUT_TO_K: cut the selection to its top k wherever it holds as many, not only above the
 # cap; where it holds fewer the step stops, unless it is deferred. DEFERRED: no host waits to help, so a threshold that missed by
-# little does not stop the step; equal on all ranks. UNTRIMMED: no kernels follow that cut the selection, so that one over the cap
-# stops the step.
-CUT_TO_K, DEFERRED, UNTRIMMED = 1, 2, 4
+# little does not stop the step; equal on all ranks.
+CUT_TO_K, DEFERRED = 1, 2
 SHORT_BIT = (
     31  # set in the size of a selection that holds too few, which is above any cap then: all ranks stop
 )

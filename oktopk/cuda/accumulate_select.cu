@@ -13,7 +13,7 @@
 // Units    threshold: bits of a float32 magnitude, >= 1, so that a zero of either sign is never packed.
 // Launch   accumulate_select: a block of THREADS a chunk. compact_selection: a block of THREADS a group; finished[1] zeroed once. With
 //          windows its last block signals SELECTED with the header, unless the selection must be trimmed: it holds more than `cap`
-//          entries (CUT_TO_K: at least k; UNTRIMMED: never), all of them here. needs_no_trim[1] says which: 0 leaves signal and trimming to kth.cu. One of
+//          entries (CUT_TO_K: at least k), all of them here. needs_no_trim[1] says which: 0 leaves signal and trimming to kth.cu. One of
 //          fewer than k gets SHORT_BIT where CUT_TO_K asks for k, and the step is not deferred.
 //          With a step, threshold and epoch are the step's.
 // Order    entries ascend by index.
@@ -333,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8) compact_selection(const
   }
   const unsigned nnz = header[0];
   const unsigned flags = p.p2p.step->flags;
-  const bool trim = header[1] == 0 && nnz <= p.capacity && (flags & CUT_TO_K ? nnz >= p.k : nnz > p.cap && !(flags & UNTRIMMED));
+  const bool trim = header[1] == 0 && nnz <= p.capacity && (flags & CUT_TO_K ? nnz >= p.k : nnz > p.cap);
   if (threadIdx.x == 0) *p.needs_no_trim = !trim;
   if (trim) return;
   const bool is_short = (flags & (CUT_TO_K | DEFERRED)) == CUT_TO_K && nnz < p.k;

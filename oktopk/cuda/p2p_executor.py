@@ -20,9 +20,6 @@ from oktopk.settings import selection_cap
 from oktopk.step import Plan, StepResult
 from oktopk.thresholds import keeps_enough
 
-_CALM, _NEAR = 4, 1.1
-"""Selections in a row, none of them exact, of at most so many times k: then no kernels are launched that cut one over the cap."""
-
 
 @dataclass(slots=True)
 class _P2PHandle:
@@ -75,7 +72,6 @@ class P2PExecutor:
         self.p2p_step = p2p_step
         # a deferred step stopped at its selection: kernels of some rank may have yet to read what was selected
         self._barrier_due = False
-        self._calm = 0  # selections in a row that were far from the cap
 
     def begin(self, gradient: Any, plan: Plan) -> _P2PHandle:
         epoch = self.p2p_step.upcoming_epoch()
@@ -90,7 +86,6 @@ class P2PExecutor:
         regions, local, threshold = method.regions, method.selection, method.threshold
         if not self.p2p_step.fits(plan.k):
             self.p2p_step.prepare(plan.k)
-            self._calm = 0
         if plan.problem:
             raise ValueError(plan.problem)
         corrected, overflowed = vectors.correct(gradient)
@@ -166,7 +161,6 @@ class P2PExecutor:
             timed=plan.timer.detailed,
             cut_to_k=cut_to_k,
             deferred=deferred,
-            trims=selection is not None or cut_to_k or deferred or self._calm < _CALM,
         )
 
     def end_waited(self, step: _P2PHandle) -> StepResult:
@@ -277,8 +271,6 @@ class P2PExecutor:
     def _selected_by(self, step: _P2PHandle) -> Selection:
         """What the step's kernels selected, cut down where that was too much; learns from it."""
         local, k, selected = self._method.selection, step.plan.k, self.p2p_step.selected()
-        ordinary = not (selected.candidates or selected.short) and selected.nnz <= _NEAR * k
-        self._calm = self._calm + 1 if ordinary else 0
         if not selected.candidates:
             packing = Packing(selected.nnz, selected.nonfinite, selected.offsets)
             assert self._vectors.residual is not None

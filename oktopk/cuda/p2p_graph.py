@@ -290,20 +290,12 @@ class P2PGraph:
         params.nnz, params.nonfinite = nnz, nonfinite
         self._put_selection(1, 128, stream)
 
-    def enqueue_whole(
-        self, vectors: tuple[int, ...], stream: int, *, exact: bool, deferred: bool, trims: bool
-    ) -> None:
-        """A step from the gradient on; can be captured.
-
-        Args:
-            vectors, exact, deferred: as `enqueue`.
-            trims: cut a selection over the cap; else the step's flags must have UNTRIMMED.
-        """
+    def enqueue_whole(self, vectors: tuple[int, ...], stream: int, *, exact: bool, deferred: bool) -> None:
+        """A step from the gradient on; can be captured. The arguments are those of `enqueue`."""
         self.upload_step(stream)
         self._mark(0, stream)
         self._reader.p2p.enqueue(vectors[0], vectors[1], stream)
-        if trims:
-            self._kth.trim(stream)
+        self._kth.trim(stream)
         self._mark(1, stream)
         self.enqueue(vectors, stream, exact=exact, deferred=deferred)
 

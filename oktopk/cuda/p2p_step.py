@@ -1,6 +1,6 @@
 """The kernels of Ok-Topk's step among the GPUs of one host: one graph through symmetric memory, and one wait for its outcome.
 
-The kernels exchange selections and counts, and decide alike on all ranks; no kernel waits for the host. They can cut a selection
+The kernels exchange selections and counts, and decide alike on all ranks; no kernel waits for the host. They cut a selection
 over the cap down to the top k. Where a gradient is not finite, a selection is too long or too short, or a threshold misses, all
 ranks stop at the same place, and the host takes over or lets the kernels go on. A step is launched as a whole. One that renews
 regions selects first, so that the host may agree on them, unless it is deferred; so does a rank that knows no good threshold. The
@@ -30,7 +30,6 @@ from collectives.cuda.layouts import (
     NUM_COUNTERS,
     SHORT_BIT,
     SKEWED,
-    UNTRIMMED,
 )
 from collectives.device_transport import DeviceTransport
 from collectives.sparse import ENTRY
@@ -60,20 +59,17 @@ class _Kind(NamedTuple):
     Attributes:
         exact: compute the exact global threshold.
         whole: from the gradient on; else what follows the selection.
-        trims: cut a selection over the cap.
     """
 
     exact: bool
     whole: bool
-    trims: bool
 
 
 # others are rare
 _CAPTURED = [
-    _Kind(exact=False, whole=True, trims=True),
-    _Kind(exact=False, whole=True, trims=False),
-    _Kind(exact=True, whole=True, trims=True),
-    _Kind(exact=True, whole=False, trims=True),
+    _Kind(exact=False, whole=True),
+    _Kind(exact=True, whole=True),
+    _Kind(exact=True, whole=False),
 ]
 
 
@@ -176,7 +172,6 @@ class P2PStep:
         timed: bool = False,
         cut_to_k: bool = False,
         deferred: bool = False,
-        trims: bool = True,
     ) -> None:
         """Put one step on the stream. Collective: every rank must call; then `outcome`, and last `time_stages`.
 
@@ -191,8 +186,6 @@ class P2PStep:
             timed: time the stages on the device, where the whole step runs there.
             cut_to_k: cut this rank's selection down to its top k wherever it holds as many, not only above the cap. Where it
                 holds fewer, and the step is not deferred, all ranks stop at their selections.
-            trims: cut a selection over the cap down to its top k; else all ranks stop at their selections there. The kernels that
-                cut take some 8 us where they have nothing to do. True where `cut_to_k` or `selected`.
             deferred: the host will not help. Where some rank's gradient or a sum is not finite the residual is as before, to
                 rounding; and the threshold follows `choose_candidate` for a step that may not go exact. Equal on all ranks.
 
@@ -213,7 +206,7 @@ class P2PStep:
             to_clear = support.nnz
         else:
             vectors.clear_update()
-        flags = CUT_TO_K * cut_to_k | DEFERRED * deferred | UNTRIMMED * (not trims)
+        flags = (CUT_TO_K if cut_to_k else 0) | (DEFERRED if deferred else 0)
         launches.set_step(epoch, bits[0], bits[1], to_clear, flags)
         device.pending = True
         residual: Any = vectors.residual
@@ -235,7 +228,7 @@ class P2PStep:
         if not timed:
             key = *pointers, reader, deferred
             graphs = self._graphs.get(key) or self._first_graphs(key)
-        kind = _Kind(exact, selected is None, trims)
+        kind = _Kind(exact, selected is None)
         if graphs is not None and kind in graphs:
             graphs[kind].launch(stream)
         else:
@@ -246,7 +239,7 @@ class P2PStep:
         launches = self._launches
         assert launches is not None
         if kind.whole:
-            launches.enqueue_whole(pointers, stream, exact=kind.exact, deferred=deferred, trims=kind.trims)
+            launches.enqueue_whole(pointers, stream, exact=kind.exact, deferred=deferred)
         else:
             launches.enqueue(pointers, stream, exact=kind.exact, deferred=deferred)
 

@@ -169,7 +169,6 @@ def test_a_selection_over_the_cap_is_cut_to_the_top_k_and_nobody_stops(
         if last:
             largest = np.sort(np.abs(accumulated))[::-1]
             local.bits = int(largest[8 * k // 5].view(np.uint32))
-        reducer._executors["oktopk"]._calm = 0  # type: ignore[attr-defined] # see test_device for calm steps
         report = reducer.step(put(cuda, gradient))
         assert report.complete != deferred
         reducer.complete()

@@ -146,16 +146,16 @@ def test_ugly_gradients_through_peer_memory_give_the_cpus_bits(
         on_gpu.close()
 
 
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, bool, str]]:
-    """Of each launch from now on: whether it is exact, begins with the gradient, trims the selection; and at what it stopped."""
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, str]]:
+    """Of each launch from now on: whether it is exact, whether it begins with the gradient, and at what it stopped."""
     from oktopk.cuda.p2p_step import P2PStep
 
-    noted: list[tuple[bool, bool, bool, str]] = []
-    kinds: list[tuple[bool, bool, bool]] = []
+    noted: list[tuple[bool, bool, str]] = []
+    kinds: list[tuple[bool, bool]] = []
     launch, outcome = P2PStep.launch, P2PStep.outcome
 
     def noted_launch(step: Any, *arguments: Any, **more: Any) -> None:
-        kinds.append((more["exact"], more["selected"] is None, more["trims"]))
+        kinds.append((more["exact"], more["selected"] is None))
         launch(step, *arguments, **more)
 
     def noted_outcome(step: Any, exact: bool) -> Any:
@@ -174,7 +174,7 @@ def in_lockstep(
     wrong: dict[int, tuple[int, bool]],
     steps: int,
     **settings: Any,
-) -> list[list[tuple[bool, bool, bool, str]]]:
+) -> list[list[tuple[bool, bool, str]]]:
     """The launches of each step, whose bits and thresholds are the CPU's.
 
     Args:
@@ -217,28 +217,13 @@ def test_exact_steps_are_launched_whole_and_once_more_where_a_guess_missed(
     missed = {6: 2 * OCTAVES, 10: -9 * OCTAVES, 14: 2 * OCTAVES}  # too few reach the guess, or nearly all
     wrong = {step: (more, everywhere) for step, more in missed.items()}
     found = in_lockstep(comm, monkeypatch, wrong, 16, threshold_interval=2, boundary_interval=100)
-    assert found[0] == [(True, False, True, "")]  # nothing is known: the host selects
+    assert found[0] == [(True, False, "")]  # nothing is known: the host selects
     for step in range(2, 16, 2):
         kinds = [launch[:2] for launch in found[step]]
         if step in missed:
-            assert kinds == [(True, True), (True, False)] and found[step][0][3] == "selection"
+            assert kinds == [(True, True), (True, False)] and found[step][0][2] == "selection"
         else:
-            assert kinds == [(True, True)] and not found[step][0][3]
-
-
-def test_a_selection_over_the_cap_after_calm_steps_is_launched_once_more(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the last selections were near k, no kernels are launched that trim one over the cap."""
-    monkeypatch.setattr(
-        "oktopk.cuda.p2p_executor._NEAR", 1.25
-    )  # gradients differ more here than those of a network
-    jump, last = 30, comm.rank == comm.size - 1
-    settings = {"threshold_interval": 100, "boundary_interval": 100, "density": 0.1}
-    found = in_lockstep(comm, monkeypatch, {jump: (-OCTAVES // 2, False)}, 34, **settings)
-    assert found[3] == [(False, True, True, "")]
-    assert found[jump] == [(False, True, False, "selection"), (False, False, True, "")]
-    assert found[jump + 1] == [(False, True, last, "")]  # the others' were near k
+            assert kinds == [(True, True)] and not found[step][0][2]
 
 
 def test_tiles_that_are_crowded_give_the_cpus_bits(comm: MPI.Intracomm) -> None:
