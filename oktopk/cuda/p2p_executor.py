@@ -58,8 +58,9 @@ class _P2PHandle:
 class P2PExecutor:
     """Runs the steps of one instance of Ok-Topk whose ranks read each other's memory.
 
-    Where the kernels of a step stop, all ranks stop at the same place. A step that is waited for then goes on by messages; a
-    deferred step is given up.
+    Where the kernels of a step stop, all ranks stop at the same place. A step that is waited for is launched again from a
+    selection that the host has made right, lets the kernels compute the exact threshold, or goes on by messages. A deferred step
+    is given up.
 
     Args:
         method: its thresholds and regions serve steps through peer memory and over messages alike.
@@ -171,13 +172,14 @@ class P2PExecutor:
         with plan.timer.stage("step", ends=False):
             # the one wait: the kernels run on, and need nothing that the host learns
             outcome = self.p2p_step.outcome(step.exact)
-            if outcome.stopped_at == "selection" and not (outcome.flagged or outcome.overflowed):
+            # a deferred step of that kind would have been given up
+            deferrable = outcome.stopped_at != "selection"
+            if not (deferrable or outcome.flagged or outcome.overflowed):
                 outcome = self._launch_again(step, selection)
                 splits = self._splits()
-        deferrable = True
         if outcome.stopped_at == "threshold" and not (step.exact or outcome.skewed):
             # a deferred step would have gone on with what the best candidate keeps
-            deferrable = keeps_enough(outcome.nearest, k)
+            deferrable = deferrable and keeps_enough(outcome.nearest, k)
             step.exact = True
             outcome = self.p2p_step.go_exact(method.threshold.lowest)
         method.regions.splits = None if outcome.stopped_at else splits

@@ -71,8 +71,9 @@ class SelectLaunches:
             return self
         other = self._other
         if other is None or other.select.kernel is not kernel:
-            other = self._other = copy(self)
-            other.select = self.select.copy(kernel)
+            other = copy(self)
+            other.select, other._other = self.select.copy(kernel), None
+            self._other = other
         return other
 
     def for_p2p(self, **fields: Any) -> SelectLaunches:

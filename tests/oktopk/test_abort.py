@@ -92,6 +92,33 @@ def test_where_a_rank_raises_before_its_launch_all_ranks_raise_at_once_and_name_
     comm.Barrier()
 
 
+def test_where_a_rank_raises_before_it_launches_again_all_ranks_raise(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from oktopk.cuda.p2p_graph import P2PGraph
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise BrokenError
+
+    reducer = reducer_of(comm, threshold_interval=100)
+    gradient = gradients(comm)
+    for _ in range(3):
+        reducer.step(next(gradient))
+    # all that is not zero reaches this: more than the host lets pass
+    reducer._methods["oktopk"].selection.bits = 2  # type: ignore[attr-defined]
+    culprit = comm.size - 1
+    if comm.rank == culprit:
+        monkeypatch.setattr(P2PGraph, "put_selection", broken)
+    with pytest.raises(BrokenError if comm.rank == culprit else RuntimeError) as caught:
+        reducer.step(next(gradient))
+        reducer.step(next(gradient))
+    if comm.rank != culprit:
+        assert f"rank {culprit} raised an error of its own" in str(caught.value)
+    monkeypatch.undo()
+    reducer.close()
+    comm.Barrier()
+
+
 def test_an_error_that_the_caller_found_on_one_rank_ends_the_step_on_all(comm: MPI.Intracomm) -> None:
     reducer = reducer_of(comm, deferred=True)
     gradient = gradients(comm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from typing import Any
 
@@ -202,8 +203,15 @@ def in_lockstep(
         learned = [each.state_dict()["methods"]["oktopk"] for each in (on_cpu, on_gpu)]
         assert learned[0]["selection"] == learned[1]["selection"], step
         assert learned[0]["threshold"] == learned[1]["threshold"], step
+        regions = on_gpu._methods["oktopk"].regions  # type: ignore[attr-defined]
+        if regions.splits is not None:  # those of the selection that was sent
+            assert on_cpu._vectors.selected is not None
+            splits = on_cpu._methods["oktopk"].splits(on_cpu._vectors.selected)  # type: ignore[attr-defined]
+            assert np.array_equal(regions.splits, splits), step
+        if "selection" in [at for *_, at in noted]:  # a deferred step would have been given up
+            assert on_gpu._trust == 0
     graphs = on_gpu._executors["oktopk"].p2p_step._graphs  # type: ignore[attr-defined]
-    assert len(graphs) == 1 and all(graphs.values())
+    assert graphs == {} or (len(graphs) == 1 and all(graphs.values()))
     return found
 
 
@@ -224,6 +232,28 @@ def test_exact_steps_are_launched_whole_and_once_more_where_a_guess_missed(
             assert kinds == [(True, True), (True, False)] and found[step][0][2] == "selection"
         else:
             assert kinds == [(True, True)] and not found[step][0][2]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "a rank reads late"])
+def test_a_regular_selection_above_2k_is_made_right_and_launched_once_more(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    from oktopk.cuda.p2p_graph import P2PGraph
+    from oktopk.cuda.p2p_step import P2PStep
+
+    enqueue = P2PGraph.enqueue
+
+    def enqueue_late(*arguments: Any, **more: Any) -> None:
+        time.sleep(0.05)  # between this rank's selection and its look at those of the others
+        enqueue(*arguments, **more)
+
+    if late and comm.rank == 0:
+        monkeypatch.setattr(P2PStep, "_first_graphs", lambda step, key: None)
+        monkeypatch.setattr(P2PGraph, "enqueue", enqueue_late)
+    settings = {"threshold_interval": 100, "boundary_interval": 100}
+    found = in_lockstep(comm, monkeypatch, {9: (-9 * OCTAVES, False)}, 12, **settings)
+    assert found[9] == [(False, True, "selection"), (False, False, "")]
+    assert [launch[:2] for launch in found[8]] == [(False, True)]
 
 
 def test_tiles_that_are_crowded_give_the_cpus_bits(comm: MPI.Intracomm) -> None:
