@@ -188,18 +188,7 @@ class DeviceKernels:
         upper: int,
     ) -> None:
         """Prepare the launches that sum these lists, which may still arrive; the next sum of these very arrays only launches."""
-        self._prepare_sums(pool, begins, ends, lower, upper)
-        self._laid_out = begins, ends
-
-    def _prepare_sums(
-        self,
-        pool: DeviceEntries,
-        begins: NDArray[np.int64],
-        ends: NDArray[np.int64],
-        lower: int,
-        upper: int,
-    ) -> None:
-        self._laid_out = None
+        self._laid_out = None  # until all is prepared
         device, lists = self.device, len(begins)
         entries = int(ends.sum() - begins.sum())
         shift = tile_shift(entries, upper - lower)
@@ -215,6 +204,7 @@ class DeviceKernels:
             params.pool, params.splits, params.lists, params.region = pool.pointer, splits, lists, region
         for launch in self._sum_tiles:
             launch.params.sums, launch.params.overflowed = self._sums.pointer, overflowed
+        self._laid_out = begins, ends
 
     def _launch_sums(
         self,
@@ -229,7 +219,8 @@ class DeviceKernels:
         """Sum, and count at the candidates if there are any; the result holds the sums until the next launch."""
         device, known = self.device, self._laid_out
         if known is None or known[0] is not begins or known[1] is not ends:
-            self._prepare_sums(pool, begins, ends, lower, upper)
+            self.lay_out_sums(pool, begins, ends, lower, upper)
+            self._laid_out = None  # the caller may change the arrays
         split, stream = self._split_tiles, device.stream.ptr
         tiles = split.params.region.tiles
         table = 0 if candidates is None else device.table(candidates)

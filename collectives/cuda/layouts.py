@@ -28,9 +28,8 @@ MISSING, RAISED, DIFFERS = 1, 2, 3  # why a rank is behind an abort
 # cap; where it holds fewer the step stops, unless it is deferred. DEFERRED: no host waits to help, so a threshold that missed by
 # little does not stop the step; equal on all ranks.
 CUT_TO_K, DEFERRED = 1, 2
-SHORT_BIT = (
-    31  # set in the size of a selection that holds too few, which is above any cap then: all ranks stop
-)
+# set in the size of a selection that holds too few, which is above any cap then: all ranks stop
+SHORT_BIT = 31
 NARROWEST, WIDEST = 12, 16  # a tile of a region is 2^shift elements
 NUM_CANDIDATES = 65  # candidate thresholds
 NUM_COUNTERS = NUM_CANDIDATES + 1  # of sums: at the candidates, and those that are not finite

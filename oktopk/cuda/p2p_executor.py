@@ -172,7 +172,7 @@ class P2PExecutor:
         with plan.timer.stage("step", ends=False):
             # the one wait: the kernels run on, and need nothing that the host learns
             outcome = self.p2p_step.outcome(step.exact)
-            # a deferred step of that kind would have been given up
+            # a deferred step of more than 2k would have been given up; a guess that is too short looks the same here
             deferrable = outcome.stopped_at != "selection"
             if not (deferrable or outcome.flagged or outcome.overflowed):
                 outcome = self._launch_again(step, selection)

@@ -423,9 +423,9 @@ def check_sums(
     late = entries_of(device, np.zeros(max(1, len(pool)), ENTRY))
     kernels.lay_out_sums(late, begins, ends, lower, upper)
     late[:] = given
-    prepare, kernels._prepare_sums = kernels._prepare_sums, None  # type: ignore[method-assign, assignment]
+    lay_out, kernels.lay_out_sums = kernels.lay_out_sums, None  # type: ignore[method-assign, assignment]
     assert kernels.sum_sorted_lists(late, begins, ends, lower, upper, bits, whole[:room]) == (nnz, nonfinite)
-    kernels._prepare_sums = prepare  # type: ignore[method-assign]
+    kernels.lay_out_sums = lay_out  # type: ignore[method-assign]
     assert kernels.sum_sorted_lists(late, fewer, fewer, lower, upper, bits, whole[:room]) == (0, 0)
     fewer[:] = ends
     fewer[0] = begins[0]
