@@ -57,6 +57,7 @@ class _Mine(NamedTuple):
     layout: bytes
     clip_norm: float
     broadcast: bool
+    sends: str
     state: bytes
     values: bytes
 
@@ -109,6 +110,7 @@ def disagreement(
     parameters: list[Tensor],
     clip_norm: float,
     broadcast: bool,
+    sends: str,
     problem: str,
 ) -> tuple[str, list[int]]:
     """What differs between the ranks and the reducer cannot see. Collective.
@@ -116,6 +118,7 @@ def disagreement(
     Args:
         optimizer, parameters, clip_norm: as `wrapping_problem`.
         broadcast: whether parameters may have other values than on rank 0.
+        sends: "gradients" or "updates".
         problem: what is wrong on this rank; the reducer tells it.
 
     Returns:
@@ -132,7 +135,8 @@ def disagreement(
         hashlib.blake2b(layout, digest_size=8).digest(),
         clip_norm,
         broadcast,
-        b"" if problem else _digest(_plain_state(optimizer)),
+        sends,
+        b"" if problem else _digest(_plain_state(optimizer, moments=sends == "gradients")),
         b"" if problem else _digest(parameters),
     )
     everyone = transport.allgather_objects(mine)
@@ -140,7 +144,7 @@ def disagreement(
         return "", []  # of these the reducer tells more
     if len({theirs.layout for theirs in everyone}) > 1:
         return "the parameters' shapes, order or memory layouts differ between ranks", []
-    for name in ("clip_norm", "broadcast"):
+    for name in ("clip_norm", "broadcast", "sends"):
         given = {getattr(theirs, name) for theirs in everyone}
         if len(given) > 1:
             return f"ranks disagree on {name}: {sorted(given)}", []
@@ -193,12 +197,12 @@ def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _plain_state(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """State and settings of all groups, in the order of the parameters."""
+def _plain_state(optimizer: torch.optim.Optimizer, moments: bool) -> list[Any]:
+    """Settings of all groups, and if asked for the state of their parameters, in the order of these."""
     state: list[Any] = []
     for group in optimizer.param_groups:
         state.append({name: value for name, value in group.items() if name != "params"})
-        state += [optimizer.state[p] for p in group["params"] if p in optimizer.state]
+        state += [optimizer.state[p] for p in group["params"] if moments and p in optimizer.state]
     return state
 
 
