@@ -54,10 +54,11 @@ def mpi() -> dict[str, Any]:
 
 def cpu() -> dict[str, Any]:
     """Compiles the kernels of CPU ranks into Numba's cache, and counts those that it lacked."""
-    from collectives.cpu.compiled import fill
+    from collectives.cpu.compiled import cache_problem, fill
     from oktopk.cpu import kernels  # noqa: F401 - what is to be compiled
 
-    return {"problem": "", "compiled": fill()}
+    uncached = cache_problem()
+    return {"problem": "", "uncached": uncached, "compiled": 0 if uncached else fill()}
 
 
 def _compile() -> dict[str, Any]:

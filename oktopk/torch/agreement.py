@@ -6,14 +6,15 @@ import gc
 import hashlib
 import inspect
 import math
+import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives.transport import Transport
@@ -81,12 +82,9 @@ def wrapping_problem(
     if not parameters:
         return "no parameter of the optimizer needs a gradient"
     first = parameters[0]
+    if problem := type_problem(parameters):
+        return problem
     for parameter in parameters:
-        if parameter.dtype not in GRADIENT_TYPES.values():
-            return (
-                f"a parameter is {parameter.dtype} on {parameter.device}, "
-                "not torch.float32, torch.bfloat16 or torch.float16"
-            )
         if parameter.dtype != first.dtype:
             return f"parameters are {first.dtype} and {parameter.dtype}: all must be of one type"
         if parameter.device != first.device:
@@ -102,6 +100,80 @@ def wrapping_problem(
     if correction and any(group.get("momentum") or group.get("betas") for group in optimizer.param_groups):
         return f"momentum_correction {correction} needs an optimizer without momentum of its own"
     return ""
+
+
+def type_problem(parameters: Iterable[Tensor]) -> str:
+    """Why gradients of these parameters' types are not reduced, in a sentence; "" if they are."""
+    for parameter in parameters:
+        if parameter.dtype not in GRADIENT_TYPES.values():
+            parts = (
+                ": keep its real and imaginary parts in one of those, by torch.view_as_real"
+                if parameter.is_complex()
+                else ""
+            )
+            return (
+                f"a parameter is {parameter.dtype} on {parameter.device}, "
+                f"not torch.float32, torch.bfloat16 or torch.float16{parts}"
+            )
+    return ""
+
+
+def groups_of(optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[], list[dict[str, Any]]]:
+    """What gives the groups of optimizers, of those that are still there, and keeps none of them alive."""
+    kept = [weakref.ref(optimizer) for optimizer in optimizers]
+    return lambda: [group for each in kept if (held := each()) is not None for group in held.param_groups]
+
+
+def reduced_twice_warning(parameters: Iterable[Tensor]) -> str:
+    """What to say where a DDP reduces gradients of some of these parameters in its backward pass; "" if none does."""
+    if not torch.distributed.is_available():
+        return ""
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    known = set(map(id, parameters))
+    for held in gc.get_objects():
+        if not issubclass(type(held), DistributedDataParallel) or held.process_group.size() == 1:
+            continue
+        hooks = [hook for hook, _ in getattr(held, "_comm_hooks", ())]
+        if noop_hook not in hooks and any(id(parameter) in known for parameter in held.module.parameters()):
+            return (
+                "a DistributedDataParallel reduces gradients of these parameters densely in its backward pass, so that they are "
+                "reduced twice: train its module without it, or leave the optimizer as it is and register oktopk.torch.ddp_hook"
+            )
+    return ""
+
+
+def optimizers_of(parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
+    """The torch optimizers of this process that have any of these parameters, one for those that share their groups."""
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    gc.collect()  # a scheduler leaves a cycle
+    found: dict[int, tuple[int, torch.optim.Optimizer]] = {}
+    for held in gc.get_objects():
+        if issubclass(type(held), torch.optim.Optimizer) and "param_groups" in vars(held):
+            known = [places[id(p)] for group in held.param_groups for p in group["params"] if id(p) in places]
+            if known:
+                found[id(held.param_groups)] = min(known), held
+    return [held for _, held in sorted(found.values(), key=operator.itemgetter(0))]
+
+
+def rescaled_warning(parameters: Iterable[Tensor]) -> str:
+    """What to say where a module's forward pass changes some of these parameters, each rank by its own batch; "" if none does."""
+    known = set(map(id, parameters))
+    names = {
+        type(module).__name__
+        for module in gc.get_objects()
+        if issubclass(type(module), nn.Module)
+        and isinstance(vars(module).get("max_norm"), int | float)
+        and id(vars(module).get("_parameters", {}).get("weight")) in known
+    }
+    if not names:
+        return ""
+    return (
+        f"{', '.join(sorted(names))}(max_norm=...) rescales rows of its weight in each forward pass, on each rank those of its "
+        "own batch, so that the ranks' parameters part: build it without max_norm, and after step() call "
+        "weight.data.copy_(torch.renorm(weight.data, 2, 0, max_norm)) on all ranks"
+    )
 
 
 def disagreement(

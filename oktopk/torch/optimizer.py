@@ -30,9 +30,12 @@ from oktopk.settings import timeout_of, unknown_setting
 from oktopk.torch.agreement import (
     GRADIENT_TYPES,
     disagreement,
+    groups_of,
+    reduced_twice_warning,
     reducer_of,
     register_reducer,
     replaced_warning,
+    rescaled_warning,
     states_difference,
     unregister_reducer,
     wrapping_problem,
@@ -252,6 +255,8 @@ class DistributedOptimizer(WrappedOptimizer):
         self._memory = memory
         self._prepare(gradient_type, overlap)
         register_reducer(self, trained)
+        if self.reducer.transport.rank == 0 and (warning := rescaled_warning(trained)):
+            warnings.warn(warning, stacklevel=2)
         for parameter in trained:
             parameter.grad = None  # as a new optimizer's are: torch.distributed.checkpoint looks
 
@@ -262,11 +267,8 @@ class DistributedOptimizer(WrappedOptimizer):
             return f"sends {sends!r} is not one of {', '.join(map(repr, known))}"
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             return f"every {every!r} is not an integer >= 1"
-        if (
-            isinstance(local_share, bool)
-            or not isinstance(local_share, float | int)
-            or not 0 <= local_share <= 1
-        ):
+        number = isinstance(local_share, float | int) and not isinstance(local_share, bool)
+        if local_share is not None and not (number and 0 <= local_share <= 1):
             return f"local_share {local_share!r} is not in [0, 1]"
         if every > 1 and sends == "gradients":
             return f"every {every} is for sends='updates': gradients are summed in each step, add up several by no_sync()"
@@ -297,8 +299,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._said_none = False
         self._changes = 0  # of the parameters, when they were made
         self._counted = [*self._parameters, *self._table_list]  # whose gradients may be missing
-        inner = self.inner
-        self._agreement = StepAgreement(lambda: inner.param_groups, len(self._counted))
+        self._agreement = StepAgreement(groups_of([self.inner]), len(self._counted))
         self._version = -1  # of the update, when it was handed out; -1: it is not
 
     def _make_tables(
@@ -386,10 +387,14 @@ class DistributedOptimizer(WrappedOptimizer):
         """What starts buckets in the backward pass, with `overlap`; for passes that a CUDA graph replays. None without it."""
         return self._buckets if self._arguments["overlap"] else None
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients. `set_to_none` is ignored: each `p.grad` becomes None."""
-        if self._buckets is not None:
-            self._buckets.check_nothing_started("zero_grad()")
+        """Clear all gradients. `set_to_none` is ignored: each `p.grad` becomes None.
+
+        With `overlap`, after a backward pass that was not stepped, it is `abandon`: every rank must call then.
+        """
+        if self._buckets is not None and self._buckets.started:
+            self.abandon()
         self._gradients.zero()
         if self._tables is not None:
             self._tables.zero_grad()
@@ -404,6 +409,7 @@ class DistributedOptimizer(WrappedOptimizer):
             with self._memory.before_torch():
                 self._buckets.abandon()
 
+    @torch._disable_dynamo
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -465,6 +471,7 @@ class DistributedOptimizer(WrappedOptimizer):
         transport.expect_all(f"step {self.reducer.steps}", self.reducer.settings.timeout)
         return not transport.allreduce_control(np.array([moving], np.int64))[0]
 
+    @torch._disable_dynamo
     def reduce(self, *, measure: bool = False, grad_scaler: GradScaler | None = None) -> StepReport:
         """The first half of a step: from here to `apply`, each `p.grad` is its piece of the update. Collective.
 
@@ -516,6 +523,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._version = self._update._version
         return report
 
+    @torch._disable_dynamo
     def apply(self) -> None:
         """The second half of a step: the wrapped optimizer's own, unless the step was skipped."""
         if self._version < 0:
@@ -537,6 +545,9 @@ class DistributedOptimizer(WrappedOptimizer):
         one that waits for a bucket of another rank, on the host or on the stream, must not be waited for itself.
         """
         problem = self._changed()
+        first = self.report is None and self.reducer.transport.rank == 0
+        if first and (warning := reduced_twice_warning(self._trained)):
+            warnings.warn(warning, stacklevel=4)
         present = bytes(parameter.grad is not None for parameter in self._counted)
         token = self._agreement.tell(present)
         if self._buckets is not None:

@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.elastic import of_rank
 from oktopk.results import StepReport
+from oktopk.torch.agreement import groups_of
 from oktopk.torch.as_wrapped import AsWrapped
 from oktopk.torch.gradients import missing_spans
 from oktopk.torch.optimizer import DistributedOptimizer
@@ -111,14 +112,12 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             timeout = self.reducer.settings.timeout
             self._ratio = SampledRatio(self._parameters, self.reducer.transport, self._memory, timeout)
         self._loaded: dict[str, Any] | None = None  # a state whose parameters may be loaded after it
-        self._exchanges = self._digest = 0
+        self._exchanges = 0
         self._begin_window()
         self._counted = [*self._parameters, *self._table_list]
-        self._agreement = StepAgreement(self._groups, len(self._counted))
-
-    def _groups(self) -> Sequence[dict[str, Any]]:
-        """What is compared over the ranks in each exchange."""
-        return [*self.inner.param_groups, {REFERENCE: self._digest}]
+        groups, self._hash = groups_of([self.inner]), {REFERENCE: 0}
+        shown = self._hash  # compared over the ranks in each exchange, as the groups are
+        self._agreement = StepAgreement(lambda: [*groups(), shown], len(self._counted))
 
     def _begin_window(self) -> None:
         self._steps = 0  # since the last exchange
@@ -273,7 +272,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         """Select and sum what the optimizers changed since the last exchange, and move the reference. Collective."""
         reference, transport = self._reference, self.reducer.transport
         if new := self._exchanges < _FIRST or self._exchanges % _EVERY == 0:
-            self._digest = reference.digest()
+            self._hash[REFERENCE] = reference.digest()
         tables = [table.grad is not None for table in self._table_list]
         token = self._agreement.tell(bytes([*self._present, *tables]))
         moved = reference.displacement(self._residual)

@@ -7,7 +7,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
+from numba import types
+
+from collectives.cpu import compiled
 from tests.launched import ROOT, run_ranks
 
 SUM = """
@@ -76,3 +81,27 @@ def test_steps_call_kernels_by_the_signatures_that_are_compiled_beforehand(tmp_p
     script.write_text(STEPS)
     done = run_ranks(2, str(script))
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_kernels_run_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages and home of a container may be read-only."""
+    original = compiled.njit
+
+    def njit(cache: bool = False, **options: Any) -> Any:
+        if cache:
+            raise RuntimeError(
+                "cannot cache function 'twice': no locator available for file '/packages/kernels.py'"
+            )
+        return original(**options)
+
+    monkeypatch.setattr(compiled, "njit", njit)
+    monkeypatch.setattr(compiled, "_kernels", [])
+    compiled._say_uncached.cache_clear()
+
+    def twice(number: int) -> int:
+        return 2 * number
+
+    with pytest.warns(UserWarning, match="Numba can write to no folder .* set NUMBA_CACHE_DIR"):
+        kernel = compiled.compiled((types.int64,))(twice)
+    compiled.load.__wrapped__()
+    assert kernel(21) == 42 and compiled.cache_problem() == compiled.UNCACHED
