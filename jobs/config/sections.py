@@ -220,7 +220,7 @@ class OptimizerConfig(Section):
     decay_vectors: bool = True
     """Whether biases and the weights of norms decay as well"""
     clip_norm: float = Field(default=0.0, ge=0.0)
-    """Largest Euclidean norm of the reduced gradient, equal on all ranks; 0: no clipping"""
+    """Largest Euclidean norm of the reduced gradient, equal on all ranks, for sparseloco of a rank's own; 0: no clipping"""
 
     @model_validator(mode="after")
     def _momentum_is_used(self) -> Self:
@@ -297,8 +297,8 @@ def _setting(name: str) -> Any:
 class ReductionConfig(Section):
     """How gradients are summed over the ranks: `method` is one of oktopk.METHODS or of TRAINING_MODES.
 
-    The keys besides `method`, `gradient_type`, `overlap`, `share`, `bucket_mb`, `powersgd_rank`, `powersgd_start`, `row_density`
-    and `nccl_p2p` are those of oktopk.Settings, and for oktopk.METHODS.
+    The keys besides `method`, `gradient_type`, `overlap`, `share`, `bucket_mb`, `powersgd_rank`, `powersgd_start`,
+    `sparseloco_steps`, `row_density` and `nccl_p2p` are those of oktopk.Settings, and for oktopk.METHODS.
     """
 
     method: str = Field(
@@ -335,11 +335,13 @@ class ReductionConfig(Section):
     """For powersgd: rank of the matrices that approximate a parameter's gradient"""
     powersgd_start: int = Field(default=1000, ge=2)
     """For powersgd: number of steps that sum the whole gradient first, as torch advises a tenth of the run"""
+    sparseloco_steps: int = Field(default=15, ge=1)
+    """For sparseloco: number of steps that each rank takes alone before an exchange"""
     row_density: float = Field(default=1.0, gt=0.0, le=1.0)
     """For tables with sparse gradients: part of a table's rows that a rank sends a step at most, those with the largest norms;
     the rest waits in a residual"""
     nccl_p2p: bool = True
-    """For nccl, ddp and powersgd: let NCCL copy from GPU to GPU; false: through host memory
+    """For nccl, ddp, powersgd and sparseloco: let NCCL copy from GPU to GPU; false: through host memory
     (NCCL_P2P_DISABLE=1), a stand-in for hosts without NVLink"""
 
     @field_validator("method")

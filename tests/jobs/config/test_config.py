@@ -43,6 +43,7 @@ def test_reduction_section_has_the_settings_and_their_defaults() -> None:
         "bucket_mb",
         "powersgd_rank",
         "powersgd_start",
+        "sparseloco_steps",
         "row_density",
         "nccl_p2p",
         *(f.name for f in dataclasses.fields(Settings)),
@@ -405,7 +406,7 @@ def test_the_shortest_runs_have_a_finite_rate(name: str, steps: int) -> None:
 
 
 def test_training_modes_are_methods_without_what_they_cannot_do() -> None:
-    for mode in ("nccl", "ddp", "powersgd"):
+    for mode in ("nccl", "ddp", "powersgd", "sparseloco"):
         assert with_overrides(f"reduction.method={mode}").reduction.method == mode
         for override in (
             "reduction.nonfinite=skip",

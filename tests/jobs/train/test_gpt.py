@@ -79,18 +79,16 @@ def test_what_does_not_go_together_is_refused_before_training(
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("method", ["oktopk", "sparseloco"])
 def test_a_tiny_one_learns_text_that_the_test_makes(
-    comm: MPI.Intracomm, documents: Path, tmp_path: Path
+    comm: MPI.Intracomm, documents: Path, tmp_path: Path, method: str
 ) -> None:
     path, folder = comm.bcast((documents.with_name("contiguous.h5"), tmp_path))
     words = [str(CONFIG), "--set", *TINY, f"data.path={path}", f"run.file={folder / 'run.h5'}"]
-    words += ["training.batch_size=4", "training.steps=24", "training.eval_every=24", "optimizer.lr=1e-2"]
-    assert (
-        main(
-            [*words, "reduction.density=0.2", "checkpoint.enabled=false", "data.eval_sequences=30"], comm=comm
-        )
-        == 0
-    )
+    words += ["training.batch_size=4", "training.steps=24", "data.eval_sequences=30", "optimizer.lr=1e-2"]
+    # evaluated, and saved at the end, where ranks of SparseLoCo have parted
+    words += ["training.eval_every=12", f"reduction.method={method}", "reduction.sparseloco_steps=5"]
+    assert main([*words, "reduction.density=0.2"], comm=comm) == 0
     (run,) = read_runs([folder / "run.h5"])
-    assert run.evaluations["loss"][-1] < 0.6 * run.steps["loss"][0]
-    assert comm.size == 1 or 0 < run.steps["words"].mean() <= run.upper_bound
+    assert run.evaluations["loss"][-1] < 0.9 * run.steps["loss"][0]
+    assert (run.steps["words"] > 0).sum() == (0 if comm.size == 1 else 24 if method == "oktopk" else 4)
