@@ -265,7 +265,7 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
     settled = np.isin(run.measures["step"], run.steps["step"][warmed_up])
     xi, fill_in, balance = (run.measures[name][settled] for name in ("xi", "fill_in", "region_balance"))
     xi, balance = xi[np.isfinite(xi)], balance[np.isfinite(balance)]
-    sent_bytes, ring = _last(run.bytes_sent), run.count * (run.dense_words or 0.0) * WORD_BYTES / 2
+    volume, ring = _last(run.bytes_sent), run.count * (run.dense_words or 0.0) * WORD_BYTES / 2
     sent, busiest = (run.steps[name][warmed_up] for name in ("words", "words_busiest"))
     result: dict[str, float | int | str | None] = {
         "run": run.label,
@@ -291,8 +291,8 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
         "upper_bound_words": run.upper_bound,
         "dense_words": run.dense_words,
         "share_of_dense": words / run.dense_words if words is not None and run.dense_words else None,
-        "bytes": sent_bytes,
-        "share_of_bfloat16_ring": sent_bytes / ring if sent_bytes is not None and ring else None,
+        "megabytes": None if volume is None else volume / 1e6,
+        "share_of_bfloat16_ring": volume / ring if volume is not None and ring else None,
         "global_nnz_deviation": _mean(np.abs(run.steps["global_nnz"] / run.steps["k"] - 1)[warmed_up]),
         "local_nnz_deviation": _mean(np.abs(run.steps["local_nnz"] / run.steps["k"] - 1)[warmed_up]),
         "fill_in": _mean(fill_in),

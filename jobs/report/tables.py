@@ -90,9 +90,9 @@ WORDS = Column(
     "Words", "per rank and step", pair("words", "{:,.0f}".format, "share_of_dense", "{:.1%} of dense".format)
 )
 BYTES = Column(
-    "Bytes",
+    "MB",
     "per rank, the whole run",
-    pair("bytes", "{:.3g}".format, "share_of_bfloat16_ring", "{:.2%} of a bfloat16 ring's".format),
+    pair("megabytes", "{:,.1f}".format, "share_of_bfloat16_ring", "{:.2%} of a bfloat16 ring's".format),
 )
 STEP = Column(
     "Step, ms", "mean; median", pair("step_seconds", milliseconds, "step_seconds_median", milliseconds)

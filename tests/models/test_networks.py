@@ -198,6 +198,9 @@ def test_gpts_scores_depend_on_earlier_tokens_and_their_order_but_on_no_later_on
     swapped = tokens[:, [1, 0, *range(2, 12)]]
     for other in (changed, swapped):
         assert not torch.allclose(model(other)[:, 7:], scores[:, 7:], atol=1e-6)
+    # the embedding decodes: a word that is no input learns, too
+    model(torch.zeros(1, 12, dtype=torch.long)).logsumexp(2).sum().backward()
+    assert model.tokens.weight.grad.any(1).all()
     with pytest.raises(
         ValueError, match=r"tokens of shape \(1, 13\) are not \[batch, length of at most 12\]"
     ):

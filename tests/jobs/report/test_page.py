@@ -128,7 +128,7 @@ def test_losses_of_text_are_drawn_over_tokens_bytes_and_time_with_what_a_bfloat1
     sent = 50 * (4 * (60 + 15) + 8)
     assert (last["series"], float(last["bytes_sent"]), float(last["loss"])) == ("Ok-Topk", sent, 0.5)
     table = markdown(methods_table(group_runs(read_runs(paths))))
-    assert f"{sent:.3g} ({sent / (50 * 2 * DENSE_WORDS):.2%} of a bfloat16 ring's)" in table
+    assert f"{sent / 1e6:.1f} ({sent / (50 * 2 * DENSE_WORDS):.2%} of a bfloat16 ring's)" in table
     # where one run does not tell its tokens, steps are compared
     report([*paths, write_run(tmp_path / "untold.h5", method="topka")], tmp_path / "steps")
     assert (tmp_path / "steps" / "loss-over-steps.csv").exists()
