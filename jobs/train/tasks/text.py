@@ -90,13 +90,12 @@ def build_language(config: Config, *, rank: int, size: int) -> Language[Any]:
     """
     training, held_out = open_text_file(config.data.path)
     model = call_factory(config) if config.model.factory else build_model(config, training)
-    next_token = config.model.name == "gpt"
     place, most = held_out_place(config.training, rank, size), config.data.eval_sequences
     own = training_place(config.training, rank, size)
     seeds = np.random.SeedSequence([config.training.seed, rank])
     torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
     with naming("data"):
-        if next_token:
+        if config.model.name == "gpt":
             evaluated = TokenEvaluationLoader(held_out, most=most, **place)
             return NextToken(
                 model, TokenTrainingLoader(training, **own), evaluated, config.training.precision
