@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from data.command import command_parser
+from data.durable import replaced
 from jobs.bench.document import HOST_ROWS, UNSHAPED, BenchError, bits_per_second, read
 from jobs.bench.figures import TITLES
 from jobs.report.panels import DrawnPanel
@@ -135,7 +136,9 @@ def draw(
     with mpl.rc_context(STYLE):
         figure = _figure({name: measured[name] for name in methods}, run, bytes_sent)
         try:
-            figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None)
+            form = output.suffix.removeprefix(".")
+            with replaced(output) as draft:
+                figure.savefig(draft, format=form, metadata={"Date": None} if form == "svg" else None)
         except (OSError, ValueError) as error:
             raise BenchError(f"{output} cannot be written: {error}") from error
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from collectives.codec import WIRES
-from data.durable import draft_of, is_special, replaced
+from data.durable import create, draft_of, obstacle, replaced
 from jobs.run import provenance
 
 FORMAT = "oktopk bench 1"
@@ -98,13 +99,13 @@ class Output:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if is_special(self.path):
-            raise BenchError(f"{self.path} cannot be written: it is not a regular file")
+        if found := obstacle(self.path):
+            raise BenchError(f"{self.path} cannot be written: it {found}")
         try:
-            draft_of(self.path).touch()
+            os.close(create(draft_of(self.path)))
             draft_of(self.path).unlink()
         except OSError as error:
-            raise BenchError(f"{self.path} cannot be written: {error.strerror}") from error
+            raise BenchError(f"{self.path} cannot be written: {error.strerror or error}") from error
 
     def write(self, content: dict[str, Any]) -> None:
         text = json.dumps(_plain(content), indent=1, allow_nan=False)

@@ -37,7 +37,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from data.durable import is_special, replaced
+from data.durable import obstacle, replaced
 from jobs.run.columns import GROUPS, SEGMENT_COLUMNS, Column, Columns
 
 FORMAT = "oktopk run 1"
@@ -299,8 +299,8 @@ def _append(datasets: Mapping[str, h5py.Dataset], columns: Mapping[str, NDArray[
 def check_creatable(path: str | Path, *, overwrite: bool) -> None:
     """Raise RunFileError when a run file could not be created there; creates nothing."""
     path = Path(path)
-    if is_special(path):
-        raise RunFileError(f"run file {path} is not a regular file")
+    if found := obstacle(path):
+        raise RunFileError(f"run file {path} {found}")
     if path.exists() and not overwrite:
         raise RunFileError(
             f"run file {path} exists: choose another name (run.file) "

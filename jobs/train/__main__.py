@@ -23,6 +23,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
+from data.durable import create
 from jobs.cluster.agreement import Refused, check_launch, decide_on_root, say
 from jobs.config.file import ConfigError, add_overrides, load, shown
 from jobs.config.show import commented_toml
@@ -74,7 +75,7 @@ def main(
         say(comm, f"jobs.train: {leaving.signal_name}: stopped after step {leaving.step} {how}")
         return EXIT_STATUS if config.checkpoint.enabled else 128 + leaving.signal_number
     if comm.rank == 0 and (mark := os.environ.get("OKTOPK_ENDED")):
-        Path(mark).touch()  # for jobs/cluster/batch.sh, whose launcher's word does not do
+        os.close(create(Path(mark)))  # for jobs/cluster/batch.sh, whose launcher's word does not do
     return 0
 
 
