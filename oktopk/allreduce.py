@@ -16,6 +16,7 @@ from oktopk.construction import Parts, make_together
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_executor import P2PExecutor
 from oktopk.devices import GRADIENT_TYPES
+from oktopk.elastic import VECTORS
 from oktopk.host_executor import HostExecutor
 from oktopk.message_executor import MessageExecutor
 from oktopk.methods import METHODS, Method
@@ -568,11 +569,15 @@ class GradientAllreduce:
         learned: dict[str, Any] = {}
         if not problem:
             common = {name: state.get(name) for name in ("steps", "sparse_steps", "last_k", "unaided")}
+            common |= {f"saved {name}": value for name, value in state.get("saved", {}).items()}
             agreed = {name: METHODS[name].agreed_state(theirs) for name, theirs in state["methods"].items()}
             learned = {
                 name: [theirs.get("selection"), theirs.get("threshold")]
                 for name, theirs in state["methods"].items()
             }
+            # of the ranks that hold a shard: all of them together
+            held = {f"whether there is a {name}": state[name] is not None for name in VECTORS}
+            agreed, learned = agreed | held, learned | held
         self._expect_all("load_state_dict")
         if self._group is not None:
             self.transport.barrier()  # names those that do not come
@@ -660,12 +665,13 @@ class GradientAllreduce:
             first = rank == 0 if hosts is None else hosts[rank] == hosts[0]
             if self.settings.nonfinite == "skip":
                 vectors.restore()
-            elif vectors.residual is not None and first:
-                part = vectors.update
-                if self._group is not None:
-                    part = self._group.own_part(part)
-                vectors.residual += part * (self.transport.size if self.settings.average else 1)
-                vectors.pending = True
+            elif vectors.residual is not None:
+                if first:
+                    part = vectors.update
+                    if self._group is not None:
+                        part = self._group.own_part(part)
+                    vectors.residual += part * (self.transport.size if self.settings.average else 1)
+                vectors.pending = True  # on all ranks: states have residuals on all, or on none
             vectors.undo(None)
 
     def forget_support(self) -> None:

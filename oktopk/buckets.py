@@ -17,6 +17,7 @@ from collectives.connect import connect
 from collectives.limit import Limit
 from collectives.transport import EVERY_RANK_CALLS
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
+from oktopk.elastic import problem_of
 from oktopk.results import StageTimer, StepReport, add_up, report_of_buckets
 from oktopk.settings import entries_kept, timeout_of
 from oktopk.state import state_problem
@@ -488,6 +489,8 @@ class BucketedAllreduce:
         self._incomplete = None
 
     def _state_problem(self, state: Any) -> str:
+        if problem := problem_of(state):
+            return problem
         try:
             buckets = [state["buckets"][str(number)] for number in range(len(state["buckets"]))]
             lengths = [bucket["length"] for bucket in buckets]
