@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.closing import closes
 from collectives.traffic import Traffic
 from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport
 from oktopk.construction import Parts, make_together
@@ -678,11 +679,12 @@ class GradientAllreduce:
         """Tell that `writable_update` was written to: the next step zeroes all of it, not only the applied entries."""
         self._vectors.support = None
 
+    @closes
     def close(self) -> None:
-        """Free what the library and the device hold. Collective. The report of a deferred step stays incomplete."""
-        if self._open is not None:
-            self._open, self._trust = None, 0
-            self.forget_support()
+        """Free what the library and the device hold. Collective. The report of a deferred step stays incomplete.
+
+        Every public call raises RuntimeError from then on, but `close`, which does nothing.
+        """
         if self._sampler is not None:
             self._sampler.close()
         with self.backend.stream_scope():

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.closing import closes
 from collectives.connect import connect
 from collectives.limit import Limit
 from collectives.transport import EVERY_RANK_CALLS
@@ -199,7 +200,7 @@ class BucketedAllreduce:
 
         Raises:
             TypeError, ValueError: as `GradientAllreduce.step`, on this rank alone.
-            RuntimeError: all buckets were started already, or the reducer was closed.
+            RuntimeError: all buckets were started already.
         """
         number = len(self._started)
         if number == len(self.buckets):
@@ -514,6 +515,7 @@ class BucketedAllreduce:
         self._keep(np.array(self.lengths, np.int64))
         self._incomplete = None
 
+    @closes
     def close(self) -> None:
         """Free what MPI and the device hold, after what was started. Collective."""
         for thread in self._threads:

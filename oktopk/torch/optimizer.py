@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
+from collectives.closing import closes
 from collectives.connect import communicator, connect
 from collectives.limit import Limit
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
@@ -671,6 +672,7 @@ class DistributedOptimizer(WrappedOptimizer):
         copied.report = self.report
         return copied
 
+    @closes
     def close(self) -> None:
         """Free what the library holds. Collective. The wrapped optimizer may then be wrapped again.
 
