@@ -40,7 +40,10 @@ def decide_on_root(
 
 
 def decide_together(
-    comm: MPI.Intracomm, action: Callable[[], Result], faults: Faults, raises: type[Exception] = Refused
+    comm: MPI.Intracomm,
+    action: Callable[[], Result],
+    faults: Faults,
+    raises: Callable[[str], Exception] = Refused,
 ) -> Result:
     """Run the action on every rank and return this rank's result; collective. All give up when it fails on any.
 

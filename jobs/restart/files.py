@@ -24,6 +24,7 @@ from typing import Any
 import safetensors
 import safetensors.torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
 
 from data.durable import create, own_folder, sync
 from jobs.restart.packing import Snapshot, unpack
@@ -120,10 +121,17 @@ def write_part(path: Path, snapshot: Snapshot) -> Part:
 
 
 def read_part(path: Path) -> dict[str, Any]:
-    """The state in a part that has been checked."""
-    with safetensors.safe_open(path, framework="pt") as file:
-        tree = file.metadata()["state"]
-        return unpack(tree, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - it is no mapping
+    """The state in a part whose digest fits.
+
+    Raises:
+        BadCheckpointError: it holds no state.
+    """
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            tree = file.metadata()["state"]
+            return unpack(tree, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - it is no mapping
+    except (LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        raise BadCheckpointError(f"{path.name} holds no state: {type(error).__name__} {error}") from error
 
 
 def seal(folder: Path, step: int, parts: list[Part], about: Mapping[str, Any], keep: int) -> Path:
