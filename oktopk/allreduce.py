@@ -41,7 +41,8 @@ class NonFiniteGradientError(ArithmeticError):
     """Gradients held NaN or Inf, or their sum over the ranks did; raised on every rank alike.
 
     The gradient was taken back out of the residuals: they are as before the step, to the rounding of what was accumulated,
-    but on the ranks named where an element of it is above half the largest float.
+    but on the ranks named where an element of it is above half the largest float (with momentum
+    correction above (1 - momentum) / 4 of that).
 
     Attributes:
         ranks: the ranks whose gradients were not finite; empty where only the sum over the ranks is not.
