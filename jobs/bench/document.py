@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from collectives.codec import WIRES
+from data.command import escaped_values
 from data.durable import create, draft_of, obstacle, replaced
 from jobs.run import provenance
 
@@ -124,10 +125,10 @@ def read(path: str | Path) -> dict[str, Any]:
         BenchError: the file cannot be read, or is none of the bench's.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = escaped_values(json.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as error:
         raise BenchError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError:
+    except (ValueError, RecursionError):
         raise BenchError(f"{path} is not a file of the bench: it is not JSON") from None
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from mpi4py import MPI
 
+from data.command import show
 from jobs.cluster.rank_check import launch_problem
 
 Result = TypeVar("Result")
@@ -96,4 +97,4 @@ def check_launch(
 def say(comm: MPI.Intracomm, message: str, stream: Any = None) -> None:
     """Print on rank 0, by default to standard error."""
     if comm.rank == 0:
-        print(message, file=stream or sys.stderr, flush=True)
+        show(message, file=stream or sys.stderr, flush=True)

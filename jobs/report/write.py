@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from data.command import escaped
 from data.durable import own_folder, replaced
 from jobs.report import pictures
 from jobs.report.groups import Group, group_runs, reads_text
@@ -96,7 +97,7 @@ def report(
             headline=figures_on_top,
         )
         with replaced(folder / PAGE) as draft:
-            draft.write_text(page, encoding="utf-8")
+            draft.write_text(escaped(page), encoding="utf-8")
     except OSError as error:
         raise RunFileError(f"{folder} cannot be written: {error}") from error
     top = [f"Ok-Topk: {sentence(figures_on_top)}", ""] if figures_on_top else []

@@ -37,6 +37,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from data.command import escaped_values
 from data.durable import obstacle, replaced
 from jobs.run.columns import GROUPS, SEGMENT_COLUMNS, Column, Columns
 
@@ -122,7 +123,7 @@ class RunFile:
         file = self._file
         file.attrs["format"] = FORMAT
         for name, value in asdict(info).items():
-            file.attrs[name] = value
+            file.attrs[name] = escaped_values(value)  # a command line may have bytes that are no UTF-8
         self._status = file.create_dataset("status", data=np.array([b"running"], "S16"), chunks=(1,))
         self._groups = {group: self._create_columns(group, known) for group, known in GROUPS.items()}
         stages = file.create_group("stages")

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
+from data.command import show
 from data.durable import create
 from jobs.cluster.agreement import Refused, check_launch, decide_on_root, say
 from jobs.config.file import ConfigError, add_overrides, load, shown
@@ -105,9 +106,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace | int:
         if not options.show_config:
             return options
         try:
-            print(commented_toml(shown(options.config, options.overrides)))
+            show(commented_toml(shown(options.config, options.overrides)))
         except ConfigError as error:
-            print(f"jobs.train: {error}", file=sys.stderr)
+            show(f"jobs.train: {error}", file=sys.stderr)
             return 2
         return 0
     except SystemExit as leaving:
