@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from data.command import escaped
+from data.durable import own_folder, replaced
 from jobs.report import pictures
 from jobs.report.groups import Group, group_runs, reads_text
 from jobs.report.headline import SlowLinks, headline, sentence
@@ -73,9 +75,10 @@ def report(
     folder, every = Path(folder), [run for found in runs.values() for run in found]
     shown_tables = tables(runs, target)
     try:
-        (folder / SERIES).mkdir(parents=True, exist_ok=True)
-        for run in every:
-            _write_series(run, folder / SERIES)
+        folder.mkdir(parents=True, exist_ok=True)
+        with own_folder(folder / SERIES) as series:
+            for run in every:
+                _write_series(run, series)
         write_rows([figures(run) for run in every], folder / "summary.csv")
         write_rows([method_figures(group, target) for group in compared], folder / "methods.csv")
         if rows := swept(runs["train"], runs["sweep"]):
@@ -93,7 +96,8 @@ def report(
             claims=claims,
             headline=figures_on_top,
         )
-        (folder / PAGE).write_text(page, encoding="utf-8")
+        with replaced(folder / PAGE) as draft:
+            draft.write_text(escaped(page), encoding="utf-8")
     except OSError as error:
         raise RunFileError(f"{folder} cannot be written: {error}") from error
     top = [f"Ok-Topk: {sentence(figures_on_top)}", ""] if figures_on_top else []
