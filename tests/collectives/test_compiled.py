@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.launched import ROOT, run_ranks
+import pytest
+
+from tests.launched import ROOT, run_alone, run_ranks
 
 SUM = """
 import numpy as np
@@ -24,12 +26,14 @@ import numpy as np
 from mpi4py import MPI
 from collectives.cpu import compiled
 from oktopk import METHODS, GradientAllreduce
+from oktopk.rows import RowSparseAllreduce
 
 comm, length = MPI.COMM_WORLD, 4000
 rng = np.random.default_rng(comm.rank)
 ways = [{"method": name} for name in METHODS]
 ways += [{"wire": wire} for wire in ("float32", "bfloat16", "int8", "int4")]
-ways += [{"momentum_correction": 0.5}, {"levels": "hosts"}, {"levels": "hosts", "momentum_correction": 0.5}]
+ways += [{"momentum_correction": 0.5}]
+ways += [{"levels": "hosts", "ranks_per_host": 2, "momentum_correction": momentum} for momentum in (0, 0.5)]
 for way in ways:
     reducer = GradientAllreduce(comm, length, **{"method": "oktopk", "density": 0.01, "threshold_interval": 3, **way})
     for step in range(6):
@@ -39,10 +43,16 @@ for way in ways:
         with contextlib.suppress(ArithmeticError):
             reducer.step(gradient, measure=step == 3 and way.get("method") != "dense" and not way.get("levels"))
     reducer.close()
-for kernel, signatures in compiled._kernels:
-    for types in kernel.signatures:
-        if types not in signatures:
-            print(kernel.py_func.__qualname__, types)
+for element_type in ("float32", "bfloat16", "float16"):
+    for row_density in (1, 0.1):
+        table = RowSparseAllreduce(comm, 40, 8, element_type=element_type, row_density=row_density)
+        kind = {"bfloat16": np.uint16}.get(element_type, element_type)
+        table.step(rng.integers(40, size=9), rng.integers(9, size=(9, 8)).astype(kind))
+if comm.rank == 0:
+    for kernel, signatures in compiled._kernels:
+        for types in kernel.signatures:
+            if types not in signatures:
+                print(kernel.py_func.__qualname__, types)
 """
 
 
@@ -71,8 +81,12 @@ def test_code_of_another_file_that_changed_is_not_taken_from_the_cache(tmp_path:
     assert printed(tree, tmp_path / "cache") == "(0, 0) 0"
 
 
-def test_steps_call_kernels_by_the_signatures_that_are_compiled_beforehand(tmp_path: Path) -> None:
+def test_after_set_up_a_job_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     script = tmp_path / "steps.py"
     script.write_text(STEPS)
-    done = run_ranks(2, str(script))
+    assert run_alone("-m", "oktopk.cpu").stdout.startswith("kernels for this CPU: ")
+    compiled = {path.name for path in (tmp_path / "cache").rglob("*.nb?")}
+    done = run_ranks(4, str(script))
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert compiled and {path.name for path in (tmp_path / "cache").rglob("*.nb?")} == compiled
