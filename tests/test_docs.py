@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 RESULTS = DOCS / "results"
 
 
-@pytest.mark.long
+@pytest.mark.long("builds all pages; `make test` has the pages' figures, sentences and blocks of code")
 @pytest.mark.timeout(300)
 def test_pages_build_without_a_warning(tmp_path: Path) -> None:
     # a warning is a link or an anchor that leads nowhere, a page in no table of contents, a docstring that does not parse, a name

@@ -22,6 +22,7 @@ LONG = {
     "torchrun",
     "transformer",
 }  # other tests start such ranks, or test what they show
+STARTS_RANKS = "starts ranks; `make test` has tests of what it shows"
 LIBRARIES = {
     "accelerate_hook": "accelerate",
     "accelerate_loop": "accelerate",
@@ -35,7 +36,10 @@ LIBRARIES = {
 @pytest.mark.timeout(PATIENCE)
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[pytest.mark.long] * (path.stem in LONG | {*LIBRARIES})) for path in EXAMPLES],
+    [
+        pytest.param(path, marks=[pytest.mark.long(STARTS_RANKS)] * (path.stem in LONG | {*LIBRARIES}))
+        for path in EXAMPLES
+    ],
     ids=lambda path: path.stem,
 )
 def test_an_example_is_short_and_does_what_it_is_for(path: Path) -> None:

@@ -220,7 +220,7 @@ def test_a_held_out_loss_that_is_not_finite_is_named_and_written(
         assert np.isnan(reader.evaluations()["loss"]).tolist() == [True]
 
 
-@pytest.mark.long
+@pytest.mark.long("`make test` has a run of Ok-Topk that was stopped")
 def test_powersgd_ends_as_if_it_had_not_been_stopped(comm: MPI.Intracomm, path: Path) -> None:
     settings = ["reduction.method=powersgd", "reduction.powersgd_start=5", "reduction.bucket_mb=0.005"]
     whole = path.with_name("whole.h5")
