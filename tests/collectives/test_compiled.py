@@ -51,8 +51,17 @@ for element_type in ("float32", "bfloat16", "float16"):
 if comm.rank == 0:
     for kernel, signatures in compiled._kernels:
         for types in kernel.signatures:
-            if types not in signatures:
-                print(kernel.py_func.__qualname__, types)
+            print(kernel.py_func.__qualname__, types)
+"""
+
+SET_UP = """
+from collectives.cpu import compiled
+from oktopk.cpu import compile_kernels
+
+compile_kernels()
+for kernel, signatures in compiled._kernels:
+    for types in signatures:
+        print(kernel.py_func.__qualname__, types)
 """
 
 
@@ -81,15 +90,26 @@ def test_code_of_another_file_that_changed_is_not_taken_from_the_cache(tmp_path:
     assert printed(tree, tmp_path / "cache") == "(0, 0) 0"
 
 
-def test_after_set_up_a_job_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_up_compiles_all_that_a_job_calls(tmp_path: Path) -> None:
+    script = tmp_path / "steps.py"
+    script.write_text(STEPS)
+    set_up, job = run_alone("-c", SET_UP), run_ranks(4, str(script))
+    assert (set_up.returncode, job.returncode) == (0, 0), set_up.stderr + job.stderr
+    called, compiled = (set(done.stdout.splitlines()) for done in (job, set_up))
+    assert len(called) > 30 and called <= compiled
+    assert (
+        "mpi4py.MPI was imported" not in job.stderr
+    )  # before oktopk, as import sorters put it: on CPUs that is well
+
+
+@pytest.mark.long("compiles all kernels; `make test` has the list of what is compiled and called")
+def test_after_set_up_a_job_adds_no_file_to_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     script = tmp_path / "steps.py"
     script.write_text(STEPS)
     assert run_alone("-m", "oktopk.cpu").stdout.startswith("kernels for this CPU: ")
     compiled = {path.name for path in (tmp_path / "cache").rglob("*.nb?")}
-    done = run_ranks(4, str(script))
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert (
-        "mpi4py.MPI was imported" not in done.stderr
-    )  # before oktopk, as import sorters put it: on CPUs that is well
+    assert run_ranks(4, str(script)).returncode == 0
     assert compiled and {path.name for path in (tmp_path / "cache").rglob("*.nb?")} == compiled
