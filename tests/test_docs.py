@@ -155,3 +155,20 @@ def test_the_archive_of_raw_results_is_unpacked_and_made_anew(
     assert packed[0] == packed[1]
     raw.unpack(tmp_path / "again")
     assert (tmp_path / "again" / "index.html").read_bytes() == (few / "index.html").read_bytes()
+
+
+def test_links_of_readme_lead_somewhere() -> None:
+    links = re.findall(r"\]\((?!http)([^)#]+)#?([^)]*)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(links) > 15
+    for file, anchor in links:
+        assert (ROOT / file).exists(), file
+        headings = re.findall("^#+ (.*)", (ROOT / file).read_text("utf-8") if anchor else "", re.MULTILINE)
+        anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert anchor in [*anchors, ""], (file, anchor)
+
+
+def test_readme_can_be_read_in_a_minute() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 110
+    before = text.partition("\n    pip install")[0]
+    assert 0 < len(re.findall(r"\d+(?:[.,]\d+)*", before)) <= 15
