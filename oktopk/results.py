@@ -103,11 +103,12 @@ class StepReport:
     spans: Sequence[tuple[str, float, float]] = ()
 
     def __str__(self) -> str:
-        """The step, the entries that were applied, the bytes that this rank sent, and the milliseconds."""
+        """The step, the entries applied, the bytes that this rank sent, and the milliseconds of all stages and buckets."""
         applied = f"{self.global_nnz:,} of {self.length:,} entries applied"
         outcome = "skipped" if self.skipped else applied if self.complete else "not complete"
         sent = f"{self.bytes + self.row_bytes:,} bytes sent"
-        return f"step {self.step}: {outcome}, {sent}, {1e3 * self.total_seconds:.1f} ms"
+        seconds = sum(each.total_seconds for each in self.buckets or (self,))
+        return f"step {self.step}: {outcome}, {sent}, {1e3 * seconds:.1f} ms"
 
     @property
     def rounded(self) -> float:

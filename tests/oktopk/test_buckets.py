@@ -357,6 +357,9 @@ def test_a_report_prints_as_one_line() -> None:
         3, "oktopk", 10, 1000, {"select": 0.001, "apply": 0.0002}, global_nnz=11, bytes=4080, row_bytes=20
     )
     assert str(report) == "step 3: 11 of 1,000 entries applied, 4,100 bytes sent, 1.2 ms"
+    assert str(report_of_buckets([report, report], StageTimer())).endswith(
+        "22 of 2,000 entries applied, 8,160 bytes sent, 2.4 ms"
+    )
     report.complete = False
     assert str(report).startswith("step 3: not complete, ")
     report.skipped = True
