@@ -14,7 +14,7 @@ from jobs.report.headline import SlowLinks, headline, notes, sentence, xi_senten
 from jobs.report.summary import read_runs
 from jobs.report.write import report
 from tests.jobs.report.test_page import Page
-from tests.jobs.report.test_report import DENSE_WORDS, SPARSE_WORDS, write_run
+from tests.jobs.report.test_report import DENSE_WORDS, SPARSE_WORDS, rows, write_run
 
 STEPS = 50
 
@@ -172,6 +172,14 @@ def test_the_page_of_the_demo_begins_with_its_headline(tmp_path: Path) -> None:
         assert ("It was not measured: no <namespaces>." in table) == projected
         assert ("oktopk-slow" in page.cells) == (not projected)
         assert text.count('<tr class="ours">') == 3  # in each table
+    bars = rows(tmp_path / "measured" / "step-times.csv")
+    assert [(bar["series"], round(1e3 * float(bar["reduction_seconds"]), 3)) for bar in bars] == [
+        ("Dense, one host", 1.0),
+        ("Ok-Topk, one host", 2.0),
+        ("Dense, 1 Gb/s", 20.0),
+        ("Ok-Topk, 1 Gb/s", 4.0),
+    ]
+    assert {round(1e3 * float(bar["compute_seconds"]), 3) for bar in bars} == {4.0}
     other = tmp_path / "other"
     report(here, other)
     assert 'class="headline"' not in (other / "index.html").read_text()
