@@ -57,16 +57,26 @@ class HostTransport(Transport):
         self.traffic.count(nbytes, messages, between=self.hosts[dest] != self.hosts[self.rank])
 
     def alltoall_control(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self.token is not None:
+            rows = np.concatenate([rows, np.full((self.size, 1), self.token)], axis=1)
         received = np.empty_like(rows)
         self._collect("alltoall", rows, received)
         self.traffic.count_control((self.size - 1) * rows[0].nbytes)
-        return received
+        return self._without_tokens(received)
 
     def allgather_control(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self.token is not None:
+            row = np.append(row, self.token)
         received = np.empty((self.size, *row.shape), row.dtype)
         self._collect("allgather", row, received)
         self.traffic.count_control((self.size - 1) * row.nbytes)
-        return received
+        return self._without_tokens(received)
+
+    def _without_tokens(self, received: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self.token is None:
+            return received
+        self.token, self.tokens = None, tuple(received[:, -1].tolist())
+        return received[:, :-1]
 
     def allreduce_control(self, array: NDArray[np.int64]) -> NDArray[np.int64]:
         total = np.empty_like(array)

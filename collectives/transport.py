@@ -94,6 +94,8 @@ class Transport(ABC):
         ranks: int[P], each rank's number where this transport was split off, for messages to users.
         shared: what transports of the same ranks share that come from one connection, by name; see `connect`.
         shards: among the ranks that hold the shards of the vector that is reduced here; None where this rank holds all of it.
+        token: a word that the next `alltoall_control` or `allgather_control` takes along; None on all ranks for none.
+        tokens: the ranks' words, once one has taken them along; see `collectives.tokens`.
     """
 
     library: str
@@ -109,6 +111,8 @@ class Transport(ABC):
     ranks: list[int]
     shared: dict[Any, Any]
     shards: Transport | None = None
+    token: int | None = None
+    tokens: tuple[int, ...] | None = None
 
     @abstractmethod
     def close(self) -> None:

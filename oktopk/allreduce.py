@@ -24,7 +24,7 @@ from oktopk.metrics import Sampler
 from oktopk.results import StageTimer, StepReport
 from oktopk.settings import DENSE_ABOVE, entries_kept, unknown_setting
 from oktopk.state import state_problem
-from oktopk.step import CompletedStep, Executor, Plan, StepHandle, StepResult
+from oktopk.step import CompletedStep, Executor, Plan, Spans, StepHandle, StepResult
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
@@ -125,6 +125,9 @@ class GradientAllreduce:
         self.advice = _SAME_STEPS
         """What a MissingRanksError of a step says to do, in a sentence."""
         self.steps = 0
+        self.tokens: tuple[int, ...] | None = None
+        """Equal on all ranks: the tokens that the ranks passed to the last step that has ended, in two levels one that they are
+        combined to. None where none were passed or they are not known; a deferred step ends when the next one begins."""
         self._methods: dict[str, Method] = {}
         self._executors: dict[str, Executor] = {}
         self._final: tuple[Method, int] | None = None  # the method and its k, once neither changes any more
@@ -156,11 +159,15 @@ class GradientAllreduce:
 
         In two levels float32[shard], of the host's sum; `gathered_residual` puts the shards together.
         """
+        with self.backend.stream_scope():
+            self._vectors.put_back()
         return self._vectors.residual
 
     @property
     def velocity(self) -> NDArray[np.float32] | None:
         """float32[n], in two levels float32[shard], with momentum correction, else None."""
+        with self.backend.stream_scope():
+            self._vectors.put_back()
         return self._vectors.velocity
 
     @property
@@ -203,6 +210,7 @@ class GradientAllreduce:
         self.transport.barrier()
         self._expect_none()
         with self.backend.stream_scope():
+            self._vectors.put_back()
             residual = self._vectors.residual
             if residual is None:
                 return np.zeros(self.length, np.float32)
@@ -280,7 +288,13 @@ class GradientAllreduce:
             )
 
     def step(
-        self, gradient: NDArray[np.float32] | GradientTensors, *, measure: bool = False, problem: str = ""
+        self,
+        gradient: NDArray[np.float32] | GradientTensors,
+        *,
+        measure: bool = False,
+        problem: str = "",
+        absent: Spans = (),
+        token: int | None = None,
     ) -> StepReport:
         """Reduce one gradient; the result is in `update`. Collective: every rank must call.
 
@@ -302,6 +316,11 @@ class GradientAllreduce:
             measure: take the paper's measures of a sparse step, see `oktopk.metrics`. They cost two dense allreduces, which the
                 report's traffic and seconds leave out. Equal on all ranks. The update does not depend on it.
             problem: an error that the caller found on this rank alone; every rank then raises it, and nothing is applied.
+            absent: spans (begin, end) of elements of which this rank has no gradient, ascending: what its residual and velocity
+                hold there stays, until a step does not name them. Of `gradient` zero there. In two levels where no rank of the
+                host has one, and only with a token.
+            token: a word that `tokens` shows on all ranks, as `collectives.tokens.token_of` makes it, the first checksum of what
+                `absent` names. On every rank or on none.
 
         Raises:
             NonFiniteGradientError: gradient + residual is NaN or Inf on some rank, or the sum over the ranks is, and the settings
@@ -313,9 +332,16 @@ class GradientAllreduce:
             MissingRanksError: ranks did not come within `Settings.timeout`; on the others, and on a missing rank when it comes.
             RuntimeError: there is no peer memory for a new k, on every rank alike; or a kernel failed, on this rank alone.
         """
-        return self._take(gradient, problem, measure=measure, wait=True)
+        return self._take(gradient, problem, absent, token, measure=measure, wait=True)
 
-    def begin(self, gradient: NDArray[np.float32] | GradientTensors, *, problem: str = "") -> StepReport:
+    def begin(
+        self,
+        gradient: NDArray[np.float32] | GradientTensors,
+        *,
+        problem: str = "",
+        absent: Spans = (),
+        token: int | None = None,
+    ) -> StepReport:
         """Start a step, which `complete` ends. Collective: every rank must call, and then `complete`, before the next step.
 
         A step whose kernels do all of it (`reads_tensors`) is put on the stream, and nothing is waited for but where it computes
@@ -325,12 +351,12 @@ class GradientAllreduce:
         Until `complete` has returned, `update` and `residual` do not hold; the report's last stage lasts until then.
 
         Args:
-            gradient, problem: as `step`; the gradient is unchanged until `complete` returns.
+            gradient, problem, absent, token: as `step`; the gradient is unchanged until `complete` returns.
 
         Raises:
             NonFiniteGradientError, TypeError, ValueError, MissingRanksError, RuntimeError: as `step`.
         """
-        return self._take(gradient, problem, measure=False, wait=False)
+        return self._take(gradient, problem, absent, token, measure=False, wait=False)
 
     @property
     def awaited(self) -> bool:
@@ -349,7 +375,9 @@ class GradientAllreduce:
             self._open, self._trust = None, 0
             self.forget_support()
 
-    def _take(self, gradient: Any, problem: str, *, measure: bool, wait: bool) -> StepReport:
+    def _take(
+        self, gradient: Any, problem: str, absent: Spans, token: int | None, *, measure: bool, wait: bool
+    ) -> StepReport:
         if isinstance(gradient, GradientTensors) and not self.reads_tensors(measure):
             raise ValueError("this step reads no tensor list, see reads_tensors(): pass one vector")
         accepted = self.backend.validate(gradient, self.length)
@@ -359,11 +387,14 @@ class GradientAllreduce:
             )
         with self.backend.stream_scope():
             self._complete()
+            if self._group is None:
+                self._vectors.withhold(absent)
             self._expect_step(self.steps)
+            beside = problem, absent, token
             try:
                 if measure:
-                    return self._measured_step(accepted, problem)
-                report = self._begin(accepted, problem, may_defer=True)
+                    return self._measured_step(accepted, *beside)
+                report = self._begin(accepted, *beside, may_defer=True)
                 handle = None if self._open is None else self._open[1]
                 if isinstance(handle, CompletedStep) or (wait and self.awaited):
                     self._complete()
@@ -441,20 +472,20 @@ class GradientAllreduce:
         begun, self._open = self._open, None
         self._end(*begun)
 
-    def _measured_step(self, gradient: NDArray[np.float32], problem: str) -> StepReport:
+    def _measured_step(self, gradient: Any, problem: str, absent: Spans, token: int | None) -> StepReport:
         method, k = self._method_at(self.steps)
         if not method.sparse:
-            return self._step(gradient, problem)
+            return self._step(gradient, problem, absent, token)
         self.transport.barrier()  # the sampler's payload has no limit on the time that ranks come late
         if self._sampler is None:
             self._sampler = make_together(
                 self.transport, partial(Sampler, self.length, self.backend, self.transport)
             )
-        residual, velocity = self.residual, self.velocity
+        residual, velocity = self._vectors.residual, self._vectors.velocity
         if self._group is not None:
             residual, velocity = self._group.in_whole(residual), self._group.in_whole(velocity)
         self._sampler.before(gradient, residual, velocity, self.settings.momentum_correction)
-        report = self._step(gradient, problem)
+        report = self._step(gradient, problem, absent, token)
         if report.skipped:
             return report
         selected = self._vectors.selected
@@ -466,13 +497,15 @@ class GradientAllreduce:
         report.measures = self._sampler.after(self.update, selected, k, to_sum, boundaries)
         return report
 
-    def _step(self, gradient: NDArray[np.float32], problem: str) -> StepReport:
+    def _step(self, gradient: Any, problem: str, absent: Spans, token: int | None) -> StepReport:
         """One step, which is waited for."""
-        report = self._begin(gradient, problem, may_defer=False)
+        report = self._begin(gradient, problem, absent, token, may_defer=False)
         self._complete()
         return report
 
-    def _begin(self, gradient: NDArray[np.float32], problem: str, may_defer: bool) -> StepReport:
+    def _begin(
+        self, gradient: Any, problem: str, absent: Spans, token: int | None, may_defer: bool
+    ) -> StepReport:
         settings, step = self.settings, self.steps
         timer = StageTimer(self.time_stages, self.backend.nvtx)
         method, k = self._method_at(step)
@@ -491,6 +524,8 @@ class GradientAllreduce:
             and not settings.momentum_correction
             and self._trust == _TRUSTED,
             problem=problem,
+            absent=absent,
+            token=token,
         )
         self.steps += 1
         self._last_k = None  # where the step fails, the next one computes exact thresholds
@@ -524,6 +559,7 @@ class GradientAllreduce:
         self._trust = min(self._trust + 1, _TRUSTED) if result.deferrable else 0
         if result.given_up and plan.exact:
             self._last_k = None  # the next step computes the exact thresholds
+        self.tokens = result.tokens
         self._complete_report(report, result)
 
     def state_dict(self) -> dict[str, Any]:
@@ -593,6 +629,7 @@ class GradientAllreduce:
             vectors = self._vectors.state_dict()
             if self._group is None:
                 return vectors
+            self._vectors.put_back()
             shards = {"residual": self._vectors.residual, "velocity": self._vectors.velocity}
             return {name: self._group.gathered(vector) for name, vector in shards.items()}
 
@@ -657,6 +694,7 @@ class GradientAllreduce:
         self.complete()
         with self.backend.stream_scope():
             vectors, rank, hosts = self._vectors, self.transport.rank, self.hosts
+            vectors.put_back()
             first = rank == 0 if hosts is None else hosts[rank] == hosts[0]
             if self.settings.nonfinite == "skip":
                 vectors.restore()

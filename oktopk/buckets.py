@@ -180,7 +180,7 @@ class BucketedAllreduce:
         return self.can_read_tensors and reducer.reads_tensors() and not self._renews_shares(reducer)
 
     def start(
-        self, gradient: Any, ready: Callable[[Any], None] | None = None, problem: str = ""
+        self, gradient: Any, ready: Callable[[Any], None] | None = None, **beside: Any
     ) -> Future[StepReport]:
         """Reduce the next bucket. Collective, in one order on all ranks; see `submit` for other calls.
 
@@ -190,7 +190,7 @@ class BucketedAllreduce:
             gradient: as `GradientAllreduce.step`, a tensor list where `reads_tensors` allows it; unchanged until `finish`.
             ready: called before the gradient is read, with the stream that reads it, on a GPU: to order that after the one that
                 filled it. None: it was filled on the stream that was given at construction.
-            problem: as `GradientAllreduce.step`.
+            beside: problem, absent, token, as `GradientAllreduce.step`.
 
         Returns:
             The bucket's report, or its error; done after `finish` or `end_started` at the latest, in a thread earlier. Its update
@@ -214,9 +214,9 @@ class BucketedAllreduce:
             if ready is None:
                 self._follow(reducer, self.buckets[0])
             thread = self._threads[number % len(self._threads)]
-            begun = thread.submit(partial(self._reduce, number, gradient, ready, problem))
+            begun = thread.submit(partial(self._reduce, number, gradient, ready, beside))
         else:
-            self._threads[0].run(begun, partial(self._begin, reducer, gradient, ready, problem))
+            self._threads[0].run(begun, partial(self._begin, reducer, gradient, ready, beside))
             if reducer.awaited:
                 report, begun = begun.result(), Future()
                 self._awaited.append((begun, reducer, report))
@@ -232,12 +232,16 @@ class BucketedAllreduce:
         return self._threads[0].submit(call)
 
     def _begin(
-        self, reducer: GradientAllreduce, gradient: Any, ready: Callable[[Any], None] | None, problem: str
+        self,
+        reducer: GradientAllreduce,
+        gradient: Any,
+        ready: Callable[[Any], None] | None,
+        beside: dict[str, Any],
     ) -> StepReport:
         if ready is not None:
             with reducer.backend.stream_scope():
                 ready(reducer.backend.stream)
-        return reducer.begin(gradient, problem=problem)
+        return reducer.begin(gradient, **beside)
 
     def end_started(self) -> None:
         """End the buckets that were put on the stream, in their order. Collective: every rank must call.
@@ -272,7 +276,7 @@ class BucketedAllreduce:
         return None
 
     def _reduce(
-        self, number: int, gradient: Any, ready: Callable[[Any], None] | None, problem: str
+        self, number: int, gradient: Any, ready: Callable[[Any], None] | None, beside: dict[str, Any]
     ) -> StepReport:
         reducer = self.buckets[number]
         if ready is not None:
@@ -281,7 +285,7 @@ class BucketedAllreduce:
         if self._renews_shares(reducer):
             self._drawn.append(reducer.sample(gradient, _SAMPLES))
         try:
-            report = reducer.step(gradient, problem=problem)
+            report = reducer.step(gradient, **beside)
         finally:
             self._follow(self.buckets[0], reducer)  # the caller knows the first one's stream
         if len(self._drawn) == len(self.buckets):
@@ -354,6 +358,17 @@ class BucketedAllreduce:
         if not report.complete:
             self._incomplete = report
         return report
+
+    @property
+    def tokens(self) -> tuple[int, ...] | None:
+        """As `GradientAllreduce.tokens`, of the last bucket."""
+        return self.buckets[-1].tokens
+
+    def take_back(self) -> None:
+        """As `GradientAllreduce.take_back`, of all buckets."""
+        for reducer in self.buckets:
+            reducer.take_back()
+            self._follow(self.buckets[0], reducer)
 
     def _take_back(self, futures: Sequence[Future[StepReport]]) -> None:
         for reducer, future in zip(self.buckets, futures, strict=False):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from collectives.sparse import SparseVector
 from oktopk.backend import Backend
 from oktopk.settings import Settings
-from oktopk.step import StepResult
+from oktopk.step import Spans, StepResult
 
 
 class ErrorFeedback:
@@ -60,6 +60,37 @@ class ErrorFeedback:
         self._all_moved = True  # by the last `correct`
         kept = ("residual", "velocity") if settings.nonfinite == "skip" else ()
         self._saved = {name: backend.zeros(shard) for name in kept if getattr(self, name) is not None}
+        self._withheld: Spans = ()
+        self._aside: dict[str, list[Any]] = {}  # of residual and velocity: a copy of each span
+        self._was_pending = False  # when they were put aside
+        self._added = False  # entries that this rank had not selected, since then
+
+    def withhold(self, spans: Spans) -> None:
+        """Keep what residual and velocity hold in these spans out of steps, until spans are given that leave them out.
+
+        Costs nothing where they are as before, but after steps that have added entries to the residual.
+        """
+        if spans == self._withheld and not (spans and self._added):
+            return
+        self.put_back()
+        self._withheld, self._was_pending = spans, self.pending
+        for name in ("residual", "velocity") if spans else ():
+            if (vector := getattr(self, name)) is None:
+                continue
+            self._aside[name] = [vector[begin:end].copy() for begin, end in spans]
+            for begin, end in spans:
+                vector[begin:end] = 0
+                if name in self._saved:
+                    self._saved[name][begin:end] = 0
+
+    def put_back(self) -> None:
+        """Make residual and velocity whole again: the next step withholds anew."""
+        for name, copies in self._aside.items():
+            for vector in [getattr(self, name), *([self._saved[name]] if name in self._saved else [])]:
+                for (begin, end), copy in zip(self._withheld, copies, strict=True):
+                    vector[begin:end] += copy
+        self.pending = self.pending or (self._was_pending and bool(self._withheld))
+        self._withheld, self._aside, self._added = (), {}, False
 
     def save(self) -> None:
         """Copy residual and velocity, where the settings skip steps that are not finite, so that `restore` is exact."""
@@ -139,6 +170,7 @@ class ErrorFeedback:
         assert self.residual is not None
         self.pending = True
         self._clear_applied(self.residual, result, result.errors_stay)
+        self._added = self._added or bool(result.returned)
         for pruned in result.returned:
             self._kernels.add_entries(self.residual, pruned.entries)
         if self.velocity is not None:
@@ -146,6 +178,7 @@ class ErrorFeedback:
 
     def state_dict(self) -> dict[str, Any]:
         """Residual and velocity, copied to the host; None for what holds nothing."""
+        self.put_back()
         held = self.residual if self.pending else None
         vectors = {"residual": held, "velocity": self.velocity}
         return {
@@ -155,6 +188,7 @@ class ErrorFeedback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
+        self._withheld, self._aside = (), {}
         self.support = self.selected = None
         self.pending = state["residual"] is not None
         self.residual = self._loaded(self.residual, state["residual"])

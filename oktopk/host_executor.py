@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,15 @@ from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude, magnitude_bits
 from collectives.sparse import SparseVector
+from collectives.tokens import combined, parts_of
 from collectives.transport import FlaggedRanksError, Transport
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.host_group import HostGroup
 from oktopk.message_executor import DAMAGED
 from oktopk.methods.base import Method
-from oktopk.step import CompletedStep, Plan, StepResult
+from oktopk.step import CompletedStep, Plan, Spans, StepResult
+
+_MOST_KEPT = 64
 
 
 class HostExecutor:
@@ -38,6 +42,7 @@ class HostExecutor:
         # what a dense method writes; a sparse one gives entries and leaves it alone
         self._out = vectors.update if method.sparse else group.new_shard()
         self._damage = ""  # what did not decode in this step
+        self._absent: dict[int, Spans] = {}  # of the host, by a checksum of its ranks' tokens
         if group.between is not None:
             method.prepare(self._out)
 
@@ -60,16 +65,22 @@ class HostExecutor:
             with plan.timer.stage("apply"):
                 vectors.clear_update()
         # a device may find only now that what the last step gathered did not decode
-        flag = group.publish(gradient, bool(plan.problem) or method.codec.gathered_damage)
+        flag = group.publish(gradient, bool(plan.problem) or method.codec.gathered_damage, plan.token)
+        token = None if plan.token is None else combined(group.host.tokens or ())
+        self._withhold(plan.absent, token)
         summed, result = None, None
         if group.between is not None:
             with plan.timer.stage("host_sum"):
                 # only a selection can sum while it reads
                 summed = group.sum(at_once=vectors.velocity is not None or not method.sparse)
+            method.transport.token, method.transport.tokens = token, None
             result = self._reduce(summed, plan, flag)
+            method.transport.token = None  # not of what follows, where it was not taken along
+            if result is not None and token is not None:
+                token = combined(method.transport.tokens or ())
             group.publish_entries(None if result is None else result.update)
         flagged = group.between is not None and result is None
-        outcomes = group.share_outcome(_outcome(result, flagged))
+        outcomes = group.share_outcome(_outcome(result, flagged), token)
         if outcomes[:, 0].any():
             if result is not None and method.sparse:  # only another shard found something
                 corrected = summed if vectors.velocity is None else vectors.velocity
@@ -90,7 +101,30 @@ class HostExecutor:
             vectors.write(update, plan.scale)
         if result is None:
             vectors.selected = None if update is None else SparseVector(update.entries[:0], update.length)
-        return CompletedStep(self._of_host(result, update, outcomes))
+        whole = self._of_host(result, update, outcomes)
+        # of the ranks of a host the first holds a shard, and has heard of the other hosts
+        whole.tokens = None if token is None else (group.host.tokens or ())[:1]
+        return CompletedStep(whole)
+
+    def _withhold(self, absent: Spans, token: int | None) -> None:
+        """Keep residual and velocity out of the step where no rank of the host has a gradient. Collective where ranks differ.
+
+        Args:
+            absent: of this rank.
+            token: combined of those of the host's ranks; None: they are not known, and all takes part.
+        """
+        group = self._group
+        if token is None:
+            absent = ()
+        elif len({parts_of(each)[0] for each in group.host.tokens or ()}) > 1:
+            key = parts_of(token)[0]
+            if key not in self._absent:
+                if len(self._absent) == _MOST_KEPT:
+                    self._absent.clear()
+                self._absent[key] = reduce(common_spans, group.host.allgather_objects(absent))
+            absent = self._absent[key]
+        if group.shard is not None:
+            self._vectors.withhold(group.layout.spans_of_shard(absent, group.shard))
 
     def _of_host(
         self, mine: StepResult | None, update: SparseVector | None, outcomes: NDArray[np.int64]
@@ -162,6 +196,12 @@ class HostExecutor:
             except ValueError as error:
                 raise error from None  # the flag only carried it
         return FlaggedRanksError(np.flatnonzero(bad).tolist())
+
+
+def common_spans(one: Spans, other: Spans) -> Spans:
+    """The spans that lie in both."""
+    both = ((max(a, c), min(b, d)) for a, b in one for c, d in other)
+    return tuple((begin, end) for begin, end in both if begin < end)
 
 
 def _outcome(result: StepResult | None, flagged: bool) -> list[int]:

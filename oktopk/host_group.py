@@ -72,12 +72,13 @@ class HostGroup:
         self._windows = backend.entry_windows(self.host)
         self._limit: tuple[str, float, str] | None = None
 
-    def publish(self, gradient: Any, flag: bool) -> bool:
+    def publish(self, gradient: Any, flag: bool, token: int | None = None) -> bool:
         """Let the other ranks of the host read this rank's gradient. Collective.
 
         Args:
             gradient: [n], as `Backend.validate` returns it.
             flag: of this rank.
+            token: as `Transport.token`, of `host`.
 
         Returns:
             Whether any rank of the host raised its flag. By then every rank has ended the copies of the step before, too, so that
@@ -85,7 +86,8 @@ class HostGroup:
         """
         self._shared.publish(gradient)
         # it is also the barrier after which the gradients may be read
-        return bool(self.host.allreduce_control(np.array([flag], np.int64))[0])
+        self.host.token = token
+        return bool(self.host.allgather_control(np.array([flag], np.int64)).any())
 
     def sum(self, at_once: bool) -> Any:
         """The sum of this rank's shard of the host's published gradients, in rank order; valid until they change.
@@ -96,13 +98,14 @@ class HostGroup:
         assert self._sum is not None
         return self._sum.summed() if at_once else self._sum
 
-    def share_outcome(self, outcome: list[int]) -> NDArray[np.int64]:
-        """int64[G, m], what every rank of the host says of its shard's step. Collective.
+    def share_outcome(self, outcome: list[int], token: int | None = None) -> NDArray[np.int64]:
+        """int64[G, m], what every rank of the host says of its shard's step; token as `publish`. Collective.
 
         After it the gradients of the host may change, as every rank has read them, unless a rank takes its step back: then after
         `end_reading`. A limit that `expect_all` set holds for both, too.
         """
         self._limit_next()
+        self.host.token = token
         return self.host.allgather_control(np.array(outcome, np.int64))
 
     def end_reading(self) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from oktopk.step import Spans
+
 BLOCK = 1 << 16
 """Elements of a block; fewer where the vector is too short for a block a shard."""
 
@@ -53,6 +55,16 @@ class Layout:
         cycle = self.block * self.shards
         rest = self.length % cycle - shard * self.block
         return self.length // cycle * self.block + min(max(rest, 0), self.block)
+
+    def spans_of_shard(self, spans: Spans, shard: int) -> Spans:
+        """Where a shard holds spans of the vector: its elements are in the vector's order, so that each stays one span."""
+
+        def before(place: int) -> int:
+            cycle, rest = divmod(place, self.block * self.shards)
+            return cycle * self.block + min(max(rest - shard * self.block, 0), self.block)
+
+        found = ((before(begin), before(end)) for begin, end in spans)
+        return tuple((begin, end) for begin, end in found if begin < end)
 
     def extract(self, whole: Any, shard: int, part: Any = None) -> Any:
         """A copy of a shard of float32[n], in float32[shard] where `part` is given; both of NumPy or both of CuPy."""

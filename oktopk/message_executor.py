@@ -8,7 +8,7 @@ from collectives.codec import PLAIN
 from collectives.transport import FlaggedRanksError
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.methods.base import Method
-from oktopk.step import CompletedStep, Plan
+from oktopk.step import CompletedStep, Plan, StepTokens
 
 DAMAGED = "entries that the last step gathered are damaged, and the update lacks them"
 
@@ -26,10 +26,14 @@ class MessageExecutor:
 
     def __init__(self, method: Method, vectors: ErrorFeedback) -> None:
         self._method, self._vectors = method, vectors
+        self._tokens = StepTokens(method.transport)
         method.prepare(vectors.update)
 
     def begin(self, gradient: Any, plan: Plan) -> CompletedStep:
-        method, vectors = self._method, self._vectors
+        method, vectors, transport = self._method, self._vectors, self._method.transport
+        by_message = method.sends_control
+        if not by_message:
+            self._tokens.post(plan.token)
         corrected, overflowed = vectors.correct(gradient)
         if method.hides_work:
             plan.meanwhile = vectors.clear_update
@@ -42,15 +46,17 @@ class MessageExecutor:
         try:
             # a problem travels as the flag of a gradient that is not finite; its text follows only where a flag is up
             flag = overflowed or bool(plan.problem)
+            transport.token, transport.tokens = (plan.token if by_message else None), None
             result = method.reduce(corrected, residual, out, plan, flag)
             if out is None and result.update is None:
                 raise TypeError(f"{method.name} returned no update, and its writes_out is False")
+            result.tokens = transport.tokens if by_message else self._tokens.read()
         except FlaggedRanksError as flagged:
             vectors.undo(gradient)
             # so does what did not decode, as the flag of a sum that is not finite
             if flagged.ranks or method.codec is not PLAIN:
                 try:
-                    method.transport.agree({}, plan.problem or method.codec.take_damage())
+                    transport.agree({}, plan.problem or method.codec.take_damage())
                 except ValueError as problem:
                     raise problem from None  # the flag only carried it
             raise
@@ -60,6 +66,8 @@ class MessageExecutor:
         except BaseException:  # nothing was applied: the last update must not be applied a second time
             vectors.clear_update()
             raise
+        finally:
+            transport.token = None  # not of what follows, where this has raised
         with plan.timer.stage("apply"):
             vectors.apply(result, plan.scale)
         return CompletedStep(result)

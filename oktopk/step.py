@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from collectives.sparse import SparseVector
+from collectives.tokens import TokenBoard
+from collectives.transport import Transport
 from oktopk.results import StageTimer
+
+Spans = tuple[tuple[int, int], ...]
+"""(begin, end) of elements of a vector, ascending and disjoint."""
 
 
 @dataclass(slots=True)
@@ -27,6 +33,8 @@ class Plan:
         timer: times the stages.
         may_defer: the step may return before the host knows how it went.
         problem: an error that the caller found on this rank alone, not equal on all ranks: every rank then raises it.
+        absent: spans of elements of which this rank has no gradient, not equal on all ranks: what its residual holds there stays.
+        token: a word of this rank's that all ranks are to see; None for none.
         meanwhile: work for a device while messages are on the wire, of a method that takes it; see `Method.hides_work`.
     """
 
@@ -37,6 +45,8 @@ class Plan:
     timer: StageTimer
     may_defer: bool = False
     problem: str = ""
+    absent: Spans = ()
+    token: int | None = None
     meanwhile: Callable[[], object] | None = None
 
 
@@ -56,6 +66,7 @@ class StepResult:
         local_threshold, global_threshold: magnitudes, NaN where there is none.
         deferrable: the device ended the step without the host; one like it may be deferred.
         given_up: nothing was applied; the gradient stays in the residual, on every rank alike.
+        tokens: those of the plans of all ranks, see `collectives.tokens`; None where they are not known.
     """
 
     update: SparseVector | None
@@ -72,6 +83,36 @@ class StepResult:
     global_exact: bool = False
     deferrable: bool = False
     given_up: bool = False
+    tokens: tuple[int, ...] | None = None
+
+
+class StepTokens:
+    """The tokens of steps in which no control words travel; for one executor.
+
+    Args:
+        transport: of the ranks, all on one host.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._board: TokenBoard | None = None
+        self._posted = self._tried = False
+
+    def post(self, token: int | None) -> None:
+        """Show this rank's token to the others; None for none. Collective in the first step that has one."""
+        self._posted = token is not None
+        if token is None:
+            return
+        if not self._tried:
+            self._tried = True
+            with suppress(RuntimeError):  # on every rank alike: tokens are not known then
+                self._board = TokenBoard(self._transport)
+        if self._board is not None:
+            self._board.post(token)
+
+    def read(self) -> tuple[int, ...] | None:
+        """The tokens of all ranks, once this rank knows that all have begun the step; None where they are not known."""
+        return self._board.read() if self._posted and self._board is not None else None
 
 
 class StepHandle(Protocol):

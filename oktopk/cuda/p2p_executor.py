@@ -17,7 +17,7 @@ from oktopk.methods.oktopk import OkTopk
 from oktopk.regions import equal_boundaries
 from oktopk.selection import Selection
 from oktopk.settings import selection_cap
-from oktopk.step import Plan, StepResult
+from oktopk.step import Plan, StepResult, StepTokens
 from oktopk.thresholds import keeps_enough
 
 
@@ -52,7 +52,9 @@ class _P2PHandle:
         self.executor.p2p_step.abort(self.epoch)
 
     def result(self) -> StepResult:
-        return self.executor.end_deferred(self) if self.deferred else self.executor.end_waited(self)
+        result = self.executor.end_deferred(self) if self.deferred else self.executor.end_waited(self)
+        result.tokens = self.executor.tokens.read()
+        return result
 
 
 class P2PExecutor:
@@ -66,11 +68,15 @@ class P2PExecutor:
         method: its thresholds and regions serve steps through peer memory and over messages alike.
         vectors: of this rank.
         p2p_step: an `oktopk.cuda.p2p_step.P2PStep`.
+
+    Attributes:
+        tokens: of its steps.
     """
 
     def __init__(self, method: OkTopk, vectors: ErrorFeedback, p2p_step: Any) -> None:
         self._method, self._vectors = method, vectors
         self.p2p_step = p2p_step
+        self.tokens = StepTokens(method.transport)
         # a deferred step stopped at its selection: kernels of some rank may have yet to read what was selected
         self._barrier_due = False
 
@@ -89,6 +95,7 @@ class P2PExecutor:
             self.p2p_step.prepare(plan.k)
         if plan.problem:
             raise ValueError(plan.problem)
+        self.tokens.post(plan.token)
         corrected, overflowed = vectors.correct(gradient)
         if self._barrier_due:
             # a signal of this step would overwrite the one that another rank's kernels have yet to read

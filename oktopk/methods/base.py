@@ -100,6 +100,11 @@ class Method(ABC):
         """Why a `state_dict` cannot be loaded, in a sentence; "" if it can. A missing key is a KeyError."""
         return ""
 
+    @property
+    def sends_control(self) -> bool:
+        """Whether every step exchanges control words, which take a token along."""
+        return True
+
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and arrays that the next step depends on, besides the residual."""
         return {}

@@ -31,6 +31,10 @@ class Dense(Method):
     def prepare(self, out: NDArray[np.float32]) -> None:
         self._allreduce = self.transport.dense_allreduce(out, self.settings.timeout)
 
+    @property
+    def sends_control(self) -> bool:
+        return not self._allreduce.on_device
+
     def reduce(
         self,
         gradient: NDArray[np.float32],

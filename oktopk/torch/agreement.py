@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives.transport import Transport
 from oktopk.torch.gradients import is_dense
+from oktopk.torch.step_agreement import groups_difference, numbers_of
 
 GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What `GradientAllreduce` calls a type of torch's."""
@@ -157,6 +158,23 @@ def disagreement(
             [],
         )
     return "", others
+
+
+def states_difference(transport: Transport, state: Any) -> str:
+    """How the states of an optimizer that ranks are about to load differ, in a sentence; "" if they do not. Collective.
+
+    Args:
+        state: with the keys "state" and "param_groups".
+
+    Traffic: one allgather of 20 bytes and the groups' numbers.
+    """
+    mine = _digest(state["state"]), numbers_of(state["param_groups"])
+    everyone = transport.allgather_objects(mine)
+    if problem := groups_difference([numbers for _, numbers in everyone]):
+        return problem
+    if others := _unlike_first([digest for digest, _ in everyone]):
+        return f"the optimizer's state on rank(s) {_listed(others)} differs from rank 0's: load one state on all ranks"
+    return ""
 
 
 def replaced_warning(ranks: list[int]) -> str:

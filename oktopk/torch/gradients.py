@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from oktopk.cuda.multi_tensor import GradientTensors
+from oktopk.step import Spans
+from oktopk.torch.as_wrapped import AsWrapped
 
 
 class FlatGradients:
@@ -22,10 +24,13 @@ class FlatGradients:
         dtype: of the vector.
         vector: [n] of `dtype`, memory to take for it, zero; None: its own.
         starts: where each parameter's gradient begins in a vector that has more elements than they; None: one after the other.
+        like: tensors whose shapes and layouts gradients have there; None: the parameters.
 
     Attributes:
         vector: [n] of `dtype`, on the parameters' device.
     """
+
+    in_vector = True
 
     def __init__(
         self,
@@ -33,14 +38,24 @@ class FlatGradients:
         dtype: torch.dtype,
         vector: Tensor | None = None,
         starts: Sequence[int] | None = None,
+        like: Sequence[Tensor] | None = None,
     ) -> None:
         self._parameters = parameters
         length = sum(p.numel() for p in parameters)
         self.vector = (
             torch.zeros(length, dtype=dtype, device=parameters[0].device) if vector is None else vector
         )
-        self._views = dense_views(self.vector, parameters, starts)
+        self._views = dense_views(self.vector, parameters if like is None else like, starts)
         self._shared = dtype == parameters[0].dtype
+
+    def missing(self, bucket: int = 0) -> Spans:
+        """None: each `p.grad` may be there."""
+        return ()
+
+    @property
+    def filled(self) -> Tensor:
+        """The vector, as the last `collect` left it."""
+        return self.vector
 
     def holds(self, number: int) -> bool:
         """Whether a parameter's gradient is its view of the vector."""
@@ -54,13 +69,6 @@ class FlatGradients:
             return
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view
-
-    def detach(self) -> None:
-        """Let go of the vector's memory: each `p.grad` that is a view of it becomes None."""
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.grad is view:
-                parameter.grad = None
-        self._views, self.vector = [], self.vector[:0].clone()
 
     def zero(self) -> None:
         """Clear all gradients."""
@@ -126,10 +134,10 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class GradientsInPlace:
-    """The gradients of all parameters where autograd left them, for steps that read them there.
+    """The gradients of all parameters where autograd left them.
 
-    Every `p.grad` is None until autograd assigns a tensor of its own, so that nothing is zeroed, added or copied before a step
-    reads it. Steps that need one vector get one from `FlatGradients`.
+    Every `p.grad` is None until autograd assigns a tensor of its own, so that nothing is zeroed or added before a step takes it,
+    and a parameter without a gradient is known. A step reads them where they lie, or from one vector that they are copied into.
 
     Lifetime: a gradient is read on the step's stream before `p.grad` becomes None. If the backward pass runs on another stream,
     that stream waits for the step, as it must for the parameters.
@@ -137,29 +145,43 @@ class GradientsInPlace:
     Args:
         parameters: on one device, of one type, each dense in memory (`is_dense`).
         dtype: of the vector.
-        tensors: for each bucket a list of the tensors of its parameters, of their type.
+        tensors: for each bucket a list of the tensors of its parameters, of their type; none where no step reads any.
         ranges: the parameters of each bucket.
         starts: where each parameter's gradient begins in the vector; None: one after the other.
         length: elements of the vector; None: those of the parameters.
+        vector: [length], memory to take for the vector, zero; None: its own.
 
-    Memory: the elements of the vector, once it is asked for. A gradient that is not laid out as its parameter, once more.
+    Attributes:
+        as_wrapped: what the parameters were at construction: gradients are laid out as they.
+
+    Memory: the elements of the vector, once it is asked for. A gradient that is not laid out as its parameter was, once more.
     """
 
     def __init__(
         self,
         parameters: Sequence[Tensor],
         dtype: torch.dtype,
-        tensors: Sequence[GradientTensors],
+        tensors: Sequence[GradientTensors] = (),
         ranges: Sequence[slice] = (slice(None),),
         starts: Sequence[int] | None = None,
         length: int | None = None,
+        vector: Tensor | None = None,
     ) -> None:
         self._parameters, self._dtype, self._tensors, self._ranges = parameters, dtype, tensors, ranges
-        self._starts, self._length = starts, length
-        self._strides = [parameter.stride() for parameter in parameters]
+        self._sizes = [parameter.numel() for parameter in parameters]
+        self._starts = [0, *accumulate(self._sizes)][:-1] if starts is None else list(starts)
+        self._length = sum(self._sizes) if length is None else length
+        self._device = parameters[0].device
+        self._given = vector
+        self.as_wrapped = AsWrapped(parameters)
         self._flat: FlatGradients | None = None
         self._aside: list[Tensor | None] | None = None
         self._copies: dict[int, Tensor] = {}
+
+    @property
+    def in_vector(self) -> bool:
+        """Whether all steps read the vector."""
+        return not self._tensors
 
     def holds(self, number: int) -> bool:
         """As `FlatGradients.holds`: never."""
@@ -180,10 +202,26 @@ class GradientsInPlace:
         self._aside = None
         self.attach()
 
-    def tensors(self, bucket: int = 0) -> tuple[GradientTensors, bool]:
+    def missing(self, bucket: int = 0) -> Spans:
+        """Where in a bucket, from its first element, no `p.grad` is."""
+        numbers = range(len(self._parameters))[self._ranges[bucket]]
+        found: list[tuple[int, int]] = []
+        for number in numbers:
+            if self._parameters[number].grad is not None or not self._sizes[number]:
+                continue
+            begin = self._starts[number] - self._starts[numbers[0]]
+            if found and found[-1][1] == begin:
+                begin = found.pop()[0]
+            found.append((begin, self._starts[number] - self._starts[numbers[0]] + self._sizes[number]))
+        return tuple(found)
+
+    def tensors(self, bucket: int = 0, problem: str = "") -> tuple[GradientTensors, bool]:
         """The gradients of a bucket as they are now, each where it lies; a missing one counts as zero.
 
-        One that is of another type than its parameter, or in another order in memory, is copied first.
+        One that is not as its parameter was, in type or order in memory, is copied first.
+
+        Args:
+            problem: why the step will not be taken: none is read.
 
         Returns:
             The list, and whether any was copied, which the current stream does.
@@ -194,36 +232,38 @@ class GradientsInPlace:
         addresses, copied = [], False
         numbers = range(len(self._parameters))[self._ranges[bucket]]
         for number in numbers:
-            parameter = self._parameters[number]
-            gradient = parameter.grad
+            gradient = None if problem else self._parameters[number].grad
             if gradient is None:
                 addresses.append(0)
                 continue
             refuse_sparse(gradient)
-            if gradient.dtype != parameter.dtype or not _same_order(gradient, self._strides[number]):
+            if not self.as_wrapped.fits(number, gradient):
                 gradient, copied = self._copied(number, gradient), True
             addresses.append(gradient.data_ptr())
         self._tensors[bucket].set_pointers(addresses)
         return self._tensors[bucket], copied
 
-    def collect(self, only: slice = slice(None)) -> Tensor:
+    def collect(self, only: slice = slice(None), problem: str = "") -> Tensor:
         """The gradients in one vector, as they are now or were laid aside; a missing one is zero.
 
         Args:
             only: of these parameters.
+            problem: as `tensors`: all are zero.
 
         Raises:
             TypeError: a gradient is sparse.
         """
-        return self._whole.collect(self._aside, only)
+        with torch.no_grad():
+            return self._whole.collect([None] * len(self._parameters) if problem else self._aside, only)
 
     @property
     def _whole(self) -> FlatGradients:
         if self._flat is None:
-            whole = None
-            if self._length is not None:
-                whole = torch.zeros(self._length, dtype=self._dtype, device=self._parameters[0].device)
-            self._flat = FlatGradients(self._parameters, self._dtype, whole, self._starts)
+            vector = self._given
+            if vector is None:
+                vector = torch.zeros(self._length, dtype=self._dtype, device=self._device)
+            like = [self.as_wrapped.like(number, "meta") for number in range(len(self._parameters))]
+            self._flat = FlatGradients(self._parameters, self._dtype, vector, self._starts, like)
         return self._flat
 
     @property
@@ -231,16 +271,13 @@ class GradientsInPlace:
         """As `collect`."""
         return self.collect()
 
+    @property
+    def filled(self) -> Tensor:
+        """The vector, as the last `collect` left it."""
+        return self._whole.vector
+
     def _copied(self, number: int, gradient: Tensor) -> Tensor:
         """A gradient in its parameter's type and order; the memory is kept for the next one."""
         if number not in self._copies:
-            self._copies[number] = torch.empty_like(self._parameters[number])
+            self._copies[number] = self.as_wrapped.like(number)
         return self._copies[number].copy_(gradient)
-
-
-def _same_order(tensor: Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether the elements lie in memory as those of a dense tensor of the same shape do; a dimension of 1 has any stride."""
-    mine = tensor.stride()
-    return mine == strides or all(
-        one == other or size == 1 for one, other, size in zip(mine, strides, tensor.size(), strict=True)
-    )

@@ -32,10 +32,11 @@ from oktopk.torch.agreement import (
     reducer_of,
     register_reducer,
     replaced_warning,
+    states_difference,
     unregister_reducer,
     wrapping_problem,
 )
-from oktopk.torch.gradients import FlatGradients, GradientsInPlace, dense_views
+from oktopk.torch.gradients import GradientsInPlace, dense_views
 from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.modules import broadcast_tensors
 from oktopk.torch.overlap import (
@@ -46,6 +47,7 @@ from oktopk.torch.overlap import (
     order_problem,
 )
 from oktopk.torch.states import as_arrays, as_tensors, by_rank
+from oktopk.torch.step_agreement import StepAgreement
 from oktopk.torch.tables import SparseTables, sparse_tables, tables_problem
 from oktopk.torch.wrapped import WrappedOptimizer
 
@@ -59,12 +61,15 @@ warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", 
 class DistributedOptimizer(WrappedOptimizer):
     """Reduces the gradients of all ranks, then lets the wrapped optimizer step on the average.
 
-    The gradients of all parameters live in one flat buffer of `gradient_type`. Where that is the parameters' own type, each
-    `p.grad` is a view of it; else autograd makes gradients of the parameters' type, which `step` casts into it. Where Ok-Topk's
-    kernels read each other's memory, they read each `p.grad` too where autograd left it, and round on the way: `zero_grad` makes
-    it None, and only a step that is dense or measured fills the buffer. Residual and update are float32; the wrapped optimizer
-    sees the update, in the parameters' type. A parameter without a gradient in a step counts as zero. Learning-rate schedulers
-    take either this optimizer or the wrapped one, and `torch.amp.GradScaler` this one.
+    `step` copies the gradients into one flat buffer of `gradient_type`. Where Ok-Topk's kernels read each other's memory, they
+    read each `p.grad` where autograd left it, and round on the way: only a step that is dense or measured fills the buffer.
+    Residual and update are float32; the wrapped optimizer sees the update, in the parameters' type. A parameter without a
+    gradient on this rank counts as zero, and its residual stays here; where no rank has one, its `p.grad` is None for the wrapped
+    optimizer, as in torch alone: neither momentum nor decay moves it. Learning-rate schedulers take either this optimizer or the
+    wrapped one, and `torch.amp.GradScaler` this one.
+
+    Each step compares the parameters with what they were: other values and another memory format are gone on with. The ranks
+    compare the numbers of the groups, by a checksum in the step's messages.
 
     Every rank must take the same number of steps. Where batches are unevenly many, take the fewest of any rank
     (`comm.allreduce(len(loader), MPI.MIN)`), or step with a gradient of zero where none is left: `zero_grad()`, then `step()`.
@@ -108,8 +113,8 @@ class DistributedOptimizer(WrappedOptimizer):
             rank alike.
         MissingRanksError: as `GradientAllreduce`.
 
-    Memory: that of `GradientAllreduce`; n elements of gradients (where kernels read them in place: autograd's own, and the buffer
-        once a step uses it); n more of updates where parameters are not float32.
+    Memory: that of `GradientAllreduce`; n elements of gradients beside autograd's own (where kernels read those in place, once a
+        step uses the buffer); n more of updates where parameters are not float32.
     Traffic: that of the method, once a step; at construction two barriers and two allgathers, three where kernels read gradients
         in place.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
@@ -218,8 +223,13 @@ class DistributedOptimizer(WrappedOptimizer):
         self._array: Any = None  # of the vector, once a step takes it
         # what the wrapped optimizer sees must be of the parameters' type
         self._applied = self._update.to(self._parameters[0].dtype)
-        starts = None if self._layout is None else self._layout.starts
-        self._updates = dense_views(self._applied, self._parameters, starts)
+        self._starts = None if self._layout is None else self._layout.starts
+        self._like = [self._gradients.as_wrapped.like(n, "meta") for n in range(len(self._parameters))]
+        self._updates: list[Tensor] = []  # views of what is applied, made by the first step
+        self._said_none = False
+        self._changes = 0  # of the parameters, when they were made
+        self._counted = [*self._parameters, *tables]  # whose gradients may be missing
+        self._agreement = StepAgreement(optimizer, len(self._counted))
         self._version = -1  # of the update, when it was handed out; -1: it is not
         register_reducer(self, trained)
         for parameter in trained:
@@ -240,31 +250,28 @@ class DistributedOptimizer(WrappedOptimizer):
             self.reducer.close()  # on every rank alike, as the error is
             raise
 
-    def _make_gradients(self, dtype: torch.dtype, overlap: bool) -> FlatGradients | GradientsInPlace:
+    def _make_gradients(self, dtype: torch.dtype, overlap: bool) -> GradientsInPlace:
         """What holds the gradients. Collective."""
-        if self._layout is not None:
-            assert isinstance(self.reducer, BucketedAllreduce)
-            gradients: FlatGradients | GradientsInPlace
-            if self.reducer.can_read_tensors:
-                tensors = self._tensor_lists(self.reducer.buckets, self._layout.ranges)
-                gradients = GradientsInPlace(
-                    self._parameters, dtype, tensors, self._layout.ranges, self._layout.starts, self._layout.length
-                )  # fmt: skip
-            else:
-                vector = torch.zeros(self._layout.length, dtype=dtype, device=self._parameters[0].device)
-                gradients = FlatGradients(self._parameters, dtype, vector, self._layout.starts)
-            # not of this instance, which the buckets would keep alive
-            postponed = partial(_may_only_set_up, self.inner)
-            self._buckets = BackwardBuckets(
-                self._parameters, gradients, self._layout, self.reducer, self._memory, overlap, postponed
-            )
-            return gradients
-        assert isinstance(self.reducer, GradientAllreduce)
-        if not self.reducer.can_read_tensors:
-            shared = self.reducer.gradient_buffer
+        reducer, layout, tensors = self.reducer, self._layout, []
+        if layout is None:
+            assert isinstance(reducer, GradientAllreduce)
+            if reducer.can_read_tensors:
+                tensors = self._tensor_lists([reducer], [slice(None)])
+            shared = reducer.gradient_buffer
             whole = None if shared is None else self._memory.tensor(shared).view(dtype)
-            return FlatGradients(self._parameters, dtype, whole)
-        return GradientsInPlace(self._parameters, dtype, self._tensor_lists([self.reducer], [slice(None)]))
+            return GradientsInPlace(self._parameters, dtype, tensors, vector=whole)
+        assert isinstance(reducer, BucketedAllreduce)
+        if reducer.can_read_tensors:
+            tensors = self._tensor_lists(reducer.buckets, layout.ranges)
+        gradients = GradientsInPlace(
+            self._parameters, dtype, tensors, layout.ranges, layout.starts, layout.length
+        )
+        # not of this instance, which the buckets would keep alive
+        postponed = partial(_may_only_set_up, self.inner)
+        self._buckets = BackwardBuckets(
+            self._parameters, gradients, layout, reducer, self._memory, overlap, postponed
+        )
+        return gradients
 
     def _tensor_lists(
         self, reducers: Sequence[GradientAllreduce], ranges: Sequence[slice]
@@ -307,8 +314,8 @@ class DistributedOptimizer(WrappedOptimizer):
         """What starts buckets in the backward pass, with `overlap`; for passes that a CUDA graph replays. None without it."""
         return self._buckets if self._arguments["overlap"] else None
 
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Clear all gradients. `set_to_none` is ignored: each `p.grad` becomes None where steps read it in place, else zero."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients. `set_to_none` is ignored: each `p.grad` becomes None."""
         if self._buckets is not None:
             self._buckets.check_nothing_started("zero_grad()")
         self._gradients.zero()
@@ -418,14 +425,22 @@ class DistributedOptimizer(WrappedOptimizer):
         self.report = report = self._reduced(measure)
         if report.skipped:
             return report
+        anywhere = self._heard(report)
         if self.clip_norm:
             clip_([self._update, *([] if self._tables is None else self._tables.values)], self.clip_norm)
         if self._applied is not self._update:
             self._applied.copy_(self._update)
-        if isinstance(self._gradients, GradientsInPlace):
-            self._gradients.lay_aside()
-        for parameter, update in zip(self._parameters, self._updates, strict=True):
-            parameter.grad = update
+        self._gradients.lay_aside()
+        for parameter, update, used in zip(
+            self._parameters, self._updates, anywhere[: len(self._parameters)], strict=True
+        ):
+            parameter.grad = update if used else None
+        for number in self._gradients.as_wrapped.relaid:
+            parameter = self._parameters[number]
+            if parameter.grad is not None:  # as the optimizer's own state is laid out
+                parameter.grad = torch.empty_like(parameter).copy_(self._updates[number])
+        if self._tables is not None:
+            self._tables.leave_out(anywhere[len(self._parameters) :])
         self._version = self._update._version
         return report
 
@@ -449,11 +464,13 @@ class DistributedOptimizer(WrappedOptimizer):
         Buckets start before any other collective call: ranks may have started unlike numbers of them in the backward pass, and
         one that waits for a bucket of another rank, on the host or on the stream, must not be waited for itself.
         """
-        problem = self._unwrapped_parameters()
+        problem = self._changed()
+        present = bytes(parameter.grad is not None for parameter in self._counted)
+        token = self._agreement.tell(present)
         if self._buckets is not None:
-            self._start_rest(measure, "" if self._tables is not None else problem)
+            self._start_rest(measure, "" if self._tables is not None else problem, token)
         if self._tables is None:
-            return self._reduced_vector(measure, problem)
+            return self._reduced_vector(measure, problem, token)
         try:
             reduced = self._reduce_tables(problem)
         except (NonFiniteGradientError, ValueError):
@@ -467,7 +484,7 @@ class DistributedOptimizer(WrappedOptimizer):
             assert skipped is not None
             return skipped
         try:
-            report = self._reduced_vector(measure, problem)
+            report = self._reduced_vector(measure, problem, token)
         except BaseException:
             self._tables.take_back()
             raise
@@ -486,15 +503,18 @@ class DistributedOptimizer(WrappedOptimizer):
         with self._memory.before_torch():
             return self.reducer.submit(partial(self._tables.reduce, problem, ready)).result()
 
-    def _start_rest(self, measure: bool, problem: str) -> None:
-        """Start the buckets that the backward pass has not. Collective."""
+    def _start_rest(self, measure: bool, problem: str, token: int) -> None:
+        """Start the buckets that the backward pass has not, the last one with the token. Collective."""
         if measure:
             raise ValueError("measures are taken of one vector: pass overlap=False and bucket_mb=0")
         assert self._buckets is not None and isinstance(self.reducer, BucketedAllreduce)
-        rest = self._buckets.rest()
+        rest = self._buckets.rest(problem)
         ready = self._memory.after_current()
+        last = len(self.reducer.buckets) - 1
         for gradient in rest:
-            self.reducer.start(gradient, ready, problem=problem)
+            number = self.reducer.started
+            beside = {"problem": problem, "absent": self._gradients.missing(number)}
+            self.reducer.start(gradient, ready, **beside, token=token if number == last else None)
 
     def _discard_buckets(self) -> StepReport:
         """End a step whose tables were not reduced. Collective."""
@@ -502,14 +522,33 @@ class DistributedOptimizer(WrappedOptimizer):
         with self._memory.before_torch():
             return self.reducer.discard([])
 
-    def _reduced_vector(self, measure: bool, problem: str) -> StepReport:
+    def _reduced_vector(self, measure: bool, problem: str, token: int) -> StepReport:
         if isinstance(self.reducer, BucketedAllreduce):
             with self._memory.before_torch():
                 return self.reducer.finish()
         assert isinstance(self.reducer, GradientAllreduce)
-        gradient = self._given(measure)
+        gradient, absent = self._given(measure, problem), self._gradients.missing()
         with self._memory.stream_scope():
-            return self.reducer.step(gradient, measure=measure, problem=problem)
+            return self.reducer.step(gradient, measure=measure, problem=problem, absent=absent, token=token)
+
+    def _heard(self, report: StepReport) -> bytes:
+        """As `StepAgreement.hear`, of a step that was reduced, which is undone where ranks differ in the groups' numbers."""
+        transport = self.reducer.transport
+        try:
+            anywhere = self._agreement.hear(self.reducer.tokens, transport, not report.complete)
+        except ValueError:
+            self.reducer.take_back()
+            if self._tables is not None:
+                self._tables.take_back()
+            raise
+        if not (any(anywhere) or self._said_none) and transport.rank == 0:
+            warnings.warn(
+                f"no parameter of the optimizer has a gradient on any rank in step {report.step}: if the model has others by "
+                "now, as after load_state_dict(assign=True) or to(device), change it first, then wrap",
+                stacklevel=4,
+            )
+        self._said_none = self._said_none or not any(anywhere)
+        return anywhere
 
     def _unscale(self, scaler: GradScaler) -> StepReport | None:
         """Divide the gradients by the scale, where the user has not. Collective.
@@ -532,15 +571,24 @@ class DistributedOptimizer(WrappedOptimizer):
                 flag.fill_(1.0)
         return skipped
 
-    def _given(self, measure: bool) -> Any:
-        """The gradients as the next step of the reducer takes them."""
+    def _given(self, measure: bool, problem: str) -> Any:
+        """The gradients as the next step of the reducer takes them; zeros where a problem is to be raised."""
         assert isinstance(self.reducer, GradientAllreduce)
-        if isinstance(self._gradients, GradientsInPlace) and self.reducer.reads_tensors(measure):
-            return self._gradients.tensors()[0]
-        vector = self._gradients.collect()
+        if self.reducer.reads_tensors(measure):
+            return self._gradients.tensors(problem=problem)[0]
+        vector = self._gradients.collect(problem=problem)
         if self._array is None:
             self._array = self._memory.array(vector)
         return self._array
+
+    def _changed(self) -> str:
+        """What has changed since the optimizer was wrapped that a step cannot go on with, in a sentence; "" if nothing has."""
+        watched = self._gradients.as_wrapped
+        watched.look()
+        if watched.changes != self._changes:  # `Module.to` may have given what each p.grad was other memory
+            self._changes = watched.changes
+            self._updates = dense_views(self._applied, self._like, self._starts)
+        return watched.problem or self._unwrapped_parameters()
 
     def _unwrapped_parameters(self) -> str:
         """What of the wrapped optimizer needs a gradient now and did not at construction, in a sentence; "" if nothing does."""
@@ -619,6 +667,8 @@ class DistributedOptimizer(WrappedOptimizer):
             problem = self._order_problem(reducer)
         given = {"whether the state has residuals": reducer is not None}
         self.reducer.transport.agree(given | {"whether the state has tables": tables is not None}, problem)
+        if problem := states_difference(self.reducer.transport, state):
+            raise ValueError(problem)
         if reducer is None:
             self.reducer.reset()
             if self.reducer.transport.rank == 0:
@@ -672,16 +722,10 @@ class DistributedOptimizer(WrappedOptimizer):
         return copied
 
     def close(self) -> None:
-        """Free what the library holds. Collective. The wrapped optimizer may then be wrapped again.
-
-        In two levels gradients become None, since they lie in memory that ranks share.
-        """
+        """Free what the library holds. Collective. The wrapped optimizer may then be wrapped again."""
         unregister_reducer(self, self._trained)
         if self._buckets is not None:
             self._buckets.remove()
-        elif self.reducer.levels == "hosts" and isinstance(self._gradients, FlatGradients):
-            self._array = None
-            self._gradients.detach()
         if self._tables is not None:
             self._tables.close()
         self.reducer.close()

@@ -212,19 +212,36 @@ class BackwardBuckets:
             return
         while (first := self._filled) < len(self._sizes) - 1 and not self._missing[first]:
             if self._recorded is None:
-                self._reducer.start(self._bucket(first)[0], self._memory.after_current())
+                self._start(first)
                 continue
-            if isinstance(self._gradients, FlatGradients):
+            if self._gradients.in_vector:
                 self._gradients.collect(only=self._layout.ranges[first])
             self._recorded.marks.append(self._memory.mark())
 
-    def _bucket(self, number: int) -> tuple[Any, bool]:
+    def _start(self, number: int) -> None:
+        problem = self._changed(first=not number)
+        gradient, _ = self._bucket(number, problem)
+        more: dict[str, Any] = {"problem": problem} if problem else {}
+        self._reducer.start(gradient, self._memory.after_current(), **more)
+
+    def _bucket(self, number: int, problem: str = "") -> tuple[Any, bool]:
         """A bucket as the reducer takes it, and whether gradients were copied for it, on the current stream."""
-        if isinstance(self._gradients, GradientsInPlace) and self._reducer.reads_tensors(number):
-            return self._gradients.tensors(number)
-        with torch.no_grad():
-            vector = self._gradients.collect(only=self._layout.ranges[number])
+        if isinstance(self._gradients, GradientsInPlace):
+            if self._reducer.reads_tensors(number):
+                return self._gradients.tensors(number, problem)
+            vector = self._gradients.collect(self._layout.ranges[number], problem)
+        else:
+            with torch.no_grad():
+                vector = self._gradients.collect(only=self._layout.ranges[number])
         return self._array(vector, number), True
+
+    def _changed(self, first: bool) -> str:
+        """What has changed of the parameters since they were wrapped, see `AsWrapped.problem`; looks with the first bucket."""
+        if not isinstance(self._gradients, GradientsInPlace):
+            return ""
+        if first:
+            self._gradients.as_wrapped.look()
+        return self._gradients.as_wrapped.problem
 
     def _array(self, vector: Tensor, number: int) -> Any:
         if self._arrays is None:
@@ -260,8 +277,8 @@ class BackwardBuckets:
         self.check_nothing_started("a replay")
         self._give_back(recorded.gradients)
         for number, mark in enumerate([] if self._postponed() else recorded.marks):
-            if isinstance(self._gradients, FlatGradients):  # the pass has filled the vector
-                given, copied = self._array(self._gradients.vector, number), False
+            if self._gradients.in_vector:  # the pass has filled the vector
+                given, copied = self._array(self._gradients.filled, number), False
             else:
                 given, copied = self._bucket(number)
             self._reducer.start(given, self._memory.after_current() if copied else self._memory.after(mark))
@@ -321,14 +338,17 @@ class BackwardBuckets:
                 f"{what} while the gradients of the last backward pass are reduced: call step() first, or abandon() on every rank"
             )
 
-    def rest(self) -> list[Any]:
-        """The buckets that were not started, for `BucketedAllreduce.step`; the next backward pass starts anew.
+    def rest(self, problem: str = "") -> list[Any]:
+        """The buckets that were not started, for `BucketedAllreduce.start`; the next backward pass starts anew.
+
+        Args:
+            problem: why the step will not be taken.
 
         Raises:
             RuntimeError: gradients were changed while they are reduced.
         """
         self._check_unchanged()
-        rest = [self._bucket(number)[0] for number in range(self._reducer.started, len(self._sizes))]
+        rest = [self._bucket(number, problem)[0] for number in range(self._reducer.started, len(self._sizes))]
         self.forget()
         return rest
 

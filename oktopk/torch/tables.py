@@ -106,6 +106,12 @@ class SparseTables:
             table.grad = gradient
         self._gradients = [None] * len(self.tables)  # `zero_grad` of the model frees what it was
 
+    def leave_out(self, used: Sequence[int]) -> None:
+        """Let tables be without a gradient that no rank has one of: 0 in `used`, else 1, one a table."""
+        for table, anywhere in zip(self.tables, used, strict=True):
+            if not anywhere:
+                table.grad = None
+
     def zero_grad(self) -> None:
         """Forget the gradients."""
         for table in self.tables:

@@ -298,18 +298,19 @@ def trained(
         model = Network().to(place, parameter_type)
         if channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, fused=True)
+        # torch's fused SGD takes no parameter whose first gradient comes later than others'
+        inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
         optimizer = DistributedOptimizer(
             inner, comm, **{"density": 0.05, "threshold_interval": 8, "boundary_interval": 8} | settings
         )
-        assert isinstance(optimizer._gradients, GradientsInPlace) == in_pieces
+        assert optimizer._gradients.in_vector != in_pieces
         read = 0
         take = GradientsInPlace.tensors
 
-        def counted(self: GradientsInPlace) -> Any:
+        def counted(self: GradientsInPlace, **more: Any) -> Any:
             nonlocal read
             read += 1
-            return take(self)
+            return take(self, **more)
 
         patch.setattr(GradientsInPlace, "tensors", counted)
         drawn = torch.Generator().manual_seed(comm.rank)

@@ -1,0 +1,132 @@
+"""What ranks tell each other in every step: which parameters have a gradient, and the numbers of the optimizer's groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from collectives.tokens import parts_of, token_of
+from collectives.transport import Transport
+
+_MOST_KEPT = 64
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def numbers_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The plain values of each group, as learning rate, decay and betas; the rest, and tensors on a GPU, are left out."""
+    return [
+        {name: plain for name, value in group.items() if (plain := _plain(value)) is not None}
+        for group in groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be compared without waiting for a GPU; None where it cannot."""
+    if isinstance(value, float):
+        return float(value)  # of NumPy, too
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, tuple) and all(isinstance(each, (*_PLAIN, Tensor)) for each in value):
+        return tuple(map(_plain, value))
+    return None
+
+
+def groups_difference(ranks: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """Which number differs between ranks, in a sentence that names group and values; "" if none does.
+
+    Args:
+        ranks: `numbers_of` of each.
+    """
+    for number, groups in enumerate(zip(*ranks, strict=False)):
+        for name in groups[0]:
+            values = [group.get(name) for group in groups]
+            if any(repr(value) != repr(values[0]) for value in values):
+                listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+                return (
+                    f"{name!r} of the optimizer's group {number} differs between ranks: {listed}. Change it alike on all ranks: "
+                    "give a scheduler a loss that is averaged over them, and load one state on all"
+                )
+    if len({len(groups) for groups in ranks}) > 1:
+        return (
+            f"the optimizers have {', '.join(str(len(groups)) for groups in ranks)} groups on ranks 0, 1, ..."
+        )
+    return ""
+
+
+class _Told(NamedTuple):
+    """What this rank told in a step."""
+
+    token: int
+    present: bytes
+    numbers: list[dict[str, Any]]
+
+
+class StepAgreement:
+    """Compares over the ranks, by a token of each that travels with a step's messages, see `collectives.tokens`.
+
+    Only where tokens differ in a way that has not been seen lately the ranks exchange what is behind them.
+
+    Args:
+        optimizer: whose groups are compared.
+        parameters: how many there are of which some may have no gradient.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: int) -> None:
+        self._optimizer = optimizer
+        self._told = [_Told(-1, bytes([1]) * parameters, [])] * 2  # in this step, and in the last one
+        self._anywhere = self._told[0].present
+        self._known: dict[
+            tuple[int, ...], bytes
+        ] = {}  # checksums of `present` on all ranks -> on any of them
+
+    def tell(self, present: bytes) -> int:
+        """The token of a step.
+
+        Args:
+            present: for each parameter 1 if it has a gradient on this rank, else 0.
+        """
+        last = self._told[0]
+        numbers = numbers_of(self._optimizer.param_groups)
+        token = last.token
+        if present != last.present or numbers != last.numbers or token < 0:
+            token = token_of(present, repr(numbers).encode())
+        self._told = [_Told(token, present, numbers), last]
+        return token
+
+    def hear(self, tokens: Sequence[int] | None, transport: Transport, earlier: bool = False) -> bytes:
+        """For each parameter 1 if it has a gradient on any rank, else 0: in this step, or what was last known.
+
+        Equal on all ranks. Collective where tokens are new and differ.
+
+        Args:
+            tokens: as `GradientAllreduce.tokens`; None: not known.
+            transport: of the ranks.
+            earlier: the tokens are those of the step before, as this one is not over.
+
+        Raises:
+            ValueError: numbers of the groups differ, see `groups_difference`; on every rank alike.
+        """
+        told = self._told[earlier]
+        if tokens is None or told.token < 0:
+            return self._anywhere
+        mine = parts_of(told.token)
+        present, numbers = zip(*map(parts_of, tokens), strict=True)
+        if any(each != mine[1] for each in numbers):
+            problem = groups_difference(transport.allgather_objects(told.numbers))
+            if problem:
+                raise ValueError(problem)
+        if all(each == mine[0] for each in present):
+            self._anywhere = told.present
+        elif present in self._known:
+            self._anywhere = self._known[present]
+        else:
+            if len(self._known) == _MOST_KEPT:
+                self._known.clear()
+            ranks = transport.allgather_objects(told.present)
+            self._anywhere = self._known[present] = bytes(map(max, zip(*ranks, strict=True)))
+        return self._anywhere

@@ -1,0 +1,268 @@
+"""What is done to a model after it was wrapped: a step goes on as torch alone would, or all ranks raise one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+from oktopk import DistributedOptimizer
+from tests.training import flat
+
+pytestmark = pytest.mark.mpi
+
+WAYS: dict[str, dict[str, Any]] = {
+    "vector": {},
+    "overlap": {"overlap": True, "bucket_mb": 0.0005},
+    "two levels": {"levels": "hosts", "ranks_per_host": 2},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "int8": {"wire": "int8"},
+    "correction": {"momentum_correction": 0.9},
+}
+SPARSE = {"density": 0.1, "threshold_interval": 2}
+
+
+class Heads(nn.Module):
+    """A body, and two heads of which a pass may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Conv2d(3, 6, 3)
+        self.a, self.b = nn.Linear(6 * 16, 3), nn.Linear(6 * 16, 3)
+
+    def forward(self, images: Tensor, heads: str = "ab") -> Tensor:
+        hidden = torch.relu(self.body(images)).flatten(1)
+        return sum(getattr(self, head)(hidden) for head in heads)  # type: ignore[return-value]
+
+
+def images(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def backward(model: nn.Module, rank: int, step: int, heads: str = "ab", share: float = 1.0) -> None:
+    (model(images(rank, step), heads).square().mean() * share).backward()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+def there_and_back(model: nn.Module) -> None:
+    model.double()
+    model.float()
+
+
+def elsewhere(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone() * 0.5
+
+
+def other_order(model: nn.Module) -> None:
+    model.b.weight.data = model.b.weight.data.t().contiguous().t()  # type: ignore[union-attr,operator]
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "channels last": lambda model: model.to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+    "there and back": there_and_back,
+    "other values": elsewhere,
+    "other order": other_order,
+}
+
+
+@pytest.mark.parametrize("way", ["vector", "overlap"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_model_that_is_converted_after_wrapping_goes_on_with_what_is_there(
+    comm: MPI.Intracomm, way: str, change: str, when: str
+) -> None:
+    """before: the backward pass; between: it and the step, or the update and the optimizer: each p.grad is converted, too."""
+    model, plain = Heads(), Heads()
+    optimizer, alone = DistributedOptimizer(sgd(model), comm, "dense", **WAYS[way]), sgd(plain)
+    for step in range(4):
+        optimizer.zero_grad()
+        alone.zero_grad()
+        if step in (1, 2) and when == "before":
+            CHANGES[change](model)
+            CHANGES[change](plain)
+        backward(model, comm.rank, step)
+        for rank in range(comm.size):
+            backward(plain, rank, step, share=1 / comm.size)
+        if step == 1 and when == "between" and way != "overlap":
+            CHANGES[change](model)
+            CHANGES[change](plain)
+        optimizer.reduce()
+        if step == 2 and when == "between":
+            CHANGES[change](model)
+            CHANGES[change](plain)
+        optimizer.apply()
+        alone.step()
+    assert np.allclose(flat(model), flat(plain), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda model: model.bfloat16(), r"type .* was torch\.float32 when .* is torch\.bfloat16"),
+        (lambda model: model.double(), r"type .* was torch\.float32 when .* is torch\.float64"),
+        (
+            lambda model: setattr(model.b.weight, "data", torch.zeros(2, 96)),
+            r"shape of a parameter of shape \(3, 96\) was \(3, 96\) when .* is \(2, 96\)",
+        ),
+    ],
+)
+def test_a_model_that_a_step_cannot_take_is_named_by_all_ranks(
+    comm: MPI.Intracomm, way: str, change: Callable[[nn.Module], Any], named: str
+) -> None:
+    model = Heads()
+    optimizer = DistributedOptimizer(sgd(model), comm, **SPARSE, **WAYS[way])
+    backward(model, comm.rank, 0)
+    optimizer.step()
+    residual = optimizer.reducer.gathered_residual()
+    if comm.rank == comm.size - 1:
+        change(model)
+    else:
+        optimizer.zero_grad()
+        backward(model, comm.rank, 1)
+    with pytest.raises(ValueError, match=f"rank {comm.size - 1}: the {named}"):
+        optimizer.step()
+    assert np.allclose(optimizer.reducer.gathered_residual(), residual, atol=1e-6)
+
+
+def run(
+    comm: MPI.Intracomm, way: str, wrap: Callable[[nn.Module], torch.optim.Optimizer], **settings: Any
+) -> tuple[Any, DistributedOptimizer, Callable[..., Any]]:
+    model: Any = Heads()
+    optimizer = DistributedOptimizer(wrap(model), comm, **{**SPARSE, **WAYS[way], **settings})
+    steps = iter(range(1000))
+
+    def step(heads: str = "ab") -> None:
+        optimizer.zero_grad()
+        backward(model, comm.rank, next(steps), heads)
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+@pytest.mark.parametrize("way", ["vector", "overlap"])
+def test_parameters_that_the_model_has_no_more_are_warned_of(comm: MPI.Intracomm, way: str) -> None:
+    model, _, step = run(comm, way, sgd)
+    step()
+    before = flat(model)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    gone = r"no parameter of the optimizer has a gradient on any rank in step 1: .*assign=True.* then wrap"
+    with pytest.warns(UserWarning, match=gone) if comm.rank == 0 else nullcontext():
+        step()
+    step()  # once is enough
+    assert np.array_equal(flat(model), before)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("how", ["requires_grad", "None"])
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "correction", "int8"])
+def test_a_layer_that_is_frozen_later_stays_and_keeps_its_residual(
+    comm: MPI.Intracomm, way: str, how: str, kind: str
+) -> None:
+    settings: dict[str, Any] = SETTINGS.get(kind, {})
+    wrap = adamw if kind == "adamw" else sgd
+    if kind == "correction":
+        wrap = lambda model: torch.optim.SGD(model.parameters(), lr=0.05)  # noqa: E731
+    model, optimizer, step = run(comm, way, wrap, **settings)
+    for _ in range(3):
+        step()
+    frozen = slice(model.body.weight.numel() + 6, -(3 * 96 + 3))  # of head a
+    kept = [model.a.weight.detach().clone(), optimizer.reducer.gathered_residual()[frozen]]
+    assert comm.allreduce(np.abs(kept[1]).sum()) > 0
+    model.a.requires_grad_(how != "requires_grad")
+    for _ in range(3):
+        step("ab" if how == "requires_grad" else "b")
+        assert torch.equal(model.a.weight, kept[0])
+        residual = comm.allreduce(optimizer.reducer.gathered_residual()[frozen])
+        assert np.allclose(residual, comm.allreduce(kept[1]), atol=1e-6)
+    assert not torch.equal(model.b.weight, Heads().b.weight)
+    model.a.requires_grad_(True)
+    step()
+    assert not torch.equal(model.a.weight, kept[0])
+    assert np.array_equal(flat(model), comm.bcast(flat(model)))
+
+
+@pytest.mark.parametrize(
+    ("way", "method"), [*((way, "oktopk") for way in WAYS), ("overlap", "dense"), ("vector", "gtopk")]
+)
+def test_a_parameter_that_no_rank_uses_is_left_alone(comm: MPI.Intracomm, way: str, method: str) -> None:
+    """Where one rank uses it, it moves on all, as with dense sums: ranks that differ in turn, and all in the last step."""
+    model, optimizer, step = run(comm, way, adamw, method=method)
+    before = model.b.weight.detach().clone()
+    for _ in range(3):
+        step("a")
+        assert torch.equal(model.b.weight, before) and model.b.weight not in optimizer.state
+        assert model.b.weight.grad is None
+    for turn in range(4):
+        before = model.b.weight.detach().clone()
+        step("ab" if turn % comm.size == comm.rank else "a")
+        assert not torch.equal(model.b.weight, before)
+        assert np.array_equal(flat(model), comm.bcast(flat(model)))
+    step()
+    assert not torch.equal(model.b.weight, before)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("way", WAYS)
+def test_rates_that_part_are_named_by_all_ranks_before_the_parameters_do(
+    comm: MPI.Intracomm, way: str
+) -> None:
+    model: Any = Heads()
+    groups = [{"params": model.body.parameters()}, {"params": [*model.a.parameters(), *model.b.parameters()]}]
+    inner = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    optimizer = DistributedOptimizer(inner, comm, **SPARSE, **WAYS[way])
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, comm.rank, step)
+        optimizer.step()
+        schedule.step()
+    optimizer.param_groups[1]["lr"] = 0.03 if comm.rank == comm.size - 1 else 0.02
+    before, control = flat(model), optimizer.report.control_messages
+    optimizer.zero_grad()
+    backward(model, comm.rank, 3)
+    listed = ", ".join(
+        f"{0.03 if rank == comm.size - 1 else 0.02} on rank {rank}" for rank in range(comm.size)
+    )
+    with pytest.raises(
+        ValueError, match=rf"'lr' of the optimizer's group 1 differs between ranks: {listed}\. "
+    ):
+        optimizer.step()
+    assert np.array_equal(flat(model), before) and control
+
+
+@pytest.mark.mpi(min_size=2)
+def test_states_that_differ_are_refused_by_all_ranks(comm: MPI.Intracomm) -> None:
+    model, optimizer, step = run(comm, "vector", sgd)
+    step()
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    before = flat(model)
+    odd = comm.rank == comm.size - 1
+    state["param_groups"][0]["lr"] = 0.5 if odd else 0.05
+    with pytest.raises(
+        ValueError, match=r"'lr' of the optimizer's group 0 differs between ranks: 0\.05 on rank 0"
+    ):
+        optimizer.load_state_dict(state)
+    state["param_groups"][0]["lr"] = 0.05
+    if odd:
+        state["state"][0]["momentum_buffer"] = state["state"][0]["momentum_buffer"] + 1
+    with pytest.raises(ValueError, match=rf"state on rank\(s\) {comm.size - 1} differs from rank 0's"):
+        optimizer.load_state_dict(state)
+    assert np.array_equal(flat(model), before)
