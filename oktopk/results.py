@@ -36,7 +36,7 @@ class Measures:
 
 @dataclass(slots=True)
 class StepReport:
-    """One step on one rank.
+    """One step on one rank. `print` shows one line of it; `repr` shows all.
 
     Attributes:
         step: counted from 0.
@@ -101,6 +101,14 @@ class StepReport:
     rounding: tuple[float, float] = (0.0, 0.0)
     buckets: tuple[StepReport, ...] = ()
     spans: Sequence[tuple[str, float, float]] = ()
+
+    def __str__(self) -> str:
+        """The step, the entries applied, the bytes that this rank sent, and the milliseconds of all stages and buckets."""
+        applied = f"{self.global_nnz:,} of {self.length:,} entries applied"
+        outcome = "skipped" if self.skipped else applied if self.complete else "not complete"
+        sent = f"{self.bytes + self.row_bytes:,} bytes sent"
+        seconds = sum(each.total_seconds for each in self.buckets or (self,))
+        return f"step {self.step}: {outcome}, {sent}, {1e3 * seconds:.1f} ms"
 
     @property
     def rounded(self) -> float:

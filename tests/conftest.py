@@ -139,6 +139,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Thousands of skips would hide the others.
     """
+    if bare := [item.nodeid for item in items for mark in item.iter_markers("long") if not mark.args]:
+        raise pytest.UsageError(
+            f"{bare[0]}: pytest.mark.long needs a reason: what the test costs, and what `make test` has instead"
+        )
     items.sort(key=turn)
     if host_cuda.installed():
         others = [item for item in items if not for_gpus(item)]

@@ -101,7 +101,13 @@ SHAPES = ((1, 0.01), (3, 0.25), (7, 0.2), (257, 0.25), (1000, 0.05), (9001, 0.01
 def kinds_with(settings: Mapping[str, object]) -> list[Any]:
     """(kind, name of a setting) for all pairs; all but one setting of each kind are left to `make test-all`."""
     return [
-        pytest.param(kind, name, marks=[] if at % len(settings) == number else pytest.mark.long)
+        pytest.param(
+            kind,
+            name,
+            marks=[]
+            if at % len(settings) == number
+            else pytest.mark.long("`make test` has each kind with one setting"),
+        )
         for at, kind in enumerate(GRADIENTS)
         for number, name in enumerate(settings)
     ]

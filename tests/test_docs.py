@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import csv
 import importlib
+import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -13,9 +19,10 @@ from jobs.config.config import Config
 from tests.launched import ROOT
 
 DOCS = ROOT / "docs"
+RESULTS = DOCS / "results"
 
 
-@pytest.mark.long
+@pytest.mark.long("builds all pages; `make test` has the pages' figures, sentences and blocks of code")
 @pytest.mark.timeout(300)
 def test_pages_build_without_a_warning(tmp_path: Path) -> None:
     # a warning is a link or an anchor that leads nowhere, a page in no table of contents, a docstring that does not parse, a name
@@ -42,3 +49,126 @@ def test_the_reference_has_every_key_and_every_command(monkeypatch: pytest.Monke
     commands = generate.modules_with_options()
     assert {"jobs.train", "jobs.bench", "jobs.report", "jobs.watch", "data.prepare"} <= commands.keys()
     assert "--set section.key=value" in generate.help_text("jobs.train.__main__:main", "jobs.train")
+
+
+def test_troubleshooting_has_the_sentences_that_the_library_raises() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("## Of jobs.train")[0]
+    cells = [row.split(" | ")[0] for row in page.splitlines() if row.startswith("| `")]
+    shown = [sentence for cell in cells for sentence in re.findall("`([^`]+)`", cell)]
+    files = [*(ROOT / "oktopk").rglob("*.py"), *(ROOT / "collectives").rglob("*.py")]
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
+    library = "\n".join(text for tree in trees.values() for node in ast.walk(tree) for text in texts(node))
+    assert len(shown) > 80
+    assert [sentence for sentence in shown if any(part not in library for part in sentence.split("…"))] == []
+    # and what the torch side itself raises, or warns of, is there
+    raised = {
+        text
+        for path, tree in trees.items()
+        if path.parent.name == "torch"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and re.search("((?<!Attribute)Error|warn)$", ast.unparse(node.func))
+        and node.args
+        for text in texts(node.args[0])
+    }
+    assert len(raised) > 20
+    assert [sentence for sentence in raised if not any(covers(one, sentence) for one in shown)] == []
+
+
+def texts(node: ast.AST) -> list[str]:
+    """The text of a string, … for what is filled in; nothing for another node."""
+    if isinstance(node, ast.Constant):
+        return [node.value] if isinstance(node.value, str) else []
+    if isinstance(node, ast.JoinedStr):
+        return ["".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)]
+    return []
+
+
+def covers(shown: str, raised: str) -> bool:
+    """Whether a sentence of the page tells one that is raised, or its beginning."""
+    return any(len(part) > 12 and part in raised for part in shown.split("…"))
+
+
+def test_the_ten_results_are_those_of_the_raw_files() -> None:
+    table = (RESULTS / "README.md").read_text(encoding="utf-8").partition("## Rerun it")[0]
+    rows = [row for row in table.splitlines() if row.startswith("| ") and "](" in row and "20" in row]
+    assert len(rows) == 10
+    for row in rows:
+        _, what, other, ours, _, _, file, _ = (cell.strip() for cell in row.split("|"))
+        name = re.match(r"\[`([^`]+)`\]", file)
+        assert name, row
+        known = of_seeds(RESULTS / name[1]) if name[1].endswith(".csv") else of_steps(RESULTS / name[1], what)
+        for cell in (other, ours):
+            for shown in re.findall(r"([\d.,]+) \(([\d.,]+) … ([\d.,]+)\)", cell):
+                assert any(agree(shown, true) for true in known), (what, shown, known)
+
+
+def of_steps(path: Path, what: str) -> list[tuple[float, float, float]]:
+    """Median, least and most, in ms, of each contestant's steps in a document of the bench, for the n and type of a row."""
+    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    (length,) = re.findall(r"n = ([\d.]+) M", what) or [None]
+    found = []
+    for run in runs:
+        if length and round(run["length"] / 1e6, 1) != float(length):
+            continue
+        for method in run["methods"]:
+            series = method["series"]["seconds"] if isinstance(method["series"], dict) else method["series"]
+            steps = series[0] if isinstance(series[0], list) else series
+            found.append((1e3 * median(steps), 1e3 * min(steps), 1e3 * max(steps)))
+    return found
+
+
+def of_seeds(path: Path) -> list[tuple[float, float, float]]:
+    """Median, least and most over the seeds of dense and Ok-Topk, of every figure of a training's CSV file."""
+    with open(path, newline="", encoding="utf-8") as file:
+        runs = [run for run in csv.DictReader(file) if re.search(r"-\d\)$", run[next(iter(run))])]
+    found = []
+    for method in ("dense", "oktopk"):
+        for figure, scale in (("held_out_accuracy", 100), ("word_error_rate", 1), ("held_out_loss", 1)):
+            if all(run[figure] for run in runs):
+                values = [scale * float(run[figure]) for run in runs if run["method"] == method]
+                found.append((median(values), min(values), max(values)))
+    return found
+
+
+def agree(shown: tuple[str, ...], true: tuple[float, ...]) -> bool:
+    """Whether figures are those, rounded as they are shown."""
+    pairs = zip((text.replace(",", "") for text in shown), true, strict=True)
+    return all(f"{value:.{len(text.partition('.')[2])}f}" == text for text, value in pairs)
+
+
+def test_the_archive_of_raw_results_is_unpacked_and_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    raw = importlib.import_module("raw")
+    names = raw.unpack(tmp_path / "raw")
+    assert {"vgg-4gpus/index.html", "vgg-4gpus/local-nnz.csv", "gpu-net-2x2-10gbit.json"} <= {*names}
+    assert not [name for name in names if (RESULTS / name).exists()]
+    few = tmp_path / "few"
+    shutil.copytree(tmp_path / "raw" / "bert-speed-2gpus", few)
+    packed = []
+    for number in range(2):
+        monkeypatch.setattr(raw, "ARCHIVE", tmp_path / f"{number}.tar.xz")
+        assert raw.pack(few) == len([*few.iterdir()])
+        packed.append(raw.ARCHIVE.read_bytes())
+    assert packed[0] == packed[1]
+    raw.unpack(tmp_path / "again")
+    assert (tmp_path / "again" / "index.html").read_bytes() == (few / "index.html").read_bytes()
+
+
+def test_links_of_readme_lead_somewhere() -> None:
+    links = re.findall(r"\]\((?!http)([^)#]+)#?([^)]*)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(links) > 15
+    for file, anchor in links:
+        assert (ROOT / file).exists(), file
+        headings = re.findall("^#+ (.*)", (ROOT / file).read_text("utf-8") if anchor else "", re.MULTILINE)
+        anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert anchor in [*anchors, ""], (file, anchor)
+
+
+def test_readme_can_be_read_in_a_minute() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 110
+    before = text.partition("\n    pip install")[0]
+    assert 0 < len(re.findall(r"\d+(?:[.,]\d+)*", before)) <= 15

@@ -49,8 +49,12 @@ def resolve(*arguments: str) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="CuPy's wheels with CUDA are for Linux")
-@pytest.mark.parametrize("cupy", [pytest.param("oldest", marks=pytest.mark.long), "newest"])
-@pytest.mark.parametrize("cuda", [pytest.param("12", marks=pytest.mark.long), "13"])
+@pytest.mark.parametrize(
+    "cupy", [pytest.param("oldest", marks=pytest.mark.long("`make test` has the newest CuPy")), "newest"]
+)
+@pytest.mark.parametrize(
+    "cuda", [pytest.param("12", marks=pytest.mark.long("`make test` has CUDA 13")), "13"]
+)
 def test_the_extras_of_a_gpu_host_can_be_resolved(cuda: str, cupy: str, tmp_path: Path) -> None:
     wanted = [*EXTRAS[f"cuda{cuda}"], *EXTRAS[f"mpi-cuda{cuda}"]]
     limits = tmp_path / "constraints.txt"

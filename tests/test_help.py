@@ -20,6 +20,7 @@ COMMANDS = (
     "jobs.bench",
     "jobs.bench.bandwidth",
     "jobs.bench.checkpoint",
+    "jobs.bench.hook_figure",
     "jobs.bench.tables",
     "jobs.demo",
     "jobs.experiment",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import oktopk
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -236,6 +239,29 @@ def test_the_ucx_that_knows_cuda_is_loaded_before_mpi(program: str) -> None:
     assert done.returncode == 0, (
         f"{program}: mpi4py.MPI is imported before collectives has loaded UCX, or never"
     )
+
+
+def test_import_oktopk_is_enough_to_name_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("buckets", "elastic", "rows", "torch"):
+        monkeypatch.delitem(vars(oktopk), module, raising=False)  # what an earlier import has set
+    named = (
+        oktopk.torch.ddp_hook,
+        oktopk.elastic.redistribute,
+        oktopk.buckets.bucket_ranges,
+        oktopk.rows.RowReport,
+    )
+    assert [item.__module__.removeprefix("oktopk.") for item in named] == [
+        "torch.ddp",
+        "elastic",
+        "buckets",
+        "rows",
+    ]
+    monkeypatch.setattr(oktopk, "find_spec", lambda name: None)
+    monkeypatch.delitem(vars(oktopk), "torch", raising=False)
+    with pytest.raises(ImportError, match=re.escape("oktopk.torch needs torch: pip install 'oktopk[torch]'")):
+        _ = oktopk.torch
+    with pytest.raises(AttributeError, match="module 'oktopk' has no attribute 'torsch'"):
+        _ = oktopk.torsch
 
 
 def test_there_need_be_no_mpi_to_import_what_starts_no_ranks() -> None:

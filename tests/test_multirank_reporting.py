@@ -115,7 +115,7 @@ def test_still_in_step(comm):
     assert job.stdout.count("short test summary info") == 1  # rank 0 alone reports
 
 
-@pytest.mark.long
+@pytest.mark.long("starts ranks; `make test` has one that fails and one that hangs")
 def test_all_passing_ranks_end_well(tmp_path: Path) -> None:
     job, states = run_ranks(tmp_path, "def test_one(comm):\n    assert comm.allreduce(1) == 3\n")
     assert job.returncode == 0
@@ -169,7 +169,7 @@ def test_hangs(comm):
     assert {f"[rank {rank}] " in job.stderr for rank in range(2)} == {True}
 
 
-@pytest.mark.long
+@pytest.mark.long("starts ranks; `make test` has one that fails and one that hangs")
 def test_ranks_that_collect_other_tests_end_the_job(tmp_path: Path) -> None:
     job, states = run_ranks(
         tmp_path,

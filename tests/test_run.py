@@ -46,7 +46,12 @@ def test_dies(): os._exit(0)
     [
         ("def test_one(): pass\ndef test_two(): pass", 0, "2 passed, 0 failed, 0 skipped in"),
         (EVERY_FATE, 0, "1 passed, 3 failed, 1 skipped in"),
-        pytest.param(EVERY_FATE, 2, "1 passed, 3 failed, 1 skipped in", marks=pytest.mark.long),
+        pytest.param(
+            EVERY_FATE,
+            2,
+            "1 passed, 3 failed, 1 skipped in",
+            marks=pytest.mark.long("`make test` has one process"),
+        ),
         ("import pytest\ndef test_one(): pytest.skip()", 0, "0 passed, 0 failed, 1 skipped in"),
         ("import no_such_module", 0, "0 passed, 1 failed, 0 skipped in"),
         ("", 0, "0 passed, 0 failed, 0 skipped in"),
@@ -149,20 +154,6 @@ def test_files_that_come_first_are_there() -> None:
     assert [file for file in (*STARTING_RANKS, *LONGEST) if not (ROOT / file).is_file()] == []
 
 
-def test_contributing_lists_what_only_test_all_runs_and_nothing_that_is_gone() -> None:
-    listed = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("What only make test-all holds")[2]
-    left_out: set[str] = set()
-    there: set[str] = set()
-    for file in (ROOT / "tests").rglob("test_*.py"):
-        text = file.read_text("utf-8")
-        there |= {file.stem, *re.findall(r"^def (test_\w+)", text, re.MULTILINE)}
-        if f"`{file.name}`" not in listed:  # which stands for all tests in it
-            left_out |= {*re.findall(r"mark\.long.*?^def (test_\w+)", text, re.MULTILINE | re.DOTALL)}
-    named = {*re.findall(r"\btest_\w+", listed)}
-    assert len(left_out) > 20
-    assert (left_out - named, named - there) == (set(), set())
-
-
 @pytest.mark.parametrize("file", [*HOST_CUDA_SINGLE, *HOST_CUDA_RANKS_TESTS])
 def test_a_file_for_kernels_on_the_host_has_tests_that_are_marked_for_gpus(file: str) -> None:
     """Others are left out there, as tests/conftest.py does by their marks."""
@@ -178,7 +169,7 @@ def test_tests_that_need_a_gpu_are_left_out_where_there_is_none(tmp_path: Path) 
         "def test_two(device): pass\n"
         "@for_gpus\n"
         "def test_three(): pass\n"
-        "@pytest.mark.long\n"
+        "@pytest.mark.long('a reason')\n"
         "def test_four(): pass\n"
     )
     job = subprocess.run(

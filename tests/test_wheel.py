@@ -128,7 +128,7 @@ def test_the_wheel_is_built_from_the_sdist_and_holds_every_file_of_the_packages(
     assert packed >= expected | set(SOURCES)
 
 
-@pytest.mark.long
+@pytest.mark.long("downloads what the wheel needs; `make test` has what sdist and wheel hold")
 @pytest.mark.timeout(420)
 def test_the_wheel_in_an_empty_environment_trains_by_the_readmes_loop(dist: Path, tmp_path: Path) -> None:
     (wheel,) = dist.glob("*.whl")

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,10 @@ class _Setting(argparse.Action):
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # not printed from here: every rank parses, one speaks
+        if match := re.match(r"unrecognized arguments: (-n|-np|--np|--ranks)\b", message):
+            message += (
+                f" ({match[1]} is an option of the launcher: python -m jobs.launch -n RANKS -m jobs.bench)"
+            )
         raise BenchError(message)
 
 

@@ -48,6 +48,16 @@ def bandwidth(run: dict[str, Any]) -> float:
     return math.inf if rate is None else rate / 1e9
 
 
+def rate_of(network: str) -> str:
+    """The rate of the links as an axis names it; "one host" where a run was not between hosts."""
+    found = _RATE.search(network)
+    if found is None:
+        return "one host"
+    return (
+        "unshaped links" if found[1] == "unshaped" else f"links of {bandwidth({'network': network}):g} Gb/s"
+    )
+
+
 def ranks_per_host(run: dict[str, Any]) -> float:
     """Raises BenchError: the run names no hosts."""
     found = _HOSTS.search(run["network"])

@@ -105,13 +105,15 @@ class Workload:
 def stage_floors(method: str, work: Workload, speeds: Speeds) -> dict[str, dict[str, float]]:
     """The least that every stage of one rank can do; stages that only exchange control have no floor.
 
-    Nor has NCCL: where a switch adds up, it sends less than any formula of ours.
+    Nor has NCCL: where a switch adds up, it sends less than any formula of ours. Nor has a single rank: it exchanges nothing.
 
     Returns:
         Stage -> "memory_bytes", read and written; "wire_bytes", sent, or received where that is more; "messages" that must be
         waited for one after another; and "seconds" of all three at the run's speeds, none hidden behind another.
     """
     n, ranks = work.length, work.ranks
+    if ranks == 1:
+        return {}
     share, rounds = (ranks - 1) / ranks, (ranks - 1).bit_length()
     selected, applied = ENTRY_BYTES * work.selected, ENTRY_BYTES * work.applied
     # (bytes of memory, bytes on the wire, messages)

@@ -45,7 +45,7 @@ def run_tables(run: Record, machine: Record) -> str:
     """All tables of one run of a document, with a heading that names the processor of the machine."""
     gradients = run["gradients"]["name"]
     heading = (
-        f"{run['ranks']} ranks, n = {run['length']:,}, density {run['density']:g}, k = {run['k']:,}, "
+        f"{run['ranks']} rank{'s' * (run['ranks'] > 1)}, n = {run['length']:,}, density {run['density']:g}, k = {run['k']:,}, "
         f"{gradients} gradients, {_course(run)}"
     )
     methods, link = run["methods"], run.get("link")
@@ -178,7 +178,8 @@ def stages_table(methods: list[Record], digits: int = 2) -> str:
             return text if floor is None else f"{text} ({shown(floor, form, 1e3)}{floors})"
 
         rows = [[stage, *(cell(method, stage) for method in methods)] for stage in ordered(stages)]
-        title = f"{kind} steps, ms: mean / least rank (floor, mean / floor)"
+        floors = " (floor, mean / floor)" if any(method.get("floors") for method in methods) else ""
+        title = f"{kind} steps, ms: mean / least rank{floors}"
         blocks.append(table(rows, [title, *(method["name"] for method in methods)]))
     return "\n\n".join(blocks)
 

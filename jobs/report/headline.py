@@ -73,16 +73,15 @@ def sentence(figures: Sequence[Figure]) -> str:
 def notes(
     figures: Sequence[Figure], links: SlowLinks, groups: Sequence[Group], slow: Sequence[Group] = ()
 ) -> list[str]:
-    """Notes: why a figure is projected, whether the machine was busy, where ξ is not below P."""
+    """Notes: why a figure is projected, whether the machine was busy."""
     lines = []
     if any(figure.projected for figure in figures):
         why = links.problem or "no run over such links"
         lines.append(f"The step at {links.rate} is a projection. It was not measured: {why}.")
-    ours = _method(groups, OURS)
     if figures:
         compared = [_method(of, method) for of in (groups, slow) for method in (OURS, "dense")]
         lines += _disturbed([group for group in compared if group is not None])
-    return [*lines, *([] if ours is None else _xi(ours))]
+    return lines
 
 
 def _disturbed(groups: Sequence[Group]) -> list[str]:
@@ -95,18 +94,24 @@ def _disturbed(groups: Sequence[Group]) -> list[str]:
         return []
     return [
         f"The forward and backward passes are the same work in all runs, but took between {_ms(least)} and {_ms(most)}: other "
-        "programs used this machine. Compare the reductions alone, or run it again on an idle machine."
+        "programs used this machine. Steps that these differ in are not compared. Run it again on an idle machine."
     ]
 
 
-def _xi(group: Group) -> list[str]:
+def xi_sentence(groups: Sequence[Group]) -> str:
+    """Where ξ of Ok-Topk was below P, and what it was divided by where it was not; "" where it was not measured."""
+    group = _method(groups, OURS)
+    if group is None:
+        return ""
     xi, norms = (
         np.concatenate([run.measures[name] for run in group.counted]) for name in ("xi", "gradient_norm")
     )
     finite = np.isfinite(xi)
     above = finite & (xi >= group.ranks)
+    if not finite.any():
+        return ""
     if not above.any():
-        return []
+        return f"ξ is below P = {group.ranks} in all {finite.sum()} measured steps."
     line = f"ξ is not below P = {group.ranks} in {above.sum()} of {finite.sum()} measured steps."
     below = finite & ~above
     if below.any() and norms[above].mean() < norms[below].mean():
@@ -114,7 +119,7 @@ def _xi(group: Group) -> list[str]:
             f" ξ divides by the norm of the mean gradient, which is {norms[above].mean():.2g} in these steps on average "
             f"and {norms[below].mean():.2g} in the others."
         )
-    return [line]
+    return line
 
 
 def _method(groups: Sequence[Group], method: str) -> Group | None:
@@ -169,7 +174,7 @@ def _step(ours: Group, dense: Group) -> Figure | None:
     alone = [_ms(group.mean("reduction_seconds") or 0.0) for group in (ours, dense)]
     text = f"{_beside(*both)}; the reduction alone {alone[0]} and {alone[1]}. "
     text += "Here all ranks share one host's memory, where words are nearly free."
-    return Figure(f"a step {_longer(*both)} here", text)
+    return Figure(_compared(ours, dense, both, "here"), text)
 
 
 def _over_links(ours: Group | None, dense: Group | None, links: SlowLinks) -> Figure | None:
@@ -180,7 +185,7 @@ def _over_links(ours: Group | None, dense: Group | None, links: SlowLinks) -> Fi
         return None
     run = dense.counted[0]
     return Figure(
-        f"a step {_longer(*step)} at {links.rate}",
+        _compared(ours, dense, step, f"at {links.rate}"),
         f"Measured: {_beside(*step)}; the reduction alone {_ms(reduction[0])} and {_ms(reduction[1])}. {ours.ranks} ranks in "
         f"network namespaces, TCP over links shaped to {links.rate}, {len(run.warm(run.step_seconds))} steps.",
     )
@@ -200,6 +205,13 @@ def _seconds_over(group: Group, links: SlowLinks) -> float | None:
     if step is None or words is None:
         return None
     return step + (words + (control or 0.0)) * _BITS / links.bits_per_second
+
+
+def _compared(ours: Group, dense: Group, steps: tuple[float, float], where: str) -> str:
+    """How much longer a step is; no gain and no loss where the same work took another time, too."""
+    if _disturbed([ours, dense]):
+        return f"steps {where} not compared"
+    return f"a step {_longer(*steps)} {where}"
 
 
 def _beside(own: float, theirs: float) -> str:

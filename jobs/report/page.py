@@ -54,10 +54,11 @@ class Claim:
 
 @dataclass(frozen=True)
 class Section:
-    """Panels under one heading."""
+    """Panels under one heading; folded: a sentence that stands for them until a reader opens them, "" for an open section."""
 
     title: str
     panels: Sequence[Picture]
+    folded: str = ""
 
 
 def render(
@@ -98,7 +99,7 @@ def render(
         claims=claims,
         tables=tables,
         sections=[
-            {"title": each.title, "pictures": list(map(_picture, each.panels))}
+            {"title": each.title, "folded": each.folded, "pictures": list(map(_picture, each.panels))}
             for each in sections
             if each.panels
         ],

@@ -16,11 +16,22 @@ from jobs.report.groups import (
     timed_by_stage,
 )
 from jobs.report.page import MISSING, Cell, Table
+from jobs.report.summary import REST
 from jobs.report.tables import METHOD, STEP, Column, mean, milliseconds, pair, shown, table
 from jobs.run.columns import PHASES
 
 _PHASES = (*PHASES[1:], PHASES[0])
 _STAGE_TITLES = {"step": "One stream"}
+_REDUCTION = (
+    "Reduction: from the gradients that backward left to the mean that the optimizer sees, selection, exact thresholds and "
+    "conversions included"
+)
+_EXPLAINED = {
+    "step": "One stream: selection to applying by kernels, as the host sees it, which does not wait for all of them; the other "
+    "stages where they were timed one by one, which costs a little.",
+    REST: "Rest: what no stage timed; negative where the host waited in a stage for the backward pass.",
+}
+"""Stage -> the note on its column."""
 
 
 def speed_tables(groups: Sequence[Group]) -> list[Table]:
@@ -77,14 +88,19 @@ def steps_table(groups: Sequence[Group], where: str = "") -> Table:
         ]
     captured = [is_captured(group) for group in groups]
     eager = ", ".join(group.label for group, is_one in zip(groups, captured, strict=True) if not is_one)
+    hidden = {group.label: None for group in groups if group.method in OVERLAPPED_MODES}
+    behind = (
+        f"; what {', '.join(hidden)} do{'es' * (len(hidden) == 1)} behind backward is in backward"
+        if hidden
+        else ""
+    )
+    beside = " × NCCL: how many times faster than one flat allreduce by NCCL in the same type."
     replayed = f" Steps are replayed as CUDA graphs{f', but for {eager}' if eager else ''}."
     return table(
         f"A step on {_ranks(groups[0].ranks)}{where}",
         columns,
         groups,
-        "Reduction: from the gradients that backward left to the mean that the optimizer sees, selection, exact thresholds "
-        "and conversions included; what DenseOvlp, DDP and PowerSGD do behind backward is in backward. × NCCL: how many times "
-        f"faster than one flat allreduce by NCCL in the same type.{replayed if any(captured) else ''}",
+        f"{_REDUCTION}{behind}.{beside if nccl is not None else ''}{replayed if any(captured) else ''}",
     )
 
 
@@ -102,15 +118,19 @@ def stages_table(groups: Sequence[Group], where: str = "") -> Table:
     columns = [METHOD]
     for stage in stages:
         columns.append(Column(_STAGE_TITLES.get(stage, stage.capitalize()), "ms", partial(cell, stage)))
+    explained = [text for stage, text in _EXPLAINED.items() if stage in stages]
+    if any(group.method in OVERLAPPED_MODES or _overlaps(group) for group in groups):
+        explained.append("Of a reduction behind the backward pass only what is waited for after it.")
     return table(
         f"The reduction by stage on {_ranks(groups[0].ranks)}{where}",
         columns,
         [group for group in groups if any(seconds(group, stage) for stage in stages)],
-        "Mean over the steps, exact ones included, and the ranks. One stream: selection to applying by kernels, as the "
-        "host sees it, which does not wait for all of them; the other stages where they were timed one by one, which costs a "
-        "little. Rest: what no stage timed; negative where the host waited in a stage for the backward pass. Of a reduction "
-        "behind the backward pass only what is waited for after it.",
+        " ".join(["Mean over the steps, exact ones included, and the ranks.", *explained]),
     )
+
+
+def _overlaps(group: Group) -> bool:
+    return bool(group.runs[0].config.get("reduction", {}).get("overlap"))
 
 
 def _ranks(count: int) -> str:

@@ -136,8 +136,8 @@ def method_figures(group: Group, target: float | None = None) -> dict[str, Any]:
     return result
 
 
-def methods_table(groups: Sequence[Group], target: float | None = None) -> Table:
-    """Accuracy (of speech its error rates, of text its loss too), time to the target, words and times of each group."""
+def methods_table(groups: Sequence[Group], target: float | None = None, xi: bool = True) -> Table:
+    """Accuracy (of speech its error rates, of text its loss too), time to the target, words, times and perhaps xi."""
     speech = any(group.values("character_error_rate") for group in groups)
     columns = [
         METHOD._replace(cell=lambda group: Cell(group.label, runs_in_words(group), group.colour)),
@@ -155,13 +155,14 @@ def methods_table(groups: Sequence[Group], target: float | None = None) -> Table
         Column("Exchange", "ms", _exchange),
         Column("Data", "of a step", _data),
         DEVIATION,
-        XI,
+        *[XI] * xi,
     ]
     evaluated = [run for group in groups for run in group.runs if run.evaluations["step"].size]
     words = max((int(run.evaluations["samples"][-1]) for run in evaluated), default=1)
     heard = f" Error rates are of {words} words: one of them is {1 / words:.4f}." if speech else ""
     seeds = any(len(group.counted) > 1 for group in groups)
-    spread = "Accuracy, error rates and loss: mean over the seeds ± sample standard deviation. " * seeds
+    rates = [column.head for column in columns if column in (ACCURACY, LOSS, *SPEECH)]
+    spread = f"{', '.join(rates)}: mean over the seeds ± sample standard deviation. " * seeds
     combined = any(group.mean("part_combined_seconds") for group in groups)
     both = "Both: selection and exchange in one stream of kernels. " if combined else ""
     note = f"{spread}Times leave out the first steps, evaluations and measurements. {both}Words: "

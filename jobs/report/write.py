@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from data.command import escaped
 from data.durable import own_folder, replaced
 from jobs.report import pictures
+from jobs.report.bars import step_bars
 from jobs.report.groups import Group, group_runs, reads_text
-from jobs.report.headline import SlowLinks, headline, sentence
+from jobs.report.headline import SlowLinks, headline, sentence, xi_sentence
 from jobs.report.headline import notes as headline_notes
 from jobs.report.page import Claim, Section, Table, render
 from jobs.report.panels import DrawnPanel, write_columns, write_rows
@@ -66,14 +68,16 @@ def report(
     groups = {kind: group_runs(found) for kind, found in runs.items()}
     shown = groups["train"] or groups["speed"] or groups["regions"]
     remarks = [*notes(groups["train"]), *(f"left out: {problem}" for problem in problems)]
-    sections = _sections(groups["train"], target)
+    sections = _sections(groups["train"], target, xi_sentence(groups["train"]) if links else "")
     sections.append(Section("Between hosts", between_hosts))
+    if links and (bars := step_bars(groups["train"], groups["slow"], links.rate)):
+        sections.insert(0, Section(f"A step here and over {links.rate}", [bars]))
     figures_on_top = headline(groups["train"], groups["slow"], links) if links else []
     if links:
         remarks += headline_notes(figures_on_top, links, groups["train"], groups["slow"])
     compared = [group for kind in ("train", "regions", "speed") for group in groups[kind]]
     folder, every = Path(folder), [run for found in runs.values() for run in found]
-    shown_tables = tables(runs, target)
+    shown_tables = tables(runs, target, xi=links is None)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with own_folder(folder / SERIES) as series:
@@ -104,16 +108,17 @@ def report(
     return "\n".join([*top, *map(terminal, shown_tables), *remarks])
 
 
-def tables(runs: Mapping[str, Sequence[Run]], target: float | None) -> list[Table]:
+def tables(runs: Mapping[str, Sequence[Run]], target: float | None, xi: bool = True) -> list[Table]:
     """The tables of a report, those with nothing to show left out.
 
     Args:
         runs: "train", "sweep", "regions" and "speed" -> runs of that kind, see report(); others are not looked at.
         target: an accuracy to which times are taken.
+        xi: in the table of methods.
     """
     groups, found = group_runs(runs["train"]), []
     if groups:
-        found.append(methods_table(groups, target))
+        found.append(methods_table(groups, target, xi))
     if rows := swept(runs["train"], runs["sweep"]):
         dense = next((group for group in groups if group.method == "dense"), None)
         found.append(sweep_table(rows, dense))
@@ -123,8 +128,8 @@ def tables(runs: Mapping[str, Sequence[Run]], target: float | None) -> list[Tabl
     return found + speed_tables(group_runs(runs["speed"] or runs["train"]))
 
 
-def _sections(groups: Sequence[Group], target: float | None) -> list[Section]:
-    """The pictures of the page; those with nothing to show are left out."""
+def _sections(groups: Sequence[Group], target: float | None, folded: str = "") -> list[Section]:
+    """The pictures of the page; those with nothing to show are left out. folded: see Section, of the paper's measures."""
     counted = all(run.tokens.any() for group in groups for run in group.runs)
     over = (pictures.TOKENS if counted else pictures.STEPS, pictures.TIME, pictures.BYTES)
     losses = [pictures.held_out_loss(groups, each) for each in over] if reads_text(groups) else []
@@ -143,9 +148,13 @@ def _sections(groups: Sequence[Group], target: float | None) -> list[Section]:
                 *(pictures.threshold(groups, which) for which in ("global", "local")),
             ],
         ),
-        Section("The paper's assumption", [pictures.measure(groups, column) for column in ("xi", "fill_in")]),
+        Section(
+            "The paper's assumption",
+            [pictures.measure(groups, column) for column in ("xi", "fill_in")],
+            folded,
+        ),
     ]
-    return [Section(each.title, [panel for panel in each.panels if panel.rows()]) for each in sections]
+    return [replace(each, panels=[panel for panel in each.panels if panel.rows()]) for each in sections]
 
 
 def _write_series(run: Run, folder: Path) -> None:

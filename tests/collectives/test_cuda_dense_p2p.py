@@ -474,7 +474,14 @@ def test_bytes_are_off_by_half_a_unit_of_their_line_and_the_same_on_all_ranks(
 
 @pytest.mark.mpi(min_size=2, max_size=8)
 @pytest.mark.parametrize(
-    "algorithm", ["one_shot", *(pytest.param(name, marks=pytest.mark.long) for name in ("lines", "two_shot"))]
+    "algorithm",
+    [
+        "one_shot",
+        *(
+            pytest.param(name, marks=pytest.mark.long("`make test` has the algorithm of one shot"))
+            for name in ("lines", "two_shot")
+        ),
+    ],
 )
 def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(
     comm: MPI.Intracomm, algorithm: str

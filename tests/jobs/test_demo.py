@@ -14,7 +14,7 @@ from jobs.report.summary import read_runs
 from tests.launched import PATIENCE
 
 
-@pytest.mark.long
+@pytest.mark.long("trains twice; `make test` has its refusals, and the page of runs made up")
 @pytest.mark.pictures
 @pytest.mark.timeout(3 * PATIENCE)  # two jobs, and the page
 def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

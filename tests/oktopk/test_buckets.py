@@ -345,6 +345,20 @@ def test_the_share_that_was_rounded_away_is_one_of_magnitudes_whatever_was_sent(
     assert report_of_buckets([plain, plain], StageTimer()).rounded == 0.0
 
 
+def test_a_report_prints_as_one_line() -> None:
+    report = StepReport(
+        3, "oktopk", 10, 1000, {"select": 0.001, "apply": 0.0002}, global_nnz=11, bytes=4080, row_bytes=20
+    )
+    assert str(report) == "step 3: 11 of 1,000 entries applied, 4,100 bytes sent, 1.2 ms"
+    assert str(report_of_buckets([report, report], StageTimer())).endswith(
+        "22 of 2,000 entries applied, 8,160 bytes sent, 2.4 ms"
+    )
+    report.complete = False
+    assert str(report).startswith("step 3: not complete, ")
+    report.skipped = True
+    assert str(report).startswith("step 3: skipped, ")
+
+
 def test_buckets_of_tensors_end_with_the_first_ones() -> None:
     assert list(bucket_ranges([4, 4, 4, 9, 1], 8)) == [range(3, 5), range(1, 3), range(0, 1)]
     assert list(bucket_ranges([4], 8)) == [range(0, 1)]

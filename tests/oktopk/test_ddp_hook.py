@@ -258,7 +258,9 @@ def test_a_distributed_checkpoint_has_what_a_wrapped_optimizer_keeps(
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize(
+    "steps", [pytest.param(0, marks=pytest.mark.long("`make test` has a later step")), 3]
+)
 def test_a_rank_that_leaves_a_bucket_out_and_those_that_wait_for_it_are_told_what_to_do(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:

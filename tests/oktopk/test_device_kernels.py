@@ -229,7 +229,9 @@ CONVERSIONS = (
             *conversion,
             pieces,
             shift,
-            marks=[] if (number + at) % 3 == shift else pytest.mark.long,
+            marks=[]
+            if (number + at) % 3 == shift
+            else pytest.mark.long("`make test` has each list in each conversion, at one offset"),
         )
         for number, conversion in enumerate(CONVERSIONS)
         for at, pieces in enumerate(PIECES)
@@ -354,7 +356,7 @@ def lists_over(
             # of the longest, the sparse lists of four and nine ranks alone: others are slow on the host
             marks=[]
             if length < 100 * TILE or (lists in (4, 9) and lists * share < 0.1)
-            else pytest.mark.long,
+            else pytest.mark.long("`make test` has sparse lists of four and nine"),
         )
         for length in (1, 1000, 3 * TILE + 11, 100 * TILE)
         for lists in (1, 4, 5, 9)

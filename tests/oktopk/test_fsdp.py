@@ -159,7 +159,7 @@ for wrong, settings, text in (
 """
 
 
-@pytest.mark.long
+@pytest.mark.long("starts ranks for each device and script; `make test` has the reducer that they use")
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("script", [DENSE, SPARSE, MISTAKES], ids=["dense", "sparse", "mistakes"])
 @pytest.mark.parametrize(

@@ -106,7 +106,13 @@ def _one_shard(rng: np.random.Generator, length: int, rank: int, size: int) -> V
 DRAWN = GRADIENTS | {"one shard": _one_shard}
 # the other number of ranks a host for each kind is left to `make test-all`
 KINDS = [
-    pytest.param(kind, per, marks=[] if at % 2 == per % 2 else pytest.mark.long)
+    pytest.param(
+        kind,
+        per,
+        marks=[]
+        if at % 2 == per % 2
+        else pytest.mark.long("`make test` has each kind with one number of ranks a host"),
+    )
     for at, kind in enumerate(DRAWN)
     for per in (2, 3)
 ]

@@ -149,7 +149,12 @@ def overflow(run: Run, places: NDArray[np.int64], first: int, value: np.float32)
             *(device, way, kind, nonfinite, half),
             marks=[
                 *marks(device),
-                *[pytest.mark.long] * (((number + at) % 2, (number // 2 + at) % 2) != (other, half)),
+                *[
+                    pytest.mark.long(
+                        "`make test` has each method and kind, one of the two, in two places of four"
+                    )
+                ]
+                * (((number + at) % 2, (number // 2 + at) % 2) != (other, half)),
             ],
         )
         for device, way in ON

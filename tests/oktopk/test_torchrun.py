@@ -60,7 +60,7 @@ def test_torchrun_trains_to_equal_parameters_without_mpi(tmp_path: Path) -> None
     assert len(lines) == 2 and len(set(lines)) == 1, done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.long("waits until the others have ended; `make test` has a rank that does not come")
 @pytest.mark.timeout(PATIENCE)
 def test_a_rank_that_comes_after_the_others_have_ended_is_told_that_it_was_late(tmp_path: Path) -> None:
     done = trained(tmp_path, "late")

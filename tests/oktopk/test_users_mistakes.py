@@ -306,9 +306,33 @@ def test_a_state_of_another_rank_or_of_other_ranks_is_refused_on_all(comm: MPI.I
         ("MPI", "oktopk", 0, False, 0, 0),
         ("MPI", "oktopk", 3, True, 0, 0),
         # the control operations of methods differ, what ends the waiting does not
-        pytest.param("MPI", "dense", 3, False, 0, 0, marks=pytest.mark.long),
-        pytest.param("MPI", "gtopk", 3, False, 0, 0, marks=pytest.mark.long),
-        pytest.param("gloo", "oktopk", 3, False, 0, 0, marks=pytest.mark.long),
+        pytest.param(
+            "MPI",
+            "dense",
+            3,
+            False,
+            0,
+            0,
+            marks=pytest.mark.long("`make test` has Ok-Topk's step, and two levels over gloo"),
+        ),
+        pytest.param(
+            "MPI",
+            "gtopk",
+            3,
+            False,
+            0,
+            0,
+            marks=pytest.mark.long("`make test` has Ok-Topk's step, and two levels over gloo"),
+        ),
+        pytest.param(
+            "gloo",
+            "oktopk",
+            3,
+            False,
+            0,
+            0,
+            marks=pytest.mark.long("`make test` has Ok-Topk's step, and two levels over gloo"),
+        ),
         ("gloo", "oktopk", 3, False, 2, 0),
         # alone on its host, the second one, or without a shard
         ("MPI", "oktopk", 1, False, 2, -1),
@@ -358,11 +382,26 @@ def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
     ("library", "what", "comes"),
     [
         ("MPI", "GradientAllreduce", "late"),
-        pytest.param("MPI", "DistributedOptimizer", "late", marks=pytest.mark.long),
+        pytest.param(
+            "MPI",
+            "DistributedOptimizer",
+            "late",
+            marks=pytest.mark.long("`make test` has GradientAllreduce and broadcast_parameters"),
+        ),
         ("MPI", "broadcast_parameters", "late"),
-        pytest.param("MPI", "average_buffers", "late", marks=pytest.mark.long),
+        pytest.param(
+            "MPI",
+            "average_buffers",
+            "late",
+            marks=pytest.mark.long("`make test` has GradientAllreduce and broadcast_parameters"),
+        ),
         ("gloo", "GradientAllreduce", "never"),
-        pytest.param("gloo", "DistributedOptimizer", "late", marks=pytest.mark.long),
+        pytest.param(
+            "gloo",
+            "DistributedOptimizer",
+            "late",
+            marks=pytest.mark.long("`make test` has GradientAllreduce and broadcast_parameters"),
+        ),
     ],
 )
 def test_ranks_that_do_not_come_to_a_construction_are_named_by_all(

@@ -48,7 +48,9 @@ def digest_of_the_kernels() -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.long  # each compiles the kernels
+@pytest.mark.long(
+    "compiles the kernels for each width; `make test` has this processor's"
+)  # each compiles the kernels
 @pytest.mark.parametrize("processor", REGISTERS)
 def test_vectors_of_every_width_give_the_same_bits(processor: str) -> None:
     if not get_host_cpu_features().get(REGISTERS[processor]):

@@ -23,7 +23,7 @@ def test_every_variant_differs_from_the_full_method_in_valid_settings(ranks: int
     assert changed == {"balanced_regions", "rotate", "bucket_rounds", "balance_trigger"}
 
 
-@pytest.mark.long
+@pytest.mark.long("an ablation; `make test` has what its settings do in a step")
 @pytest.mark.timeout(PATIENCE)
 def test_regions_and_balancing_spare_the_busiest_rank(tmp_path: Path) -> None:
     path = tmp_path / "ablation.json"

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from jobs.bench import hook_figure
 from jobs.bench.bandwidth import bandwidth, byte_lines, lines, look, main
-from jobs.bench.document import BenchError
+from jobs.bench.document import BenchError, read
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
@@ -123,3 +124,18 @@ def test_the_command_draws_the_same_svg_twice_and_names_what_is_missing(
     assert "method 'nccl' is in none of the documents: dense, oktopk" in capsys.readouterr().err
     assert main([str(tmp_path / "none.json"), "--output", str(pictures[0])]) == 2
     assert "none.json" in capsys.readouterr().err
+
+
+@pytest.mark.pictures
+def test_steps_with_hooks_are_drawn_from_the_documents_that_readme_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [str(RESULTS / f"hook-{name}.json") for name in ("1gbit", "4")]
+    assert hook_figure.main([*files, "--output", str(tmp_path / "hook.svg")]) == 0
+    assert (tmp_path / "hook.svg").read_bytes() == (RESULTS / "hook.svg").read_bytes()
+    steps = hook_figure.bars(read(files[0])["runs"][0])
+    assert list(steps) == ["compute", "ddp", "powersgd", "oktopk"]
+    assert [round(1e3 * median) for _, median, _ in steps.values()] == [137, 952, 510, 390]
+    assert all(least < median < most for least, median, most in steps.values())
+    assert hook_figure.main([str(RESULTS / "sweep.json"), "--output", str(tmp_path / "other.svg")]) == 2
+    assert "it is not one of jobs.bench --table hook" in capsys.readouterr().err

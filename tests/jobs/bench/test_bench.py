@@ -92,7 +92,7 @@ def test_a_rows_name_says_levels_and_wire(tmp_path: Path) -> None:
     assert all(methods[name]["bytes_between"]["mean"] == 0 for name in rows)
 
 
-@pytest.mark.long
+@pytest.mark.long("starts two jobs; `make test` has the command line of a sweep")
 @pytest.mark.timeout(PATIENCE)
 def test_a_sweep_starts_its_own_ranks(tmp_path: Path) -> None:
     path = tmp_path / "sweep.json"

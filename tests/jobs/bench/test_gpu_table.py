@@ -132,6 +132,7 @@ def test_floors_of_narrow_gradients_are_lower() -> None:
         name: floor for name, floor in wide.items() if name != "select"
     }
     assert stage_floors("nccl", Workload(1000, 4, 1000, 1000), speeds) == {}
+    assert stage_floors("oktopk", Workload(1000, 1, 10, 10), speeds) == {}  # one rank exchanges nothing
 
 
 def test_stages_on_a_device_stand_beside_their_floors() -> None:

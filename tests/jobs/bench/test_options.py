@@ -97,6 +97,7 @@ def test_a_job_takes_the_command_line_of_its_driver(monkeypatch: pytest.MonkeyPa
         (["--sweep-ranks", "2", "--ablate"], "two different benches"),
         (["--ablate", "--methods", "topka"], "--ablate compares settings of oktopk, not methods topka"),
         (["--what"], "unrecognized arguments: --what"),
+        (["-n", "4"], "arguments: -n 4 (-n is an option of the launcher: python -m jobs.launch -n RANKS -m"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_value_and_the_bound(words: list[str], message: str) -> None:

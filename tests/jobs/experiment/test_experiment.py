@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[3]
 PATIENCE = 600
 
 
-@pytest.mark.long
+@pytest.mark.long("trains in several calls; `make test` has a run that fails and does not stop the others")
 @pytest.mark.timeout(PATIENCE)
 def test_an_experiment_grows_over_several_calls(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
@@ -91,7 +91,7 @@ def test_an_experiment_grows_over_several_calls(tmp_path: Path, capfd: pytest.Ca
     )
 
 
-@pytest.mark.long
+@pytest.mark.long("trains, stops and goes on; `make test` has a training run that does")
 @pytest.mark.timeout(PATIENCE)
 def test_two_jobs_fill_one_table_at_the_same_time(tmp_path: Path) -> None:
     words = [*small(tmp_path), "--speed-steps", "0", "--seeds", "1"]
@@ -137,7 +137,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, capfd: pytest
         assert reader.status == "complete"
 
 
-@pytest.mark.long
+@pytest.mark.long("two jobs that train at once; `make test` has one")
 @pytest.mark.timeout(PATIENCE)
 def test_a_stopped_experiment_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     words = [*small(tmp_path), "--speed-steps", "0", "--seeds", "1", "--methods", "oktopk", "--epochs", "40"]

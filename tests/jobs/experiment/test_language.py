@@ -81,7 +81,7 @@ def test_settings_reach_every_run_and_a_run_by_steps_keeps_its_shape(tmp_path: P
     assert pace.guesses["train"] == pytest.approx(pace.guesses["speed, batches of 8"] + 0.1 * (2000 - 148))
 
 
-@pytest.mark.long
+@pytest.mark.long("trains a table; `make test` has one on images, and the report on text of runs made up")
 @pytest.mark.timeout(600)
 def test_a_small_experiment_on_text_is_one_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = [

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jobs.report.groups import group_runs
-from jobs.report.headline import SlowLinks, headline, notes, sentence
+from jobs.report.headline import SlowLinks, headline, notes, sentence, xi_sentence
 from jobs.report.summary import read_runs
 from jobs.report.write import report
 from tests.jobs.report.test_page import Page
-from tests.jobs.report.test_report import DENSE_WORDS, SPARSE_WORDS, write_run
+from tests.jobs.report.test_report import DENSE_WORDS, SPARSE_WORDS, rows, write_run
 
 STEPS = 50
 
@@ -116,9 +116,19 @@ def test_a_machine_that_was_busy_in_some_of_the_runs_is_told(
     forward = seconds(0.02 * slower)
     dense = write_run(tmp_path / "dense.h5", method="dense", seconds_forward=seconds(0.02))
     ours = write_run(tmp_path / "oktopk.h5", seconds_forward=seconds(0.02) if links else forward)
+    fast = write_run(tmp_path / "fast.h5", method="dense", seconds_forward=seconds(0.02))
     slow = write_run(tmp_path / "slow.h5", seconds_forward=forward)
-    groups, others = group_runs(read_runs([dense, ours])), group_runs(read_runs([slow]) if links else [])
+    groups, others = (
+        group_runs(read_runs([dense, ours])),
+        group_runs(read_runs([fast, slow]) if links else []),
+    )
     lines = notes(headline(groups, others, SlowLinks()), SlowLinks(), groups, others)
+    compared = [
+        figure.short.startswith("a step ")
+        for figure in headline(groups, others, SlowLinks())
+        if "step" in figure.short
+    ]
+    assert compared == [links or not told, not (links and told)]
     assert told == any(
         "are the same work in all runs, but took between 20 ms and 40 ms: other" in line for line in lines
     )
@@ -128,12 +138,13 @@ def test_a_large_xi_is_named_with_what_it_is_divided_by(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a.h5", xi=(1.0, 8.0, math.nan, 4.0))
     with h5py.File(path, "r+") as file:
         file["measures/gradient_norm"][:] = [3.0, 0.5, 9.0, 1.5]
-    assert notes([], SlowLinks(), group_runs(read_runs([path]))) == [
+    assert xi_sentence(group_runs(read_runs([path]))) == (
         "ξ is not below P = 4 in 2 of 3 measured steps. ξ divides by the norm of the mean gradient, which is 1 in these "
         "steps on average and 3 in the others."
-    ]
+    )
     small = write_run(tmp_path / "b.h5", xi=(1.0, 3.9))
-    assert notes([], SlowLinks(), group_runs(read_runs([small]))) == []
+    assert xi_sentence(group_runs(read_runs([small]))) == "ξ is below P = 4 in all 2 measured steps."
+    assert xi_sentence(group_runs(read_runs([write_run(tmp_path / "c.h5")]))) == ""
 
 
 def test_there_is_no_headline_without_both_methods(tmp_path: Path) -> None:
@@ -154,11 +165,21 @@ def test_the_page_of_the_demo_begins_with_its_headline(tmp_path: Path) -> None:
         assert "<dt>fill-in</dt><dd>entries that any rank selected" in text
         assert text.index("25 times fewer words") < text.index("<img") < text.index(">Methods<")
         projected = name == "projected"
+        assert ("<h3>Time of a step on one host and over 1 Gb/s</h3>" in text) == (not projected)
+        assert "Accuracy: mean over the seeds" in text and "PowerSGD" not in text and "ξ (mean" not in table
         assert ('<span class="tag">projection</span>' in text) == projected
         assert ("no &lt;namespaces&gt;" in text) == projected
         assert ("It was not measured: no <namespaces>." in table) == projected
         assert ("oktopk-slow" in page.cells) == (not projected)
         assert text.count('<tr class="ours">') == 3  # in each table
+    bars = rows(tmp_path / "measured" / "step-times.csv")
+    assert [(bar["series"], round(1e3 * float(bar["reduction_seconds"]), 3)) for bar in bars] == [
+        ("Dense, one host", 1.0),
+        ("Ok-Topk, one host", 2.0),
+        ("Dense, 1 Gb/s", 20.0),
+        ("Ok-Topk, 1 Gb/s", 4.0),
+    ]
+    assert {round(1e3 * float(bar["compute_seconds"]), 3) for bar in bars} == {4.0}
     other = tmp_path / "other"
     report(here, other)
     assert 'class="headline"' not in (other / "index.html").read_text()

@@ -152,7 +152,7 @@ def test_a_target_far_above_the_curves_is_still_in_the_picture(tmp_path: Path) -
     assert "</svg>" in svg(panel)
 
 
-@pytest.mark.long
+@pytest.mark.long("draws two pages; `make test` has what a page shows")
 @pytest.mark.pictures
 def test_equal_runs_make_equal_pages(tmp_path: Path) -> None:
     paths = write_experiment(tmp_path)

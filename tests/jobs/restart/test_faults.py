@@ -27,7 +27,12 @@ SLOW = ["run.flush_every=1"], ["seconds=0.02"]
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("kills", "steps", "ranks"),
-    [(3, 160, RANKS), pytest.param(20, 1200, 3, marks=pytest.mark.long)],
+    [
+        (3, 160, RANKS),
+        pytest.param(
+            20, 1200, 3, marks=pytest.mark.long("`make test` has 3 kills on 2 ranks, each kind of moment")
+        ),
+    ],
     ids=["3", "20"],
 )
 def test_after_kills_of_random_ranks_a_run_ends_as_if_there_had_been_none(
@@ -90,7 +95,7 @@ def assert_gone(job: Job, deadline: float) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.long
+@pytest.mark.long("waits for a watchdog; `make test` has a rank that hangs in a step")
 @pytest.mark.timeout(400)
 def test_a_rank_that_is_stopped_is_found_by_the_others_and_the_run_can_go_on(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
@@ -127,7 +132,7 @@ def test_a_rank_that_hangs_makes_every_rank_print_its_stack(tmp_path: Path) -> N
     assert_gone(job, time.monotonic() + DEADLINE)
 
 
-@pytest.mark.long
+@pytest.mark.long("waits for watchdogs; `make test` has a rank that hangs in a step")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("fault", "phase", "done", "where"),
@@ -150,7 +155,7 @@ def test_a_rank_that_hangs_before_the_first_step_or_after_the_last_is_found(
     assert job.wait() == 0, job.said
 
 
-@pytest.mark.long
+@pytest.mark.long("waits for a watchdog; `make test` has a rank that hangs in a step")
 @pytest.mark.timeout(400)
 def test_a_last_checkpoint_that_is_not_written_in_time_is_an_error_and_no_hang(tmp_path: Path) -> None:
     settings = ["checkpoint.every_steps=0", f"run.watchdog={WATCHDOG}"]
@@ -178,7 +183,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@pytest.mark.long
+@pytest.mark.long("a job on a disk of its own; `make test` has writes that fail, in one process")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("run_file_too", [False, True])
 def test_a_full_disk_stops_the_run_with_the_last_checkpoint_intact(
@@ -209,7 +214,7 @@ def test_a_full_disk_stops_the_run_with_the_last_checkpoint_intact(
     assert steps_done(path) == 3000
 
 
-@pytest.mark.long
+@pytest.mark.long("a job on a disk of its own; `make test` has writes that fail, in one process")
 @pytest.mark.timeout(400)
 def test_a_lost_file_system_stops_the_run(tmp_path: Path) -> None:
     path, folder = tmp_path / "run.h5", tmp_path / "shared" / "checkpoints"
@@ -222,7 +227,7 @@ def test_a_lost_file_system_stops_the_run(tmp_path: Path) -> None:
     assert len(files.list_sets(tmp_path / "gone" / "checkpoints")) >= 1
 
 
-@pytest.mark.long
+@pytest.mark.long("starts jobs; `make test` has a signal to ranks that are up")
 @pytest.mark.timeout(400)
 def test_a_job_that_overwrites_and_is_queued_again_destroys_nothing_before_it_begins_and_then_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

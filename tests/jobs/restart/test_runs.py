@@ -220,7 +220,7 @@ def test_a_held_out_loss_that_is_not_finite_is_named_and_written(
         assert np.isnan(reader.evaluations()["loss"]).tolist() == [True]
 
 
-@pytest.mark.long
+@pytest.mark.long("`make test` has a run of Ok-Topk that was stopped")
 @pytest.mark.parametrize(
     "settings",
     [

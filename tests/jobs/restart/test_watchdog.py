@@ -40,9 +40,14 @@ def start(first: str, then: str, step: float = 0.5, around: float = 2.0) -> subp
     "first",
     [
         "",
-        pytest.param("os.close(2)", marks=pytest.mark.long),
-        pytest.param("sys.__stderr__.close()", marks=pytest.mark.long),
-        pytest.param("import tempfile; tempfile.tempdir = '/none'", marks=pytest.mark.long),
+        pytest.param("os.close(2)", marks=pytest.mark.long("`make test` has a stderr that is full")),
+        pytest.param(
+            "sys.__stderr__.close()", marks=pytest.mark.long("`make test` has a stderr that is full")
+        ),
+        pytest.param(
+            "import tempfile; tempfile.tempdir = '/none'",
+            marks=pytest.mark.long("`make test` has a stderr that is full"),
+        ),
         "full = os.pipe()[1]; os.set_blocking(full, False); os.write(full, bytes(1 << 20)); "
         "os.set_blocking(full, True); os.dup2(full, 2)",
     ],

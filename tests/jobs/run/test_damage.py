@@ -54,7 +54,7 @@ def damaged(whole: bytes, number: int) -> bytes:
 
 
 @pytest.mark.timeout(240)  # 45 s of computing in all
-@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.long("`make test` has 20 files"))])
 def test_a_damaged_run_file_is_refused_by_name_or_can_be_continued(tmp_path: Path, count: int) -> None:
     closed, killed = (path.read_bytes() for path in write_run(tmp_path))
 

@@ -83,7 +83,7 @@ def test_training_on_a_few_synthetic_utterances_lowers_the_loss(tmp_path: Path, 
     assert run.evaluations["accuracy"][-1] <= 1.0
 
 
-@pytest.mark.long
+@pytest.mark.long("trains until words are read; in `make test` the loss falls")
 def test_the_network_learns_to_read_utterances_that_it_has_not_heard(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     texts = [" ".join(random.choice(WORDS, 1 + number % 2)) for number in range(124)]

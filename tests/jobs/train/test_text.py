@@ -44,7 +44,7 @@ def overrides(documents: Path, *more: str) -> list[str]:
     return [*TINY, f"data.path={documents}", *more]
 
 
-@pytest.mark.long
+@pytest.mark.long("trains until text is learnt; in `make test` the loss falls")
 @pytest.mark.timeout(150)
 def test_a_tiny_bert_on_ranks_learns_text_that_the_test_makes(tmp_path: Path, documents: Path) -> None:
     path = tmp_path / "run.h5"
