@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -58,6 +59,9 @@ def redistribute(
     The sums of the residuals and of the velocities over the ranks are kept: exactly on more ranks than before, to float32
     rounding on fewer. The next step computes exact thresholds and new region boundaries. On as many ranks as before, on the same
     hosts, it is the rank's own state, which continues bit for bit.
+
+    Of a `DistributedOptimizer` that sends updates the sum of the residuals over the number of ranks is kept: what the reference
+    is still to move by. Steps since the last exchange are dropped, and moments are those of one saved rank.
 
     Args:
         read: saved rank -> its `state_dict()`, of a `GradientAllreduce`, a `BucketedAllreduce`, a `DistributedOptimizer` or an
@@ -123,7 +127,7 @@ class _Reader:
             state = of_rank(self._read(rank))
             state = {
                 **state,
-                **{name: of_rank(state[name]) for name in ("reducer", "tables") if name in state},
+                **{name: of_rank(state[name]) for name in ("reducer", "tables", "updates") if name in state},
             }
         except Exception as error:  # whatever it is, it must not keep the others waiting
             raise _BadStateError(
@@ -174,6 +178,8 @@ def _common(state: dict[str, Any], rank: int, ranks: int) -> dict[str, str]:
     if "moves_to" in state:
         names["names of buckets"] = [state["buckets"], state["moves_to"]]
     parts = list(_parts(state))
+    if state.get("updates"):
+        names["reference"] = zlib.crc32(np.asarray(state["updates"]["reference"]).tobytes())
     names["buckets and tables"] = sorted(before for before, _ in parts)
     found = {name: repr(value) for name, value in names.items()}
     for before, part in parts:
@@ -267,9 +273,21 @@ def _redistributed(
     changed["saved"] = {name: value for name, value in alike.items() if name not in VECTORS}
     if saved_hosts is not None or new_hosts is not None:
         changed["methods"] = {}  # regions are those of a shard
-    if "reducer" in template:
-        return {**template, "reducer": {**template["reducer"], **changed}}
-    return {**template, **changed}
+    if "reducer" not in template:
+        return {**template, **changed}
+    if updates := template.get("updates"):
+        for (
+            name,
+            vector,
+        ) in sums.items():  # of the mean over the ranks, which the reference is still to move by
+            changed[name] = None if vector is None else vector * (ranks / saved_ranks)
+        nothing = {
+            "steps": 0,
+            "present": [0] * len(updates["present"]),
+            "factors": [1.0] * len(updates["factors"]),
+        }
+        template = {**template, "updates": {**updates, "local": None, **nothing}}
+    return {**template, "reducer": {**template["reducer"], **changed}}
 
 
 def _tables(

@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from data.command import command_parser
+from data.command import command_parser, show
 from jobs.bench.bandwidth import rate_of
 from jobs.bench.document import BenchError, read
 from jobs.report.style import COLOURS, GREY, STYLE
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         draw([read(path) for path in options.documents], options.output)
     except BenchError as error:
-        print(f"jobs.bench.hook_figure: {error}", file=sys.stderr)
+        show(f"jobs.bench.hook_figure: {error}", file=sys.stderr)
         return 2
     return 0
 

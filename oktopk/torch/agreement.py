@@ -124,7 +124,7 @@ def groups_of(optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[], list[
     return lambda: [group for each in kept if (held := each()) is not None for group in held.param_groups]
 
 
-def reduced_twice_warning(parameters: Iterable[Tensor]) -> str:
+def reduced_twice_warning(parameters: Iterable[Tensor], sends: str = "gradients") -> str:
     """What to say where a DDP reduces gradients of some of these parameters in its backward pass; "" if none does."""
     if not torch.distributed.is_available():
         return ""
@@ -137,6 +137,12 @@ def reduced_twice_warning(parameters: Iterable[Tensor]) -> str:
             continue
         hooks = [hook for hook, _ in getattr(held, "_comm_hooks", ())]
         if noop_hook not in hooks and any(id(parameter) in known for parameter in held.module.parameters()):
+            if sends == "updates":
+                return (
+                    "a DistributedDataParallel reduces gradients of these parameters in its backward pass, so that optimizers step "
+                    "on the mean already: call ddp.register_comm_hook(None, noop_hook), of "
+                    "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"
+                )
             return (
                 "a DistributedDataParallel reduces gradients of these parameters densely in its backward pass, so that they are "
                 "reduced twice: train its module without it, or leave the optimizer as it is and register oktopk.torch.ddp_hook"

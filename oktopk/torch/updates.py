@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from collectives.closing import closes
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.elastic import of_rank
 from oktopk.results import StepReport
-from oktopk.torch.agreement import groups_of
+from oktopk.torch.agreement import groups_of, reduced_twice_warning
 from oktopk.torch.as_wrapped import AsWrapped
 from oktopk.torch.gradients import missing_spans
 from oktopk.torch.optimizer import DistributedOptimizer
@@ -172,7 +173,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             with torch.enable_grad():
                 loss = closure()
         self._as_wrapped.look()
-        problem = self._as_wrapped.problem or self._unwrapped_parameters()
+        problem = self._as_wrapped.problem or self._unwrapped_parameters() or self._stepped_elsewhere()
         finite = False
         if not problem:
             self._take_written()
@@ -189,6 +190,17 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         else:
             self._reference.watch()
         return loss
+
+    def _stepped_elsewhere(self) -> str:
+        """What to say in a first step that finds moved parameters without a gradient; "" if it does not."""
+        if self._exchanges or self._steps or self._loaded is not None:
+            return ""
+        if any(p.grad is not None for p in self._parameters) or not self._reference.written():
+            return ""
+        return (
+            "parameters have moved before the first step, and none has a gradient: an optimizer that steps in the backward pass "
+            "leaves nothing to exchange. Take one that steps in step()"
+        )
 
     @torch.no_grad()
     def _finite(self, scaler: GradScaler | None) -> bool:
@@ -274,6 +286,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         reference, transport = self._reference, self.reducer.transport
         if new := self._exchanges < _FIRST or self._exchanges % _EVERY == 0:
             self._hash[REFERENCE] = reference.digest()
+        first = self.report is None and transport.rank == 0
+        if first and (warning := reduced_twice_warning(self._trained, "updates")):
+            warnings.warn(warning, stacklevel=4)
         tables = [table.grad is not None for table in self._table_list]
         token = self._agreement.tell(bytes([*self._present, *tables]))
         moved = reference.displacement(self._residual)

@@ -13,6 +13,7 @@ from mpi4py import MPI
 from torch import nn
 
 from oktopk import DistributedOptimizer, NonFiniteGradientError
+from oktopk.elastic import of_rank, redistribute
 from oktopk.torch.updates import UpdatesOptimizer
 from tests.training import flat, loss, network, train
 
@@ -441,3 +442,49 @@ def test_ranks_must_send_alike(comm: MPI.Intracomm) -> None:
     for name, values in (("sends", ("gradients", "updates")), ("every", (1, 2))):
         with pytest.raises(ValueError, match=f"ranks disagree on {name}"):
             wrap(network(), comm, "sgd", **{name: values[comm.rank == 1]})
+
+
+def test_on_another_number_of_ranks_what_is_still_to_come_is_kept(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm, density=0.1)
+    train(model, optimizer, comm.rank, range(5))
+    with optimizer.agreed():
+        weights = copy.deepcopy(model.state_dict())
+    states = comm.allgather(copy.deepcopy(optimizer.state_dict()))
+    to_come = np.mean(comm.allgather(optimizer.reducer.residual.astype(np.float64)), axis=0)
+    for ranks in (1, 2, comm.size + 1):
+        parts = [redistribute(lambda r: states[r], comm.size, rank, ranks) for rank in range(ranks)]
+        residuals = [of_rank(part["reducer"])["residual"].numpy().astype(np.float64) for part in parts]
+        assert np.allclose(np.mean(residuals, axis=0), to_come, atol=1e-7)
+    one = MPI.COMM_SELF
+    other = network(3)
+    loaded = wrap(other, one, density=0.1)
+    other.load_state_dict(weights)
+    loaded.load_state_dict(redistribute(lambda r: states[r], comm.size, 0, 1))
+    assert torch.equal(loaded._reference.vector, optimizer._reference.vector)
+    train(other, loaded, 0, range(5, 8))
+    loaded.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_step_before_the_first_one_that_leaves_no_gradient_is_named(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm)
+    if comm.rank == 1:
+        with torch.no_grad():
+            model[0].weight.add_(1)
+    elif comm.rank == 0:
+        loss(model, comm.rank, 0).backward()
+    with pytest.raises(ValueError, match="rank 1: parameters have moved before the first step"):
+        optimizer.step()
+
+
+def test_on_one_rank_training_is_that_of_the_optimizer_alone() -> None:
+    model, alone = network(), network()
+    optimizer = wrap(model, MPI.COMM_SELF, "adam tensor rate", density=0.02)
+    plain = OPTIMIZERS["adam tensor rate"](alone.parameters())
+    train(model, optimizer, 0, range(12))
+    train(alone, plain, 0, range(12))
+    assert optimizer.reducer.residual.any()
+    assert np.allclose(flat(model), flat(alone), atol=1e-5)
+    optimizer.close()
